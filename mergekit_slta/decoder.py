@@ -1,0 +1,375 @@
+"""Run one decoder layer at a time, with whichever weights, and see what each of its branches adds.
+
+The layers are transformers' own modules on the meta device; the arguments that they are called with are captured from
+the model's own forward pass. Nothing here knows an architecture by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from mergekit_slta.errors import SltaError
+from mergekit_slta.residual import INPUT, ResidualStream, Term, plain, sources
+from mergekit_slta.skeleton import meta_model
+
+Weights = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """How the model's forward pass called one layer: everything but the hidden states."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class LayerStructure:
+    """How a decoder layer splits into an attention (or other token mixing) and an MLP branch.
+
+    Attributes:
+        branches: the direct children of the layer in each branch, ``attn`` and ``mlp``, norms included; a child that
+            feeds both stands in both.
+        mlp_reads: the children whose outputs the residual stream holds where the MLP branch reads it.
+    """
+
+    branches: dict[str, frozenset[str]]
+    mlp_reads: frozenset[str]
+
+    @property
+    def parallel(self) -> bool:
+        """Whether both branches read the layer's input."""
+        return self.mlp_reads == {INPUT}
+
+
+@dataclass
+class LayerRun:
+    """What one run of a layer on a batch gave; hidden states are [B, S, D].
+
+    Attributes:
+        output: the layer's output.
+        terms: the summands of the output by the child that made them, without the input; None where the layer does
+            not keep its residual stream as a sum.
+        outputs: each direct child's output.
+        reads: the sources of the residual stream that each child was given.
+        mlp_input: the residual stream that the MLP branch read.
+    """
+
+    output: torch.Tensor
+    terms: dict[str, torch.Tensor] | None
+    outputs: dict[str, Any]
+    reads: dict[str, frozenset[str]]
+    mixers: frozenset[str]
+    mlp_input: torch.Tensor | None
+
+
+@dataclass
+class _Run:
+    """The run that the wrapped children of a layer report to."""
+
+    mlp_reads: frozenset[str] | None
+    mlp_input: torch.Tensor | None
+    replay: Mapping[str, Any]
+    outputs: dict[str, Any] = field(default_factory=dict)
+    reads: dict[str, frozenset[str]] = field(default_factory=dict)
+    mixers: set[str] = field(default_factory=set)
+    read_by_mlp: torch.Tensor | None = None
+
+
+class Decoder:
+    """The decoder of one architecture, without weights.
+
+    Args:
+        config: the base model's configuration.
+        trust_remote_code: mergekit's flag of that name.
+        device: where layers run.
+
+    Raises:
+        SltaError: the model is no decoder-only language model, or its layers cannot be found.
+    """
+
+    def __init__(
+        self, config: transformers.PretrainedConfig, trust_remote_code: bool = False, device: str = "cpu"
+    ) -> None:
+        refuse_unless_decoder(config)
+        self.device = torch.device(device)
+        self.model = meta_model(config, trust_remote_code)
+        self.body = self.model.base_model
+        self.layers, self.layers_path = _find_layers(self.model, config)
+        self._give_buffers()
+        self._structures: dict[Any, LayerStructure] = {}
+        self._run: _Run | None = None
+        for layer in self.layers:
+            self._watch_children(layer)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @property
+    def base_model_prefix(self) -> str:
+        return self.model.base_model_prefix
+
+    def layer_tensors(self, layer: int) -> dict[str, str]:
+        """The names of a layer's tensors inside the layer, and in the model."""
+        return {name: f"{self.layers_path}.{layer}.{name}" for name in self.layers[layer].state_dict()}
+
+    def edge_tensors(self) -> list[str]:
+        """The model's names of the tensors outside the decoder layers (embeddings, final norm, output head)."""
+        return [name for name in self.model.state_dict() if not name.startswith(self.layers_path + ".")]
+
+    def embed(self, token_ids: torch.Tensor, edges: Weights) -> tuple[torch.Tensor, list[LayerCall]]:
+        """Run everything before the first layer, and capture how the model calls each layer.
+
+        Right padding needs no mask: under causal attention no token sees what comes after it.
+
+        Args:
+            token_ids: [B, S] int64.
+            edges: tensors outside the layers, by the model's names.
+
+        Returns:
+            The first layer's input [B, S, D] and one call per layer.
+        """
+        inputs: list[torch.Tensor] = []
+        calls: list[LayerCall] = []
+        prefix = _path_in_model(self.model, self.body)
+        weights = {name.removeprefix(prefix): tensor for name, tensor in edges.items() if name.startswith(prefix)}
+        with _captured_calls(self.layers, inputs, calls), torch.no_grad():
+            torch.func.functional_call(
+                self.body, weights, kwargs={"input_ids": token_ids.to(self.device), "use_cache": False}
+            )
+        if len(calls) != len(self.layers):
+            raise SltaError(
+                f"{type(self.model).__name__} does not call its decoder layers one after the other "
+                f"({len(calls)} calls for {len(self.layers)} layers); it can be merged with 'merge_method: sftm'."
+            )
+        return inputs[0], calls
+
+    def run(
+        self,
+        layer: int,
+        weights: Weights,
+        hidden: torch.Tensor,
+        call: LayerCall,
+        *,
+        mlp_input: torch.Tensor | None = None,
+        replay: Mapping[str, Any] | None = None,
+    ) -> LayerRun:
+        """Run a layer on hidden states.
+
+        Args:
+            layer: the layer's index.
+            weights: the layer's tensors by their names inside the layer.
+            hidden: [B, S, D], the layer's input.
+            call: the layer's other arguments.
+            mlp_input: [B, S, D], given to the MLP branch in place of the residual stream.
+            replay: outputs of children that need not run again.
+        """
+        structure = self._structures.get(self._signature(layer))
+        run = _Run(structure.mlp_reads if structure else None, mlp_input, replay or {})
+        self._run = run
+        try:
+            with torch.no_grad():
+                stream = ResidualStream.of(hidden, (Term(INPUT, hidden),))
+                output = torch.func.functional_call(
+                    self.layers[layer], dict(weights), (stream, *call.args), call.kwargs
+                )
+        finally:
+            self._run = None
+        result = output[0] if isinstance(output, tuple) else output
+        terms = _summands(result)
+        return LayerRun(plain(result), terms, run.outputs, run.reads, frozenset(run.mixers), run.read_by_mlp)
+
+    def structure(self, layer: int) -> LayerStructure:
+        """How the layer splits into branches, found by tracing it once on two tokens and weights that are all zero.
+
+        Raises:
+            SltaError: the layer does not split into an attention and an MLP branch.
+        """
+        signature = self._signature(layer)
+        if signature not in self._structures:
+            hidden, calls = self.embed(torch.zeros(1, 2, dtype=torch.int64), self._zeros(self._edge_state()))
+            weights = self._zeros(self.layers[layer].state_dict())
+            run = self.run(layer, weights, hidden, calls[layer])
+            self._structures[signature] = _branches(run, type(self.layers[layer]).__name__, layer)
+        return self._structures[signature]
+
+    def _zeros(self, state: Weights) -> Weights:
+        """Zeros in place of tensors; on the host they take no memory, since numpy leaves their pages unmapped."""
+        return {
+            name: torch.from_numpy(np.zeros(tuple(tensor.shape), np.float32)).to(
+                self.device, torch.float32 if tensor.is_floating_point() else tensor.dtype
+            )
+            for name, tensor in state.items()
+        }
+
+    def _edge_state(self) -> dict[str, torch.Tensor]:
+        names = set(self.edge_tensors())
+        return {name: tensor for name, tensor in self.model.state_dict().items() if name in names}
+
+    def _signature(self, layer: int) -> Any:
+        module = self.layers[layer]
+        return type(module), tuple((name, type(child)) for name, child in module.named_children())
+
+    def _give_buffers(self) -> None:
+        """Fill the buffers that no checkpoint holds (rotary frequencies and the like) from the configuration."""
+        for name, buffer in list(self.model.named_non_persistent_buffers()):
+            owner, _, leaf = name.rpartition(".")
+            module = self.model.get_submodule(owner)
+            module._buffers[leaf] = torch.empty_like(buffer, device="cpu")
+        with torch.no_grad():
+            for owner in {name.rpartition(".")[0] for name, _ in self.model.named_non_persistent_buffers()}:
+                module = self.model.get_submodule(owner)
+                self.model._init_weights(module)
+                for leaf in module._non_persistent_buffers_set:
+                    module._buffers[leaf] = getattr(module, leaf).to(self.device)
+
+    def _watch_children(self, layer: torch.nn.Module) -> None:
+        for name, child in layer.named_children():
+            if not child.state_dict():  # a dropout or an activation is no place where a branch can begin or end
+                continue
+            child.forward = self._watched(name, child.forward)
+
+    def _watched(self, name: str, forward: Any) -> Any:
+        """Wrap a child's forward: it sees plain tensors, and what it returns enters the residual stream by its name."""
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            run = self._run
+            if run is None:
+                return forward(*args, **kwargs)
+            streams = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, ResidualStream)]
+            read = frozenset().union(*(sources(stream) for stream in streams))
+            run.reads[name] = read
+            if _mixes_tokens(args, kwargs):
+                run.mixers.add(name)
+            if read == run.mlp_reads and INPUT in read:
+                run.read_by_mlp = plain(streams[0])
+                if run.mlp_input is not None:
+                    args = tuple(run.mlp_input if isinstance(arg, ResidualStream) else arg for arg in args)
+                    kwargs = {k: run.mlp_input if isinstance(v, ResidualStream) else v for k, v in kwargs.items()}
+            if name in run.replay:
+                output = run.replay[name]
+            else:
+                output = forward(*map(plain, args), **{key: plain(value) for key, value in kwargs.items()})
+            run.outputs[name] = output
+            if isinstance(output, tuple):
+                return (_as_stream(name, output[0]), *output[1:])
+            return _as_stream(name, output)
+
+        return watched
+
+
+def refuse_unless_decoder(config: transformers.PretrainedConfig) -> None:
+    """Refuse what has no single stack of causal decoder layers, and say what to use instead.
+
+    Raises:
+        SltaError: the model is an encoder, an encoder-decoder, or has several modules (vision, audio).
+    """
+    architecture = (config.architectures or ["?"])[0]
+    if config.is_encoder_decoder:
+        kind = "is an encoder-decoder"
+    elif config.get_text_config() is not config:
+        kind = "has several modules"
+    elif not architecture.endswith(("ForCausalLM", "LMHeadModel")):
+        kind = "is no decoder-only language model"
+    else:
+        return
+    raise SltaError(f"{architecture} {kind}, which calibration does not cover: use 'merge_method: sftm' instead.")
+
+
+def _find_layers(
+    model: transformers.PreTrainedModel, config: transformers.PretrainedConfig
+) -> tuple[torch.nn.ModuleList, str]:
+    depth = config.num_hidden_layers
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == depth:
+            return module, name
+    raise SltaError(f"Cannot find the {depth} decoder layers of {type(model).__name__}: use 'merge_method: sftm'.")
+
+
+def _path_in_model(model: torch.nn.Module, body: torch.nn.Module) -> str:
+    return next((name + "." for name, module in model.named_modules() if module is body and name), "")
+
+
+@contextlib.contextmanager
+def _captured_calls(layers: torch.nn.ModuleList, inputs: list[torch.Tensor], calls: list[LayerCall]) -> Iterator[None]:
+    """Let every layer hand its input on and record its call, so that the model's own forward computes the rest."""
+
+    def record(*args: Any, **kwargs: Any) -> torch.Tensor:
+        hidden = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
+        inputs.append(plain(hidden))
+        calls.append(LayerCall(args[1:], kwargs))
+        return hidden.as_subclass(_LayerOutput)
+
+    for layer in layers:
+        layer.forward = record
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+class _LayerOutput(torch.Tensor):
+    """Stands for what a layer returns, be it the hidden states or a tuple that starts with them."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return self if isinstance(index, int) and index == 0 else super().__getitem__(index)
+
+
+def _as_stream(name: str, value: Any) -> Any:
+    return ResidualStream.of(value, (Term(name, value),)) if isinstance(value, torch.Tensor) else value
+
+
+def _mixes_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """A module that is told more than the hidden states (positions, a mask) lets tokens see each other."""
+    return len(args) + len(kwargs) > 1
+
+
+def _summands(result: torch.Tensor) -> dict[str, torch.Tensor] | None:
+    if INPUT not in sources(result):
+        return None
+    terms: dict[str, torch.Tensor] = {}
+    for term in result.terms:  # type: ignore[attr-defined]
+        if term.source != INPUT:
+            terms[term.source] = terms[term.source] + term.value if term.source in terms else term.value
+    return terms
+
+
+def _branches(run: LayerRun, layer_name: str, layer: int) -> LayerStructure:
+    """Follow each summand of the layer's output back to where its branch reads the residual stream."""
+    branches: dict[str, frozenset[str]] = {"attn": frozenset(), "mlp": frozenset()}
+    entries: dict[str, set[frozenset[str]]] = {"attn": set(), "mlp": set()}
+    for source in run.terms or {}:
+        chain, entry = _chain(source, run.reads)
+        branch = "attn" if chain & run.mixers else "mlp"
+        branches[branch] |= chain
+        entries[branch].add(entry)
+    first, second = entries["attn"], entries["mlp"]
+    added = {source for source in run.terms or {} if source in branches["attn"]}
+    if first != {frozenset({INPUT})} or second not in ({frozenset({INPUT})}, {frozenset({INPUT, *added})}):
+        raise SltaError(
+            f"Layer {layer} ({layer_name}) does not split into an attention and an MLP branch: use 'level: layer'."
+        )
+    return LayerStructure(branches, second.pop())
+
+
+def _chain(source: str, reads: Mapping[str, frozenset[str]]) -> tuple[frozenset[str], frozenset[str]]:
+    """The children from ``source`` back to the residual stream, and what the stream holds there."""
+    chain = {source}
+    frontier = [source]
+    entry: frozenset[str] = frozenset()
+    while frontier:
+        read = reads.get(frontier.pop(), frozenset())
+        if INPUT in read or not read:
+            entry |= read
+            continue
+        frontier.extend(read - chain)
+        chain |= read
+    return frozenset(chain), entry

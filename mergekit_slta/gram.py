@@ -1,0 +1,29 @@
+"""Per-sample Gram matrices of feature deltas: all that calibration keeps of a forward pass.
+
+Shapes: ``T`` experts, ``B`` samples in a batch, ``S`` positions (right-padded), ``D`` feature dimensions.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+
+def sample_grams(deltas: Sequence[torch.Tensor], lengths: Sequence[int]) -> torch.Tensor:
+    """Inner products of the experts' feature deltas, one matrix per sample (the sum in Eq. 14 of arXiv 2504.10902).
+
+    Each sample is reduced by itself and without its padding, so that neither the batch nor the padding around it can
+    change its matrix.
+
+    Args:
+        deltas: ``T`` tensors of shape [B, S, D], the feature delta of each expert.
+        lengths: the number of tokens of each sample, ``B`` in all.
+
+    Returns:
+        [B, T, T] float64 on the CPU, exactly symmetric.
+    """
+    grams = []
+    for row, length in enumerate(lengths):
+        features = torch.stack([delta[row, :length].reshape(-1).double() for delta in deltas])
+        grams.append(features @ features.T)
+    products = torch.stack(grams).cpu()
+    return (products + products.mT) / 2

@@ -1,0 +1,289 @@
+"""From a recipe to its statistics: use what has been measured, measure what has not, lose nothing."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from mergekit.common import ModelReference
+from tqdm import tqdm
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from mergekit_slta.calibrate import calibrate
+from mergekit_slta.checkpoint import Checkpoint
+from mergekit_slta.data import CalibrationData, load_calibration, source_name
+from mergekit_slta.decoder import Decoder
+from mergekit_slta.errors import SltaError
+from mergekit_slta.ranks import Ranks
+from mergekit_slta.recipe import Expert, Recipe, calibration_problems
+from mergekit_slta.resume import Partial
+from mergekit_slta.statistics import (
+    CalibrationInfo,
+    Fingerprint,
+    Info,
+    Statistics,
+    load,
+    published_name,
+    save,
+    settings_fingerprint,
+    tokens_fingerprint,
+    versions,
+)
+from mergekit_slta.submodules import LEVELS
+
+
+class Experiment:
+    """A recipe's models and data, opened; what is costly is done once and only when it is needed.
+
+    Args:
+        recipe: the recipe.
+        device: where the layers run.
+        trust_remote_code, cache_dir: mergekit's options ``--trust-remote-code`` and ``--transformers-cache``.
+        quiet: no progress bar.
+        ranks: the processes that share the work.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        device: str = "cpu",
+        trust_remote_code: bool = False,
+        cache_dir: str | None = None,
+        quiet: bool = False,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.recipe = recipe
+        self.device = device
+        self.trust_remote_code = trust_remote_code
+        self.cache_dir = cache_dir
+        self.quiet = quiet
+        self.ranks = ranks or Ranks()
+        self.base = Checkpoint(recipe.base, trust_remote_code)
+        self.experts = [Checkpoint(expert.reference, trust_remote_code) for expert in recipe.experts]
+
+    def statistics(self, levels: Sequence[str], path: Path | None = None) -> Statistics:
+        """The statistics of the recipe's experts, in the recipe's order.
+
+        An existing file is matched by content and used; a level that it lacks is measured and added. Without a file
+        everything is measured and written to ``path``, or to the cache folder.
+
+        Raises:
+            SltaError: an existing file does not fit the recipe, or something about models or data is wrong.
+        """
+        if path is not None and path.is_file():
+            return self._reuse(load(path), levels, path)
+        if problems := calibration_problems(self.recipe, statistics_exist=False):
+            raise SltaError("\n".join(problems))
+        data = self._load_data(self.recipe.experts)
+        fingerprint = self._fingerprint(data)
+        path = path or cache_file(fingerprint)
+        if path.is_file():
+            return self._reuse(load(path), levels, path)
+        info = self._info(levels, data, fingerprint)
+        grams = self._measure(info, self.experts, data, levels, path)
+        statistics = _assemble(grams, data, info)
+        if self.ranks.first:
+            save(statistics, path)
+        self._finish(path)
+        return statistics
+
+    def _reuse(self, found: Statistics, levels: Sequence[str], path: Path) -> Statistics:
+        """Match a file's content with the recipe, add the levels that it lacks, and take the recipe's experts."""
+        order = self._match_models(found, path)
+        given = [expert for expert in self.recipe.experts if expert.calibration]
+        data = self._load_data(given) if len(given) == len(self.recipe.experts) else None
+        if data is not None:
+            self._match_data(found, order, data, path)
+        missing = [level for level in levels if level not in found.info.levels]
+        if missing:
+            found = self._add_levels(found, order, data, missing, path)
+        return found.select(order)
+
+    def _match_models(self, found: Statistics, path: Path) -> list[int]:
+        """The index in the file of each of the recipe's experts."""
+        if self.base.fingerprint(self.cache_dir) != found.info.fingerprint.base:
+            raise SltaError(
+                f"The base model {self.base} is not the one that {path} was measured on ('{found.info.base_model}', "
+                "other content): use that base model or other statistics."
+            )
+        unused = dict(enumerate(found.info.fingerprint.experts))
+        order = []
+        for expert in self.experts:
+            content = expert.fingerprint(self.cache_dir)
+            index = next((index for index, known in unused.items() if known == content), None)
+            if index is None:
+                raise SltaError(
+                    f"The expert {expert} is none of the models that {path} was measured on "
+                    f"({', '.join(found.info.models)}; other content): use those or measure anew into another file."
+                )
+            del unused[index]
+            order.append(index)
+        return order
+
+    def _match_data(self, found: Statistics, order: Sequence[int], data: Sequence[CalibrationData], path: Path) -> None:
+        settings, info = self.recipe.settings, found.info
+        for name in ("samples", "max_tokens", "seed"):
+            if getattr(settings, name) != getattr(info, name):
+                raise SltaError(
+                    f"The recipe has {name} {getattr(settings, name)}, but {path} was measured with "
+                    f"{getattr(info, name)}: set it so, or measure into another file."
+                )
+        for expert, index, samples in zip(self.recipe.experts, order, data, strict=True):
+            if samples.sha256 != info.calibration[index].sha256:
+                raise SltaError(
+                    f"The calibration data '{expert.calibration}' of {expert} gives other tokens than "
+                    f"'{info.calibration[index].source}', on which {path} was measured: use that data, leave "
+                    "'calibration' out to use the file as it is, or measure into another file."
+                )
+
+    def _add_levels(
+        self,
+        found: Statistics,
+        order: Sequence[int],
+        data: Sequence[CalibrationData] | None,
+        levels: Sequence[str],
+        path: Path,
+    ) -> Statistics:
+        if data is None or len(order) != len(found.info.models):
+            raise SltaError(
+                f"{path} lacks the level {', '.join(levels)}, which can be added only by a recipe with all of the "
+                f"file's experts ({', '.join(found.info.models)}) and their calibration data."
+            )
+        position = [order.index(index) for index in range(len(order))]
+        experts, data = [self.experts[i] for i in position], [data[i] for i in position]
+        known = [level for level in LEVELS if level in found.info.levels or level in levels]
+        info = found.info.model_copy(update={"levels": tuple(known)})
+        grams = found.grams | self._measure(info, experts, data, levels, path)
+        statistics = Statistics(grams, found.task, found.tokens, info)
+        if self.ranks.first:
+            save(statistics, path)
+        self._finish(path)
+        return statistics
+
+    def _measure(
+        self,
+        info: Info,
+        experts: Sequence[Checkpoint],
+        data: Sequence[CalibrationData],
+        levels: Sequence[str],
+        path: Path,
+    ) -> dict[str, torch.Tensor]:
+        partial = Partial(partial_folder(path), info.fingerprint.model_dump(mode="json") | {"levels": list(levels)})
+        self.ranks.wait()
+        partial.begin()
+        decoder = Decoder(self.base.config, self.trust_remote_code, self.device)
+        tasks = [samples.token_ids for samples in data]
+        mine = sum(len(task) for task in tasks) * len(decoder)
+        with tqdm(
+            total=mine,
+            desc=f"Calibrating {', '.join(levels)}",
+            unit="sample",
+            unit_scale=1 / len(decoder),
+            leave=False,
+            disable=self.quiet or not self.ranks.first,
+        ) as bar:
+            return calibrate(
+                decoder,
+                [self.base, *experts],
+                tasks,
+                levels,
+                batch_tokens=self.recipe.settings.batch_tokens,
+                partial=partial,
+                ranks=self.ranks,
+                progress=bar.update,
+            )
+
+    def _finish(self, path: Path) -> None:
+        self.ranks.wait()
+        if self.ranks.first:
+            shutil.rmtree(partial_folder(path), ignore_errors=True)
+
+    def _load_data(self, experts: Sequence[Expert]) -> list[CalibrationData]:
+        settings = self.recipe.settings
+        base_tokenizer = self._tokenizer(self.recipe.base)
+        return [
+            load_calibration(
+                expert.calibration,
+                template=expert.template,
+                tokenizer=base_tokenizer,
+                expert_tokenizer=functools.partial(self._tokenizer, expert.reference),
+                samples=settings.samples,
+                max_tokens=settings.max_tokens,
+                seed=settings.seed,
+            )
+            for expert in experts
+        ]
+
+    def _tokenizer(self, reference: ModelReference) -> PreTrainedTokenizerBase:
+        """The tokenizer of the model itself: the folder with a merged LoRA has none."""
+        try:
+            return AutoTokenizer.from_pretrained(
+                reference.model.path,
+                revision=reference.model.revision,
+                trust_remote_code=self.trust_remote_code,
+                cache_dir=self.cache_dir,
+            )
+        except (OSError, ValueError) as error:
+            raise SltaError(f"{reference.model} has no usable tokenizer, which calibration needs: {error}") from error
+
+    def _fingerprint(self, data: Sequence[CalibrationData]) -> Fingerprint:
+        settings = self.recipe.settings
+        return Fingerprint(
+            base=self.base.fingerprint(self.cache_dir),
+            experts=tuple(expert.fingerprint(self.cache_dir) for expert in self.experts),
+            tokens=tokens_fingerprint([samples.sha256 for samples in data]),
+            settings=settings_fingerprint(settings.samples, settings.max_tokens, settings.seed),
+        )
+
+    def _info(self, levels: Sequence[str], data: Sequence[CalibrationData], fingerprint: Fingerprint) -> Info:
+        recipe, config = self.recipe, self.base.config
+        names = [published_name(reference) for reference in (recipe.base, *(e.reference for e in recipe.experts))]
+        if len(set(names)) < len(names):
+            raise SltaError(
+                f"Two models would get the same name in the statistics ({', '.join(names)}): rename a folder, or "
+                "give relative paths."
+            )
+        return Info(
+            format_version=1,
+            levels=tuple(level for level in LEVELS if level in levels),
+            base_model=names[0],
+            models=tuple(names[1:]),
+            calibration=tuple(
+                CalibrationInfo(source=source_name(samples.source), template=samples.template, sha256=samples.sha256)
+                for samples in data
+            ),
+            samples=recipe.settings.samples,
+            max_tokens=recipe.settings.max_tokens,
+            seed=recipe.settings.seed,
+            inputs="base",
+            architecture=(config.architectures or [""])[0],
+            num_layers=config.num_hidden_layers,
+            dtype=self.base.dtype,
+            versions=versions(),
+            fingerprint=fingerprint,
+        )
+
+
+def _assemble(grams: dict[str, torch.Tensor], data: Sequence[CalibrationData], info: Info) -> Statistics:
+    task = torch.tensor([index for index, samples in enumerate(data) for _ in samples.token_ids])
+    tokens = torch.tensor([len(ids) for samples in data for ids in samples.token_ids])
+    return Statistics(grams, task, tokens, info)
+
+
+def partial_folder(path: Path) -> Path:
+    """Where the state of an unfinished measurement lives."""
+    return path.with_name(path.name + ".partial")
+
+
+def cache_file(fingerprint: Fingerprint) -> Path:
+    """Where statistics go that a recipe names no file for."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    content = json.dumps(fingerprint.model_dump(mode="json"), sort_keys=True)
+    return cache / "mergekit-slta" / f"{hashlib.sha256(content.encode()).hexdigest()[:32]}.safetensors"

@@ -1,0 +1,56 @@
+"""The processes that ``torchrun`` started, or the one there is."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that share a calibration.
+
+    Attributes:
+        index: this process's rank.
+        count: the number of processes.
+    """
+
+    index: int = 0
+    count: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes files and talks to the user."""
+        return self.index == 0
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Add up a float64 tensor over the ranks, in place; exact where all ranks but one hold zero."""
+        if self.count > 1:
+            on_device = tensor.cuda() if dist.get_backend() == "nccl" else tensor
+            dist.all_reduce(on_device)
+            tensor.copy_(on_device)
+        return tensor
+
+    def wait(self) -> None:
+        """Go on when every rank has come here."""
+        if self.count > 1:
+            dist.barrier()
+
+
+def join() -> Ranks:
+    """Join the processes of ``torchrun`` (nccl where each has a GPU, else gloo), or stay alone."""
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if count == 1:
+        return Ranks()
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    return Ranks(dist.get_rank(), count)
+
+
+def leave() -> None:
+    """Undo ``join``."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

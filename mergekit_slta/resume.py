@@ -1,0 +1,98 @@
+"""What a calibration has finished, on disk after every layer, so that it can go on after a crash."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from mergekit_slta.errors import SltaError
+
+STATE = "state.json"
+
+
+class Partial:
+    """A folder with the Gram matrices of each finished layer, and the hidden states after the last one.
+
+    A layer counts as finished once its Gram file exists, which is written after every rank's hidden states.
+
+    Args:
+        folder: where the state lives; made on the first use.
+        fingerprint: identifies what is being measured.
+
+    Raises:
+        SltaError: the folder holds the state of another measurement.
+    """
+
+    def __init__(self, folder: Path, fingerprint: Mapping[str, object]) -> None:
+        self.folder = folder
+        self.fingerprint = json.loads(json.dumps(fingerprint))
+        if self.folder.exists():
+            self._refuse_foreign_state()
+
+    def _refuse_foreign_state(self) -> None:
+        path = self.folder / STATE
+        if not path.exists():  # killed before anything was written
+            return
+        state = json.loads(path.read_text())
+        changed = [key for key in self.fingerprint if state.get(key) != self.fingerprint[key]]
+        if changed:
+            raise SltaError(
+                f"{self.folder} holds an unfinished calibration of something else (other {', '.join(changed)}): "
+                "finish that one, or delete the folder."
+            )
+
+    def begin(self) -> None:
+        """Make the folder, and write what it belongs to."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / STATE
+        if not path.exists():
+            beside = path.with_suffix(f".{os.getpid()}")
+            beside.write_text(json.dumps(self.fingerprint, sort_keys=True, indent=1))
+            os.replace(beside, path)
+
+    def finished_layers(self) -> int:
+        """How many layers, from the first one on, are finished."""
+        layer = 0
+        while self._grams(layer).exists():
+            layer += 1
+        return layer if not layer or list(self.folder.glob(f"hidden-{layer - 1:04d}-*")) else 0
+
+    def grams(self, layers: int) -> dict[str, torch.Tensor]:
+        """The Gram matrices of the first ``layers`` layers."""
+        return {name: gram for layer in range(layers) for name, gram in load_file(self._grams(layer)).items()}
+
+    def hidden(self, layer: int) -> dict[int, torch.Tensor]:
+        """The hidden states after a layer, of all ranks' samples."""
+        files = self.folder.glob(f"hidden-{layer:04d}-*")
+        return {int(row): tensor for file in files for row, tensor in load_file(file).items()}
+
+    def save_hidden(self, layer: int, rank: int, hidden: Mapping[int, torch.Tensor]) -> None:
+        """Write one rank's hidden states after a layer."""
+        path = self.folder / f"hidden-{layer:04d}-{rank:04d}.safetensors"
+        _write({str(row): tensor for row, tensor in hidden.items()}, path)
+
+    def finish_layer(self, layer: int, grams: Mapping[str, torch.Tensor]) -> None:
+        """Write a layer's Gram matrices, which makes it count, and drop the hidden states before it."""
+        _write(grams, self._grams(layer))
+        for file in self.folder.glob("hidden-*"):
+            if int(file.name.split("-")[1]) != layer:
+                file.unlink()
+
+    def remove(self) -> None:
+        """Delete the folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _grams(self, layer: int) -> Path:
+        return self.folder / f"layer-{layer:04d}.safetensors"
+
+
+def _write(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    beside = path.with_name(f".{path.name}")
+    save_file(dict(tensors), beside)
+    os.replace(beside, path)

@@ -1,0 +1,170 @@
+"""From Gram matrices to merging weights: the closed form of arXiv 2504.10902 (Eq. 12, 13, 32-34).
+
+Symbols, for one submodule with ``N`` calibration samples and ``T`` experts:
+
+    G_x  [T, T]     Gram matrix of sample x
+    w_x             balance of sample x: 1 / mean_t G_x[t, t] (Eq. 33-34), or 1
+    B_a  [T, T]     mean over task a's samples of w_x G_x (Eq. 14, 34)
+    A    [T, T]     sum_a c_a B_a, c_a the weight of task a, and b_j = sum_a c_a B_a[j, a] (Eq. 13)
+    alpha [T]       A^-1 b (Eq. 12, 32)
+
+Every function works on leading batch dimensions too, which is how the bootstrap runs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+EIGENVALUE_CUTOFF = 1e-10
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Merging weights of one submodule and what they are worth.
+
+    Attributes:
+        alpha: [T] float64, the merging weights.
+        retained: [T] float64, the share of each expert's feature change that the merge keeps on that expert's own
+            task, 1 - J_a(alpha) / J_a(0); NaN where the expert changes nothing. It may be negative.
+        condition: condition number of the scaled A over its kept eigenvalues; NaN where A is zero.
+        rank: number of kept eigenvalues; below T the solution is the minimum-norm one.
+    """
+
+    alpha: torch.Tensor
+    retained: torch.Tensor
+    condition: float
+    rank: int
+
+
+def sample_weights(grams: torch.Tensor, balance: bool) -> torch.Tensor:
+    """Balance w_x of each sample, [N] float64; zero leaves a sample out (every delta of it is zero)."""
+    power = grams.diagonal(dim1=-2, dim2=-1).mean(-1)
+    if not balance:
+        return torch.ones_like(power)
+    return torch.where(power > 0, 1 / power.clamp_min(torch.finfo(power.dtype).tiny), torch.zeros_like(power))
+
+
+def task_means(
+    grams: torch.Tensor, task: torch.Tensor, balance: bool, counts: torch.Tensor | None = None
+) -> torch.Tensor:
+    """B_a of every task, [..., T, T, T] with the task first.
+
+    Args:
+        grams: [N, T, T] float64.
+        task: [N] int64, the index of the expert whose data each sample came from.
+        balance: whether samples are balanced (Eq. 33-34).
+        counts: [..., N] float64, how often each sample is drawn (the bootstrap); once each by default.
+    """
+    experts = grams.shape[-1]
+    weights = sample_weights(grams, balance)
+    usable = (weights > 0).to(grams.dtype)
+    counts = usable if counts is None else counts * usable
+    member = torch.nn.functional.one_hot(task, experts).to(grams.dtype)
+    drawn = counts @ member
+    sums = torch.einsum("...n,na,nbc->...abc", counts * weights, member, grams)
+    return sums / drawn.clamp_min(1)[..., None, None]
+
+
+def merging_weights(
+    means: torch.Tensor, ridge: float = 0.0, task_weights: Sequence[float] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Solve A alpha = b, as the minimum-norm solution where A is singular.
+
+    A is scaled to a unit diagonal, its eigenvalues below 1e-10 of the largest are cut, and the solution is scaled
+    back.
+
+    Args:
+        means: [..., T, T, T], the B_a of ``task_means``.
+        ridge: adds ridge * trace(A) / T to the diagonal.
+        task_weights: ``T`` weights c_a of the tasks; one each by default.
+
+    Returns:
+        alpha [..., T] and the kept eigenvalues of the scaled A [..., T], zero where cut.
+    """
+    experts = means.shape[-1]
+    weights = means.new_ones(experts) if task_weights is None else means.new_tensor(task_weights)
+    matrix = torch.einsum("a,...abc->...bc", weights, means)
+    right = torch.einsum("a,...aja->...j", weights, means)
+    power = matrix.diagonal(dim1=-2, dim2=-1)
+    matrix = matrix + torch.diag_embed((ridge * power.mean(-1, keepdim=True)).expand(power.shape))
+    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
+    scale = torch.where(diagonal > 0, diagonal.clamp_min(torch.finfo(diagonal.dtype).tiny).rsqrt(), 0.0)
+    values, vectors = torch.linalg.eigh(scale[..., :, None] * matrix * scale[..., None, :])
+    kept = torch.where(values > EIGENVALUE_CUTOFF * values[..., -1:], values, torch.zeros_like(values))
+    inverse = torch.where(kept > 0, 1 / kept, torch.zeros_like(kept))
+    coordinates = inverse * torch.einsum("...ji,...j->...i", vectors, scale * right)
+    return scale * torch.einsum("...ij,...j->...i", vectors, coordinates), kept
+
+
+def retained_share(means: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
+    """Share of each expert's feature change that ``alpha`` keeps, 1 - J_a(alpha) / J_a(0), [T]; NaN if J_a(0) is 0."""
+    own = means.diagonal(dim1=-3, dim2=-1)  # [T, T], column a is B_a[:, a]
+    loss = torch.einsum("b,abc,c->a", alpha, means, alpha) - 2 * torch.einsum("b,ba->a", alpha, own) + own.diagonal()
+    return torch.where(own.diagonal() > 0, 1 - loss / own.diagonal(), torch.nan)
+
+
+def solve(
+    grams: torch.Tensor,
+    task: torch.Tensor,
+    *,
+    balance: bool = True,
+    ridge: float = 0.0,
+    task_weights: Sequence[float] | None = None,
+) -> Solution:
+    """Merging weights of one submodule from its per-sample Gram matrices (Eq. 12-14, 32-34).
+
+    Args:
+        grams: [N, T, T] float64, one Gram matrix per calibration sample.
+        task: [N] int64, the index of the expert whose data each sample came from.
+        balance: give every sample the same influence (Eq. 33-34).
+        ridge: adds ridge * trace(A) / T to A's diagonal.
+        task_weights: the weight of each task, ``T`` in all; one each by default.
+    """
+    means = task_means(grams, task, balance)
+    alpha, kept = merging_weights(means, ridge, task_weights)
+    used = kept[kept > 0]
+    condition = float(used.max() / used.min()) if used.numel() else float("nan")
+    return Solution(alpha, retained_share(means, alpha), condition, int(used.numel()))
+
+
+def bootstrap_std(
+    grams: torch.Tensor,
+    task: torch.Tensor,
+    repeats: int,
+    *,
+    seed: int = 0,
+    balance: bool = True,
+    ridge: float = 0.0,
+    task_weights: Sequence[float] | None = None,
+) -> torch.Tensor:
+    """Standard deviation of alpha when each task's samples are drawn anew with replacement ``repeats`` times, [T]."""
+    alpha = bootstrap(grams, task, repeats, seed=seed, balance=balance, ridge=ridge, task_weights=task_weights)
+    return alpha.std(0)
+
+
+def bootstrap(
+    grams: torch.Tensor,
+    task: torch.Tensor,
+    repeats: int,
+    *,
+    seed: int = 0,
+    balance: bool = True,
+    ridge: float = 0.0,
+    task_weights: Sequence[float] | None = None,
+) -> torch.Tensor:
+    """Merging weights of ``repeats`` bootstrap samples, [repeats, T]; tasks keep their number of samples."""
+    counts = bootstrap_counts(task, repeats, seed)
+    means = task_means(grams, task, balance, counts)
+    return merging_weights(means, ridge, task_weights)[0]
+
+
+def bootstrap_counts(task: torch.Tensor, repeats: int, seed: int) -> torch.Tensor:
+    """How often each sample is drawn in each bootstrap sample, [repeats, N] float64."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = torch.zeros(repeats, len(task), dtype=torch.float64)
+    for index in task.unique().tolist():
+        rows = (task == index).nonzero().flatten()
+        drawn = torch.randint(len(rows), (repeats, len(rows)), generator=generator)
+        counts[:, rows] = torch.nn.functional.one_hot(drawn, len(rows)).sum(1).double()
+    return counts
