@@ -27,9 +27,15 @@ LOG = logging.getLogger(__name__)
 CPU_BATCH_TOKENS = 2048
 GPU_BATCH_TOKENS = 16384
 
+# Logits are wide: so many tokens of one sample are compared at once.
+LOGIT_TOKENS = 64
+
 Tasks = Sequence[Sequence[Sequence[int]]]
+# Hidden states [S, D] on the host, by stream (0 the base model's, t expert t's own) and row.
+Hidden = dict[tuple[int, int], torch.Tensor]
 
 
+@torch.no_grad()
 def calibrate(
     decoder: Decoder,
     models: Sequence[Checkpoint],
@@ -63,9 +69,10 @@ def calibrate(
     ranks = ranks or Ranks()
     state = _begin(partial)
     positions = batch_tokens or (CPU_BATCH_TOKENS if decoder.device.type == "cpu" else GPU_BATCH_TOKENS)
-    while state.layer < len(decoder):
+    while True:
         try:
             _measure_layers(state, decoder, models, tasks, levels, positions, partial, ranks, progress)
+            return state.grams
         except torch.OutOfMemoryError as error:
             if batch_tokens or ranks.count > 1 or positions <= max(len(ids) for task in tasks for ids in task):
                 raise SltaError(
@@ -74,15 +81,17 @@ def calibrate(
                 ) from error
             positions //= 2
             LOG.warning("Out of memory on %s: going on with %d token positions at once", decoder.device, positions)
-    return state.grams
 
 
 @dataclass
 class _State:
-    """What is known after ``layer`` layers: their Gram matrices, and the base model's hidden states [S, D] by row."""
+    """What is known after ``layer`` layers: their Gram matrices, and the hidden states.
+
+    The base model's hidden states are stream 0; at level ``model`` expert t's own are stream t.
+    """
 
     layer: int = 0
-    hidden: dict[int, torch.Tensor] = field(default_factory=dict)
+    hidden: Hidden = field(default_factory=dict)
     grams: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -107,50 +116,78 @@ def _measure_layers(
 ) -> None:
     """The loop over layers, from the first that ``state`` lacks."""
     batches = make_batches(tasks, positions)[ranks.index :: ranks.count]
-    embedded, calls = _embed(decoder, models[0], batches)
-    state.hidden = {row: state.hidden.get(row, hidden) for row, hidden in embedded.items()}
-    progress(state.layer * len(state.hidden))
-    rows, experts = sum(map(len, tasks)), len(models) - 1
+    streams = [_embed(decoder, model, batches) for model in (models if "model" in levels else models[:1])]
+    state.hidden = {
+        (stream, row): state.hidden.get((stream, row), hidden)
+        for stream, (embedded, _) in enumerate(streams)
+        for row, hidden in embedded.items()
+    }
+    samples = sum(len(batch.rows) for batch in batches)
+    progress(state.layer * samples)
     for layer in range(state.layer, len(decoder)):
         names = decoder.layer_tensors(layer)
         weights = [model.read(names, decoder.base_model_prefix, decoder.device) for model in models]
-        submodules = [name for level in levels for name in layer_submodules(level, layer)]
-        grams = {name: torch.zeros(rows, experts, experts, dtype=torch.float64) for name in submodules}
-        following: dict[int, torch.Tensor] = {}
-        for batch, call in zip(batches, calls, strict=True):
-            hidden = batch.pad(state.hidden, decoder.device)
-            features = LayerFeatures(decoder, layer, weights, hidden, call[layer], levels)
-            for name, deltas in features.deltas():
-                grams[name][list(batch.rows)] = sample_grams(deltas, batch.lengths)
-            following |= batch.split(features.base.output)
+        submodules = [name for level in levels for name in layer_submodules(decoder, level, layer)]
+        grams = {name: _no_grams(tasks) for name in submodules}
+        features = LayerFeatures(decoder, layer, weights, levels, sum(len(ids) for task in tasks for ids in task))
+        following: Hidden = {}
+        for number, batch in enumerate(batches):
+            call = streams[0][1][number][layer]
+            hidden = batch.pad(state.hidden, 0, decoder.device)
+            base = features.run_base(hidden, call)
+            for name, gram in features.grams(base, hidden, call, batch.lengths):
+                grams[name][list(batch.rows)] = gram
+            following |= batch.split(base.output, 0)
+            for stream in range(1, len(streams)):  # each expert's own way through the model
+                own = batch.pad(state.hidden, stream, decoder.device)
+                run = decoder.run(layer, weights[stream], own, streams[stream][1][number][layer])
+                following |= batch.split(run.output, stream)
             progress(len(batch.rows))
-            del features
-        del weights  # before the next layer's are read
+        del weights, features  # before the next layer's are read
         measured = {name: ranks.sum(gram) for name, gram in grams.items()}
         if partial is not None:
             _keep(partial, layer, measured, following, ranks)
         state.grams |= measured
         state.hidden, state.layer = following, layer + 1
+    if "model" in levels:
+        state.grams["model"] = ranks.sum(_model_grams(state.hidden, decoder, models, tasks, batches))
+
+
+def _no_grams(tasks: Tasks) -> torch.Tensor:
+    return torch.zeros(sum(map(len, tasks)), len(tasks), len(tasks), dtype=torch.float64)
+
+
+def _model_grams(
+    hidden: Hidden, decoder: Decoder, models: Sequence[Checkpoint], tasks: Tasks, batches: Sequence[Batch]
+) -> torch.Tensor:
+    """The Gram matrices of the logits' change [N, T, T], from each model's hidden states after its last layer."""
+    names = {name: name for name in decoder.edge_tensors()}
+    edges = [model.read(names, decoder.base_model_prefix, decoder.device) for model in models]
+    grams = _no_grams(tasks)
+    for row in (row for batch in batches for row in batch.rows):
+        parts = zip(*(hidden[stream, row].split(LOGIT_TOKENS) for stream in range(len(models))), strict=True)
+        for part in parts:
+            base, *experts = (decoder.logits(h[None].to(decoder.device), e) for h, e in zip(part, edges, strict=True))
+            grams[row] += sample_grams([expert - base for expert in experts], [base.shape[1]])[0]
+    return grams
 
 
 def _embed(
-    decoder: Decoder, base: Checkpoint, batches: Sequence[Batch]
+    decoder: Decoder, model: Checkpoint, batches: Sequence[Batch]
 ) -> tuple[dict[int, torch.Tensor], list[list[LayerCall]]]:
     """The first layer's input by row, and how the model calls its layers on each batch."""
     names = {name: name for name in decoder.edge_tensors()}
-    edges = base.read(names, decoder.base_model_prefix, decoder.device)
+    edges = model.read(names, decoder.base_model_prefix, decoder.device)
     embedded: dict[int, torch.Tensor] = {}
     calls = []
     for batch in batches:
         hidden, call = decoder.embed(batch.token_ids, edges)
-        embedded |= batch.split(hidden)
+        embedded |= {row: states for (_, row), states in batch.split(hidden, 0).items()}
         calls.append(call)
     return embedded, calls
 
 
-def _keep(
-    partial: Partial, layer: int, grams: dict[str, torch.Tensor], hidden: dict[int, torch.Tensor], ranks: Ranks
-) -> None:
+def _keep(partial: Partial, layer: int, grams: dict[str, torch.Tensor], hidden: Hidden, ranks: Ranks) -> None:
     partial.save_hidden(layer, ranks.index, hidden)
     ranks.wait()
     if ranks.first:
@@ -171,14 +208,14 @@ class Batch:
     token_ids: torch.Tensor
     lengths: tuple[int, ...]
 
-    def pad(self, hidden: dict[int, torch.Tensor], device: torch.device) -> torch.Tensor:
-        """The samples' hidden states [B, S, D] on the device."""
-        return pad_sequence([hidden[row] for row in self.rows], batch_first=True).to(device)
+    def pad(self, hidden: Hidden, stream: int, device: torch.device) -> torch.Tensor:
+        """The samples' hidden states [B, S, D] of one stream on the device."""
+        return pad_sequence([hidden[stream, row] for row in self.rows], batch_first=True).to(device)
 
-    def split(self, hidden: torch.Tensor) -> dict[int, torch.Tensor]:
+    def split(self, hidden: torch.Tensor, stream: int) -> Hidden:
         """Each sample's hidden states [S, D] on the host, without padding."""
         host = hidden.cpu()
-        return {row: host[i, : self.lengths[i]].clone() for i, row in enumerate(self.rows)}
+        return {(stream, row): host[i, : self.lengths[i]].clone() for i, row in enumerate(self.rows)}
 
 
 def make_batches(tasks: Tasks, batch_tokens: int) -> list[Batch]:

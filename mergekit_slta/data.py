@@ -225,7 +225,7 @@ class _Encoder:
         except (OSError, ValueError) as error:
             raise SltaError(
                 f"Calibration source {self.source!r} holds conversations, the base model's tokenizer has no chat "
-                f"template, and the expert's cannot be loaded ({_sentence(error)}): give the expert a 'template'."
+                f"template, and the expert's cannot be loaded ({_one_line(error)}): give the expert a 'template'."
             ) from error
 
 
@@ -307,7 +307,7 @@ def _fill(template: str, record: Record, where: str) -> str:
     try:
         return template.format_map({field: "" if value is None else value for field, value in record.items()})
     except (LookupError, AttributeError, TypeError, ValueError) as error:
-        raise SltaError(f"{where} does not fit the template {template!r} ({_sentence(error)}).") from error
+        raise SltaError(f"{where} does not fit the template {template!r} ({_one_line(error)}).") from error
 
 
 def _turns(value: Any, what: str) -> list[dict[str, Any]]:
@@ -339,7 +339,7 @@ def _render(render_chat: Callable[[list[dict[str, Any]]], str], turns: list[dict
         raise
     except Exception as error:  # a chat template is a program that came with the model: it may raise anything
         raise SltaError(
-            f"{where} does not fit the chat template ({_sentence(error)}): give the expert a 'template'."
+            f"{where} does not fit the chat template ({_one_line(error)}): give the expert a 'template'."
         ) from error
 
 
@@ -366,7 +366,7 @@ def read_records(source: str) -> Sequence[Record]:
             ``hf:DATASET[?config=...&split=...]``, where DATASET is a dataset repository or a local folder.
 
     Returns:
-        The records in the order of the source, as dictionaries; a data set reads them when they are asked for.
+        The records in the order of the source, as dictionaries; a dataset reads them when they are asked for.
 
     Raises:
         SltaError: the source is missing, unknown, broken or has no records.
@@ -378,12 +378,12 @@ def read_records(source: str) -> Sequence[Record]:
 
 
 def source_key(source: str) -> tuple[str, ...]:
-    """What tells two calibration sources apart: equal for two spellings of the same file or data set.
+    """What tells two calibration sources apart: equal for two spellings of the same file or dataset.
 
     The template is no part of it, for it does not change which data are used.
 
     Raises:
-        SltaError: the query of a data set is malformed.
+        SltaError: the query of a dataset is malformed.
     """
     if not source.startswith(DATASET_PREFIX):
         return ("file", _real_path(source))
@@ -408,11 +408,11 @@ def _read_file(source: str) -> Sequence[Record]:
     path = os.path.expanduser(source)
     extension = os.path.splitext(path)[1].lower()
     if os.path.isdir(path):
-        raise SltaError(f"Calibration source {source!r} is a folder: write '{DATASET_PREFIX}{source}' for a data set.")
+        raise SltaError(f"Calibration source {source!r} is a folder: write '{DATASET_PREFIX}{source}' for a dataset.")
     if extension not in READERS:
         raise SltaError(
             f"Calibration source {source!r} has an unknown extension: it must be {_listed(READERS)}, "
-            f"or '{DATASET_PREFIX}DATASET' for a data set."
+            f"or '{DATASET_PREFIX}DATASET' for a dataset."
         )
     if not os.path.exists(path):
         raise SltaError(f"Calibration file {source!r} does not exist (the current directory is {os.getcwd()!r}).")
@@ -421,7 +421,7 @@ def _read_file(source: str) -> Sequence[Record]:
     except UnicodeDecodeError as error:
         raise SltaError(f"Calibration file {source!r} is not UTF-8 text: save it as UTF-8.") from error
     except OSError as error:
-        raise SltaError(f"Calibration file {source!r} cannot be read ({_sentence(error)}).") from error
+        raise SltaError(f"Calibration file {source!r} cannot be read ({_one_line(error)}).") from error
 
 
 def _read_jsonl(source: str, path: str) -> list[Record]:
@@ -509,7 +509,7 @@ def _read_parquet(source: str, path: str) -> list[Record]:
     try:
         return pyarrow.parquet.read_table(path).to_pylist()
     except pyarrow.ArrowException as error:
-        raise SltaError(f"Calibration file {source!r} is broken Parquet ({_sentence(error)}).") from error
+        raise SltaError(f"Calibration file {source!r} is broken Parquet ({_one_line(error)}).") from error
 
 
 def _read_txt(source: str, path: str) -> list[Record]:
@@ -551,7 +551,7 @@ def _parse_dataset(source: str) -> _Dataset:
             )
         settings[key] = value
     if not name:
-        raise SltaError(f"Calibration source {source!r} names no data set: write '{DATASET_PREFIX}DATASET'.")
+        raise SltaError(f"Calibration source {source!r} names no dataset: write '{DATASET_PREFIX}DATASET'.")
     return _Dataset(name, **settings)
 
 
@@ -564,7 +564,7 @@ def _read_dataset(source: str) -> Sequence[Record]:
     try:
         loaded = _load_dataset(name, dataset)
     except Exception as error:  # datasets raises what its readers and the Hub raise, without a common base
-        raise SltaError(f"Calibration source {source!r} cannot be read ({_sentence(error)}).") from error
+        raise SltaError(f"Calibration source {source!r} cannot be read ({_one_line(error)}).") from error
     return _choose_split(source, loaded, dataset.split) if isinstance(loaded, dict) else loaded
 
 
@@ -609,7 +609,7 @@ def _listed(names: Iterable[Any]) -> str:
     return ", ".join(map(str, names)) or "none"
 
 
-def _sentence(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     """An error in one line, with the cause where its own text does not tell it."""
     text = " ".join(str(error).split()).rstrip(".")
     cause = " ".join(str(error.__cause__ or "").split()).rstrip(".")

@@ -7,7 +7,8 @@ the model's own forward pass. Nothing here knows an architecture by name.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,10 +39,12 @@ class LayerStructure:
         branches: the direct children of the layer in each branch, ``attn`` and ``mlp``, norms included; a child that
             feeds both stands in both.
         mlp_reads: the children whose outputs the residual stream holds where the MLP branch reads it.
+        mixer: the child in the attention branch that lets tokens see each other.
     """
 
     branches: dict[str, frozenset[str]]
     mlp_reads: frozenset[str]
+    mixer: str
 
     @property
     def parallel(self) -> bool:
@@ -59,7 +62,9 @@ class LayerRun:
             not keep its residual stream as a sum.
         outputs: each direct child's output.
         reads: the sources of the residual stream that each child was given.
+        mixers: the children that let tokens see each other.
         mlp_input: the residual stream that the MLP branch read.
+        inputs: what the modules that were asked for were called with, in the order of the calls.
     """
 
     output: torch.Tensor
@@ -68,6 +73,7 @@ class LayerRun:
     reads: dict[str, frozenset[str]]
     mixers: frozenset[str]
     mlp_input: torch.Tensor | None
+    inputs: dict[str, tuple[Any, ...]]
 
 
 @dataclass
@@ -77,6 +83,8 @@ class _Run:
     mlp_reads: frozenset[str] | None
     mlp_input: torch.Tensor | None
     replay: Mapping[str, Any]
+    capture: Collection[str]
+    inputs: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     outputs: dict[str, Any] = field(default_factory=dict)
     reads: dict[str, frozenset[str]] = field(default_factory=dict)
     mixers: set[str] = field(default_factory=set)
@@ -107,7 +115,7 @@ class Decoder:
         self._structures: dict[Any, LayerStructure] = {}
         self._run: _Run | None = None
         for layer in self.layers:
-            self._watch_children(layer)
+            self._watch(layer)
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -151,6 +159,15 @@ class Decoder:
             )
         return inputs[0], calls
 
+    def logits(self, hidden: torch.Tensor, edges: Weights) -> torch.Tensor:
+        """Run everything after the last layer on its output [B, S, D]; returns [B, S, V]."""
+        token_ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=self.device)
+        with _captured_calls(self.layers, [], [], returned=hidden), torch.no_grad():
+            output = torch.func.functional_call(
+                self.model, dict(edges), kwargs={"input_ids": token_ids, "use_cache": False}
+            )
+        return output.logits.as_subclass(torch.Tensor)
+
     def run(
         self,
         layer: int,
@@ -160,6 +177,7 @@ class Decoder:
         *,
         mlp_input: torch.Tensor | None = None,
         replay: Mapping[str, Any] | None = None,
+        capture: Collection[str] = (),
     ) -> LayerRun:
         """Run a layer on hidden states.
 
@@ -170,33 +188,37 @@ class Decoder:
             call: the layer's other arguments.
             mlp_input: [B, S, D], given to the MLP branch in place of the residual stream.
             replay: outputs of children that need not run again.
+            capture: paths of the modules inside the layer whose inputs are wanted.
         """
         structure = self._structures.get(self._signature(layer))
-        run = _Run(structure.mlp_reads if structure else None, mlp_input, replay or {})
+        run = _Run(structure.mlp_reads if structure else None, mlp_input, replay or {}, capture)
         self._run = run
         try:
-            with torch.no_grad():
-                stream = ResidualStream.of(hidden, (Term(INPUT, hidden),))
-                output = torch.func.functional_call(
-                    self.layers[layer], dict(weights), (stream, *call.args), call.kwargs
-                )
+            stream = ResidualStream.of(hidden, (Term(INPUT, hidden),))
+            output = torch.func.functional_call(self.layers[layer], dict(weights), (stream, *call.args), call.kwargs)
         finally:
             self._run = None
         result = output[0] if isinstance(output, tuple) else output
         terms = _summands(result)
-        return LayerRun(plain(result), terms, run.outputs, run.reads, frozenset(run.mixers), run.read_by_mlp)
+        return LayerRun(
+            plain(result), terms, run.outputs, run.reads, frozenset(run.mixers), run.read_by_mlp, run.inputs
+        )
+
+    def trace(self, layer: int) -> LayerRun:
+        """Run a layer on two tokens with weights that are all zero, to see how its modules call each other."""
+        hidden, calls = self.embed(torch.zeros(1, 2, dtype=torch.int64), self._zeros(self._edge_state()))
+        return self.run(layer, self._zeros(self.layers[layer].state_dict()), hidden, calls[layer])
 
     def structure(self, layer: int) -> LayerStructure:
-        """How the layer splits into branches, found by tracing it once on two tokens and weights that are all zero.
+        """How the layer splits into branches, found by tracing it once.
 
         Raises:
             SltaError: the layer does not split into an attention and an MLP branch.
         """
         signature = self._signature(layer)
         if signature not in self._structures:
-            hidden, calls = self.embed(torch.zeros(1, 2, dtype=torch.int64), self._zeros(self._edge_state()))
-            weights = self._zeros(self.layers[layer].state_dict())
-            run = self.run(layer, weights, hidden, calls[layer])
+            with torch.no_grad():
+                run = self.trace(layer)
             self._structures[signature] = _branches(run, type(self.layers[layer]).__name__, layer)
         return self._structures[signature]
 
@@ -230,11 +252,17 @@ class Decoder:
                 for leaf in module._non_persistent_buffers_set:
                     module._buffers[leaf] = getattr(module, leaf).to(self.device)
 
-    def _watch_children(self, layer: torch.nn.Module) -> None:
+    def _watch(self, layer: torch.nn.Module) -> None:
         for name, child in layer.named_children():
-            if not child.state_dict():  # a dropout or an activation is no place where a branch can begin or end
-                continue
-            child.forward = self._watched(name, child.forward)
+            if child.state_dict():  # a dropout or an activation is no place where a branch can begin or end
+                child.forward = self._watched(name, child.forward)
+        for name, module in layer.named_modules():
+            if name:
+                module.register_forward_pre_hook(functools.partial(self._capture, name), with_kwargs=True)
+
+    def _capture(self, name: str, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._run is not None and name in self._run.capture:
+            self._run.inputs[name] = tuple(map(plain, (*args, *kwargs.values())))
 
     def _watched(self, name: str, forward: Any) -> Any:
         """Wrap a child's forward: it sees plain tensors, and what it returns enters the residual stream by its name."""
@@ -298,14 +326,19 @@ def _path_in_model(model: torch.nn.Module, body: torch.nn.Module) -> str:
 
 
 @contextlib.contextmanager
-def _captured_calls(layers: torch.nn.ModuleList, inputs: list[torch.Tensor], calls: list[LayerCall]) -> Iterator[None]:
-    """Let every layer hand its input on and record its call, so that the model's own forward computes the rest."""
+def _captured_calls(
+    layers: torch.nn.ModuleList,
+    inputs: list[torch.Tensor],
+    calls: list[LayerCall],
+    returned: torch.Tensor | None = None,
+) -> Iterator[None]:
+    """Let every layer record its call and hand on its input, or ``returned``: the model's own forward does the rest."""
 
     def record(*args: Any, **kwargs: Any) -> torch.Tensor:
         hidden = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
         inputs.append(plain(hidden))
         calls.append(LayerCall(args[1:], kwargs))
-        return hidden.as_subclass(_LayerOutput)
+        return (hidden if returned is None else returned).as_subclass(_LayerOutput)
 
     for layer in layers:
         layer.forward = record
@@ -352,12 +385,17 @@ def _branches(run: LayerRun, layer_name: str, layer: int) -> LayerStructure:
         branches[branch] |= chain
         entries[branch].add(entry)
     first, second = entries["attn"], entries["mlp"]
+    mixers = branches["attn"] & run.mixers
     added = {source for source in run.terms or {} if source in branches["attn"]}
-    if first != {frozenset({INPUT})} or second not in ({frozenset({INPUT})}, {frozenset({INPUT, *added})}):
+    if (
+        len(mixers) != 1
+        or first != {frozenset({INPUT})}
+        or second not in ({frozenset({INPUT})}, {frozenset({INPUT, *added})})
+    ):
         raise SltaError(
             f"Layer {layer} ({layer_name}) does not split into an attention and an MLP branch: use 'level: layer'."
         )
-    return LayerStructure(branches, second.pop())
+    return LayerStructure(branches, second.pop(), next(iter(mixers)))
 
 
 def _chain(source: str, reads: Mapping[str, frozenset[str]]) -> tuple[frozenset[str], frozenset[str]]:

@@ -1,66 +1,153 @@
-"""The feature deltas of one decoder layer's submodules, per level (Eq. 14 and A.3.3 of arXiv 2504.10902)."""
+"""The Gram matrices of one decoder layer's submodules on one batch, per level (Eq. 14, A.3.3 and A.3.5)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from mergekit_slta.decoder import Decoder, LayerCall, LayerRun, Weights
+from mergekit_slta.gram import sample_grams
+from mergekit_slta.heads import Heads, find_heads
+from mergekit_slta.maps import LinearMap, MapDeltas, linear_maps
 
 
+@dataclass
 class LayerFeatures:
-    """One batch at one decoder layer: the base model's run, and the experts' feature deltas on the same inputs.
+    """What the levels need of one layer, for all batches.
 
     Args:
         decoder: the decoder.
         layer: the layer's index.
-        weights: the layer's tensors of the base model, then of each expert.
-        hidden: [B, S, D], the base model's hidden states before the layer.
-        call: the layer's other arguments.
+        weights: the layer's tensors of the base model, then of each of the ``T`` experts.
         levels: the levels whose submodules are wanted.
+        tokens: how many tokens the batches have in all.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        layer: int,
-        weights: Sequence[Weights],
-        hidden: torch.Tensor,
-        call: LayerCall,
-        levels: Sequence[str],
-    ) -> None:
-        self.decoder = decoder
-        self.layer = layer
-        self.weights = weights
-        self.hidden = hidden
-        self.call = call
-        self.levels = levels
-        self.structure = decoder.structure(layer) if any(level != "layer" for level in levels) else None
-        self.base = decoder.run(layer, weights[0], hidden, call)
+    decoder: Decoder
+    layer: int
+    weights: Sequence[Weights]
+    levels: Sequence[str]
+    tokens: int
+    heads: Heads | None = field(init=False, default=None)
+    maps: dict[LinearMap, MapDeltas] = field(init=False, default_factory=dict)
 
-    def deltas(self) -> Iterator[tuple[str, list[torch.Tensor]]]:
-        """Each submodule's name and its ``T`` feature deltas, [B, S, D] each."""
-        submodules: dict[str, list[torch.Tensor]] = {}
-        for weights in self.weights[1:]:
-            for name, delta in self._expert_deltas(weights):
-                submodules.setdefault(name, []).append(delta)
-        yield from submodules.items()
+    def __post_init__(self) -> None:
+        if "head_mlp" in self.levels:
+            self.heads = find_heads(self.decoder, self.layer)
+        if "linear" in self.levels:
+            for linear_map in linear_maps(self.decoder.layers[self.layer]):
+                self.maps[linear_map] = MapDeltas(linear_map, self.weights, self.tokens)
 
-    def _expert_deltas(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    def run_base(self, hidden: torch.Tensor, call: LayerCall) -> LayerRun:
+        """Run the base model's layer on a batch [B, S, D]."""
+        if {"attn_mlp", "head_mlp"} & set(self.levels):
+            self.decoder.structure(self.layer)  # the run below must know where the MLP branch reads
+        capture = {linear_map.module for linear_map in self.maps} | self._head_modules()
+        return self.decoder.run(self.layer, self.weights[0], hidden, call, capture=capture)
+
+    def grams(
+        self, base: LayerRun, hidden: torch.Tensor, call: LayerCall, lengths: Sequence[int]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each submodule's name and its Gram matrices [B, T, T] float64 on a batch.
+
+        Args:
+            base: the base model's run on the batch.
+            hidden: [B, S, D], what it ran on.
+            call: the layer's other arguments.
+            lengths: the samples' numbers of tokens.
+        """
+        runs = [self._run_expert(weights, base, hidden, call) for weights in self.weights[1:]]
+        prefix = f"layer.{self.layer}"
         if "layer" in self.levels:
-            own = self.decoder.run(self.layer, weights, self.hidden, self.call)
-            yield f"layer.{self.layer}", _output_delta(own, self.base)
-        if "attn_mlp" in self.levels:
-            assert self.structure is not None
-            replay = {}
-            if "layer" in self.levels:  # the attention branch has the same input in both runs
-                replay = {name: own.outputs[name] for name in self.structure.branches["attn"] if name in own.outputs}
+            yield prefix, sample_grams([_output_delta(own, base) for own, _ in runs], lengths)
+        branches = self.decoder.structure(self.layer).branches if runs[0][1] is not None else {}
+        for branch, children in branches.items():
+            if branch == "mlp" or "attn_mlp" in self.levels:
+                deltas = [_branch_delta(run, base, children) for _, run in runs if run is not None]
+                yield f"{prefix}.{branch}", sample_grams(deltas, lengths)
+        if self.heads is not None:
+            for head in range(self.heads.count):
+                features = self._head_features(head, base, self.weights[0])
+                deltas = [
+                    self._head_features(head, run, weights) - features
+                    for (_, run), weights in zip(runs, self.weights[1:], strict=True)
+                    if run is not None
+                ]
+                yield f"{prefix}.head.{head}", sample_grams(deltas, lengths)
+        for linear_map, deltas_of_map in self.maps.items():
+            inputs = self._map_inputs(linear_map, base, len(lengths))
+            grams = [deltas_of_map.gram(x) for x in _per_sample(inputs, lengths)]
+            yield f"{prefix}.{linear_map.name}", torch.stack(grams).cpu()
+
+    def _run_expert(
+        self, weights: Weights, base: LayerRun, hidden: torch.Tensor, call: LayerCall
+    ) -> tuple[LayerRun | None, LayerRun | None]:
+        """An expert's layer on the base model's input, and its branches each on theirs, where they are needed."""
+        own = branches = None
+        if "layer" in self.levels:
+            own = self.decoder.run(self.layer, weights, hidden, call, capture=self._head_modules())
+        if {"attn_mlp", "head_mlp"} & set(self.levels):
+            attention = self.decoder.structure(self.layer).branches["attn"]
+            replay: Mapping[str, object] = {}
+            if own is not None:  # the attention branch has the same input in both runs
+                replay = {name: output for name, output in own.outputs.items() if name in attention}
             branches = self.decoder.run(
-                self.layer, weights, self.hidden, self.call, mlp_input=self.base.mlp_input, replay=replay
+                self.layer,
+                weights,
+                hidden,
+                call,
+                mlp_input=base.mlp_input,
+                replay=replay,
+                capture=self._head_modules(),
             )
-            for branch, children in self.structure.branches.items():
-                yield f"layer.{self.layer}.{branch}", _branch_delta(branches, self.base, children)
+            if own is not None:
+                branches.inputs.update(own.inputs)
+        return own, branches
+
+    def _head_modules(self) -> set[str]:
+        return {self.heads.output.module} if self.heads is not None else set()
+
+    def _head_features(self, head: int, run: LayerRun, weights: Weights) -> torch.Tensor:
+        """o_proj restricted to a head's columns, applied to that head's output (A.3.5)."""
+        assert self.heads is not None
+        output = self.heads.output
+        part = run.inputs[output.module][0].unflatten(-1, (self.heads.count, -1))[..., head, :]
+        columns = output.matrix(weights).unflatten(-1, (self.heads.count, -1))[:, head, :]
+        return part @ columns.T
+
+    def _map_inputs(self, linear_map: LinearMap, base: LayerRun, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A map's inputs [B, S, D] in the base model, and which positions [B, S] reach it."""
+        captured = base.inputs.get(linear_map.module)
+        width = linear_map.matrix(self.weights[0]).shape[-1]
+        if captured is None:  # a mixture's expert that no token reached
+            return torch.zeros(batch, 1, width), torch.zeros(batch, 1, dtype=torch.bool)
+        flat = captured[0].reshape(-1, captured[0].shape[-1])
+        reached = torch.ones(len(flat), dtype=torch.bool, device=flat.device)
+        if linear_map.expert is not None:
+            reached = (captured[1] == linear_map.expert).any(-1)
+            if linear_map.name.endswith(".down_proj"):
+                flat = self._fused_hidden(linear_map, flat, reached)
+        return flat.unflatten(0, (batch, -1)), reached.unflatten(0, (batch, -1))
+
+    def _fused_hidden(self, down: LinearMap, flat: torch.Tensor, reached: torch.Tensor) -> torch.Tensor:
+        """What the base model feeds to a fused expert's down projection, by the module's own gate."""
+        module: Any = self.decoder.layers[self.layer].get_submodule(down.module)
+        first = next(m for m in self.maps if m.module == down.module and m.expert == down.expert and m is not down)
+        projected = flat[reached] @ first.matrix(self.weights[0]).T
+        hidden = module._apply_gate(projected) if module.has_gate else module.act_fn(projected)
+        result = flat.new_zeros(len(flat), hidden.shape[-1])
+        result[reached] = hidden
+        return result
+
+
+def _per_sample(inputs: tuple[torch.Tensor, torch.Tensor], lengths: Sequence[int]) -> Iterator[torch.Tensor]:
+    """Each sample's inputs [S, D] at the positions that count."""
+    values, reached = inputs
+    for row, length in enumerate(lengths):
+        yield values[row, :length][reached[row, :length]]
 
 
 def _branch_delta(expert: LayerRun, base: LayerRun, children: frozenset[str]) -> torch.Tensor:
@@ -70,8 +157,9 @@ def _branch_delta(expert: LayerRun, base: LayerRun, children: frozenset[str]) ->
     return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
 
 
-def _output_delta(expert: LayerRun, base: LayerRun) -> torch.Tensor:
+def _output_delta(expert: LayerRun | None, base: LayerRun) -> torch.Tensor:
     """The difference of the layer's outputs, term by term where they are known: the input cancels exactly."""
+    assert expert is not None
     if expert.terms is None or base.terms is None:
         return expert.output - base.output
     return _branch_delta(expert, base, frozenset(base.terms))

@@ -68,24 +68,29 @@ class Experiment:
         self.base = Checkpoint(recipe.base, trust_remote_code)
         self.experts = [Checkpoint(expert.reference, trust_remote_code) for expert in recipe.experts]
 
-    def statistics(self, levels: Sequence[str], path: Path | None = None) -> Statistics:
+    def statistics(self, levels: Sequence[str], path: Path | None = None, *, published: bool = False) -> Statistics:
         """The statistics of the recipe's experts, in the recipe's order.
 
         An existing file is matched by content and used; a level that it lacks is measured and added. Without a file
         everything is measured and written to ``path``, or to the cache folder.
 
+        Args:
+            levels: the levels that are wanted.
+            path: the statistics file.
+            published: the file is a copy of a published one, to which nothing is added.
+
         Raises:
             SltaError: an existing file does not fit the recipe, or something about models or data is wrong.
         """
         if path is not None and path.is_file():
-            return self._reuse(load(path), levels, path)
+            return self._reuse(load(path), levels, path, published)
         if problems := calibration_problems(self.recipe, statistics_exist=False):
             raise SltaError("\n".join(problems))
-        data = self._load_data(self.recipe.experts)
+        data = self.load_data(self.recipe.experts)
         fingerprint = self._fingerprint(data)
         path = path or cache_file(fingerprint)
         if path.is_file():
-            return self._reuse(load(path), levels, path)
+            return self._reuse(load(path), levels, path, published)
         info = self._info(levels, data, fingerprint)
         grams = self._measure(info, self.experts, data, levels, path)
         statistics = _assemble(grams, data, info)
@@ -94,14 +99,19 @@ class Experiment:
         self._finish(path)
         return statistics
 
-    def _reuse(self, found: Statistics, levels: Sequence[str], path: Path) -> Statistics:
+    def _reuse(self, found: Statistics, levels: Sequence[str], path: Path, published: bool) -> Statistics:
         """Match a file's content with the recipe, add the levels that it lacks, and take the recipe's experts."""
         order = self._match_models(found, path)
         given = [expert for expert in self.recipe.experts if expert.calibration]
-        data = self._load_data(given) if len(given) == len(self.recipe.experts) else None
+        data = self.load_data(given) if len(given) == len(self.recipe.experts) else None
         if data is not None:
             self._match_data(found, order, data, path)
         missing = [level for level in levels if level not in found.info.levels]
+        if missing and published:
+            raise SltaError(
+                f"The published statistics lack the level {', '.join(missing)}, they hold {', '.join(found.info.levels)}: "
+                "use one of these, or measure into a file of your own."
+            )
         if missing:
             found = self._add_levels(found, order, data, missing, path)
         return found.select(order)
@@ -205,15 +215,16 @@ class Experiment:
         if self.ranks.first:
             shutil.rmtree(partial_folder(path), ignore_errors=True)
 
-    def _load_data(self, experts: Sequence[Expert]) -> list[CalibrationData]:
+    def load_data(self, experts: Sequence[Expert]) -> list[CalibrationData]:
+        """The calibration samples of experts that have a source."""
         settings = self.recipe.settings
-        base_tokenizer = self._tokenizer(self.recipe.base)
+        base_tokenizer = self.tokenizer(self.recipe.base)
         return [
             load_calibration(
                 expert.calibration,
                 template=expert.template,
                 tokenizer=base_tokenizer,
-                expert_tokenizer=functools.partial(self._tokenizer, expert.reference),
+                expert_tokenizer=functools.partial(self.tokenizer, expert.reference),
                 samples=settings.samples,
                 max_tokens=settings.max_tokens,
                 seed=settings.seed,
@@ -221,7 +232,7 @@ class Experiment:
             for expert in experts
         ]
 
-    def _tokenizer(self, reference: ModelReference) -> PreTrainedTokenizerBase:
+    def tokenizer(self, reference: ModelReference) -> PreTrainedTokenizerBase:
         """The tokenizer of the model itself: the folder with a merged LoRA has none."""
         try:
             return AutoTokenizer.from_pretrained(

@@ -7,7 +7,6 @@ import logging
 import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.measure import Experiment
 from mergekit_slta.preflight import preflight
 from mergekit_slta.recipe import Expert, ExpertSettings, Recipe, SltaSettings, parameter_specs
+from mergekit_slta.statistics import PUBLISHED_PREFIX, resolve_statistics
 from mergekit_slta.submodules import TensorWeights
 
 LOG = logging.getLogger(__name__)
@@ -156,8 +156,9 @@ def solve_weights(merge: _Merge, parameters: dict[str, Any], device: str) -> Ten
         cache_dir=merge.cache_dir,
         quiet=merge.quiet,
     )
-    path = Path(settings.statistics) if settings.statistics else None
-    statistics = experiment.statistics([settings.level], path)
+    path = resolve_statistics(settings.statistics, merge.cache_dir) if settings.statistics else None
+    published = settings.statistics.startswith(PUBLISHED_PREFIX)
+    statistics = experiment.statistics([settings.level], path, published=published)
     solutions = statistics.solve(settings.level, balance=settings.balance, ridge=settings.ridge)
     singular = [name for name, solution in solutions.items() if solution.rank < len(experts)]
     if singular:
@@ -173,14 +174,19 @@ def solve_weights(merge: _Merge, parameters: dict[str, Any], device: str) -> Ten
 
 
 def weighted_sum(base: torch.Tensor, experts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """The base tensor plus the weighted task vectors, accumulated in at least float32 without forming a task vector."""
+    """The base tensor plus the weighted task vectors, accumulated in at least float32 without forming a task vector.
+
+    Args:
+        base: the base model's tensor.
+        experts: each expert's tensor and its weights, one number or a tensor that broadcasts to it.
+    """
     dtype = torch.promote_types(base.dtype, torch.float32)
     if not experts:
         return base
-    total = sum(weight for _, weight in experts)
-    result = base.to(dtype) * float(1 - total)
-    for tensor, weight in experts:
-        result.add_(tensor, alpha=float(weight))
+    weights = [weight.to(base.device, dtype) for _, weight in experts]
+    result = base.to(dtype) * (1 - torch.stack(weights).sum(0))
+    for (tensor, _), weight in zip(experts, weights, strict=True):
+        result.addcmul_(tensor, weight)
     return result.to(base.dtype)
 
 

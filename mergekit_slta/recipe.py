@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from mergekit.common import ModelReference
 from mergekit.config import InputModelDefinition, InputSliceDefinition, MergeConfiguration
@@ -16,9 +16,7 @@ from pydantic.fields import FieldInfo
 
 from mergekit_slta.data import source_key
 from mergekit_slta.errors import SltaError
-
-Level = Literal["layer", "attn_mlp"]
-Edges = Literal["base", "mean"]
+from mergekit_slta.submodules import Edges, Level
 
 
 class SltaSettings(BaseModel):

@@ -67,15 +67,19 @@ class Partial:
         """The Gram matrices of the first ``layers`` layers."""
         return {name: gram for layer in range(layers) for name, gram in load_file(self._grams(layer)).items()}
 
-    def hidden(self, layer: int) -> dict[int, torch.Tensor]:
-        """The hidden states after a layer, of all ranks' samples."""
-        files = self.folder.glob(f"hidden-{layer:04d}-*")
-        return {int(row): tensor for file in files for row, tensor in load_file(file).items()}
+    def hidden(self, layer: int) -> dict[tuple[int, int], torch.Tensor]:
+        """The hidden states after a layer, of all ranks' samples, by stream and row."""
+        found = {}
+        for file in self.folder.glob(f"hidden-{layer:04d}-*"):
+            for name, tensor in load_file(file).items():
+                stream, row = name.split(".")
+                found[int(stream), int(row)] = tensor
+        return found
 
-    def save_hidden(self, layer: int, rank: int, hidden: Mapping[int, torch.Tensor]) -> None:
+    def save_hidden(self, layer: int, rank: int, hidden: Mapping[tuple[int, int], torch.Tensor]) -> None:
         """Write one rank's hidden states after a layer."""
         path = self.folder / f"hidden-{layer:04d}-{rank:04d}.safetensors"
-        _write({str(row): tensor for row, tensor in hidden.items()}, path)
+        _write({f"{stream}.{row}": tensor for (stream, row), tensor in hidden.items()}, path)
 
     def finish_layer(self, layer: int, grams: Mapping[str, torch.Tensor]) -> None:
         """Write a layer's Gram matrices, which makes it count, and drop the hidden states before it."""

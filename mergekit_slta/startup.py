@@ -1,9 +1,9 @@
-"""Registers the merge methods as soon as a program imports mergekit's.
+"""Makes the merge methods known as soon as a program imports mergekit.
 
 mergekit has no plugin discovery and takes seconds to import, so ``mergekit_slta.pth``, at the root of site-packages,
 calls `install` at every start of Python, and `install` only puts a finder in front of ``sys.meta_path``. The finder
-waits for ``mergekit.merge_methods``, lets it execute, removes itself and registers. As every start of Python runs this
-file, it imports nothing but ``sys`` until mergekit is there.
+waits for the modules of mergekit that `HOOKS` names, lets each execute, calls its hook, and goes with the last one. As
+every start of Python runs this file, it imports nothing but ``sys`` until mergekit is there.
 """
 
 import sys
@@ -15,45 +15,52 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-HOST = "mergekit.merge_methods"
+# Host module -> the function of mergekit_slta.methods to call once it is imported. mergekit.plan is a host of its own
+# because it imports mergekit.merge_methods and is not complete yet when that is.
+HOOKS = {"mergekit.merge_methods": "register", "mergekit.plan": "watch_planner"}
 
 
 def install() -> None:
-    """Register with mergekit: at once when its merge methods are imported already, else as soon as they are."""
-    if HOST in sys.modules:
-        register()
-    elif not any(type(finder).__module__ == __name__ for finder in sys.meta_path):
-        sys.meta_path.insert(0, HostFinder())
+    """Call the hooks of the hosts that are imported already, now, and those of the others when they are imported."""
+    if any(type(finder).__module__ == __name__ for finder in sys.meta_path):
+        return
+    finder = HostFinder()
+    sys.meta_path.insert(0, finder)
+    for host in [host for host in HOOKS if host in sys.modules]:
+        finder.imported(host)
 
 
-def register() -> None:
-    """Register the merge methods; a failure is one RuntimeWarning, because mergekit's own methods do not need ours."""
+def call(hook: str) -> bool:
+    """Call a hook; a failure is one RuntimeWarning and False, because mergekit's own methods do not need ours."""
     try:
-        from mergekit_slta.methods import register as register_methods
+        from mergekit_slta import methods
 
-        register_methods()
+        getattr(methods, hook)()
     except Exception as error:
         from warnings import warn
 
         warn(
-            f"mergekit-slta could not register its merge methods ({type(error).__name__}: {error}); "
-            "`python -c 'import mergekit_slta.methods as m; m.register()'` shows where it fails",
+            f"mergekit-slta does not work here, mergekit's own merge methods do ({type(error).__name__}: {error}); "
+            f"`python -c 'import mergekit_slta.methods as m; m.{hook}()'` shows where it fails",
             RuntimeWarning,
             stacklevel=2,
         )
+        return False
+    return True
 
 
 class HostFinder:
-    """Finds the host module as the other finders do and has a `HostLoader` load it."""
+    """Finds the hosts as the other finders do and has a `HostLoader` load them."""
 
     def __init__(self) -> None:
+        self.waiting = dict(HOOKS)
         self.asking: set[int] = set()
 
     def find_spec(
         self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
-        """Return the host's spec, and None for every other module (the protocol of ``sys.meta_path``)."""
-        if name != HOST:
+        """Return a host's spec, and None for every other module (the protocol of ``sys.meta_path``)."""
+        if name not in self.waiting:
             return None
         from threading import get_ident
 
@@ -79,9 +86,17 @@ class HostFinder:
                 return spec
         return None
 
+    def imported(self, host: str) -> None:
+        """Call the host's hook once; leave ``sys.meta_path`` when no host is left, or when the hook failed."""
+        hook = self.waiting.pop(host, None)
+        if hook is not None and not call(hook):
+            self.waiting.clear()
+        if not self.waiting and self in sys.meta_path:
+            sys.meta_path.remove(self)
+
 
 class HostLoader:
-    """Executes the host module by its own loader and registers when that has succeeded."""
+    """Executes a host by its own loader and tells the finder when that has succeeded."""
 
     def __init__(self, loader: "Any", finder: HostFinder) -> None:
         self.loader = loader
@@ -91,15 +106,13 @@ class HostLoader:
         return getattr(self.loader, name)
 
     def exec_module(self, module: "ModuleType") -> None:
-        """Execute the module, remove the finder, register.
+        """Execute the module; only then is it no longer waited for.
 
-        The finder goes this late because a bare ``find_spec`` must not use it up, and a failed import may be repeated.
+        A bare ``find_spec`` must not use the finder up, and a failed import may be repeated.
         """
         # Whoever asks the module for its loader from here on (reload, resources, source) gets its own.
         if module.__spec__ is not None:
             module.__spec__.loader = self.loader
         module.__loader__ = self.loader
         self.loader.exec_module(module)
-        if self.finder in sys.meta_path:
-            sys.meta_path.remove(self.finder)
-        register()
+        self.finder.imported(module.__name__)

@@ -17,8 +17,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import huggingface_hub
 import safetensors
 import torch
+from huggingface_hub import errors as hub
 from mergekit.common import ModelPath, ModelReference
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors.torch import save as serialize
@@ -29,7 +31,9 @@ from mergekit_slta.solver import Solution, solve
 
 FORMAT_VERSION = 1
 METADATA_KEY = "mergekit_slta"
+PUBLISHED_PREFIX = "hf:"
 _GRAM = "gram/"
+_PUBLISHED = re.compile(r"hf:(?P<repo>[^/@]+/[^/@]+)/(?P<file>[^@]+)(?:@(?P<revision>[^@]+))?")
 _LEVEL_PATTERNS = {
     "model": r"model",
     "layer": r"layer\.\d+",
@@ -115,10 +119,18 @@ class Statistics:
         grams = {name: gram[rows][:, chosen][:, :, chosen] for name, gram in self.grams.items()}
         position = {expert: index for index, expert in enumerate(experts)}
         task = torch.tensor([position[int(expert)] for expert in self.task[rows]])
+        calibration = tuple(self.info.calibration[expert] for expert in experts)
+        fingerprint = self.info.fingerprint
         info = self.info.model_copy(
             update={
                 "models": tuple(self.info.models[expert] for expert in experts),
-                "calibration": tuple(self.info.calibration[expert] for expert in experts),
+                "calibration": calibration,
+                "fingerprint": fingerprint.model_copy(
+                    update={
+                        "experts": tuple(fingerprint.experts[expert] for expert in experts),
+                        "tokens": tokens_fingerprint([entry.sha256 for entry in calibration]),
+                    }
+                ),
             }
         )
         return Statistics(grams, task, self.tokens[rows], info)
@@ -188,6 +200,42 @@ def load(path: Path) -> Statistics:
     if problem := _problem(statistics):
         raise SltaError(f"{path} is damaged or was changed ({problem}): get it or measure it again.")
     return statistics
+
+
+def resolve_statistics(source: str, cache_dir: str | None = None) -> Path:
+    """Find a statistics file: a local path, or ``hf:ORG/REPO/FILE[@REVISION]``, which is fetched from the Hub.
+
+    Args:
+        source: what the recipe or the command line gives.
+        cache_dir: where downloads are kept; the Hub's own cache by default.
+
+    Raises:
+        SltaError: the reference is malformed, or the Hub does not give the file.
+    """
+    if not source.startswith(PUBLISHED_PREFIX):
+        return Path(source)
+    parts = _PUBLISHED.fullmatch(source)
+    if parts is None:
+        raise SltaError(f"Statistics '{source}': write hf:ORG/REPO/FILE or hf:ORG/REPO/FILE@REVISION.")
+    try:
+        return Path(
+            huggingface_hub.hf_hub_download(
+                parts["repo"], parts["file"], revision=parts["revision"], cache_dir=cache_dir
+            )
+        )
+    except (OSError, ValueError, hub.HTTPError, hub.EntryNotFoundError) as error:
+        reason = next((words for kind, words in _HUB_REASONS if isinstance(error, kind)), str(error).split("\n")[0])
+        raise SltaError(f"Statistics '{source}' cannot be fetched: {reason}.") from error
+
+
+# From the special to the general: the first kind that fits is said.
+_HUB_REASONS: tuple[tuple[type[Exception], str], ...] = (
+    (hub.GatedRepoError, "the repository is gated; ask for access on its page, then run 'hf auth login'"),
+    (hub.RepositoryNotFoundError, "there is no such repository, or it is private; check the name or 'hf auth login'"),
+    (hub.RevisionNotFoundError, "the repository has no such revision"),
+    (hub.LocalEntryNotFoundError, "the Hub cannot be reached and the file is not in the cache"),
+    (hub.EntryNotFoundError, "the repository has no such file"),
+)
 
 
 def settings_fingerprint(samples: int, max_tokens: int, seed: int) -> str:

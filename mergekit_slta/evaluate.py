@@ -1,0 +1,171 @@
+"""What a merge keeps of its experts' skill: negative log-likelihood on records that calibration did not use."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from mergekit.common import get_auto_cls
+from tqdm import tqdm
+
+from mergekit_slta.calibrate import make_batches
+from mergekit_slta.data import CalibrationData, held_out
+from mergekit_slta.errors import SltaError
+from mergekit_slta.measure import Experiment
+from mergekit_slta.recipe import calibration_problems
+from mergekit_slta.statistics import published_name
+
+# The logits of a batch, positions times vocabulary, outgrow everything else.
+BATCH_TOKENS = 1024
+
+Rows = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class TaskEvaluation:
+    """How base, expert and merged model predict an expert's task.
+
+    Attributes:
+        model: the expert.
+        records: how many held-out records were used.
+        tokens: how many tokens were predicted, which is all but each record's first.
+        base, expert, merged: negative log-likelihood per predicted token, in nats.
+    """
+
+    model: str
+    records: int
+    tokens: int
+    base: float
+    expert: float
+    merged: float
+
+    @property
+    def kept(self) -> float | None:
+        """The share of the expert's gain over the base model that the merge keeps; None where there is no gain."""
+        gain = self.base - self.expert
+        return (self.base - self.merged) / gain if gain > 0 else None
+
+
+def evaluate(experiment: Experiment, merged: Path, samples: int = 100) -> list[TaskEvaluation]:
+    """Compare a merged model with the base model and with each expert on that expert's task.
+
+    The records are the next ones of each calibration source, cut as calibration cuts them and tokenized by the base
+    model's tokenizer for all models. One model is in memory at a time.
+
+    Args:
+        experiment: the merge's recipe, opened.
+        merged: the folder that the merge was written to.
+        samples: how many records per task.
+
+    Raises:
+        SltaError: an expert has no calibration source or no record is left in it, or a model cannot be loaded.
+    """
+    if not (merged / "config.json").is_file():
+        raise SltaError(f"There is no model in {merged} (no config.json): give the folder that the merge wrote.")
+    if problems := calibration_problems(experiment.recipe, statistics_exist=False):
+        raise SltaError("\n".join(problems))
+    tasks = [[row for row in data.token_ids if len(row) > 1] for data in held_out_data(experiment, samples)]
+    for expert, rows in zip(experiment.recipe.experts, tasks, strict=True):
+        if not rows:
+            raise SltaError(f"The held-out records of {expert} have one token each: there is nothing to predict.")
+    experts = len(tasks)
+    with tqdm(
+        total=3 * sum(map(len, tasks)), desc="Evaluating", unit="record", leave=False, disable=experiment.quiet
+    ) as bar:
+        base = _score(experiment, experiment.base.folder, tasks, bar)
+        own = [_score(experiment, experiment.experts[i].folder, [tasks[i]], bar)[0] for i in range(experts)]
+        after = _score(experiment, str(merged), tasks, bar)
+    return [
+        TaskEvaluation(
+            model=published_name(experiment.recipe.experts[i].reference),
+            records=len(tasks[i]),
+            tokens=sum(len(row) - 1 for row in tasks[i]),
+            base=base[i],
+            expert=own[i],
+            merged=after[i],
+        )
+        for i in range(experts)
+    ]
+
+
+def held_out_data(experiment: Experiment, samples: int) -> list[CalibrationData]:
+    """Each expert's next records after those that calibration takes."""
+    settings, experts = experiment.recipe.settings, experiment.recipe.experts
+    tokenizer = experiment.tokenizer(experiment.recipe.base)
+    return [
+        held_out(
+            expert.calibration,
+            template=expert.template,
+            tokenizer=tokenizer,
+            expert_tokenizer=functools.partial(experiment.tokenizer, expert.reference),
+            samples=samples,
+            max_tokens=settings.max_tokens,
+            seed=settings.seed,
+            skip=used,
+        )
+        for expert, used in zip(experts, experiment.load_data(experts), strict=True)
+    ]
+
+
+def negative_log_likelihood(model: torch.nn.Module, rows: Rows, bar: Any = None) -> float:
+    """Mean negative log-likelihood of each token given those before it, in nats.
+
+    Records are right-padded into batches without a mask: under causal attention no token sees what comes after it.
+
+    Args:
+        model: a causal language model, in evaluation mode.
+        rows: token ids, at least two in each row; the first one of a row is not predicted.
+        bar: a progress bar that is told how many rows are done.
+    """
+    device = next(model.parameters()).device
+    total = 0.0
+    for batch in make_batches([rows], BATCH_TOKENS):
+        token_ids = batch.token_ids.to(device)
+        with torch.no_grad():
+            logits = model(input_ids=token_ids, use_cache=False).logits
+        for row, length in enumerate(batch.lengths):
+            losses = torch.nn.functional.cross_entropy(
+                logits[row, : length - 1].float(), token_ids[row, 1:length], reduction="none"
+            )
+            total += float(losses.double().sum())
+        if bar is not None:
+            bar.update(len(batch.lengths))
+    return total / sum(len(row) - 1 for row in rows)
+
+
+def _score(experiment: Experiment, folder: str, tasks: Sequence[Rows], bar: Any) -> list[float]:
+    """The model's negative log-likelihood on each task; the model is gone afterwards."""
+    bar.set_postfix_str(Path(folder).name)
+    model = _load(experiment, folder)
+    highest = max(token for rows in tasks for row in rows for token in row)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    if highest >= vocabulary:
+        raise SltaError(
+            f"The base model's tokenizer gives the token id {highest}, but {folder} knows only {vocabulary} tokens."
+        )
+    try:
+        return [negative_log_likelihood(model, rows, bar) for rows in tasks]
+    except torch.OutOfMemoryError as error:
+        raise _out_of_memory(folder, experiment.device) from error
+
+
+def _load(experiment: Experiment, folder: str) -> transformers.PreTrainedModel:
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=experiment.trust_remote_code)
+        model = get_auto_cls((config.architectures or [""])[0]).from_pretrained(
+            folder, dtype=torch.float32, trust_remote_code=experiment.trust_remote_code
+        )
+        return model.eval().to(experiment.device)
+    except torch.OutOfMemoryError as error:
+        raise _out_of_memory(folder, experiment.device) from error
+    except (OSError, ValueError) as error:
+        raise SltaError(f"The model in {folder} cannot be loaded: {error}") from error
+
+
+def _out_of_memory(folder: str, device: str) -> SltaError:
+    return SltaError(f"The model in {folder} does not fit into the memory of {device} in float32: use '--device cpu'.")

@@ -1,0 +1,110 @@
+"""The linear maps of a decoder layer, whatever module holds them: linear layers, routers, a mixture's fused experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from mergekit_slta.decoder import Weights
+
+FUSED = ("gate_up_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class LinearMap:
+    """One matrix of a layer that is multiplied with features.
+
+    Attributes:
+        name: its path in transformers' decoder layer, with the number of the mixture's expert for a fused one.
+        module: the path of the module that holds it.
+        weight, bias: the names of its tensors inside the layer.
+        transposed: whether the weight is stored as [in, out].
+        expert: the number of the mixture's expert, where the weight is [experts, ...].
+    """
+
+    name: str
+    module: str
+    weight: str
+    bias: str | None
+    transposed: bool
+    expert: int | None = None
+
+    def matrix(self, weights: Weights) -> torch.Tensor:
+        """The map as [out, in]."""
+        weight = weights[self.weight] if self.expert is None else weights[self.weight][self.expert]
+        return weight.mT if self.transposed else weight
+
+
+def linear_maps(layer: torch.nn.Module) -> list[LinearMap]:
+    """The linear maps of a decoder layer; convolutions and norms are none."""
+    return [found for path, module in layer.named_modules() for found in _maps_of(path, module)]
+
+
+def is_fused(module: torch.nn.Module) -> bool:
+    """Whether a module holds the experts of a mixture as three-dimensional parameters."""
+    weight = getattr(module, "down_proj", None)
+    return isinstance(weight, torch.nn.Parameter) and weight.ndim == 3
+
+
+def _maps_of(path: str, module: torch.nn.Module) -> Iterator[LinearMap]:
+    if is_fused(module):
+        for name in FUSED:
+            stacked = getattr(module, name, None)
+            for expert in range(len(stacked) if stacked is not None else 0):
+                transposed = bool(getattr(module, "is_transposed", False))
+                yield LinearMap(f"{path}.{expert}.{name}", path, f"{path}.{name}", None, transposed, expert)
+        return
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, torch.nn.Parameter) and weight.ndim == 2 and not isinstance(module, torch.nn.Embedding):
+        bias = f"{path}.bias" if isinstance(getattr(module, "bias", None), torch.nn.Parameter) else None
+        yield LinearMap(path, path, f"{path}.weight", bias, isinstance(module, Conv1D))
+
+
+class MapDeltas:
+    """A map's change from the base model to each expert, and the Gram matrices of its output's change.
+
+    The output changes by exactly x (W_t - W_0)^T, so that neither model has to run. With many tokens per input
+    dimension the inputs' second moments C = sum x x^T are cheaper: G[b, c] = <C, (W_b - W_0)^T (W_c - W_0)>.
+
+    Args:
+        linear_map: the map.
+        weights: the layer's tensors of the base model, then of each of the ``T`` experts.
+        tokens: how many tokens will be asked about in all, which decides the way.
+    """
+
+    def __init__(self, linear_map: LinearMap, weights: Sequence[Weights], tokens: int) -> None:
+        base = linear_map.matrix(weights[0])
+        self.matrices = [linear_map.matrix(expert) - base for expert in weights[1:]]
+        self.biases = [
+            expert[linear_map.bias] - weights[0][linear_map.bias] if linear_map.bias else None for expert in weights[1:]
+        ]
+        self.products = _products(self.matrices) if self._moments_are_cheaper(tokens) else None
+
+    def _moments_are_cheaper(self, tokens: int) -> bool:
+        """Compare multiplications; the second moments need float64, which counts twice."""
+        out_features, in_features = self.matrices[0].shape
+        experts = len(self.matrices)
+        pairs = experts * (experts + 1) // 2
+        moments = 2 * in_features**2 * (tokens + pairs * out_features)
+        return moments < experts * tokens * in_features * out_features and not any(b is not None for b in self.biases)
+
+    def gram(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The Gram matrix [T, T] float64 of one sample, from the map's inputs [S, D]."""
+        if self.products is not None:
+            moments = inputs.double().T @ inputs.double()
+            return torch.einsum("ij,bcij->bc", moments, self.products)
+        deltas = []
+        for matrix, bias in zip(self.matrices, self.biases, strict=True):
+            delta = inputs @ matrix.T
+            deltas.append((delta if bias is None else delta + bias).flatten().double())
+        features = torch.stack(deltas)
+        return features @ features.T
+
+
+def _products(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
+    """(W_b - W_0)^T (W_c - W_0) for all pairs, [T, T, D, D] float64."""
+    stacked = torch.stack([matrix.double() for matrix in matrices])
+    return torch.einsum("boi,coj->bcij", stacked, stacked)
