@@ -67,11 +67,14 @@ def calibrate(
         SltaError: a checkpoint's tensors are missing or not finite, or one sample does not fit into memory.
     """
     ranks = ranks or Ranks()
+    submodules = [
+        [name for level in levels for name in layer_submodules(decoder, level, layer)] for layer in range(len(decoder))
+    ]
     state = _begin(partial)
     positions = batch_tokens or (CPU_BATCH_TOKENS if decoder.device.type == "cpu" else GPU_BATCH_TOKENS)
     while True:
         try:
-            _measure_layers(state, decoder, models, tasks, levels, positions, partial, ranks, progress)
+            _measure_layers(state, decoder, models, tasks, levels, submodules, positions, partial, ranks, progress)
             return state.grams
         except torch.OutOfMemoryError as error:
             if batch_tokens or ranks.count > 1 or positions <= max(len(ids) for task in tasks for ids in task):
@@ -109,6 +112,7 @@ def _measure_layers(
     models: Sequence[Checkpoint],
     tasks: Tasks,
     levels: Sequence[str],
+    submodules: Sequence[Sequence[str]],
     positions: int,
     partial: Partial | None,
     ranks: Ranks,
@@ -127,8 +131,7 @@ def _measure_layers(
     for layer in range(state.layer, len(decoder)):
         names = decoder.layer_tensors(layer)
         weights = [model.read(names, decoder.base_model_prefix, decoder.device) for model in models]
-        submodules = [name for level in levels for name in layer_submodules(decoder, level, layer)]
-        grams = {name: _no_grams(tasks) for name in submodules}
+        grams = {name: _no_grams(tasks) for name in submodules[layer]}
         features = LayerFeatures(decoder, layer, weights, levels, sum(len(ids) for task in tasks for ids in task))
         following: Hidden = {}
         for number, batch in enumerate(batches):

@@ -129,8 +129,15 @@ class Decoder:
         return {name: f"{self.layers_path}.{layer}.{name}" for name in self.layers[layer].state_dict()}
 
     def edge_tensors(self) -> list[str]:
-        """The model's names of the tensors outside the decoder layers (embeddings, final norm, output head)."""
-        return [name for name in self.model.state_dict() if not name.startswith(self.layers_path + ".")]
+        """The model's names of the tensors outside the decoder layers (embeddings, final norm, output head).
+
+        Tied tensors are named once: what is given for one counts for all.
+        """
+        tied = set(self.model.state_dict()) & set(dict(self.model.named_parameters(remove_duplicate=False)))
+        tied -= set(dict(self.model.named_parameters()))
+        return [
+            name for name in self.model.state_dict() if not name.startswith(self.layers_path + ".") and name not in tied
+        ]
 
     def embed(self, token_ids: torch.Tensor, edges: Weights) -> tuple[torch.Tensor, list[LayerCall]]:
         """Run everything before the first layer, and capture how the model calls each layer.

@@ -8,6 +8,7 @@ on exactly the rows that belong to it.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -33,13 +34,23 @@ class Heads:
     rows: dict[str, torch.Tensor]
 
 
-@torch.enable_grad()
+_FOUND: weakref.WeakKeyDictionary[Decoder, dict[int, Heads]] = weakref.WeakKeyDictionary()
+
+
 def find_heads(decoder: Decoder, layer: int) -> Heads:
-    """Find the heads of a layer's attention.
+    """Find the heads of a layer's attention, once for each decoder.
 
     Raises:
         SltaError: the layer mixes tokens by something that has no heads, or its heads cannot be told apart.
     """
+    found = _FOUND.setdefault(decoder, {})
+    if layer not in found:
+        found[layer] = _find_heads(decoder, layer)
+    return found[layer]
+
+
+@torch.enable_grad()
+def _find_heads(decoder: Decoder, layer: int) -> Heads:
     mixer = decoder.structure(layer).mixer
     module = decoder.layers[layer].get_submodule(mixer)
     if "attention" not in type(module).__name__.lower():

@@ -88,7 +88,7 @@ class Experiment:
             raise SltaError("\n".join(problems))
         data = self.load_data(self.recipe.experts)
         fingerprint = self._fingerprint(data)
-        path = path or cache_file(fingerprint)
+        path = path or cache_file(fingerprint, levels)
         if path.is_file():
             return self._reuse(load(path), levels, path, published)
         info = self._info(levels, data, fingerprint)
@@ -109,8 +109,8 @@ class Experiment:
         missing = [level for level in levels if level not in found.info.levels]
         if missing and published:
             raise SltaError(
-                f"The published statistics lack the level {', '.join(missing)}, they hold {', '.join(found.info.levels)}: "
-                "use one of these, or measure into a file of your own."
+                f"The published statistics lack the level {', '.join(missing)} (they hold "
+                f"{', '.join(found.info.levels)}): use one that they hold, or measure into a file of your own."
             )
         if missing:
             found = self._add_levels(found, order, data, missing, path)
@@ -293,8 +293,8 @@ def partial_folder(path: Path) -> Path:
     return path.with_name(path.name + ".partial")
 
 
-def cache_file(fingerprint: Fingerprint) -> Path:
+def cache_file(fingerprint: Fingerprint, levels: Sequence[str]) -> Path:
     """Where statistics go that a recipe names no file for."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    content = json.dumps(fingerprint.model_dump(mode="json"), sort_keys=True)
+    content = json.dumps([fingerprint.model_dump(mode="json"), sorted(levels)], sort_keys=True)
     return cache / "mergekit-slta" / f"{hashlib.sha256(content.encode()).hexdigest()[:32]}.safetensors"

@@ -5,7 +5,6 @@ Levels (section 2.2, A.3.5 and A.5.5 of arXiv 2504.10902): ``model``, ``layer``,
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
@@ -15,7 +14,7 @@ from transformers.core_model_loading import WeightRenaming
 
 from mergekit_slta.decoder import Decoder
 from mergekit_slta.errors import SltaError
-from mergekit_slta.heads import Heads, find_heads
+from mergekit_slta.heads import find_heads
 from mergekit_slta.maps import linear_maps
 from mergekit_slta.skeleton import model_tensor_name
 
@@ -61,7 +60,6 @@ class TensorWeights:
         mean = torch.stack(list(alpha.values())).mean(0)
         self.edge_alpha = mean if edges == "mean" or level == "model" else torch.zeros_like(mean)
         self._names = set(decoder.model.state_dict())
-        self._heads = functools.cache(functools.partial(find_heads, decoder))
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The merging weights of a tensor, by its name in a checkpoint or in mergekit's plan.
@@ -98,7 +96,7 @@ class TensorWeights:
         """Query rows and output columns take their head's weights, shared key and value rows the mean of theirs."""
         if branch == "mlp":
             return self.alpha[f"layer.{layer}.mlp"]
-        heads: Heads = self._heads(layer)
+        heads = find_heads(self.decoder, layer)
         alpha = torch.stack([self.alpha[f"layer.{layer}.head.{head}"] for head in range(heads.count)])  # [H, T]
         output = heads.output
         if inside == output.weight:
