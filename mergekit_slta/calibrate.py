@@ -8,31 +8,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from mergekit_slta.checkpoint import Checkpoint
-from mergekit_slta.decoder import Decoder, LayerCall
+from mergekit_slta.decoder import Decoder
 from mergekit_slta.errors import SltaError
 from mergekit_slta.features import LayerFeatures
 from mergekit_slta.gram import sample_grams
 from mergekit_slta.ranks import Ranks
 from mergekit_slta.resume import Partial
+from mergekit_slta.streams import Streams, Tasks, fitting_batch, make_batches
 from mergekit_slta.submodules import layer_submodules
 
 LOG = logging.getLogger(__name__)
 
-CPU_BATCH_TOKENS = 2048
-GPU_BATCH_TOKENS = 16384
-
 # Logits are wide: so many tokens of one sample are compared at once.
 LOGIT_TOKENS = 64
 
-Tasks = Sequence[Sequence[Sequence[int]]]
-# Hidden states [S, D] on the host, by stream (0 the base model's, t expert t's own) and row.
-Hidden = dict[tuple[int, int], torch.Tensor]
+Grams = dict[str, torch.Tensor]
 
 
 @torch.no_grad()
@@ -46,7 +40,7 @@ def calibrate(
     partial: Partial | None = None,
     ranks: Ranks | None = None,
     progress: Callable[[int], object] = lambda samples: None,
-) -> dict[str, torch.Tensor]:
+) -> Grams:
     """Measure the Gram matrix of every submodule on every calibration sample (Algorithm 1 and Eq. 14).
 
     Args:
@@ -64,20 +58,17 @@ def calibrate(
         Submodule name to [N, T, T] float64, rows ordered by task, then by sample.
 
     Raises:
-        SltaError: a checkpoint's tensors are missing or not finite, or one sample does not fit into memory.
+        SltaError: a level does not apply to the models, a checkpoint's tensors are missing or not finite, or one
+            sample does not fit into memory.
     """
-    ranks = ranks or Ranks()
-    submodules = [
-        [name for level in levels for name in layer_submodules(decoder, level, layer)] for layer in range(len(decoder))
-    ]
-    state = _begin(partial)
-    positions = batch_tokens or (CPU_BATCH_TOKENS if decoder.device.type == "cpu" else GPU_BATCH_TOKENS)
+    calibration = _Calibration(decoder, models, tasks, levels, partial, ranks or Ranks(), progress)
+    positions = batch_tokens or fitting_batch(decoder.device)
     while True:
         try:
-            _measure_layers(state, decoder, models, tasks, levels, submodules, positions, partial, ranks, progress)
-            return state.grams
+            return calibration.run(positions)
         except torch.OutOfMemoryError as error:
-            if batch_tokens or ranks.count > 1 or positions <= max(len(ids) for task in tasks for ids in task):
+            longest = max(len(token_ids) for task in tasks for token_ids in task)
+            if batch_tokens or calibration.ranks.count > 1 or positions <= longest:
                 raise SltaError(
                     f"{positions} token positions at once do not fit into the memory of {decoder.device}: "
                     "lower 'batch_tokens', and 'max_tokens' if one sample is too long."
@@ -86,159 +77,92 @@ def calibrate(
             LOG.warning("Out of memory on %s: going on with %d token positions at once", decoder.device, positions)
 
 
-@dataclass
-class _State:
-    """What is known after ``layer`` layers: their Gram matrices, and the hidden states.
+class _Calibration:
+    """A calibration that can be taken up again after a crash, or with smaller batches; see ``calibrate``."""
 
-    The base model's hidden states are stream 0; at level ``model`` expert t's own are stream t.
-    """
+    def __init__(
+        self,
+        decoder: Decoder,
+        models: Sequence[Checkpoint],
+        tasks: Tasks,
+        levels: Sequence[str],
+        partial: Partial | None,
+        ranks: Ranks,
+        progress: Callable[[int], object],
+    ) -> None:
+        self.decoder = decoder
+        self.models = models
+        self.tasks = tasks
+        self.levels = levels
+        self.partial = partial
+        self.ranks = ranks
+        self.progress = progress
+        self.submodules = [
+            [name for level in levels for name in layer_submodules(decoder, level, layer)]
+            for layer in range(len(decoder))
+        ]
+        self.layers = partial.finished_layers() if partial else 0
+        self.grams: Grams = partial.grams(self.layers) if partial and self.layers else {}
+        self.hidden = partial.hidden(self.layers - 1) if partial and self.layers else None
 
-    layer: int = 0
-    hidden: Hidden = field(default_factory=dict)
-    grams: dict[str, torch.Tensor] = field(default_factory=dict)
+    def run(self, positions: int) -> Grams:
+        """Measure the layers that are not measured yet, with at most ``positions`` token positions at once."""
+        # Stream 0 is the base model's; the model as a whole is compared on each expert's own stream too.
+        sources = self.models if "model" in self.levels else self.models[:1]
+        batches = make_batches(self.tasks, positions)
+        streams = Streams(self.decoder, [[model] * len(self.tasks) for model in sources], batches, self.ranks)
+        if self.hidden is not None:
+            streams.resume(self.hidden, self.layers)
+        self.progress(self.layers * streams.samples)
+        for layer in range(self.layers, len(self.decoder)):
+            self.grams |= self._measure_layer(layer, streams, len(sources))
+            self.layers, self.hidden = layer + 1, streams.state
+        if "model" in self.levels:
+            self.grams["model"] = self.ranks.sum(self._logit_grams(streams))
+        return self.grams
 
-
-def _begin(partial: Partial | None) -> _State:
-    layer = partial.finished_layers() if partial else 0
-    if partial is None or layer == 0:
-        return _State()
-    LOG.info("Going on after layer %d of the calibration in %s", layer - 1, partial.folder)
-    return _State(layer, partial.hidden(layer - 1), partial.grams(layer))
-
-
-def _measure_layers(
-    state: _State,
-    decoder: Decoder,
-    models: Sequence[Checkpoint],
-    tasks: Tasks,
-    levels: Sequence[str],
-    submodules: Sequence[Sequence[str]],
-    positions: int,
-    partial: Partial | None,
-    ranks: Ranks,
-    progress: Callable[[int], object],
-) -> None:
-    """The loop over layers, from the first that ``state`` lacks."""
-    batches = make_batches(tasks, positions)[ranks.index :: ranks.count]
-    streams = [_embed(decoder, model, batches) for model in (models if "model" in levels else models[:1])]
-    state.hidden = {
-        (stream, row): state.hidden.get((stream, row), hidden)
-        for stream, (embedded, _) in enumerate(streams)
-        for row, hidden in embedded.items()
-    }
-    samples = sum(len(batch.rows) for batch in batches)
-    progress(state.layer * samples)
-    for layer in range(state.layer, len(decoder)):
-        names = decoder.layer_tensors(layer)
-        weights = [model.read(names, decoder.base_model_prefix, decoder.device) for model in models]
-        grams = {name: _no_grams(tasks) for name in submodules[layer]}
-        features = LayerFeatures(decoder, layer, weights, levels, sum(len(ids) for task in tasks for ids in task))
-        following: Hidden = {}
-        for number, batch in enumerate(batches):
-            call = streams[0][1][number][layer]
-            hidden = batch.pad(state.hidden, 0, decoder.device)
+    def _measure_layer(self, layer: int, streams: Streams, count: int) -> Grams:
+        names = self.decoder.layer_tensors(layer)
+        weights = [model.read(names, self.decoder.base_model_prefix, self.decoder.device) for model in self.models]
+        tokens = sum(len(token_ids) for task in self.tasks for token_ids in task)
+        features = LayerFeatures(self.decoder, layer, weights, self.levels, tokens)
+        grams = {name: self._no_grams() for name in self.submodules[layer]}
+        for number, batch in enumerate(streams.batches):
+            hidden, call = streams.hidden(0, number), streams.call(0, number)
             base = features.run_base(hidden, call)
             for name, gram in features.grams(base, hidden, call, batch.lengths):
                 grams[name][list(batch.rows)] = gram
-            following |= batch.split(base.output, 0)
-            for stream in range(1, len(streams)):  # each expert's own way through the model
-                own = batch.pad(state.hidden, stream, decoder.device)
-                run = decoder.run(layer, weights[stream], own, streams[stream][1][number][layer])
-                following |= batch.split(run.output, stream)
-            progress(len(batch.rows))
-        del weights, features  # before the next layer's are read
-        measured = {name: ranks.sum(gram) for name, gram in grams.items()}
-        if partial is not None:
-            _keep(partial, layer, measured, following, ranks)
-        state.grams |= measured
-        state.hidden, state.layer = following, layer + 1
-    if "model" in levels:
-        state.grams["model"] = ranks.sum(_model_grams(state.hidden, decoder, models, tasks, batches))
+            streams.set_output(0, number, base.output)
+            for stream in range(1, count):
+                run = self.decoder.run(
+                    layer, weights[stream], streams.hidden(stream, number), streams.call(stream, number)
+                )
+                streams.set_output(stream, number, run.output)
+            self.progress(len(batch.rows))
+        grams = {name: self.ranks.sum(gram) for name, gram in grams.items()}
+        if self.partial is not None:
+            streams.keep(self.partial)
+            self.ranks.wait()
+            if self.ranks.first:
+                self.partial.finish_layer(layer, grams)
+        streams.advance()
+        return grams
 
+    def _no_grams(self) -> torch.Tensor:
+        experts = len(self.models) - 1
+        return torch.zeros(sum(map(len, self.tasks)), experts, experts, dtype=torch.float64)
 
-def _no_grams(tasks: Tasks) -> torch.Tensor:
-    return torch.zeros(sum(map(len, tasks)), len(tasks), len(tasks), dtype=torch.float64)
+    def _logit_grams(self, streams: Streams) -> torch.Tensor:
+        """The Gram matrices of the logits' change [N, T, T], from each model's hidden states after its last layer."""
+        names = {name: name for name in self.decoder.edge_tensors()}
+        edges = [model.read(names, self.decoder.base_model_prefix, self.decoder.device) for model in self.models]
+        grams = self._no_grams()
+        for row, states in streams.final():
+            parts = zip(*(states[stream].split(LOGIT_TOKENS) for stream in range(len(edges))), strict=True)
+            for part in parts:
+                base, *experts = (self._logits(hidden, edge) for hidden, edge in zip(part, edges, strict=True))
+                grams[row] += sample_grams([expert - base for expert in experts], [base.shape[1]])[0]
+        return grams
 
-
-def _model_grams(
-    hidden: Hidden, decoder: Decoder, models: Sequence[Checkpoint], tasks: Tasks, batches: Sequence[Batch]
-) -> torch.Tensor:
-    """The Gram matrices of the logits' change [N, T, T], from each model's hidden states after its last layer."""
-    names = {name: name for name in decoder.edge_tensors()}
-    edges = [model.read(names, decoder.base_model_prefix, decoder.device) for model in models]
-    grams = _no_grams(tasks)
-    for row in (row for batch in batches for row in batch.rows):
-        parts = zip(*(hidden[stream, row].split(LOGIT_TOKENS) for stream in range(len(models))), strict=True)
-        for part in parts:
-            base, *experts = (decoder.logits(h[None].to(decoder.device), e) for h, e in zip(part, edges, strict=True))
-            grams[row] += sample_grams([expert - base for expert in experts], [base.shape[1]])[0]
-    return grams
-
-
-def _embed(
-    decoder: Decoder, model: Checkpoint, batches: Sequence[Batch]
-) -> tuple[dict[int, torch.Tensor], list[list[LayerCall]]]:
-    """The first layer's input by row, and how the model calls its layers on each batch."""
-    names = {name: name for name in decoder.edge_tensors()}
-    edges = model.read(names, decoder.base_model_prefix, decoder.device)
-    embedded: dict[int, torch.Tensor] = {}
-    calls = []
-    for batch in batches:
-        hidden, call = decoder.embed(batch.token_ids, edges)
-        embedded |= {row: states for (_, row), states in batch.split(hidden, 0).items()}
-        calls.append(call)
-    return embedded, calls
-
-
-def _keep(partial: Partial, layer: int, grams: dict[str, torch.Tensor], hidden: Hidden, ranks: Ranks) -> None:
-    partial.save_hidden(layer, ranks.index, hidden)
-    ranks.wait()
-    if ranks.first:
-        partial.finish_layer(layer, grams)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Samples of one task that run together, right-padded to the longest.
-
-    Attributes:
-        rows: the samples' rows in the statistics, ``B`` in all.
-        token_ids: [B, S] int64.
-        lengths: the samples' numbers of tokens.
-    """
-
-    rows: tuple[int, ...]
-    token_ids: torch.Tensor
-    lengths: tuple[int, ...]
-
-    def pad(self, hidden: Hidden, stream: int, device: torch.device) -> torch.Tensor:
-        """The samples' hidden states [B, S, D] of one stream on the device."""
-        return pad_sequence([hidden[stream, row] for row in self.rows], batch_first=True).to(device)
-
-    def split(self, hidden: torch.Tensor, stream: int) -> Hidden:
-        """Each sample's hidden states [S, D] on the host, without padding."""
-        host = hidden.cpu()
-        return {(stream, row): host[i, : self.lengths[i]].clone() for i, row in enumerate(self.rows)}
-
-
-def make_batches(tasks: Tasks, batch_tokens: int) -> list[Batch]:
-    """Group samples into batches of at most ``batch_tokens`` positions, padding included, longest first.
-
-    A batch never mixes tasks, so that leaving an expert out leaves the other tasks' batches as they are.
-
-    Args:
-        tasks: the token ids of each task's samples.
-        batch_tokens: the largest number of positions; a longer sample runs alone.
-    """
-    batches = []
-    offset = 0
-    for samples in tasks:
-        order = sorted(range(len(samples)), key=lambda index: -len(samples[index]))
-        while order:
-            count = max(1, batch_tokens // len(samples[order[0]]))
-            taken, order = order[:count], order[count:]
-            token_ids = pad_sequence([torch.tensor(samples[index]) for index in taken], batch_first=True)
-            lengths = tuple(len(samples[index]) for index in taken)
-            batches.append(Batch(tuple(offset + index for index in taken), token_ids, lengths))
-        offset += len(samples)
-    return batches
+    def _logits(self, hidden: torch.Tensor, edges: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.decoder.logits(hidden[None].to(self.decoder.device), edges)

@@ -110,6 +110,7 @@ class Decoder:
         self.device = torch.device(device)
         self.model = meta_model(config, trust_remote_code)
         self.body = self.model.base_model
+        self._body_path = _path_in_model(self.model, self.body)
         self.layers, self.layers_path = _find_layers(self.model, config)
         self._give_buffers()
         self._structures: dict[Any, LayerStructure] = {}
@@ -139,6 +140,10 @@ class Decoder:
             name for name in self.model.state_dict() if not name.startswith(self.layers_path + ".") and name not in tied
         ]
 
+    def embedding_tensors(self) -> list[str]:
+        """The model's names of the edge tensors that the body of the model has, which is all but the output head."""
+        return [name for name in self.edge_tensors() if name.startswith(self._body_path)]
+
     def embed(self, token_ids: torch.Tensor, edges: Weights) -> tuple[torch.Tensor, list[LayerCall]]:
         """Run everything before the first layer, and capture how the model calls each layer.
 
@@ -153,8 +158,7 @@ class Decoder:
         """
         inputs: list[torch.Tensor] = []
         calls: list[LayerCall] = []
-        prefix = _path_in_model(self.model, self.body)
-        weights = {name.removeprefix(prefix): tensor for name, tensor in edges.items() if name.startswith(prefix)}
+        weights = {name.removeprefix(self._body_path): edges[name] for name in self.embedding_tensors()}
         with _captured_calls(self.layers, inputs, calls), torch.no_grad():
             torch.func.functional_call(
                 self.body, weights, kwargs={"input_ids": token_ids.to(self.device), "use_cache": False}

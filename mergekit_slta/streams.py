@@ -1,0 +1,159 @@
+"""Hidden-state streams: samples on their way through the decoder, one layer at a time, in batches.
+
+A stream carries every sample's hidden states as one model after another would compute them: the base model's, an
+expert's own, or those of a merge in the making. Neither streams nor layers know what is measured on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from mergekit_slta.checkpoint import Checkpoint
+from mergekit_slta.decoder import Decoder, LayerCall
+from mergekit_slta.ranks import Ranks
+from mergekit_slta.resume import Partial
+
+CPU_BATCH_TOKENS = 2048
+GPU_BATCH_TOKENS = 16384
+
+# The token ids of each task's samples.
+Tasks = Sequence[Sequence[Sequence[int]]]
+# Hidden states [S, D] on the host, without padding, by stream and row.
+Hidden = dict[tuple[int, int], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples of one task that run together, right-padded to the longest.
+
+    Attributes:
+        task: the index of the expert whose data the samples come from.
+        rows: the samples' rows in the statistics, ``B`` in all.
+        token_ids: [B, S] int64.
+        lengths: the samples' numbers of tokens.
+    """
+
+    task: int
+    rows: tuple[int, ...]
+    token_ids: torch.Tensor
+    lengths: tuple[int, ...]
+
+
+def make_batches(tasks: Tasks, batch_tokens: int) -> list[Batch]:
+    """Group samples into batches of at most ``batch_tokens`` positions, padding included, longest first.
+
+    A batch never mixes tasks, so that leaving an expert out leaves the other tasks' batches as they are.
+
+    Args:
+        tasks: the token ids of each task's samples.
+        batch_tokens: the largest number of positions; a longer sample runs alone.
+    """
+    batches = []
+    offset = 0
+    for task, samples in enumerate(tasks):
+        order = sorted(range(len(samples)), key=lambda index: -len(samples[index]))
+        while order:
+            count = max(1, batch_tokens // len(samples[order[0]]))
+            taken, order = order[:count], order[count:]
+            token_ids = pad_sequence([torch.tensor(samples[index]) for index in taken], batch_first=True)
+            lengths = tuple(len(samples[index]) for index in taken)
+            batches.append(Batch(task, tuple(offset + index for index in taken), token_ids, lengths))
+        offset += len(samples)
+    return batches
+
+
+def fitting_batch(device: torch.device) -> int:
+    """How many token positions a batch has unless a recipe says so."""
+    return CPU_BATCH_TOKENS if device.type == "cpu" else GPU_BATCH_TOKENS
+
+
+class Streams:
+    """The hidden states of all streams before the next layer, for this process's share of the batches.
+
+    Args:
+        decoder: the models' common decoder.
+        sources: for each stream, the model that embeds the samples of each task.
+        batches: all batches; this process takes every ``ranks.count``-th.
+        ranks: the processes that share the batches.
+
+    Attributes:
+        layer: the index of the next layer.
+        batches: this process's batches.
+    """
+
+    def __init__(
+        self, decoder: Decoder, sources: Sequence[Sequence[Checkpoint]], batches: Sequence[Batch], ranks: Ranks
+    ) -> None:
+        self.decoder = decoder
+        self.layer = 0
+        self.batches = list(batches[ranks.index :: ranks.count])
+        self._ranks = ranks
+        self._hidden: Hidden = {}
+        self._following: Hidden = {}
+        self._calls: dict[tuple[int, int], list[LayerCall]] = {}
+        for stream, models in enumerate(sources):
+            self._embed(stream, models)
+
+    def _embed(self, stream: int, models: Sequence[Checkpoint]) -> None:
+        for model in dict.fromkeys(models):
+            edges = model.read(
+                {name: name for name in self.decoder.embedding_tensors()},
+                self.decoder.base_model_prefix,
+                self.decoder.device,
+            )
+            for number, batch in enumerate(self.batches):
+                if models[batch.task] is model:
+                    hidden, self._calls[stream, number] = self.decoder.embed(batch.token_ids, edges)
+                    self._store(self._hidden, stream, batch, hidden)
+
+    @property
+    def samples(self) -> int:
+        """How many samples this process has."""
+        return sum(len(batch.rows) for batch in self.batches)
+
+    def hidden(self, stream: int, number: int) -> torch.Tensor:
+        """A batch's hidden states [B, S, D] of one stream before the next layer, on the device."""
+        rows = self.batches[number].rows
+        return pad_sequence([self._hidden[stream, row] for row in rows], batch_first=True).to(self.decoder.device)
+
+    def call(self, stream: int, number: int) -> LayerCall:
+        """How the model calls the next layer on a batch."""
+        return self._calls[stream, number][self.layer]
+
+    def set_output(self, stream: int, number: int, output: torch.Tensor) -> None:
+        """Note what the next layer makes of a batch's hidden states."""
+        self._store(self._following, stream, self.batches[number], output)
+
+    def final(self) -> Iterator[tuple[int, dict[int, torch.Tensor]]]:
+        """Each sample's row, and its hidden states [S, D] of every stream after the last layer."""
+        for row in (row for batch in self.batches for row in batch.rows):
+            yield row, {stream: states for (stream, other), states in self._hidden.items() if other == row}
+
+    def advance(self) -> None:
+        """Go on to the layer after the next."""
+        self._hidden, self._following = self._following, {}
+        self.layer += 1
+
+    def resume(self, hidden: Mapping[tuple[int, int], torch.Tensor], layer: int) -> None:
+        """Take the place before ``layer``, with hidden states that were kept."""
+        self._hidden = {key: hidden[key] for key in self._hidden}
+        self.layer = layer
+
+    def keep(self, partial: Partial) -> None:
+        """Write what the next layer has made of this process's samples."""
+        partial.save_hidden(self.layer, self._ranks.index, self._following)
+
+    @property
+    def state(self) -> Hidden:
+        """The hidden states before the next layer."""
+        return self._hidden
+
+    @staticmethod
+    def _store(target: Hidden, stream: int, batch: Batch, hidden: torch.Tensor) -> None:
+        host = hidden.cpu()
+        for index, (row, length) in enumerate(zip(batch.rows, batch.lengths, strict=True)):
+            target[stream, row] = host[index, :length].clone()
