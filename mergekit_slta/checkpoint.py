@@ -110,7 +110,10 @@ class Checkpoint:
             for key in self.tensor_names
             if all(f".{index}." in f".{key}." for index in indices[:1])
         }
-        return convert_checkpoint_tensors(self.config.model_type, sources, name)
+        # transformers lists what one class stores otherwise by its name, and what a family does by its model type.
+        conversions = (*(self.config.architectures or ()), self.config.model_type)
+        found = (convert_checkpoint_tensors(key, sources, name) for key in conversions)
+        return next((tensor for tensor in found if tensor is not None), None)
 
     def fingerprint(self, cache_dir: str | None = None) -> str:
         """Identify the model by content: names, shapes, dtypes and some bytes of every tensor; sha256 in hex.

@@ -143,7 +143,7 @@ def _score(experiment: Experiment, folder: str, tasks: Sequence[Rows], bar: Any)
     bar.set_postfix_str(Path(folder).name)
     model = _load(experiment, folder)
     highest = max(token for rows in tasks for row in rows for token in row)
-    vocabulary = model.get_input_embeddings().num_embeddings
+    vocabulary = model.get_input_embeddings().weight.shape[0]
     if highest >= vocabulary:
         raise SltaError(
             f"The base model's tokenizer gives the token id {highest}, but {folder} knows only {vocabulary} tokens."
@@ -154,7 +154,7 @@ def _score(experiment: Experiment, folder: str, tasks: Sequence[Rows], bar: Any)
         raise _out_of_memory(folder, experiment.device) from error
 
 
-def _load(experiment: Experiment, folder: str) -> transformers.PreTrainedModel:
+def _load(experiment: Experiment, folder: str) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=experiment.trust_remote_code)
         model = get_auto_cls((config.architectures or [""])[0]).from_pretrained(

@@ -58,9 +58,14 @@ def _maps_of(path: str, module: torch.nn.Module) -> Iterator[LinearMap]:
                 yield LinearMap(f"{path}.{expert}.{name}", path, f"{path}.{name}", None, transposed, expert)
         return
     weight = getattr(module, "weight", None)
-    if isinstance(weight, torch.nn.Parameter) and weight.ndim == 2 and not isinstance(module, torch.nn.Embedding):
+    if isinstance(weight, torch.nn.Parameter) and weight.ndim == 2 and not _only_scales(module):
         bias = f"{path}.bias" if isinstance(getattr(module, "bias", None), torch.nn.Parameter) else None
         yield LinearMap(path, path, f"{path}.weight", bias, isinstance(module, Conv1D))
+
+
+def _only_scales(module: torch.nn.Module) -> bool:
+    """Whether a module with a matrix for a weight multiplies no features with it: an embedding, a norm per head."""
+    return isinstance(module, torch.nn.Embedding) or "norm" in type(module).__name__.lower()
 
 
 class MapDeltas:

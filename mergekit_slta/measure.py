@@ -114,6 +114,8 @@ class Experiment:
             )
         if missing:
             found = self._add_levels(found, order, data, missing, path)
+        elif not published and Partial.levels(partial_folder(path)) <= set(found.info.levels):
+            self._finish(path)  # what a process that was killed after writing the file has left
         return found.select(order)
 
     def _match_models(self, found: Statistics, path: Path) -> list[int]:
@@ -219,7 +221,7 @@ class Experiment:
         """The calibration samples of experts that have a source."""
         settings = self.recipe.settings
         base_tokenizer = self.tokenizer(self.recipe.base)
-        return [
+        data = [
             load_calibration(
                 expert.calibration,
                 template=expert.template,
@@ -231,6 +233,15 @@ class Experiment:
             )
             for expert in experts
         ]
+        seen: dict[str, Expert] = {}
+        for expert, samples in zip(experts, data, strict=True):
+            other = seen.setdefault(samples.sha256, expert)
+            if other is not expert:
+                raise SltaError(
+                    f"'{other.calibration}' of {other} and '{expert.calibration}' of {expert} give the same tokens: "
+                    "give each expert the data of its own task."
+                )
+        return data
 
     def tokenizer(self, reference: ModelReference) -> PreTrainedTokenizerBase:
         """The tokenizer of the model itself: the folder with a merged LoRA has none."""

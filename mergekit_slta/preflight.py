@@ -2,13 +2,785 @@
 
 from __future__ import annotations
 
+import contextlib
+import filecmp
+import functools
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from mergekit.architecture import WeightInfo, arch_info_for_config
+from mergekit.architecture.conversion import can_convert_checkpoint_keys
+from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.merge_methods import MergeMethodSpec
 from mergekit.options import MergeOptions
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mergekit_slta.recipe import recipe_problems
+from mergekit_slta.data import (
+    DATASET_PREFIX,
+    CalibrationData,
+    load_calibration,
+    read_records,
+    source_key,
+    template_fields,
+)
+from mergekit_slta.decoder import Decoder
+from mergekit_slta.errors import SltaError
+from mergekit_slta.headers import Headers, Model, TensorHeader, adapter_headers, listed, open_model, weight_map
+from mergekit_slta.recipe import (
+    Expert,
+    Recipe,
+    SltaSettings,
+    calibrates,
+    calibration_problems,
+    expert_parameters,
+    expert_references,
+    key_problems,
+    recipe_problems,
+    shared_parameters,
+    slice_problems,
+)
+from mergekit_slta.skeleton import meta_model, model_tensor_name
+from mergekit_slta.statistics import load, resolve_statistics
+from mergekit_slta.submodules import layer_submodules
+
+HALF = ("bfloat16", "float16")
+FLOATS = (*HALF, "float32", "float64")
+SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
-def preflight(config: MergeConfiguration, options: MergeOptions, spec: MergeMethodSpec) -> list[str]:
-    """What is wrong with a recipe, one sentence each; empty if nothing is."""
-    return recipe_problems(config, spec)
+@dataclass(frozen=True)
+class Findings:
+    """What there is to say about a recipe, one sentence each.
+
+    Attributes:
+        problems: what keeps it from being merged.
+        notes: what is worth knowing before it is.
+    """
+
+    problems: list[str]
+    notes: list[str]
+
+
+def preflight(
+    config: MergeConfiguration,
+    options: MergeOptions,
+    spec: MergeMethodSpec,
+    *,
+    source: Any = None,
+    out_path: str | os.PathLike[str] | None = None,
+    merging: bool = True,
+) -> list[str]:
+    """What is wrong with a recipe, one sentence each; empty if nothing is. The arguments are those of ``examine``."""
+    return examine(config, options, spec, source=source, out_path=out_path, merging=merging).problems
+
+
+def examine(
+    config: MergeConfiguration,
+    options: MergeOptions,
+    spec: MergeMethodSpec,
+    *,
+    source: Any = None,
+    out_path: str | os.PathLike[str] | None = None,
+    merging: bool = True,
+) -> Findings:
+    """Look at a recipe, its models' configurations and file headers, and its calibration data; read no weights.
+
+    Args:
+        config: the recipe.
+        options: mergekit's options.
+        spec: the merge method's.
+        source: the recipe as YAML gives it, for keys that ``config`` has no place for.
+        out_path: where the merged model goes, for the space that it needs.
+        merging: a merge follows, rather than a measurement alone.
+    """
+    case = Case(config, options, spec, source, None if out_path is None else Path(out_path))
+    checks: list[Check] = [
+        recipe_text,
+        openable_models,
+        one_architecture,
+        equal_shapes,
+        tied_heads,
+        quantized_models,
+        adapters,
+        decoder_layers,
+        calibration_sources,
+        calibration_data,
+        statistics_file,
+    ]
+    notes: list[Check] = [few_records, unseen_tensors]
+    if merging:
+        checks += [tensor_types, planned_tensors, vocabularies, disk_space]
+        notes += [precision, no_tokenizer, card_lookup]
+    return Findings(
+        list(dict.fromkeys(sentence for check in checks for sentence in check(case))),
+        list(dict.fromkeys(sentence for check in notes for sentence in check(case))),
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe under examination; what it names is opened once, when it is first looked at."""
+
+    config: MergeConfiguration
+    options: MergeOptions
+    spec: MergeMethodSpec
+    source: Any
+    out_path: Path | None
+
+    @property
+    def calibrates(self) -> bool:
+        return calibrates(self.spec)
+
+    @cached_property
+    def opened(self) -> dict[ModelReference, Model | SltaError]:
+        """The base model and the experts, or why one cannot be opened."""
+        references = expert_references(self.config)
+        if self.config.base_model is not None:
+            references.insert(0, self.config.base_model)
+        return {reference: attempt(self._open, reference) for reference in references}
+
+    def _open(self, reference: ModelReference) -> Model:
+        return open_model(reference, self.options.trust_remote_code, self.options.transformers_cache)
+
+    @property
+    def base(self) -> Model | None:
+        """The base model, if there is one and it can be opened."""
+        return next((model for model in self.models if model.reference == self.config.base_model), None)
+
+    @property
+    def models(self) -> list[Model]:
+        """The models that can be opened."""
+        return [model for model in self.opened.values() if isinstance(model, Model)]
+
+    @property
+    def pairs(self) -> list[tuple[Model, Model]]:
+        """The base model with each expert, as far as they can be opened."""
+        base = self.base
+        return [(base, model) for model in self.models if model is not base] if base else []
+
+    @property
+    def siblings(self) -> list[tuple[Model, Model]]:
+        """The base model with each expert of its architecture and sizes."""
+        return [(base, expert) for base, expert in self.pairs if not architecture_problem(self, base, expert)]
+
+    @cached_property
+    def decoder(self) -> Decoder | SltaError | None:
+        """The base model's decoder without weights, or why it has none; None where nothing is to be run."""
+        if not self.calibrates or self.base is None:
+            return None
+        return attempt(Decoder, self.base.config, self.options.trust_remote_code)
+
+    def shared(self, name: str) -> Any:
+        """A shared parameter; the default where the recipe's value is none that the method takes."""
+        for parameter in self.spec.shared_parameters:
+            if parameter.name == name:
+                with contextlib.suppress(Exception):  # whatever is wrong with the value is said elsewhere
+                    return parameter.validate(shared_parameters(self.config).get(name, parameter.default))
+                return parameter.default
+        return None
+
+    @cached_property
+    def experts(self) -> list[Expert]:
+        """The experts with their calibration, those left out whose calibration or template is no text."""
+        experts = []
+        for reference, given in expert_parameters(self.config).items():
+            calibration, template = given.get("calibration", ""), given.get("template", "")
+            if isinstance(calibration, str) and isinstance(template, str):
+                experts.append(Expert(reference, calibration, template))
+        return experts
+
+    @cached_property
+    def statistics(self) -> Path | SltaError | None:
+        """The statistics file that the recipe names, be it there or not."""
+        name = self.shared("statistics")
+        return attempt(resolve_statistics, name, self.options.transformers_cache) if name else None
+
+    @cached_property
+    def drawn(self) -> dict[Expert, CalibrationData | SltaError]:
+        """The calibration samples of every expert whose source is a file, or why there are none."""
+        base = self.base
+        if not self.calibrates or base is None:
+            return {}
+        files = [expert for expert in self.experts if expert.calibration and not is_dataset(expert)]
+        with silenced("mergekit_slta.data"):  # it warns again when the data are used
+            return {expert: attempt(self._draw, expert, base) for expert in files}
+
+    def _draw(self, expert: Expert, base: Model) -> CalibrationData:
+        return load_calibration(
+            expert.calibration,
+            template=expert.template,
+            tokenizer=self._tokenizer(base.reference),
+            expert_tokenizer=lambda: self._tokenizer(expert.reference),
+            samples=self.shared("samples"),
+            max_tokens=self.shared("max_tokens"),
+            seed=self.shared("seed"),
+        )
+
+    @cached_property
+    def _tokenizer(self) -> Callable[[ModelReference], PreTrainedTokenizerBase]:
+        return functools.cache(functools.partial(load_tokenizer, options=self.options))
+
+
+Check = Callable[[Case], list[str]]
+
+
+# The recipe itself
+
+
+def recipe_text(case: Case) -> list[str]:
+    """Unknown, misplaced and wrong parameters, slices and modules, no base model, no expert."""
+    return key_problems(case.source, case.spec) + recipe_problems(case.config, case.spec)
+
+
+def tensor_types(case: Case) -> list[str]:
+    """Names of types that mergekit does not know; it would say so in the middle of the merge."""
+    given = {"dtype": case.config.dtype, "out_dtype": case.config.out_dtype}
+    return [
+        f"'{key}: {name}' is no type for a merge: write {', '.join(FLOATS[:-1])} or {FLOATS[-1]}."
+        for key, name in given.items()
+        if name is not None and name.removeprefix("torch.") not in FLOATS
+    ]
+
+
+# The models
+
+
+def openable_models(case: Case) -> list[str]:
+    """Models that are not there, whose configuration cannot be read, or whose files are missing or damaged."""
+    return [problem.message for problem in case.opened.values() if isinstance(problem, SltaError)]
+
+
+def one_architecture(case: Case) -> list[str]:
+    """Experts of another architecture, depth or width than the base model."""
+    return [problem for base, expert in case.pairs if (problem := architecture_problem(case, base, expert))]
+
+
+def architecture_problem(case: Case, base: Model, expert: Model) -> str | None:
+    """Why an expert cannot have been fine-tuned from the base model, by their configurations."""
+    mixed = case.options.allow_crimes and not case.calibrates
+    if not mixed and (expert.architecture, expert.config.model_type) != (base.architecture, base.config.model_type):
+        return (
+            f"The expert {expert} is a {expert.architecture} ({expert.config.model_type}), the base model {base} a "
+            f"{base.architecture} ({base.config.model_type}): only models of one architecture can be merged."
+        )
+    sizes = [(name, size(expert, name), size(base, name)) for name in SIZES]
+    sizes = [entry for entry in sizes if None not in entry]  # a size that one configuration leaves out is a default
+    differing = [f"{name} {own} instead of {wanted}" for name, own, wanted in sizes if own != wanted]
+    if differing:
+        return (
+            f"The expert {expert} has {', '.join(differing)}: it was not fine-tuned from the base model {base}, "
+            "leave it out."
+        )
+    return None
+
+
+def size(model: Model, name: str) -> Any:
+    """A size by the configuration of the language model, or of the only one."""
+    return getattr(model.config.get_text_config(), name, None)
+
+
+def equal_shapes(case: Case) -> list[str]:
+    """Tensors of an expert that differ in shape from the base model's, but for the size of the vocabulary."""
+    problems = []
+    for base, expert in case.siblings:
+        shapes = [(name, stored.shape, other.shape) for name, stored, other in both_have(base, expert)]
+        unequal = [(name, own, others) for name, own, others in shapes if own != others]
+        unequal = [entry for entry in unequal if not is_vocabulary(base, expert, *entry[1:])]
+        if unequal:
+            name, own, others = unequal[0]
+            more = f", and so do {len(unequal) - 1} more" if len(unequal) > 1 else ""
+            problems.append(
+                f"The tensor {name} of the expert {expert} has the shape {list(others)} instead of {list(own)}{more}: "
+                f"it was not fine-tuned from the base model {base}, leave it out."
+            )
+    return problems
+
+
+def both_have(base: Model, expert: Model) -> Iterator[tuple[str, TensorHeader, TensorHeader]]:
+    """The base model's tensors that an expert has too: name, the base model's and the expert's."""
+    for name, stored in (base.tensors or {}).items():
+        other = expert.tensor(name)
+        if other is not None:
+            yield name, stored, other
+
+
+def is_vocabulary(base: Model, expert: Model, shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether a tensor's rows are tokens, in both models, and all else about it is equal."""
+    sizes = (size(base, "vocab_size"), size(expert, "vocab_size"))
+    return (*shape[:1], *other[:1]) == sizes and shape[1:] == other[1:]
+
+
+def tied_heads(case: Case) -> list[str]:
+    """A base model that ties its output head to its embedding and an expert that does not, or the reverse."""
+    problems = []
+    for base, expert in case.siblings:
+        if is_tied(expert) == is_tied(base):
+            continue
+        tied, untied = (base, expert) if is_tied(base) else (expert, base)
+        problems.append(
+            f"{tied} ties its output head to its embedding and {untied} does not (tie_word_embeddings): the merged "
+            f"head would fit neither, save {expert} in the way of the base model {base}."
+        )
+    return problems
+
+
+def is_tied(model: Model) -> bool:
+    """Whether the output head is the embedding."""
+    return bool(getattr(model.config, "tie_word_embeddings", False))
+
+
+def quantized_models(case: Case) -> list[str]:
+    """Models whose weights are codes, which cannot be averaged."""
+    problems = []
+    for model in case.models:
+        quantization = getattr(model.config, "quantization_config", None)
+        if quantization:
+            given = quantization if isinstance(quantization, Mapping) else vars(quantization)
+            problems.append(
+                f"{model} is quantized ({given.get('quant_method', 'quantization_config')}): "
+                "name the original checkpoint, or dequantize it first."
+            )
+    return problems
+
+
+def planned_tensors(case: Case) -> list[str]:
+    """Tensors that mergekit will ask for and a checkpoint lacks."""
+    lost: dict[tuple[str, ...], list[str]] = {}
+    for model in [*filter(None, [case.base]), *(expert for _, expert in case.siblings)]:
+        names = tuple(weight.name for weight in plan(case, model) if not can_load(model, weight))
+        lost.setdefault(names, []).append(str(model))
+    return [
+        f"{listed(models)}: the checkpoint lacks {listed(list(names))}, which mergekit asks for; it is incomplete, "
+        "or of a variant of its architecture that mergekit cannot merge."
+        for names, models in lost.items()
+        if names
+    ]
+
+
+def plan(case: Case, model: Model) -> list[WeightInfo]:
+    """The tensors that mergekit needs of a model: by its definition of the architecture, else those of the base."""
+    base = case.base
+    if base is None or base.tensors is None or model.tensors is None:
+        return []
+    with silenced("mergekit.architecture"):  # mergekit says itself that it infers the architecture
+        architecture = arch_info_for_config(model.config)
+    if architecture is not None:
+        return [weight for weight in architecture.all_weights(model.config) if not weight.optional]
+    built = attempt(meta_model, base.config, case.options.trust_remote_code)
+    known = base.tensors if isinstance(built, SltaError) else built.state_dict()  # old checkpoints hold buffers too
+    names = [name for name in base.tensors if model_tensor_name(name, known, base.prefix)]
+    return [WeightInfo(name=name) for name in names if not (is_tied(base) and is_head(base, base.tensors[name]))]
+
+
+def is_head(model: Model, stored: TensorHeader) -> bool:
+    """Whether a tensor may be an output head, which a checkpoint with tied weights need not hold."""
+    return stored.shape[:1] == (size(model, "vocab_size"),)
+
+
+def can_load(model: Model, weight: WeightInfo) -> bool:
+    """Whether mergekit finds a tensor in a checkpoint, or can put it together from others (a mixture's experts)."""
+    names = [weight.name, *(weight.aliases or ())]
+    tensors = model.tensors or {}
+    if any(name in tensors for name in (*names, *(weight.tied_names or ()))):
+        return True
+    layers = {part for part in weight.name.split(".") if part.isdigit()}
+    sources = {name for name in tensors if layers <= set(name.split("."))}
+    return any(can_convert_checkpoint_keys(model.config.model_type, sources, name) for name in names)
+
+
+# Vocabularies
+
+
+def vocabularies(case: Case) -> list[str]:
+    """Vocabularies that differ in size or in what an id stands for, where the recipe does not have them aligned."""
+    config, options = case.config, case.options
+    if config.tokenizer or config.tokenizer_source or options.unsafe_truncate_embeddings:
+        return []
+    problems = (vocabulary_problem(base, expert) for base, expert in case.siblings)
+    fix = "add 'tokenizer: {source: base}' to the recipe, so that mergekit aligns them."
+    return [f"{problem}: {fix}" for problem in problems if problem]
+
+
+def vocabulary_problem(base: Model, expert: Model) -> str | None:
+    """How the vocabularies of an expert and the base model differ."""
+    own, others = size(base, "vocab_size"), size(expert, "vocab_size")
+    if own != others:
+        return f"The expert {expert} has a vocabulary of {others} tokens, the base model {base} one of {own}"
+    known, theirs = token_ids(base, expert)
+    moved = [token for token, index in known.items() if theirs.get(token, index) != index]
+    if moved:
+        return (
+            f"The tokenizer of the expert {expert} has other ids than that of the base model {base} for "
+            f"{len(moved)} tokens (such as {moved[0]!r})"
+        )
+    return None
+
+
+def token_ids(base: Model, expert: Model) -> tuple[dict[str, int], dict[str, int]]:
+    """The tokens of two models' tokenizers but those added later; none where files are equal or not at hand."""
+    if base.folder is None or expert.folder is None:
+        return {}, {}
+    own, theirs = base.folder / "tokenizer.json", expert.folder / "tokenizer.json"
+    if not own.is_file() or not theirs.is_file() or filecmp.cmp(own, theirs, shallow=False):
+        return {}, {}
+    return tokens_of(own), tokens_of(theirs)
+
+
+def tokens_of(file: Path) -> dict[str, int]:
+    """The tokens of a ``tokenizer.json``; none if it is damaged, which loading it tells."""
+    try:
+        tokens = json.loads(file.read_text(encoding="utf-8"))["model"]["vocab"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return tokens if isinstance(tokens, dict) else {token: index for index, (token, *_) in enumerate(tokens)}
+
+
+# Adapters
+
+
+def adapters(case: Case) -> list[str]:
+    """LoRA adapters without a place to merge them in, incomplete ones, stale merges, and those of another model."""
+    problems = []
+    for model in case.models:
+        if model.reference.lora is not None:
+            headers = attempt(adapter_headers, model.reference.lora)
+            if isinstance(headers, SltaError):
+                problems.append(headers.message)
+            elif headers is not None and (problem := adapter_problem(model, headers)):
+                problems.append(problem)
+            problems += adapter_cache_problems(model.reference, case.options.lora_merge_cache)
+    return problems
+
+
+def adapter_problem(model: Model, headers: Headers) -> str | None:
+    """Why an adapter cannot be for its model, by the sizes of its matrices."""
+    sizes = {}
+    for name, down in headers.items():
+        if name.endswith(".lora_A.weight"):
+            up = headers.get(name.replace(".lora_A.", ".lora_B."))
+            target = name.removeprefix("base_model.model.").replace(".lora_A.", ".")
+            sizes[target] = {down.shape[1], up.shape[0] if up else down.shape[1]}
+    known = {target: stored for target in sizes if (stored := model.tensor(target))}
+    wrong = [target for target, stored in known.items() if set(stored.shape) != sizes[target]]
+    if model.tensors is None or not sizes or (known and not wrong):
+        return None
+    reason = f"its matrices for {listed(wrong)} have other sizes" if wrong else f"it adapts {listed(list(sizes))}"
+    return (
+        f"The adapter {model.reference.lora} was not trained on {model.reference.model} ({reason}): name its own base."
+    )
+
+
+def adapter_cache_problems(reference: ModelReference, cache: str | None) -> list[str]:
+    """Nowhere to merge an adapter, an interrupted merge that mergekit takes for one, or one that is out of date."""
+    if not cache:
+        return [f"{reference} is a LoRA adapter: give mergekit a folder to merge it in with --lora-merge-cache FOLDER."]
+    merged = merged_folder(reference, cache)
+    if not merged.exists():
+        return []
+    files = attempt(weight_map, merged)
+    if isinstance(files, SltaError):
+        return [f"An earlier merge of {reference} was interrupted and left {merged} without weights: delete it."]
+    adapter = Path(reference.lora.path) if reference.lora else merged
+    changed = max((file.stat().st_mtime for file in adapter.glob("adapter_*")), default=0)
+    if changed > max((merged / name).stat().st_mtime for name in files):
+        return [f"{merged} holds {reference} as it was before its adapter changed: delete it."]
+    return []
+
+
+def merged_folder(reference: ModelReference, cache: str) -> Path:
+    """Where mergekit keeps a merged adapter, which it tells by the paths alone."""
+    assert reference.lora is not None
+    return Path(cache) / f"{reference.model._unique_id()}_{reference.lora._unique_id()}"
+
+
+# Calibration
+
+
+def decoder_layers(case: Case) -> list[str]:
+    """Models that are no decoder, slices that are not all of it, and layers without the level's submodules."""
+    decoder = case.decoder
+    if isinstance(decoder, SltaError):
+        return [decoder.message]
+    if decoder is None:
+        return []
+    problems = slice_problems(case.config, len(decoder))
+    level = case.shared("level")
+    if level == "model":
+        return problems + [
+            f"'level: model' compares logits, but the expert {expert} has a vocabulary of {size(expert, 'vocab_size')} "
+            f"tokens and the base model one of {size(base, 'vocab_size')}: choose another level."
+            for base, expert in case.siblings
+            if size(base, "vocab_size") != size(expert, "vocab_size")
+        ]
+    found = [attempt(layer_submodules, decoder, level, layer) for layer in one_of_each_kind(decoder)] if level else []
+    return problems + [problem.message for problem in found if isinstance(problem, SltaError)]
+
+
+def one_of_each_kind(decoder: Decoder) -> list[int]:
+    """The first layer of each kind, for layers of the same modules behave alike."""
+    kinds = {tuple(map(type, layer.modules())): index for index, layer in reversed(list(enumerate(decoder.layers)))}
+    return sorted(kinds.values())
+
+
+def calibration_sources(case: Case) -> list[str]:
+    """Experts without data and without statistics, and experts that share their data."""
+    if not case.calibrates or case.config.base_model is None:
+        return []
+    there = isinstance(case.statistics, Path) and case.statistics.exists()
+    recipe = Recipe(case.config.base_model, tuple(case.experts), SltaSettings())
+    return calibration_problems(recipe, statistics_exist=there or isinstance(case.statistics, SltaError))
+
+
+def calibration_data(case: Case) -> list[str]:
+    """Sources that cannot be read, records that cannot be turned into text, samples that the model cannot take."""
+    if not case.calibrates:
+        return []
+    problems = []
+    for expert in case.experts:
+        drawn = case.drawn.get(expert)
+        if isinstance(drawn, SltaError):
+            problems.append(drawn.message)
+        elif drawn is not None:
+            problems += sample_problems(case, drawn)
+        elif expert.calibration:
+            unread = attempt(check_source, expert)
+            problems += [unread.message] if isinstance(unread, SltaError) else []
+    return problems
+
+
+def is_dataset(expert: Expert) -> bool:
+    """Whether an expert's calibration is a dataset, which may have to be downloaded, rather than a file."""
+    return expert.calibration.startswith(DATASET_PREFIX)
+
+
+def check_source(expert: Expert) -> None:
+    """Check what can be checked of a dataset, or of a file without a tokenizer.
+
+    Raises:
+        SltaError: the template is no template, or the source is malformed or missing.
+    """
+    if expert.template:
+        template_fields(expert.template)
+    if not is_dataset(expert):
+        read_records(expert.calibration)
+        return
+    source_key(expert.calibration)
+    path = expert.calibration.removeprefix(DATASET_PREFIX).partition("?")[0]
+    if path.startswith((".", "~", "/")) and not os.path.isdir(os.path.expanduser(path)):
+        raise SltaError(f"Calibration source {expert.calibration!r}: there is no folder {path!r}.")
+
+
+def sample_problems(case: Case, drawn: CalibrationData) -> list[str]:
+    """Samples that are longer than a table of positions, or have tokens that the base model has no embedding for."""
+    decoder, base = case.decoder, case.base
+    if not isinstance(decoder, Decoder) or base is None:
+        return []
+    embedding, vocabulary = decoder.model.get_input_embeddings(), size(base, "vocab_size")
+    others = [module for module in decoder.model.modules() if module is not embedding]
+    positions = min(
+        (module.num_embeddings for module in others if isinstance(module, torch.nn.Embedding)), default=None
+    )
+    longest, highest = max(map(len, drawn.token_ids)), max(map(max, drawn.token_ids))
+    problems = []
+    if positions is not None and longest > positions:
+        problems.append(
+            f"Calibration source {drawn.source!r} has samples of {longest} tokens, but {base} has {positions} "
+            f"positions: set 'max_tokens: {positions}' or less."
+        )
+    if highest >= vocabulary:
+        problems.append(
+            f"The tokenizer of {base} gives the token id {highest}, but the model has only {vocabulary} embeddings: "
+            "it needs the tokenizer that it was trained with."
+        )
+    return problems
+
+
+def load_tokenizer(reference: ModelReference, options: MergeOptions) -> PreTrainedTokenizerBase:
+    """A model's own tokenizer; a merged adapter's folder has none.
+
+    Raises:
+        SltaError: it has none that can be loaded.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(
+            reference.model.path,
+            revision=reference.model.revision,
+            trust_remote_code=options.trust_remote_code,
+            cache_dir=options.transformers_cache,
+        )
+    except Exception as error:  # a tokenizer's own code may raise anything
+        reason = (str(error).strip() or type(error).__name__).split("\n")[0]
+        raise SltaError(f"{reference.model} has no usable tokenizer, which calibration needs: {reason}") from error
+
+
+def statistics_file(case: Case) -> list[str]:
+    """Statistics that cannot be read, lack the level and cannot be completed, or cannot be written."""
+    path = case.statistics
+    if not isinstance(path, Path):
+        return [path.message] if path else []
+    if not path.exists():
+        parent = nearest_folder(path)
+        if parent.is_dir() and os.access(parent, os.W_OK):
+            return []
+        return [f"The statistics file {path} cannot be written, {parent} is no folder to write to: name another."]
+    found = attempt(load, path)
+    if isinstance(found, SltaError):
+        return [found.message]
+    level = case.shared("level")
+    if level not in found.info.levels and not all(expert.calibration for expert in case.experts):
+        return [
+            f"{path} holds {', '.join(found.info.levels)} but not 'level: {level}': choose one of these, or give every "
+            "expert its calibration, so that it can be measured."
+        ]
+    return []
+
+
+# Space
+
+
+def disk_space(case: Case) -> list[str]:
+    """Disks that are too small for the output and for the adapters that mergekit merges first."""
+    needs: dict[int, list[tuple[Path, str, int]]] = {}
+    for folder, what, nbytes in [*output_need(case), *adapter_needs(case)]:
+        needs.setdefault(nearest_folder(folder).stat().st_dev, []).append((folder, what, nbytes))
+    problems = []
+    for entries in needs.values():
+        free = shutil.disk_usage(nearest_folder(entries[0][0])).free
+        if sum(nbytes for *_, nbytes in entries) > free:
+            parts = " and ".join(f"{what} (about {gigabytes(nbytes)})" for _, what, nbytes in entries)
+            problems.append(
+                f"The disk with {entries[0][0]} has {gigabytes(free)} free, too little for {parts}: "
+                "make room or choose another."
+            )
+    return problems
+
+
+def output_need(case: Case) -> list[tuple[Path, str, int]]:
+    """The folder of the merged model, and its size by the base model's."""
+    if case.out_path is None or case.base is None:
+        return []
+    name = case.config.out_dtype or case.config.dtype
+    return [(case.out_path, "the merged model", stored_bytes(case.base, name))]
+
+
+def adapter_needs(case: Case) -> list[tuple[Path, str, int]]:
+    """The folders of adapters that are still to be merged, and their sizes."""
+    cache, name = case.options.lora_merge_cache, case.options.lora_merge_dtype
+    adapted = [model for model in case.models if model.reference.lora is not None] if cache else []
+    folders = {model.reference: merged_folder(model.reference, str(cache)) for model in adapted}
+    return [
+        (folders[model.reference], f"the merged adapter {model}", stored_bytes(model, name))
+        for model in adapted
+        if not folders[model.reference].exists()
+    ]
+
+
+def stored_bytes(model: Model, dtype: str | None) -> int:
+    """The bytes that a model's tensors take in a type, or in those that they have."""
+    tensors = (model.tensors or {}).values()
+    kind = getattr(torch, (dtype or "").removeprefix("torch."), None)
+    if not isinstance(kind, torch.dtype):
+        return sum(stored.nbytes for stored in tensors)
+    return sum(stored.count * kind.itemsize for stored in tensors)
+
+
+def nearest_folder(path: Path) -> Path:
+    """The path itself, or the nearest of the folders above it that is there."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+
+
+def gigabytes(nbytes: int) -> str:
+    """A size in words."""
+    return f"{nbytes / 1e9:,.1f} GB"
+
+
+# What is worth knowing
+
+
+def few_records(case: Case) -> list[str]:
+    """Sources with fewer usable records than asked."""
+    asked = case.shared("samples")
+    drawn = [data for data in case.drawn.values() if isinstance(data, CalibrationData)]
+    return [
+        f"Calibration source {data.source!r} has {len(data.records)} usable records, 'samples' asks for {asked}."
+        for data in drawn
+        if len(data.records) < asked
+    ]
+
+
+def unseen_tensors(case: Case) -> list[str]:
+    """Models whose tensors are only seen after a download."""
+    return [
+        f"The weights of {model} are pickled on the Hub: whether they fit shows after their download."
+        for model in case.models
+        if model.tensors is None
+    ]
+
+
+def precision(case: Case) -> list[str]:
+    """Merges in half precision, and of models in several precisions."""
+    config = case.config
+    given = (config.dtype or "").removeprefix("torch.")
+    stored = {str(getattr(model.config, "dtype", None)).removeprefix("torch.") for model in case.models}
+    if given in HALF or (not given and stored & set(HALF)):
+        half = given or next(name for name in HALF if name in stored)
+        return [
+            f"Merging in {half} rounds at every step: better round once, with 'dtype: float32' and "
+            f"'out_dtype: {config.out_dtype or half}'."
+        ]
+    return []
+
+
+def no_tokenizer(case: Case) -> list[str]:
+    """A base model without a tokenizer to copy, over which mergekit prints a traceback after the merge."""
+    base, config = case.base, case.config
+    copies = case.options.copy_tokenizer and not (config.tokenizer or config.tokenizer_source)
+    if not copies or base is None or base.folder is None or any(base.folder.glob("tokenizer*")):
+        return []
+    return [
+        f"{base} has no tokenizer, so the merged model gets none: mergekit says so with a traceback, which is harmless."
+    ]
+
+
+def card_lookup(case: Case) -> list[str]:
+    """Relative paths that mergekit takes for names on the Hub when it writes the model card, after the weights."""
+    if not case.options.write_model_card:
+        return []
+    paths = [path.path for reference in case.opened for path in (reference.model, reference.lora) if path]
+    return [
+        f"mergekit looks {path} up on the Hub when it writes the model card, and fails there without a network: "
+        f"write ./{path}, or merge with --no-write-model-card."
+        for path in paths
+        if os.path.exists(path) and path[0] not in "./~" and path.count("/") <= 1
+    ]
+
+
+# Tools
+
+
+def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The function's result, or the SltaError that it raised."""
+    try:
+        return function(*arguments)
+    except SltaError as error:
+        return error
+
+
+@contextlib.contextmanager
+def silenced(name: str) -> Iterator[None]:
+    """Keep a logger quiet meanwhile."""
+    logger = logging.getLogger(name)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before

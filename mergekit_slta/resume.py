@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -56,6 +55,12 @@ class Partial:
             beside.write_text(json.dumps(self.fingerprint, sort_keys=True, indent=1))
             os.replace(beside, path)
 
+    @staticmethod
+    def levels(folder: Path) -> set[str]:
+        """The levels that the state in a folder is about; none if there is no state."""
+        path = folder / STATE
+        return set(json.loads(path.read_text())["levels"]) if path.exists() else set()
+
     def finished_layers(self) -> int:
         """How many layers, from the first one on, are finished."""
         layer = 0
@@ -87,10 +92,6 @@ class Partial:
         for file in self.folder.glob("hidden-*"):
             if int(file.name.split("-")[1]) != layer:
                 file.unlink()
-
-    def remove(self) -> None:
-        """Delete the folder."""
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _grams(self, layer: int) -> Path:
         return self.folder / f"layer-{layer:04d}.safetensors"

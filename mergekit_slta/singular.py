@@ -21,14 +21,16 @@ import torch
 
 LOG = logging.getLogger(__name__)
 
-# Directions in which A is smaller than this, relative to 1, are its null space: unit vectors rounded to float32 leave
-# up to 2e-7 there (eight identical experts) where exact ones leave zero.
-NULL_SPACE = 1e-6
+# A residual that A shrinks to less than NULL_SPACE of itself is not reached any more. In float32 a better conditioned
+# system is what keeps M within 1e-5, so the iterations are few; in float64 it is the numerical null space, and the
+# iterations are what a condition number of 1 / NULL_SPACE may take.
+NULL_SPACE = {torch.float32: 1e-2, torch.float64: 1e-6}
+TOLERANCE = {torch.float32: 1e-7, torch.float64: 1e-9}
+ITERATIONS = {torch.float32: 50, torch.float64: 10_000}
 
-# A system that converges this soon is so well conditioned that float32 blocks lose nothing (M within 3e-6, measured on
-# experts whose task matrices have a cosine of up to 0.94). Any other is solved again with float64 blocks.
-FLOAT32_TOLERANCE, FLOAT32_ITERATIONS = 1e-6, 50
-FLOAT64_TOLERANCE, FLOAT64_ITERATIONS = 1e-9, 1000
+# How many times the largest task matrix M may be without a warning: where features agree or have nothing in common, M
+# is no larger than the sum of the task matrices.
+GROWTH = 10
 
 Blocks = Mapping[tuple[int, int], torch.Tensor]
 
@@ -66,7 +68,7 @@ def _in_order(values: torch.Tensor, index: int) -> float:
     return float(values.kthvalue(index + 1).values)
 
 
-def singular_features(matrix: torch.Tensor, rank: int = 0) -> SingularFeatures:
+def singular_features(matrix: torch.Tensor, rank: int = 0, dtype: torch.dtype | None = None) -> SingularFeatures:
     """Decompose a task matrix, without the singular values σ ≤ max(m, n)·eps·σ₁, whose vectors are arbitrary.
 
     A float32 matrix goes through the eigenvectors of its smaller Gram matrix in float64. That is faster than an SVD in
@@ -75,44 +77,38 @@ def singular_features(matrix: torch.Tensor, rank: int = 0) -> SingularFeatures:
     goes through an SVD, as its Gram matrix would lose half of the digits.
 
     Args:
-        matrix: [m, n] float32 or float64.
-        rank: keep at most so many features; 0 keeps all. The decomposition is cut, not approximated:
-            trimmed task matrices have flat spectra, on which randomized methods fail.
+        matrix: [m, n] float32 or float64; its precision sets the cut.
+        rank: keep at most so many features; 0 keeps all. The full decomposition is cut: trimmed task matrices have
+            flat spectra, of whose leading part a randomized method misses a tenth to a half.
+        dtype: of the features; the matrix's by default.
     """
     rows, columns = matrix.shape
     if rows < columns:
-        right, values, left = singular_features(matrix.T, rank)
+        right, values, left = singular_features(matrix.T, rank, dtype)
         return SingularFeatures(left, values, right)
-    cut = rows * torch.finfo(matrix.dtype).eps
-    if matrix.dtype == torch.float64:
-        left, values, adjoint = torch.linalg.svd(matrix, full_matrices=False)
-        kept = _kept(values, cut, rank)
-        return SingularFeatures(left[:, kept], values[kept], adjoint[kept].T)
     exact = matrix.double()
-    squares, vectors = torch.linalg.eigh(exact.T @ exact)
-    values = squares.flip(0).clamp_min(0).sqrt()
-    kept = _kept(values, cut, rank)
-    values, right = values[kept], vectors.flip(1)[:, kept]
-    left = exact @ (right / values)
-    return SingularFeatures(left.to(matrix.dtype), values.to(matrix.dtype), right.to(matrix.dtype))
-
-
-def _kept(values: torch.Tensor, cut: float, rank: int) -> torch.Tensor:
-    """Which of the descending singular values count."""
-    kept = values > cut * values[:1]
+    if matrix.dtype == torch.float64:
+        _, values, adjoint = torch.linalg.svd(exact, full_matrices=False)
+        right = adjoint.T
+    else:
+        squares, vectors = torch.linalg.eigh(exact.T @ exact)
+        values, right = squares.flip(0).clamp_min(0).sqrt(), vectors.flip(1)
+    kept = values > rows * torch.finfo(matrix.dtype).eps * values[:1]
     if rank:
         kept[rank:] = False
-    return kept
+    values, right = values[kept], right[:, kept]
+    left = exact @ (right / values)
+    dtype = dtype or matrix.dtype
+    return SingularFeatures(left.to(dtype), values.to(dtype), right.to(dtype))
 
 
-def cross_task_blocks(features: Sequence[SingularFeatures], dtype: torch.dtype) -> dict[tuple[int, int], torch.Tensor]:
-    """The blocks of A above its block diagonal, (s, t) → (U_sᵀU_t) ∘ (V_sᵀV_t) [r_s, r_t] in ``dtype``."""
-    blocks = {}
-    for t, second in enumerate(features):
-        for s, first in enumerate(features[:t]):
-            block = first.left.to(dtype).T @ second.left.to(dtype)
-            blocks[s, t] = block.mul_(first.right.to(dtype).T @ second.right.to(dtype))
-    return blocks
+def cross_task_blocks(features: Sequence[SingularFeatures]) -> dict[tuple[int, int], torch.Tensor]:
+    """The blocks of A above its block diagonal, (s, t) → (U_sᵀU_t) ∘ (V_sᵀV_t) [r_s, r_t]."""
+    return {
+        (s, t): (first.left.T @ second.left).mul_(first.right.T @ second.right)
+        for t, second in enumerate(features)
+        for s, first in enumerate(features[:t])
+    }
 
 
 def multiply(blocks: Blocks, vector: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
@@ -126,8 +122,8 @@ def multiply(blocks: Blocks, vector: torch.Tensor, sizes: Sequence[int]) -> torc
 
 
 def conjugate_residuals(
-    operator: Callable[[torch.Tensor], torch.Tensor], target: torch.Tensor, tolerance: float, iterations: int
-) -> tuple[torch.Tensor, bool]:
+    operator: Callable[[torch.Tensor], torch.Tensor], target: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Solve A x = b for a positive semidefinite A by the method of conjugate residuals (Stiefel, 1955).
 
     The residual shrinks in every iteration, and on a singular system it goes to the least-squares one (Hayami and
@@ -135,23 +131,19 @@ def conjugate_residuals(
 
     Args:
         operator: x → A x, both [r].
-        target: b [r].
-        tolerance: the relative residual at which x is a solution. A residual that A maps to less than ``NULL_SPACE``
-            of itself makes it a least-squares solution.
-        iterations: the number of iterations after which to give up.
+        target: b [r], whose dtype chooses among the limits at the top of this module.
 
     Returns:
-        x [r], and whether it is a solution.
+        x [r] and its residual b − A x [r].
     """
-    solution = torch.zeros_like(target)
-    residual = target.clone()
+    solution, residual = torch.zeros_like(target), target.clone()
     image = operator(residual)
     direction, direction_image = residual.clone(), image.clone()
-    limit = tolerance * target.norm()
-    for _ in range(iterations):
+    limit = TOLERANCE[target.dtype] * target.norm()
+    for _ in range(ITERATIONS[target.dtype]):
         size = residual.norm()
-        if size <= limit or image.norm() <= NULL_SPACE * size:
-            return solution, True
+        if size <= limit or image.norm() <= NULL_SPACE[target.dtype] * size:
+            break
         energy = residual @ image
         step = energy / (direction_image @ direction_image)
         solution += step * direction
@@ -160,47 +152,41 @@ def conjugate_residuals(
         ratio = (residual @ image) / energy
         direction = residual + ratio * direction
         direction_image = image + ratio * direction_image
-    return solution, False
+    return solution, residual
 
 
-def feature_coefficients(features: Sequence[SingularFeatures]) -> tuple[torch.Tensor, ...]:
-    """Solve A β = σ (Eq. 4) for the coefficients β_t [r_t] of each expert's features; least squares if A is singular.
+def feature_coefficients(features: Sequence[SingularFeatures]) -> tuple[tuple[torch.Tensor, ...], bool]:
+    """Solve A β = σ (Eq. 4) in the precision of the features, in the least-squares sense if A is singular.
 
-    Iterations on the cross-task blocks need half a dozen products where experts have little in common, a few hundred
-    where they have much, and no [r, r] matrix. For 4096 x 1024 and T = 3 on two cores: blocks in float32 0.36 s,
-    iterations 0.01 s, a Cholesky factorization 0.39 s instead, its memory three times the blocks'.
+    Iterations on the cross-task blocks need no [r, r] matrix: half a dozen where experts have little in common, tens
+    where they have much. For 4096 x 1024 and T = 3 on two cores the blocks take 0.36 s in float32 and the iterations
+    0.01 s; a Cholesky factorization would take 0.39 s and three times the blocks' memory.
 
-    The coefficients are float64 where float32 would lose digits, else of the features' dtype.
+    Returns:
+        The coefficients β_t [r_t] of each expert's features, and whether they solve the system.
     """
-    target = torch.cat([feature.values for feature in features])
     sizes = [len(feature.values) for feature in features]
-    if target.dtype == torch.float32:
-        blocks = cross_task_blocks(features, torch.float32)
-        solution, solved = conjugate_residuals(
-            lambda vector: multiply(blocks, vector, sizes), target, FLOAT32_TOLERANCE, FLOAT32_ITERATIONS
-        )
-        if solved:
-            return solution.split(sizes)
-    blocks = cross_task_blocks(features, torch.float64)
-    solution, solved = conjugate_residuals(
-        lambda vector: multiply(blocks, vector, sizes), target.double(), FLOAT64_TOLERANCE, FLOAT64_ITERATIONS
-    )
-    if not solved:
-        LOG.warning("Experts have nearly the same singular features: their merge keeps those only roughly")
-    return solution.split(sizes)
+    target = torch.cat([feature.values for feature in features])
+    scale = target.max()  # squares of the entries must not underflow
+    blocks = cross_task_blocks(features)
+    solution, residual = conjugate_residuals(lambda vector: multiply(blocks, vector, sizes), target / scale)
+    solved = bool(residual.norm() <= TOLERANCE[target.dtype] * (target / scale).norm())
+    return (solution * scale).split(sizes), solved
 
 
 def superpose(features: Sequence[SingularFeatures], coefficients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The merged task matrix Σ_t U_t diag(β_t) V_tᵀ (Eq. 1), [m, n] in the coefficients' dtype."""
-    dtype = coefficients[0].dtype
-    merged = coefficients[0].new_zeros(features[0].left.shape[0], features[0].right.shape[0])
+    """The merged task matrix Σ_t U_t diag(β_t) V_tᵀ (Eq. 1), [m, n]."""
+    merged = features[0].values.new_zeros(features[0].left.shape[0], features[0].right.shape[0])
     for feature, beta in zip(features, coefficients, strict=True):
-        merged.addmm_(feature.left.to(dtype), (feature.right.to(dtype) * beta).T)
+        merged.addmm_(feature.left, (feature.right * beta).T)
     return merged
 
 
 def merge_task_matrices(matrices: Sequence[torch.Tensor], rank: int = 0) -> torch.Tensor:
     """Merge trimmed task matrices (Algorithm 1): the matrix of least norm that keeps the singular features of each.
+
+    Float32 serves experts that have little in common. Where it does not solve the system, because features of different
+    experts nearly coincide, everything is done again in float64, and contradictions are met in the least-squares sense.
 
     Args:
         matrices: ``T`` matrices [m, n], all float32 or all float64.
@@ -214,5 +200,19 @@ def merge_task_matrices(matrices: Sequence[torch.Tensor], rank: int = 0) -> torc
         return torch.zeros_like(matrices[0])
     if len(touched) == 1 and not rank:
         return touched[0]
-    features = [singular_features(matrix, rank) for matrix in touched]
-    return superpose(features, feature_coefficients(features)).to(matrices[0].dtype)
+    exact = touched[0].dtype == torch.float64
+    for dtype in [torch.float64] if exact else [torch.float32, torch.float64]:
+        features = [singular_features(matrix, rank, dtype) for matrix in touched]
+        coefficients, solved = feature_coefficients(features)
+        if solved:
+            break
+    merged = superpose(features, coefficients).to(touched[0].dtype)
+    growth = float(merged.norm() / max(matrix.norm() for matrix in touched))
+    if growth > GROWTH:
+        LOG.warning(
+            "A merged task matrix of shape %s is %.0f times as large as the largest of its experts': their singular "
+            "features nearly coincide and contradict each other, as of two versions of one expert",
+            tuple(merged.shape),
+            growth,
+        )
+    return merged

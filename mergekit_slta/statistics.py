@@ -15,19 +15,21 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import huggingface_hub
 import safetensors
 import torch
 from huggingface_hub import errors as hub
-from mergekit.common import ModelPath, ModelReference
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors.torch import save as serialize
 
 from mergekit_slta import __version__
 from mergekit_slta.errors import SltaError
 from mergekit_slta.solver import Solution, solve
+
+if TYPE_CHECKING:  # to solve takes a second, to import mergekit several
+    from mergekit.common import ModelPath, ModelReference
 
 FORMAT_VERSION = 1
 METADATA_KEY = "mergekit_slta"

@@ -1,0 +1,499 @@
+"""The command line. Everything heavy is imported inside the commands, so that ``--help`` is quick."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mergekit_slta import __version__
+from mergekit_slta.errors import SltaError
+
+if TYPE_CHECKING:
+    from mergekit.config import MergeConfiguration
+    from mergekit.options import MergeOptions
+
+    from mergekit_slta.measure import Experiment
+    from mergekit_slta.ranks import Ranks
+    from mergekit_slta.statistics import Statistics
+
+LEVELS_HELP = "model, layer, attn_mlp, head_mlp or linear"
+INTERRUPTED = 130
+
+
+class _Commands(click.Group):
+    """The commands; what files, the Hub and the network refuse ends one of them in a sentence, not in a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # the reader of a pipe has gone, which click handles
+                raise
+            raise SltaError(str(error)) from error
+
+
+class _MergeCommand(click.Command):
+    """A command with all of mergekit-yaml's options, read from there only when it is used."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        from mergekit.scripts.run_yaml import main as mergekit_yaml
+
+        return [*super().get_params(ctx), *(p for p in mergekit_yaml.params if isinstance(p, click.Option))]
+
+
+def _model_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options that say how models are had, with mergekit's names."""
+    options = [
+        click.option("--device", help="Where to compute: cpu, cuda, cuda:1 ... or auto.  [default: cpu]"),
+        click.option("--cuda/--no-cuda", default=False, help="Compute on the GPU."),
+        click.option(
+            "--trust-remote-code/--no-trust-remote-code",
+            default=False,
+            help="Run the Python code that comes with a model (dangerous).",
+        ),
+        click.option("--lora-merge-cache", help="Folder for models with their LoRA adapter merged in."),
+        click.option("--transformers-cache", help="Folder for downloaded models."),
+        click.option("--quiet/--no-quiet", default=False, help="No progress bars, nothing that is not needed."),
+        click.option("-v", "verbosity", count=True, help="More log messages; -vv for still more."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _existing_file(argument: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    return click.argument(argument, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="mergekit-slta")
+def main() -> None:
+    """Merge fine-tuned models with weights that are solved for, not searched for.
+
+    A recipe is a mergekit YAML file with 'merge_method: slta'. `check` it, then `merge` it (or run mergekit-yaml,
+    which does the same). To look at the weights first, or to solve several merges from one measurement: `calibrate`
+    writes a small statistics file, and `solve` gets merging weights and plain mergekit recipes from it in a second,
+    without models and without data. `evaluate` tells how well the merged model does.
+    """
+
+
+@main.command(short_help="Say everything that is wrong with a recipe.")
+@_existing_file("recipe")
+@_model_options
+def check(recipe: Path, **options: Any) -> None:
+    """Say everything that is wrong with RECIPE, before anything is computed.
+
+    Reads configurations and file headers only, no weights. Exit code 1 if something is wrong.
+    """
+    merge_options = _merge_options(options)
+    config, _ = _read_recipe(recipe)
+    problems = _problems(config, merge_options)
+    if not problems:
+        click.echo(f"{recipe}: no problem found.")
+        return
+    click.echo(f"{recipe}: {len(problems)} problem{'s' * (len(problems) > 1)} found.", err=True)
+    for problem in problems:
+        click.echo(f"- {problem}", err=True)
+    raise click.exceptions.Exit(1)
+
+
+@main.command(short_help="Measure a recipe's models, write a statistics file.")
+@_existing_file("recipe")
+@click.option("-o", "--output", "stats", required=True, metavar="STATS", help="The statistics file to write.")
+@click.option(
+    "--level",
+    "levels",
+    multiple=True,
+    metavar="LEVEL",
+    help=f"What gets a merging weight of its own: {LEVELS_HELP}. May be given several times.  [default: the recipe's]",
+)
+@_model_options
+def calibrate(recipe: Path, stats: str, levels: tuple[str, ...], **options: Any) -> None:
+    """Measure RECIPE's models on its calibration data, and write the statistics file STATS.
+
+    The file is small, holds neither weights nor data, and is all that `solve` needs. After a crash or an interruption
+    the same command goes on where it was; a finished file that fits is left as it is, and one that lacks a level gets
+    it. On several GPUs: torchrun --nproc-per-node N -m mergekit_slta calibrate RECIPE -o STATS
+    """
+    merge_options = _merge_options(options)
+    path = _local_output(stats)
+    config, _ = _read_recipe(recipe)
+    try:
+        with _joined_ranks() as ranks:
+            _refuse_problems(_problems(config, merge_options), ranks)
+            experiment = _experiment(config, merge_options, ranks)
+            before = _identity(path)
+            statistics = experiment.statistics(_known_levels(levels) or [experiment.recipe.settings.level], path)
+    except KeyboardInterrupt:
+        click.echo(f"\nInterrupted. To go on where it was, run the same command again ({path}.partial).", err=True)
+        raise click.exceptions.Exit(INTERRUPTED) from None
+    if ranks.first:
+        found = "fits already and was not touched" if before and before == _identity(path) else "written"
+        click.echo(f"{path} {found}: {_describe(statistics, path)}")
+
+
+@main.command(short_help="Get merging weights and recipes from a statistics file.")
+@click.argument("stats")
+@click.option("--level", metavar="LEVEL", help=f"{LEVELS_HELP}.  [default: attn_mlp if STATS has it]")
+@click.option("--models", metavar="A,B", help="Merge only these experts, named as in STATS.  [default: all]")
+@click.option(
+    "--task-weight",
+    "task_weights",
+    multiple=True,
+    metavar="A=2.0",
+    help="How much an expert's task counts against the others', 1.0 by default. May be given several times.",
+)
+@click.option(
+    "--ridge", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Draws the weights towards zero."
+)
+@click.option("--balance/--no-balance", default=True, show_default=True, help="Give every sample the same influence.")
+@click.option("--samples", type=click.IntRange(min=1), metavar="K", help="Use the first K samples of each task only.")
+@click.option(
+    "--bootstrap",
+    type=click.IntRange(min=2),
+    metavar="R",
+    help="Also the weights' standard errors, from R draws of the samples.",
+)
+@click.option("--json", "json_file", metavar="FILE", help="Write the solution as JSON; '-' for standard output.")
+@click.option("--recipe", "recipe_file", metavar="FILE", help="Write a mergekit recipe that runs without this package.")
+@click.option(
+    "--model",
+    "paths",
+    multiple=True,
+    metavar="NAME=PATH",
+    help="Path or Hub id to write in the recipe for a model, the base model included, that STATS calls NAME. "
+    "May be given several times.",
+)
+@click.option(
+    "--edges",
+    type=click.Choice(["base", "mean"]),
+    default="base",
+    show_default=True,
+    help="In the recipe, embeddings, final norm and output head: the base model's, or merged with the mean weights.",
+)
+@click.option("--tokenizer-source", metavar="X", help="mergekit's tokenizer_source, for the recipe.")
+@click.option(
+    "--trust-remote-code/--no-trust-remote-code",
+    default=False,
+    help="For --recipe: run the Python code that comes with the base model (dangerous).",
+)
+@click.option("--transformers-cache", help="Folder for downloaded files.")
+@click.option("--quiet/--no-quiet", default=False, help="No table.")
+def solve(
+    stats: str,
+    level: str | None,
+    models: str | None,
+    task_weights: tuple[str, ...],
+    ridge: float,
+    balance: bool,
+    samples: int | None,
+    bootstrap: int | None,
+    json_file: str | None,
+    recipe_file: Path | None,
+    paths: tuple[str, ...],
+    edges: str,
+    tokenizer_source: str | None,
+    trust_remote_code: bool,
+    transformers_cache: str | None,
+    quiet: bool,
+) -> None:
+    """Solve for the merging weights from the statistics file STATS.
+
+    STATS is a file that `calibrate` wrote, or hf:ORG/REPO/FILE[@REVISION] on the Hugging Face Hub. Takes a second and
+    needs neither models nor data. Prints, for each submodule, the merging weight of each expert and the share of its
+    feature change that the merge keeps.
+    """
+    from mergekit_slta.output import solution_json, solution_table
+    from mergekit_slta.solver import bootstrap_std
+    from mergekit_slta.statistics import load, resolve_statistics
+
+    measured = load(resolve_statistics(stats, transformers_cache))
+    names = measured.info.models
+    chosen = [_expert(name, names) for name in models.split(",")] if models is not None else list(range(len(names)))
+    if len(set(chosen)) < len(chosen):
+        raise SltaError(f"--models {models} names a model twice.")
+    statistics = _first_samples(measured.select(chosen), samples)
+    names = statistics.info.models
+    weights = _task_weights(task_weights, names)
+    level = level or ("attn_mlp" if "attn_mlp" in statistics.info.levels else statistics.info.levels[0])
+    how: dict[str, Any] = {"balance": balance, "ridge": ridge, "task_weights": weights}
+    solutions = statistics.solve(level, **how)
+    deviations = None
+    if bootstrap:
+        deviations = {
+            name: bootstrap_std(statistics.grams[name], statistics.task, bootstrap, **how) for name in solutions
+        }
+    if json_file == "-":
+        click.echo(solution_json(level, names, solutions, deviations), nl=False)
+    elif not quiet:
+        click.echo(solution_table(names, solutions, deviations))
+    if json_file and json_file != "-":
+        _write(Path(json_file), solution_json(level, names, solutions, deviations))
+    if recipe_file:
+        from mergekit_slta.plain_recipe import plain_recipe
+
+        known = (statistics.info.base_model, *measured.info.models)
+        text = plain_recipe(
+            statistics,
+            level,
+            solutions,
+            edges=edges,
+            models=dict(_assignment(entry, known, "--model") for entry in paths),
+            tokenizer_source=tokenizer_source or "",
+            solved_with={"balance": str(balance).lower(), "ridge": ridge}
+            | ({"task weights": ":".join(map(str, weights))} if task_weights else {}),
+            trust_remote_code=trust_remote_code,
+        )
+        _write(Path(recipe_file), text)
+
+
+@main.command(short_help="Measure how well a merged model does each task.")
+@_existing_file("recipe")
+@click.argument("out", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option(
+    "--samples", type=click.IntRange(min=1), default=100, show_default=True, help="Held-out records of each task."
+)
+@click.option("--json", "json_file", metavar="FILE", help="Write the numbers as JSON; '-' for standard output.")
+@_model_options
+def evaluate(recipe: Path, out: Path, samples: int, json_file: str | None, **options: Any) -> None:
+    """Measure how well the merged model in OUT does the tasks of RECIPE's experts.
+
+    For each task: the negative log-likelihood per token (lower is better) of the base model, of the task's expert and
+    of the merged model, on records that calibration did not use, and the share of the expert's gain over the base
+    model that the merge keeps. One model is in memory at a time, in float32.
+    """
+    import transformers
+
+    from mergekit_slta.evaluate import evaluate as evaluate_merge
+    from mergekit_slta.output import evaluation_json, evaluation_table
+
+    merge_options = _merge_options(options)
+    config, _ = _read_recipe(recipe)
+    transformers.utils.logging.disable_progress_bar()  # a bar of its own for every model
+    results = evaluate_merge(_experiment(config, merge_options), out, samples)
+    if json_file == "-":
+        click.echo(evaluation_json(results), nl=False)
+        return
+    click.echo(evaluation_table(results))
+    if json_file:
+        _write(Path(json_file), evaluation_json(results))
+
+
+@main.command(cls=_MergeCommand, short_help="Merge, as mergekit-yaml does.")
+@_existing_file("recipe")
+@click.argument("out")
+def merge(recipe: Path, out: str, **options: Any) -> None:
+    """Merge RECIPE's models into the folder OUT, as mergekit-yaml does, with a check first.
+
+    For places where Python's start-up files are off and mergekit-yaml does not know 'slta'; takes all of
+    mergekit-yaml's options. Under torchrun the calibration is shared, and the first process merges.
+    """
+    from mergekit.merge import run_merge
+
+    from mergekit_slta import methods
+
+    methods.register()
+    methods.watch_planner()
+    merge_options = _merge_options(options)
+    config, source = _read_recipe(recipe)
+    with _joined_ranks() as ranks:
+        if _is_ours(config):
+            _refuse_problems(_problems(config, merge_options), ranks)
+        if ranks.count > 1:
+            _share_calibration(config, merge_options, ranks)
+    if ranks.first:
+        run_merge(config, out, options=merge_options, config_source=source)
+
+
+# From the command line to what the package takes
+
+
+def _merge_options(options: Mapping[str, Any]) -> MergeOptions:
+    """mergekit's options, its logging set up; under torchrun each process has a GPU of its own."""
+    from mergekit.options import MergeOptions
+
+    merge_options = MergeOptions(**options)
+    if merge_options.device == "cuda" and "LOCAL_RANK" in os.environ:
+        merge_options = merge_options.model_copy(update={"device": f"cuda:{os.environ['LOCAL_RANK']}"})
+    merge_options.apply_global_options()
+    return merge_options
+
+
+def _read_recipe(path: Path) -> tuple[MergeConfiguration, str]:
+    """A recipe as mergekit understands it, and its text."""
+    import yaml
+    from mergekit.config import MergeConfiguration
+    from pydantic import ValidationError
+
+    try:
+        source = path.read_text(encoding="utf-8")
+        return MergeConfiguration.model_validate(yaml.safe_load(source)), source
+    except UnicodeDecodeError:
+        raise SltaError(f"{path} is no UTF-8 text.") from None
+    except yaml.YAMLError as error:
+        raise SltaError(f"{path} is no YAML: {' '.join(str(error).split())}.") from None
+    except ValidationError as error:
+        said = [f"'{'.'.join(map(str, entry['loc']))}': {entry['msg']}" for entry in error.errors()]
+        raise SltaError(f"{path} is no mergekit recipe: {'; '.join(said)}.") from None
+    except RuntimeError as error:  # what mergekit's own checks raise
+        raise SltaError(f"{path} is no mergekit recipe: {error}.") from None
+
+
+def _is_ours(config: MergeConfiguration) -> bool:
+    from mergekit_slta.methods import METHODS
+
+    return config.merge_method in [method.spec.name for method in METHODS]
+
+
+def _problems(config: MergeConfiguration, options: MergeOptions) -> list[str]:
+    """Everything that is wrong with a recipe of ours."""
+    from mergekit_slta.methods import METHODS
+    from mergekit_slta.preflight import preflight
+
+    known = {method.spec.name: method.spec for method in METHODS}
+    if config.merge_method not in known:
+        return [f"The recipe's merge_method is '{config.merge_method}': this command knows {', '.join(known)}."]
+    return preflight(config, options, known[config.merge_method])
+
+
+def _experiment(config: MergeConfiguration, options: MergeOptions, ranks: Ranks | None = None) -> Experiment:
+    import transformers
+    from mergekit.io.tasks import LoaderCache
+
+    from mergekit_slta.measure import Experiment
+    from mergekit_slta.recipe import from_config
+
+    if options.quiet or (ranks and not ranks.first):
+        transformers.utils.logging.disable_progress_bar()
+    LoaderCache().setup(options)
+    return Experiment(
+        from_config(config),
+        device=str(options.device),
+        trust_remote_code=options.trust_remote_code,
+        cache_dir=options.transformers_cache,
+        quiet=options.quiet,
+        ranks=ranks,
+    )
+
+
+def _share_calibration(config: MergeConfiguration, options: MergeOptions, ranks: Ranks) -> None:
+    """Measure with all processes what the merge would measure with one."""
+    from mergekit_slta.statistics import PUBLISHED_PREFIX
+
+    experiment = _experiment(config, options, ranks)
+    settings = experiment.recipe.settings
+    if not settings.statistics.startswith(PUBLISHED_PREFIX):
+        experiment.statistics([settings.level], Path(settings.statistics) if settings.statistics else None)
+
+
+@contextlib.contextmanager
+def _joined_ranks() -> Iterator[Ranks]:
+    """The processes that torchrun started; only the first one talks."""
+    from mergekit_slta.ranks import join, leave
+
+    ranks = join()
+    if not ranks.first:
+        logging.disable(logging.WARNING)
+    try:
+        yield ranks
+    finally:
+        leave()
+
+
+def _refuse_problems(problems: Sequence[str], ranks: Ranks) -> None:
+    if problems and not ranks.first:  # the first process says the same
+        raise click.exceptions.Exit(1)
+    if problems:
+        raise SltaError("\n".join(problems))
+
+
+def _known_levels(levels: Sequence[str]) -> list[str]:
+    from mergekit_slta.submodules import LEVELS
+
+    for level in levels:
+        if level not in LEVELS:
+            raise click.BadParameter(f"'{level}' is none of {', '.join(LEVELS)}.", param_hint="--level")
+    return [level for level in LEVELS if level in levels]
+
+
+def _local_output(stats: str) -> Path:
+    path = Path(stats)
+    if stats.startswith("hf:"):
+        raise SltaError(f"-o {stats} is on the Hub: write a local file, then publish it with 'hf upload'.")
+    if path.is_dir():
+        raise SltaError(f"-o {stats} is a folder: name a file in it, such as {path / 'stats.safetensors'}.")
+    return path
+
+
+def _expert(name: str, names: Sequence[str]) -> int:
+    if name.strip() not in names:
+        raise SltaError(f"The statistics hold no expert '{name.strip()}', only {', '.join(names)}.")
+    return names.index(name.strip())
+
+
+def _assignment(entry: str, names: Sequence[str], option: str) -> tuple[str, str]:
+    """The two sides of NAME=VALUE, where a name may hold an equals sign itself."""
+    for name in sorted(names, key=len, reverse=True):
+        if entry.startswith(f"{name}=") and entry != f"{name}=":
+            return name, entry.removeprefix(f"{name}=")
+    raise SltaError(f"{option} {entry}: write NAME=VALUE, with a name that the statistics hold ({', '.join(names)}).")
+
+
+def _task_weights(entries: Sequence[str], names: Sequence[str]) -> list[float]:
+    weights = dict.fromkeys(names, 1.0)
+    for entry in entries:
+        name, value = _assignment(entry, names, "--task-weight")
+        try:
+            weights[name] = float(value)
+        except ValueError:
+            weights[name] = math.nan
+        if not 0 <= weights[name] < math.inf:
+            raise SltaError(f"--task-weight {entry}: '{value}' is no number of at least zero.")
+    if not any(weights.values()):
+        raise SltaError("Every --task-weight is zero: at least one task must count.")
+    return list(weights.values())
+
+
+def _first_samples(statistics: Statistics, count: int | None) -> Statistics:
+    if count is None:
+        return statistics
+    most = int(statistics.task.bincount().max())
+    if count > most:
+        raise SltaError(f"--samples {count}: the statistics hold {most} samples per task.")
+    return statistics.first_samples(count)
+
+
+# What is printed and written
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What changes when a file is written anew."""
+    return (path.stat().st_ino, path.stat().st_mtime_ns) if path.is_file() else None
+
+
+def _describe(statistics: Statistics, path: Path) -> str:
+    levels = statistics.info.levels
+    submodules = ", ".join(f"{len(statistics.submodules(level))} at {level}" for level in levels)
+    return (
+        f"{path.stat().st_size / 1e6:.2f} MB, {len(statistics.task)} samples of {len(statistics.info.models)} tasks "
+        f"({int(statistics.tokens.sum())} tokens), submodules: {submodules}"
+    )
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a text file, beside and then in place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -1,0 +1,57 @@
+"""What every test stands on: nothing outside its own folders, no network, and factories for tiny model families."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# Before torch, transformers and huggingface_hub read them; subprocesses inherit them.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"  # on tensors as small as these, threads only wait for each other
+
+import families
+import pytest
+import transformers
+from families import Family
+from mergekit.io.tasks import LoaderCache
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+MakeFamily = Callable[..., Family]
+WriteRecipe = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def isolation(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache folder of the test's own, and none of the models that mergekit's loader holds from an earlier merge."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    LoaderCache.loaders.clear()
+
+
+@pytest.fixture
+def make_family(tmp_path_factory: pytest.TempPathFactory) -> MakeFamily:
+    """``families.make_family`` in a new folder; a test may change what it made."""
+
+    def make(*args: Any, **kwargs: Any) -> Family:
+        return families.make_family(tmp_path_factory.mktemp("family"), *args, **kwargs)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    """A float32 Llama with grouped heads and three experts, shared by all tests: not to be changed."""
+    return families.make_family(tmp_path_factory.mktemp("llama"), experts=3)
+
+
+@pytest.fixture
+def write_recipe(tmp_path: Path) -> WriteRecipe:
+    """``families.recipe`` written to ``recipe.yml`` in the test's folder."""
+
+    def write(family: Family, method: str = "slta", name: str = "recipe.yml", **arguments: Any) -> Path:
+        return families.write_recipe(tmp_path / name, families.recipe(family, method, **arguments))
+
+    return write

@@ -1,0 +1,121 @@
+"""A local stand-in for the Hugging Face Hub: each folder ORG/NAME is a model repository with one revision."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class Hub:
+    """A running stand-in.
+
+    Attributes:
+        root: the folder with the repositories.
+        cache: the cache of the programs that use it.
+        fetched: the names of the files that were fetched whole.
+    """
+
+    root: Path
+    cache: Path
+    address: str = ""
+    fetched: list[str] = field(default_factory=list)
+
+    def run(self, code: str, *arguments: str) -> str:
+        """Run Python code in a process that knows this Hub and no other; returns what it prints."""
+        own = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": self.address, "HF_HOME": str(self.cache)}
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments], env=os.environ | own, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+
+@contextmanager
+def serve(root: Path, cache: Path) -> Iterator[Hub]:
+    """Serve the repositories below ``root`` until the block ends."""
+    hub = Hub(root, cache)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, hub))
+    hub.address = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers as the Hub does, as far as huggingface_hub asks."""
+
+    protocol_version = "HTTP/1.1"
+
+    def __init__(self, hub: Hub, *arguments: Any) -> None:
+        self.hub = hub
+        super().__init__(*arguments)
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.answer()
+
+    def do_GET(self) -> None:
+        self.answer()
+
+    def answer(self) -> None:
+        """Paths are /api/models/ORG/NAME[/tree/REVISION[/FOLDER]] and /ORG/NAME/resolve/REVISION/FILE."""
+        parts = self.path.partition("?")[0].strip("/").split("/")
+        if listing := parts[:2] == ["api", "models"]:
+            parts = parts[2:]
+        repository, file = self.hub.root / parts[0] / parts[1], "/".join(parts[4:])
+        if parts[0] == "gated":
+            self.send(403, error="GatedRepo")
+        elif not repository.is_dir():
+            self.send(404, error="RepoNotFound")
+        elif listing:
+            self.list_files(repository, parts[2:])
+        elif parts[3] != "main":
+            self.send(404, error="RevisionNotFound")
+        elif not (repository / file).is_file():
+            self.send(404, error="EntryNotFound")
+        else:
+            self.send_file(repository / file)
+
+    def list_files(self, repository: Path, what: list[str]) -> None:
+        if len(what) > 2:  # a folder, and the repositories have none
+            self.send(404, error="EntryNotFound")
+            return
+        files = [{"type": "file", "path": file.name, "size": 1, "oid": "0"} for file in repository.iterdir()]
+        answer: Any = files if what else {"id": repository.name, "tags": [], "siblings": []}
+        self.send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
+
+    def send_file(self, file: Path) -> None:
+        content, status = file.read_bytes(), 200
+        if wanted := self.headers.get("Range"):
+            begin, end = wanted.removeprefix("bytes=").split("-")
+            content, status = content[int(begin) : int(end) + 1], 206
+        elif self.command == "GET":
+            self.hub.fetched.append(file.name)
+        self.send(status, content, {"ETag": f'"{file.parent.name}-{file.name}"', "X-Repo-Commit": "c" * 40})
+
+    def send(self, status: int, content: bytes = b"", headers: dict[str, str] | None = None, error: str = "") -> None:
+        self.send_response(status)
+        told = {"X-Error-Code": error} if error else {}
+        for name, value in {**(headers or {}), **told, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)

@@ -1,0 +1,541 @@
+"""The naive reference: whole models in float64, one sample at a time, dense least squares.
+
+Nothing here comes from ``mergekit_slta``. Where that traces how a layer splits, this has a table; where that runs
+layers one by one on batches, this runs whole models; where that reduces to Gram matrices, this keeps every feature.
+
+Shapes: ``T`` experts, ``S`` tokens of a sample, ``D`` feature dimensions, ``H`` query heads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers.pytorch_utils import Conv1D
+
+Tasks = Sequence[Sequence[Sequence[int]]]
+Models = Sequence[Any]
+EIGENVALUE_CUTOFF = 1e-10
+
+
+@dataclass(frozen=True)
+class Split:
+    """How an architecture's decoder layer splits into branches, written down by hand.
+
+    Attributes:
+        attn, mlp: the layer's children in each branch; some layers lack some of them.
+        closing_attn, closing_mlp: the children whose outputs are added to the residual stream.
+        parallel: whether the MLP branch reads the layer's input.
+        layers: where the layers are.
+        queries, keys: the tensors whose rows come from query heads and from key/value heads.
+        fused: a tensor whose rows come from both, and how: ``blocks`` (all q, all k, all v), ``interleaved`` (q, k, v
+            of each head) or ``grouped`` (the queries of a group, its k, its v).
+        output: the map after the heads.
+    """
+
+    attn: tuple[str, ...] = ("input_layernorm", "self_attn")
+    mlp: tuple[str, ...] = ("post_attention_layernorm", "mlp")
+    closing_attn: tuple[str, ...] = ("self_attn",)
+    closing_mlp: tuple[str, ...] = ("mlp",)
+    parallel: bool = False
+    layers: str = "model.layers"
+    queries: tuple[str, ...] = ("self_attn.q_proj",)
+    keys: tuple[str, ...] = ("self_attn.k_proj", "self_attn.v_proj")
+    fused: tuple[str, str] | None = None
+    output: str = "self_attn.o_proj"
+
+
+_LLAMA = Split()
+_GEMMA2 = Split(
+    attn=("input_layernorm", "self_attn", "post_attention_layernorm"),
+    mlp=("pre_feedforward_layernorm", "mlp", "post_feedforward_layernorm"),
+    closing_attn=("post_attention_layernorm",),
+    closing_mlp=("post_feedforward_layernorm",),
+)
+_COHERE = Split(mlp=("input_layernorm", "mlp"), parallel=True)
+_FALCON: dict[str, Any] = {
+    "closing_attn": ("self_attention",),
+    "layers": "transformer.h",
+    "output": "self_attention.dense",
+}
+_NEOX: dict[str, Any] = {
+    "attn": ("input_layernorm", "attention"),
+    "closing_attn": ("attention",),
+    "layers": "gpt_neox.layers",
+    "fused": ("attention.query_key_value", "interleaved"),
+    "output": "attention.dense",
+}
+
+# By the keys of ``families.ARCHITECTURES``.
+SPLITS: dict[str, Split] = {
+    **dict.fromkeys(
+        ("llama", "mistral", "qwen2", "qwen3", "gemma", "starcoder2", "stablelm", "granite", "arcee"), _LLAMA
+    ),
+    **dict.fromkeys(("mixtral", "qwen3_moe", "glm4_moe"), _LLAMA),
+    **dict.fromkeys(("gemma2", "gemma3"), _GEMMA2),
+    **dict.fromkeys(("cohere", "cohere2"), _COHERE),
+    "phi": Split(mlp=("input_layernorm", "mlp"), parallel=True, output="self_attn.dense"),
+    "phi3": Split(fused=("self_attn.qkv_proj", "blocks")),
+    "gpt2": Split(
+        attn=("ln_1", "attn"),
+        mlp=("ln_2", "mlp"),
+        closing_attn=("attn",),
+        layers="transformer.h",
+        fused=("attn.c_attn", "blocks"),
+        output="attn.c_proj",
+    ),
+    "gpt_neox": Split(**_NEOX, parallel=True),
+    "gpt_neox_sequential": Split(**_NEOX),
+    "falcon_7b": Split(
+        **_FALCON,
+        attn=("input_layernorm", "self_attention"),
+        mlp=("input_layernorm", "mlp"),
+        parallel=True,
+        fused=("self_attention.query_key_value", "blocks"),
+    ),
+    "falcon_new": Split(
+        **_FALCON,
+        attn=("ln_attn", "self_attention"),
+        mlp=("ln_mlp", "mlp"),
+        parallel=True,
+        fused=("self_attention.query_key_value", "grouped"),
+    ),
+    "falcon_alibi": Split(
+        **_FALCON,
+        attn=("input_layernorm", "self_attention"),
+        fused=("self_attention.query_key_value", "interleaved"),
+    ),
+    "olmo2": Split(
+        attn=("self_attn", "post_attention_layernorm"),
+        mlp=("mlp", "post_feedforward_layernorm"),
+        closing_attn=("post_attention_layernorm",),
+        closing_mlp=("post_feedforward_layernorm",),
+    ),
+    "glm4": Split(
+        attn=("input_layernorm", "self_attn", "post_self_attn_layernorm"),
+        mlp=("post_attention_layernorm", "mlp", "post_mlp_layernorm"),
+        closing_attn=("post_self_attn_layernorm",),
+        closing_mlp=("post_mlp_layernorm",),
+    ),
+    "apertus": Split(attn=("attention_layernorm", "self_attn"), mlp=("feedforward_layernorm", "mlp")),
+    "lfm2": Split(
+        attn=("operator_norm", "conv", "self_attn"),
+        mlp=("ffn_norm", "feed_forward"),
+        closing_attn=("conv", "self_attn"),
+        closing_mlp=("feed_forward",),
+        output="self_attn.out_proj",
+    ),
+    "granite_moe_hybrid": Split(
+        attn=("input_layernorm", "mamba", "self_attn"),
+        mlp=("post_attention_layernorm", "block_sparse_moe", "shared_mlp"),
+        closing_attn=("mamba", "self_attn"),
+        closing_mlp=("block_sparse_moe", "shared_mlp"),
+    ),
+}
+
+
+class Float64(TorchFunctionMode):
+    """Keeps float64 where transformers' modules would go down to float32 (norms, softmax, rotary embeddings)."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+# Features
+
+
+@dataclass
+class Deltas:
+    """The feature deltas of one submodule.
+
+    Attributes:
+        samples: one [T, S * D] tensor per sample.
+        task: the index of the expert whose data each sample came from.
+    """
+
+    samples: list[torch.Tensor] = field(default_factory=list)
+    task: list[int] = field(default_factory=list)
+
+    def grams(self) -> torch.Tensor:
+        """[N, T, T]."""
+        return torch.stack([delta @ delta.T for delta in self.samples])
+
+
+def deltas(models: Models, tasks: Tasks, level: str, split: Split) -> dict[str, Deltas]:
+    """The feature deltas of every submodule of a level on every sample.
+
+    Args:
+        models: the base model and the ``T`` experts, in float64.
+        tasks: the token ids of each expert's samples.
+        level: a level of submodules.
+        split: how the architecture's layers split.
+    """
+    measured: dict[str, Deltas] = {}
+    with torch.no_grad(), Float64():
+        for task, samples in enumerate(tasks):
+            for ids in samples:
+                for name, features in sample_features(models, torch.tensor([ids]), level, split):
+                    found = measured.setdefault(name, Deltas())
+                    found.samples.append(torch.stack([(own - features[0]).flatten() for own in features[1:]]))
+                    found.task.append(task)
+    return measured
+
+
+def sample_features(
+    models: Models, ids: torch.Tensor, level: str, split: Split
+) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """Each submodule's name and its features [S, D] with the base model's weights, then with each expert's."""
+    if level == "model":
+        yield "model", [model(ids, use_cache=False).logits[0] for model in models]
+        return
+    stacks = [model.get_submodule(split.layers) for model in models]
+    with recorded_calls(stacks[0]) as calls:
+        models[0](ids, use_cache=False)
+    for index, layers in enumerate(zip(*stacks, strict=True)):
+        call = calls[index]
+        for name, features in LEVELS[level](layers, call, split, models[0].config):
+            yield f"layer.{index}{name}", features
+
+
+@dataclass
+class Call:
+    """What the base model's forward pass gave a layer."""
+
+    hidden: torch.Tensor
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __call__(self, layer: torch.nn.Module, hidden: torch.Tensor | None = None) -> torch.Tensor:
+        """The output [S, D] of a layer, on the same hidden states or on others."""
+        output = layer(self.hidden if hidden is None else hidden, *self.args, **self.kwargs)
+        return (output[0] if isinstance(output, tuple) else output)[0]
+
+
+@contextlib.contextmanager
+def recorded_calls(layers: torch.nn.ModuleList) -> Iterator[list[Call]]:
+    """Record how each layer is called."""
+    calls: list[Call] = []
+
+    def record(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        kwargs = dict(kwargs)
+        hidden = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
+        calls.append(Call(hidden.clone(), args[1:], kwargs))
+
+    hooks = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in layers]
+    yield calls
+    for hook in hooks:
+        hook.remove()
+
+
+@contextlib.contextmanager
+def silenced(layer: torch.nn.Module, children: Sequence[str]) -> Iterator[None]:
+    """Let some children of the layer return zeros."""
+
+    def zeros(module: Any, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (torch.zeros_like(output[0]), *output[1:])
+        return torch.zeros_like(output)
+
+    present = [child for name in children if isinstance(child := getattr(layer, name, None), torch.nn.Module)]
+    hooks = [child.register_forward_hook(zeros) for child in present]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+@contextlib.contextmanager
+def recorded_inputs(modules: Mapping[str, torch.nn.Module]) -> Iterator[dict[str, tuple[Any, ...]]]:
+    """Record the positional inputs of modules, by the names given."""
+    inputs: dict[str, tuple[Any, ...]] = {}
+    hooks = []
+    for name, module in modules.items():
+
+        def record(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
+            inputs[name] = tuple(
+                value.clone() if isinstance(value, torch.Tensor) else value for value in (*args, *kwargs.values())
+            )
+
+        hooks.append(module.register_forward_pre_hook(record, with_kwargs=True))
+    yield inputs
+    for hook in hooks:
+        hook.remove()
+
+
+Layers = Sequence[torch.nn.Module]
+Features = Iterator[tuple[str, list[torch.Tensor]]]
+
+
+def layer_features(layers: Layers, call: Call, split: Split, config: Any) -> Features:
+    yield "", [call(layer) for layer in layers]
+
+
+def attention_features(layers: Layers, call: Call, split: Split, config: Any) -> Features:
+    """A branch's contribution is what the layer adds to its input while the other branch gives zeros."""
+    contributions = []
+    for layer in layers:
+        with silenced(layer, split.closing_mlp):
+            contributions.append(call(layer) - call.hidden[0])
+    yield ".attn", contributions
+
+
+def mlp_features(layers: Layers, call: Call, split: Split, config: Any) -> Features:
+    read = call.hidden
+    if not split.parallel:
+        with silenced(layers[0], split.closing_mlp):
+            read = call(layers[0])[None]
+    contributions = []
+    for layer in layers:
+        with silenced(layer, split.closing_attn):
+            contributions.append(call(layer, read) - read[0])
+    yield ".mlp", contributions
+
+
+def branch_features(layers: Layers, call: Call, split: Split, config: Any) -> Features:
+    yield from attention_features(layers, call, split, config)
+    yield from mlp_features(layers, call, split, config)
+
+
+def head_features(layers: Layers, call: Call, split: Split, config: Any) -> Features:
+    """The output map restricted to each head's columns, applied to that head's output."""
+    heads = config.num_attention_heads
+    per_head: list[list[torch.Tensor]] = [[] for _ in range(heads)]
+    for layer in layers:
+        output = layer.get_submodule(split.output)
+        with recorded_inputs({"o": output}) as inputs:
+            call(layer)
+        read = inputs["o"][0][0]
+        width = read.shape[-1] // heads
+        for head in range(heads):
+            columns = slice(head * width, (head + 1) * width)
+            per_head[head].append(read[:, columns] @ as_linear(output)[:, columns].T)
+    for head in range(heads):
+        yield f".head.{head}", per_head[head]
+    yield from mlp_features(layers, call, split, config)
+
+
+def linear_features(layers: Layers, call: Call, split: Split, config: Any) -> Features:
+    """Every linear map on the base model's input to it."""
+    maps = linear_maps(layers[0])
+    with recorded_inputs({name: layers[0].get_submodule(name) for name in maps}) as inputs:
+        call(layers[0])
+    for name, kind in maps.items():
+        modules = [layer.get_submodule(name) for layer in layers]
+        if kind == "experts":
+            yield from expert_features(name, modules, *inputs[name][:2])
+        else:
+            read = inputs[name][0].reshape(-1, inputs[name][0].shape[-1])
+            yield (
+                f".{name}",
+                [torch.nn.functional.linear(read, as_linear(module), own_bias(module)) for module in modules],
+            )
+
+
+def expert_features(
+    name: str, modules: Sequence[torch.nn.Module], hidden: torch.Tensor, chosen: torch.Tensor
+) -> Features:
+    """A fused mixture's maps, each on the tokens that the base model's router sends to it."""
+    base: Any = modules[0]
+    for expert in range(len(base.gate_up_proj)):
+        read = hidden.reshape(-1, hidden.shape[-1])[(chosen == expert).any(-1).flatten()]
+        yield f".{name}.{expert}.gate_up_proj", [read @ module.gate_up_proj[expert].T for module in modules]  # type: ignore[index]
+        gate, up = (read @ base.gate_up_proj[expert].T).chunk(2, dim=-1)
+        middle = base.act_fn(gate) * up
+        yield f".{name}.{expert}.down_proj", [middle @ module.down_proj[expert].T for module in modules]  # type: ignore[index]
+
+
+LEVELS: dict[str, Callable[[Layers, Call, Split, Any], Features]] = {
+    "layer": layer_features,
+    "attn_mlp": branch_features,
+    "head_mlp": head_features,
+    "linear": linear_features,
+}
+
+
+def linear_maps(layer: torch.nn.Module) -> dict[str, str]:
+    """The layer's linear maps by path: ``matrix`` or, for a fused mixture, ``experts``."""
+    maps = {}
+    for name, module in layer.named_modules():
+        if isinstance(module, torch.nn.Linear | Conv1D) or type(module).__name__.lower().endswith("router"):
+            maps[name] = "matrix"
+        elif "gate_up_proj" in module._parameters:
+            maps[name] = "experts"
+    return maps
+
+
+def as_linear(module: torch.nn.Module) -> torch.Tensor:
+    """A map's matrix [out, in]."""
+    weight: torch.Tensor = module.weight  # type: ignore[assignment]
+    return weight.T if isinstance(module, Conv1D) else weight
+
+
+def own_bias(module: torch.nn.Module) -> torch.Tensor | None:
+    return module._parameters.get("bias")
+
+
+# Merging weights
+
+
+def merging_weights(
+    measured: Deltas, *, balance: bool = True, ridge: float = 0.0, task_weights: Sequence[float] | None = None
+) -> torch.Tensor:
+    """Least squares over all features at once, [T]: each task's own delta is what the merged delta should equal.
+
+    Where the deltas are linearly dependent, the solution is of minimum norm in coordinates in which each expert's
+    features have unit norm.
+    """
+    design, target = stacked(measured, balance, task_weights)
+    experts = design.shape[1]
+    if ridge:
+        design = torch.cat([design, (ridge * design.square().sum() / experts).sqrt() * torch.eye(experts).double()])
+        target = torch.cat([target, torch.zeros(experts).double()])
+    scale = design.norm(dim=0)
+    scale = torch.where(scale > 0, 1 / scale, 0.0)
+    solution = torch.linalg.lstsq(design * scale, target, rcond=EIGENVALUE_CUTOFF**0.5, driver="gelsd").solution
+    return scale * solution
+
+
+def stacked(
+    measured: Deltas, balance: bool = True, task_weights: Sequence[float] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All samples' features below each other, [rows, T], and the features [rows] that they should combine to."""
+    usable = [bool(delta.any()) or not balance for delta in measured.samples]
+    counts = [sum(used for used, own in zip(usable, measured.task, strict=True) if own == t) for t in measured.task]
+    design, target = [], []
+    for delta, task, used, count in zip(measured.samples, measured.task, usable, counts, strict=True):
+        if used:
+            weight = (1 / delta.square().sum(1).mean() if balance else 1.0) / count
+            weight = weight * (task_weights[task] if task_weights else 1.0)
+            design.append(delta.T * weight**0.5)
+            target.append(delta[task] * weight**0.5)
+    experts = len(measured.samples[0])
+    if not design:
+        return torch.zeros(1, experts).double(), torch.zeros(1).double()
+    return torch.cat(design), torch.cat(target)
+
+
+def retained(measured: Deltas, alpha: torch.Tensor, balance: bool = True) -> torch.Tensor:
+    """The share of each expert's feature change that ``alpha`` keeps on that expert's own samples, [T]."""
+    shares = []
+    for task in range(len(alpha)):
+        own = [i for i, found in enumerate(measured.task) if found == task]
+        part = Deltas([measured.samples[i] for i in own], [task] * len(own))
+        design, target = stacked(part, balance)
+        shares.append(1 - (design @ alpha - target).square().sum() / target.square().sum())
+    return torch.stack(shares)
+
+
+def solve(measured: Mapping[str, Deltas], **settings: Any) -> dict[str, torch.Tensor]:
+    """The merging weights of every submodule."""
+    return {name: merging_weights(found, **settings) for name, found in measured.items()}
+
+
+# Merged tensors
+
+
+def merged(
+    models: Models, alpha: Mapping[str, torch.Tensor], level: str, split: Split, edges: str = "base"
+) -> dict[str, torch.Tensor]:
+    """Every tensor of the merged model, by the names of ``state_dict``, in float64."""
+    states = [model.state_dict() for model in models]
+    result = {}
+    for name, base in states[0].items():
+        total = base.clone()
+        if base.is_floating_point():
+            weights = tensor_weights(name, base, models[0], alpha, level, split, edges)
+            for index, state in enumerate(states[1:]):
+                total += weights[..., index] * (state[name] - base)
+        result[name] = total
+    return result
+
+
+def tensor_weights(
+    name: str, tensor: torch.Tensor, model: Any, alpha: Mapping[str, torch.Tensor], level: str, split: Split, edges: str
+) -> torch.Tensor:
+    """The merging weights of a tensor's elements, broadcastable to [*shape, T]."""
+    if level == "model":
+        return alpha["model"]
+    if not name.startswith(split.layers + "."):
+        mean = torch.stack(list(alpha.values())).mean(0)
+        return mean if edges == "mean" else torch.zeros_like(mean)
+    index, _, inside = name.removeprefix(split.layers + ".").partition(".")
+    own = {key.removeprefix(f"layer.{index}").removeprefix("."): value for key, value in alpha.items()}
+    own = {key: value for key, value in own.items() if f"layer.{index}." in f"layer.{index}.{key}"}
+    here = {key: value for key, value in own.items() if alpha.get(f"layer.{index}.{key}".rstrip(".")) is value}
+    if level == "layer":
+        return here[""]
+    layer = model.get_submodule(split.layers)[int(index)]
+    if level == "linear":
+        return map_weights(inside, tensor, layer, here, split)
+    branches = [branch for branch in ("attn", "mlp") if inside.partition(".")[0] in getattr(split, branch)]
+    if level == "attn_mlp":
+        return torch.stack([here[branch] for branch in branches]).mean(0)
+    heads = torch.stack([value for key, value in here.items() if key.startswith("head.")])
+    parts = {"attn": heads.mean(0), "mlp": here["mlp"]}
+    own_rows = head_rows(inside, tensor, layer, split, model.config, heads)
+    return own_rows if own_rows is not None else torch.stack([parts[branch] for branch in branches]).mean(0)
+
+
+def map_weights(
+    inside: str, tensor: torch.Tensor, layer: torch.nn.Module, alpha: Mapping[str, torch.Tensor], split: Split
+) -> torch.Tensor:
+    """At level ``linear``: a map's own weights, else the mean over the maps of the tensor's branches."""
+    owner, _, leaf = inside.rpartition(".")
+    if owner in alpha:
+        return alpha[owner]
+    if f"{owner}.0.{leaf}" in alpha:
+        rows = torch.stack([alpha[f"{owner}.{expert}.{leaf}"] for expert in range(len(tensor))])
+        return rows[:, None, None]
+    means = []
+    for branch in ("attn", "mlp"):
+        if inside.partition(".")[0] in getattr(split, branch):
+            maps = [value for key, value in alpha.items() if key.partition(".")[0] in getattr(split, branch)]
+            means.append(torch.stack(maps).mean(0))
+    return torch.stack(means).mean(0)
+
+
+def head_rows(
+    inside: str, tensor: torch.Tensor, layer: torch.nn.Module, split: Split, config: Any, heads: torch.Tensor
+) -> torch.Tensor | None:
+    """At level ``head_mlp``: the weights of a projection's rows (of the output map's columns); None for the rest."""
+    owner, _, leaf = inside.rpartition(".")
+    if owner == split.output and leaf == "weight":
+        columns = heads.repeat_interleave(as_linear(layer.get_submodule(owner)).shape[1] // len(heads), dim=0)
+        return columns[:, None] if isinstance(layer.get_submodule(owner), Conv1D) else columns
+    units = head_units(owner, split, len(heads), key_value_heads(config))
+    if units is None:
+        return None
+    means = torch.stack([heads[list(unit)].mean(0) for unit in units])
+    length = len(as_linear(layer.get_submodule(owner)))
+    rows = means.repeat_interleave(length // len(units), dim=0)
+    return rows if leaf == "bias" or isinstance(layer.get_submodule(owner), Conv1D) else rows[:, None]
+
+
+def key_value_heads(config: Any) -> int:
+    if config.model_type == "falcon":
+        return config.num_kv_heads if config.new_decoder_architecture or not config.multi_query else 1
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def head_units(owner: str, split: Split, heads: int, groups: int) -> list[Sequence[int]] | None:
+    """Which query heads each block of ``head_dim`` rows belongs to."""
+    query: list[Sequence[int]] = [(head,) for head in range(heads)]
+    shared: list[Sequence[int]] = [range(g * heads // groups, (g + 1) * heads // groups) for g in range(groups)]
+    if split.fused and owner == split.fused[0]:
+        if split.fused[1] == "blocks":
+            return query + shared + shared
+        if split.fused[1] == "interleaved":
+            return [unit for unit in query for _ in range(3)]
+        return [unit for group in shared for unit in (*((head,) for head in group), group, group)]
+    if owner in split.queries and not split.fused:
+        return query
+    return shared if owner in split.keys and not split.fused else None

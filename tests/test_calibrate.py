@@ -1,0 +1,197 @@
+"""The streamed measurement against the naive reference, and what must not change it."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+import reference
+import torch
+from families import LAYERS, Family
+from mergekit.io.tasks import LoaderCache
+from safetensors.torch import load_file, save_file
+from test_checkpoint import pickled, sharded
+
+from mergekit_slta.calibrate import calibrate
+from mergekit_slta.decoder import Decoder
+from mergekit_slta.errors import SltaError
+from mergekit_slta.solver import solve
+
+LEVELS = ("layer", "attn_mlp")
+
+Grams = dict[str, torch.Tensor]
+MakeFamily = Callable[..., Family]
+
+
+def task_rows(tasks: list[list[list[int]]]) -> torch.Tensor:
+    return torch.tensor([index for index, samples in enumerate(tasks) for _ in samples])
+
+
+def alphas(grams: Grams, tasks: list[list[list[int]]]) -> torch.Tensor:
+    return torch.stack([solve(gram, task_rows(tasks)).alpha for gram in grams.values()])
+
+
+def relative_difference(first: torch.Tensor, second: torch.Tensor) -> float:
+    """The largest |dG_bc| / sqrt(G_bb G_cc)."""
+    power = second.diagonal(dim1=1, dim2=2).sqrt()
+    return float(((first - second).abs() / (power[:, :, None] * power[:, None, :])).max())
+
+
+@pytest.mark.parametrize("scale", [0.1, 1e-3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
+def test_equals_the_reference(architecture: str, dtype: torch.dtype, scale: float, make_family: MakeFamily) -> None:
+    family = make_family(architecture, experts=3, dtype=dtype, scale=scale, records=4)
+    tasks = family.token_ids()
+    grams = families.measure(family, *LEVELS)
+    models = family.models()
+    for level in LEVELS:
+        expected = reference.deltas(models, tasks, level, reference.SPLITS[architecture])
+        assert list(expected) == [name for name in grams if name in expected]
+        for name, deltas in expected.items():
+            alpha = solve(grams[name], task_rows(tasks)).alpha
+            assert torch.allclose(alpha, reference.merging_weights(deltas), atol=1e-4, rtol=0), name
+            assert relative_difference(grams[name], deltas.grams()) < 1e-3, name
+
+
+def test_both_levels_at_once_or_apart(llama: Family) -> None:
+    together = families.measure(llama, *LEVELS)
+    apart = families.measure(llama, "layer") | families.measure(llama, "attn_mlp")
+    assert set(together) == set(apart)
+    assert all(relative_difference(together[name], apart[name]) < 1e-6 for name in apart)
+
+
+def test_two_runs_are_identical_bit_for_bit(llama: Family) -> None:
+    first, second = (families.measure(llama, *LEVELS) for _ in range(2))
+    assert list(first) == list(second)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "falcon_alibi", "mixtral", "lfm2", "granite_moe_hybrid"])
+def test_batches_and_their_padding_do_not_matter(architecture: str, make_family: MakeFamily) -> None:
+    family = make_family(architecture, longest=30)
+    tasks = family.token_ids()
+    assert len({len(ids) for task in tasks for ids in task}) > 3
+    one_by_one, few, all_at_once = (families.measure(family, *LEVELS, batch_tokens=n) for n in (1, 70, 10000))
+    for other in (few, all_at_once):
+        assert all(relative_difference(other[name], one_by_one[name]) < 1e-4 for name in one_by_one)
+        assert (alphas(other, tasks) - alphas(one_by_one, tasks)).abs().max() < 1e-5
+
+
+def test_the_order_of_the_samples_only_orders_the_rows(llama: Family) -> None:
+    tasks = llama.token_ids()
+    backwards = [samples[::-1] for samples in tasks]
+    rows = torch.cat([torch.arange(len(task)).flip(0) + i * len(task) for i, task in enumerate(tasks)])
+    first, second = (families.measure(llama, *LEVELS, tasks=order) for order in (tasks, backwards))
+    for name, gram in first.items():
+        assert relative_difference(second[name], gram[rows]) < 1e-5
+    assert (alphas(first, tasks) - alphas(second, backwards)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("layout", [sharded, pickled])
+def test_the_layout_of_the_files_does_not_matter(
+    layout: Callable[[Path, Path], Path], llama: Family, tmp_path: Path
+) -> None:
+    folders = [layout(folder, tmp_path / str(index)) for index, folder in enumerate(llama.folders)]
+    models, tasks = families.checkpoints(folders), llama.token_ids()
+    grams = calibrate(Decoder(llama.config), models, tasks, LEVELS)
+    assert all(torch.equal(gram, grams[name]) for name, gram in families.measure(llama, *LEVELS).items())
+
+
+def test_every_tensor_is_read_once(llama: Family) -> None:
+    models = families.checkpoints(llama.folders)
+    calibrate(Decoder(llama.config), models, llama.token_ids(), LEVELS)
+    layers, embedding = 0, 0
+    for name, tensor in load_file(llama.base / "model.safetensors").items():
+        layers += tensor.nbytes * (".layers." in name)
+        embedding += tensor.nbytes * ("embed" in name)
+    for expert in models[1:]:
+        assert expert.bytes_read == layers
+    assert layers + embedding <= models[0].bytes_read <= layers + 2 * embedding
+
+
+def attention_only(name: str) -> bool:
+    return "self_attn" in name
+
+
+def test_an_untouched_branch_gives_exact_zeros(make_family: MakeFamily) -> None:
+    family = make_family(touch=attention_only)
+    for name, gram in families.measure(family, *LEVELS).items():
+        assert gram.any() == (not name.endswith(".mlp"))
+
+
+def test_two_identical_experts_share_the_weight(llama: Family) -> None:
+    twins = Family(llama.base, (llama.experts[0], llama.experts[0], llama.experts[1]), llama.data, llama.config)
+    for gram in families.measure(twins, *LEVELS).values():
+        solution = solve(gram, task_rows(llama.token_ids()))
+        assert solution.rank == 2
+        assert torch.allclose(solution.alpha[0], solution.alpha[1], rtol=1e-9)
+
+
+def test_a_subset_alone_equals_the_subset_of_all(llama: Family) -> None:
+    """Batches are formed per task, so that leaving an expert out changes no other expert's forward pass."""
+    full = families.measure(llama, *LEVELS)
+    tasks = llama.token_ids()
+    pair = [2, 0]
+    chosen = Family(llama.base, tuple(llama.experts[i] for i in pair), (), llama.config)
+    alone = families.measure(chosen, *LEVELS, tasks=[tasks[i] for i in pair])
+    rows = torch.cat([(task_rows(tasks) == i).nonzero().flatten() for i in pair])
+    part = {name: gram[rows][:, pair][:, :, pair] for name, gram in full.items()}
+    chosen_tasks = [tasks[i] for i in pair]
+    assert (alphas(alone, chosen_tasks) - alphas(part, chosen_tasks)).abs().max() < 1e-8
+
+
+def test_what_is_not_finite_ends_it_when_the_layer_is_read(llama: Family, tmp_path: Path) -> None:
+    broken = shutil.copytree(llama.experts[1], tmp_path / "broken")
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.layers.2.mlp.up_proj.weight"][0, 0] = torch.nan
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    models = families.checkpoints([llama.base, llama.experts[0], broken])
+    with pytest.raises(SltaError, match=r"broken holds NaN or Inf in the tensor model\.layers\.2\.mlp\.up_proj"):
+        calibrate(Decoder(llama.config), models, llama.token_ids()[:2], LEVELS)
+
+
+def test_progress_counts_every_sample_at_every_layer(llama: Family) -> None:
+    seen: list[int] = []
+    families.measure(llama, *LEVELS, progress=seen.append)
+    assert sum(seen) == LAYERS * sum(map(len, llama.token_ids()))
+
+
+@pytest.fixture
+def small_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """A device on which more than 40 token positions do not fit; collects the positions that were tried."""
+    tried: list[int] = []
+    run = Decoder.run
+
+    def limited(self: Decoder, layer: int, weights: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        positions = hidden.shape[0] * hidden.shape[1]
+        if layer == 1:
+            tried.append(positions)
+            if positions > 40:
+                raise torch.OutOfMemoryError("no memory left")
+        return run(self, layer, weights, hidden, *args, **kwargs)
+
+    monkeypatch.setattr(Decoder, "run", limited)
+    yield tried
+
+
+def test_batches_are_halved_until_they_fit(small_memory: list[int], llama: Family) -> None:
+    halved = families.measure(llama, *LEVELS)
+    assert max(small_memory) > 40
+    assert small_memory[-1] <= 40
+    LoaderCache.loaders.clear()
+    expected = families.measure(llama, *LEVELS, batch_tokens=1)
+    assert all(relative_difference(halved[name], expected[name]) < 1e-5 for name in expected)
+
+
+def test_batches_that_a_recipe_asks_for_are_not_halved(small_memory: list[int], llama: Family) -> None:
+    with pytest.raises(SltaError, match="100 token positions.*'batch_tokens'"):
+        families.measure(llama, *LEVELS, batch_tokens=100)
+
+
+def test_one_sample_that_does_not_fit_is_an_error(small_memory: list[int], llama: Family) -> None:
+    tasks = [[[3] * 60], [[3] * 10], [[4] * 10]]
+    with pytest.raises(SltaError, match="'max_tokens'"):
+        families.measure(llama, *LEVELS, tasks=tasks)

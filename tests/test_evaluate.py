@@ -1,0 +1,201 @@
+"""Evaluation: the likelihoods of a dense reference, on records that calibration did not use."""
+
+from __future__ import annotations
+
+import json
+import random
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+import torch
+from conftest import MakeFamily
+from families import Family
+from mergekit.common import ModelReference
+from mergekit.io.tasks import LoaderCache
+from mergekit.options import MergeOptions
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mergekit_slta import evaluate as module
+from mergekit_slta.errors import SltaError
+from mergekit_slta.evaluate import TaskEvaluation, evaluate, negative_log_likelihood
+from mergekit_slta.measure import Experiment
+from mergekit_slta.recipe import Expert, Recipe, SltaSettings
+
+SAMPLES = 2
+
+
+def experiment_of(family: Family, adapters: Sequence[Path] = (), **settings: Any) -> Experiment:
+    models = [f"{family.base}+{adapter}" for adapter in adapters] or [str(folder) for folder in family.experts]
+    experts = tuple(
+        Expert(ModelReference.parse(model), str(data)) for model, data in zip(models, family.data, strict=True)
+    )
+    recipe = Recipe(
+        ModelReference.parse(str(family.base)),
+        experts,
+        SltaSettings(**{"samples": SAMPLES, "max_tokens": 12} | settings),
+    )
+    return Experiment(recipe, quiet=True)
+
+
+def held_out_rows(family: Family, task: int, count: int = 100, max_tokens: int = 12) -> list[list[int]]:
+    """A task's records after the calibration samples, in the order of seed 0, as token ids."""
+    texts = [json.loads(line)["text"] for line in family.data[task].read_text().splitlines()]
+    order = random.Random(0).sample(range(len(texts)), len(texts))
+    tokenizer = AutoTokenizer.from_pretrained(family.base)
+    return [tokenizer(texts[index])["input_ids"][:max_tokens] for index in order[SAMPLES : SAMPLES + count]]
+
+
+def reference(model: torch.nn.Module, rows: Sequence[Sequence[int]]) -> float:
+    """Negative log-likelihood per predicted token, record by record, without padding."""
+    losses: list[float] = []
+    for row in rows:
+        with torch.no_grad():
+            logs = model(torch.tensor([row])).logits[0].log_softmax(-1)
+        losses += [-float(logs[position, row[position + 1]]) for position in range(len(row) - 1)]
+    return sum(losses) / len(losses)
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    """Two experts that have learned their task a little."""
+    made = families.make_family(tmp_path_factory.mktemp("evaluate"), records=10)
+    tokenizer = AutoTokenizer.from_pretrained(made.base)
+    for folder, data in zip(made.experts, made.data, strict=True):
+        model = AutoModelForCausalLM.from_pretrained(made.base)
+        rows = [tokenizer(json.loads(line)["text"])["input_ids"] for line in data.read_text().splitlines()]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for row in rows:
+            ids = torch.tensor([row])
+            model(ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.save_pretrained(folder)
+    return made
+
+
+def test_likelihood_equals_the_reference_whatever_the_batch(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = held_out_rows(family, 0)
+    assert len({len(row) for row in rows}) > 1
+    expected = reference(family.model(0), rows)
+    model = AutoModelForCausalLM.from_pretrained(family.base).eval()
+    for positions in (1, 24, 1024):
+        monkeypatch.setattr(module, "BATCH_TOKENS", positions)
+        assert negative_log_likelihood(model, rows) == pytest.approx(expected, rel=1e-5)
+
+
+def test_every_model_is_measured_on_the_held_out_records(family: Family) -> None:
+    merged = family.experts[1]  # as good as any merge
+    results = evaluate(experiment_of(family), merged, samples=5)
+    base, *experts = family.models()
+    for task, result in enumerate(results):
+        rows = held_out_rows(family, task, count=5)
+        assert result.records == 5
+        assert result.tokens == sum(len(row) - 1 for row in rows)
+        assert result.model == f"expert{task}"
+        assert result.base == pytest.approx(reference(base, rows), rel=1e-5)
+        assert result.expert == pytest.approx(reference(experts[task], rows), rel=1e-5)
+        assert result.merged == pytest.approx(reference(experts[1], rows), rel=1e-5)
+        assert result.kept == pytest.approx((result.base - result.merged) / (result.base - result.expert))
+    assert results[1].kept == 1
+
+
+def test_no_calibration_sample_is_used(family: Family) -> None:
+    experiment = experiment_of(family)
+    for task, data in enumerate(module.held_out_data(experiment, 100)):
+        assert not set(data.token_ids) & {tuple(row) for row in family.token_ids(SAMPLES, 12)[task]}
+        assert len(data.token_ids) == 10 - SAMPLES
+
+
+def test_the_base_tokenizer_serves_all_models(make_family: MakeFamily) -> None:
+    family = make_family(experts=1)
+    for file in family.experts[0].glob("tokenizer*"):
+        file.unlink()
+    (result,) = evaluate(experiment_of(family), family.experts[0])
+    assert result.expert == result.merged
+
+
+def test_one_model_is_in_memory_at_a_time(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[weakref.ref[Any]] = []
+    load = module._load
+
+    def watched(experiment: Experiment, folder: str) -> Any:
+        assert all(earlier() is None for earlier in loaded)
+        model = load(experiment, folder)
+        loaded.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(module, "_load", watched)
+    evaluate(experiment_of(family), family.base, samples=2)
+    assert len(loaded) == 4
+
+
+def test_a_lora_expert_is_merged_first(family: Family, tmp_path: Path) -> None:
+    import peft
+
+    adapters = []
+    for index in range(2):
+        torch.manual_seed(index)
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        model: Any = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(family.base), config)
+        model.save_pretrained(str(tmp_path / f"adapter{index}"))
+        adapters.append(tmp_path / f"adapter{index}")
+        whole = tmp_path / f"whole{index}"
+        model.merge_and_unload().save_pretrained(whole)
+    LoaderCache().setup(MergeOptions(lora_merge_cache=str(tmp_path / "cache")))
+    results = evaluate(experiment_of(family, adapters), family.base)
+    for task, result in enumerate(results):
+        expected = reference(families.load_model(tmp_path / f"whole{task}"), held_out_rows(family, task))
+        assert result.expert == pytest.approx(expected, rel=1e-5)
+        assert result.model == f"base+adapter{task}"
+
+
+@pytest.mark.parametrize(
+    ("base", "expert", "merged", "kept"),
+    [(4.0, 2.0, 3.0, 0.5), (4.0, 2.0, 5.0, -0.5), (4.0, 4.0, 3.0, None), (2, 3, 1, None)],
+)
+def test_the_kept_share_of_the_gain(base: float, expert: float, merged: float, kept: float | None) -> None:
+    assert TaskEvaluation("expert", 1, 1, base, expert, merged).kept == kept
+
+
+# What is refused
+
+
+def test_a_folder_without_a_model_is_refused(family: Family, tmp_path: Path) -> None:
+    with pytest.raises(SltaError, match=r"no model in .*config\.json"):
+        evaluate(experiment_of(family), tmp_path)
+
+
+def test_a_broken_model_is_refused(family: Family, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((family.base / "config.json").read_text())
+    with pytest.raises(SltaError, match="cannot be loaded"):
+        evaluate(experiment_of(family), tmp_path)
+
+
+def test_an_expert_without_data_is_refused(family: Family) -> None:
+    recipe = Recipe(ModelReference.parse(str(family.base)), (Expert(ModelReference.parse("x")),), SltaSettings())
+    with pytest.raises(SltaError, match="The expert x has no 'calibration'"):
+        evaluate(Experiment(recipe, quiet=True), family.base)
+
+
+def test_a_source_that_calibration_used_up_is_refused(family: Family) -> None:
+    with pytest.raises(SltaError, match="no record to hold out"):
+        evaluate(experiment_of(family, samples=10), family.base)
+
+
+def test_records_of_one_token_are_refused(make_family: MakeFamily) -> None:
+    family = make_family(experts=1)
+    file = family.base / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"post_processor": None}))  # no special tokens
+    family.data[0].write_text("".join(json.dumps({"text": letter}) + "\n" for letter in "abcd"))
+    with pytest.raises(SltaError, match="nothing to predict"):
+        evaluate(experiment_of(family), family.base)
+
+
+def test_a_model_that_lacks_tokens_is_refused(family: Family, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(families.config_of("llama", vocab_size=4)).save_pretrained(tmp_path)
+    with pytest.raises(SltaError, match="knows only 4 tokens"):
+        evaluate(experiment_of(family), tmp_path)

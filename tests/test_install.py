@@ -1,0 +1,277 @@
+"""Really built distributions in really fresh environments: what an install does to Python and to mergekit.
+
+Dependencies are not installed anew. A fresh environment sees the running one's through a folder of links to everything
+in its site-packages except this package, added to the search path by a ``.pth`` file; Python runs no start-up file
+that lies in such a folder.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import families
+import pytest
+from conftest import WriteRecipe
+from families import Family
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = Path(sysconfig.get_path("scripts"))
+UV = shutil.which("uv", path=os.pathsep.join([str(SCRIPTS), os.environ["PATH"]]))
+
+KNOWS_METHODS = """
+import importlib.util, sys
+ours = {name for name in sys.modules if name.startswith("mergekit")}
+assert ours == {"mergekit_slta", "mergekit_slta.startup"}, ours
+from mergekit_slta import startup
+
+def waiting():
+    return sum(type(finder).__module__ == startup.__name__ for finder in sys.meta_path)
+
+assert importlib.util.find_spec("mergekit.merge_methods") is not None
+startup.install()
+assert waiting() == 1
+import mergekit.merge_methods as host
+assert host.get("slta").spec.name == "slta"
+assert host.get("linear").spec.name == "linear"
+from mergekit.plan import MergePlanner
+assert MergePlanner.__init__.__wrapped__
+assert waiting() == 0
+startup.install()
+importlib.reload(host)
+from importlib.metadata import entry_points
+for point in entry_points(group="mergekit.merge_methods"):
+    point.load()()
+names = [method.spec.name for method in host.registered_methods()]
+assert len(names) == len(set(names)), names
+assert not hasattr(MergePlanner.__init__.__wrapped__, "__wrapped__")
+assert waiting() == 0
+print(startup.__file__)
+"""
+
+RUN_MERGE = """
+import sys, yaml
+from mergekit.config import MergeConfiguration
+from mergekit.merge import run_merge
+from mergekit.options import MergeOptions
+run_merge(MergeConfiguration.model_validate(yaml.safe_load(open(sys.argv[1]))), sys.argv[2], MergeOptions())
+"""
+
+# What Python is called with for each of mergekit's four ways in.
+WAYS_IN = {
+    "mergekit-yaml": [f"{SCRIPTS}/mergekit-yaml", "RECIPE", "OUT"],
+    "mergekit-multi": [f"{SCRIPTS}/mergekit-multi", "RECIPE", "--out-path", "OUT", "--intermediate-dir", "OUT.parts"],
+    "run_yaml": ["-m", "mergekit.scripts.run_yaml", "RECIPE", "OUT"],
+    "run_merge": ["-c", RUN_MERGE, "RECIPE", "OUT"],
+}
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment and the folder that its commands run in."""
+
+    root: Path
+
+    @property
+    def python(self) -> str:
+        return str(self.root / "bin" / "python")
+
+    @property
+    def site_packages(self) -> Path:
+        return next(self.root.glob("lib/python*/site-packages"))
+
+    def run(
+        self, *arguments: str, check: bool = True, search_path: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run this environment's Python away from the checkout; bytecode is written, as for any user."""
+        variables = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+        if search_path is not None:
+            variables["PYTHONPATH"] = str(search_path)
+        result = subprocess.run(
+            [self.python, *arguments],
+            cwd=self.root.parent,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        assert not check or result.returncode == 0, result.stdout + result.stderr
+        return result
+
+    def merge(self, way_in: str, recipe: Path, out: Path) -> bytes:
+        """Run a recipe through one of `WAYS_IN` and return the weights file."""
+        result = self.run(*way(way_in, recipe, out))
+        assert "RuntimeWarning" not in result.stderr, result.stderr
+        return (out / "model.safetensors").read_bytes()
+
+    def install(self, *what: str, installer: str = "pip") -> None:
+        """Install this package alone, from one of `distributions`."""
+        self._call(installer, "install", "--no-deps", *what)
+
+    def uninstall(self, installer: str = "pip") -> None:
+        self._call(installer, "uninstall", *(["-y"] if installer == "pip" else []), "mergekit-slta")
+
+    def _call(self, installer: str, verb: str, *arguments: str) -> None:
+        command = {
+            "pip": [sys.executable, "-m", "pip", "--python", self.python, verb],
+            "uv": [str(UV), "pip", verb, "--python", self.python],
+        }[installer]
+        call(*command, *arguments)
+
+    def files(self) -> set[Path]:
+        return {*self.site_packages.rglob("*"), *(self.root / "bin").iterdir()}
+
+
+def way(name: str, recipe: Path, out: Path) -> list[str]:
+    return [{"RECIPE": str(recipe), "OUT": str(out)}.get(argument, argument) for argument in WAYS_IN[name]]
+
+
+def call(*command: str, cwd: Path | None = None) -> None:
+    done = subprocess.run(command, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def dependencies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of links to the running environment's packages, this one left out."""
+    folder = tmp_path_factory.mktemp("dependencies")
+    for library in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        for entry in Path(library).iterdir():
+            if "mergekit_slta" not in entry.name:
+                (folder / entry.name).symlink_to(entry)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What can be installed, by kind: the path of a built wheel and sdist, and the option for an editable install."""
+    folder = tmp_path_factory.mktemp("distributions")
+    call(sys.executable, "-m", "hatchling", "build", "-d", str(folder), "-t", "sdist", "-t", "wheel", cwd=ROOT)
+    (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    return {"wheel": str(wheel), "sdist": str(sdist), "editable": f"--editable={ROOT}"}
+
+
+def fresh(folder: Path, dependencies: Path) -> Environment:
+    environment = Environment(folder / "environment")
+    venv.create(environment.root, symlinks=True)
+    (environment.site_packages / "dependencies.pth").write_text(f"{dependencies}\n")
+    return environment
+
+
+@pytest.fixture(scope="module")
+def installed(
+    tmp_path_factory: pytest.TempPathFactory, dependencies: Path, distributions: dict[str, str]
+) -> Environment:
+    """An environment with the wheel, shared by tests that do not change it."""
+    environment = fresh(tmp_path_factory.mktemp("installed"), dependencies)
+    environment.install(distributions["wheel"])
+    return environment
+
+
+@pytest.fixture
+def broken(tmp_path: Path, dependencies: Path, distributions: dict[str, str]) -> Environment:
+    """An environment in which importing the merge methods fails."""
+    environment = fresh(tmp_path, dependencies)
+    environment.install(distributions["wheel"])
+    (environment.site_packages / "mergekit_slta" / "methods.py").write_text("raise OSError('damaged')\n")
+    return environment
+
+
+@pytest.mark.parametrize("kind", ["wheel", "sdist", "editable"])
+@pytest.mark.parametrize("installer", ["pip", "uv"])
+def test_install_and_uninstall(
+    installer: str, kind: str, tmp_path: Path, dependencies: Path, distributions: dict[str, str]
+) -> None:
+    if installer == "uv" and UV is None:
+        pytest.skip("uv is not installed")
+    environment = fresh(tmp_path, dependencies)
+    before = environment.files()
+    environment.install(distributions[kind], installer=installer)
+    file = Path(environment.run("-W", "error:mergekit-slta:RuntimeWarning", "-c", KNOWS_METHODS).stdout.strip())
+    assert file.is_relative_to(ROOT if kind == "editable" else environment.site_packages)
+    environment.uninstall(installer)
+    assert environment.files() == before
+
+
+@pytest.fixture(scope="module")
+def merged(installed: Environment, llama: Family, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The weights file that mergekit-yaml writes for an SLTA recipe."""
+    folder = tmp_path_factory.mktemp("merged")
+    recipe = families.write_recipe(folder / "recipe.yml", families.recipe(llama))
+    return installed.merge("mergekit-yaml", recipe, folder / "out")
+
+
+@pytest.mark.parametrize("way_in", WAYS_IN)
+def test_every_way_into_mergekit_merges_by_slta(
+    way_in: str, installed: Environment, merged: bytes, llama: Family, write_recipe: WriteRecipe, tmp_path: Path
+) -> None:
+    assert installed.merge(way_in, write_recipe(llama), tmp_path / "out") == merged
+
+
+def test_merge_where_startup_files_are_off(
+    dependencies: Path,
+    distributions: dict[str, str],
+    merged: bytes,
+    llama: Family,
+    write_recipe: WriteRecipe,
+    tmp_path: Path,
+) -> None:
+    environment = fresh(tmp_path, dependencies)
+    target = tmp_path / "target"
+    environment.install(distributions["wheel"], f"--target={target}")
+    probe = "from mergekit.merge_methods import get; get('slta')"
+    assert "Unimplemented merge method" in environment.run("-c", probe, check=False, search_path=target).stderr
+    arguments = ["-m", "mergekit_slta", "merge", str(write_recipe(llama)), str(tmp_path / "out")]
+    environment.run(*arguments, search_path=target)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == merged
+
+
+def test_a_broken_plugin_costs_one_warning_inside_mergekit(
+    broken: Environment, llama: Family, write_recipe: WriteRecipe, tmp_path: Path
+) -> None:
+    recipe = write_recipe(llama, "task_arithmetic", calibration=False, per_expert={"weight": 0.5})
+    result = broken.run(*way("mergekit-yaml", recipe, tmp_path / "out"))
+    assert result.stderr.count("RuntimeWarning: mergekit-slta") == 1
+    assert "OSError: damaged" in result.stderr
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("damage", ["methods", "startup", "__init__", "all of it"])
+def test_a_broken_plugin_costs_nothing_outside_mergekit(broken: Environment, damage: str) -> None:
+    package = broken.site_packages / "mergekit_slta"
+    if damage == "all of it":
+        shutil.rmtree(package)
+    else:
+        (package / f"{damage}.py").write_text("this is no Python\n")
+    result = broken.run("-c", "pass")
+    assert result.stdout + result.stderr == ""
+
+
+def test_the_wheel_holds_the_package_and_its_startup_file(distributions: dict[str, str]) -> None:
+    with zipfile.ZipFile(distributions["wheel"]) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    modules = {f"mergekit_slta/{file.name}" for file in (ROOT / "mergekit_slta").glob("*.py")}
+    assert names == modules | {"mergekit_slta.pth"}
+
+
+def test_the_sdist_holds_what_a_developer_needs(distributions: dict[str, str]) -> None:
+    with tarfile.open(distributions["sdist"]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    top = {"README.md", "LICENSE", "CHANGELOG.md", "constraints.txt", "pyproject.toml", "PKG-INFO", ".gitignore"}
+    folders = ["mergekit_slta", "tests", "examples", ".ci"]
+    needed = {str(file.relative_to(ROOT)) for folder in folders for file in (ROOT / folder).rglob("*.py")}
+    assert top | needed | {"mergekit_slta/startup.pth", ".ci/run"} <= names
+    assert {name.partition("/")[0] for name in names} == {*folders, *top}
+    assert not [name for name in names if "__pycache__" in name or name.endswith((".pyc", ".safetensors", ".bin"))]
+
+
+def test_the_readme_gives_the_command_that_ci_runs() -> None:
+    (command,) = re.findall(r"^readme_command='(.*)'$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert command in (ROOT / "README.md").read_text().splitlines()

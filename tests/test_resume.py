@@ -1,0 +1,300 @@
+"""A calibration that is interrupted goes on where it was and ends in the same file, byte for byte."""
+
+import multiprocessing
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+import torch
+from families import Family
+from mergekit.io.tasks import LoaderCache
+
+from mergekit_slta.errors import SltaError
+from mergekit_slta.resume import Partial
+
+LEVELS = ("layer", "attn_mlp")
+DEEP = 8
+
+Hidden = dict[tuple[int, int], torch.Tensor]
+
+
+class Interrupted(Exception):
+    """Stands for whatever ends a process."""
+
+
+def partial_of(path: Path) -> Path:
+    return path.with_name(path.name + ".partial")
+
+
+# In this process
+
+
+@pytest.mark.parametrize("levels", [LEVELS, ("model",), ("model", "linear")], ids=str)
+@pytest.mark.parametrize("steps", [1, 8, 20, 50])
+def test_goes_on_from_the_last_finished_layer(
+    levels: tuple[str, ...], steps: int, make_family: Callable[..., Family], tmp_path: Path
+) -> None:
+    family = make_family(families.config_of("llama", num_hidden_layers=4))
+    expected = families.measure(family, *levels)
+    seen: list[int] = []
+
+    def interrupt(samples: int) -> None:
+        seen.append(samples)
+        if len(seen) == steps:
+            raise Interrupted
+
+    def partial() -> Partial:
+        opened = Partial(tmp_path / "state", {"what": "this"})
+        opened.begin()
+        return opened
+
+    with pytest.raises(Interrupted):
+        families.measure(family, *levels, batch_tokens=1, partial=partial(), progress=interrupt)
+    finished = partial().finished_layers()
+    assert finished == (sum(seen) - 1) // 12
+    again: list[int] = []
+    LoaderCache.loaders.clear()
+    grams = families.measure(family, *levels, batch_tokens=1, partial=partial(), progress=again.append)
+    assert again[0] == finished * 12
+    assert sum(again) == 4 * 12
+    assert list(grams) == list(expected)
+    plain = families.measure(family, *levels, batch_tokens=1)
+    assert all(torch.equal(grams[name], plain[name]) for name in plain)
+
+
+def states(*keys: tuple[int, int]) -> Hidden:
+    return {key: torch.randn(3, 4) for key in keys}
+
+
+def test_a_layer_counts_once_its_grams_are_written(tmp_path: Path) -> None:
+    partial = Partial(tmp_path / "state", {})
+    partial.begin()
+    hidden = states((0, 0), (0, 1), (1, 0))
+    partial.save_hidden(0, 0, hidden)
+    assert partial.finished_layers() == 0
+    grams = {"layer.0": torch.randn(2, 3, 3, dtype=torch.float64)}
+    partial.finish_layer(0, grams)
+    reopened = Partial(tmp_path / "state", {})
+    assert reopened.finished_layers() == 1
+    assert torch.equal(reopened.grams(1)["layer.0"], grams["layer.0"])
+    assert set(reopened.hidden(0)) == set(hidden)
+    assert all(torch.equal(reopened.hidden(0)[key], tensor) for key, tensor in hidden.items())
+
+
+def test_only_the_last_hidden_states_are_kept(tmp_path: Path) -> None:
+    partial = Partial(tmp_path / "state", {})
+    partial.begin()
+    sizes = []
+    for layer in range(4):
+        partial.save_hidden(layer, 0, states((0, 0)))
+        partial.finish_layer(layer, {f"layer.{layer}": torch.zeros(1, 1, 1, dtype=torch.float64)})
+        sizes.append(len(list(partial.folder.glob("hidden-*"))))
+    assert sizes == [1, 1, 1, 1]
+
+
+def test_finishing_a_layer_keeps_what_a_faster_rank_has_written_after_it(tmp_path: Path) -> None:
+    partial = Partial(tmp_path / "state", {})
+    partial.begin()
+    for rank in (0, 1):
+        partial.save_hidden(0, rank, states((0, rank)))
+    partial.save_hidden(1, 1, states((0, 1)))
+    partial.finish_layer(0, {"layer.0": torch.zeros(2, 1, 1, dtype=torch.float64)})
+    partial.save_hidden(1, 0, states((0, 0)))
+    partial.finish_layer(1, {"layer.1": torch.zeros(2, 1, 1, dtype=torch.float64)})
+    assert set(partial.hidden(1)) == {(0, 0), (0, 1)}
+
+
+def test_lost_hidden_states_start_it_over(tmp_path: Path) -> None:
+    partial = Partial(tmp_path / "state", {})
+    partial.begin()
+    partial.save_hidden(0, 0, states((0, 0)))
+    partial.finish_layer(0, {"layer.0": torch.zeros(1, 1, 1, dtype=torch.float64)})
+    next(partial.folder.glob("hidden-*")).unlink()
+    assert Partial(tmp_path / "state", {}).finished_layers() == 0
+
+
+def test_a_folder_without_a_state_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    partial = Partial(tmp_path / "state", {"base": "a"})
+    partial.begin()
+    assert partial.finished_layers() == 0
+
+
+# Killed
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    config = families.config_of("llama", num_hidden_layers=DEEP)
+    return families.make_family(tmp_path_factory.mktemp("deep"), config, records=30)
+
+
+@pytest.fixture(scope="module")
+def context() -> ForkServerContext:
+    """Processes that are forked from one that has imported everything, so that each starts at once."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["families"])
+    return context
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(family: Family, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("whole") / "stats.safetensors"
+    LoaderCache.loaders.clear()
+    families.experiment(recipe(family)).statistics(LEVELS, path)
+    return path.read_bytes()
+
+
+def recipe(family: Family, **changes: Any) -> dict[str, Any]:
+    return families.recipe(family, samples=30, batch_tokens=40, **changes)
+
+
+def measure(content: dict[str, Any], path: Path, begun: Event) -> None:
+    """What a process does."""
+    begun.set()
+    families.experiment(content).statistics(LEVELS, path)
+
+
+def started(context: ForkServerContext, content: dict[str, Any], path: Path) -> ForkServerProcess:
+    begun = context.Event()
+    process = context.Process(target=measure, args=(content, path, begun))
+    process.start()
+    assert begun.wait(60)
+    return process
+
+
+@pytest.fixture
+def finish(context: ForkServerContext, family: Family) -> Iterator[Callable[[Path], bytes]]:
+    def run(path: Path) -> bytes:
+        process = started(context, recipe(family), path)
+        process.join(120)
+        assert process.exitcode == 0
+        return path.read_bytes()
+
+    yield run
+
+
+def test_killed_between_layers(
+    context: ForkServerContext,
+    family: Family,
+    finish: Callable[[Path], bytes],
+    uninterrupted: bytes,
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "stats.safetensors"
+    process = started(context, recipe(family), path)
+    while not (partial_of(path) / "layer-0002.safetensors").exists():
+        assert process.is_alive()
+        time.sleep(0.001)
+    process.kill()
+    process.join()
+    assert not path.exists()
+    kept = {file.name: file.stat().st_mtime_ns for file in partial_of(path).glob("layer-000[012]*")}
+    assert len(kept) == 3
+    copy = shutil.copytree(partial_of(path), tmp_path / "copy")
+    assert finish(path) == uninterrupted
+    assert not partial_of(path).exists()
+    assert Partial(copy, {}).finished_layers() >= 3
+
+
+def kill_at_random(
+    moments: random.Random, context: ForkServerContext, family: Family, path: Path, duration: float
+) -> None:
+    process = started(context, recipe(family), path)
+    process.join(moments.uniform(0, duration))
+    process.kill()
+    process.join()
+
+
+@pytest.mark.parametrize(
+    "kills", [3, pytest.param(20, marks=pytest.mark.slow)], ids=lambda kills: f"{kills} kills"
+)
+def test_killed_at_any_moment(
+    kills: int,
+    context: ForkServerContext,
+    family: Family,
+    finish: Callable[[Path], bytes],
+    uninterrupted: bytes,
+    tmp_path: Path,
+) -> None:
+    begin = time.perf_counter()
+    assert finish(tmp_path / "timed.safetensors") == uninterrupted
+    duration = time.perf_counter() - begin
+    moments = random.Random(0)
+    for kill in range(kills):
+        path = tmp_path / f"stats{kill}.safetensors"
+        for _ in range(1 + kill % 3):  # some are killed again while they go on
+            kill_at_random(moments, context, family, path, duration)
+        assert finish(path) == uninterrupted
+        assert not partial_of(path).exists()
+
+
+# Foreign states
+
+
+@pytest.fixture
+def interrupted(family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The path of a statistics file whose calibration was interrupted."""
+    path = tmp_path / "stats.safetensors"
+    finish_layer = Partial.finish_layer
+
+    def interrupt(self: Partial, layer: int, grams: dict[str, torch.Tensor]) -> None:
+        finish_layer(self, layer, grams)
+        if layer == 2:
+            raise Interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Partial, "finish_layer", interrupt)
+        with pytest.raises(Interrupted):
+            families.experiment(recipe(family)).statistics(LEVELS, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "levels", "words"),
+    [
+        ({"seed": 1}, LEVELS, "settings"),
+        ({"max_tokens": 5}, LEVELS, "tokens"),
+        ({"experts": [1, 0]}, LEVELS, "experts"),
+        ({}, ("layer",), "levels"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_the_state_of_another_calibration_is_refused_and_left_alone(
+    changes: dict[str, Any], levels: tuple[str, ...], words: str, family: Family, interrupted: Path
+) -> None:
+    before = {file: file.read_bytes() for file in partial_of(interrupted).iterdir()}
+    with pytest.raises(SltaError, match=f"unfinished calibration of something else.*{words}"):
+        families.experiment(recipe(family, **changes)).statistics(levels, interrupted)
+    assert {file: file.read_bytes() for file in partial_of(interrupted).iterdir()} == before
+    assert not interrupted.exists()
+
+
+def test_another_base_model_is_refused(family: Family, interrupted: Path) -> None:
+    other = Family(family.experts[0], (family.base, family.experts[1]), family.data, family.config)
+    with pytest.raises(SltaError, match="other base"):
+        families.experiment(recipe(other)).statistics(LEVELS, interrupted)
+
+
+def test_the_same_calibration_goes_on(family: Family, interrupted: Path, uninterrupted: bytes) -> None:
+    families.experiment(recipe(family)).statistics(LEVELS, interrupted)
+    assert interrupted.read_bytes() == uninterrupted
+    assert not partial_of(interrupted).exists()
+
+
+def test_what_a_kill_after_the_last_write_leaves_is_removed(family: Family, interrupted: Path) -> None:
+    left = shutil.copytree(partial_of(interrupted), interrupted.with_name("left"))
+    families.experiment(recipe(family)).statistics(LEVELS, interrupted)
+    left.rename(partial_of(interrupted))
+    LoaderCache.loaders.clear()
+    before = interrupted.stat()
+    families.experiment(recipe(family)).statistics(LEVELS, interrupted)
+    assert not partial_of(interrupted).exists()
+    assert interrupted.stat().st_mtime_ns == before.st_mtime_ns

@@ -1,0 +1,238 @@
+"""The finder that waits for mergekit, tried on small host modules; tests/test_install.py tries it on mergekit."""
+
+import importlib
+import importlib.util
+import sys
+import zipfile
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from mergekit_slta import startup
+
+FROZEN = "__hello__"  # a module inside every CPython, its loader a class that no instance is made of
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The one host is a module named `host`; every call of its hook is added to this list."""
+    calls: list[str] = []
+
+    def call(hook: str) -> bool:
+        calls.append(hook)
+        return True
+
+    monkeypatch.setattr(startup, "HOOKS", {"host": "hook"})
+    monkeypatch.setattr(startup, "call", call)
+    monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if not is_ours(finder)])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield calls
+    for name in ("host", "other_host", FROZEN):
+        sys.modules.pop(name, None)
+    importlib.invalidate_caches()
+
+
+@pytest.fixture
+def host(calls: list[str], tmp_path: Path) -> Path:
+    """The host's source file, on the module search path."""
+    file = tmp_path / "host.py"
+    file.write_text("runs = globals().get('runs', 0) + 1\n")
+    sys.path.insert(0, str(tmp_path))
+    importlib.invalidate_caches()
+    return file
+
+
+def is_ours(finder: object) -> bool:
+    return type(finder).__module__ == startup.__name__
+
+
+def waiting() -> int:
+    return sum(map(is_ours, sys.meta_path))
+
+
+def test_calls_the_hook_once_the_host_has_executed(host: Path, calls: list[str]) -> None:
+    startup.install()
+    assert calls == []
+    module = importlib.import_module("host")
+    assert module.runs == 1
+    assert calls == ["hook"]
+    assert waiting() == 0
+
+
+def test_a_probe_does_not_use_the_finder_up(host: Path, calls: list[str]) -> None:
+    startup.install()
+    for _ in range(2):
+        spec = importlib.util.find_spec("host")
+        assert spec is not None
+        assert spec.origin == str(host)
+    assert calls == []
+    importlib.import_module("host")
+    assert calls == ["hook"]
+
+
+def test_a_failed_import_may_be_repeated(host: Path, calls: list[str]) -> None:
+    source = host.read_text()
+    host.write_text("raise OSError('out of memory, say')  # and so on\n")
+    startup.install()
+    with pytest.raises(OSError, match="out of memory"):
+        importlib.import_module("host")
+    assert calls == []
+    host.write_text(source)
+    importlib.import_module("host")
+    assert calls == ["hook"]
+
+
+def test_install_twice_waits_once(host: Path, calls: list[str]) -> None:
+    startup.install()
+    startup.install()
+    assert waiting() == 1
+    importlib.import_module("host")
+    assert calls == ["hook"]
+
+
+def test_calls_the_hook_at_once_when_the_host_is_imported(host: Path, calls: list[str]) -> None:
+    importlib.import_module("host")
+    startup.install()
+    assert calls == ["hook"]
+    assert waiting() == 0
+
+
+def test_the_host_keeps_its_own_loader(host: Path, calls: list[str]) -> None:
+    plain = importlib.import_module("host")
+    loader = type(plain.__loader__)
+    del sys.modules["host"]
+    startup.install()
+    module = importlib.import_module("host")
+    assert type(module.__loader__) is loader
+    assert module.__spec__ is not None
+    assert module.__spec__.loader is module.__loader__
+    assert importlib.reload(module).runs == 2
+    assert calls == ["hook"]
+
+
+@pytest.fixture
+def other_host(monkeypatch: pytest.MonkeyPatch, host: Path) -> None:
+    """A second host, which imports the first one as mergekit.plan imports mergekit.merge_methods."""
+    host.with_name("other_host.py").write_text("import host\n")
+    monkeypatch.setattr(startup, "HOOKS", {"host": "hook", "other_host": "other hook"})
+
+
+@pytest.mark.usefixtures("other_host")
+@pytest.mark.parametrize("before_install", [[], ["host"], ["other_host"]])
+@pytest.mark.parametrize("after_install", [["host", "other_host"], ["other_host"]])
+def test_each_host_has_its_hook(calls: list[str], before_install: list[str], after_install: list[str]) -> None:
+    for name in before_install:
+        importlib.import_module(name)
+    startup.install()
+    for name in after_install:
+        importlib.import_module(name)
+    assert calls == ["hook", "other hook"]
+    assert waiting() == 0
+
+
+@pytest.mark.usefixtures("other_host")
+@pytest.mark.parametrize("before_install", [[], ["host"]])
+def test_a_failed_hook_is_the_last_one(
+    monkeypatch: pytest.MonkeyPatch, calls: list[str], before_install: list[str]
+) -> None:
+    def fail(hook: str) -> bool:
+        calls.append(hook)
+        return False
+
+    monkeypatch.setattr(startup, "call", fail)
+    for name in before_install:
+        importlib.import_module(name)
+    startup.install()
+    importlib.import_module("other_host")
+    assert calls == ["hook"]
+    assert waiting() == 0
+
+
+def test_a_reload_of_the_host_does_not_wait_again(host: Path, calls: list[str]) -> None:
+    startup.install()
+    importlib.reload(importlib.import_module("host"))
+    assert calls == ["hook"]
+    assert waiting() == 0
+
+
+def test_a_missing_host_stays_missing(calls: list[str]) -> None:
+    startup.install()
+    with pytest.raises(ModuleNotFoundError, match="host"):
+        importlib.import_module("host")
+    assert calls == []
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_another_finder_that_asks_all_finders(host: Path, calls: list[str], first: bool) -> None:
+    class Asking:
+        def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+            others = (finder for finder in sys.meta_path if finder is not self)
+            return next((spec for finder in others if (spec := finder.find_spec(name, path, target))), None)
+
+    sys.meta_path.insert(0, Asking())
+    startup.install()
+    if first:
+        sys.meta_path.insert(0, sys.meta_path.pop(1))
+    importlib.import_module("host")
+    assert calls == ["hook"]
+    assert waiting() == 0
+
+
+def test_a_loader_from_before_exec_module(host: Path, calls: list[str]) -> None:
+    class Loader:
+        def load_module(self, name: str) -> ModuleType:
+            raise AssertionError("only looked at")
+
+    class Finder:
+        def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+            return ModuleSpec(name, Loader()) if name == "host" else None  # type: ignore[arg-type]
+
+    sys.meta_path.insert(0, Finder())
+    startup.install()
+    spec = importlib.util.find_spec("host")
+    assert spec is not None
+    assert isinstance(spec.loader, Loader)
+
+
+def test_a_frozen_host(monkeypatch: pytest.MonkeyPatch, calls: list[str]) -> None:
+    monkeypatch.setattr(startup, "HOOKS", {FROZEN: "hook"})
+    startup.install()
+    module = importlib.import_module(FROZEN)
+    assert module.__spec__ is not None
+    assert module.__spec__.origin == "frozen"
+    assert calls == ["hook"]
+
+
+def test_a_host_in_a_zip_file(tmp_path: Path, calls: list[str]) -> None:
+    with zipfile.ZipFile(tmp_path / "packed.zip", "w") as archive:
+        archive.writestr("host.py", "runs = 1\n")
+    sys.path.insert(0, str(tmp_path / "packed.zip"))
+    startup.install()
+    assert importlib.import_module("host").runs == 1
+    assert calls == ["hook"]
+
+
+def test_a_namespace_package_is_not_the_host(tmp_path: Path, calls: list[str]) -> None:
+    (tmp_path / "host").mkdir()
+    sys.path.insert(0, str(tmp_path))
+    startup.install()
+    assert importlib.import_module("host").__file__ is None
+    assert calls == []
+
+
+def test_a_lazily_loaded_host(host: Path, calls: list[str]) -> None:
+    class Lazy:
+        def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+            spec = PathFinder.find_spec(name, path, target) if name == "host" else None
+            if spec is not None and spec.loader is not None:
+                spec.loader = importlib.util.LazyLoader(spec.loader)
+            return spec
+
+    sys.meta_path.insert(0, Lazy())
+    startup.install()
+    assert importlib.import_module("host").runs == 1
+    assert calls == ["hook"]
