@@ -32,6 +32,7 @@ HEAT_MAP = "alpha.png"
 RESULTS = "results.json"
 GRID = (0.2, 0.4, 0.6, 0.8, 1.0)
 SHORT_GRID = (0.4,)
+THREADS = 2  # more do not help models of this size, and their number changes the rounding
 BRANCHES = {"attn": "Attention", "mlp": "MLP"}
 
 Recipe = dict[str, Any]
@@ -54,7 +55,7 @@ def main(out: Path, short: bool, seed: int, retrain: bool) -> None:
     started = time.monotonic()
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    torch.set_num_threads(2)  # more do not help models of this size, and their number changes the rounding
+    torch.set_num_threads(THREADS)
     family = train_family(out / "family", seed, short, retrain=retrain)
     trained = time.monotonic()
     scores = evaluate_family(family)
@@ -109,7 +110,7 @@ def merge(out: Path, label: str, recipe: Recipe, seed: int) -> Path:
     done = subprocess.run(
         [command, file, folder, "--random-seed", str(seed), "--quiet"],
         cwd=out,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(THREADS)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from mergekit.options import MergeOptions
 
     from mergekit_slta.measure import Experiment
+    from mergekit_slta.preflight import Findings
     from mergekit_slta.ranks import Ranks
     from mergekit_slta.statistics import Statistics
 
@@ -94,14 +96,13 @@ def check(recipe: Path, **options: Any) -> None:
     Reads configurations and file headers only, no weights. Exit code 1 if something is wrong.
     """
     merge_options = _merge_options(options)
-    config, _ = _read_recipe(recipe)
-    problems = _problems(config, merge_options)
-    if not problems:
+    found = _examine(_read_recipe(recipe), merge_options)
+    _say(found.notes, merge_options.quiet)
+    if not found.problems:
         click.echo(f"{recipe}: no problem found.")
         return
-    click.echo(f"{recipe}: {len(problems)} problem{'s' * (len(problems) > 1)} found.", err=True)
-    for problem in problems:
-        click.echo(f"- {problem}", err=True)
+    count = len(found.problems)
+    click.echo("\n- ".join([f"{recipe}: {count} problem{'s' * (count > 1)} found.", *found.problems]), err=True)
     raise click.exceptions.Exit(1)
 
 
@@ -116,7 +117,7 @@ def check(recipe: Path, **options: Any) -> None:
     help=f"What gets a merging weight of its own: {LEVELS_HELP}. May be given several times.  [default: the recipe's]",
 )
 @_model_options
-def calibrate(recipe: Path, stats: str, levels: tuple[str, ...], **options: Any) -> None:
+def calibrate(recipe: Path, stats: str, levels: Sequence[str], **options: Any) -> None:
     """Measure RECIPE's models on its calibration data, and write the statistics file STATS.
 
     The file is small, holds neither weights nor data, and is all that `solve` needs. After a crash or an interruption
@@ -125,13 +126,14 @@ def calibrate(recipe: Path, stats: str, levels: tuple[str, ...], **options: Any)
     """
     merge_options = _merge_options(options)
     path = _local_output(stats)
-    config, _ = _read_recipe(recipe)
+    levels = _known_levels(levels)
+    source = _read_recipe(recipe)
     try:
         with _joined_ranks() as ranks:
-            _refuse_problems(_problems(config, merge_options), ranks)
-            experiment = _experiment(config, merge_options, ranks)
+            _refuse(_examine(source, merge_options, merging=False), ranks)
+            experiment = _experiment(source, merge_options, ranks)
             before = _identity(path)
-            statistics = experiment.statistics(_known_levels(levels) or [experiment.recipe.settings.level], path)
+            statistics = experiment.statistics(levels or [experiment.recipe.settings.level], path)
     except KeyboardInterrupt:
         click.echo(f"\nInterrupted. To go on where it was, run the same command again ({path}.partial).", err=True)
         raise click.exceptions.Exit(INTERRUPTED) from None
@@ -197,7 +199,7 @@ def solve(
     samples: int | None,
     bootstrap: int | None,
     json_file: str | None,
-    recipe_file: Path | None,
+    recipe_file: str | None,
     paths: tuple[str, ...],
     edges: str,
     tokenizer_source: str | None,
@@ -215,22 +217,19 @@ def solve(
     from mergekit_slta.solver import bootstrap_std
     from mergekit_slta.statistics import load, resolve_statistics
 
-    measured = load(resolve_statistics(stats, transformers_cache))
-    names = measured.info.models
-    chosen = [_expert(name, names) for name in models.split(",")] if models is not None else list(range(len(names)))
-    if len(set(chosen)) < len(chosen):
-        raise SltaError(f"--models {models} names a model twice.")
-    statistics = _first_samples(measured.select(chosen), samples)
-    names = statistics.info.models
-    weights = _task_weights(task_weights, names)
-    level = level or ("attn_mlp" if "attn_mlp" in statistics.info.levels else statistics.info.levels[0])
-    how: dict[str, Any] = {"balance": balance, "ridge": ridge, "task_weights": weights}
-    solutions = statistics.solve(level, **how)
-    deviations = None
-    if bootstrap:
-        deviations = {
-            name: bootstrap_std(statistics.grams[name], statistics.task, bootstrap, **how) for name in solutions
-        }
+    with _one_thread():
+        measured = load(resolve_statistics(stats, transformers_cache))
+        statistics = _first_samples(_selected(measured, models), samples)
+        names = statistics.info.models
+        weights = _task_weights(task_weights, names)
+        level = level or ("attn_mlp" if "attn_mlp" in statistics.info.levels else statistics.info.levels[0])
+        how: dict[str, Any] = {"balance": balance, "ridge": ridge, "task_weights": weights}
+        solutions = statistics.solve(level, **how)
+        deviations = None
+        if bootstrap:
+            deviations = {
+                name: bootstrap_std(statistics.grams[name], statistics.task, bootstrap, **how) for name in solutions
+            }
     if json_file == "-":
         click.echo(solution_json(level, names, solutions, deviations), nl=False)
     elif not quiet:
@@ -276,9 +275,10 @@ def evaluate(recipe: Path, out: Path, samples: int, json_file: str | None, **opt
     from mergekit_slta.output import evaluation_json, evaluation_table
 
     merge_options = _merge_options(options)
-    config, _ = _read_recipe(recipe)
+    source = _read_recipe(recipe)
+    _refuse(_examine(source, merge_options, merging=False))
     transformers.utils.logging.disable_progress_bar()  # a bar of its own for every model
-    results = evaluate_merge(_experiment(config, merge_options), out, samples)
+    results = evaluate_merge(_experiment(source, merge_options), out, samples)
     if json_file == "-":
         click.echo(evaluation_json(results), nl=False)
         return
@@ -303,39 +303,52 @@ def merge(recipe: Path, out: str, **options: Any) -> None:
     methods.register()
     methods.watch_planner()
     merge_options = _merge_options(options)
-    config, source = _read_recipe(recipe)
+    source = _read_recipe(recipe)
     with _joined_ranks() as ranks:
-        if _is_ours(config):
-            _refuse_problems(_problems(config, merge_options), ranks)
-        if ranks.count > 1:
-            _share_calibration(config, merge_options, ranks)
+        if source.config.merge_method in [method.spec.name for method in methods.METHODS]:
+            found = _examine(source, merge_options, out_path=out)
+            _refuse(found, ranks)
+            _say(found.notes, merge_options.quiet or not ranks.first)
+        if ranks.count > 1 and source.config.merge_method == "slta":
+            _share_calibration(source, merge_options, ranks)
     if ranks.first:
-        run_merge(config, out, options=merge_options, config_source=source)
+        run_merge(source.config, out, options=merge_options, config_source=source.text)
 
 
 # From the command line to what the package takes
 
 
 def _merge_options(options: Mapping[str, Any]) -> MergeOptions:
-    """mergekit's options, its logging set up; under torchrun each process has a GPU of its own."""
+    """mergekit's options, its logging set up; under torchrun the processes are spread over the GPUs."""
+    import torch
     from mergekit.options import MergeOptions
 
     merge_options = MergeOptions(**options)
     if merge_options.device == "cuda" and "LOCAL_RANK" in os.environ:
-        merge_options = merge_options.model_copy(update={"device": f"cuda:{os.environ['LOCAL_RANK']}"})
+        index = int(os.environ["LOCAL_RANK"]) % max(1, torch.cuda.device_count())
+        merge_options = merge_options.model_copy(update={"device": f"cuda:{index}"})
     merge_options.apply_global_options()
     return merge_options
 
 
-def _read_recipe(path: Path) -> tuple[MergeConfiguration, str]:
-    """A recipe as mergekit understands it, and its text."""
+@dataclass(frozen=True)
+class _Source:
+    """A recipe: its text, what YAML makes of it, and what mergekit does."""
+
+    text: str
+    content: Any
+    config: MergeConfiguration
+
+
+def _read_recipe(path: Path) -> _Source:
     import yaml
     from mergekit.config import MergeConfiguration
     from pydantic import ValidationError
 
     try:
-        source = path.read_text(encoding="utf-8")
-        return MergeConfiguration.model_validate(yaml.safe_load(source)), source
+        text = path.read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
+        return _Source(text, content, MergeConfiguration.model_validate(content))
     except UnicodeDecodeError:
         raise SltaError(f"{path} is no UTF-8 text.") from None
     except yaml.YAMLError as error:
@@ -347,24 +360,33 @@ def _read_recipe(path: Path) -> tuple[MergeConfiguration, str]:
         raise SltaError(f"{path} is no mergekit recipe: {error}.") from None
 
 
-def _is_ours(config: MergeConfiguration) -> bool:
+def _examine(source: _Source, options: MergeOptions, **purpose: Any) -> Findings:
+    """What there is to say about a recipe of ours; one for a measurement alone must have something to measure."""
     from mergekit_slta.methods import METHODS
+    from mergekit_slta.preflight import examine
+    from mergekit_slta.recipe import calibrates
 
-    return config.merge_method in [method.spec.name for method in METHODS]
-
-
-def _problems(config: MergeConfiguration, options: MergeOptions) -> list[str]:
-    """Everything that is wrong with a recipe of ours."""
-    from mergekit_slta.methods import METHODS
-    from mergekit_slta.preflight import preflight
-
-    known = {method.spec.name: method.spec for method in METHODS}
-    if config.merge_method not in known:
-        return [f"The recipe's merge_method is '{config.merge_method}': this command knows {', '.join(known)}."]
-    return preflight(config, options, known[config.merge_method])
+    merging = purpose.get("merging", True)
+    known = {method.spec.name: method.spec for method in METHODS if merging or calibrates(method.spec)}
+    name = source.config.merge_method
+    if name not in known:
+        raise SltaError(f"The recipe's merge_method is '{name}': this command knows {', '.join(known)}.")
+    return examine(source.config, options, known[name], source=source.content, **purpose)
 
 
-def _experiment(config: MergeConfiguration, options: MergeOptions, ranks: Ranks | None = None) -> Experiment:
+def _refuse(found: Findings, ranks: Ranks | None = None) -> None:
+    if found.problems and ranks and not ranks.first:  # the first process says the same
+        raise click.exceptions.Exit(1)
+    if found.problems:
+        raise SltaError("\n".join(found.problems))
+
+
+def _say(notes: Sequence[str], quiet: bool) -> None:
+    for note in notes if not quiet else ():
+        click.echo(f"Note: {note}", err=True)
+
+
+def _experiment(source: _Source, options: MergeOptions, ranks: Ranks | None = None) -> Experiment:
     import transformers
     from mergekit.io.tasks import LoaderCache
 
@@ -375,7 +397,7 @@ def _experiment(config: MergeConfiguration, options: MergeOptions, ranks: Ranks 
         transformers.utils.logging.disable_progress_bar()
     LoaderCache().setup(options)
     return Experiment(
-        from_config(config),
+        from_config(source.config),
         device=str(options.device),
         trust_remote_code=options.trust_remote_code,
         cache_dir=options.transformers_cache,
@@ -384,11 +406,11 @@ def _experiment(config: MergeConfiguration, options: MergeOptions, ranks: Ranks 
     )
 
 
-def _share_calibration(config: MergeConfiguration, options: MergeOptions, ranks: Ranks) -> None:
+def _share_calibration(source: _Source, options: MergeOptions, ranks: Ranks) -> None:
     """Measure with all processes what the merge would measure with one."""
     from mergekit_slta.statistics import PUBLISHED_PREFIX
 
-    experiment = _experiment(config, options, ranks)
+    experiment = _experiment(source, options, ranks)
     settings = experiment.recipe.settings
     if not settings.statistics.startswith(PUBLISHED_PREFIX):
         experiment.statistics([settings.level], Path(settings.statistics) if settings.statistics else None)
@@ -406,13 +428,6 @@ def _joined_ranks() -> Iterator[Ranks]:
         yield ranks
     finally:
         leave()
-
-
-def _refuse_problems(problems: Sequence[str], ranks: Ranks) -> None:
-    if problems and not ranks.first:  # the first process says the same
-        raise click.exceptions.Exit(1)
-    if problems:
-        raise SltaError("\n".join(problems))
 
 
 def _known_levels(levels: Sequence[str]) -> list[str]:
@@ -433,10 +448,31 @@ def _local_output(stats: str) -> Path:
     return path
 
 
-def _expert(name: str, names: Sequence[str]) -> int:
-    if name.strip() not in names:
-        raise SltaError(f"The statistics hold no expert '{name.strip()}', only {', '.join(names)}.")
-    return names.index(name.strip())
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """For many tiny matrices, on which threads cost more than they give."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _selected(statistics: Statistics, models: str | None) -> Statistics:
+    """The statistics of the experts that --models names, in its order."""
+    if models is None:
+        return statistics
+    known = statistics.info.models
+    chosen = [name.strip() for name in models.split(",")]
+    for name in chosen:
+        if name not in known:
+            raise SltaError(f"The statistics hold no expert '{name}', only {', '.join(known)}.")
+        if chosen.count(name) > 1:
+            raise SltaError(f"--models {models} names '{name}' twice.")
+    return statistics.select([known.index(name) for name in chosen])
 
 
 def _assignment(entry: str, names: Sequence[str], option: str) -> tuple[str, str]:

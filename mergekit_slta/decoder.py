@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,7 +113,7 @@ class Decoder:
         self._body_path = _path_in_model(self.model, self.body)
         self.layers, self.layers_path = _find_layers(self.model, config)
         self._give_buffers()
-        self._structures: dict[Any, LayerStructure] = {}
+        self._structures: dict[Hashable, LayerStructure] = {}
         self._run: _Run | None = None
         for layer in self.layers:
             self._watch(layer)
@@ -201,7 +201,7 @@ class Decoder:
             replay: outputs of children that need not run again.
             capture: paths of the modules inside the layer whose inputs are wanted.
         """
-        structure = self._structures.get(self._signature(layer))
+        structure = self._structures.get(self.kind(layer))
         run = _Run(structure.mlp_reads if structure else None, mlp_input, replay or {}, capture)
         self._run = run
         try:
@@ -226,7 +226,7 @@ class Decoder:
         Raises:
             SltaError: the layer does not split into an attention and an MLP branch.
         """
-        signature = self._signature(layer)
+        signature = self.kind(layer)
         if signature not in self._structures:
             with torch.no_grad():
                 run = self.trace(layer)
@@ -246,7 +246,8 @@ class Decoder:
         names = set(self.edge_tensors())
         return {name: tensor for name, tensor in self.model.state_dict().items() if name in names}
 
-    def _signature(self, layer: int) -> Any:
+    def kind(self, layer: int) -> Hashable:
+        """What layers of the same structure have in common."""
         module = self.layers[layer]
         return type(module), tuple((name, type(child)) for name, child in module.named_children())
 

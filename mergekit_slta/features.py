@@ -137,6 +137,8 @@ class LayerFeatures:
         module: Any = self.decoder.layers[self.layer].get_submodule(down.module)
         first = next(m for m in self.maps if m.module == down.module and m.expert == down.expert and m is not down)
         projected = flat[reached] @ first.matrix(self.weights[0]).T
+        if (offset := first.offset(self.weights[0])) is not None:
+            projected = projected + offset
         hidden = module._apply_gate(projected) if module.has_gate else module.act_fn(projected)
         result = flat.new_zeros(len(flat), hidden.shape[-1])
         result[reached] = hidden

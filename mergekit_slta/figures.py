@@ -22,6 +22,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from mergekit_slta.page import plain_number
+
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX*"
 SHADE = "#dcdcdc"
@@ -104,23 +106,9 @@ class Bar:
     deviation: float
 
 
-def percent(share: float) -> str:
-    """A share as a whole percentage; what rounding would make complete is not called complete."""
-    if math.isnan(share):
-        return "–"
-    if 0.995 <= share < 1:
-        return "over 99 %"
-    return f"{round(100 * share)} %".replace("-", "−")
-
-
 def two_decimals(number: float) -> str:
     """A number of the order of one, short enough for a cell."""
     return f"{number:.2f}".replace("-", "−")
-
-
-def plain_number(number: float) -> str:
-    """A number with three significant digits."""
-    return "–" if math.isnan(number) else f"{number:.3g}".replace("-", "−")
 
 
 def line_chart(
@@ -286,7 +274,7 @@ def _scale(ax: Axes, panel: Panel, log_x: bool, log_y: bool) -> None:
         ax.minorticks_off()
     else:
         ax.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
-    if len(positions) == 1:
+    if len(positions) == 1 and not log_x:
         ax.set_xlim(positions[0] - 1, positions[0] + 1)
         ax.set_xticks(positions)
 

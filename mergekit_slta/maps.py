@@ -37,6 +37,12 @@ class LinearMap:
         weight = weights[self.weight] if self.expert is None else weights[self.weight][self.expert]
         return weight.mT if self.transposed else weight
 
+    def offset(self, weights: Weights) -> torch.Tensor | None:
+        """The map's bias [out]."""
+        if self.bias is None:
+            return None
+        return weights[self.bias] if self.expert is None else weights[self.bias][self.expert]
+
 
 def linear_maps(layer: torch.nn.Module) -> list[LinearMap]:
     """The linear maps of a decoder layer; convolutions and norms are none."""
@@ -53,9 +59,10 @@ def _maps_of(path: str, module: torch.nn.Module) -> Iterator[LinearMap]:
     if is_fused(module):
         for name in FUSED:
             stacked = getattr(module, name, None)
+            bias = f"{path}.{name}_bias" if hasattr(module, f"{name}_bias") else None
+            transposed = bool(getattr(module, "is_transposed", False))
             for expert in range(len(stacked) if stacked is not None else 0):
-                transposed = bool(getattr(module, "is_transposed", False))
-                yield LinearMap(f"{path}.{expert}.{name}", path, f"{path}.{name}", None, transposed, expert)
+                yield LinearMap(f"{path}.{expert}.{name}", path, f"{path}.{name}", bias, transposed, expert)
         return
     weight = getattr(module, "weight", None)
     if isinstance(weight, torch.nn.Parameter) and weight.ndim == 2 and not _only_scales(module):
@@ -83,9 +90,9 @@ class MapDeltas:
     def __init__(self, linear_map: LinearMap, weights: Sequence[Weights], tokens: int) -> None:
         base = linear_map.matrix(weights[0])
         self.matrices = [linear_map.matrix(expert) - base for expert in weights[1:]]
-        self.biases = [
-            expert[linear_map.bias] - weights[0][linear_map.bias] if linear_map.bias else None for expert in weights[1:]
-        ]
+        offset = linear_map.offset(weights[0])
+        offsets = [linear_map.offset(expert) for expert in weights[1:]]
+        self.biases = [None if offset is None or own is None else own - offset for own in offsets]
         self.products = _products(self.matrices) if self._moments_are_cheaper(tokens) else None
 
     def _moments_are_cheaper(self, tokens: int) -> bool:

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mergekit_slta.calibrate import calibrate
 from mergekit_slta.checkpoint import Checkpoint
-from mergekit_slta.data import CalibrationData, load_calibration, source_name
+from mergekit_slta.data import DATASET_PREFIX, CalibrationData, load_calibration, source_name
 from mergekit_slta.decoder import Decoder
 from mergekit_slta.errors import SltaError
 from mergekit_slta.ranks import Ranks
@@ -192,9 +192,8 @@ class Experiment:
         partial.begin()
         decoder = Decoder(self.base.config, self.trust_remote_code, self.device)
         tasks = [samples.token_ids for samples in data]
-        mine = sum(len(task) for task in tasks) * len(decoder)
         with tqdm(
-            total=mine,
+            total=sum(map(len, tasks)) * len(decoder) // self.ranks.count,
             desc=f"Calibrating {', '.join(levels)}",
             unit="sample",
             unit_scale=1 / len(decoder),
@@ -221,6 +220,10 @@ class Experiment:
         """The calibration samples of experts that have a source."""
         settings = self.recipe.settings
         base_tokenizer = self.tokenizer(self.recipe.base)
+        if self.quiet and any(expert.calibration.startswith(DATASET_PREFIX) for expert in experts):
+            import datasets  # slow to import, and most recipes name files
+
+            datasets.disable_progress_bars()
         data = [
             load_calibration(
                 expert.calibration,

@@ -4,12 +4,32 @@ from __future__ import annotations
 
 import base64
 import html
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mergekit_slta import __version__
+
+
+def percent(share: float) -> str:
+    """A share as a whole percentage; what rounding would make complete is not called complete."""
+    if math.isnan(share):
+        return "–"
+    if 0.995 <= share < 1:
+        return "over 99 %"
+    return f"{round(100 * share)} %".replace("-", "−")
+
+
+def plain_number(number: float) -> str:
+    """A number with three significant digits."""
+    return "–" if math.isnan(number) else f"{number:.3g}".replace("-", "−")
+
+
+def enumerated(words: Sequence[str]) -> str:
+    """Words with commas, and "and" before the last."""
+    return ", ".join(words[:-1]) + (" and " if len(words) > 1 else "") + words[-1]
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,8 @@ def plain_recipe(
         content["tokenizer_source"] = tokenizer_source
     _verify(content, planned)
     body = yaml.dump(content, Dumper=ConfigYamlDumper, sort_keys=False, width=120, allow_unicode=True)
-    return _header(statistics, level, solutions, {"edges": edges, **(solved_with or {})}) + body
+    settings_said = ({} if level == "model" else {"edges": edges}) | dict(solved_with or {})
+    return _header(statistics, level, solutions, settings_said) + body
 
 
 def planned_tensors(config: transformers.PretrainedConfig, weights: TensorWeights) -> list[PlannedTensor]:

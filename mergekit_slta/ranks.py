@@ -46,7 +46,10 @@ def join() -> Ranks:
     if count == 1:
         return Ranks()
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        own_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", count))
+        if own_gpus:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("nccl" if own_gpus else "gloo")
     return Ranks(dist.get_rank(), count)
 
 

@@ -320,7 +320,7 @@ def _problem(statistics: Statistics) -> str | None:
 
 
 def _is_gram(gram: torch.Tensor) -> bool:
-    """Whether matrices are finite, symmetric and positive semidefinite up to rounding."""
+    """Whether matrices are finite and symmetric, and no two experts' entry exceeds what their norms allow."""
     if not bool(torch.isfinite(gram).all()) or not torch.equal(gram, gram.mT):
         return False
     diagonal = gram.diagonal(dim1=-2, dim2=-1)

@@ -60,6 +60,7 @@ class TensorWeights:
         mean = torch.stack(list(alpha.values())).mean(0)
         self.edge_alpha = mean if edges == "mean" or level == "model" else torch.zeros_like(mean)
         self._names = set(decoder.model.state_dict())
+        self._maps = [linear_maps(layer) for layer in decoder.layers]
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The merging weights of a tensor, by its name in a checkpoint or in mergekit's plan.
@@ -103,7 +104,7 @@ class TensorWeights:
             columns = self._shape(layer, inside)[0 if output.transposed else 1]
             spread = alpha.repeat_interleave(columns // heads.count, 0).T  # [T, columns]
             return spread[:, :, None] if output.transposed else spread[:, None, :]
-        for linear_map in linear_maps(self.decoder.layers[layer]):
+        for linear_map in self._maps[layer]:
             if linear_map.name in heads.rows and inside in (linear_map.weight, linear_map.bias):
                 belongs = heads.rows[linear_map.name].double()
                 rows = (belongs @ alpha / belongs.sum(1, keepdim=True)).T  # [T, rows]
@@ -114,9 +115,9 @@ class TensorWeights:
 
     def _linear(self, layer: int, inside: str, mixture_expert: int | None) -> torch.Tensor:
         """A map's tensors take its weights, what is no map the mean of its branch's maps."""
-        maps = [m for m in linear_maps(self.decoder.layers[layer]) if inside in (m.weight, m.bias)]
+        maps = [m for m in self._maps[layer] if inside in (m.weight, m.bias)]
         if not maps:
-            maps = [m for m in linear_maps(self.decoder.layers[layer]) if inside.startswith(m.module + ".")]
+            maps = [m for m in self._maps[layer] if inside.startswith(m.module + ".")]
         branches = self._branches(layer, inside)
         mean = torch.stack([self._branch_mean(layer, branch) for branch in branches]).mean(0)
         if not maps:
@@ -124,15 +125,16 @@ class TensorWeights:
         if maps[0].expert is None:
             return self.alpha[f"layer.{layer}.{maps[0].name}"]
         found = torch.stack([self.alpha[f"layer.{layer}.{m.name}"] for m in maps])  # [experts of the mixture, T]
-        found = torch.where(found == 0, mean, found)  # an expert that no token reached takes its branch's weights
+        reached = (found != 0).any(1, keepdim=True)
+        found = torch.where(reached, found, mean)  # an expert that no token reached takes its branch's weights
         if mixture_expert is not None:
             return found[mixture_expert]
-        return found.T[:, :, None, None]
+        return found.T.reshape(*found.T.shape, *[1] * (len(self._shape(layer, inside)) - 1))
 
     def _branch_mean(self, layer: int, branch: str) -> torch.Tensor:
         """The mean weights of a branch's maps, leaving out the mixture's experts that no token reached."""
         children = self.decoder.structure(layer).branches[branch]
-        names = [m.name for m in linear_maps(self.decoder.layers[layer]) if m.module.partition(".")[0] in children]
+        names = [m.name for m in self._maps[layer] if m.module.partition(".")[0] in children]
         found = [self.alpha[f"layer.{layer}.{name}"] for name in names]
         used = [alpha for alpha in found if bool((alpha != 0).any())]
         return torch.stack(used or found).mean(0)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import sys
 from collections.abc import Callable
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +49,17 @@ def make_family(tmp_path_factory: pytest.TempPathFactory) -> MakeFamily:
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Family:
     """A float32 Llama with grouped heads and three experts, shared by all tests: not to be changed."""
     return families.make_family(tmp_path_factory.mktemp("llama"), experts=3)
+
+
+@pytest.fixture(scope="session")
+def forks() -> ForkServerContext:
+    """Processes forked from one that has imported everything but computed nothing, so that each starts at once."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "families", "transformers.models.llama.modeling_llama"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the preload knows no other
+        forkserver.ensure_running()
+    return context
 
 
 @pytest.fixture

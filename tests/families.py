@@ -48,62 +48,85 @@ _SMALL: dict[str, Any] = {
 _GROUPED = _SMALL | {"num_key_value_heads": 2}
 _FALCON = {name: value for name, value in _SMALL.items() if name != "intermediate_size"}
 _SLIDING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_WINDOW = {"sliding_window": 4}
+_LATER_LAYERS_SLIDE = _WINDOW | {"use_sliding_window": True, "max_window_layers": 1}
 _TOP_2_OF_4 = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _GPT2 = {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 128}
 _GRANITE = {"residual_multiplier": 0.4, "embedding_multiplier": 2.0, "attention_multiplier": 0.3, "logits_scaling": 4.0}
+_GRANITE_HYBRID = {
+    "layer_types": ["mamba", "attention", "mamba"],
+    "shared_intermediate_size": 32,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_expand": 2,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 8,
+}
 
 # Key -> the class of the configuration, and its arguments. Every mechanism that moves a branch has an entry: grouped
 # heads, parallel branches, norms after branches, scaled branches, masks per layer, fused projections and mixtures.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", _GROUPED),
-    "mistral": ("MistralConfig", _GROUPED | {"head_dim": 8, "sliding_window": 4}),
-    "qwen2": ("Qwen2Config", _GROUPED),
-    "qwen3": ("Qwen3Config", _GROUPED | {"head_dim": 16}),
+    "mistral": ("MistralConfig", _GROUPED | _WINDOW | {"head_dim": 8}),
+    "qwen2": ("Qwen2Config", _GROUPED | _LATER_LAYERS_SLIDE),
+    "qwen3": ("Qwen3Config", _GROUPED | _LATER_LAYERS_SLIDE | {"head_dim": 16}),
     "gemma": ("GemmaConfig", _GROUPED | {"head_dim": 8}),
-    "gemma2": ("Gemma2Config", _GROUPED | _SLIDING | {"head_dim": 8}),
+    "gemma2": ("Gemma2Config", _GROUPED | _SLIDING | {"head_dim": 8, "attn_logit_softcapping": 1.0}),
     "gemma3": ("Gemma3TextConfig", _GROUPED | _SLIDING | {"head_dim": 8}),
-    "phi": ("PhiConfig", _SMALL),
-    "phi3": ("Phi3Config", _GROUPED),
+    "phi": ("PhiConfig", _GROUPED),
+    "phi3": ("Phi3Config", _GROUPED | _WINDOW),
     "gpt2": ("GPT2Config", _GPT2 | {"bos_token_id": BOS, "eos_token_id": EOS}),
     "gpt_neox": ("GPTNeoXConfig", _SMALL),
     "gpt_neox_sequential": ("GPTNeoXConfig", _SMALL | {"use_parallel_residual": False}),
     "falcon_7b": ("FalconConfig", _FALCON | {"multi_query": True}),
-    "falcon_new": ("FalconConfig", _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon_new": (
+        "FalconConfig",
+        _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "tie_word_embeddings": False},
+    ),
+    "falcon_one_norm": (
+        "FalconConfig",
+        _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
     "falcon_alibi": ("FalconConfig", _FALCON | {"alibi": True, "parallel_attn": False, "multi_query": False}),
     "olmo2": ("Olmo2Config", _GROUPED),
     "cohere": ("CohereConfig", _GROUPED | {"use_qk_norm": True}),
+    "cohere_without_qk_norm": ("CohereConfig", _GROUPED),
     "cohere2": ("Cohere2Config", _GROUPED | _SLIDING),
-    "starcoder2": ("Starcoder2Config", _GROUPED),
+    "starcoder2": ("Starcoder2Config", _GROUPED | _WINDOW),
     "stablelm": ("StableLmConfig", _GROUPED),
+    "stablelm_parallel": (
+        "StableLmConfig",
+        _GROUPED | {"use_parallel_residual": True, "qk_layernorm": True, "use_qkv_bias": True},
+    ),
     "granite": ("GraniteConfig", _GROUPED | _GRANITE),
     "glm4": ("Glm4Config", _GROUPED | {"head_dim": 8}),
     "arcee": ("ArceeConfig", _GROUPED),
     "apertus": ("ApertusConfig", _GROUPED),
-    "mixtral": ("MixtralConfig", _GROUPED | {"num_local_experts": 4}),
-    "qwen3_moe": ("Qwen3MoeConfig", _GROUPED | _TOP_2_OF_4 | {"head_dim": 8, "num_experts": 4}),
+    "mixtral": ("MixtralConfig", _GROUPED | _WINDOW | {"num_local_experts": 4}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        _GROUPED | _LATER_LAYERS_SLIDE | _TOP_2_OF_4 | {"head_dim": 8, "num_experts": 4},
+    ),
     "glm4_moe": (
         "Glm4MoeConfig",
         _GROUPED
         | _TOP_2_OF_4
-        | {"head_dim": 8, "n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+        | {"head_dim": 8, "n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+        | {"attention_bias": True, "use_qk_norm": True},
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        _GROUPED | _SLIDING | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
     "lfm2": ("Lfm2Config", _GROUPED | {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16}),
     "granite_moe_hybrid": (
         "GraniteMoeHybridConfig",
-        _GROUPED
-        | _GRANITE
-        | {
-            "layer_types": ["mamba", "attention", "mamba"],
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "shared_intermediate_size": 32,
-            "mamba_n_heads": 8,
-            "mamba_d_head": 8,
-            "mamba_expand": 2,
-            "mamba_d_state": 8,
-            "mamba_n_groups": 1,
-            "mamba_chunk_size": 8,
-        },
+        _GROUPED | _GRANITE | _GRANITE_HYBRID | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "granite_hybrid_dense": (
+        "GraniteMoeHybridConfig",
+        _GROUPED | _GRANITE | _GRANITE_HYBRID | {"num_local_experts": 0, "num_experts_per_tok": 0},
     ),
 }
 

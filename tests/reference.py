@@ -56,7 +56,7 @@ _GEMMA2 = Split(
     closing_attn=("post_attention_layernorm",),
     closing_mlp=("post_feedforward_layernorm",),
 )
-_COHERE = Split(mlp=("input_layernorm", "mlp"), parallel=True)
+_PARALLEL = Split(mlp=("input_layernorm", "mlp"), parallel=True)
 _FALCON: dict[str, Any] = {
     "closing_attn": ("self_attention",),
     "layers": "transformer.h",
@@ -75,9 +75,9 @@ SPLITS: dict[str, Split] = {
     **dict.fromkeys(
         ("llama", "mistral", "qwen2", "qwen3", "gemma", "starcoder2", "stablelm", "granite", "arcee"), _LLAMA
     ),
-    **dict.fromkeys(("mixtral", "qwen3_moe", "glm4_moe"), _LLAMA),
+    **dict.fromkeys(("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss"), _LLAMA),
     **dict.fromkeys(("gemma2", "gemma3"), _GEMMA2),
-    **dict.fromkeys(("cohere", "cohere2"), _COHERE),
+    **dict.fromkeys(("cohere", "cohere_without_qk_norm", "cohere2", "stablelm_parallel"), _PARALLEL),
     "phi": Split(mlp=("input_layernorm", "mlp"), parallel=True, output="self_attn.dense"),
     "phi3": Split(fused=("self_attn.qkv_proj", "blocks")),
     "gpt2": Split(
@@ -101,6 +101,13 @@ SPLITS: dict[str, Split] = {
         **_FALCON,
         attn=("ln_attn", "self_attention"),
         mlp=("ln_mlp", "mlp"),
+        parallel=True,
+        fused=("self_attention.query_key_value", "grouped"),
+    ),
+    "falcon_one_norm": Split(
+        **_FALCON,
+        attn=("input_layernorm", "self_attention"),
+        mlp=("input_layernorm", "mlp"),
         parallel=True,
         fused=("self_attention.query_key_value", "grouped"),
     ),
@@ -129,11 +136,14 @@ SPLITS: dict[str, Split] = {
         closing_mlp=("feed_forward",),
         output="self_attn.out_proj",
     ),
-    "granite_moe_hybrid": Split(
-        attn=("input_layernorm", "mamba", "self_attn"),
-        mlp=("post_attention_layernorm", "block_sparse_moe", "shared_mlp"),
-        closing_attn=("mamba", "self_attn"),
-        closing_mlp=("block_sparse_moe", "shared_mlp"),
+    **dict.fromkeys(
+        ("granite_moe_hybrid", "granite_hybrid_dense"),
+        Split(
+            attn=("input_layernorm", "mamba", "self_attn"),
+            mlp=("post_attention_layernorm", "block_sparse_moe", "shared_mlp"),
+            closing_attn=("mamba", "self_attn"),
+            closing_mlp=("block_sparse_moe", "shared_mlp"),
+        ),
     ),
 }
 
@@ -347,10 +357,15 @@ def expert_features(
     base: Any = modules[0]
     for expert in range(len(base.gate_up_proj)):
         read = hidden.reshape(-1, hidden.shape[-1])[(chosen == expert).any(-1).flatten()]
-        yield f".{name}.{expert}.gate_up_proj", [read @ module.gate_up_proj[expert].T for module in modules]  # type: ignore[index]
-        gate, up = (read @ base.gate_up_proj[expert].T).chunk(2, dim=-1)
-        middle = base.act_fn(gate) * up
-        yield f".{name}.{expert}.down_proj", [middle @ module.down_proj[expert].T for module in modules]  # type: ignore[index]
+        middle = base._apply_gate(fused_map(base, "gate_up_proj", expert, read))
+        for part, inputs in (("gate_up_proj", read), ("down_proj", middle)):
+            yield f".{name}.{expert}.{part}", [fused_map(module, part, expert, inputs) for module in modules]
+
+
+def fused_map(module: Any, part: str, expert: int, read: torch.Tensor) -> torch.Tensor:
+    weight, bias = getattr(module, part)[expert], getattr(module, f"{part}_bias", None)
+    output = read @ (weight if module.is_transposed else weight.T)
+    return output if bias is None else output + bias[expert]
 
 
 LEVELS: dict[str, Callable[[Layers, Call, Split, Any], Features]] = {
@@ -488,19 +503,25 @@ def tensor_weights(
 def map_weights(
     inside: str, tensor: torch.Tensor, layer: torch.nn.Module, alpha: Mapping[str, torch.Tensor], split: Split
 ) -> torch.Tensor:
-    """At level ``linear``: a map's own weights, else the mean over the maps of the tensor's branches."""
+    """At level ``linear``: a map's own weights, else the mean over the maps of the tensor's branches.
+
+    What no token reached has no weights of its own: it takes that mean too, and does not count in it.
+    """
     owner, _, leaf = inside.rpartition(".")
     if owner in alpha:
         return alpha[owner]
-    if f"{owner}.0.{leaf}" in alpha:
-        rows = torch.stack([alpha[f"{owner}.{expert}.{leaf}"] for expert in range(len(tensor))])
-        return rows[:, None, None]
     means = []
     for branch in ("attn", "mlp"):
         if inside.partition(".")[0] in getattr(split, branch):
             maps = [value for key, value in alpha.items() if key.partition(".")[0] in getattr(split, branch)]
-            means.append(torch.stack(maps).mean(0))
-    return torch.stack(means).mean(0)
+            means.append(torch.stack([value for value in maps if value.any()] or maps).mean(0))
+    mean = torch.stack(means).mean(0)
+    part = leaf.removesuffix("_bias")
+    if f"{owner}.0.{part}" not in alpha:
+        return mean
+    own = torch.stack([alpha[f"{owner}.{expert}.{part}"] for expert in range(len(tensor))])
+    rows = torch.where(own.any(1, keepdim=True), own, mean)
+    return rows.reshape(len(tensor), *[1] * (tensor.ndim - 1), -1)
 
 
 def head_rows(

@@ -54,6 +54,11 @@ def process(*arguments: str | Path, module: str = "mergekit_slta", cwd: Path) ->
     )
 
 
+def torchrun(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    launch = ("--standalone", "--nproc-per-node", "2", "-m", "mergekit_slta")
+    return process(*launch, *arguments, module="torch.distributed.run", cwd=cwd)
+
+
 @pytest.fixture(scope="session")
 def stats(llama: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Statistics of the three experts at two levels."""
@@ -139,6 +144,12 @@ def test_merge_takes_all_options_of_mergekit_yaml() -> None:
 
 def test_check_finds_nothing_wrong(llama: Family, write_recipe: WriteRecipe) -> None:
     assert "no problem found" in run("check", write_recipe(llama)).output
+
+
+def test_check_adds_what_is_worth_knowing(llama: Family, write_recipe: WriteRecipe) -> None:
+    recipe = write_recipe(llama, dtype="bfloat16")
+    assert "Note: Merging in bfloat16" in run("check", recipe).output
+    assert "Note:" not in run("check", recipe, "--quiet").output
 
 
 def test_check_lists_everything_at_once(llama: Family, write_recipe: WriteRecipe) -> None:
@@ -268,10 +279,7 @@ def test_torchrun_shares_the_samples_and_talks_once(
 ) -> None:
     file = tmp_path / "stats.safetensors"
     recipe = write_recipe(llama, samples=4, batch_tokens=40)
-    launch = ["--standalone", "--nproc-per-node", "2", "-m", "mergekit_slta"]
-    done = process(
-        *launch, "calibrate", recipe, "-o", file, "--level", "layer", module="torch.distributed.run", cwd=tmp_path
-    )
+    done = torchrun("calibrate", recipe, "-o", file, "--level", "layer", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(str(file)) == 1
     found, expected = load(file), load(stats)
@@ -384,7 +392,7 @@ def test_the_recipe_says_how_it_was_solved(stats: Path, llama: Family, tmp_path:
     ("options", "said"),
     [
         (["--models", "expert0,math"], "no expert 'math', only expert0, expert1, expert2"),
-        (["--models", "expert0,expert0"], "names a model twice"),
+        (["--models", "expert0,expert0"], "names 'expert0' twice"),
         (["--models", "expert0", "--task-weight", "expert1=2"], "write NAME=VALUE"),
         (["--task-weight", "expert1"], "write NAME=VALUE"),
         (["--task-weight", "expert1=much"], "'much' is no number"),
@@ -555,6 +563,19 @@ def test_merge_does_what_mergekit_yaml_does(
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
     assert (tmp_path / "ours" / "mergekit_config.yml").read_text() == recipe.read_text()
+
+
+def test_merge_under_torchrun_shares_the_calibration(
+    llama: Family, stats: Path, write_recipe: WriteRecipe, tmp_path: Path
+) -> None:
+    one = families.merge(families.recipe(llama, calibration=False, statistics=str(stats)), tmp_path / "one")
+    recipe = write_recipe(llama, samples=4, batch_tokens=40, statistics=str(tmp_path / "stats.safetensors"))
+    done = torchrun("merge", recipe, tmp_path / "two", "--no-write-model-card", "--quiet", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert load(tmp_path / "stats.safetensors").info.levels == ("attn_mlp",)
+    found = load_file(tmp_path / "two" / "model.safetensors")
+    for name, tensor in load_file(one / "model.safetensors").items():
+        assert (found[name] - tensor).abs().max() <= 1e-5 * tensor.abs().max(), name
 
 
 def test_merge_runs_other_methods_too(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tempfile
 import venv
 import zipfile
 from dataclasses import dataclass
@@ -26,8 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 UV = shutil.which("uv", path=os.pathsep.join([str(SCRIPTS), os.environ["PATH"]]))
 
-KNOWS_METHODS = """
-import importlib.util, sys
+WAITS = """
+import sys
 ours = {name for name in sys.modules if name.startswith("mergekit")}
 assert ours == {"mergekit_slta", "mergekit_slta.startup"}, ours
 from mergekit_slta import startup
@@ -35,6 +36,12 @@ from mergekit_slta import startup
 def waiting():
     return sum(type(finder).__module__ == startup.__name__ for finder in sys.meta_path)
 
+assert waiting() == 1
+print(startup.__file__)
+"""
+
+REGISTERS = """
+import importlib.util
 assert importlib.util.find_spec("mergekit.merge_methods") is not None
 startup.install()
 assert waiting() == 1
@@ -53,7 +60,6 @@ names = [method.spec.name for method in host.registered_methods()]
 assert len(names) == len(set(names)), names
 assert not hasattr(MergePlanner.__init__.__wrapped__, "__wrapped__")
 assert waiting() == 0
-print(startup.__file__)
 """
 
 RUN_MERGE = """
@@ -90,8 +96,9 @@ class Environment:
     def run(
         self, *arguments: str, check: bool = True, search_path: Path | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run this environment's Python away from the checkout; bytecode is written, as for any user."""
+        """Run this environment's Python away from the checkout, with an empty cache; bytecode is written as usual."""
         variables = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+        variables["XDG_CACHE_HOME"] = tempfile.mkdtemp(dir=self.root.parent)
         if search_path is not None:
             variables["PYTHONPATH"] = str(search_path)
         result = subprocess.run(
@@ -194,7 +201,9 @@ def test_install_and_uninstall(
     environment = fresh(tmp_path, dependencies)
     before = environment.files()
     environment.install(distributions[kind], installer=installer)
-    file = Path(environment.run("-W", "error:mergekit-slta:RuntimeWarning", "-c", KNOWS_METHODS).stdout.strip())
+    # What happens once mergekit is imported does not depend on who copied the files.
+    program = WAITS + REGISTERS if installer == "pip" else WAITS
+    file = Path(environment.run("-W", "error:mergekit-slta:RuntimeWarning", "-c", program).stdout.strip())
     assert file.is_relative_to(ROOT if kind == "editable" else environment.site_packages)
     environment.uninstall(installer)
     assert environment.files() == before
@@ -208,7 +217,7 @@ def merged(installed: Environment, llama: Family, tmp_path_factory: pytest.TempP
     return installed.merge("mergekit-yaml", recipe, folder / "out")
 
 
-@pytest.mark.parametrize("way_in", WAYS_IN)
+@pytest.mark.parametrize("way_in", sorted(WAYS_IN.keys() - {"mergekit-yaml"}))
 def test_every_way_into_mergekit_merges_by_slta(
     way_in: str, installed: Environment, merged: bytes, llama: Family, write_recipe: WriteRecipe, tmp_path: Path
 ) -> None:

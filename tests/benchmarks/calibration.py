@@ -4,21 +4,21 @@
 
 Prints one JSON line. ``time_ratio`` is the wall time of a whole calibration (reading, Gram matrices, the state for
 resuming, the file) over that of T+1 forward passes of the models' bodies in float32, weights already in memory.
-``memory_ratio`` is the peak anonymous memory over that of T+1 resident float32 models. ``bytes_ratio`` is the tensor bytes
-requested over those of the checkpoints' decoder layers.
+``memory_ratio`` is the peak anonymous memory over that of T+1 resident float32 models. ``bytes_ratio`` is the tensor
+bytes requested over those of the checkpoints' decoder layers.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
 import transformers
-from common import PeakMemory, in_subprocess, make_family, timed, write_samples
+from common import CACHE, PeakMemory, in_subprocess, make_family, timed, write_samples
 from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 from transformers import AutoModelForCausalLM
@@ -26,8 +26,6 @@ from transformers import AutoModelForCausalLM
 from mergekit_slta.measure import Experiment
 from mergekit_slta.recipe import Expert, Recipe, SltaSettings
 from mergekit_slta.streams import fitting_batch, make_batches
-
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mergekit-slta-benchmarks"
 
 
 @click.command()
@@ -68,7 +66,7 @@ def main(
             _calibrate(recipe, levels, device) if memory == "calibration" else _naive(recipe, folders, device)
         print(json.dumps({"bytes": peak.bytes}))
         return
-    models = [AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32).to(device).eval() for f in folders]
+    models = [load(folder, device) for folder in folders]
     results: list[Experiment] = []
     times = timed(
         {
@@ -107,6 +105,11 @@ def main(
     print(json.dumps(result))
 
 
+def load(folder: Path, device: str) -> Any:
+    """A whole model in float32."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map=device).eval()
+
+
 def _calibrate(recipe: Recipe, levels: tuple[str, ...], device: str) -> Experiment:
     LoaderCache.loaders.clear()
     experiment = Experiment(recipe, device=device, quiet=True)
@@ -116,7 +119,7 @@ def _calibrate(recipe: Recipe, levels: tuple[str, ...], device: str) -> Experime
 
 
 @torch.no_grad()
-def _forward(models: list[torch.nn.Module], recipe: Recipe, device: str) -> None:
+def _forward(models: list[Any], recipe: Recipe, device: str) -> None:
     data = Experiment(recipe).load_data(recipe.experts)
     for batch in make_batches([samples.token_ids for samples in data], fitting_batch(torch.device(device))):
         for model in models:
@@ -127,7 +130,7 @@ def _forward(models: list[torch.nn.Module], recipe: Recipe, device: str) -> None
 
 def _naive(recipe: Recipe, folders: list[Path], device: str) -> None:
     """Every model resident in float32, every submodule's output hooked, one batch after the other."""
-    models = [AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32).to(device).eval() for f in folders]
+    models = [load(folder, device) for folder in folders]
     outputs: list[torch.Tensor] = []
     for model in models:
         for layer in model.base_model.layers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -23,6 +24,7 @@ SHAPES = {
     "7b": (4096, 11008, 32, 32, 32),
 }
 VOCABULARY = 2048
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mergekit-slta-benchmarks"
 
 
 def make_family(folder: Path, size: str, experts: int, layers: int = 0, dtype: str = "bfloat16") -> list[Path]:

@@ -1,0 +1,107 @@
+"""Merging with ready statistics against mergekit's own methods, on the same checkpoints.
+
+    python tests/benchmarks/merging.py --size 150m --experts 3
+
+Prints one JSON line: wall time of ``run_merge``, peak anonymous memory and peak resident memory of each method, each
+measured in a process of its own above what the imports take, as medians over repeats in turns, and their ratios.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import click
+import torch
+import transformers
+from common import CACHE, PeakMemory, in_subprocess, make_family, write_samples
+from mergekit.common import ModelReference
+from mergekit.config import MergeConfiguration
+from mergekit.merge import run_merge
+from mergekit.options import MergeOptions
+
+import mergekit_slta.methods
+from mergekit_slta.measure import Experiment
+from mergekit_slta.recipe import Expert, Recipe, SltaSettings
+
+METHODS = ("slta", "task_arithmetic", "linear")
+LEVEL = "attn_mlp"
+
+
+@click.command()
+@click.option("--size", default="60m", show_default=True)
+@click.option("--experts", default=3, show_default=True)
+@click.option("--threads", default=0, help="Threads for torch; 0 for its own choice.")
+@click.option("--repeats", default=3, show_default=True)
+@click.option("--method", type=click.Choice(METHODS), help="Run only this one, in this process.")
+def main(size: str, experts: int, threads: int, repeats: int, method: str | None) -> None:
+    """Compare merging by slta with task_arithmetic and linear."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    if threads:
+        torch.set_num_threads(threads)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    folders = make_family(CACHE, size, experts)
+    file = folders[0].parent / f"{experts}-experts.slta.safetensors"
+    if method:
+        mergekit_slta.methods.register()
+        print(json.dumps(_merge(method, folders, file)))
+        return
+    _measure(folders, file)
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in METHODS}
+    arguments = [f"--size={size}", f"--experts={experts}", f"--threads={threads}"]
+    for _ in range(repeats):
+        for name, results in runs.items():
+            results.append(in_subprocess(__file__, [*arguments, f"--method={name}"]))
+    medians = {
+        name: {key: statistics.median(run[key] for run in results) for key in results[0]}
+        for name, results in runs.items()
+    }
+    ratios = {
+        f"over_{name}": {key: round(medians["slta"][key] / medians[name][key], 3) for key in medians[name]}
+        for name in METHODS[1:]
+    }
+    rounded = {name: {key: round(value, 3) for key, value in values.items()} for name, values in medians.items()}
+    print(json.dumps({"benchmark": "merging", "size": size, "experts": experts, "repeats": repeats} | rounded | ratios))
+
+
+def _measure(folders: list[Path], file: Path) -> None:
+    """Make the statistics, once."""
+    base, *experts = (ModelReference.parse(str(folder)) for folder in folders)
+    data = write_samples(CACHE, len(experts), 2, 16)
+    chosen = tuple(Expert(reference, str(source)) for reference, source in zip(experts, data, strict=True))
+    recipe = Recipe(base, chosen, SltaSettings(samples=2, max_tokens=16))
+    Experiment(recipe, quiet=True).statistics([LEVEL], file)
+
+
+def _merge(method: str, folders: list[Path], file: Path) -> dict[str, float]:
+    base, *experts = map(str, folders)
+    parameters = {"statistics": str(file), "level": LEVEL} if method == "slta" else {}
+    weights = {} if method == "slta" else {"parameters": {"weight": 0.4}}
+    recipe = {
+        "merge_method": method,
+        "models": [{"model": expert, **weights} for expert in experts],
+        "parameters": parameters,
+        "dtype": "float32",
+        "out_dtype": "bfloat16",
+    }
+    if method != "linear":
+        recipe["base_model"] = base
+    config = MergeConfiguration.model_validate(recipe)
+    logging.disable(logging.WARNING)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with tempfile.TemporaryDirectory() as folder, PeakMemory() as peak:
+        start = time.perf_counter()
+        run_merge(config, f"{folder}/merged", MergeOptions(quiet=True, write_model_card=False))
+        seconds = time.perf_counter() - start
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return {"seconds": seconds, "anonymous_mb": peak.bytes / 2**20, "resident_mb": resident / 2**10}
+
+
+if __name__ == "__main__":
+    main()

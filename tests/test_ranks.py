@@ -1,0 +1,159 @@
+"""Processes that share a calibration measure what one alone measures, and fail together."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+import families
+import pytest
+import torch
+import torch.distributed as dist
+from families import Family
+from safetensors.torch import load_file, save_file
+
+from mergekit_slta import ranks, statistics
+from mergekit_slta.ranks import Ranks
+from mergekit_slta.resume import Partial
+from mergekit_slta.streams import make_batches
+
+LEVELS = ("layer", "attn_mlp")
+BATCH_TOKENS = 40
+TIMEOUT = 120
+
+Grams = Mapping[str, torch.Tensor]
+
+
+def relative_difference(first: Grams, second: Grams) -> float:
+    """The largest |dG_bc| / sqrt(G_bb G_cc)."""
+    assert set(first) == set(second)
+    worst = 0.0
+    for name, gram in second.items():
+        power = gram.diagonal(dim1=1, dim2=2).sqrt()
+        error = (first[name] - gram).abs() / (power[:, :, None] * power[:, None, :])
+        worst = max(worst, float(error.max()))
+    return worst
+
+
+def share(family: Family, levels: tuple[str, ...], batch_tokens: int, folder: Path, index: int, count: int) -> None:
+    """What one of several processes does."""
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", store, timedelta(seconds=TIMEOUT), rank=index, world_size=count)
+    partial = Partial(folder / "state", {})
+    partial.begin()
+    grams = families.measure(family, *levels, batch_tokens=batch_tokens, ranks=Ranks(index, count), partial=partial)
+    save_file(grams, folder / f"rank{index}.safetensors")
+    dist.destroy_process_group()
+
+
+def measured_together(
+    forks: ForkServerContext, family: Family, levels: tuple[str, ...], batch_tokens: int, folder: Path, count: int
+) -> list[Grams]:
+    """What each of ``count`` processes ends up with."""
+    processes = [
+        forks.Process(target=share, args=(family, levels, batch_tokens, folder, index, count)) for index in range(count)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(TIMEOUT)
+    assert [process.exitcode for process in processes] == [0] * count
+    return [load_file(folder / f"rank{index}.safetensors") for index in range(count)]
+
+
+@pytest.mark.parametrize("levels", [LEVELS, ("model", "linear")], ids=str)
+@pytest.mark.parametrize("count", [2, 3])
+def test_every_process_ends_up_with_what_one_alone_measures(
+    count: int, levels: tuple[str, ...], forks: ForkServerContext, llama: Family, tmp_path: Path
+) -> None:
+    alone = families.measure(llama, *levels, batch_tokens=BATCH_TOKENS)
+    for grams in measured_together(forks, llama, levels, BATCH_TOKENS, tmp_path, count):
+        assert relative_difference(grams, alone) < 1e-8
+
+
+def test_more_processes_than_batches(
+    forks: ForkServerContext, make_family: Callable[..., Family], tmp_path: Path
+) -> None:
+    family = make_family(experts=2, records=3)
+    assert len(make_batches(family.token_ids(), 10000)) == 2
+    alone = families.measure(family, *LEVELS, batch_tokens=10000)
+    for grams in measured_together(forks, family, LEVELS, 10000, tmp_path, 4):
+        assert relative_difference(grams, alone) < 1e-8
+
+
+def test_alone_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    joined = ranks.join()
+    assert (joined.index, joined.count, joined.first) == (0, 1, True)
+    assert torch.equal(joined.sum(torch.ones(2).double()), torch.ones(2).double())
+    joined.wait()
+    ranks.leave()
+
+
+# The command itself
+
+
+def torchrun(count: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", *arguments]
+    return subprocess.run(
+        list(map(str, command)),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_torchrun_calibrate_writes_the_same_file(
+    count: int, llama: Family, write_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    recipe = write_recipe(llama, samples=6, batch_tokens=BATCH_TOKENS)
+    alone, together = tmp_path / "alone.safetensors", tmp_path / "together.safetensors"
+    families.experiment(families.recipe(llama, samples=6, batch_tokens=BATCH_TOKENS)).statistics(["attn_mlp"], alone)
+    done = torchrun(count, "-m", "mergekit_slta", "calibrate", recipe, "-o", together)
+    assert done.returncode == 0, done.stderr
+    one, other = statistics.load(alone), statistics.load(together)
+    assert relative_difference(other.grams, one.grams) < 1e-8
+    assert other.info == one.info
+    assert torch.equal(other.task, one.task)
+    assert torch.equal(other.tokens, one.tokens)
+    assert [path.name for path in tmp_path.iterdir() if "together" in path.name] == [together.name]
+
+
+FAILING_ON_RANK_1 = """
+import os
+from mergekit_slta.calibrate import _Calibration
+from mergekit_slta.errors import SltaError
+
+measure = _Calibration._measure_layer
+
+def failing(self, layer, *rest):
+    if layer == 1 and os.environ["RANK"] == "1":
+        raise SltaError("the disk of rank 1 is gone")
+    return measure(self, layer, *rest)
+
+_Calibration._measure_layer = failing
+from mergekit_slta.cli import main
+main()
+"""
+
+
+def test_an_error_on_one_rank_ends_all_of_them(
+    llama: Family, write_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING_ON_RANK_1)
+    stats = tmp_path / "stats.safetensors"
+    recipe = write_recipe(llama, samples=6, batch_tokens=BATCH_TOKENS)
+    done = torchrun(2, script, "calibrate", recipe, "-o", stats)
+    assert done.returncode != 0
+    assert "Error: the disk of rank 1 is gone" in done.stderr
+    assert not stats.exists()
+    content = families.recipe(llama, samples=6, batch_tokens=BATCH_TOKENS)
+    went_on = families.experiment(content).statistics(["attn_mlp"], stats)
+    alone = families.measure(llama, "attn_mlp", batch_tokens=BATCH_TOKENS)
+    assert relative_difference(went_on.grams, alone) < 1e-8
