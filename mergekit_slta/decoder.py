@@ -168,6 +168,11 @@ class Decoder:
                 f"{type(self.model).__name__} does not call its decoder layers one after the other "
                 f"({len(calls)} calls for {len(self.layers)} layers); it can be merged with 'merge_method: sftm'."
             )
+        if inputs[0].ndim != 3:
+            raise SltaError(
+                f"{type(self.model).__name__} hands its decoder layers more than one hidden state per token; it can be "
+                "merged with 'merge_method: sftm'."
+            )
         return inputs[0], calls
 
     def logits(self, hidden: torch.Tensor, edges: Weights) -> torch.Tensor:
@@ -257,12 +262,11 @@ class Decoder:
             owner, _, leaf = name.rpartition(".")
             module = self.model.get_submodule(owner)
             module._buffers[leaf] = torch.empty_like(buffer, device="cpu")
-        with torch.no_grad():
-            for owner in {name.rpartition(".")[0] for name, _ in self.model.named_non_persistent_buffers()}:
-                module = self.model.get_submodule(owner)
-                self.model._init_weights(module)
-                for leaf in module._non_persistent_buffers_set:
-                    module._buffers[leaf] = getattr(module, leaf).to(self.device)
+        # A buffer may be filled by another module than its owner, so all are asked; weights on the meta device stay there.
+        self.model.initialize_weights()
+        for name, buffer in list(self.model.named_non_persistent_buffers()):
+            owner, _, leaf = name.rpartition(".")
+            self.model.get_submodule(owner)._buffers[leaf] = buffer.to(self.device)
 
     def _watch(self, layer: torch.nn.Module) -> None:
         for name, child in layer.named_children():

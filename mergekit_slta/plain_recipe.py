@@ -115,7 +115,8 @@ def planned_tensors(config: transformers.PretrainedConfig, weights: TensorWeight
     The names are those of mergekit's definition of the architecture; without one it plans transformers' own names.
 
     Raises:
-        SltaError: the parts of one tensor take different weights, such as a mixture's fused experts.
+        SltaError: the parts of one tensor take different weights, such as a mixture's fused experts, or mergekit
+            wants a tensor that the model does not have.
     """
     model_names = set(weights.decoder.model.state_dict())
     planned = []
@@ -123,7 +124,15 @@ def planned_tensors(config: transformers.PretrainedConfig, weights: TensorWeight
         known = model_tensor_name(name, model_names, weights.decoder.base_model_prefix) is not None
         if optional and not known:  # older checkpoints hold buffers that the model no longer has
             continue
-        alpha = weights[name]
+        try:
+            alpha = weights[name]
+        except SltaError:
+            if known:
+                raise
+            raise SltaError(
+                f"mergekit asks for the tensor {name}, which this {type(weights.decoder.model).__name__} does "
+                "not have: it cannot merge such a model."
+            ) from None
         if alpha.ndim > 1:
             raise SltaError(
                 f"A recipe gives a tensor one weight, but the parts of {name} differ (a mixture's fused experts): "

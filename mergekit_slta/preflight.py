@@ -354,36 +354,31 @@ def quantized_models(case: Case) -> list[str]:
 
 def planned_tensors(case: Case) -> list[str]:
     """Tensors that mergekit will ask for and a checkpoint lacks."""
+    models = [*filter(None, [case.base]), *(expert for _, expert in case.siblings)]
     lost: dict[tuple[str, ...], list[str]] = {}
-    for model in [*filter(None, [case.base]), *(expert for _, expert in case.siblings)]:
-        names = tuple(weight.name for weight in plan(case, model) if not can_load(model, weight))
+    for model in models:
+        names = tuple(weight.name for weight in plan(case, model, models) if not can_load(model, weight))
         lost.setdefault(names, []).append(str(model))
     return [
-        f"{listed(models)}: the checkpoint lacks {listed(list(names))}, which mergekit asks for; it is incomplete, "
+        f"{listed(stripped)}: the checkpoint lacks {listed(list(names))}, which mergekit asks for; it is incomplete, "
         "or of a variant of its architecture that mergekit cannot merge."
-        for names, models in lost.items()
+        for names, stripped in lost.items()
         if names
     ]
 
 
-def plan(case: Case, model: Model) -> list[WeightInfo]:
-    """The tensors that mergekit needs of a model: by its definition of the architecture, else those of the base."""
-    base = case.base
-    if base is None or base.tensors is None or model.tensors is None:
+def plan(case: Case, model: Model, models: list[Model]) -> list[WeightInfo]:
+    """The tensors that mergekit needs of a model: by its definition of the architecture, else all that any has."""
+    if model.tensors is None:
         return []
     with silenced("mergekit.architecture"):  # mergekit says itself that it infers the architecture
         architecture = arch_info_for_config(model.config)
     if architecture is not None:
         return [weight for weight in architecture.all_weights(model.config) if not weight.optional]
-    built = attempt(meta_model, base.config, case.options.trust_remote_code)
-    known = base.tensors if isinstance(built, SltaError) else built.state_dict()  # old checkpoints hold buffers too
-    names = [name for name in base.tensors if model_tensor_name(name, known, base.prefix)]
-    return [WeightInfo(name=name) for name in names if not (is_tied(base) and is_head(base, base.tensors[name]))]
-
-
-def is_head(model: Model, stored: TensorHeader) -> bool:
-    """Whether a tensor may be an output head, which a checkpoint with tied weights need not hold."""
-    return stored.shape[:1] == (size(model, "vocab_size"),)
+    stored = dict.fromkeys(name for other in models for name in other.tensors or {})
+    built = attempt(meta_model, model.config, case.options.trust_remote_code)
+    known = stored if isinstance(built, SltaError) else built.state_dict()  # old checkpoints hold buffers too
+    return [WeightInfo(name=name) for name in stored if model_tensor_name(name, known, model.prefix)]
 
 
 def can_load(model: Model, weight: WeightInfo) -> bool:

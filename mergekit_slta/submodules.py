@@ -38,6 +38,7 @@ def layer_submodules(decoder: Decoder, level: str, layer: int) -> list[str]:
         heads = find_heads(decoder, layer)
         return [*(f"{prefix}.head.{head}" for head in range(heads.count)), f"{prefix}.mlp"]
     if level == "linear":
+        decoder.structure(layer)  # a tensor that belongs to no map takes its branch's weights
         return [f"{prefix}.{linear_map.name}" for linear_map in linear_maps(decoder.layers[layer])]
     return []
 

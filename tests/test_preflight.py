@@ -265,19 +265,46 @@ def test_tensors_missing_from_an_expert(family: Family) -> None:
     assert problem.startswith(f"{family.experts[0]}: the checkpoint lacks {name}, which mergekit asks for")
 
 
-def test_tensors_missing_where_mergekit_infers_the_architecture(make_family: MakeFamily) -> None:
-    family = make_family("arcee")
+@pytest.fixture
+def inferred(make_family: MakeFamily) -> dict[str, Any]:
+    """A recipe for models of which mergekit has no definition; they tie their heads and do not store them."""
+    family = make_family(transformers.OlmoConfig(**families.config_of("llama").to_diff_dict() | OLMO))
+    return families.recipe(family, level="layer")
+
+
+OLMO = {"model_type": "olmo", "architectures": None, "tie_word_embeddings": True}
+
+
+def folders(recipe: dict[str, Any]) -> list[Path]:
+    return [Path(recipe["base_model"]), *(Path(entry["model"]) for entry in recipe["models"])]
+
+
+def test_tensors_missing_where_mergekit_infers_the_architecture(inferred: dict[str, Any]) -> None:
+    assert problems(inferred) == []
     name = "model.layers.1.mlp.up_proj.weight"
-    recipe = families.recipe(family)
-    edit_tensors(family.experts[1], lambda tensors: tensors.pop(name))
-    assert only(recipe).startswith(f"{family.experts[1]}: the checkpoint lacks {name}")
+    edit_tensors(folders(inferred)[1], lambda tensors: tensors.pop(name))
+    assert only(inferred).startswith(f"{folders(inferred)[1]}: the checkpoint lacks {name}")
 
 
-def test_buffers_of_old_checkpoints_need_not_be_in_all(make_family: MakeFamily) -> None:
-    family = make_family("arcee")
+def test_a_head_that_only_some_store(inferred: dict[str, Any], tmp_path: Path) -> None:
+    """mergekit then plans it for all, and fails in the middle of the merge."""
+    embedding = "model.embed_tokens.weight"
+    edit_tensors(folders(inferred)[1], lambda t: t.update({"lm_head.weight": t[embedding].clone()}))
+    assert "the checkpoint lacks lm_head.weight" in only(inferred)
+    models = [{"model": str(folder), "parameters": {"weight": 0.5}} for folder in folders(inferred)[1:]]
+    with pytest.raises(ValueError, match="Base input is not present"):
+        families.merge(inferred | {"merge_method": "task_arithmetic", "models": models}, tmp_path / "out")
+
+
+def test_buffers_of_old_checkpoints_need_not_be_in_all(inferred: dict[str, Any]) -> None:
     buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
-    edit_tensors(family.base, lambda tensors: tensors.update(buffer))
-    assert problems(families.recipe(family)) == []
+    edit_tensors(folders(inferred)[0], lambda tensors: tensors.update(buffer))
+    assert problems(inferred) == []
+
+
+def test_a_wrong_value_does_not_hide_what_else_is_wrong(family: Family, tmp_path: Path) -> None:
+    wrong, missing = problems(with_data(family, tmp_path / "none.txt", samples="many"))
+    assert wrong.startswith("'samples'") and "does not exist" in missing
 
 
 @pytest.mark.parametrize("method", ["slta", "sftm"])
@@ -338,6 +365,14 @@ def test_vocabularies_with_other_ids(family: Family) -> None:
     assert problem.startswith(f"The tokenizer of the expert {family.experts[0]} has other ids than that of the base")
     assert "for 2 tokens (such as 'a'): add 'tokenizer: {source: base}'" in problem
     assert problems(recipe | {"tokenizer": {"source": "base"}}) == []
+
+
+def test_other_ids_in_a_list_of_tokens_with_scores(family: Family) -> None:
+    recipe = families.recipe(family, "sftm", experts=[0], calibration=False)
+    for folder, tokens in zip(family.folders, ("abc", "acb"), strict=False):
+        vocabulary = [[token, -1.0] for token in tokens]
+        (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+    assert "for 2 tokens (such as 'b')" in only(recipe)
 
 
 def test_a_token_added_in_a_free_place_is_no_difference(family: Family) -> None:

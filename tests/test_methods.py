@@ -1,0 +1,458 @@
+"""The merge method inside mergekit: every tensor, every thread, every merge of a process, every refusal."""
+
+import logging
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import families
+import peft
+import pytest
+import reference
+import torch
+import yaml
+from click.testing import CliRunner, Result
+from families import Family
+from mergekit import merge_methods
+from mergekit.io.tasks import LoaderCache
+from mergekit.merge_methods import merge_tensors
+from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
+from mergekit.plan import MergePlanner
+from mergekit.scripts import merge_raw_pytorch, multimerge
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from mergekit_slta import measure, methods, statistics
+from mergekit_slta.errors import SltaError
+from mergekit_slta.methods import weighted_sum
+
+LEVELS = ("layer", "attn_mlp")
+
+State = dict[str, torch.Tensor]
+MakeFamily = Callable[..., Family]
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    methods.register()
+    methods.watch_planner()
+
+
+def merged_state(folder: Path) -> State:
+    """Every tensor of a model folder by the names of ``state_dict``, in float64."""
+    return families.load_model(folder).state_dict()
+
+
+def worst_error(found: State, expected: State) -> float:
+    """The largest relative error of a tensor."""
+    assert set(found) == set(expected)
+    return max(float((found[name] - tensor).norm() / tensor.norm()) for name, tensor in expected.items())
+
+
+def solved(path: Path, level: str) -> dict[str, torch.Tensor]:
+    return {name: solution.alpha for name, solution in statistics.load(path).solve(level).items()}
+
+
+# Tensors
+
+
+@pytest.mark.parametrize("edges", ["base", "mean"])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [("llama", torch.float32), ("llama", torch.bfloat16), ("gemma2", torch.float32), ("falcon_new", torch.float32)],
+    ids=str,
+)
+def test_every_tensor_is_the_base_plus_the_weighted_task_vectors(
+    architecture: str, dtype: torch.dtype, level: str, edges: str, make_family: MakeFamily, tmp_path: Path
+) -> None:
+    changes = {"tie_word_embeddings": False} if architecture == "falcon_new" else {}
+    family = make_family(families.config_of(architecture, **changes), dtype=dtype)
+    stats = tmp_path / "stats.safetensors"
+    out = families.merge(families.recipe(family, level=level, edges=edges, statistics=str(stats)), tmp_path / "out")
+    alpha = solved(stats, level)
+    expected = reference.merged(family.models(), alpha, level, reference.SPLITS[architecture], edges)
+    assert worst_error(merged_state(out), expected) < 1e-6
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_whole_way_equals_the_naive_one(level: str, llama: Family, tmp_path: Path) -> None:
+    out = families.merge(families.recipe(llama, level=level), tmp_path / "out")
+    models, split = llama.models(), reference.SPLITS["llama"]
+    alpha = reference.solve(reference.deltas(models, llama.token_ids(), level, split))
+    assert worst_error(merged_state(out), reference.merged(models, alpha, level, split)) < 1e-6
+
+
+def test_balance_and_ridge_reach_the_solution(llama: Family, tmp_path: Path) -> None:
+    models, split = llama.models(), reference.SPLITS["llama"]
+    deltas = reference.deltas(models, llama.token_ids(), "layer", split)
+    for index, settings in enumerate(({"balance": False}, {"ridge": 0.3}, {"balance": "false", "ridge": "0.3"})):
+        content = families.recipe(llama, level="layer", **settings)
+        out = families.merge(content, tmp_path / str(index))
+        values = {name: yaml.safe_load(str(value)) for name, value in settings.items()}
+        expected = reference.merged(models, reference.solve(deltas, **values), "layer", split)
+        assert worst_error(merged_state(out), expected) < 1e-6
+
+
+def test_merging_in_bfloat16_rounds_and_no_more(make_family: MakeFamily, tmp_path: Path) -> None:
+    family = make_family(dtype=torch.bfloat16)
+    exact = merged_state(families.merge(families.recipe(family), tmp_path / "float32"))
+    for name, dtypes in {"out": {"out_dtype": "bfloat16"}, "all": {"dtype": "bfloat16"}}.items():
+        out = families.merge(families.recipe(family, **dtypes), tmp_path / name)
+        assert {tensor.dtype for tensor in load_file(next(out.glob("*.safetensors"))).values()} == {torch.bfloat16}
+        assert worst_error(merged_state(out), exact) < 2**-8
+
+
+@pytest.mark.parametrize("shape", [(), (1, 6), (4, 1)], ids=["number", "columns", "rows"])
+def test_weighted_sum_changes_no_input(shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(4, 6, generator=generator) for _ in range(3)]
+    weights = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2)]
+    kept = [tensor.clone() for tensor in tensors]
+    result = weighted_sum(tensors[0], list(zip(tensors[1:], weights, strict=True)))
+    base, first, second = (tensor.double() for tensor in tensors)
+    expected = base + weights[0] * (first - base) + weights[1] * (second - base)
+    assert torch.allclose(result.double(), expected, atol=1e-6)
+    assert all(torch.equal(one, other) for one, other in zip(kept, tensors, strict=True))
+
+
+def test_a_weight_of_zero_leaves_the_base_as_it_is() -> None:
+    base, broken = torch.randn(5), torch.full((5,), torch.nan)
+    zero = torch.zeros((), dtype=torch.float64)
+    assert torch.equal(weighted_sum(base, [(broken, zero)]), base)
+
+
+# Once per merge
+
+
+@pytest.fixture
+def calibrations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each calibration that is run."""
+    calls: list[int] = []
+    calibrate = measure.calibrate
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        calls.append(threading.get_ident())
+        return calibrate(*args, **kwargs)
+
+    monkeypatch.setattr(measure, "calibrate", count)
+    return calls
+
+
+class ThreadedExecutor:
+    """Merges all tensors at once on many threads, as mergekit's own does under ``--multi-gpu``."""
+
+    merged: dict[str, torch.Tensor | Exception]
+
+    def __init__(self, targets: list[Any], **settings: Any) -> None:
+        tasks = {task for target in targets for task in _tasks_under(target)}
+        self.tasks = [task for task in tasks if isinstance(task, ExecuteMergeMethodTask)]
+
+    def run(self, quiet: bool) -> list[Any]:
+        together = threading.Barrier(len(self.tasks))
+
+        def merge(task: ExecuteMergeMethodTask) -> torch.Tensor | Exception:
+            tensors = _run(task.gather_tensors)
+            together.wait()
+            try:
+                return task.execute(tensors)
+            except Exception as error:
+                return error
+
+        with ThreadPoolExecutor(len(self.tasks)) as pool:
+            found = list(pool.map(merge, self.tasks))
+        names = [task.output_weight.name for task in self.tasks]
+        ThreadedExecutor.merged = dict(zip(names, found, strict=True))
+        return []
+
+
+def _tasks_under(task: Any) -> Iterator[Any]:
+    yield task
+    for needed in task.arguments().values():
+        yield from _tasks_under(needed)
+
+
+def _run(task: Any) -> Any:
+    return task.execute(**{name: _run(needed) for name, needed in task.arguments().items()})
+
+
+@pytest.fixture
+def on_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("mergekit.merge.Executor", ThreadedExecutor)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads take turns as often as they can
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_many_threads_calibrate_once_and_agree_with_one(
+    level: str, on_threads: None, calibrations: list[int], llama: Family, tmp_path: Path
+) -> None:
+    families.merge(families.recipe(llama, level=level, statistics=str(tmp_path / "stats")), tmp_path / "out")
+    assert len(calibrations) == 1
+    alpha = solved(tmp_path / "stats", level)
+    expected = reference.merged(llama.models(), alpha, level, reference.SPLITS["llama"])
+    assert {type(found) for found in ThreadedExecutor.merged.values()} == {torch.Tensor}
+    found = {name: tensor.double() for name, tensor in ThreadedExecutor.merged.items()}  # type: ignore[union-attr]
+    assert worst_error(found, expected) < 1e-6
+
+
+def test_a_failure_is_kept_for_every_thread(
+    on_threads: None, llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        tried.append(threading.get_ident())
+        raise SltaError("the disk is gone")
+
+    monkeypatch.setattr(measure, "calibrate", fail)
+    families.merge(families.recipe(llama), tmp_path / "out")
+    assert len(tried) == 1
+    assert {str(found) for found in ThreadedExecutor.merged.values()} == {"the disk is gone"}
+
+
+def test_one_calibration_per_merge_and_none_for_what_is_in_the_cache(
+    calibrations: list[int], llama: Family, tmp_path: Path
+) -> None:
+    first = merged_state(families.merge(families.recipe(llama), tmp_path / "first"))
+    assert len(calibrations) == 1
+    again = merged_state(families.merge(families.recipe(llama, ridge=0.0), tmp_path / "again"))
+    assert len(calibrations) == 1
+    assert all(torch.equal(again[name], tensor) for name, tensor in first.items())
+    families.merge(families.recipe(llama, seed=1), tmp_path / "other")
+    assert len(calibrations) == 2
+
+
+def test_every_merge_of_a_process_has_its_own_weights(llama: Family, tmp_path: Path) -> None:
+    """The models, the level and the failure of an earlier merge are forgotten."""
+    contents = [
+        families.recipe(llama, level="layer"),
+        families.recipe(llama, experts=[2, 0]),
+        families.recipe(llama, experts=[1], edges="mean"),
+    ]
+    alone = []
+    for index, content in enumerate(contents):
+        LoaderCache.loaders.clear()
+        alone.append(merged_state(families.merge(content, tmp_path / f"alone{index}")))
+    broken = families.recipe(llama)
+    broken["models"][0]["parameters"]["template"] = "{nothing}"
+    with pytest.raises(SltaError):
+        families.merge(broken, tmp_path / "broken")
+    for index, content in enumerate(contents):
+        found = merged_state(families.merge(content, tmp_path / f"together{index}"))
+        assert all(torch.equal(found[name], tensor) for name, tensor in alone[index].items())
+
+
+def test_mergekit_multi_runs_several_merges(llama: Family, tmp_path: Path) -> None:
+    """The second merge takes the result of the first as an expert."""
+    first = families.recipe(llama, experts=[0, 1], level="layer") | {"name": "first"}
+    second = families.recipe(llama, experts=[2])
+    own = {"calibration": str(families.write_records(tmp_path / "both.jsonl", task=3))}
+    second["models"].append({"model": "first", "parameters": own})
+    (tmp_path / "recipes.yml").write_text(yaml.safe_dump_all([first, second]))
+    for folder in (parts := tmp_path / "parts",):
+        families.write_tokenizer(folder / "first")
+    done = run(
+        multimerge.main,
+        tmp_path / "recipes.yml",
+        "--intermediate-dir",
+        parts,
+        "--out-path",
+        tmp_path / "out",
+        "--no-write-model-card",
+    )
+    assert done.exit_code == 0, done.output
+    alone = merged_state(families.merge({k: v for k, v in first.items() if k != "name"}, tmp_path / "alone"))
+    found = merged_state(parts / "first")
+    assert all(torch.equal(found[name], tensor) for name, tensor in alone.items())
+    second["models"][1]["model"] = str(parts / "first")
+    expected = merged_state(families.merge(second, tmp_path / "second"))
+    found = merged_state(tmp_path / "out")
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+# Experts that touch only some submodules
+
+
+def write_adapter(base: Path, folder: Path, seed: int) -> Path:
+    """A LoRA on two projections of the attention."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"]))
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator)
+    adapted.save_pretrained(folder)
+    return folder
+
+
+def test_loras_of_the_attention_leave_everything_else_alone(
+    llama: Family, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    content = families.recipe(llama, experts=[0, 1], statistics=str(tmp_path / "stats"))
+    for index, entry in enumerate(content["models"]):
+        adapter = write_adapter(llama.base, tmp_path / f"adapter{index}", seed=index)
+        entry["model"] = f"{llama.base}+{adapter}"
+    with caplog.at_level(logging.WARNING, logger="mergekit_slta"):
+        out = families.merge(content, tmp_path / "out", lora_merge_cache=str(tmp_path / "merged"))
+    found, base = merged_state(out), merged_state(llama.base)
+    for name, tensor in base.items():
+        assert torch.equal(found[name], tensor) == (not name.endswith(("q_proj.weight", "v_proj.weight"))), name
+    for name, gram in statistics.load(tmp_path / "stats").grams.items():
+        assert gram.any() == name.endswith(".attn")
+    alpha = solved(tmp_path / "stats", "attn_mlp")
+    assert all(alpha[name].any() == name.endswith(".attn") for name in alpha)
+    dependent = [record.message for record in caplog.records if "minimum-norm" in record.message]
+    assert len(dependent) == 1
+    assert f"{families.LAYERS} of {2 * families.LAYERS} submodules" in dependent[0]
+
+
+def test_the_same_lora_is_known_by_content(calibrations: list[int], llama: Family, tmp_path: Path) -> None:
+    content = families.recipe(llama, experts=[0, 1], statistics=str(tmp_path / "stats"))
+    adapter = write_adapter(llama.base, tmp_path / "adapter", seed=0)
+    content["models"][0]["model"] = f"{llama.base}+{adapter}"
+    families.merge(content, tmp_path / "out", lora_merge_cache=str(tmp_path / "merged"))
+    copy = shutil.copytree(adapter, tmp_path / "copy")
+    content["models"][0]["model"] = f"{llama.base}+{copy}"
+    families.merge(content, tmp_path / "again", lora_merge_cache=str(tmp_path / "merged again"))
+    assert len(calibrations) == 1
+
+
+def test_two_identical_experts_share_the_weight(
+    llama: Family, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    twin = shutil.copytree(llama.experts[0], tmp_path / "twin")
+    family = Family(llama.base, (llama.experts[0], twin, llama.experts[1]), llama.data, llama.config)
+    with caplog.at_level(logging.WARNING, logger="mergekit_slta"):
+        families.merge(families.recipe(family, statistics=str(tmp_path / "stats")), tmp_path / "out")
+    for alpha in solved(tmp_path / "stats", "attn_mlp").values():
+        assert torch.allclose(alpha[0], alpha[1], rtol=1e-9)
+    assert sum("minimum-norm" in record.message for record in caplog.records) == 1
+
+
+# Refusals
+
+
+def run(command: Any, *arguments: Any) -> Result:
+    return CliRunner().invoke(command, list(map(str, arguments)))
+
+
+def nothing_measured() -> bool:
+    return not (Path(os.environ["XDG_CACHE_HOME"]) / "mergekit-slta").exists()
+
+
+def spoiled(source: Path, folder: Path, tensor: str) -> Path:
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[tensor].view(-1)[-1] = torch.inf
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("tensor", ["model.layers.2.mlp.down_proj.weight", "model.layers.0.input_layernorm.weight"])
+@pytest.mark.parametrize("role", ["base", "expert"])
+def test_what_is_not_finite_is_refused_before_any_output(role: str, tensor: str, llama: Family, tmp_path: Path) -> None:
+    content = families.recipe(llama)
+    if role == "base":
+        content["base_model"] = str(spoiled(llama.base, tmp_path / "spoiled", tensor))
+    else:
+        content["models"][1]["model"] = str(spoiled(llama.experts[1], tmp_path / "spoiled", tensor))
+    with pytest.raises(SltaError, match=f"spoiled holds NaN or Inf in the tensor {tensor}"):
+        families.merge(content, tmp_path / "out")
+    assert list((tmp_path / "out").glob("*.safetensors")) == []
+
+
+@pytest.mark.parametrize("edges", ["base", "mean"])
+def test_what_is_not_finite_outside_the_layers_gets_into_no_output(edges: str, llama: Family, tmp_path: Path) -> None:
+    """The experts' heads are not read by the measurement: where they matter, they are refused when they are merged."""
+    content = families.recipe(llama, edges=edges)
+    content["models"][1]["model"] = str(spoiled(llama.experts[1], tmp_path / "spoiled", "lm_head.weight"))
+    out = tmp_path / "out"
+    if edges == "mean":
+        with pytest.raises(SltaError, match=r"lm_head\.weight"):
+            families.merge(content, out)
+        assert list(out.glob("*.safetensors")) == []
+    else:
+        assert torch.equal(
+            merged_state(families.merge(content, out))["lm_head.weight"], merged_state(llama.base)["lm_head.weight"]
+        )
+
+
+CHANGING = {
+    "a list of sources": ("calibration", ["a.jsonl", "b.jsonl"]),
+    "a filtered source": ("calibration", [{"filter": "mlp", "value": "a.jsonl"}, {"value": "b.jsonl"}]),
+    "a gradient": ("samples", [5, 30]),
+    "a filtered level": ("level", [{"filter": "mlp", "value": "layer"}, {"value": "attn_mlp"}]),
+}
+
+
+def with_parameter(llama: Family, name: str, value: Any) -> dict[str, Any]:
+    content = families.recipe(llama)
+    target = content["models"][0]["parameters"] if name == "calibration" else content["parameters"]
+    target[name] = value
+    return content
+
+
+@pytest.mark.parametrize("case", CHANGING)
+def test_one_value_for_the_whole_merge(case: str, llama: Family, tmp_path: Path) -> None:
+    name, value = CHANGING[case]
+    with pytest.raises(SltaError, match=f"'{name}'.* one value for the whole merge"):
+        families.merge(with_parameter(llama, name, value), tmp_path / "out")
+    assert nothing_measured()
+    assert not (tmp_path / "out").exists()
+
+
+def test_values_that_change_are_noticed_without_the_recipe_too(
+    llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = with_parameter(llama, "ridge", [0.0, 0.5])
+    monkeypatch.setattr(methods.SltaMethod, "begin", lambda self, config, options: None)
+    with pytest.raises(SltaError, match="'ridge' changes between tensors"):
+        families.merge(content, tmp_path / "out")
+
+
+def test_mergekit_pytorch_is_refused_in_words(llama: Family, tmp_path: Path) -> None:
+    content = families.recipe(llama)
+    files = {str(folder): str(folder / "model.safetensors") for folder in llama.folders}
+    content["base_model"] = files[content["base_model"]]
+    for entry in content["models"]:
+        entry["model"] = files[entry["model"]]
+    path = families.write_recipe(tmp_path / "recipe.yml", content)
+    done = run(merge_raw_pytorch.main, path, tmp_path / "out.safetensors")
+    assert done.exit_code == 1
+    assert "mergekit-yaml" in done.output
+    assert "Traceback" not in done.output
+    assert nothing_measured()
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_single_tensors_are_refused_in_words() -> None:
+    base, expert = torch.zeros(2, 2), torch.ones(2, 2)
+    with pytest.raises(SltaError, match="mergekit-yaml"):
+        merge_tensors([base, expert], method="slta", base_index=0, parameters={"calibration": ["a.jsonl"]})
+
+
+# The registration
+
+
+def test_registering_twice_changes_nothing() -> None:
+    methods.register()
+    methods.watch_planner()
+    names = [method.spec.name for method in merge_methods.registered_methods()]
+    assert names.count("slta") == 1
+    assert not hasattr(MergePlanner.__init__.__wrapped__, "__wrapped__")
+
+
+def test_other_methods_are_planned_as_before(llama: Family, tmp_path: Path) -> None:
+    content = families.recipe(llama, "task_arithmetic", calibration=False, per_expert={"weight": 0.5})
+    out = families.merge(content, tmp_path / "out")
+    base, *experts = (merged_state(folder) for folder in llama.folders)
+    expected = {name: base[name] + sum(0.5 * (expert[name] - base[name]) for expert in experts) for name in base}
+    assert worst_error(merged_state(out), expected) < 1e-6
