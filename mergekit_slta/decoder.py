@@ -262,7 +262,7 @@ class Decoder:
             owner, _, leaf = name.rpartition(".")
             module = self.model.get_submodule(owner)
             module._buffers[leaf] = torch.empty_like(buffer, device="cpu")
-        # A buffer may be filled by another module than its owner, so all are asked; weights on the meta device stay there.
+        # A buffer may be filled by another module than its owner, so all are asked; meta weights stay without values.
         self.model.initialize_weights()
         for name, buffer in list(self.model.named_non_persistent_buffers()):
             owner, _, leaf = name.rpartition(".")
@@ -270,7 +270,7 @@ class Decoder:
 
     def _watch(self, layer: torch.nn.Module) -> None:
         for name, child in layer.named_children():
-            if child.state_dict():  # a dropout or an activation is no place where a branch can begin or end
+            if not isinstance(child, torch.nn.Dropout):  # it may serve both branches, and lets the sum pass
                 child.forward = self._watched(name, child.forward)
         for name, module in layer.named_modules():
             if name:

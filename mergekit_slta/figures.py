@@ -36,7 +36,7 @@ CELL_NAME_LENGTH = 14
 LINE_HEIGHT = 0.21  # inches
 CELL_NUMBER_LENGTH = 5
 # Cells are numbered where the numbers of a row and its name have no more characters than this.
-NUMBERED_LENGTH = 60
+NUMBERED_LENGTH = 56
 MOST_NAMES = 16
 PAIR = " | "  # between the names of two experts
 STYLE: Any = {
@@ -165,7 +165,6 @@ def heat_map(
     limits: tuple[float, float],
     colours: str = "viridis",
     numbers: Callable[[float], str] = two_decimals,
-    square: bool = False,
 ) -> bytes:
     """Heat maps below each other with one scale of colours, as PNG.
 
@@ -175,18 +174,16 @@ def heat_map(
         limits: where the colours end; what lies outside gets a colour of its own.
         colours: the name of a map of colours in matplotlib.
         numbers: how values are written into the cells, where there is room.
-        square: whether the cells are squares.
     """
     with matplotlib.rc_context({**STYLE, "axes.grid": False}):
         rows = [len(matrix.rows) for matrix in matrices]
-        columns = max(len(matrix.columns) for matrix in matrices)
-        heights = [0.55 + (min(3.3 / columns * n, 3.3) if square else min(max(0.28 * n, 0.8), 2.6)) for n in rows]
+        heights = [0.55 + min(max(0.28 * n, 0.8), 2.6) for n in rows]
         figure, axes = _panels(heights, [])
         colour_map = matplotlib.colormaps[colours].with_extremes(bad="#eeeeee", under="#f4a6d7", over="#d7301f")
         for matrix, ax in zip(matrices, axes, strict=True):
             values = np.ma.masked_invalid(np.asarray(matrix.values, dtype=float))
             image = ax.imshow(
-                values, cmap=colour_map, vmin=limits[0], vmax=limits[1], aspect="equal" if square else "auto",
+                values, cmap=colour_map, vmin=limits[0], vmax=limits[1], aspect="auto",
                 interpolation="nearest",
             )  # fmt: skip
             ax.set_title(_short(matrix.title, LEGEND_LENGTH))

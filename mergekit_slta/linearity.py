@@ -10,14 +10,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from itertools import combinations, product
 
 import torch
 
 from mergekit_slta.checkpoint import Checkpoint
 from mergekit_slta.decoder import Decoder
-from mergekit_slta.interpolation import Grams, Study, measure
+from mergekit_slta.errors import SltaError
+from mergekit_slta.interpolation import Grams, Study, count_passes, measure
+from mergekit_slta.measure import Experiment
+from mergekit_slta.recipe import calibration_problems
+from mergekit_slta.statistics import published_name
 from mergekit_slta.streams import Tasks
 from mergekit_slta.submodules import layer_submodules
 
@@ -172,6 +177,7 @@ class Linearity:
         maps: level -> expert -> submodule -> [N + 1, N + 1], the mean distances of Figure 6.
         skipped: level -> expert or "A+B" -> how many times a sample was left out of a submodule, as a feature delta is
             zero.
+        members: the experts' names of each "A+B".
     """
 
     experts: tuple[str, ...]
@@ -180,6 +186,7 @@ class Linearity:
     metrics: Metrics
     maps: dict[str, dict[str, dict[str, torch.Tensor]]]
     skipped: dict[str, dict[str, int]]
+    members: dict[str, tuple[str, ...]]
 
     def to_json(self) -> dict[str, object]:
         """The content of ``linearity.json``: the metrics, with null for what is undefined."""
@@ -207,29 +214,101 @@ def distance_metric(step: int) -> str:
     return f"distance_{step / STEPS:.1f}"
 
 
-def measure_linearity(
-    decoder: Decoder,
-    models: Sequence[Checkpoint],
-    names: Sequence[str],
-    tasks: Tasks,
-    levels: Sequence[str],
-    studies: Sequence[Study],
-    *,
-    batch_tokens: int = 0,
-    progress: Callable[[float], object] = lambda passes: None,
-) -> Linearity:
-    """Measure how linear models and submodules are; ``names`` are the experts', the rest is as in ``measure``."""
-    measured = measure(decoder, models, tasks, levels, studies, batch_tokens=batch_tokens, progress=progress)
-    result = Linearity(tuple(names), tuple(levels), tuple(map(len, tasks)), {}, {}, {})
-    for level in levels:
+@dataclass(frozen=True)
+class Plan:
+    """A measurement of linearity that can be started.
+
+    Attributes:
+        decoder: the models' common decoder.
+        models: the base model, then the experts.
+        names: the experts' names.
+        tasks: the token ids of each expert's samples.
+        levels: the levels to measure.
+        studies: see ``plan_studies``.
+        batch_tokens: the most positions in one forward pass; 0 fits it to the device.
+    """
+
+    decoder: Decoder
+    models: Sequence[Checkpoint]
+    names: Sequence[str]
+    tasks: Tasks
+    levels: Sequence[str]
+    studies: Sequence[Study]
+    batch_tokens: int = 0
+
+    @property
+    def passes(self) -> int:
+        """How many forward passes of one sample it takes."""
+        return count_passes(self.studies, self.tasks, self.levels)
+
+    def __str__(self) -> str:
+        samples = sum(map(len, self.tasks))
+        merges = sum(len(study.experts) > 1 for study in self.studies)
+        return (
+            f"Linearity of {len(self.names)} experts and {merges} merges of them at {', '.join(self.levels)}: "
+            f"{self.passes} forward passes of one sample, where calibrating on the same {samples} samples takes "
+            f"{samples * len(self.models)}"
+        )
+
+    def measure(self, progress: Callable[[float], object] = lambda passes: None) -> Linearity:
+        """Measure; ``progress`` is told of finished forward passes.
+
+        Raises:
+            SltaError: a level does not apply to the models, or a batch does not fit into memory.
+        """
+        submodules = {level: self._submodules(level) for level in self.levels}
+        measured = measure(
+            self.decoder,
+            self.models,
+            self.tasks,
+            self.levels,
+            self.studies,
+            batch_tokens=self.batch_tokens,
+            progress=progress,
+        )
+        members = {self._group(study): tuple(self.names[e] for e in study.experts) for study in self.studies}
+        samples = tuple(map(len, self.tasks))
+        result = Linearity(tuple(self.names), tuple(self.levels), samples, {}, {}, {}, members)
+        for level, names in submodules.items():
+            for study, grams in zip(self.studies, measured, strict=True):
+                _add_scores(result, level, self._group(study), study, {name: grams[name] for name in names})
+        return result
+
+    def _group(self, study: Study) -> str:
+        return "+".join(self.names[expert] for expert in study.experts)
+
+    def _submodules(self, level: str) -> list[str]:
         if level == "model":
-            submodules = ["model"]
-        else:
-            submodules = [n for layer in range(len(decoder)) for n in layer_submodules(decoder, level, layer)]
-        for study, grams in zip(studies, measured, strict=True):
-            group = "+".join(names[expert] for expert in study.experts)
-            _add_scores(result, level, group, study, {name: grams[name] for name in submodules})
-    return result
+            return ["model"]
+        layers = range(len(self.decoder))
+        return [name for layer in layers for name in layer_submodules(self.decoder, level, layer)]
+
+
+def plan_linearity(
+    experiment: Experiment, levels: Sequence[str], *, samples: int = 5, pairs: bool = True, triples: bool = False
+) -> Plan:
+    """Plan to measure how linear a recipe's models are, on ``samples`` records of each expert's calibration data.
+
+    Raises:
+        SltaError: an expert has no usable calibration data, or two experts have the same name.
+    """
+    if problems := calibration_problems(experiment.recipe, statistics_exist=False):
+        raise SltaError("\n".join(problems))
+    settings = experiment.recipe.settings
+    opened = copy(experiment)
+    opened.recipe = replace(experiment.recipe, settings=settings.model_copy(update={"samples": samples}))
+    names = [published_name(expert.reference) for expert in opened.recipe.experts]
+    if len(set(names)) < len(names):
+        raise SltaError(f"Two experts would get the same name ({', '.join(names)}): rename a folder.")
+    return Plan(
+        Decoder(experiment.base.config, experiment.trust_remote_code, experiment.device),
+        [experiment.base, *experiment.experts],
+        names,
+        [data.token_ids for data in opened.load_data(opened.recipe.experts)],
+        levels,
+        plan_studies(len(names), pairs, triples),
+        settings.batch_tokens,
+    )
 
 
 def _add_scores(result: Linearity, level: str, group: str, study: Study, grams: Grams) -> None:

@@ -21,8 +21,9 @@ from mergekit.options import MergeOptions
 from mergekit_slta.decoder import Decoder
 from mergekit_slta.errors import SltaError
 from mergekit_slta.measure import Experiment
-from mergekit_slta.preflight import preflight
+from mergekit_slta.preflight import refuse_problems
 from mergekit_slta.recipe import Expert, ExpertSettings, Recipe, SltaSettings, parameter_specs
+from mergekit_slta.sftm import SftmMethod
 from mergekit_slta.statistics import PUBLISHED_PREFIX, resolve_statistics
 from mergekit_slta.submodules import TensorWeights
 
@@ -75,8 +76,7 @@ class SltaMethod(GroupMergeMethod):
             SltaError: everything that is wrong with it.
         """
         self._options = options
-        if problems := preflight(config, options, self.spec):
-            raise SltaError("\n".join(problems))
+        refuse_problems(config, options, self.spec)
 
     def validate_inputs(
         self, input_ids: Sequence[Hashable], base_id: Hashable | None = None, *, group_name: str | None = None
@@ -190,7 +190,7 @@ def weighted_sum(base: torch.Tensor, experts: Sequence[tuple[torch.Tensor, torch
     return result.to(base.dtype)
 
 
-METHODS = (SltaMethod(),)
+METHODS = (SltaMethod(), SftmMethod())
 
 
 def register() -> None:

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import filecmp
 import functools
-import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from mergekit.architecture import WeightInfo, arch_info_for_config
-from mergekit.architecture.conversion import can_convert_checkpoint_keys
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.merge_methods import MergeMethodSpec
 from mergekit.options import MergeOptions
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from mergekit_slta.compatibility import (
+    architecture_problem,
+    missing_tensors,
+    quantization_problem,
+    shape_problem,
+    silenced,
+    size,
+    tied_problem,
+    vocabulary_problem,
+)
 from mergekit_slta.data import (
     DATASET_PREFIX,
     CalibrationData,
@@ -34,7 +40,7 @@ from mergekit_slta.data import (
 )
 from mergekit_slta.decoder import Decoder
 from mergekit_slta.errors import SltaError
-from mergekit_slta.headers import Headers, Model, TensorHeader, adapter_headers, listed, open_model, weight_map
+from mergekit_slta.headers import Headers, Model, adapter_headers, listed, open_model, weight_map
 from mergekit_slta.recipe import (
     Expert,
     Recipe,
@@ -48,13 +54,13 @@ from mergekit_slta.recipe import (
     shared_parameters,
     slice_problems,
 )
-from mergekit_slta.skeleton import meta_model, model_tensor_name
 from mergekit_slta.statistics import load, resolve_statistics
 from mergekit_slta.submodules import layer_submodules
 
+LOG = logging.getLogger(__name__)
+
 HALF = ("bfloat16", "float16")
 FLOATS = (*HALF, "float32", "float64")
-SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
 @dataclass(frozen=True)
@@ -126,6 +132,19 @@ def examine(
     )
 
 
+def refuse_problems(config: MergeConfiguration, options: MergeOptions, spec: MergeMethodSpec) -> None:
+    """Look at a recipe before mergekit plans its merge, and log what is worth knowing.
+
+    Raises:
+        SltaError: everything that is wrong with it.
+    """
+    findings = examine(config, options, spec)
+    if findings.problems:
+        raise SltaError("\n".join(findings.problems))
+    for note in findings.notes:
+        LOG.warning(note)
+
+
 @dataclass(frozen=True)
 class Case:
     """A recipe under examination; what it names is opened once, when it is first looked at."""
@@ -170,7 +189,11 @@ class Case:
     @property
     def siblings(self) -> list[tuple[Model, Model]]:
         """The base model with each expert of its architecture and sizes."""
-        return [(base, expert) for base, expert in self.pairs if not architecture_problem(self, base, expert)]
+        return [(base, expert) for base, expert in self.pairs if not self.architecture_problem(base, expert)]
+
+    def architecture_problem(self, base: Model, expert: Model) -> str | None:
+        """Why an expert is of another architecture, unless mixing was asked for and nothing has to be run."""
+        return architecture_problem(base, expert, mixed=self.options.allow_crimes and not self.calibrates)
 
     @cached_property
     def decoder(self) -> Decoder | SltaError | None:
@@ -261,138 +284,28 @@ def openable_models(case: Case) -> list[str]:
 
 def one_architecture(case: Case) -> list[str]:
     """Experts of another architecture, depth or width than the base model."""
-    return [problem for base, expert in case.pairs if (problem := architecture_problem(case, base, expert))]
-
-
-def architecture_problem(case: Case, base: Model, expert: Model) -> str | None:
-    """Why an expert cannot have been fine-tuned from the base model, by their configurations."""
-    mixed = case.options.allow_crimes and not case.calibrates
-    if not mixed and (expert.architecture, expert.config.model_type) != (base.architecture, base.config.model_type):
-        return (
-            f"The expert {expert} is a {expert.architecture} ({expert.config.model_type}), the base model {base} a "
-            f"{base.architecture} ({base.config.model_type}): only models of one architecture can be merged."
-        )
-    sizes = [(name, size(expert, name), size(base, name)) for name in SIZES]
-    sizes = [entry for entry in sizes if None not in entry]  # a size that one configuration leaves out is a default
-    differing = [f"{name} {own} instead of {wanted}" for name, own, wanted in sizes if own != wanted]
-    if differing:
-        return (
-            f"The expert {expert} has {', '.join(differing)}: it was not fine-tuned from the base model {base}, "
-            "leave it out."
-        )
-    return None
-
-
-def size(model: Model, name: str) -> Any:
-    """A size by the configuration of the language model, or of the only one."""
-    return getattr(model.config.get_text_config(), name, None)
+    return [problem for base, expert in case.pairs if (problem := case.architecture_problem(base, expert))]
 
 
 def equal_shapes(case: Case) -> list[str]:
     """Tensors of an expert that differ in shape from the base model's, but for the size of the vocabulary."""
-    problems = []
-    for base, expert in case.siblings:
-        shapes = [(name, stored.shape, other.shape) for name, stored, other in both_have(base, expert)]
-        unequal = [(name, own, others) for name, own, others in shapes if own != others]
-        unequal = [entry for entry in unequal if not is_vocabulary(base, expert, *entry[1:])]
-        if unequal:
-            name, own, others = unequal[0]
-            more = f", and so do {len(unequal) - 1} more" if len(unequal) > 1 else ""
-            problems.append(
-                f"The tensor {name} of the expert {expert} has the shape {list(others)} instead of {list(own)}{more}: "
-                f"it was not fine-tuned from the base model {base}, leave it out."
-            )
-    return problems
-
-
-def both_have(base: Model, expert: Model) -> Iterator[tuple[str, TensorHeader, TensorHeader]]:
-    """The base model's tensors that an expert has too: name, the base model's and the expert's."""
-    for name, stored in (base.tensors or {}).items():
-        other = expert.tensor(name)
-        if other is not None:
-            yield name, stored, other
-
-
-def is_vocabulary(base: Model, expert: Model, shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Whether a tensor's rows are tokens, in both models, and all else about it is equal."""
-    sizes = (size(base, "vocab_size"), size(expert, "vocab_size"))
-    return (*shape[:1], *other[:1]) == sizes and shape[1:] == other[1:]
+    return [problem for base, expert in case.siblings if (problem := shape_problem(base, expert))]
 
 
 def tied_heads(case: Case) -> list[str]:
     """A base model that ties its output head to its embedding and an expert that does not, or the reverse."""
-    problems = []
-    for base, expert in case.siblings:
-        if is_tied(expert) == is_tied(base):
-            continue
-        tied, untied = (base, expert) if is_tied(base) else (expert, base)
-        problems.append(
-            f"{tied} ties its output head to its embedding and {untied} does not (tie_word_embeddings): the merged "
-            f"head would fit neither, save {expert} in the way of the base model {base}."
-        )
-    return problems
-
-
-def is_tied(model: Model) -> bool:
-    """Whether the output head is the embedding."""
-    return bool(getattr(model.config, "tie_word_embeddings", False))
+    return [problem for base, expert in case.siblings if (problem := tied_problem(base, expert))]
 
 
 def quantized_models(case: Case) -> list[str]:
     """Models whose weights are codes, which cannot be averaged."""
-    problems = []
-    for model in case.models:
-        quantization = getattr(model.config, "quantization_config", None)
-        if quantization:
-            given = quantization if isinstance(quantization, Mapping) else vars(quantization)
-            problems.append(
-                f"{model} is quantized ({given.get('quant_method', 'quantization_config')}): "
-                "name the original checkpoint, or dequantize it first."
-            )
-    return problems
+    return [problem for model in case.models if (problem := quantization_problem(model))]
 
 
 def planned_tensors(case: Case) -> list[str]:
     """Tensors that mergekit will ask for and a checkpoint lacks."""
     models = [*filter(None, [case.base]), *(expert for _, expert in case.siblings)]
-    lost: dict[tuple[str, ...], list[str]] = {}
-    for model in models:
-        names = tuple(weight.name for weight in plan(case, model, models) if not can_load(model, weight))
-        lost.setdefault(names, []).append(str(model))
-    return [
-        f"{listed(stripped)}: the checkpoint lacks {listed(list(names))}, which mergekit asks for; it is incomplete, "
-        "or of a variant of its architecture that mergekit cannot merge."
-        for names, stripped in lost.items()
-        if names
-    ]
-
-
-def plan(case: Case, model: Model, models: list[Model]) -> list[WeightInfo]:
-    """The tensors that mergekit needs of a model: by its definition of the architecture, else all that any has."""
-    if model.tensors is None:
-        return []
-    with silenced("mergekit.architecture"):  # mergekit says itself that it infers the architecture
-        architecture = arch_info_for_config(model.config)
-    if architecture is not None:
-        return [weight for weight in architecture.all_weights(model.config) if not weight.optional]
-    stored = dict.fromkeys(name for other in models for name in other.tensors or {})
-    built = attempt(meta_model, model.config, case.options.trust_remote_code)
-    known = stored if isinstance(built, SltaError) else built.state_dict()  # old checkpoints hold buffers too
-    return [WeightInfo(name=name) for name in stored if model_tensor_name(name, known, model.prefix)]
-
-
-def can_load(model: Model, weight: WeightInfo) -> bool:
-    """Whether mergekit finds a tensor in a checkpoint, or can put it together from others (a mixture's experts)."""
-    names = [weight.name, *(weight.aliases or ())]
-    tensors = model.tensors or {}
-    if any(name in tensors for name in (*names, *(weight.tied_names or ()))):
-        return True
-    layers = {part for part in weight.name.split(".") if part.isdigit()}
-    sources = {name for name in tensors if layers <= set(name.split("."))}
-    return any(can_convert_checkpoint_keys(model.config.model_type, sources, name) for name in names)
-
-
-# Vocabularies
+    return missing_tensors(models, case.options.trust_remote_code)
 
 
 def vocabularies(case: Case) -> list[str]:
@@ -403,40 +316,6 @@ def vocabularies(case: Case) -> list[str]:
     problems = (vocabulary_problem(base, expert) for base, expert in case.siblings)
     fix = "add 'tokenizer: {source: base}' to the recipe, so that mergekit aligns them."
     return [f"{problem}: {fix}" for problem in problems if problem]
-
-
-def vocabulary_problem(base: Model, expert: Model) -> str | None:
-    """How the vocabularies of an expert and the base model differ."""
-    own, others = size(base, "vocab_size"), size(expert, "vocab_size")
-    if own != others:
-        return f"The expert {expert} has a vocabulary of {others} tokens, the base model {base} one of {own}"
-    known, theirs = token_ids(base, expert)
-    moved = [token for token, index in known.items() if theirs.get(token, index) != index]
-    if moved:
-        return (
-            f"The tokenizer of the expert {expert} has other ids than that of the base model {base} for "
-            f"{len(moved)} tokens (such as {moved[0]!r})"
-        )
-    return None
-
-
-def token_ids(base: Model, expert: Model) -> tuple[dict[str, int], dict[str, int]]:
-    """The tokens of two models' tokenizers but those added later; none where files are equal or not at hand."""
-    if base.folder is None or expert.folder is None:
-        return {}, {}
-    own, theirs = base.folder / "tokenizer.json", expert.folder / "tokenizer.json"
-    if not own.is_file() or not theirs.is_file() or filecmp.cmp(own, theirs, shallow=False):
-        return {}, {}
-    return tokens_of(own), tokens_of(theirs)
-
-
-def tokens_of(file: Path) -> dict[str, int]:
-    """The tokens of a ``tokenizer.json``; none if it is damaged, which loading it tells."""
-    try:
-        tokens = json.loads(file.read_text(encoding="utf-8"))["model"]["vocab"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-    return tokens if isinstance(tokens, dict) else {token: index for index, (token, *_) in enumerate(tokens)}
 
 
 # Adapters
@@ -768,14 +647,3 @@ def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
     except SltaError as error:
         return error
-
-
-@contextlib.contextmanager
-def silenced(name: str) -> Iterator[None]:
-    """Keep a logger quiet meanwhile."""
-    logger = logging.getLogger(name)
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before

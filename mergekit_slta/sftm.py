@@ -4,7 +4,6 @@ What a tensor is - linear map, convolution, norm or something else - is read off
 transformers' own model, built without weights. mergekit passes integer tensors through by itself.
 """
 
-import functools
 import logging
 import math
 import threading
@@ -31,7 +30,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.recipe import parameter_problems
+from mergekit_slta.preflight import refuse_problems
 from mergekit_slta.singular import merge_task_matrices, trim
 from mergekit_slta.skeleton import meta_model
 
@@ -217,15 +216,9 @@ class SftmMethod(GroupMergeMethod):
         """See the whole recipe before anything is planned.
 
         Raises:
-            SltaError: it has parameters that the method does not know, which mergekit itself ignores.
+            SltaError: everything that is wrong with it.
         """
-        known = {parameter.name for parameter in self.spec.parameters}
-        problems: list[str] = []
-        for where, parameters in recipe_parameters(config):
-            unknown = {name: value for name, value in parameters.items() if name not in known}
-            problems += parameter_problems(unknown, self.spec, where)
-        if problems:
-            raise SltaError("\n".join(problems))
+        refuse_problems(config, options, self.spec)
 
     def validate_inputs(
         self, input_ids: Sequence[Hashable], base_id: Hashable | None = None, *, group_name: str | None = None
@@ -278,19 +271,3 @@ def model_roles(base: Hashable, trust_remote_code: bool) -> Mapping[str, Role]:
             error,
         )
         return {}
-
-
-def recipe_parameters(config: MergeConfiguration) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """All parameter tables of a recipe, each with the words for where it is."""
-    yield "parameters", config.parameters or {}
-    for entry in config.models or []:
-        yield f"the parameters of {entry.model}", entry.parameters or {}
-    modules = (config.modules or {}).values()
-    for module in modules:
-        yield "the parameters of a module", module.parameters or {}
-        for entry in module.models or []:
-            yield f"the parameters of {entry.model}", entry.parameters or {}
-    for piece in [*(config.slices or []), *(piece for module in modules for piece in module.slices or [])]:
-        yield "the parameters of a slice", piece.parameters or {}
-        for source in piece.sources:
-            yield f"the parameters of {source.model}", source.parameters or {}

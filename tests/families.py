@@ -89,6 +89,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
     ),
     "falcon_alibi": ("FalconConfig", _FALCON | {"alibi": True, "parallel_attn": False, "multi_query": False}),
+    "olmo": ("OlmoConfig", _GROUPED),
     "olmo2": ("Olmo2Config", _GROUPED),
     "cohere": ("CohereConfig", _GROUPED | {"use_qk_norm": True}),
     "cohere_without_qk_norm": ("CohereConfig", _GROUPED),
@@ -130,10 +131,35 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+# Decoders whose layers do not split into an attention and an MLP branch: sums inside a branch's module or on a view,
+# experts that see their tokens scaled, two mixers side by side, several hidden states per token.
+UNSPLIT: dict[str, tuple[str, dict[str, Any]]] = {
+    "bloom": ("BloomConfig", {"hidden_size": 32, "n_layer": LAYERS, "n_head": 4, "vocab_size": VOCABULARY}),
+    "opt": ("OPTConfig", _SMALL | {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "llama4": (
+        "Llama4TextConfig",
+        _GROUPED | {"head_dim": 8, "num_local_experts": 4, "intermediate_size_mlp": 48, "attention_chunk_size": 8},
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        _GROUPED
+        | {"head_dim": 8, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
+        | {"mamba_n_groups": 1, "mamba_chunk_size": 8},
+    ),
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        _GROUPED
+        | {"head_dim": 8, "num_hidden_layers": 4, "intermediate_size": [48] * 4, "altup_num_inputs": 2}
+        | {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8, "laurel_rank": 4}
+        | {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0] * 4}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+}
+
 
 def config_of(architecture: str, **changes: Any) -> PretrainedConfig:
-    """The tiny configuration of an entry of ``ARCHITECTURES``, with changed fields."""
-    name, arguments = ARCHITECTURES[architecture]
+    """The tiny configuration of an entry of ``ARCHITECTURES`` or ``UNSPLIT``, with changed fields."""
+    name, arguments = (ARCHITECTURES | UNSPLIT)[architecture]
     config: PretrainedConfig = getattr(transformers, name)(**arguments | changes)
     return config
 
@@ -195,7 +221,7 @@ def make_family(
 
     Args:
         folder: where the folders ``base``, ``expert0`` ... and the files ``task0.jsonl`` ... go.
-        architecture: an entry of ``ARCHITECTURES``, or a configuration.
+        architecture: an entry of ``ARCHITECTURES`` or ``UNSPLIT``, or a configuration.
         experts: how many.
         dtype: the checkpoints'.
         scale: each task vector's norm relative to the weights', tensor by tensor (before rounding to ``dtype``).

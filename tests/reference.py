@@ -70,12 +70,15 @@ _NEOX: dict[str, Any] = {
     "output": "attention.dense",
 }
 
-# By the keys of ``families.ARCHITECTURES``.
+# By the keys of ``families.ARCHITECTURES``, and of ``families.UNSPLIT`` where only the path of the layers counts.
 SPLITS: dict[str, Split] = {
     **dict.fromkeys(
-        ("llama", "mistral", "qwen2", "qwen3", "gemma", "starcoder2", "stablelm", "granite", "arcee"), _LLAMA
+        ("llama", "mistral", "qwen2", "qwen3", "gemma", "olmo", "starcoder2", "stablelm", "granite", "arcee"), _LLAMA
     ),
     **dict.fromkeys(("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss"), _LLAMA),
+    **dict.fromkeys(("llama4", "falcon_h1", "gemma3n"), _LLAMA),
+    "bloom": Split(layers="transformer.h"),
+    "opt": Split(layers="model.decoder.layers"),
     **dict.fromkeys(("gemma2", "gemma3"), _GEMMA2),
     **dict.fromkeys(("cohere", "cohere_without_qk_norm", "cohere2", "stablelm_parallel"), _PARALLEL),
     "phi": Split(mlp=("input_layernorm", "mlp"), parallel=True, output="self_attn.dense"),

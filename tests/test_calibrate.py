@@ -1,7 +1,11 @@
 """The streamed measurement against the naive reference, and what must not change it."""
 
+import re
 import shutil
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ from families import LAYERS, Family
 from mergekit.io.tasks import LoaderCache
 from safetensors.torch import load_file, save_file
 from test_checkpoint import pickled, sharded
+from transformers import AutoConfig
 
 from mergekit_slta.calibrate import calibrate
 from mergekit_slta.decoder import Decoder
@@ -160,7 +165,7 @@ def test_progress_counts_every_sample_at_every_layer(llama: Family) -> None:
 
 
 @pytest.fixture
-def small_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def small_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A device on which more than 40 token positions do not fit; collects the positions that were tried."""
     tried: list[int] = []
     run = Decoder.run
@@ -174,7 +179,7 @@ def small_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return run(self, layer, weights, hidden, *args, **kwargs)
 
     monkeypatch.setattr(Decoder, "run", limited)
-    yield tried
+    return tried
 
 
 def test_batches_are_halved_until_they_fit(small_memory: list[int], llama: Family) -> None:
@@ -195,3 +200,79 @@ def test_one_sample_that_does_not_fit_is_an_error(small_memory: list[int], llama
     tasks = [[[3] * 60], [[3] * 10], [[4] * 10]]
     with pytest.raises(SltaError, match="'max_tokens'"):
         families.measure(llama, *LEVELS, tasks=tasks)
+
+
+# Memory
+
+WIDTH, WIDE_LAYERS = 384, 4
+WIDE = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 1024,
+    "num_hidden_layers": WIDE_LAYERS,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+}
+
+
+def anonymous_memory() -> int:
+    """Bytes that belong to this process alone; what is mapped from files is not counted."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.findall(r"RssAnon:\s+(\d+) kB", status)[0]) * 1024
+
+
+def measure_peak(folders: list[Path], tasks: list[list[list[int]]], answer: Connection) -> None:
+    """What a process does: report how much memory a calibration takes at most, above what it took before."""
+    before, peak, ended = anonymous_memory(), 0, threading.Event()
+
+    def sample() -> None:
+        nonlocal peak
+        while not ended.wait(0.002):
+            peak = max(peak, anonymous_memory())
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    models = families.checkpoints(folders)
+    calibrate(Decoder(models[0].config), models, tasks, ["attn_mlp"])
+    ended.set()
+    sampler.join()
+    answer.send(peak - before)
+
+
+def deeper(folder: Path, target: Path, times: int) -> Path:
+    """A model with its layers repeated."""
+    tensors = load_file(folder / "model.safetensors")
+    repeated = {name: tensor for name, tensor in tensors.items() if ".layers." not in name}
+    for name, tensor in tensors.items():
+        if ".layers." in name:
+            for turn in range(times):
+                number = int(name.split(".")[2]) + turn * WIDE_LAYERS
+                repeated[re.sub(r"layers\.\d+", f"layers.{number}", name)] = tensor.clone()
+    config = AutoConfig.from_pretrained(folder)
+    config.num_hidden_layers *= times
+    config.save_pretrained(target)
+    save_file(repeated, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's account of anonymous memory")
+def test_memory_does_not_grow_with_the_number_of_layers(
+    make_family: MakeFamily, forks: ForkServerContext, tmp_path: Path
+) -> None:
+    """Under three times what T + 1 layers in float32 and the hidden states of all samples take."""
+    family = make_family(families.config_of("llama", **WIDE), dtype=torch.bfloat16, scale=0.01)
+    deep = [deeper(folder, tmp_path / folder.name, times=4) for folder in family.folders]
+    tasks = [[[3 + (i * j) % 50 for i in range(32)] for j in range(4 * task + 1, 4 * task + 5)] for task in range(2)]
+    layer = sum(
+        tensor.numel() for name, tensor in load_file(family.base / "model.safetensors").items() if ".layers.0." in name
+    )
+    needed = 4 * (len(deep) * layer + sum(len(ids) for task in tasks for ids in task) * WIDTH)
+    peaks = []
+    for folders in (list(family.folders), deep):
+        receive, answer = forks.Pipe(duplex=False)
+        process = forks.Process(target=measure_peak, args=(folders, tasks, answer))
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+        peaks.append(receive.recv())
+    print(f"peaks {[peak / 2**20 for peak in peaks]} MiB, needed {needed / 2**20} MiB")
+    assert max(peaks) < 3 * needed

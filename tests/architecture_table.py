@@ -1,0 +1,89 @@
+"""The README's table of architectures and levels: the rows that tests/test_architectures.py goes through.
+
+python tests/architecture_table.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LEVELS = ("model", "layer", "attn_mlp", "head_mlp", "linear")
+WITHOUT_HEADS = ("model", "layer", "attn_mlp", "linear")
+WHOLE_LAYERS = ("model", "layer")
+NONE = ()
+BEGIN, END = "<!-- architectures:begin -->", "<!-- architectures:end -->"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One architecture, or a variant that works differently.
+
+    Attributes:
+        name: what people call it.
+        levels: the levels that apply to it.
+        lacks: the tensor that mergekit 0.1.5 asks for and its checkpoints do not have, where mergekit cannot merge it.
+    """
+
+    name: str
+    levels: tuple[str, ...] = LEVELS
+    lacks: str = ""
+
+
+ROWS = {
+    "llama": Row("Llama"),
+    "mistral": Row("Mistral"),
+    "qwen2": Row("Qwen2"),
+    "qwen3": Row("Qwen3"),
+    "gemma": Row("Gemma"),
+    "gemma2": Row("Gemma 2"),
+    "gemma3": Row("Gemma 3 (text)"),
+    "phi": Row("Phi"),
+    "phi3": Row("Phi-3"),
+    "gpt2": Row("GPT-2"),
+    "gpt_neox": Row("GPT-NeoX", lacks="attention.bias"),
+    "gpt_neox_sequential": Row("GPT-NeoX, `use_parallel_residual: false`", lacks="attention.bias"),
+    "falcon_7b": Row("Falcon, multi-query", lacks="lm_head.weight"),
+    "falcon_new": Row("Falcon, new decoder, output head of its own"),
+    "falcon_one_norm": Row("Falcon, new decoder, one norm", lacks="lm_head.weight"),
+    "falcon_alibi": Row("Falcon, ALiBi", lacks="lm_head.weight"),
+    "olmo": Row("OLMo"),
+    "olmo2": Row("OLMo 2"),
+    "cohere": Row("Cohere, `use_qk_norm: true`"),
+    "cohere_without_qk_norm": Row("Cohere", lacks="self_attn.q_norm.weight"),
+    "cohere2": Row("Cohere 2"),
+    "starcoder2": Row("StarCoder 2"),
+    "stablelm": Row("StableLM"),
+    "stablelm_parallel": Row("StableLM, `use_parallel_residual: true`", lacks="post_attention_layernorm.weight"),
+    "granite": Row("Granite"),
+    "glm4": Row("GLM-4"),
+    "arcee": Row("Arcee"),
+    "apertus": Row("Apertus"),
+    "mixtral": Row("Mixtral"),
+    "qwen3_moe": Row("Qwen3-MoE"),
+    "glm4_moe": Row("GLM-4-MoE"),
+    "gpt_oss": Row("GPT-OSS"),
+    "lfm2": Row("LFM2", WITHOUT_HEADS),
+    "granite_moe_hybrid": Row("GraniteMoeHybrid", WITHOUT_HEADS),
+    "granite_hybrid_dense": Row(
+        "GraniteMoeHybrid without routed experts", WITHOUT_HEADS, lacks="block_sparse_moe.input_linear.weight"
+    ),
+    "bloom": Row("BLOOM", WHOLE_LAYERS),
+    "opt": Row("OPT", WHOLE_LAYERS),
+    "llama4": Row("Llama 4 (text)", WHOLE_LAYERS),
+    "falcon_h1": Row("Falcon-H1", WHOLE_LAYERS),
+    "gemma3n": Row("Gemma 3n (text)", NONE),
+}
+
+
+def table() -> str:
+    """The table in Markdown."""
+    head = ["Architecture", *(f"`{level}`" for level in LEVELS), "Merges in mergekit 0.1.5"]
+    lines = [head, ["---", *[":-:"] * len(LEVELS), "---"]]
+    for row in ROWS.values():
+        merges = f"no: asks for `{row.lacks}`" if row.lacks else "yes"
+        lines.append([row.name, *("✓" if level in row.levels else "–" for level in LEVELS), merges])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    print(table())

@@ -1,0 +1,421 @@
+"""Every architecture at every level against the naive reference, up to the merged model that transformers loads.
+
+The rows are those of tests/architecture_table.py, from which the README's table is made.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import architecture_table
+import families
+import pytest
+import reference
+import torch
+import transformers
+from architecture_table import LEVELS, NONE, ROWS, WITHOUT_HEADS
+from conftest import MakeFamily
+from families import Family
+from mergekit.io.tasks import LoaderCache
+from safetensors.torch import load_file, save_file
+from test_checkpoint import write_adapter
+from test_submodules import random_alpha
+from transformers import AutoModelForCausalLM
+
+from mergekit_slta.decoder import Decoder
+from mergekit_slta.errors import SltaError
+from mergekit_slta.methods import weighted_sum
+from mergekit_slta.solver import solve
+from mergekit_slta.submodules import TensorWeights
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDS = 3
+LONGEST = 12
+# Features of size one are known to 6e-8 in float32 and their deltas are a tenth of them: after the sums inside a layer
+# a delta is known to a few 1e-6 of its own size.
+GRAM_TOLERANCE = 1e-5
+ALPHA_TOLERANCE = 1e-5
+# Of a tensor's largest element: the weights' error times the task vectors' share in it, and float32 rounding.
+TENSOR_TOLERANCE = 1e-6
+
+APPLICABLE = [(name, level) for name, row in ROWS.items() for level in LEVELS if level in row.levels]
+REFUSED = [(name, level) for name, row in ROWS.items() for level in LEVELS if level not in row.levels]
+MERGED = [(name, level) for name, level in APPLICABLE if not ROWS[name].lacks]
+UNMERGED = [(name, level) for name, level in APPLICABLE if ROWS[name].lacks]
+MIXTURES = ("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss", "granite_moe_hybrid")
+
+State = dict[str, torch.Tensor]
+
+
+class Case:
+    """A tiny family, what calibration measures on it, and what the reference says; measured once for all levels.
+
+    Args:
+        family: the models and data.
+        split: how the layers split, by the table.
+        levels: the levels that apply.
+    """
+
+    def __init__(self, family: Family, split: reference.Split, levels: tuple[str, ...] = LEVELS) -> None:
+        self.family = family
+        self.split = split
+        self.levels = levels
+        self.tasks = family.token_ids()
+
+    @cached_property
+    def grams(self) -> State:
+        return families.measure(self.family, *self.levels)
+
+    @cached_property
+    def models(self) -> list[Any]:
+        return self.family.models()
+
+    @cached_property
+    def deltas(self) -> dict[str, dict[str, reference.Deltas]]:
+        """The reference's feature deltas by level."""
+        return {level: reference.deltas(self.models, self.tasks, level, self.split) for level in self.levels}
+
+    def alpha(self, level: str) -> State:
+        """Merging weights from the measured Gram matrices."""
+        task = torch.tensor([index for index, samples in enumerate(self.tasks) for _ in samples])
+        return {name: solve(self.grams[name], task).alpha for name in self.deltas[level]}
+
+    def merged(self, level: str, edges: str) -> State:
+        """The reference's merged tensors, from the reference's own merging weights."""
+        alpha = reference.solve(self.deltas[level])
+        return reference.merged(self.models, alpha, level, self.split, edges)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    """The case of a row, made once."""
+
+    @functools.cache
+    def make(name: str) -> Case:
+        family = families.make_family(tmp_path_factory.mktemp(name), name, records=RECORDS, longest=LONGEST)
+        return Case(family, reference.SPLITS[name], ROWS[name].levels)
+
+    return make
+
+
+def edges_at(level: str) -> str:
+    """The setting that a level is tried with: both are."""
+    return "base" if level == "layer" else "mean"
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest |dG_bc| / sqrt(G_bb G_cc); where that is 0 / 0, zero."""
+    power = expected.diagonal(dim1=1, dim2=2).sqrt()
+    scale = power[:, :, None] * power[:, None, :]
+    return float(((found - expected).abs() / scale.clamp_min(torch.finfo(scale.dtype).tiny)).max())
+
+
+def assert_tensors_equal(found: State, expected: State) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        error = (found[name].double() - tensor.double()).abs().max()
+        assert error <= TENSOR_TOLERANCE * tensor.double().abs().max(), name
+
+
+def loaded(folder: Path) -> State:
+    """The tensors of a merged model that loads without complaint and gives finite logits."""
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not any(info.values()), info
+    with torch.no_grad():
+        assert torch.isfinite(model(torch.tensor([[families.BOS, 5, 6, 7]])).logits).all()
+    return dict(model.state_dict())
+
+
+# The matrix
+
+
+def test_the_rows_are_the_architectures_of_the_families() -> None:
+    assert set(ROWS) == set(families.ARCHITECTURES) | set(families.UNSPLIT)
+
+
+def test_the_readme_has_the_table() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = readme.partition(architecture_table.BEGIN)[2].partition(architecture_table.END)[0]
+    assert shown.strip() == architecture_table.table(), "paste the output of: python tests/architecture_table.py"
+
+
+@pytest.mark.parametrize(("name", "level"), APPLICABLE)
+def test_grams_and_merging_weights_equal_the_reference(name: str, level: str, case: Callable[[str], Case]) -> None:
+    found = case(name)
+    expected = found.deltas[level]
+    assert set(found.grams) == {submodule for deltas in found.deltas.values() for submodule in deltas}
+    alpha = found.alpha(level)
+    for submodule, deltas in expected.items():
+        assert relative_error(found.grams[submodule], deltas.grams()) < GRAM_TOLERANCE, submodule
+        error = (alpha[submodule] - reference.merging_weights(deltas)).abs().max()
+        assert error < ALPHA_TOLERANCE, submodule
+
+
+@pytest.mark.parametrize(("name", "level"), MERGED)
+def test_the_merged_model_is_the_references_and_loads(
+    name: str, level: str, case: Callable[[str], Case], tmp_path: Path
+) -> None:
+    found = case(name)
+    recipe = families.recipe(found.family, level=level, edges=edges_at(level), samples=RECORDS)
+    merged = families.merge(recipe, tmp_path / "merged")
+    assert_tensors_equal(loaded(merged), found.merged(level, edges_at(level)))
+
+
+@pytest.mark.parametrize(("name", "level"), UNMERGED)
+def test_every_tensor_takes_the_references_weights_where_mergekit_cannot_merge(
+    name: str, level: str, case: Callable[[str], Case]
+) -> None:
+    found = case(name)
+    weights = TensorWeights(Decoder(found.family.config), level, found.alpha(level), edges_at(level))
+    base, *experts = (model.state_dict() for model in found.models)
+    merged = {
+        tensor: weighted_sum(
+            base[tensor], [(own[tensor], alpha) for own, alpha in zip(experts, weights[tensor], strict=True)]
+        )
+        for tensor in base
+    }
+    assert_tensors_equal(merged, found.merged(level, edges_at(level)))
+
+
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.lacks])
+def test_mergekit_cannot_merge_it_by_any_method(name: str, case: Callable[[str], Case], tmp_path: Path) -> None:
+    """Fails once mergekit has learnt to: then the row's ``lacks`` goes."""
+    recipe = families.recipe(case(name).family, "task_arithmetic", calibration=False, per_expert={"weight": 0.5})
+    with pytest.raises(RuntimeError, match=rf"{re.escape(ROWS[name].lacks)} required but not present"):
+        families.merge(recipe, tmp_path / "merged")
+
+
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.levels == NONE])
+def test_mergekit_merges_it_by_other_methods(name: str, case: Callable[[str], Case], tmp_path: Path) -> None:
+    recipe = families.recipe(case(name).family, "task_arithmetic", calibration=False, per_expert={"weight": 0.5})
+    loaded(families.merge(recipe, tmp_path / "merged"))
+
+
+@pytest.mark.parametrize(("name", "level"), REFUSED)
+def test_a_level_that_does_not_apply_is_refused_with_what_to_use_instead(
+    name: str, level: str, case: Callable[[str], Case], tmp_path: Path
+) -> None:
+    if ROWS[name].levels == NONE:
+        words = "more than one hidden state per token.*'merge_method: sftm'"
+    elif ROWS[name].levels == WITHOUT_HEADS:
+        words = r"Layer 0 mixes tokens by \w+, which has no heads: use attn_mlp"
+    else:
+        words = r"Layer 0 \(\w+\) does not split into an attention and an MLP branch: use 'level: layer'"
+    with pytest.raises(SltaError, match=words):
+        families.measure(case(name).family, level)
+    with pytest.raises(SltaError, match=words):
+        families.merge(families.recipe(case(name).family, level=level, samples=RECORDS), tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "mixtral"])
+def test_mergekit_yaml_in_a_process_of_its_own(name: str, case: Callable[[str], Case], tmp_path: Path) -> None:
+    found = case(name)
+    recipe = families.write_recipe(tmp_path / "recipe.yml", families.recipe(found.family, samples=RECORDS))
+    # What the start-up file does wherever the package is installed.
+    command = "from mergekit_slta.startup import install; install(); from mergekit.scripts.run_yaml import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", command, str(recipe), str(tmp_path / "merged"), "--no-copy-tokenizer"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert_tensors_equal(loaded(tmp_path / "merged"), found.merged("attn_mlp", "base"))
+
+
+# Models that are no single stack of decoder layers
+
+
+_TINY = {"vocab_size": families.VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+_TINY |= {"intermediate_size": 16, "pad_token_id": families.PAD}
+_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+_VISION |= {"image_size": 16, "patch_size": 8}
+
+OTHER_KINDS: dict[str, tuple[str, transformers.PretrainedConfig, str]] = {
+    "encoder": ("RobertaForMaskedLM", transformers.RobertaConfig(**_TINY), "is no decoder-only"),
+    "encoder-decoder": (
+        "T5ForConditionalGeneration",
+        transformers.T5Config(vocab_size=families.VOCABULARY, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2),
+        "is an encoder-decoder",
+    ),
+    "several modules": (
+        "Gemma3ForConditionalGeneration",
+        transformers.Gemma3Config(
+            text_config=_TINY | {"num_key_value_heads": 1, "head_dim": 8}, vision_config=_VISION, mm_tokens_per_image=4
+        ),
+        "has several modules",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+@pytest.mark.parametrize("level", ["model", "attn_mlp"])
+def test_other_kinds_of_models_are_refused_and_pointed_to_sftm(kind: str, level: str, tmp_path: Path) -> None:
+    name, config, words = OTHER_KINDS[kind]
+    torch.manual_seed(0)
+    for folder in ("base", "expert0", "expert1"):
+        getattr(transformers, name)(config).save_pretrained(tmp_path / folder)
+        families.write_tokenizer(tmp_path / folder)
+    data = tuple(families.write_records(tmp_path / f"task{index}.jsonl", index, RECORDS) for index in range(2))
+    family = Family(tmp_path / "base", (tmp_path / "expert0", tmp_path / "expert1"), data, config)
+    with pytest.raises(SltaError, match=f"{name} {words}.*'merge_method: sftm'"):
+        families.merge(families.recipe(family, level=level), tmp_path / "merged")
+
+
+# Experts that leave submodules alone
+
+
+@pytest.fixture
+def adapted(tmp_path: Path, make_family: MakeFamily) -> tuple[dict[str, Any], Case]:
+    """A recipe of two LoRA on query projections and a full expert, and the same models merged by hand."""
+    family = make_family("llama", experts=3, records=RECORDS, longest=LONGEST)
+    recipe = families.recipe(family, samples=RECORDS)
+    for index in range(2):
+        adapter = write_adapter(tmp_path / f"adapter{index}", seed=index)
+        recipe["models"][index]["model"] = f"{family.base}+{adapter}"
+        tensors = load_file(family.base / "model.safetensors")
+        factors = {
+            key.removeprefix("base_model.model."): tensor
+            for key, tensor in load_file(adapter / "adapter_model.safetensors").items()
+        }
+        for name in tensors:
+            down, up = (factors.get(name.replace(".weight", f".lora_{part}.weight")) for part in "AB")
+            if down is not None and up is not None:
+                tensors[name] += 8 / 2 * up @ down
+        save_file(tensors, family.experts[index] / "model.safetensors", metadata={"format": "pt"})
+    return recipe, Case(family, reference.SPLITS["llama"])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_lora_experts_that_touch_attention_only(
+    level: str, adapted: tuple[dict[str, Any], Case], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe, found = adapted
+    recipe["parameters"] |= {"level": level, "edges": edges_at(level)}
+    with caplog.at_level(logging.WARNING, "mergekit_slta"):
+        merged = families.merge(recipe, tmp_path / "merged", lora_merge_cache=str(tmp_path / "loras"))
+    assert_tensors_equal(loaded(merged), found.merged(level, edges_at(level)))
+    lines = [record.getMessage() for record in caplog.records if "linearly dependent" in record.getMessage()]
+    assert len(lines) == (0 if level in ("model", "layer") else 1)
+
+
+@pytest.mark.parametrize("level", ["attn_mlp", "head_mlp", "linear"])
+def test_what_no_expert_touches_is_exactly_zero(level: str, adapted: tuple[dict[str, Any], Case]) -> None:
+    _, found = adapted
+    for name in found.deltas[level]:
+        gram, alpha = found.grams[name], found.alpha(level)[name]
+        touched = name.endswith((".attn", ".q_proj")) or ".head." in name
+        assert gram[:, 2, 2].all()
+        assert bool(gram[:, :2].any()) == touched
+        assert bool(alpha[:2].any()) == touched
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_two_identical_experts_share_the_weight(
+    level: str, make_family: MakeFamily, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    family = make_family("qwen2", experts=3, records=RECORDS, longest=LONGEST)
+    shutil.copy(family.experts[0] / "model.safetensors", family.experts[2] / "model.safetensors")
+    found = Case(family, reference.SPLITS["qwen2"], (level,))
+    for alpha in found.alpha(level).values():
+        assert torch.allclose(alpha[0], alpha[2], rtol=1e-6)
+        assert alpha[0] != 0
+    recipe = families.recipe(family, level=level, edges=edges_at(level), samples=RECORDS)
+    with caplog.at_level(logging.WARNING, "mergekit_slta"):
+        merged = families.merge(recipe, tmp_path / "merged")
+    assert_tensors_equal(loaded(merged), found.merged(level, edges_at(level)))
+    assert sum("linearly dependent" in record.getMessage() for record in caplog.records) == 1
+
+
+# Mixtures of experts
+
+
+def edit_checkpoint(folder: Path, edit: Callable[[State], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(("name", "bias"), [("glm4_moe", "gate.e_score_correction_bias"), ("gpt_oss", "router.bias")])
+def test_a_mixtures_expert_that_no_token_reaches_takes_its_branchs_weights(
+    name: str, bias: str, make_family: MakeFamily, tmp_path: Path
+) -> None:
+    family = make_family(name, records=RECORDS, longest=LONGEST)
+
+    def shut(tensors: State) -> None:
+        for key in tensors:
+            if key.endswith(bias):
+                tensors[key][3] = -100.0
+
+    for folder in family.folders:
+        edit_checkpoint(folder, shut)
+    found = Case(family, reference.SPLITS[name], ("linear",))
+    unreached = {submodule for submodule in found.grams if ".experts.3." in submodule}
+    assert unreached
+    assert unreached == {submodule for submodule, gram in found.grams.items() if not gram.any()}
+    merged = families.merge(families.recipe(family, level="linear", samples=RECORDS), tmp_path / "merged")
+    expected = found.merged("linear", "base")
+    assert_tensors_equal(loaded(merged), expected)
+    base = found.models[0].state_dict()
+    for key, tensor in expected.items():
+        if key.endswith("experts.gate_up_proj"):
+            assert not torch.equal(tensor[3], base[key][3])
+
+
+def test_a_mixtures_expert_that_one_task_reaches_keeps_its_weights() -> None:
+    """They are one for that task's expert and zero for the others, which is no sign that no token came."""
+    config = families.config_of("mixtral", architectures=["MixtralForCausalLM"])
+    decoder = Decoder(config)
+    measured = random_alpha(decoder, "linear")
+    for part in ("gate_up_proj", "down_proj"):
+        measured[f"layer.1.mlp.experts.2.{part}"] = torch.tensor([0.0, 1.0]).double()
+    weights = TensorWeights(decoder, "linear", measured)["model.layers.1.mlp.experts.gate_up_proj"]
+    assert weights[:, 2].flatten().tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixtures_are_read_from_both_layouts(name: str, case: Callable[[str], Case], tmp_path: Path) -> None:
+    """Each expert's matrices by themselves, as transformers saves most of them, or fused, as mergekit writes them."""
+    found = case(name)
+    folders = []
+    for folder in found.family.folders:
+        fused = shutil.copytree(folder, tmp_path / folder.name)
+        state = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+        save_file({key: t.clone() for key, t in state.items()}, fused / "model.safetensors", {"format": "pt"})
+        folders.append(fused)
+    family = Family(folders[0], tuple(folders[1:]), found.family.data, found.family.config)
+    grams = families.measure(family, *found.levels)
+    assert grams.keys() == found.grams.keys()
+    assert all(torch.equal(gram, found.grams[submodule]) for submodule, gram in grams.items())
+    for level in ("attn_mlp", "linear"):
+        LoaderCache.loaders.clear()
+        merged = families.merge(families.recipe(family, level=level, samples=RECORDS), tmp_path / level)
+        assert_tensors_equal(loaded(merged), found.merged(level, "base"))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize("level", ["attn_mlp", "linear"])
+def test_a_mixtures_single_matrices_take_their_part_of_the_fused_weights(
+    name: str, level: str, case: Callable[[str], Case]
+) -> None:
+    found = case(name)
+    weights = TensorWeights(Decoder(found.family.config), level, found.alpha(level))
+    numbers = re.compile(r"layers\.(\d+)\..*\.experts\.(\d+)\.(\w+)\.weight")
+    single = [match for match in map(numbers.search, load_file(found.family.base / "model.safetensors")) if match]
+    assert len(single) == sum(key.count("experts") for key in found.models[0].state_dict()) * 4 * 3 / 2
+    for match in single:
+        layer, expert, part = match.groups()
+        fused = "down_proj" if part in ("w2", "down_proj") else "gate_up_proj"
+        whole = weights[f"model.layers.{layer}.mlp.experts.{fused}"]
+        expected = whole[:, int(expert)].flatten() if whole.ndim > 1 else whole
+        assert torch.equal(weights[match.string], expected)

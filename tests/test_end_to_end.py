@@ -1,0 +1,96 @@
+"""mergekit's own commands, as a user runs them, on real input: folders in, a folder that transformers loads out."""
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import families
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+MODULES = {"mergekit-yaml": "run_yaml", "mergekit-pytorch": "merge_raw_pytorch"}
+
+
+def is_installed() -> bool:
+    try:
+        return bool(importlib.metadata.distribution("mergekit-slta"))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+pytestmark = pytest.mark.skipif(not is_installed(), reason="mergekit finds the plugin only where it is installed")
+
+
+def run(command: str, *arguments: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command of mergekit's in a folder."""
+    script = Path(sysconfig.get_path("scripts")) / command
+    elsewhere = [sys.executable, "-c", f"from mergekit.scripts.{MODULES[command]} import main; main()"]
+    program = [str(script)] if script.exists() else elsewhere  # mergekit may be seen from another environment
+    return subprocess.run([*program, *map(str, arguments)], cwd=folder, capture_output=True, text=True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder as a user has it: models, data and a recipe that names them by relative paths."""
+    family = families.make_family(tmp_path / "work", dtype=torch.bfloat16, experts=2)
+    content = families.recipe(family, samples=4, out_dtype="bfloat16", statistics="stats.safetensors")
+    content["base_model"] = "./base"
+    for index, entry in enumerate(content["models"]):
+        entry["model"] = f"./expert{index}"
+        entry["parameters"]["calibration"] = f"task{index}.jsonl"
+    families.write_recipe(tmp_path / "work" / "recipe.yml", content)
+    return tmp_path / "work"
+
+
+def test_a_merge_that_transformers_loads(folder: Path) -> None:
+    done = run("mergekit-yaml", "recipe.yml", "merged", folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert "Calibrating attn_mlp" in done.stderr
+    model, report = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype="auto", output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert model.dtype == torch.bfloat16
+    ids = AutoTokenizer.from_pretrained(folder / "merged")("abc 123", return_tensors="pt")["input_ids"]
+    assert model(ids).logits.isfinite().all()
+    assert "stats.safetensors" in os.listdir(folder)
+    assert "slta" in (folder / "merged" / "README.md").read_text()
+
+    weights = {file.name: file.read_bytes() for file in (folder / "merged").glob("*.safetensors")}
+    quiet = run("mergekit-yaml", "recipe.yml", "again", "--quiet", folder=folder)
+    assert quiet.returncode == 0, quiet.stderr
+    assert "Calibrating" not in quiet.stderr
+    assert {file.name: file.read_bytes() for file in (folder / "again").glob("*.safetensors")} == weights
+
+
+def test_a_broken_checkpoint_ends_it_in_one_sentence_without_output(folder: Path) -> None:
+    tensors = load_file(folder / "expert1" / "model.safetensors")
+    tensors["model.layers.1.mlp.gate_proj.weight"][0, 0] = torch.nan
+    save_file(tensors, folder / "expert1" / "model.safetensors", metadata={"format": "pt"})
+    done = run("mergekit-yaml", "recipe.yml", "merged", folder=folder)
+    assert done.returncode == 1
+    errors = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
+    assert errors == [
+        "Error: ./expert1 holds NaN or Inf in the tensor model.layers.1.mlp.gate_proj.weight: "
+        "the checkpoint is broken, get a sound copy."
+    ]
+    assert "Traceback" not in done.stderr
+    assert list(folder.rglob("merged/*.safetensors")) == []
+
+
+def test_mergekit_pytorch_is_refused_in_one_sentence(folder: Path) -> None:
+    text = (folder / "recipe.yml").read_text()
+    for name in ("base", "expert0", "expert1"):
+        shutil.move(folder / name / "model.safetensors", folder / f"{name}.safetensors")
+        text = text.replace(f"./{name}\n", f"./{name}.safetensors\n")
+    (folder / "recipe.yml").write_text(text)
+    done = run("mergekit-pytorch", "recipe.yml", "merged.safetensors", folder=folder)
+    assert done.returncode == 1
+    assert "Error: 'slta'" in done.stderr
+    assert "mergekit-yaml" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (folder / "merged.safetensors").exists()
