@@ -4,6 +4,7 @@ What a tensor is - linear map, convolution, norm or something else - is read off
 transformers' own model, built without weights. mergekit passes integer tensors through by itself.
 """
 
+import functools
 import logging
 import math
 import threading
