@@ -8,7 +8,17 @@ if TYPE_CHECKING:
 
 # Public name -> the module that defines it, loaded on first use.
 _EXPORTS = {
+    "Decoder": "mergekit_slta.decoder",
+    "Experiment": "mergekit_slta.measure",
+    "Recipe": "mergekit_slta.recipe",
     "SltaError": "mergekit_slta.errors",
+    "Solution": "mergekit_slta.solver",
+    "Statistics": "mergekit_slta.statistics",
+    "TensorWeights": "mergekit_slta.submodules",
+    "calibrate": "mergekit_slta.calibrate",
+    "load": "mergekit_slta.statistics",
+    "save": "mergekit_slta.statistics",
+    "solve": "mergekit_slta.solver",
 }
 
 

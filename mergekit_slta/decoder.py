@@ -315,7 +315,9 @@ def refuse_unless_decoder(config: transformers.PretrainedConfig) -> None:
     Raises:
         SltaError: the model is an encoder, an encoder-decoder, or has several modules (vision, audio).
     """
-    architecture = (config.architectures or ["?"])[0]
+    if not config.architectures:  # which building the model will say
+        return
+    architecture = config.architectures[0]
     if config.is_encoder_decoder:
         kind = "is an encoder-decoder"
     elif config.get_text_config() is not config:

@@ -118,7 +118,7 @@ def measure(
     studies: Sequence[Study],
     *,
     batch_tokens: int = 0,
-    progress: Callable[[float], object] = lambda passes: None,
+    progress: Callable[[int], object] = lambda samples: None,
 ) -> list[Grams]:
     """Measure the Gram matrices of every study on every submodule.
 
@@ -133,7 +133,7 @@ def measure(
         levels: the levels to measure.
         studies: what to measure.
         batch_tokens: the most positions in one forward pass; 0 fits it to the device.
-        progress: told of finished forward passes, as ``count_passes`` counts them.
+        progress: told how many samples have passed another layer, in all as often as ``count_passes`` times the layers.
 
     Returns:
         For each study, submodule name to [n, K, m, m] of the study's ``n`` samples, in their order.
@@ -186,7 +186,7 @@ class _Measurement:
     models: Sequence[Checkpoint]
     tasks: int
     levels: Sequence[str]
-    progress: Callable[[float], object]
+    progress: Callable[[int], object]
 
     def measure_layers(self, records: Sequence[_Record], batches: Sequence[Batch]) -> None:
         """Measure all levels but the model, one layer after the other."""
@@ -207,7 +207,7 @@ class _Measurement:
                 if maps is not None:
                     _combine_maps(concerned, maps, hidden, call, batch)
                 streams.set_output(0, number, base.output)
-                self.progress(len(batch.rows) / len(self.decoder))
+                self.progress(len(batch.rows))
             streams.advance()
 
     def _run_settings(
@@ -224,7 +224,7 @@ class _Measurement:
         def run(setting: torch.Tensor) -> ExpertRun:
             weights = blend(features.weights[0], features.weights[1:], setting.tolist())
             done = features.run(weights, base, hidden, call)
-            self.progress(len(batch.rows) * _runs_of_layers(self.levels) / len(self.decoder))
+            self.progress(len(batch.rows) * _runs_of_layers(self.levels))
             return done
 
         kept = [run(setting) for setting in record.study.kept]
@@ -252,7 +252,7 @@ class _Measurement:
         for number, batch in enumerate(streams.batches):
             hidden, call = streams.hidden(stream, number), streams.call(stream, number)
             streams.set_output(stream, number, self.decoder.run(streams.layer, weights, hidden, call).output)
-            self.progress(len(batch.rows) / len(self.decoder))
+            self.progress(len(batch.rows))
 
     def _compare_logits(self, record: _Record, streams: Streams, settings: torch.Tensor) -> None:
         base_edges, *edges = self._read({name: name for name in self.decoder.edge_tensors()})

@@ -172,8 +172,8 @@ class Linearity:
         levels: the levels that were measured.
         samples: how many samples each expert has.
         metrics: ``non_linearity`` (Eq. 19; over samples), ``distance_0.0`` ... ``distance_1.0`` (Table 18; over
-            samples), ``projection_distance`` (Eq. 8) and ``cosine`` (Eq. 16), both over the settings of a merge, and
-            ``cosine_baseline`` (Eq. 17; over samples).
+            samples), ``projection_distance`` (Eq. 8) and ``cosine_merge`` (Eq. 16), both over the settings of a merge,
+            and ``cosine_base`` (Eq. 17; over samples).
         maps: level -> expert -> submodule -> [N + 1, N + 1], the mean distances of Figure 6.
         skipped: level -> expert or "A+B" -> how many times a sample was left out of a submodule, as a feature delta is
             zero.
@@ -250,8 +250,8 @@ class Plan:
             f"{samples * len(self.models)}"
         )
 
-    def measure(self, progress: Callable[[float], object] = lambda passes: None) -> Linearity:
-        """Measure; ``progress`` is told of finished forward passes.
+    def measure(self, progress: Callable[[int], object] = lambda samples: None) -> Linearity:
+        """Measure; ``progress`` is told how many samples have passed another layer.
 
         Raises:
             SltaError: a level does not apply to the models, or a batch does not fit into memory.
@@ -340,6 +340,6 @@ def _merge_scores(grams: torch.Tensor, alpha: torch.Tensor) -> dict[str, Value]:
     """The metrics of one merge, from [n, K, 1 + g, 1 + g] and its settings [K, g]; means over samples come first."""
     return {
         "projection_distance": Value.of((1 - projection(grams, alpha).mean(0)).abs()),
-        "cosine": Value.of(merge_cosine(grams, alpha).mean(0)),
-        "cosine_baseline": Value.of(pair_cosine(grams[:, 0, 1:, 1:])),
+        "cosine_merge": Value.of(merge_cosine(grams, alpha).mean(0)),
+        "cosine_base": Value.of(pair_cosine(grams[:, 0, 1:, 1:])),
     }

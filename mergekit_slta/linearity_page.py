@@ -17,6 +17,7 @@ from mergekit_slta.page import Chart, Page, Section, Table, enumerated, plain_nu
 # What a group of submodules is called, by the level and then by the kind.
 GROUPS = {"model": "model", "layer": "layer", "attn": "attention", "mlp": "MLP", "head": "head"}
 LINEAR_MAPS = "linear map"
+COSINES = {"cosine_merge": "merged", "cosine_base": "baseline"}
 SETTINGS = {2: "25 settings of two weights from 0.2 to 1", 3: "27 settings of three weights from 0.3 to 0.7"}
 MEANING = (
     f"The score sums {(STEPS + 1) ** 2} squared deviations between points on the way from the base model to an expert: "
@@ -67,37 +68,40 @@ def score_table(result: Linearity) -> Table:
 
 
 def score_sentence(result: Linearity) -> str:
-    """How linear models and submodules are, in words."""
+    """How linear submodules are beside whole models, in words."""
+    experts = enumerated(short_names(result.experts))
     means = {group: _pooled(result, "non_linearity", group, result.experts).mean for group in _groups(result)}
-    said = [f"{plain_number(mean)} for {_one(group)}" for group, mean in means.items()]
-    sentence = f"On average over experts and samples the non-linearity score (0 is linear) is {enumerated(said)}"
+    said = enumerated([f"{_short(mean)} for {_one(group)}" for group, mean in means.items()])
+    scores = f"the non-linearity score (0 is linear) is {said}, on average over experts and samples."
     model = means.pop("model", math.nan)
     if math.isnan(model) or not means:
-        return f"{sentence}."
+        return f"Of {experts} {scores}"
     worse = [_one(group) for group, mean in means.items() if mean >= model]
     if worse:
-        return f"{sentence}; {enumerated(worse)} is no more linear than the model."
-    worst = max(means, key=lambda group: means[group])
-    times = f"{plain_number(model / means[worst])} times" if means[worst] > 0 else "infinitely"
-    return f"{sentence}. Every kind of submodule is more linear than the model, even {_one(worst)} {times}."
+        return f"Not all submodules of {experts} are more linear than the whole models: {scores}"
+    most = max(means.values())
+    by = f"at least {_short(model / most)} times more" if most > 0 else "perfectly"
+    return f"The submodules of {experts} are {by} linear{' than the whole models' * (most > 0)}: {scores}"
 
 
 def merge_sentence(result: Linearity, size: int) -> str:
-    """How far merges are from adding up, in words."""
-    merges = _merges(result, size)
-    said = []
-    for group in _groups(result):
-        value = _pooled(result, "projection_distance", group, merges)
-        if value.n:
-            said.append(f"{plain_number(value.mean)} for {_one(group)}")
-    what = "two" if size == 2 else "three"
-    return f"When {what} experts are merged, the projection distance (0 is adding up) is {enumerated(said or ['–'])}."
+    """How far merges of so many experts are from adding up, in words."""
+    means = {
+        group: _pooled(result, "projection_distance", group, _merges(result, size)).mean for group in _groups(result)
+    }
+    said = enumerated([f"{_short(mean)} for {_one(group)}" for group, mean in means.items()])
+    number = "two" if size == 2 else "three"
+    return f"When {number} of them are merged, the projection distance (0 is adding up) is {said}."
 
 
 def _one(group: str) -> str:
     return {"model": "the whole model", "MLP": "an MLP branch", "attention": "an attention branch"}.get(
         group, f"a {group}"
     )
+
+
+def _short(number: float) -> str:
+    return "undefined" if math.isnan(number) else f"{number:.2g}"
 
 
 # Groups of submodules
@@ -228,10 +232,10 @@ def _cosine_chart(result: Linearity, sizes: Sequence[int]) -> Chart:
     rows = []
     for group in _groups(result):
         for size in sizes:
-            for metric, what in (("cosine", "merged"), ("cosine_baseline", "baseline")):
+            for metric, what in COSINES.items():
                 value = _pooled(result, metric, group, _merges(result, size))
                 bars.append(Bar(group, f"{size} experts, {what}", 1 - value.mean, value.std))
-        for metric, what in (("cosine", "merged"), ("cosine_baseline", "baseline")):
+        for metric, what in COSINES.items():
             cells = [_plus_minus(_pooled(result, metric, group, [name])) for name in merges]
             rows.append([f"{group}, {what}", *cells])
     return Chart(
@@ -263,7 +267,7 @@ def _curve_chart(result: Linearity) -> Chart:
         for group in _groups(result):
             curve = [_pooled(result, distance_metric(step), group, [name]).mean for step in range(STEPS + 1)]
             lines.append(Line(group, steps, curve))
-            rows.append([f"{group}, {short}", *(f"{distance:.3f}" for distance in curve)])
+            rows.append([f"{group}, {short}", *map(_three_decimals, curve)])
         panels.append(Panel(short, [*lines, Line("linear", steps, [1 - step for step in steps])]))
     return Chart(
         name="distance-curve",
@@ -293,7 +297,7 @@ def _distance_map(result: Linearity, index: int) -> Chart:
 def _map_chart(file: str, expert: str, shown: dict[str, torch.Tensor]) -> Chart:
     steps = [f"{step / STEPS:.1f}" for step in range(STEPS + 1)]
     rows = [
-        [f"{name}, α = {step}", *(f"{distance:.3f}" for distance in row)]
+        [f"{name}, α = {step}", *map(_three_decimals, row)]
         for name, distances in shown.items()
         for step, row in zip(steps, distances.tolist(), strict=True)
     ]
@@ -313,6 +317,10 @@ def _map_chart(file: str, expert: str, shown: dict[str, torch.Tensor]) -> Chart:
         png=png,
         table=Table(["From, to", *(f"α = {step}" for step in steps)], rows),
     )
+
+
+def _three_decimals(number: float) -> str:
+    return "–" if math.isnan(number) else f"{number:.3f}"
 
 
 def _facts(result: Linearity) -> dict[str, str]:

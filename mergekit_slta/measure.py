@@ -101,9 +101,9 @@ class Experiment:
 
     def _reuse(self, found: Statistics, levels: Sequence[str], path: Path, published: bool) -> Statistics:
         """Match a file's content with the recipe, add the levels that it lacks, and take the recipe's experts."""
-        order = self._match_models(found, path)
         given = [expert for expert in self.recipe.experts if expert.calibration]
         data = self.load_data(given) if len(given) == len(self.recipe.experts) else None
+        order = self._match_models(found, path, data)
         if data is not None:
             self._match_data(found, order, data, path)
         missing = [level for level in levels if level not in found.info.levels]
@@ -118,8 +118,8 @@ class Experiment:
             self._finish(path)  # what a process that was killed after writing the file has left
         return found.select(order)
 
-    def _match_models(self, found: Statistics, path: Path) -> list[int]:
-        """The index in the file of each of the recipe's experts."""
+    def _match_models(self, found: Statistics, path: Path, data: Sequence[CalibrationData] | None) -> list[int]:
+        """The index in the file of each of the recipe's experts; of equal ones, that with the same data."""
         if self.base.fingerprint(self.cache_dir) != found.info.fingerprint.base:
             raise SltaError(
                 f"The base model {self.base} is not the one that {path} was measured on ('{found.info.base_model}', "
@@ -127,16 +127,17 @@ class Experiment:
             )
         unused = dict(enumerate(found.info.fingerprint.experts))
         order = []
-        for expert in self.experts:
+        for number, expert in enumerate(self.experts):
             content = expert.fingerprint(self.cache_dir)
-            index = next((index for index, known in unused.items() if known == content), None)
-            if index is None:
+            equal = [index for index, known in unused.items() if known == content]
+            if not equal:
                 raise SltaError(
                     f"The expert {expert} is none of the models that {path} was measured on "
                     f"({', '.join(found.info.models)}; other content): use those or measure anew into another file."
                 )
-            del unused[index]
-            order.append(index)
+            same_data = [i for i in equal if data and found.info.calibration[i].sha256 == data[number].sha256]
+            order.append((same_data or equal)[0])
+            del unused[order[-1]]
         return order
 
     def _match_data(self, found: Statistics, order: Sequence[int], data: Sequence[CalibrationData], path: Path) -> None:
@@ -215,6 +216,16 @@ class Experiment:
         self.ranks.wait()
         if self.ranks.first:
             shutil.rmtree(partial_folder(path), ignore_errors=True)
+
+    def check_edges(self, decoder: Decoder, experts: bool) -> None:
+        """Read the tensors outside the decoder layers, the base model's and perhaps the experts', for their values.
+
+        Raises:
+            SltaError: a tensor is missing, or holds NaN or Inf.
+        """
+        for model in [self.base, *self.experts] if experts else [self.base]:
+            for name in decoder.edge_tensors():
+                model.read({name: name}, decoder.base_model_prefix)
 
     def load_data(self, experts: Sequence[Expert]) -> list[CalibrationData]:
         """The calibration samples of experts that have a source."""

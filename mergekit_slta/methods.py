@@ -156,6 +156,8 @@ def solve_weights(merge: _Merge, parameters: dict[str, Any], device: str) -> Ten
         cache_dir=merge.cache_dir,
         quiet=merge.quiet,
     )
+    decoder = Decoder(experiment.base.config, merge.trust_remote_code)
+    experiment.check_edges(decoder, experts=settings.edges == "mean" or settings.level == "model")
     path = resolve_statistics(settings.statistics, merge.cache_dir) if settings.statistics else None
     published = settings.statistics.startswith(PUBLISHED_PREFIX)
     statistics = experiment.statistics([settings.level], path, published=published)
@@ -168,7 +170,6 @@ def solve_weights(merge: _Merge, parameters: dict[str, Any], device: str) -> Ten
             len(solutions),
             singular[0],
         )
-    decoder = Decoder(experiment.base.config, merge.trust_remote_code)
     alpha = {name: solution.alpha for name, solution in solutions.items()}
     return TensorWeights(decoder, settings.level, alpha, settings.edges)
 
@@ -181,6 +182,7 @@ def weighted_sum(base: torch.Tensor, experts: Sequence[tuple[torch.Tensor, torch
         experts: each expert's tensor and its weights, one number or a tensor that broadcasts to it.
     """
     dtype = torch.promote_types(base.dtype, torch.float32)
+    experts = [(tensor, weight) for tensor, weight in experts if bool(weight.any())]
     if not experts:
         return base
     weights = [weight.to(base.device, dtype) for _, weight in experts]

@@ -39,6 +39,14 @@ class Table:
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
 
+    def __str__(self) -> str:
+        """The table as text, the first column to the left and the others to the right."""
+        lines = [self.header, *self.rows]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        cells = [[cell.rjust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
+        names = [line[0].ljust(widths[0]) for line in lines]
+        return "\n".join("  ".join([name, *line[1:]]).rstrip() for name, line in zip(names, cells, strict=True))
+
 
 @dataclass(frozen=True)
 class Chart:

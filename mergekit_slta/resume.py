@@ -90,7 +90,7 @@ class Partial:
         """Write a layer's Gram matrices, which makes it count, and drop the hidden states before it."""
         _write(grams, self._grams(layer))
         for file in self.folder.glob("hidden-*"):
-            if int(file.name.split("-")[1]) != layer:
+            if int(file.name.split("-")[1]) < layer:  # a faster rank may have written later ones
                 file.unlink()
 
     def _grams(self, layer: int) -> Path:

@@ -12,7 +12,7 @@ import importlib.metadata
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -168,7 +168,7 @@ def save(statistics: Statistics, path: Path) -> None:
     tensors |= {"task": statistics.task, "tokens": statistics.tokens}
     text = json.dumps(statistics.info.model_dump(mode="json"), sort_keys=True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside = path.with_name(f".{path.name}.unfinished")
     try:
         beside.write_bytes(serialize(tensors, metadata={METADATA_KEY: text}))
         os.replace(beside, path)
@@ -306,8 +306,7 @@ def _problem(statistics: Statistics) -> str | None:
     for level in info.levels:
         if level not in _LEVEL_PATTERNS:
             return f"unknown level '{level}'"
-        found = {name for name in statistics.grams if re.fullmatch(_LEVEL_PATTERNS[level], name)}
-        if level != "model" and {int(name.split(".")[1]) for name in found} != set(range(info.num_layers)):
+        if not _is_complete(level, statistics.grams, info.num_layers):
             return f"level '{level}' does not cover the {info.num_layers} layers"
     for name, gram in statistics.grams.items():
         if not any(re.fullmatch(_LEVEL_PATTERNS[level], name) for level in info.levels):
@@ -319,13 +318,37 @@ def _problem(statistics: Statistics) -> str | None:
     return None
 
 
+def _is_complete(level: str, names: Collection[str], num_layers: int) -> bool:
+    """Whether every layer of the model, and no other, has its submodules of a level."""
+    if level == "model":
+        return "model" in names
+    layers: dict[int, set[str]] = {}
+    for name in names:
+        if re.fullmatch(_LEVEL_PATTERNS[level], name):
+            _, layer, *rest = name.split(".", 2)
+            layers.setdefault(int(layer), set()).update(rest)
+    return set(layers) == set(range(num_layers)) and all(_is_whole(level, parts) for parts in layers.values())
+
+
+def _is_whole(level: str, parts: set[str]) -> bool:
+    """Whether these are all parts of a layer; which linear maps it has only the model knows."""
+    if level == "attn_mlp":
+        return parts == {"attn", "mlp"}
+    if level == "head_mlp":
+        return len(parts) > 1 and parts == {"mlp", *(f"head.{head}" for head in range(len(parts) - 1))}
+    return True
+
+
 def _is_gram(gram: torch.Tensor) -> bool:
-    """Whether matrices are finite and symmetric, and no two experts' entry exceeds what their norms allow."""
+    """Whether matrices are finite, symmetric, and positive semidefinite up to rounding."""
     if not bool(torch.isfinite(gram).all()) or not torch.equal(gram, gram.mT):
         return False
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
-    bound = (diagonal[:, :, None] * diagonal[:, None, :]).clamp_min(0).sqrt()
-    return bool((diagonal >= 0).all()) and bool((gram.abs() <= bound * (1 + 1e-9)).all())
+    scale = torch.where(diagonal > 0, diagonal.clamp_min(torch.finfo(gram.dtype).tiny).rsqrt(), 0.0)
+    # An expert of norm zero has a row of zeros; the others are compared on a unit diagonal.
+    untouched = gram.abs().sum(-1)[diagonal == 0]
+    lowest = torch.linalg.eigvalsh(scale[:, :, None] * gram * scale[:, None, :])[:, 0]
+    return bool((diagonal >= 0).all()) and bool((untouched == 0).all()) and bool((lowest >= -1e-9).all())
 
 
 def _forward_order(name: str) -> tuple[object, ...]:

@@ -62,6 +62,10 @@ class TensorWeights:
         self.edge_alpha = mean if edges == "mean" or level == "model" else torch.zeros_like(mean)
         self._names = set(decoder.model.state_dict())
         self._maps = [linear_maps(layer) for layer in decoder.layers]
+        for layer in range(len(decoder)):  # traced here, so that several threads may ask afterwards
+            layer_submodules(decoder, level, layer)
+            if level not in ("model", "layer"):
+                decoder.structure(layer)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The merging weights of a tensor, by its name in a checkpoint or in mergekit's plan.

@@ -51,7 +51,7 @@ APPLICABLE = [(name, level) for name, row in ROWS.items() for level in LEVELS if
 REFUSED = [(name, level) for name, row in ROWS.items() for level in LEVELS if level not in row.levels]
 MERGED = [(name, level) for name, level in APPLICABLE if not ROWS[name].lacks]
 UNMERGED = [(name, level) for name, level in APPLICABLE if ROWS[name].lacks]
-MIXTURES = ("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss", "granite_moe_hybrid")
+MIXTURES = ("mixtral", "qwen3_moe", "glm4_moe")  # those that transformers saves expert by expert
 
 State = dict[str, torch.Tensor]
 
@@ -128,7 +128,8 @@ def assert_tensors_equal(found: State, expected: State) -> None:
 
 def loaded(folder: Path) -> State:
     """The tensors of a merged model that loads without complaint and gives finite logits."""
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    opened: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    model, info = opened
     assert not any(info.values()), info
     with torch.no_grad():
         assert torch.isfinite(model(torch.tensor([[families.BOS, 5, 6, 7]])).logits).all()
@@ -214,7 +215,7 @@ def test_a_level_that_does_not_apply_is_refused_with_what_to_use_instead(
         families.measure(case(name).family, level)
     with pytest.raises(SltaError, match=words):
         families.merge(families.recipe(case(name).family, level=level, samples=RECORDS), tmp_path / "merged")
-    assert not (tmp_path / "merged").exists()
+    assert not list((tmp_path / "merged").glob("*.safetensors"))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "mixtral"])
@@ -235,11 +236,22 @@ def test_mergekit_yaml_in_a_process_of_its_own(name: str, case: Callable[[str], 
 
 # Models that are no single stack of decoder layers
 
-
-_TINY = {"vocab_size": families.VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-_TINY |= {"intermediate_size": 16, "pad_token_id": families.PAD}
-_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-_VISION |= {"image_size": 16, "patch_size": 8}
+_TINY: dict[str, Any] = {
+    "vocab_size": families.VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "pad_token_id": families.PAD,
+}
+_VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
 
 OTHER_KINDS: dict[str, tuple[str, transformers.PretrainedConfig, str]] = {
     "encoder": ("RobertaForMaskedLM", transformers.RobertaConfig(**_TINY), "is no decoder-only"),
@@ -385,7 +397,7 @@ def test_a_mixtures_expert_that_one_task_reaches_keeps_its_weights() -> None:
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_mixtures_are_read_from_both_layouts(name: str, case: Callable[[str], Case], tmp_path: Path) -> None:
-    """Each expert's matrices by themselves, as transformers saves most of them, or fused, as mergekit writes them."""
+    """Each expert's matrices by themselves, as transformers saves them, or fused, as it loads them."""
     found = case(name)
     folders = []
     for folder in found.family.folders:
@@ -396,14 +408,14 @@ def test_mixtures_are_read_from_both_layouts(name: str, case: Callable[[str], Ca
     family = Family(folders[0], tuple(folders[1:]), found.family.data, found.family.config)
     grams = families.measure(family, *found.levels)
     assert grams.keys() == found.grams.keys()
-    assert all(torch.equal(gram, found.grams[submodule]) for submodule, gram in grams.items())
+    assert max(relative_error(gram, found.grams[submodule]) for submodule, gram in grams.items()) < GRAM_TOLERANCE
     for level in ("attn_mlp", "linear"):
         LoaderCache.loaders.clear()
         merged = families.merge(families.recipe(family, level=level, samples=RECORDS), tmp_path / level)
         assert_tensors_equal(loaded(merged), found.merged(level, "base"))
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize("name", MIXTURES)
 @pytest.mark.parametrize("level", ["attn_mlp", "linear"])
 def test_a_mixtures_single_matrices_take_their_part_of_the_fused_weights(
     name: str, level: str, case: Callable[[str], Case]
@@ -412,7 +424,8 @@ def test_a_mixtures_single_matrices_take_their_part_of_the_fused_weights(
     weights = TensorWeights(Decoder(found.family.config), level, found.alpha(level))
     numbers = re.compile(r"layers\.(\d+)\..*\.experts\.(\d+)\.(\w+)\.weight")
     single = [match for match in map(numbers.search, load_file(found.family.base / "model.safetensors")) if match]
-    assert len(single) == sum(key.count("experts") for key in found.models[0].state_dict()) * 4 * 3 / 2
+    mixtures = sum(key.endswith(".experts.gate_up_proj") for key in found.models[0].state_dict())
+    assert len(single) == mixtures * 4 * len(("gate", "up", "down")) > 0
     for match in single:
         layer, expert, part = match.groups()
         fused = "down_proj" if part in ("w2", "down_proj") else "gate_up_proj"

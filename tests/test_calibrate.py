@@ -261,7 +261,7 @@ def test_memory_does_not_grow_with_the_number_of_layers(
     """Under three times what T + 1 layers in float32 and the hidden states of all samples take."""
     family = make_family(families.config_of("llama", **WIDE), dtype=torch.bfloat16, scale=0.01)
     deep = [deeper(folder, tmp_path / folder.name, times=4) for folder in family.folders]
-    tasks = [[[3 + (i * j) % 50 for i in range(32)] for j in range(4 * task + 1, 4 * task + 5)] for task in range(2)]
+    tasks = [[[3 + (i * j) % 50 for i in range(16)] for j in range(4 * task + 1, 4 * task + 5)] for task in range(2)]
     layer = sum(
         tensor.numel() for name, tensor in load_file(family.base / "model.safetensors").items() if ".layers.0." in name
     )

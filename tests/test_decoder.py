@@ -85,10 +85,10 @@ def test_the_split_into_branches_is_the_one_in_the_table(architecture: str) -> N
     split = reference.SPLITS[architecture]
     assert decoder.layers_path == split.layers
     for layer, module in enumerate(model.get_submodule(split.layers)):
-        children = {name for name, child in module.named_children() if child.state_dict()}
+        children = {name for name, child in module.named_children() if child.state_dict()}  # what tensors belong to
         structure = decoder.structure(layer)
-        assert structure.branches["attn"] == children & set(split.attn)
-        assert structure.branches["mlp"] == children & set(split.mlp)
+        assert structure.branches["attn"] & children == children & set(split.attn)
+        assert structure.branches["mlp"] & children == children & set(split.mlp)
         assert structure.parallel == split.parallel
 
 
@@ -126,7 +126,7 @@ def test_replayed_children_give_the_same_run() -> None:
 
 def test_tied_weights_are_read_once() -> None:
     for tied in (True, False):
-        _, decoder, state = opened(families.config_of("llama", tie_word_embeddings=tied))
+        _, decoder, _ = opened(families.config_of("llama", tie_word_embeddings=tied))
         heads = [name for name in decoder.edge_tensors() if "lm_head" in name or "embed" in name]
         assert len(heads) == (1 if tied else 2)
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import families
 import pytest
@@ -52,7 +53,8 @@ def test_a_merge_that_transformers_loads(folder: Path) -> None:
     done = run("mergekit-yaml", "recipe.yml", "merged", folder=folder)
     assert done.returncode == 0, done.stderr
     assert "Calibrating attn_mlp" in done.stderr
-    model, report = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype="auto", output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype="auto", output_loading_info=True)
+    model, report = loaded
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert model.dtype == torch.bfloat16
     ids = AutoTokenizer.from_pretrained(folder / "merged")("abc 123", return_tensors="pt")["input_ids"]

@@ -42,7 +42,7 @@ def measured_once(llama: Family, tmp_path_factory: pytest.TempPathFactory) -> Pa
 @pytest.fixture
 def path(measured_once: Path, tmp_path: Path) -> Path:
     """The statistics of the three experts at attn_mlp, a copy of the test's own."""
-    return shutil.copy2(measured_once, tmp_path / "stats.safetensors")
+    return Path(shutil.copy2(measured_once, tmp_path / "stats.safetensors"))
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@
 import logging
 import os
 import shutil
-import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -88,22 +88,24 @@ def test_the_whole_way_equals_the_naive_one(level: str, llama: Family, tmp_path:
     assert worst_error(merged_state(out), reference.merged(models, alpha, level, split)) < 1e-6
 
 
-def test_balance_and_ridge_reach_the_solution(llama: Family, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "settings", [{"balance": False}, {"ridge": 0.3}, {"balance": "false", "ridge": "0.3"}], ids=str
+)
+def test_balance_and_ridge_reach_the_solution(settings: dict[str, Any], llama: Family, tmp_path: Path) -> None:
+    """Also as strings, which YAML makes of quoted values."""
     models, split = llama.models(), reference.SPLITS["llama"]
     deltas = reference.deltas(models, llama.token_ids(), "layer", split)
-    for index, settings in enumerate(({"balance": False}, {"ridge": 0.3}, {"balance": "false", "ridge": "0.3"})):
-        content = families.recipe(llama, level="layer", **settings)
-        out = families.merge(content, tmp_path / str(index))
-        values = {name: yaml.safe_load(str(value)) for name, value in settings.items()}
-        expected = reference.merged(models, reference.solve(deltas, **values), "layer", split)
-        assert worst_error(merged_state(out), expected) < 1e-6
+    out = families.merge(families.recipe(llama, level="layer", **settings), tmp_path / "out")
+    values = {name: yaml.safe_load(str(value).lower()) for name, value in settings.items()}
+    expected = reference.merged(models, reference.solve(deltas, **values), "layer", split)
+    assert worst_error(merged_state(out), expected) < 1e-6
 
 
 def test_merging_in_bfloat16_rounds_and_no_more(make_family: MakeFamily, tmp_path: Path) -> None:
     family = make_family(dtype=torch.bfloat16)
     exact = merged_state(families.merge(families.recipe(family), tmp_path / "float32"))
-    for name, dtypes in {"out": {"out_dtype": "bfloat16"}, "all": {"dtype": "bfloat16"}}.items():
-        out = families.merge(families.recipe(family, **dtypes), tmp_path / name)
+    for dtype, out_dtype in (("float32", "bfloat16"), ("bfloat16", None)):
+        out = families.merge(families.recipe(family, dtype=dtype, out_dtype=out_dtype), tmp_path / f"in_{dtype}")
         assert {tensor.dtype for tensor in load_file(next(out.glob("*.safetensors"))).values()} == {torch.bfloat16}
         assert worst_error(merged_state(out), exact) < 2**-8
 
@@ -182,12 +184,15 @@ def _run(task: Any) -> Any:
 
 
 @pytest.fixture
-def on_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mergekit.merge.Executor", ThreadedExecutor)
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)  # threads take turns as often as they can
-    yield
-    sys.setswitchinterval(before)
+    functional_call = torch.func.functional_call
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.002)  # so that other threads come in between
+        return functional_call(*args, **kwargs)
+
+    monkeypatch.setattr(torch.func, "functional_call", slow)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -289,7 +294,7 @@ def write_adapter(base: Path, folder: Path, seed: int) -> Path:
     for name, parameter in adapted.named_parameters():
         if "lora_" in name:
             parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator)
-    adapted.save_pretrained(folder)
+    adapted.save_pretrained(str(folder))
     return folder
 
 

@@ -72,5 +72,6 @@ def test_adding_in_place_changes_no_branchs_own_value() -> None:
     branch, other = stream("mlp", 0), stream("attn", 1)
     before = plain(branch).clone()
     total = add_in_place(branch, other)
+    assert isinstance(total, ResidualStream)
     assert torch.equal(total.terms[0].value, before)
     assert torch.equal(plain(branch), before)

@@ -3,7 +3,7 @@
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -161,14 +161,14 @@ def started(forks: ForkServerContext, content: dict[str, Any], path: Path) -> Fo
 
 
 @pytest.fixture
-def finish(forks: ForkServerContext, family: Family) -> Iterator[Callable[[Path], bytes]]:
+def finish(forks: ForkServerContext, family: Family) -> Callable[[Path], bytes]:
     def run(path: Path) -> bytes:
         process = started(forks, recipe(family), path)
         process.join(120)
         assert process.exitcode == 0
         return path.read_bytes()
 
-    yield run
+    return run
 
 
 def test_killed_between_layers(

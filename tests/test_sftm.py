@@ -15,11 +15,8 @@ import torch
 import transformers
 import yaml
 from click.testing import CliRunner, Result
-from mergekit import merge_methods
 from mergekit.common import ModelReference
-from mergekit.config import MergeConfiguration
 from mergekit.merge_methods import TensorGroup, merge_state_dicts
-from mergekit.options import MergeOptions
 from mergekit.scripts.run_yaml import main as mergekit_yaml
 from test_singular import dense_merge
 
@@ -103,10 +100,9 @@ def write_family(key: str, folder: Path, experts: int = 2, dtype: torch.dtype = 
 
 @pytest.fixture(autouse=True)
 def known() -> None:
-    """The method, registered once."""
+    """The method as the plugin makes it known, which is done once."""
     methods.register()
-    if "sftm" not in {method.spec.name for method in merge_methods.registered_methods()}:
-        merge_methods.register(SftmMethod())
+    methods.watch_planner()
 
 
 def recipe(family: Family, *own: dict[str, Any], **parameters: Any) -> dict[str, Any]:
@@ -252,12 +248,38 @@ def test_names_what_is_not_finite(tmp_path: Path) -> None:
 
 def test_refuses_parameters_that_mergekit_would_ignore(tmp_path: Path) -> None:
     content = recipe(write_family("llama", tmp_path), {"densty": 0.1}, gamma=0.3)
-    with pytest.raises(SltaError) as caught:
-        SftmMethod().begin(MergeConfiguration.model_validate(content), MergeOptions())
-    assert "'densty'" in str(caught.value) and "did you mean 'density'" in str(caught.value)
-    assert "'gamma'" in str(caught.value)
-    whole = recipe(write_family("llama", tmp_path), {"density": 0.1}, rank=[0, 8])
-    SftmMethod().begin(MergeConfiguration.model_validate(whole), MergeOptions())
+    result = run(content, tmp_path)
+    assert result.exit_code == 1
+    assert "'densty'" in result.output and "did you mean 'density'" in result.output
+    assert "'gamma'" in result.output
+
+
+def test_sees_the_parameters_of_slices_and_modules(tmp_path: Path) -> None:
+    base, experts = write_family("llama", tmp_path)
+    sources = [{"model": str(folder), "layer_range": [0, 2]} for folder in (base, *experts)]
+    sources[1]["parameters"] = {"wieght": 2.0}  # type: ignore[assignment]
+    slices = [{"sources": sources, "parameters": {"rnk": 3}}]
+    for content in ({"slices": slices}, {"modules": {"default": {"slices": slices, "parameters": {"lamda": 1.0}}}}):
+        whole = {"merge_method": "sftm", "base_model": str(base), "dtype": "float32"} | content
+        result = run(whole, tmp_path)
+        assert result.exit_code == 1 and "'wieght'" in result.output and "'rnk'" in result.output
+        assert ("'lamda'" in result.output) == ("modules" in content)
+
+
+def test_merges_slices_into_more_layers_than_the_base_model_has(tmp_path: Path) -> None:
+    base, experts = write_family("llama", tmp_path)
+    sources = [{"model": str(folder), "layer_range": [0, 2]} for folder in (base, *experts)]
+    content = {
+        "merge_method": "sftm",
+        "base_model": str(base),
+        "slices": [{"sources": sources}, {"sources": sources}],
+        "dtype": "float32",
+    }
+    result = run(content, tmp_path)
+    assert result.exit_code == 0, result.output
+    merged = load("llama", tmp_path / "merged")
+    for part in ("input_layernorm.weight", "mlp.up_proj.weight"):
+        assert torch.equal(merged[f"model.layers.3.{part}"], merged[f"model.layers.1.{part}"])
 
 
 @pytest.mark.parametrize("key", MODELS)
