@@ -38,6 +38,8 @@ CELL_NUMBER_LENGTH = 5
 # Cells are numbered where the numbers of a row and its name have no more characters than this.
 NUMBERED_LENGTH = 56
 MOST_NAMES = 16
+# Longer names of columns stand aslant.
+COLUMN_NAMES_LENGTH = 36
 PAIR = " | "  # between the names of two experts
 STYLE: Any = {
     "axes.axisbelow": True,
@@ -194,8 +196,9 @@ def heat_map(
         axes[-1].set_xlabel(x_label)
         everything = np.concatenate([np.asarray(matrix.values, dtype=float).ravel() for matrix in matrices])
         bar = figure.colorbar(
-            image, ax=list(axes), orientation="horizontal", extend=_extend(everything, limits), aspect=30, pad=0.02
-        )
+            image, ax=list(axes), orientation="horizontal", extend=_extend(everything, limits), aspect=30, pad=0.02,
+            ticks=MaxNLocator(5),
+        )  # fmt: skip
         bar.set_label(value_label)
         return _png(figure)
 
@@ -318,7 +321,7 @@ def _name_cells(ax: Axes, matrix: Matrix) -> None:
     for axis, names in ((ax.xaxis, matrix.columns), (ax.yaxis, matrix.rows)):
         step = math.ceil(len(names) / MOST_NAMES)
         axis.set_ticks(range(0, len(names), step), _cell_names(names[::step]))
-    if any(len(name) > 4 for name in matrix.columns):
+    if sum(map(len, _cell_names(matrix.columns[:MOST_NAMES]))) > COLUMN_NAMES_LENGTH:
         for label in ax.get_xticklabels():
             label.set(rotation=30, ha="right", rotation_mode="anchor")
     ax.tick_params(length=0, labelsize=9)

@@ -93,7 +93,10 @@ class MapDeltas:
         offset = linear_map.offset(weights[0])
         offsets = [linear_map.offset(expert) for expert in weights[1:]]
         self.biases = [None if offset is None or own is None else own - offset for own in offsets]
-        self.products = _products(self.matrices) if self._moments_are_cheaper(tokens) else None
+        self.products: torch.Tensor | None = None
+        if self._moments_are_cheaper(tokens):
+            self.products = _products(self.matrices)
+            self.matrices = []  # all that is needed of them is in the products
 
     def _moments_are_cheaper(self, tokens: int) -> bool:
         """Compare multiplications; the second moments need float64, which counts twice."""
@@ -104,10 +107,11 @@ class MapDeltas:
         return moments < experts * tokens * in_features * out_features and not any(b is not None for b in self.biases)
 
     def gram(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The Gram matrix [T, T] float64 of one sample, from the map's inputs [S, D]."""
-        if self.products is not None:
-            moments = inputs.double().T @ inputs.double()
-            return torch.einsum("ij,bcij->bc", moments, self.products)
+        """The Gram matrix [T, T] float64 of one sample, from the map's inputs [S, D]; exactly symmetric."""
+        gram = self._direct(inputs) if self.products is None else self._by_moments(inputs, self.products)
+        return (gram + gram.T) / 2
+
+    def _direct(self, inputs: torch.Tensor) -> torch.Tensor:
         deltas = []
         for matrix, bias in zip(self.matrices, self.biases, strict=True):
             delta = inputs @ matrix.T
@@ -115,8 +119,18 @@ class MapDeltas:
         features = torch.stack(deltas)
         return features @ features.T
 
+    @staticmethod
+    def _by_moments(inputs: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
+        moments = inputs.double().T @ inputs.double()
+        return torch.einsum("ij,bcij->bc", moments, products)
+
 
 def _products(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
     """(W_b - W_0)^T (W_c - W_0) for all pairs, [T, T, D, D] float64."""
-    stacked = torch.stack([matrix.double() for matrix in matrices])
-    return torch.einsum("boi,coj->bcij", stacked, stacked)
+    width = matrices[0].shape[1]
+    products = matrices[0].new_empty(len(matrices), len(matrices), width, width, dtype=torch.float64)
+    for b, left in enumerate(matrices):
+        for c, right in enumerate(matrices[: b + 1]):
+            torch.mm(left.double().T, right.double(), out=products[b, c])
+            products[c, b] = products[b, c].T
+    return products

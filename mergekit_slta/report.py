@@ -51,7 +51,7 @@ def verdict(analysis: LevelAnalysis) -> str:
 
 
 def _clause(name: str, kept: float, where: str) -> str:
-    change = f"{name}'s feature change"
+    change = f"{name}'{'s' * (not name.endswith('s'))} feature change"
     if math.isnan(kept):
         return f"has nothing of {name} to keep, which changes no feature on its own data"
     if kept <= 0:
@@ -204,7 +204,7 @@ def _doubts_section(analysis: LevelAnalysis, suffix: str) -> Section:
     rows = [[name, "; ".join(reasons)] for name, reasons in analysis.doubts.items()]
     table = Table(["Submodule", "Why"], rows) if rows else None
     if table is None:
-        paragraphs.append("None is.")
+        paragraphs.append("No submodule is unreliable.")
     return Section(f"Unreliable merging weights{suffix}", paragraphs, table=table)
 
 
