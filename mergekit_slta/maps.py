@@ -131,6 +131,6 @@ def _products(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
     products = matrices[0].new_empty(len(matrices), len(matrices), width, width, dtype=torch.float64)
     for b, left in enumerate(matrices):
         for c, right in enumerate(matrices[: b + 1]):
-            products[b, c] = left.double().T @ right.double()
-            products[c, b] = products[b, c].T
+            product = left.double().T @ right.double()
+            products[b, c], products[c, b] = product, product.T
     return products
