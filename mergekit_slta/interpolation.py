@@ -82,7 +82,7 @@ def blend(base: Weights, experts: Sequence[Weights], setting: Sequence[float]) -
     for expert, weight in zip(experts, weights, strict=True):
         for name, tensor in base.items():
             if weight and tensor.is_floating_point():
-                blended[name] = blended[name] + weight * (expert[name] - tensor)
+                blended[name] = torch.add(blended[name], expert[name] - tensor, alpha=weight)
     return blended
 
 
@@ -191,24 +191,26 @@ class _Measurement:
     def measure_layers(self, records: Sequence[_Record], batches: Sequence[Batch]) -> None:
         """Measure all levels but the model, one layer after the other."""
         streams = Streams(self.decoder, [[self.models[0]] * self.tasks], batches, Ranks())
-        tokens = sum(sum(batch.lengths) for batch in batches)
-        run_levels = [level for level in self.levels if level not in ("model", "linear")]
         for layer in range(len(self.decoder)):
-            weights = self._read(self.decoder.layer_tensors(layer))
-            features = LayerFeatures(self.decoder, layer, weights, run_levels, tokens)
-            maps = LayerFeatures(self.decoder, layer, weights, ["linear"], tokens) if "linear" in self.levels else None
-            for number, batch in enumerate(streams.batches):
-                hidden, call = streams.hidden(0, number), streams.call(0, number)
-                base = features.run_base(hidden, call)
-                concerned = [record for record in records if batch.task in record.study.experts]
-                if run_levels:
-                    for record in concerned:
-                        self._run_settings(record, features, base, hidden, call, batch)
-                if maps is not None:
-                    _combine_maps(concerned, maps, hidden, call, batch)
-                streams.set_output(0, number, base.output)
-                self.progress(len(batch.rows))
+            self._measure_layer(layer, records, streams)
             streams.advance()
+
+    def _measure_layer(self, layer: int, records: Sequence[_Record], streams: Streams) -> None:
+        weights = self._read(self.decoder.layer_tensors(layer))
+        tokens = sum(sum(batch.lengths) for batch in streams.batches)
+        run_levels = [level for level in self.levels if level not in ("model", "linear")]
+        features = LayerFeatures(self.decoder, layer, weights, run_levels, tokens)
+        maps = LayerFeatures(self.decoder, layer, weights, ["linear"], tokens) if "linear" in self.levels else None
+        for number, batch in enumerate(streams.batches):
+            hidden, call = streams.hidden(0, number), streams.call(0, number)
+            base = features.run_base(hidden, call)
+            concerned = [record for record in records if batch.task in record.study.experts]
+            for record in concerned if run_levels else ():
+                self._run_settings(record, features, base, hidden, call, batch)
+            if maps is not None:
+                _combine_maps(concerned, maps, hidden, call, batch)
+            streams.set_output(0, number, base.output)
+            self.progress(len(batch.rows))
 
     def _run_settings(
         self,
@@ -242,17 +244,19 @@ class _Measurement:
             sources = [[Blend(self.models, setting)] * self.tasks for setting in settings]
             streams = Streams(self.decoder, sources, batches, Ranks(), folder)
             for layer in range(len(self.decoder)):
-                weights = self._read(self.decoder.layer_tensors(layer))
-                for stream, setting in enumerate(settings):
-                    self._advance(streams, stream, blend(weights[0], weights[1:], setting.tolist()))
+                self._pass_layer(layer, streams, settings)
                 streams.advance()
             self._compare_logits(record, streams, settings)
 
-    def _advance(self, streams: Streams, stream: int, weights: Weights) -> None:
-        for number, batch in enumerate(streams.batches):
-            hidden, call = streams.hidden(stream, number), streams.call(stream, number)
-            streams.set_output(stream, number, self.decoder.run(streams.layer, weights, hidden, call).output)
-            self.progress(len(batch.rows))
+    def _pass_layer(self, layer: int, streams: Streams, settings: torch.Tensor) -> None:
+        """Let the samples of every setting pass a layer."""
+        base, *experts = self._read(self.decoder.layer_tensors(layer))
+        for stream, setting in enumerate(settings):
+            weights = blend(base, experts, setting.tolist())
+            for number, batch in enumerate(streams.batches):
+                hidden, call = streams.hidden(stream, number), streams.call(stream, number)
+                streams.set_output(stream, number, self.decoder.run(layer, weights, hidden, call).output)
+                self.progress(len(batch.rows))
 
     def _compare_logits(self, record: _Record, streams: Streams, settings: torch.Tensor) -> None:
         base_edges, *edges = self._read({name: name for name in self.decoder.edge_tensors()})

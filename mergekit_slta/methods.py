@@ -204,9 +204,10 @@ def register() -> None:
 
 
 def watch_planner() -> None:
-    """Show the methods the whole recipe, which mergekit itself does not; a second call changes nothing."""
+    """Register, and show the methods the whole recipe, which mergekit does not; a second call changes nothing."""
     from mergekit.plan import MergePlanner
 
+    register()
     plan = MergePlanner.__init__
     if hasattr(plan, "__wrapped__"):
         return

@@ -32,6 +32,8 @@ def install() -> None:
 
 def call(hook: str) -> bool:
     """Call a hook; a failure is one RuntimeWarning and False, because mergekit's own methods do not need ours."""
+    if importing_this_package():  # its modules are not complete yet; mergekit.plan comes later and registers too
+        return True
     try:
         from mergekit_slta import methods
 
@@ -47,6 +49,14 @@ def call(hook: str) -> bool:
         )
         return False
     return True
+
+
+def importing_this_package() -> bool:
+    """Whether the import of the host is part of the import of one of this package's own modules."""
+    return any(
+        name.startswith("mergekit_slta.") and getattr(getattr(module, "__spec__", None), "_initializing", False)
+        for name, module in list(sys.modules.items())
+    )
 
 
 class HostFinder:

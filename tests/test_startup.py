@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -236,3 +237,18 @@ def test_a_lazily_loaded_host(host: Path, calls: list[str]) -> None:
     startup.install()
     assert importlib.import_module("host").runs == 1
     assert calls == ["hook"]
+
+
+def test_a_module_of_this_package_may_be_imported_first() -> None:
+    """It imports mergekit, whose import would register, which needs the module that is not complete yet."""
+    code = """
+import warnings
+from mergekit_slta import startup
+startup.install()
+warnings.simplefilter("error", RuntimeWarning)
+import mergekit_slta.measure
+import mergekit.plan
+from mergekit import merge_methods
+assert merge_methods.get("slta").spec.name == "slta"
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
