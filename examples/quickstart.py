@@ -93,6 +93,7 @@ def recipes(family: Family, out: Path, grid: tuple[float, ...]) -> dict[str, Rec
         **{f"task_arithmetic {weight}": recipe("task_arithmetic", {"weight": weight}) for weight in grid},
         "ties": recipe("ties", {"weight": 1.0, "density": 0.5}),
         "dare_linear": recipe("dare_linear", {"weight": 0.4, "density": 0.5}),
+        "sftm": recipe("sftm"),
         "slta layer": recipe("slta", data=True, level="layer", statistics=STATISTICS),
         "slta attn_mlp": recipe("slta", data=True, level="attn_mlp", statistics=STATISTICS),
     }

@@ -75,6 +75,18 @@ def _existing_file(argument: str) -> Callable[[Callable[..., None]], Callable[..
     return click.argument(argument, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 
 
+def _output_folder(command: Callable[..., None]) -> Callable[..., None]:
+    return click.option(
+        "-o",
+        "--output",
+        "folder",
+        required=True,
+        metavar="DIR",
+        type=click.Path(file_okay=False, path_type=Path),
+        help="Folder to write to.",
+    )(command)
+
+
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="mergekit-slta")
 def main() -> None:
@@ -83,7 +95,8 @@ def main() -> None:
     A recipe is a mergekit YAML file with 'merge_method: slta'. `check` it, then `merge` it (or run mergekit-yaml,
     which does the same). To look at the weights first, or to solve several merges from one measurement: `calibrate`
     writes a small statistics file, and `solve` gets merging weights and plain mergekit recipes from it in a second,
-    without models and without data. `evaluate` tells how well the merged model does.
+    without models and without data; `report` shows what the merge keeps of each expert. `evaluate` tells how well the
+    merged model does, and `linearity` whether the experts are of a kind that can be merged.
     """
 
 
@@ -285,6 +298,74 @@ def evaluate(recipe: Path, out: Path, samples: int, json_file: str | None, **opt
     click.echo(evaluation_table(results))
     if json_file:
         _write(Path(json_file), evaluation_json(results))
+
+
+@main.command(short_help="Measure how linear a recipe's models are in their weights.")
+@_existing_file("recipe")
+@_output_folder
+@click.option(
+    "--level",
+    "levels",
+    multiple=True,
+    metavar="LEVEL",
+    help=f"{LEVELS_HELP}. May be given several times.  [default: model, layer, attn_mlp]",
+)
+@click.option("--samples", type=click.IntRange(min=1), default=5, show_default=True, help="Samples of each task.")
+@click.option("--pairs/--no-pairs", default=True, show_default=True, help="25 merges of every two experts.")
+@click.option("--triples", is_flag=True, help="27 merges of every three experts.")
+@_model_options
+def linearity(
+    recipe: Path, folder: Path, levels: Sequence[str], samples: int, pairs: bool, triples: bool, **options: Any
+) -> None:
+    """Measure how linear RECIPE's models are in their weights, as the paper does, before merging them.
+
+    The non-linearity score of every expert, and how far merges of them are from adding up: linearity.json, and a page
+    with figures (report.html) in DIR. Takes as long as tens of calibrations; how many forward passes is said first.
+    """
+    from tqdm import tqdm
+
+    from mergekit_slta.linearity import plan_linearity
+    from mergekit_slta.linearity_page import score_table, write_linearity
+
+    merge_options = _merge_options(options)
+    chosen = _known_levels(levels) or ["model", "layer", "attn_mlp"]
+    source = _read_recipe(recipe)
+    _refuse(_examine(source, merge_options, merging=False))
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = plan_linearity(_experiment(source, merge_options), chosen, samples=samples, pairs=pairs, triples=triples)
+    click.echo(f"{plan}.")
+    layers = len(plan.decoder)
+    with tqdm(
+        total=plan.passes * layers,
+        desc="Measuring linearity",
+        unit="pass",
+        unit_scale=1 / layers,
+        leave=False,
+        disable=merge_options.quiet,
+    ) as bar:
+        result = plan.measure(bar.update)
+    path = write_linearity(result, folder)
+    click.echo(f"{score_table(result)}\n\n{path} written")
+
+
+@main.command(short_help="Show what a merge keeps and how sure its weights are.")
+@click.argument("stats")
+@_output_folder
+@click.option("--transformers-cache", help="Folder for downloaded files.")
+def report(stats: str, folder: Path, transformers_cache: str | None) -> None:
+    """Write a page with figures (report.html) on the merge that the statistics file STATS gives.
+
+    What it keeps of each expert, layer by layer, the merging weights with their intervals, where they are unreliable,
+    how the experts interfere, and whether fewer samples would have been enough; at every level that STATS holds.
+    STATS is a file that `calibrate` wrote, or hf:ORG/REPO/FILE[@REVISION] on the Hugging Face Hub.
+    """
+    from mergekit_slta.report import report_page
+    from mergekit_slta.statistics import load, resolve_statistics
+
+    with _one_thread():
+        page = report_page(load(resolve_statistics(stats, transformers_cache)))
+        path = page.write(folder, "report.html")
+    click.echo(f"{page.verdict[0]}\n\n{path} written")
 
 
 @main.command(cls=_MergeCommand, short_help="Merge, as mergekit-yaml does.")

@@ -14,6 +14,21 @@ from mergekit_slta.heads import Heads, find_heads
 from mergekit_slta.maps import LinearMap, MapDeltas, linear_maps
 
 
+@dataclass(frozen=True)
+class ExpertRun:
+    """A layer run with other weights than the base model's, on the base model's inputs.
+
+    Attributes:
+        weights: the layer's tensors.
+        own: the run on the layer's input, where level ``layer`` is wanted.
+        branches: the run whose MLP branch reads what the base model feeds it, where a level of branches is wanted.
+    """
+
+    weights: Weights
+    own: LayerRun | None
+    branches: LayerRun | None
+
+
 @dataclass
 class LayerFeatures:
     """What the levels need of one layer, for all batches.
@@ -59,33 +74,33 @@ class LayerFeatures:
             call: the layer's other arguments.
             lengths: the samples' numbers of tokens.
         """
-        runs = [self._run_expert(weights, base, hidden, call) for weights in self.weights[1:]]
-        prefix = f"layer.{self.layer}"
-        if "layer" in self.levels:
-            yield prefix, sample_grams([_output_delta(own, base) for own, _ in runs], lengths)
-        branches = self.decoder.structure(self.layer).branches if runs[0][1] is not None else {}
-        for branch, children in branches.items():
-            if branch == "mlp" or "attn_mlp" in self.levels:
-                deltas = [_branch_delta(run, base, children) for _, run in runs if run is not None]
-                yield f"{prefix}.{branch}", sample_grams(deltas, lengths)
-        if self.heads is not None:
-            for head in range(self.heads.count):
-                features = self._head_features(head, base, self.weights[0])
-                deltas = [
-                    self._head_features(head, run, weights) - features
-                    for (_, run), weights in zip(runs, self.weights[1:], strict=True)
-                    if run is not None
-                ]
-                yield f"{prefix}.head.{head}", sample_grams(deltas, lengths)
+        runs = [self.run(weights, base, hidden, call) for weights in self.weights[1:]]
+        for name, deltas in self.deltas(base, runs):
+            yield name, sample_grams(deltas, lengths)
         for linear_map, deltas_of_map in self.maps.items():
             inputs = self._map_inputs(linear_map, base, len(lengths))
             grams = [deltas_of_map.gram(x) for x in _per_sample(inputs, lengths)]
-            yield f"{prefix}.{linear_map.name}", torch.stack(grams).cpu()
+            yield f"layer.{self.layer}.{linear_map.name}", torch.stack(grams).cpu()
 
-    def _run_expert(
-        self, weights: Weights, base: LayerRun, hidden: torch.Tensor, call: LayerCall
-    ) -> tuple[LayerRun | None, LayerRun | None]:
-        """An expert's layer on the base model's input, and its branches each on theirs, where they are needed."""
+    def deltas(self, base: LayerRun, runs: Sequence[ExpertRun]) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        """Each submodule's name and its feature deltas, one [B, S, D] per run; linear maps are left out."""
+        prefix = f"layer.{self.layer}"
+        if "layer" in self.levels:
+            yield prefix, [_output_delta(run.own, base) for run in runs]
+        if not {"attn_mlp", "head_mlp"} & set(self.levels):
+            return
+        for branch, children in self.decoder.structure(self.layer).branches.items():
+            if branch == "mlp" or "attn_mlp" in self.levels:
+                yield f"{prefix}.{branch}", [_branch_delta(run.branches, base, children) for run in runs]
+        for head in range(self.heads.count if self.heads is not None else 0):
+            features = self._head_features(head, base, self.weights[0])
+            yield (
+                f"{prefix}.head.{head}",
+                [self._head_features(head, run.branches, run.weights) - features for run in runs],
+            )
+
+    def run(self, weights: Weights, base: LayerRun, hidden: torch.Tensor, call: LayerCall) -> ExpertRun:
+        """Run the layer with other weights on the base model's input, and its branches each on theirs."""
         own = branches = None
         if "layer" in self.levels:
             own = self.decoder.run(self.layer, weights, hidden, call, capture=self._head_modules())
@@ -105,14 +120,14 @@ class LayerFeatures:
             )
             if own is not None:
                 branches.inputs.update(own.inputs)
-        return own, branches
+        return ExpertRun(weights, own, branches)
 
     def _head_modules(self) -> set[str]:
         return {self.heads.output.module} if self.heads is not None else set()
 
-    def _head_features(self, head: int, run: LayerRun, weights: Weights) -> torch.Tensor:
+    def _head_features(self, head: int, run: LayerRun | None, weights: Weights) -> torch.Tensor:
         """o_proj restricted to a head's columns, applied to that head's output (A.3.5)."""
-        assert self.heads is not None
+        assert self.heads is not None and run is not None
         output = self.heads.output
         part = run.inputs[output.module][0].unflatten(-1, (self.heads.count, -1))[..., head, :]
         columns = output.matrix(weights).unflatten(-1, (self.heads.count, -1))[:, head, :]
@@ -152,9 +167,9 @@ def _per_sample(inputs: tuple[torch.Tensor, torch.Tensor], lengths: Sequence[int
         yield values[row, :length][reached[row, :length]]
 
 
-def _branch_delta(expert: LayerRun, base: LayerRun, children: frozenset[str]) -> torch.Tensor:
+def _branch_delta(expert: LayerRun | None, base: LayerRun, children: frozenset[str]) -> torch.Tensor:
     """What the branch adds to the residual stream, expert minus base."""
-    assert expert.terms is not None and base.terms is not None
+    assert expert is not None and expert.terms is not None and base.terms is not None
     parts = [expert.terms[name] - base.terms[name] for name in base.terms if name in children]
     return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
 

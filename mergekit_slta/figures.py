@@ -197,7 +197,7 @@ def heat_map(
         everything = np.concatenate([np.asarray(matrix.values, dtype=float).ravel() for matrix in matrices])
         bar = figure.colorbar(
             image, ax=list(axes), orientation="horizontal", extend=_extend(everything, limits), aspect=30, pad=0.02,
-            ticks=MaxNLocator(5),
+            ticks=MaxNLocator(5, steps=[1, 2, 5, 10]),
         )  # fmt: skip
         bar.set_label(value_label)
         return _png(figure)

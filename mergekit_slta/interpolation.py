@@ -8,10 +8,9 @@ Shapes: ``T`` experts, ``B`` samples in a batch, ``n`` samples of a study, ``m``
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from mergekit_slta.ranks import Ranks
 from mergekit_slta.streams import Batch, Streams, Tasks, fitting_batch, make_batches
 
 BRANCH_LEVELS = frozenset({"attn_mlp", "head_mlp"})
-# At level model the hidden states of all settings go to the disk if they take more bytes than this.
+# At level model the hidden states of all settings go to the folder for temporary files if they take more than this.
 MOST_HIDDEN_BYTES = 2**31
 # So many logits of each setting are compared at once.
 LOGITS = 2**23
@@ -227,7 +226,9 @@ class _Measurement:
             weights = blend(features.weights[0], features.weights[1:], setting.tolist())
             done = features.run(weights, base, hidden, call)
             self.progress(len(batch.rows) * _runs_of_layers(self.levels))
-            return done
+            # Of a setting's weights only the map that all heads share is needed again.
+            output = [features.heads.output.weight] if features.heads is not None else []
+            return replace(done, weights={name: weights[name] for name in output})
 
         kept = [run(setting) for setting in record.study.kept]
         for index, others in enumerate(record.study.others):
@@ -240,13 +241,14 @@ class _Measurement:
         settings = torch.cat([torch.zeros_like(study.kept[:1]), study.settings])  # stream 0 is the base model's
         tokens = sum(sum(batch.lengths) for batch in batches)
         width = self.decoder.model.config.get_text_config().hidden_size
-        with _folder_for(2 * len(settings) * tokens * width * torch.float32.itemsize) as folder:
-            sources = [[Blend(self.models, setting)] * self.tasks for setting in settings]
-            streams = Streams(self.decoder, sources, batches, Ranks(), folder)
-            for layer in range(len(self.decoder)):
-                self._pass_layer(layer, streams, settings)
-                streams.advance()
-            self._compare_logits(record, streams, settings)
+        size = 2 * len(settings) * tokens * width * torch.float32.itemsize
+        folder = Path(tempfile.gettempdir()) if size > MOST_HIDDEN_BYTES else None
+        sources = [[Blend(self.models, setting)] * self.tasks for setting in settings]
+        streams = Streams(self.decoder, sources, batches, Ranks(), folder)
+        for layer in range(len(self.decoder)):
+            self._pass_layer(layer, streams, settings)
+            streams.advance()
+        self._compare_logits(record, streams, settings)
 
     def _pass_layer(self, layer: int, streams: Streams, settings: torch.Tensor) -> None:
         """Let the samples of every setting pass a layer."""
@@ -294,13 +296,3 @@ def _combine_maps(
             for index, others in enumerate(record.study.others):
                 settings = torch.cat([others, record.study.kept])
                 record.put(name, batch.rows, index, settings @ grams @ settings.T)
-
-
-@contextlib.contextmanager
-def _folder_for(size: int) -> Iterator[Path | None]:
-    """A temporary folder for so many bytes of hidden states, or none where memory holds them."""
-    if size <= MOST_HIDDEN_BYTES:
-        yield None
-        return
-    with tempfile.TemporaryDirectory(prefix="mergekit-slta-") as folder:
-        yield Path(folder)

@@ -242,12 +242,12 @@ class Plan:
         return count_passes(self.studies, self.tasks, self.levels)
 
     def __str__(self) -> str:
-        samples = sum(map(len, self.tasks))
-        merges = sum(len(study.experts) > 1 for study in self.studies)
+        experts, samples = len(self.names), sum(map(len, self.tasks))
+        merges = sum(len(study.others) for study in self.studies if len(study.experts) > 1)
+        subject = f"{experts} expert{'s' * (experts > 1)}" + (f" and {merges} merges of them" if merges else "")
         return (
-            f"Linearity of {len(self.names)} experts and {merges} merges of them at {', '.join(self.levels)}: "
-            f"{self.passes} forward passes of one sample, where calibrating on the same {samples} samples takes "
-            f"{samples * len(self.models)}"
+            f"Linearity of {subject} at {', '.join(self.levels)}: {self.passes} forward passes of one sample, where "
+            f"calibrating on the same {samples} samples takes {samples * len(self.models)}"
         )
 
     def measure(self, progress: Callable[[int], object] = lambda samples: None) -> Linearity:

@@ -6,13 +6,15 @@ expert's own, or those of a merge in the making. Neither streams nor layers know
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from mergekit_slta.checkpoint import Checkpoint
 from mergekit_slta.decoder import Decoder, LayerCall
 from mergekit_slta.ranks import Ranks
 from mergekit_slta.resume import Partial
@@ -71,6 +73,15 @@ def fitting_batch(device: torch.device) -> int:
     return CPU_BATCH_TOKENS if device.type == "cpu" else GPU_BATCH_TOKENS
 
 
+class Source(Protocol):
+    """Weights that a stream begins with."""
+
+    def read(
+        self, names: Mapping[str, str], base_model_prefix: str, device: torch.device | str = "cpu"
+    ) -> dict[str, torch.Tensor]:
+        """Read tensors as ``Checkpoint.read`` does."""
+
+
 class Streams:
     """The hidden states of all streams before the next layer, for this process's share of the batches.
 
@@ -79,6 +90,7 @@ class Streams:
         sources: for each stream, the model that embeds the samples of each task.
         batches: all batches; this process takes every ``ranks.count``-th.
         ranks: the processes that share the batches.
+        folder: where hidden states are kept instead of in memory, in files without names.
 
     Attributes:
         layer: the index of the next layer.
@@ -86,19 +98,25 @@ class Streams:
     """
 
     def __init__(
-        self, decoder: Decoder, sources: Sequence[Sequence[Checkpoint]], batches: Sequence[Batch], ranks: Ranks
+        self,
+        decoder: Decoder,
+        sources: Sequence[Sequence[Source]],
+        batches: Sequence[Batch],
+        ranks: Ranks,
+        folder: Path | None = None,
     ) -> None:
         self.decoder = decoder
         self.layer = 0
         self.batches = list(batches[ranks.index :: ranks.count])
         self._ranks = ranks
+        self._folder = folder
         self._hidden: Hidden = {}
         self._following: Hidden = {}
         self._calls: dict[tuple[int, int], list[LayerCall]] = {}
         for stream, models in enumerate(sources):
             self._embed(stream, models)
 
-    def _embed(self, stream: int, models: Sequence[Checkpoint]) -> None:
+    def _embed(self, stream: int, models: Sequence[Source]) -> None:
         for model in dict.fromkeys(models):
             edges = model.read(
                 {name: name for name in self.decoder.embedding_tensors()},
@@ -152,8 +170,16 @@ class Streams:
         """The hidden states before the next layer."""
         return self._hidden
 
-    @staticmethod
-    def _store(target: Hidden, stream: int, batch: Batch, hidden: torch.Tensor) -> None:
+    def _store(self, target: Hidden, stream: int, batch: Batch, hidden: torch.Tensor) -> None:
         host = hidden.cpu()
         for index, (row, length) in enumerate(zip(batch.rows, batch.lengths, strict=True)):
-            target[stream, row] = host[index, :length].clone()
+            target[stream, row] = self._keep_apart(host[index, :length])
+
+    def _keep_apart(self, states: torch.Tensor) -> torch.Tensor:
+        """A copy in memory, or in a mapped file whose space is free again once nothing refers to the copy."""
+        if self._folder is None:
+            return states.clone()
+        with tempfile.NamedTemporaryFile(dir=self._folder) as file:
+            file.truncate(states.nbytes)
+            mapped = torch.from_file(file.name, shared=True, size=states.numel(), dtype=states.dtype)
+        return mapped.view_as(states).copy_(states)

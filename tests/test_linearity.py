@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -14,11 +15,13 @@ import families
 import pytest
 import reference
 import torch
+from click.testing import CliRunner
 from families import LAYERS, Family
 from safetensors.torch import load_file, save_file
 from test_page import Elements, assert_self_contained
 
 from mergekit_slta import interpolation
+from mergekit_slta.cli import main
 from mergekit_slta.decoder import Decoder
 from mergekit_slta.errors import SltaError
 from mergekit_slta.interpolation import Study, blend
@@ -460,3 +463,15 @@ def test_one_expert_alone_has_a_page(make_family: MakeFamily, tmp_path: Path) ->
     result = plan(family, ("attn_mlp",), plan_studies(1, triples=True), family.token_ids()).measure()
     assert "Merges" not in [section.title for section in linearity_page(result).sections]
     assert write_linearity(result, tmp_path / "new" / "folder").is_file()
+
+
+def test_the_command_says_the_passes_first(llama: Family, write_recipe: Callable[..., Path], tmp_path: Path) -> None:
+    arguments = ["linearity", str(write_recipe(llama)), "-o", str(tmp_path / "new"), "--samples", "1", "--no-pairs"]
+    result = CliRunner().invoke(main, [*arguments, "--level", "layer", "--level", "model", "--quiet"])
+    assert result.exit_code == 0, result.output
+    planned = plan(llama, ("model", "layer"), plan_studies(3, pairs=False), [t[:1] for t in llama.token_ids()])
+    assert f"{planned.passes} forward passes" in result.output.splitlines()[0]
+    assert re.search(r"^layer +\S+ ± ", result.output, re.MULTILINE)
+    assert json.loads((tmp_path / "new" / "linearity.json").read_text())["non_linearity"].keys() == {"model", "layer"}
+    wrong = CliRunner().invoke(main, [*arguments, "--level", "heads"])
+    assert wrong.exit_code == 2

@@ -10,14 +10,16 @@ import families
 import pytest
 import synthetic
 import torch
+from click.testing import CliRunner
 from families import Family
 from test_page import Elements, assert_self_contained
 
 from mergekit_slta.analysis import MOST_CONDITION, PLAUSIBLE_ALPHA, WIDEST_INTERVAL, analyse
+from mergekit_slta.cli import main
 from mergekit_slta.errors import SltaError
 from mergekit_slta.page import percent, plain_number
 from mergekit_slta.report import reliability, report_page, verdict, write_report
-from mergekit_slta.statistics import Statistics
+from mergekit_slta.statistics import Statistics, load, save
 
 
 def interfering(powers: Sequence[float], samples: int = 6) -> Statistics:
@@ -196,3 +198,27 @@ def test_a_report_on_measured_statistics(llama: Family, tmp_path: Path) -> None:
     path = write_report(statistics, tmp_path / "report")
     assert_self_contained(path.read_text())
     assert verdict(analyse(statistics, "attn_mlp")) in " ".join(Elements(path.read_text()).text.split())
+
+
+def test_the_command_writes_the_report_and_says_the_verdict(tmp_path: Path) -> None:
+    statistics = interfering([0.1, 3.0])
+    save(statistics, tmp_path / "stats.safetensors")
+    result = CliRunner().invoke(main, ["report", str(tmp_path / "stats.safetensors"), "-o", str(tmp_path / "new")])
+    assert result.exit_code == 0, result.output
+    assert verdict(analyse(statistics, "layer")) in result.output
+    assert (tmp_path / "new" / "report.html").is_file()
+    wrong = CliRunner().invoke(main, ["report", str(tmp_path / "none"), "-o", str(tmp_path / "other")])
+    assert wrong.exit_code == 1
+    assert "There is no statistics file" in wrong.output
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_recipe_writes_the_report_of_its_merge(llama: Family, tmp_path: Path) -> None:
+    recipe = families.recipe(
+        llama, level="layer", ridge=0.2, statistics=str(tmp_path / "s.safetensors"), report=str(tmp_path / "report")
+    )
+    families.merge(recipe, tmp_path / "out")
+    measured = load(tmp_path / "s.safetensors")
+    text = " ".join(Elements((tmp_path / "report" / "report.html").read_text()).text.split())
+    assert verdict(analyse(measured, "layer", ridge=0.2)) in text
+    assert "ridge 0.2" in text
