@@ -17,8 +17,11 @@ _EXPORTS = {
     "TensorWeights": "mergekit_slta.submodules",
     "calibrate": "mergekit_slta.calibrate",
     "load": "mergekit_slta.statistics",
+    "plan_linearity": "mergekit_slta.linearity",
     "save": "mergekit_slta.statistics",
     "solve": "mergekit_slta.solver",
+    "write_linearity": "mergekit_slta.linearity_page",
+    "write_report": "mergekit_slta.report",
 }
 
 

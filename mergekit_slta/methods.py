@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from mergekit_slta.measure import Experiment
 from mergekit_slta.preflight import refuse_problems
 from mergekit_slta.recipe import Expert, ExpertSettings, Recipe, SltaSettings, parameter_specs
 from mergekit_slta.sftm import SftmMethod
-from mergekit_slta.statistics import PUBLISHED_PREFIX, resolve_statistics
+from mergekit_slta.statistics import PUBLISHED_PREFIX, Statistics, resolve_statistics
 from mergekit_slta.submodules import TensorWeights
 
 LOG = logging.getLogger(__name__)
@@ -170,8 +171,26 @@ def solve_weights(merge: _Merge, parameters: dict[str, Any], device: str) -> Ten
             len(solutions),
             singular[0],
         )
+    if settings.report:
+        _write_report(statistics, settings)
     alpha = {name: solution.alpha for name, solution in solutions.items()}
     return TensorWeights(decoder, settings.level, alpha, settings.edges)
+
+
+def _write_report(statistics: Statistics, settings: SltaSettings) -> None:
+    from mergekit_slta.report import write_report  # matplotlib takes a second, which other merges are spared
+
+    try:
+        path = write_report(
+            statistics,
+            Path(settings.report),
+            levels=[settings.level],
+            balance=settings.balance,
+            ridge=settings.ridge,
+        )
+    except OSError as error:
+        raise SltaError(f"The report cannot be written to {settings.report} ({error}): name another folder.") from error
+    LOG.info("Report written to %s", path)
 
 
 def weighted_sum(base: torch.Tensor, experts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:

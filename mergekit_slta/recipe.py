@@ -43,6 +43,7 @@ class SltaSettings(BaseModel):
     edges: Edges = "base"
     batch_tokens: Annotated[int, Field(ge=0)] = 0
     statistics: str = ""
+    report: str = ""
 
 
 class ExpertSettings(BaseModel):

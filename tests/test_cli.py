@@ -32,7 +32,7 @@ from mergekit_slta.solver import bootstrap_std
 from mergekit_slta.statistics import Statistics, load
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMANDS = ["calibrate", "check", "evaluate", "merge", "solve"]
+COMMANDS = ["calibrate", "check", "evaluate", "linearity", "merge", "report", "solve"]
 
 
 def run(*arguments: str | Path, code: int = 0) -> Result:
