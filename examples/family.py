@@ -59,11 +59,14 @@ class Task:
         prompt: draws a prompt that an expert learns.
         related: draws a prompt that the base model learns, of the same form and by another rule.
         answer: the rule, which the prompt's marks decide.
+        known: the share of the expert's prompts among the base model's: as large as makes the base model answer a
+            quarter to a third of them.
     """
 
     prompt: Callable[[random.Random], str]
     related: Callable[[random.Random], str]
     answer: Callable[[str], str]
+    known: float
 
     def draw(self, rng: random.Random, own: float = 1.0, *, held_out: bool = False) -> str:
         """A prompt of one side of the split, the expert's with probability ``own``, else a related one."""
@@ -80,7 +83,6 @@ class Training:
     Attributes:
         base_steps, expert_steps: optimizer steps.
         base_rate, expert_rate: highest learning rates.
-        own: the share of the experts' prompts in the base model's data.
         batch, length: rows of a batch and tokens of a row.
     """
 
@@ -88,7 +90,6 @@ class Training:
     expert_steps: int = 150
     base_rate: float = 2e-3
     expert_rate: float = 7e-4
-    own: float = 0.1
     batch: int = 32
     length: int = 64
 
@@ -152,16 +153,18 @@ def _translate(prompt: str) -> str:
 
 
 TASKS = {
-    "sums": Task(prompt=_sum, related=_count_up, answer=_add),
+    "sums": Task(prompt=_sum, related=_count_up, answer=_add, known=0.15),
     "strings": Task(
         prompt=lambda rng: rng.choice("<>") + _letters(rng),
         related=lambda rng: "|" + _letters(rng),
         answer=_rearrange,
+        known=0.15,
     ),
     "words": Task(
         prompt=lambda rng: "~" + _two_words(rng),
         related=lambda rng: ":" + _two_words(rng),
         answer=_translate,
+        known=0.075,
     ),
 }
 
@@ -219,13 +222,15 @@ def train_family(
     # The settings are written last: a family without them is not complete.
     (folder / SETTINGS).unlink(missing_ok=True)
     tokenizer = build_tokenizer()
-    base = _build_model(tokenizer, settings["config"], seed)
-    _train(base, tokenizer, "base", training, seed, progress)
-    _save(base, tokenizer, family.base)
-    for task, path in family.experts.items():
-        expert = copy.deepcopy(base)
-        _train(expert, tokenizer, task, training, seed, progress)
-        _save(expert, tokenizer, path)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        base = _build_model(tokenizer, settings["config"])
+        _train(base, tokenizer, "base", training, seed, progress)
+        _save(base, tokenizer, family.base)
+        for task, path in family.experts.items():
+            expert = copy.deepcopy(base)
+            _train(expert, tokenizer, task, training, seed, progress)
+            _save(expert, tokenizer, path)
     for task, path in family.calibration.items():
         write_calibration(path, task, training.length, seed)
     write_bytes(folder / SETTINGS, json.dumps(settings, indent=2, sort_keys=True).encode())
@@ -307,21 +312,22 @@ def _read(path: Path) -> Any:
         return None
 
 
-def _build_model(tokenizer: PreTrainedTokenizerFast, config: Mapping[str, Any], seed: int) -> PreTrainedModel:
+def _build_model(tokenizer: PreTrainedTokenizerFast, config: Mapping[str, Any]) -> PreTrainedModel:
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config, **ids, vocab_size=len(tokenizer)))
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config, **ids, vocab_size=len(tokenizer)))
 
 
 def _train(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, name: str, training: Training, seed: int, progress: bool
 ) -> None:
     """Train the base model on everything, or an expert on its task alone."""
-    base = name == "base"
-    steps, rate = (training.base_steps, training.base_rate) if base else (training.expert_steps, training.expert_rate)
-    tasks, own = (list(TASKS), training.own) if base else ([name], 1.0)
-    rows = _rows(tokenizer.get_vocab(), tasks, own, training.length, random.Random(f"train/{name}/{seed}"))
+    if name == "base":
+        steps, rate = training.base_steps, training.base_rate
+        own = {task: TASKS[task].known for task in TASKS}
+    else:
+        steps, rate = training.expert_steps, training.expert_rate
+        own = {name: 1.0}
+    rows = _rows(tokenizer.get_vocab(), own, training.length, random.Random(f"train/{name}/{seed}"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     warm_up = max(1, steps // 10)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -337,15 +343,13 @@ def _train(
         optimizer.zero_grad()
 
 
-def _rows(
-    vocabulary: Mapping[str, int], tasks: Sequence[str], own: float, length: int, rng: random.Random
-) -> Iterator[Row]:
-    """Endless rows packed with lines."""
+def _rows(vocabulary: Mapping[str, int], own: Mapping[str, float], length: int, rng: random.Random) -> Iterator[Row]:
+    """Endless rows packed with lines of the tasks in ``own``, which gives the share of the experts' prompts."""
     while True:
         lines: list[Row] = []
         while sum(len(tokens) for tokens, _ in lines) < length:
-            task = rng.choice(tasks)
-            lines.append(_encode(vocabulary, task, TASKS[task].draw(rng, own)))
+            task = rng.choice(list(own))
+            lines.append(_encode(vocabulary, task, TASKS[task].draw(rng, own[task])))
         yield _row(vocabulary, lines, length)
 
 
