@@ -6,22 +6,18 @@ before a layer, that layer needs nothing from any other, so one layer of each mo
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 
 import torch
 
 from mergekit_slta.checkpoint import Checkpoint
 from mergekit_slta.decoder import Decoder
-from mergekit_slta.errors import SltaError
 from mergekit_slta.features import LayerFeatures
 from mergekit_slta.gram import sample_grams
 from mergekit_slta.ranks import Ranks
 from mergekit_slta.resume import Partial
-from mergekit_slta.streams import Streams, Tasks, fitting_batch, make_batches
+from mergekit_slta.streams import Streams, Tasks, halving_batches, make_batches
 from mergekit_slta.submodules import layer_submodules
-
-LOG = logging.getLogger(__name__)
 
 # Logits are wide: so many tokens of one sample are compared at once.
 LOGIT_TOKENS = 64
@@ -62,19 +58,7 @@ def calibrate(
             sample does not fit into memory.
     """
     calibration = _Calibration(decoder, models, tasks, levels, partial, ranks or Ranks(), progress)
-    positions = batch_tokens or fitting_batch(decoder.device)
-    while True:
-        try:
-            return calibration.run(positions)
-        except torch.OutOfMemoryError as error:
-            longest = max(len(token_ids) for task in tasks for token_ids in task)
-            if batch_tokens or calibration.ranks.count > 1 or positions <= longest:
-                raise SltaError(
-                    f"{positions} token positions at once do not fit into the memory of {decoder.device}: "
-                    "lower 'batch_tokens', and 'max_tokens' if one sample is too long."
-                ) from error
-            positions //= 2
-            LOG.warning("Out of memory on %s: going on with %d token positions at once", decoder.device, positions)
+    return halving_batches(calibration.run, decoder, tasks, batch_tokens, calibration.ranks)
 
 
 class _Calibration:
@@ -102,7 +86,7 @@ class _Calibration:
             for layer in range(len(decoder))
         ]
         self.layers = partial.finished_layers() if partial else 0
-        self.grams: Grams = partial.grams(self.layers) if partial and self.layers else {}
+        self.grams: Grams = partial.tensors(self.layers) if partial and self.layers else {}
         self.hidden = partial.hidden(self.layers - 1) if partial and self.layers else None
 
     def run(self, positions: int) -> Grams:

@@ -137,6 +137,8 @@ def calibrate(recipe: Path, stats: str, levels: Sequence[str], **options: Any) -
     the same command goes on where it was; a finished file that fits is left as it is, and one that lacks a level gets
     it. On several GPUs: torchrun --nproc-per-node N -m mergekit_slta calibrate RECIPE -o STATS
     """
+    from mergekit_slta.recipe import SltaSettings, shared_settings
+
     merge_options = _merge_options(options)
     path = _local_output(stats)
     levels = _known_levels(levels)
@@ -146,7 +148,7 @@ def calibrate(recipe: Path, stats: str, levels: Sequence[str], **options: Any) -
             _refuse(_examine(source, merge_options, merging=False), ranks)
             experiment = _experiment(source, merge_options, ranks)
             before = _identity(path)
-            statistics = experiment.statistics(levels or [experiment.recipe.settings.level], path)
+            statistics = experiment.statistics(levels or [shared_settings(source.config, SltaSettings).level], path)
     except KeyboardInterrupt:
         click.echo(f"\nInterrupted. To go on where it was, run the same command again ({path}.partial).", err=True)
         raise click.exceptions.Exit(INTERRUPTED) from None
@@ -390,8 +392,8 @@ def merge(recipe: Path, out: str, **options: Any) -> None:
             found = _examine(source, merge_options, out_path=out)
             _refuse(found, ranks)
             _say(found.notes, merge_options.quiet or not ranks.first)
-        if ranks.count > 1 and source.config.merge_method == "slta":
-            _share_calibration(source, merge_options, ranks)
+        if ranks.count > 1:
+            _share_work(source, merge_options, ranks)
     if ranks.first:
         run_merge(source.config, out, options=merge_options, config_source=source.text)
 
@@ -487,14 +489,20 @@ def _experiment(source: _Source, options: MergeOptions, ranks: Ranks | None = No
     )
 
 
-def _share_calibration(source: _Source, options: MergeOptions, ranks: Ranks) -> None:
-    """Measure with all processes what the merge would measure with one."""
+def _share_work(source: _Source, options: MergeOptions, ranks: Ranks) -> None:
+    """Compute with all processes what the merge would compute with one before its first tensor."""
+    from mergekit_slta.recipe import FeatcalSettings, SltaSettings, shared_settings
+    from mergekit_slta.solved import solve_model
     from mergekit_slta.statistics import PUBLISHED_PREFIX
 
-    experiment = _experiment(source, options, ranks)
-    settings = experiment.recipe.settings
-    if not settings.statistics.startswith(PUBLISHED_PREFIX):
-        experiment.statistics([settings.level], Path(settings.statistics) if settings.statistics else None)
+    method = source.config.merge_method
+    if method == "featcal":
+        solve_model(_experiment(source, options, ranks), shared_settings(source.config, FeatcalSettings))
+    elif method == "slta":
+        settings = shared_settings(source.config, SltaSettings)
+        if not settings.statistics.startswith(PUBLISHED_PREFIX):
+            path = Path(settings.statistics) if settings.statistics else None
+            _experiment(source, options, ranks).statistics([settings.level], path)
 
 
 @contextlib.contextmanager

@@ -76,19 +76,50 @@ class LayerRun:
     inputs: dict[str, tuple[Any, ...]]
 
 
+@dataclass(frozen=True)
+class Passage:
+    """What a run of a layer up to some module gave.
+
+    Attributes:
+        inputs: what the modules that were asked for were called with, and what that module would have been.
+        outputs: the outputs of the layer's direct children and of the modules that were asked for.
+        output: [B, S, D], the layer's output, for a run to the end.
+    """
+
+    inputs: dict[str, tuple[Any, ...]]
+    outputs: dict[str, Any]
+    output: torch.Tensor | None
+
+
 @dataclass
 class _Run:
-    """The run that the wrapped children of a layer report to."""
+    """The run that the wrapped modules of a layer report to."""
 
-    mlp_reads: frozenset[str] | None
-    mlp_input: torch.Tensor | None
-    replay: Mapping[str, Any]
-    capture: Collection[str]
+    mlp_reads: frozenset[str] | None = None
+    mlp_input: torch.Tensor | None = None
+    replay: Mapping[str, Any] = field(default_factory=dict)
+    capture: Collection[str] = ()
+    keep: Collection[str] = ()
+    until: str | None = None
     inputs: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     outputs: dict[str, Any] = field(default_factory=dict)
     reads: dict[str, frozenset[str]] = field(default_factory=dict)
     mixers: set[str] = field(default_factory=set)
     read_by_mlp: torch.Tensor | None = None
+
+    def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note what a module is called with, and go no further if that was all that is wanted."""
+        if name in self.capture or name == self.until:
+            self.inputs[name] = tuple(map(plain, (*args, *kwargs.values())))
+        if name == self.until:
+            raise _Reached(self.inputs[name])
+
+
+class _Reached(Exception):
+    """A layer has come to the module that it was to run up to; unlike other exceptions no failure."""
+
+    def __init__(self, inputs: tuple[Any, ...]) -> None:
+        self.inputs = inputs
 
 
 class Decoder:
@@ -125,6 +156,11 @@ class Decoder:
     def base_model_prefix(self) -> str:
         return self.model.base_model_prefix
 
+    @functools.cached_property
+    def tensor_names(self) -> frozenset[str]:
+        """The model's names of all its tensors."""
+        return frozenset(self.model.state_dict())
+
     def layer_tensors(self, layer: int) -> dict[str, str]:
         """The names of a layer's tensors inside the layer, and in the model."""
         return {name: f"{self.layers_path}.{layer}.{name}" for name in self.layers[layer].state_dict()}
@@ -143,6 +179,13 @@ class Decoder:
     def embedding_tensors(self) -> list[str]:
         """The model's names of the edge tensors that the body of the model has, which is all but the output head."""
         return [name for name in self.edge_tensors() if name.startswith(self._body_path)]
+
+    def tail_tensors(self) -> list[str]:
+        """The model's names of the edge tensors that ``head_input`` needs: all but the embedding and the head."""
+        ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
+        left_out = {id(tensor) for module in ends if module is not None for tensor in module.parameters()}
+        state = self.model.state_dict(keep_vars=True)
+        return [name for name in self.edge_tensors() if id(state[name]) not in left_out]
 
     def embed(self, token_ids: torch.Tensor, edges: Weights) -> tuple[torch.Tensor, list[LayerCall]]:
         """Run everything before the first layer, and capture how the model calls each layer.
@@ -177,12 +220,38 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor, edges: Weights) -> torch.Tensor:
         """Run everything after the last layer on its output [B, S, D]; returns [B, S, V]."""
+        return self._run_tail(hidden, edges).logits.as_subclass(torch.Tensor)
+
+    def head_input(self, hidden: torch.Tensor, edges: Weights) -> torch.Tensor:
+        """What the output head is given for the last layer's output [B, S, D]; returns [B, S, D].
+
+        Args:
+            hidden: [B, S, D].
+            edges: the tensors that ``tail_tensors`` names.
+        """
+        head = self.model.get_output_embeddings()
+        embedding: Any = self.model.get_input_embeddings()
+        name = next(name for name, weight in self.model.named_parameters() if weight is embedding.weight)
+        edges = {**edges, name: torch.zeros(1, embedding.weight.shape[1], device=self.device)}  # for the token id 0
+
+        def stop(states: torch.Tensor) -> torch.Tensor:
+            raise _Reached((states,))
+
+        head.forward = stop
+        try:
+            self._run_tail(hidden, edges)
+        except _Reached as reached:
+            return reached.inputs[0].as_subclass(torch.Tensor)
+        finally:
+            del head.forward
+        raise SltaError(f"{type(self.model).__name__} does not call its output head: set 'head: false'.")
+
+    def _run_tail(self, hidden: torch.Tensor, edges: Weights) -> Any:
         token_ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=self.device)
         with _captured_calls(self.layers, [], [], returned=hidden), torch.no_grad():
-            output = torch.func.functional_call(
+            return torch.func.functional_call(
                 self.model, dict(edges), kwargs={"input_ids": token_ids, "use_cache": False}
             )
-        return output.logits.as_subclass(torch.Tensor)
 
     def run(
         self,
@@ -208,22 +277,52 @@ class Decoder:
         """
         structure = self._structures.get(self.kind(layer))
         run = _Run(structure.mlp_reads if structure else None, mlp_input, replay or {}, capture)
+        result = self._call(run, layer, weights, hidden, call)
+        terms = _summands(result)
+        return LayerRun(
+            plain(result), terms, run.outputs, run.reads, frozenset(run.mixers), run.read_by_mlp, run.inputs
+        )
+
+    def run_until(
+        self,
+        module: str | None,
+        layer: int,
+        weights: Weights,
+        hidden: torch.Tensor,
+        call: LayerCall,
+        *,
+        replay: Mapping[str, Any],
+        capture: Collection[str] = (),
+        keep: Collection[str] = (),
+    ) -> Passage:
+        """Run a layer on hidden states [B, S, D] until it calls a module, or to its end.
+
+        Args:
+            module: the path of the module inside the layer; None for a run to the end.
+            layer, weights, hidden, call: as for ``run``.
+            replay: outputs of modules that need not run again.
+            capture, keep: paths of the modules whose inputs, or outputs, are wanted.
+        """
+        run = _Run(replay=replay, capture=capture, keep=keep, until=module)
+        output = None
+        with contextlib.suppress(_Reached):
+            output = plain(self._call(run, layer, weights, hidden, call))
+        return Passage(run.inputs, run.outputs, output)
+
+    def _call(self, run: _Run, layer: int, weights: Weights, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        """Call a layer's module on a residual stream, with everything in it reporting to ``run``."""
         self._run = run
         try:
             stream = ResidualStream.of(hidden, (Term(INPUT, hidden),))
             output = torch.func.functional_call(self.layers[layer], dict(weights), (stream, *call.args), call.kwargs)
         finally:
             self._run = None
-        result = output[0] if isinstance(output, tuple) else output
-        terms = _summands(result)
-        return LayerRun(
-            plain(result), terms, run.outputs, run.reads, frozenset(run.mixers), run.read_by_mlp, run.inputs
-        )
+        return output[0] if isinstance(output, tuple) else output
 
-    def trace(self, layer: int) -> LayerRun:
+    def trace(self, layer: int, capture: Collection[str] = ()) -> LayerRun:
         """Run a layer on two tokens with weights that are all zero, to see how its modules call each other."""
         hidden, calls = self.embed(torch.zeros(1, 2, dtype=torch.int64), self._zeros(self._edge_state()))
-        return self.run(layer, self._zeros(self.layers[layer].state_dict()), hidden, calls[layer])
+        return self.run(layer, self._zeros(self.layers[layer].state_dict()), hidden, calls[layer], capture=capture)
 
     def structure(self, layer: int) -> LayerStructure:
         """How the layer splits into branches, found by tracing it once.
@@ -273,12 +372,23 @@ class Decoder:
             if not isinstance(child, torch.nn.Dropout):  # it may serve both branches, and lets the sum pass
                 child.forward = self._watched(name, child.forward)
         for name, module in layer.named_modules():
-            if name:
-                module.register_forward_pre_hook(functools.partial(self._capture, name), with_kwargs=True)
+            if "." in name and any(True for _ in module.parameters(recurse=False)):
+                module.forward = self._watched_inside(name, module.forward)
 
-    def _capture(self, name: str, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._run is not None and name in self._run.capture:
-            self._run.inputs[name] = tuple(map(plain, (*args, *kwargs.values())))
+    def _watched_inside(self, name: str, forward: Any) -> Any:
+        """Wrap the forward of a module with parameters below a child, for what may be asked of any module."""
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            run = self._run
+            if run is None:
+                return forward(*args, **kwargs)
+            run.enter(name, args, kwargs)
+            output = run.replay[name] if name in run.replay else forward(*args, **kwargs)
+            if name in run.keep:
+                run.outputs[name] = output
+            return output
+
+        return watched
 
     def _watched(self, name: str, forward: Any) -> Any:
         """Wrap a child's forward: it sees plain tensors, and what it returns enters the residual stream by its name."""
@@ -287,6 +397,7 @@ class Decoder:
             run = self._run
             if run is None:
                 return forward(*args, **kwargs)
+            run.enter(name, args, kwargs)
             streams = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, ResidualStream)]
             read = frozenset().union(*(sources(stream) for stream in streams))
             run.reads[name] = read

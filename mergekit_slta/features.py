@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from mergekit_slta.decoder import Decoder, LayerCall, LayerRun, Weights
 from mergekit_slta.gram import sample_grams
 from mergekit_slta.heads import Heads, find_heads
-from mergekit_slta.maps import LinearMap, MapDeltas, linear_maps
+from mergekit_slta.maps import LinearMap, MapDeltas, fused_hidden, linear_maps
 
 
 @dataclass(frozen=True)
@@ -149,12 +148,9 @@ class LayerFeatures:
 
     def _fused_hidden(self, down: LinearMap, flat: torch.Tensor, reached: torch.Tensor) -> torch.Tensor:
         """What the base model feeds to a fused expert's down projection, by the module's own gate."""
-        module: Any = self.decoder.layers[self.layer].get_submodule(down.module)
+        module = self.decoder.layers[self.layer].get_submodule(down.module)
         first = next(m for m in self.maps if m.module == down.module and m.expert == down.expert and m is not down)
-        projected = flat[reached] @ first.matrix(self.weights[0]).T
-        if (offset := first.offset(self.weights[0])) is not None:
-            projected = projected + offset
-        hidden = module._apply_gate(projected) if module.has_gate else module.act_fn(projected)
+        hidden = fused_hidden(module, first.apply(self.weights[0], flat[reached]))
         result = flat.new_zeros(len(flat), hidden.shape[-1])
         result[reached] = hidden
         return result

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from mergekit_slta.decoder import Weights
+from mergekit_slta.decoder import Decoder, Weights
 
 FUSED = ("gate_up_proj", "up_proj", "down_proj")
 
@@ -37,6 +38,12 @@ class LinearMap:
         weight = weights[self.weight] if self.expert is None else weights[self.weight][self.expert]
         return weight.mT if self.transposed else weight
 
+    def apply(self, weights: Weights, inputs: torch.Tensor) -> torch.Tensor:
+        """The map's outputs [n, out] for inputs [n, in]."""
+        outputs = inputs @ self.matrix(weights).T
+        offset = self.offset(weights)
+        return outputs if offset is None else outputs + offset
+
     def offset(self, weights: Weights) -> torch.Tensor | None:
         """The map's bias [out]."""
         if self.bias is None:
@@ -49,10 +56,27 @@ def linear_maps(layer: torch.nn.Module) -> list[LinearMap]:
     return [found for path, module in layer.named_modules() for found in _maps_of(path, module)]
 
 
+def output_head(decoder: Decoder) -> LinearMap | None:
+    """The model's output head, by the model's names; None where it is the embedding too, or there is none."""
+    head = decoder.model.get_output_embeddings()
+    embedding = decoder.model.get_input_embeddings()
+    if head is None or head.weight is embedding.weight:
+        return None
+    path = next(name for name, module in decoder.model.named_modules() if module is head)
+    bias = f"{path}.bias" if getattr(head, "bias", None) is not None else None
+    return LinearMap(path, path, f"{path}.weight", bias, transposed=False)
+
+
 def is_fused(module: torch.nn.Module) -> bool:
     """Whether a module holds the experts of a mixture as three-dimensional parameters."""
     weight = getattr(module, "down_proj", None)
     return isinstance(weight, torch.nn.Parameter) and weight.ndim == 3
+
+
+def fused_hidden(module: Any, projected: torch.Tensor) -> torch.Tensor:
+    """What fused experts feed to the down projection, by their own gate, from the first projection's output."""
+    hidden: torch.Tensor = module._apply_gate(projected) if module.has_gate else module.act_fn(projected)
+    return hidden
 
 
 def _maps_of(path: str, module: torch.nn.Module) -> Iterator[LinearMap]:

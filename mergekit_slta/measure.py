@@ -87,7 +87,7 @@ class Experiment:
         if problems := calibration_problems(self.recipe, statistics_exist=False):
             raise SltaError("\n".join(problems))
         data = self.load_data(self.recipe.experts)
-        fingerprint = self._fingerprint(data)
+        fingerprint = self.fingerprint(data)
         path = path or cache_file(fingerprint, levels)
         if path.is_file():
             return self._reuse(load(path), levels, path, published)
@@ -269,7 +269,8 @@ class Experiment:
         except (OSError, ValueError) as error:
             raise SltaError(f"{reference.model} has no usable tokenizer, which calibration needs: {error}") from error
 
-    def _fingerprint(self, data: Sequence[CalibrationData]) -> Fingerprint:
+    def fingerprint(self, data: Sequence[CalibrationData]) -> Fingerprint:
+        """What the models, the samples and how they were drawn are, by content."""
         settings = self.recipe.settings
         return Fingerprint(
             base=self.base.fingerprint(self.cache_dir),
@@ -320,6 +321,10 @@ def partial_folder(path: Path) -> Path:
 
 def cache_file(fingerprint: Fingerprint, levels: Sequence[str]) -> Path:
     """Where statistics go that a recipe names no file for."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     content = json.dumps([fingerprint.model_dump(mode="json"), sorted(levels)], sort_keys=True)
-    return cache / "mergekit-slta" / f"{hashlib.sha256(content.encode()).hexdigest()[:32]}.safetensors"
+    return cache_folder() / f"{hashlib.sha256(content.encode()).hexdigest()[:32]}.safetensors"
+
+
+def cache_folder() -> Path:
+    """Where everything goes that a recipe names no place for."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mergekit-slta"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from mergekit import merge_methods
@@ -21,12 +21,26 @@ from mergekit.options import MergeOptions
 
 from mergekit_slta.decoder import Decoder
 from mergekit_slta.errors import SltaError
+from mergekit_slta.featcal import ANCHOR, ERRORS
+from mergekit_slta.layer_solver import MERGED
 from mergekit_slta.measure import Experiment
 from mergekit_slta.preflight import refuse_problems
-from mergekit_slta.recipe import Expert, ExpertSettings, Recipe, SltaSettings, parameter_specs
+from mergekit_slta.recipe import (
+    CalibrationSettings,
+    Expert,
+    ExpertSettings,
+    FeatcalSettings,
+    Recipe,
+    SltaSettings,
+    parameter_specs,
+)
 from mergekit_slta.sftm import SftmMethod
-from mergekit_slta.statistics import PUBLISHED_PREFIX, Statistics, resolve_statistics
-from mergekit_slta.submodules import TensorWeights
+from mergekit_slta.solved import SolvedModel, solve_model
+from mergekit_slta.statistics import PUBLISHED_PREFIX, Statistics, published_name, resolve_statistics
+from mergekit_slta.submodules import TensorWeights, weighted_sum
+
+if TYPE_CHECKING:
+    from mergekit_slta.page import Page
 
 LOG = logging.getLogger(__name__)
 
@@ -38,7 +52,7 @@ NOT_A_FOLDER = (
 
 @dataclass
 class _Merge:
-    """One merge in progress: what was known when it was planned, and what calibration gave."""
+    """One merge in progress: what was known when it was planned, and what its calibration gave."""
 
     references: tuple[ModelReference, ...]
     base: ModelReference
@@ -46,29 +60,47 @@ class _Merge:
     cache_dir: str | None
     quiet: bool
     parameters: dict[str, Any] | None = None
-    weights: TensorWeights | None = None
+    result: Any = None
     failure: Exception | None = None
 
+    def experiment(self, settings: CalibrationSettings, device: str) -> Experiment:
+        """The merge's models and data."""
+        given = self.parameters or {}
+        experts = tuple(
+            Expert(model, given["calibration"][model], given["template"][model]) for model in self.references
+        )
+        return Experiment(
+            Recipe(self.base, experts, settings),
+            device=device,
+            trust_remote_code=self.trust_remote_code,
+            cache_dir=self.cache_dir,
+            quiet=self.quiet,
+        )
 
-class SltaMethod(GroupMergeMethod):
-    """Submodule Linearity for Task Arithmetic (arXiv 2504.10902): merging weights in closed form per submodule.
 
-    mergekit plans a merge on its main thread and executes it tensor by tensor, perhaps on several threads. Calibration
-    runs once, when the first tensor is asked for, and whoever asks meanwhile waits for it.
+class CalibratedMethod(GroupMergeMethod):
+    """A merge method that looks at whole models and their tasks' data before it merges the first tensor.
+
+    mergekit plans a merge on its main thread and executes it tensor by tensor, perhaps on several threads. What a
+    method computes from the whole, its result, is computed once, when the first tensor is asked for, and whoever asks
+    meanwhile waits for it.
     """
 
-    spec = MergeMethodSpec(
-        name="slta",
-        parameters=parameter_specs(SltaSettings, ExpertSettings),
-        contract=InputContract(base=BasePolicy.REQUIRED, min_non_base=1),
-        pretty_name="SLTA",
-        reference_url="https://arxiv.org/abs/2504.10902",
-    )
+    spec: MergeMethodSpec
+    settings: type[CalibrationSettings]
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._merge: _Merge | None = None
         self._options: MergeOptions | None = None
+
+    def compute(self, experiment: Experiment, settings: Any) -> Any:
+        """What every tensor of the merge is made from."""
+        raise NotImplementedError
+
+    def merge_tensor(self, group: TensorGroup, merge: _Merge) -> torch.Tensor:
+        """Merge one tensor, when the result is there."""
+        raise NotImplementedError
 
     def begin(self, config: MergeConfiguration, options: MergeOptions) -> None:
         """See the whole recipe before anything is planned.
@@ -78,6 +110,9 @@ class SltaMethod(GroupMergeMethod):
         """
         self._options = options
         refuse_problems(config, options, self.spec)
+
+    def written(self) -> None:
+        """mergekit has written the whole output."""
 
     def validate_inputs(
         self, input_ids: Sequence[Hashable], base_id: Hashable | None = None, *, group_name: str | None = None
@@ -103,27 +138,25 @@ class SltaMethod(GroupMergeMethod):
         )
 
     def merge_group(self, group: TensorGroup, /, **parameters: Any) -> torch.Tensor:
-        """Merge one tensor: the base model's plus the weighted task vectors."""
+        """Merge one tensor; the first one waits for the result."""
         merge, base = self._merge, group.base
         if merge is None or base is None or group.metadata.name is None:
             raise SltaError(NOT_A_FOLDER.format(method=self.spec.name))
-        alpha = self._weights(merge, parameters, str(base.tensor.device))[group.metadata.name]
-        position = {reference: index for index, reference in enumerate(merge.references)}
-        experts = [(entry.tensor, alpha[position[entry.id]]) for entry in group.non_base]
-        return weighted_sum(base.tensor, experts)
-
-    def _weights(self, merge: _Merge, parameters: dict[str, Any], device: str) -> TensorWeights:
         with self._lock:
             self._refuse_changing(merge, parameters)
             if merge.failure is not None:
                 raise merge.failure
-            if merge.weights is None:
+            if merge.result is None:
                 try:
-                    merge.weights = solve_weights(merge, parameters, device)
+                    merge.result = self._compute(merge, parameters, str(base.tensor.device))
                 except Exception as error:
                     merge.failure = error
                     raise
-            return merge.weights
+        return self.merge_tensor(group, merge)
+
+    def _compute(self, merge: _Merge, parameters: dict[str, Any], device: str) -> Any:
+        settings = self.settings.model_validate({name: parameters[name] for name in self.settings.model_fields})
+        return self.compute(merge.experiment(settings, device), settings)
 
     def _refuse_changing(self, merge: _Merge, parameters: dict[str, Any]) -> None:
         """Every tensor must be merged under the same parameters; optional tensors may lack some experts."""
@@ -144,26 +177,76 @@ class SltaMethod(GroupMergeMethod):
                 )
 
 
-def solve_weights(merge: _Merge, parameters: dict[str, Any], device: str) -> TensorWeights:
+class SltaMethod(CalibratedMethod):
+    """Submodule Linearity for Task Arithmetic (arXiv 2504.10902): merging weights in closed form per submodule."""
+
+    settings = SltaSettings
+    spec = MergeMethodSpec(
+        name="slta",
+        parameters=parameter_specs(SltaSettings, ExpertSettings),
+        contract=InputContract(base=BasePolicy.REQUIRED, min_non_base=1),
+        pretty_name="SLTA",
+        reference_url="https://arxiv.org/abs/2504.10902",
+    )
+
+    def compute(self, experiment: Experiment, settings: SltaSettings) -> TensorWeights:
+        """The merging weights of every tensor."""
+        return solve_weights(experiment, settings)
+
+    def merge_tensor(self, group: TensorGroup, merge: _Merge) -> torch.Tensor:
+        """The base model's tensor plus the weighted task vectors."""
+        alpha = merge.result[group.metadata.name]
+        position = {reference: index for index, reference in enumerate(merge.references)}
+        experts = [(entry.tensor, alpha[position[entry.id]]) for entry in group.non_base]
+        return weighted_sum(group.base.tensor, experts)
+
+
+class FeatcalMethod(CalibratedMethod):
+    """Every linear map by least squares on the features of the experts (after RegMean++ and FeatCal)."""
+
+    settings = FeatcalSettings
+    spec = MergeMethodSpec(
+        name="featcal",
+        parameters=parameter_specs(FeatcalSettings, ExpertSettings),
+        contract=InputContract(base=BasePolicy.REQUIRED, min_non_base=1),
+        pretty_name="FeatCal",
+        reference_url="https://arxiv.org/abs/2605.13030",
+    )
+
+    def compute(self, experiment: Experiment, settings: FeatcalSettings) -> SolvedModel:
+        """The merged model's tensors, in the scratch folder."""
+        solved = solve_model(experiment, settings)
+        if settings.report:
+            _report(settings.report, lambda: _drift_page(solved, experiment, settings))
+        return solved
+
+    def merge_tensor(self, group: TensorGroup, merge: _Merge) -> torch.Tensor:
+        """The solved tensor, or the anchor's."""
+        base = group.base.tensor
+        tensor = merge.result.tensor(group.metadata.name)
+        if tensor is not None:
+            return tensor.to(base.device, base.dtype)
+        if merge.result.anchor != "average":
+            return base
+        equal = torch.tensor(1 / len(group.non_base))
+        return weighted_sum(base, [(entry.tensor, equal) for entry in group.non_base])
+
+    def written(self) -> None:
+        """The scratch folder has served its purpose."""
+        if self._merge is not None and self._merge.result is not None:
+            self._merge.result.remove()
+            self._merge = None
+
+
+def solve_weights(experiment: Experiment, settings: SltaSettings) -> TensorWeights:
     """Measure what is not measured yet, and solve for the merging weights of every tensor."""
-    settings = SltaSettings.model_validate({name: parameters[name] for name in SltaSettings.model_fields})
-    experts = tuple(
-        Expert(model, parameters["calibration"][model], parameters["template"][model]) for model in merge.references
-    )
-    experiment = Experiment(
-        Recipe(merge.base, experts, settings),
-        device=device,
-        trust_remote_code=merge.trust_remote_code,
-        cache_dir=merge.cache_dir,
-        quiet=merge.quiet,
-    )
-    decoder = Decoder(experiment.base.config, merge.trust_remote_code)
+    decoder = Decoder(experiment.base.config, experiment.trust_remote_code)
     experiment.check_edges(decoder, experts=settings.edges == "mean" or settings.level == "model")
-    path = resolve_statistics(settings.statistics, merge.cache_dir) if settings.statistics else None
+    path = resolve_statistics(settings.statistics, experiment.cache_dir) if settings.statistics else None
     published = settings.statistics.startswith(PUBLISHED_PREFIX)
     statistics = experiment.statistics([settings.level], path, published=published)
     solutions = statistics.solve(settings.level, balance=settings.balance, ridge=settings.ridge)
-    singular = [name for name, solution in solutions.items() if solution.rank < len(experts)]
+    singular = [name for name, solution in solutions.items() if solution.rank < len(experiment.experts)]
     if singular:
         LOG.warning(
             "%d of %d submodules have linearly dependent experts (%s ...): their weights are the minimum-norm solution",
@@ -172,46 +255,35 @@ def solve_weights(merge: _Merge, parameters: dict[str, Any], device: str) -> Ten
             singular[0],
         )
     if settings.report:
-        _write_report(statistics, settings)
+        _report(settings.report, lambda: _report_page(statistics, settings))
     alpha = {name: solution.alpha for name, solution in solutions.items()}
     return TensorWeights(decoder, settings.level, alpha, settings.edges)
 
 
-def _write_report(statistics: Statistics, settings: SltaSettings) -> None:
-    from mergekit_slta.report import write_report  # matplotlib takes a second, which other merges are spared
-
+def _report(folder: str, make: Callable[[], Page]) -> None:
+    """Write a report; the pictures are drawn by matplotlib, whose second of import other merges are spared."""
     try:
-        path = write_report(
-            statistics,
-            Path(settings.report),
-            levels=[settings.level],
-            balance=settings.balance,
-            ridge=settings.ridge,
-        )
+        path = make().write(Path(folder), "report.html")
     except OSError as error:
-        raise SltaError(f"The report cannot be written to {settings.report} ({error}): name another folder.") from error
+        raise SltaError(f"The report cannot be written to {folder} ({error}): name another folder.") from error
     LOG.info("Report written to %s", path)
 
 
-def weighted_sum(base: torch.Tensor, experts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """The base tensor plus the weighted task vectors, accumulated in at least float32 without forming a task vector.
+def _report_page(statistics: Statistics, settings: SltaSettings) -> Page:
+    from mergekit_slta.report import report_page
 
-    Args:
-        base: the base model's tensor.
-        experts: each expert's tensor and its weights, one number or a tensor that broadcasts to it.
-    """
-    dtype = torch.promote_types(base.dtype, torch.float32)
-    experts = [(tensor, weight) for tensor, weight in experts if bool(weight.any())]
-    if not experts:
-        return base
-    weights = [weight.to(base.device, dtype) for _, weight in experts]
-    result = base.to(dtype) * (1 - torch.stack(weights).sum(0))
-    for (tensor, _), weight in zip(experts, weights, strict=True):
-        result.addcmul_(tensor, weight)
-    return result.to(base.dtype)
+    return report_page(statistics, levels=[settings.level], balance=settings.balance, ridge=settings.ridge)
 
 
-METHODS = (SltaMethod(), SftmMethod())
+def _drift_page(solved: SolvedModel, experiment: Experiment, settings: FeatcalSettings) -> Page:
+    from mergekit_slta.drift import drift_page
+
+    errors = solved.errors()
+    models = [published_name(expert.reference) for expert in experiment.recipe.experts]
+    return drift_page(errors[ERRORS[MERGED]], errors[ERRORS[ANCHOR]], models, settings)
+
+
+METHODS = (SltaMethod(), FeatcalMethod(), SftmMethod())
 
 
 def register() -> None:
@@ -224,6 +296,7 @@ def register() -> None:
 
 def watch_planner() -> None:
     """Register, and show the methods the whole recipe, which mergekit does not; a second call changes nothing."""
+    from mergekit.io.tasks import FinalizeModel
     from mergekit.plan import MergePlanner
 
     register()
@@ -241,3 +314,13 @@ def watch_planner() -> None:
         plan(self, config, arch_info, options, *rest, **more)
 
     MergePlanner.__init__ = init
+    finalize = FinalizeModel.execute
+
+    @functools.wraps(finalize)
+    def execute(self: FinalizeModel, *arguments: Any, **more: Any) -> None:
+        finalize(self, *arguments, **more)
+        for method in METHODS:
+            if isinstance(method, CalibratedMethod):
+                method.written()
+
+    FinalizeModel.execute = execute

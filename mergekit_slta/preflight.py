@@ -40,7 +40,9 @@ from mergekit_slta.data import (
 )
 from mergekit_slta.decoder import Decoder
 from mergekit_slta.errors import SltaError
+from mergekit_slta.featcal import Needs, needs
 from mergekit_slta.headers import Headers, Model, adapter_headers, listed, open_model, weight_map
+from mergekit_slta.maps import output_head
 from mergekit_slta.recipe import (
     Expert,
     Recipe,
@@ -54,6 +56,7 @@ from mergekit_slta.recipe import (
     shared_parameters,
     slice_problems,
 )
+from mergekit_slta.solved import ANCHOR_LEVEL, scratch_root
 from mergekit_slta.statistics import load, resolve_statistics
 from mergekit_slta.submodules import layer_submodules
 
@@ -125,7 +128,7 @@ def examine(
     notes: list[Check] = [few_records, unseen_tensors]
     if merging:
         checks += [tensor_types, planned_tensors, vocabularies, disk_space]
-        notes += [precision, no_tokenizer, card_lookup]
+        notes += [feature_merge_needs, precision, no_tokenizer, card_lookup]
     return Findings(
         list(dict.fromkeys(sentence for check in checks for sentence in check(case))),
         list(dict.fromkeys(sentence for check in notes for sentence in check(case))),
@@ -210,6 +213,16 @@ class Case:
                     return parameter.validate(shared_parameters(self.config).get(name, parameter.default))
                 return parameter.default
         return None
+
+    @cached_property
+    def needs(self) -> Needs | None:
+        """What a feature merge takes while it runs, unless the recipe is for another method."""
+        if self.shared("scratch") is None or not isinstance(self.decoder, Decoder):
+            return None
+        most = self.shared("samples") * self.shared("max_tokens")
+        drawn = [data for data in self.drawn.values() if isinstance(data, CalibrationData)]
+        tokens = sum(len(ids) for data in drawn for ids in data.token_ids) + most * (len(self.experts) - len(drawn))
+        return needs(self.decoder, len(self.experts), tokens, self.shared("head"), bool(self.shared("report")))
 
     @cached_property
     def experts(self) -> list[Expert]:
@@ -386,8 +399,8 @@ def decoder_layers(case: Case) -> list[str]:
         return [decoder.message]
     if decoder is None:
         return []
-    problems = slice_problems(case.config, len(decoder))
-    level = case.shared("level")
+    problems = slice_problems(case.config, len(decoder)) + output_problems(case, decoder)
+    level = ANCHOR_LEVEL if case.shared("anchor") == "slta" else case.shared("level")
     if level == "model":
         return problems + [
             f"'level: model' compares logits, but the expert {expert} has a vocabulary of {size(expert, 'vocab_size')} "
@@ -397,6 +410,18 @@ def decoder_layers(case: Case) -> list[str]:
         ]
     found = [attempt(layer_submodules, decoder, level, layer) for layer in one_of_each_kind(decoder)] if level else []
     return problems + [problem.message for problem in found if isinstance(problem, SltaError)]
+
+
+def output_problems(case: Case, decoder: Decoder) -> list[str]:
+    """Experts with another vocabulary, whose output head or embeddings cannot be compared with the base model's."""
+    averaged, solved = case.shared("anchor") == "average", bool(case.shared("head")) and output_head(decoder)
+    fix = "choose another 'anchor'" if averaged else "set 'head: false'"
+    return [
+        f"The expert {expert} has a vocabulary of {size(expert, 'vocab_size')} tokens and the base model one of "
+        f"{size(base, 'vocab_size')}: {fix}."
+        for base, expert in case.siblings
+        if (averaged or solved) and size(base, "vocab_size") != size(expert, "vocab_size")
+    ]
 
 
 def one_of_each_kind(decoder: Decoder) -> list[int]:
@@ -524,7 +549,7 @@ def statistics_file(case: Case) -> list[str]:
 def disk_space(case: Case) -> list[str]:
     """Disks that are too small for the output and for the adapters that mergekit merges first."""
     needs: dict[int, list[tuple[Path, str, int]]] = {}
-    for folder, what, nbytes in [*output_need(case), *adapter_needs(case)]:
+    for folder, what, nbytes in [*output_need(case), *adapter_needs(case), *scratch_need(case)]:
         needs.setdefault(nearest_folder(folder).stat().st_dev, []).append((folder, what, nbytes))
     problems = []
     for entries in needs.values():
@@ -556,6 +581,12 @@ def adapter_needs(case: Case) -> list[tuple[Path, str, int]]:
         for model in adapted
         if not folders[model.reference].exists()
     ]
+
+
+def scratch_need(case: Case) -> list[tuple[Path, str, int]]:
+    """The folder that a feature merge is solved into, and its size."""
+    needed = case.needs
+    return [(scratch_root(case.shared("scratch")), "the layers as they are solved", needed.disk)] if needed else []
 
 
 def stored_bytes(model: Model, dtype: str | None) -> int:
@@ -597,6 +628,17 @@ def unseen_tensors(case: Case) -> list[str]:
         f"The weights of {model} are pickled on the Hub: whether they fit shows after their download."
         for model in case.models
         if model.tensors is None
+    ]
+
+
+def feature_merge_needs(case: Case) -> list[str]:
+    """The memory and the disk space that a feature merge takes while it runs."""
+    needed = case.needs
+    if needed is None:
+        return []
+    return [
+        f"'{case.spec.name}' takes about {gigabytes(needed.memory)} of memory while it solves, and "
+        f"{gigabytes(needed.disk)} on the disk with {scratch_root(case.shared('scratch'))} until the output is written."
     ]
 
 

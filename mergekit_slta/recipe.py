@@ -6,7 +6,7 @@ import difflib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from mergekit.common import ModelReference
 from mergekit.config import (
@@ -30,20 +30,35 @@ Parameters = Mapping[str, Any]
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
-class SltaSettings(BaseModel):
-    """The shared parameters of ``merge_method: slta``."""
+class CalibrationSettings(BaseModel):
+    """The shared parameters of every merge method that looks at calibration data."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    level: Level = "attn_mlp"
     samples: Annotated[int, Field(ge=1)] = 30
     max_tokens: Annotated[int, Field(ge=1)] = 512
     seed: int = 0
+    batch_tokens: Annotated[int, Field(ge=0)] = 0
+    report: str = ""
+
+
+class SltaSettings(CalibrationSettings):
+    """The shared parameters of ``merge_method: slta``."""
+
+    level: Level = "attn_mlp"
     balance: bool = True
     ridge: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     edges: Edges = "base"
-    batch_tokens: Annotated[int, Field(ge=0)] = 0
     statistics: str = ""
-    report: str = ""
+
+
+class FeatcalSettings(CalibrationSettings):
+    """The shared parameters of ``merge_method: featcal``."""
+
+    ridge: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.003
+    anchor: Literal["base", "slta", "average"] = "base"
+    teacher: Annotated[float, Field(ge=0, le=1)] = 1.0
+    head: bool = True
+    scratch: str = ""
 
 
 class ExpertSettings(BaseModel):
@@ -72,7 +87,7 @@ class Recipe:
 
     base: ModelReference
     experts: tuple[Expert, ...]
-    settings: SltaSettings
+    settings: CalibrationSettings
 
 
 def parameter_specs(shared: type[BaseModel], per_expert: type[BaseModel]) -> tuple[ParameterSpec, ...]:
@@ -106,21 +121,30 @@ def from_config(config: MergeConfiguration) -> Recipe:
     problems = structure_problems(config, config.merge_method)
     if problems or config.base_model is None:
         raise SltaError("\n".join(problems) or "The recipe has no base_model.")
+    experts = [
+        Expert(reference, **_known(given, ExpertSettings).model_dump())
+        for reference, given in expert_parameters(config).items()
+    ]
+    return Recipe(config.base_model, tuple(experts), shared_settings(config, CalibrationSettings))
+
+
+def shared_settings(config: MergeConfiguration, settings: type[Settings]) -> Settings:
+    """A recipe's parameters for the whole merge; those that ``settings`` does not have are passed over.
+
+    Raises:
+        SltaError: one has a wrong value.
+    """
+    return _known(shared_parameters(config), settings)
+
+
+def _known(given: Parameters, settings: type[Settings]) -> Settings:
     try:
-        experts = [
-            Expert(reference, **_known(given, ExpertSettings).model_dump())
-            for reference, given in expert_parameters(config).items()
-        ]
-        return Recipe(config.base_model, tuple(experts), _known(shared_parameters(config), SltaSettings))
+        return settings.model_validate({name: value for name, value in given.items() if name in settings.model_fields})
     except ValidationError as error:
         name = error.errors()[0]["loc"][0]
         raise SltaError(
             f"'{name}' has a wrong value in the recipe: 'mergekit-slta check' says what it may be."
         ) from error
-
-
-def _known(given: Parameters, settings: type[Settings]) -> Settings:
-    return settings.model_validate({name: value for name, value in given.items() if name in settings.model_fields})
 
 
 def model_inputs(config: MergeConfiguration) -> list[Input]:

@@ -1,4 +1,4 @@
-"""What a calibration has finished, on disk after every layer, so that it can go on after a crash."""
+"""What a calibration or a feature merge has finished, on disk after every layer, so that it can go on after a crash."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from safetensors.torch import load_file, save_file
 from mergekit_slta.errors import SltaError
 
 STATE = "state.json"
+EDGES = "edges.safetensors"
 
 
 class Partial:
-    """A folder with the Gram matrices of each finished layer, and the hidden states after the last one.
+    """A folder with what each finished layer has come to, and the hidden states after the last one.
 
-    A layer counts as finished once its Gram file exists, which is written after every rank's hidden states.
+    A layer counts as finished once its file exists, which is written after every rank's hidden states.
 
     Args:
         folder: where the state lives; made on the first use.
@@ -64,13 +65,13 @@ class Partial:
     def finished_layers(self) -> int:
         """How many layers, from the first one on, are finished."""
         layer = 0
-        while self._grams(layer).exists():
+        while self.layer_file(layer).exists():
             layer += 1
         return layer if not layer or list(self.folder.glob(f"hidden-{layer - 1:04d}-*")) else 0
 
-    def grams(self, layers: int) -> dict[str, torch.Tensor]:
-        """The Gram matrices of the first ``layers`` layers."""
-        return {name: gram for layer in range(layers) for name, gram in load_file(self._grams(layer)).items()}
+    def tensors(self, layers: int) -> dict[str, torch.Tensor]:
+        """What the first ``layers`` layers have come to."""
+        return {name: gram for layer in range(layers) for name, gram in load_file(self.layer_file(layer)).items()}
 
     def hidden(self, layer: int) -> dict[tuple[int, int], torch.Tensor]:
         """The hidden states after a layer, of all ranks' samples, by stream and row."""
@@ -86,14 +87,29 @@ class Partial:
         path = self.folder / f"hidden-{layer:04d}-{rank:04d}.safetensors"
         _write({f"{stream}.{row}": tensor for (stream, row), tensor in hidden.items()}, path)
 
-    def finish_layer(self, layer: int, grams: Mapping[str, torch.Tensor]) -> None:
-        """Write a layer's Gram matrices, which makes it count, and drop the hidden states before it."""
-        _write(grams, self._grams(layer))
+    def finish_layer(self, layer: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write what a layer has come to, which makes it count, and drop the hidden states before it."""
+        _write(tensors, self.layer_file(layer))
         for file in self.folder.glob("hidden-*"):
             if int(file.name.split("-")[1]) < layer:  # a faster rank may have written later ones
                 file.unlink()
 
-    def _grams(self, layer: int) -> Path:
+    def finish(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write what lies outside the layers, which makes the whole complete, and drop all hidden states."""
+        _write(tensors, self.edges_file)
+        for file in self.folder.glob("hidden-*"):
+            file.unlink()
+
+    @property
+    def complete(self) -> bool:
+        """Whether ``finish`` has been called."""
+        return self.edges_file.exists()
+
+    @property
+    def edges_file(self) -> Path:
+        return self.folder / EDGES
+
+    def layer_file(self, layer: int) -> Path:
         return self.folder / f"layer-{layer:04d}.safetensors"
 
 

@@ -6,22 +6,27 @@ expert's own, or those of a merge in the making. Neither streams nor layers know
 
 from __future__ import annotations
 
+import logging
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from mergekit_slta.decoder import Decoder, LayerCall
+from mergekit_slta.errors import SltaError
 from mergekit_slta.ranks import Ranks
 from mergekit_slta.resume import Partial
+
+LOG = logging.getLogger(__name__)
 
 CPU_BATCH_TOKENS = 2048
 GPU_BATCH_TOKENS = 16384
 
+Result = TypeVar("Result")
 # The token ids of each task's samples.
 Tasks = Sequence[Sequence[Sequence[int]]]
 # Hidden states [S, D] on the host, without padding, by stream and row.
@@ -43,6 +48,14 @@ class Batch:
     rows: tuple[int, ...]
     token_ids: torch.Tensor
     lengths: tuple[int, ...]
+
+    def unpadded(self, features: torch.Tensor) -> torch.Tensor:
+        """The features [n, D] of the tokens, from [B, S, D] or [B * S, D] with those of the padding."""
+        flat = features.reshape(-1, features.shape[-1])
+        if min(self.lengths) == max(self.lengths):
+            return flat
+        lengths = torch.tensor(self.lengths)
+        return flat[(torch.arange(int(max(lengths))) < lengths[:, None]).flatten().to(flat.device)]
 
 
 def make_batches(tasks: Tasks, batch_tokens: int) -> list[Batch]:
@@ -71,6 +84,36 @@ def make_batches(tasks: Tasks, batch_tokens: int) -> list[Batch]:
 def fitting_batch(device: torch.device) -> int:
     """How many token positions a batch has unless a recipe says so."""
     return CPU_BATCH_TOKENS if device.type == "cpu" else GPU_BATCH_TOKENS
+
+
+def halving_batches(
+    run: Callable[[int], Result], decoder: Decoder, tasks: Tasks, batch_tokens: int, ranks: Ranks
+) -> Result:
+    """Call ``run`` with a number of token positions at once, and again with half of them when memory runs out.
+
+    Args:
+        run: takes up its work where it was left.
+        decoder: whose device decides the number to begin with.
+        tasks: the token ids of each task's samples.
+        batch_tokens: a number that the user has chosen; 0 fits it to the device.
+        ranks: the processes that share the work, all of which have to use the same batches.
+
+    Raises:
+        SltaError: the chosen number, or one sample, does not fit into memory.
+    """
+    positions = batch_tokens or fitting_batch(decoder.device)
+    while True:
+        try:
+            return run(positions)
+        except torch.OutOfMemoryError as error:
+            longest = max(len(token_ids) for task in tasks for token_ids in task)
+            if batch_tokens or ranks.count > 1 or positions <= longest:
+                raise SltaError(
+                    f"{positions} token positions at once do not fit into the memory of {decoder.device}: "
+                    "lower 'batch_tokens', and 'max_tokens' if one sample is too long."
+                ) from error
+            positions //= 2
+            LOG.warning("Out of memory on %s: going on with %d token positions at once", decoder.device, positions)
 
 
 class Source(Protocol):
@@ -132,6 +175,10 @@ class Streams:
     def samples(self) -> int:
         """How many samples this process has."""
         return sum(len(batch.rows) for batch in self.batches)
+
+    def batches_of(self, task: int) -> Iterator[tuple[int, Batch]]:
+        """This process's batches of one task, with their numbers."""
+        return ((number, batch) for number, batch in enumerate(self.batches) if batch.task == task)
 
     def hidden(self, stream: int, number: int) -> torch.Tensor:
         """A batch's hidden states [B, S, D] of one stream before the next layer, on the device."""

@@ -60,7 +60,6 @@ class TensorWeights:
         self.alpha = alpha
         mean = torch.stack(list(alpha.values())).mean(0)
         self.edge_alpha = mean if edges == "mean" or level == "model" else torch.zeros_like(mean)
-        self._names = set(decoder.model.state_dict())
         self._maps = [linear_maps(layer) for layer in decoder.layers]
         for layer in range(len(decoder)):  # traced here, so that several threads may ask afterwards
             layer_submodules(decoder, level, layer)
@@ -76,7 +75,7 @@ class TensorWeights:
         Raises:
             SltaError: the tensor belongs to a decoder layer but to none of its modules.
         """
-        name, mixture_expert = self._model_name(name)
+        name, mixture_expert = resolve_name(self.decoder, name)
         path = self.decoder.layers_path + "."
         if self.level == "model" or not name.startswith(path):
             return self.edge_alpha
@@ -147,19 +146,43 @@ class TensorWeights:
     def _shape(self, layer: int, inside: str) -> Sequence[int]:
         return self.decoder.layers[layer].state_dict()[inside].shape
 
-    def _model_name(self, name: str) -> tuple[str, int | None]:
-        """The model's own name of a tensor, and the mixture's expert where a checkpoint stores each by itself."""
-        prefix = self.decoder.base_model_prefix
-        found = model_tensor_name(name, self._names, prefix)
-        if found is not None:
-            return found, None
-        for transform in get_checkpoint_conversion_mapping(self.decoder.model.config.model_type) or []:
-            renamed, pattern = transform.rename_source_key(name)
-            if pattern is not None and isinstance(transform, WeightRenaming):
-                name = renamed
-            elif pattern is not None:
-                found = model_tensor_name(renamed, self._names, prefix)
-                numbers = [part for part in name.split(".") if part.isdigit()]
-                if found is not None:
-                    return found, int(numbers[-1])
-        return model_tensor_name(name, self._names, prefix) or name, None
+
+def resolve_name(decoder: Decoder, name: str) -> tuple[str, int | None]:
+    """The model's own name of a tensor, and the mixture's expert where a checkpoint stores each by itself.
+
+    Args:
+        decoder: the model's decoder.
+        name: the tensor's name in a checkpoint or in mergekit's plan.
+    """
+    names, prefix = decoder.tensor_names, decoder.base_model_prefix
+    found = model_tensor_name(name, names, prefix)
+    if found is not None:
+        return found, None
+    for transform in get_checkpoint_conversion_mapping(decoder.model.config.model_type) or []:
+        renamed, pattern = transform.rename_source_key(name)
+        if pattern is not None and isinstance(transform, WeightRenaming):
+            name = renamed
+        elif pattern is not None:
+            found = model_tensor_name(renamed, names, prefix)
+            numbers = [part for part in name.split(".") if part.isdigit()]
+            if found is not None:
+                return found, int(numbers[-1])
+    return model_tensor_name(name, names, prefix) or name, None
+
+
+def weighted_sum(base: torch.Tensor, experts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """The base tensor plus the weighted task vectors, accumulated in at least float32 without forming a task vector.
+
+    Args:
+        base: the base model's tensor.
+        experts: each expert's tensor and its weights, one number or a tensor that broadcasts to it.
+    """
+    dtype = torch.promote_types(base.dtype, torch.float32)
+    experts = [(tensor, weight) for tensor, weight in experts if bool(weight.any())]
+    if not experts:
+        return base
+    weights = [weight.to(base.device, dtype) for _, weight in experts]
+    result = base.to(dtype) * (1 - torch.stack(weights).sum(0))
+    for (tensor, _), weight in zip(experts, weights, strict=True):
+        result.addcmul_(tensor, weight)
+    return result.to(base.dtype)

@@ -33,9 +33,8 @@ from transformers import AutoModelForCausalLM
 
 from mergekit_slta.decoder import Decoder
 from mergekit_slta.errors import SltaError
-from mergekit_slta.methods import weighted_sum
 from mergekit_slta.solver import solve
-from mergekit_slta.submodules import TensorWeights
+from mergekit_slta.submodules import TensorWeights, weighted_sum
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = 3

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 
 from mergekit_slta import measure, methods, statistics
 from mergekit_slta.errors import SltaError
-from mergekit_slta.methods import weighted_sum
+from mergekit_slta.submodules import weighted_sum
 
 LEVELS = ("layer", "attn_mlp")
 

@@ -81,7 +81,7 @@ def test_a_layer_counts_once_its_grams_are_written(tmp_path: Path) -> None:
     partial.finish_layer(0, grams)
     reopened = Partial(tmp_path / "state", {})
     assert reopened.finished_layers() == 1
-    assert torch.equal(reopened.grams(1)["layer.0"], grams["layer.0"])
+    assert torch.equal(reopened.tensors(1)["layer.0"], grams["layer.0"])
     assert set(reopened.hidden(0)) == set(hidden)
     assert all(torch.equal(reopened.hidden(0)[key], tensor) for key, tensor in hidden.items())
 

@@ -1,0 +1,240 @@
+"""featcal: every linear map by least squares, layer by layer in the order of the forward pass.
+
+After RegMean++ and FeatCal (arXiv 2605.13030). Each sample of task t is in two hidden-state streams: the merged
+model's as far as it is solved, and expert t's own. In each layer the linear maps are solved in the order in which they
+feed each other. For a map with inputs x of the merged stream and x_t of expert t's, anchor W_a, and expert t's own W_t
+and b_t:
+
+    W = argmin  sum_t s_t sum_x |W x - y_t|^2 + ridge * K(W - W_a),    y_t = W_t (teacher * x_t + (1 - teacher) * x)
+    b = the mean of b_t + y_t - W x over all tokens, task t weighted by s_t (see ``normal.Change.offset``)
+
+with s_t and K as ``normal.py`` says. This differs from FeatCal in that the maps of one layer see each other's
+solutions, in the share of the expert's input, in the weights of the tasks, and in that the output head is solved too.
+Norms, embeddings, convolutions and routers are the anchor's.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mergekit_slta.anchor import Anchor
+from mergekit_slta.checkpoint import Checkpoint
+from mergekit_slta.decoder import Decoder, Weights
+from mergekit_slta.layer_solver import EXPERT, MERGED, LayerSolver, Regression
+from mergekit_slta.map_groups import find_groups
+from mergekit_slta.maps import LinearMap, linear_maps, output_head
+from mergekit_slta.normal import Change, NormalEquations
+from mergekit_slta.ranks import Ranks
+from mergekit_slta.resume import Partial
+from mergekit_slta.streams import Source, Streams, Tasks, halving_batches, make_batches
+
+LOG = logging.getLogger(__name__)
+
+ANCHOR = 2  # the stream of the anchor's own, for the report only
+ERRORS = {MERGED: "error.merged", ANCHOR: "error.anchor"}
+# So many elements the sums of the output head may have; a larger head is solved in parts.
+HEAD_ELEMENTS = 2**28
+FLOAT32, FLOAT64 = 4, 8  # bytes
+
+Progress = Callable[[str, int], object]
+
+
+@torch.no_grad()
+def feature_merge(
+    decoder: Decoder,
+    anchor: Anchor,
+    experts: Sequence[Checkpoint],
+    tasks: Tasks,
+    partial: Partial,
+    *,
+    regression: Regression = Regression(),  # noqa: B008
+    head: bool = True,
+    compare: bool = False,
+    batch_tokens: int = 0,
+    ranks: Ranks | None = None,
+    progress: Progress = lambda stage, samples: None,
+) -> None:
+    """Solve every linear map, layer by layer, and write each layer's tensors when it is finished.
+
+    Args:
+        decoder: the models' common decoder.
+        anchor: the model that the solution stays near.
+        experts: the ``T`` experts.
+        tasks: the token ids of each expert's calibration samples.
+        partial: where the layers are written; what is finished there is not computed again.
+        regression: ridge and teacher.
+        head: solve the output head too.
+        compare: follow the anchor's own features as well, for the report.
+        batch_tokens: as for ``calibrate``.
+        ranks: the processes that share the batches.
+        progress: told the stage, and how many of this process's samples have passed it.
+
+    Raises:
+        SltaError: a checkpoint's tensors are missing or not finite, or one sample does not fit into memory.
+    """
+    merge = _FeatureMerge(decoder, anchor, experts, tasks, partial, regression, head, compare, ranks, progress)
+    halving_batches(merge.run, decoder, tasks, batch_tokens, merge.ranks)
+
+
+def stages(decoder: Decoder, head: bool) -> int:
+    """How many stages a feature merge has: the groups of maps, and the output head."""
+    groups = sum(len(find_groups(decoder, layer).groups) for layer in range(len(decoder)))
+    return groups + (head and output_head(decoder) is not None)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that a feature merge takes while it runs, in memory beyond what is always there, and in its folder."""
+
+    memory: int
+    disk: int
+
+
+def needs(decoder: Decoder, experts: int, tokens: int, head: bool, compare: bool = False) -> Needs:
+    """What a feature merge of ``experts`` experts needs for ``tokens`` calibration tokens in all, about."""
+    layers = [sum(tensor.numel() for tensor in layer.state_dict().values()) for layer in decoder.layers]
+    solved = output_head(decoder) if head else None
+    head_shape = decoder.model.state_dict()[solved.weight].shape if solved else (0, 0)
+    maps = [decoder.layers[0].state_dict()[m.weight].shape[-2:] for m in linear_maps(decoder.layers[0])]
+    width, widest = decoder.model.config.get_text_config().hidden_size, max(max(shape) for shape in maps)
+    sums = max([2 * (min(shape) + widest) * widest for shape in maps] + [2 * head_shape[1] * sum(head_shape)])
+    states = (3 if compare else 2) * tokens * width
+    passing = tokens * (2 * widest + 4 * width)  # what the maps of one child have returned
+    weights = max((experts + 2) * max(layers), 3 * head_shape[0] * head_shape[1])
+    return Needs(
+        memory=FLOAT32 * (weights + 2 * states + passing) + FLOAT64 * min(sums, 4 * HEAD_ELEMENTS),
+        disk=FLOAT32 * (sum(layers) + head_shape[0] * head_shape[1] + 2 * states),
+    )
+
+
+class _FeatureMerge:
+    """A feature merge that can be taken up again after a crash, or with smaller batches; see ``feature_merge``."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        anchor: Anchor,
+        experts: Sequence[Checkpoint],
+        tasks: Tasks,
+        partial: Partial,
+        regression: Regression,
+        head: bool,
+        compare: bool,
+        ranks: Ranks | None,
+        progress: Progress,
+    ) -> None:
+        self.decoder = decoder
+        self.anchor = anchor
+        self.experts = experts
+        self.tasks = tasks
+        self.partial = partial
+        self.regression = regression
+        self.head = head
+        self.compare = compare
+        self.ranks = ranks or Ranks()
+        self.progress = progress
+        self.maps = [find_groups(decoder, layer) for layer in range(len(decoder))]
+        self.layers = partial.finished_layers()
+        self.hidden = partial.hidden(self.layers - 1) if self.layers else None
+
+    def run(self, positions: int) -> None:
+        """Solve the layers that are not solved yet, then the head, with at most ``positions`` tokens at once."""
+        streams = self._streams(positions)
+        done = sum(len(maps.groups) for maps in self.maps[: self.layers])
+        self.progress("embeddings", done * streams.samples)
+        for layer in range(self.layers, len(self.decoder)):
+            tensors = self._solve_layer(layer, streams)
+            streams.keep(self.partial)
+            self.ranks.wait()
+            if self.ranks.first:
+                self.partial.finish_layer(layer, tensors)
+            streams.advance()
+            self.layers, self.hidden = layer + 1, streams.state
+        tensors = self._solve_head(streams) if self.head else {}
+        if self.ranks.first:
+            self.partial.finish(tensors)
+        self.ranks.wait()
+
+    def _streams(self, positions: int) -> Streams:
+        anchors = [self.anchor] * len(self.tasks)
+        sources: list[Sequence[Source]] = [anchors, self.experts, anchors] if self.compare else [anchors, self.experts]
+        streams = Streams(self.decoder, sources, make_batches(self.tasks, positions), self.ranks)
+        if self.hidden is not None:
+            streams.resume(self.hidden, self.layers)
+        return streams
+
+    def _solve_layer(self, layer: int, streams: Streams) -> dict[str, torch.Tensor]:
+        """The merged layer's tensors by the model's names, and how far its output is from the experts'."""
+        names = self.decoder.layer_tensors(layer)
+        models = [self.anchor.models[0], *self.experts]
+        read = [model.read(names, self.decoder.base_model_prefix, self.decoder.device) for model in models]
+        anchor, experts, maps = self.anchor.blend(names, read), read[1:], self.maps[layer]
+        solver = LayerSolver(self.decoder, layer, maps, anchor, experts, streams, self.regression, self.ranks)
+        for group in maps.groups:
+            solver.solve(group, functools.partial(self.progress, f"layer {layer + 1}/{len(self.decoder)}, {group}"))
+        errors = self._advance_streams(solver, anchor, streams)
+        return {names[key]: tensor for key, tensor in solver.merged.items()} | errors
+
+    def _advance_streams(self, solver: LayerSolver, anchor: Weights, streams: Streams) -> dict[str, torch.Tensor]:
+        """Set what the layer makes of every stream; returns each stream's mean relative error by task [T]."""
+        compared = [MERGED, ANCHOR] if self.compare else [MERGED]
+        sums = torch.zeros(len(compared) + 1, len(self.tasks), dtype=torch.float64)
+        for number, batch in enumerate(streams.batches):
+            outputs = {stream: solver.output(stream, number) for stream in (MERGED, EXPERT)}
+            if self.compare:
+                hidden, call = streams.hidden(ANCHOR, number), streams.call(ANCHOR, number)
+                outputs[ANCHOR] = self.decoder.run(solver.layer, anchor, hidden, call).output.cpu()
+            own = batch.unpadded(outputs[EXPERT])
+            for row, stream in enumerate(compared):
+                errors = (batch.unpadded(outputs[stream]) - own).norm(dim=1) / own.norm(dim=1)
+                sums[row, batch.task] += errors.sum(dtype=torch.float64)
+            sums[-1, batch.task] += len(own)
+            for stream, output in outputs.items():
+                streams.set_output(stream, number, output)
+        self.ranks.sum(sums)
+        return {ERRORS[stream]: sums[row] / sums[-1] for row, stream in enumerate(compared)}
+
+    def _solve_head(self, streams: Streams) -> dict[str, torch.Tensor]:
+        """The output head's tensors by the model's names, solved a part of its rows at a time."""
+        head = output_head(self.decoder)
+        if head is None:
+            return {}
+        names = [name for name in (head.weight, head.bias) if name]
+        anchor = self._read(self.anchor, names)
+        rows, columns = head.matrix(anchor).shape
+        step = max(1, HEAD_ELEMENTS // columns)
+        changes = [self._change_head(head, anchor, slice(i, i + step), streams) for i in range(0, rows, step)]
+        if any(change.ridge is None for change in changes):
+            LOG.warning("The output head keeps the anchor's weights (no solution at any ridge)")
+            return {}
+        solved = {head.weight: (head.matrix(anchor) + torch.cat([change.matrix for change in changes])).float()}
+        if head.bias is not None:
+            own = torch.stack([self._read(expert, [head.bias])[head.bias] for expert in self.experts])
+            parts = zip(changes, anchor[head.bias].split(step), own.split(step, 1), strict=True)
+            solved[head.bias] = torch.cat([change.offset(bias, biases) for change, bias, biases in parts])
+        return solved
+
+    def _change_head(self, head: LinearMap, anchor: Weights, rows: slice, streams: Streams) -> Change:
+        matrix = head.matrix(anchor)[rows]
+        equations = NormalEquations(matrix.shape[1], len(matrix), self.decoder.device, self.ranks)
+        tail = self.decoder.tail_tensors()
+        merged_tail = self._read(self.anchor, tail)
+        for task, expert in enumerate(self.experts):
+            own_tail, own = self._read(expert, tail), head.matrix(self._read(expert, [head.weight]))[rows]
+            for number, batch in streams.batches_of(task):
+                inputs = batch.unpadded(self.decoder.head_input(streams.hidden(MERGED, number), merged_tail))
+                own_inputs = batch.unpadded(self.decoder.head_input(streams.hidden(EXPERT, number), own_tail))
+                targets = self.regression.targets(own, inputs, own_inputs @ own.T)
+                equations.add(inputs, targets - inputs @ matrix.T)
+                if rows.start == 0:
+                    self.progress("output head", len(batch.rows))
+            equations.finish_task()
+        return equations.solve(self.regression.ridge)
+
+    def _read(self, model: Source, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        return model.read({name: name for name in names}, self.decoder.base_model_prefix, self.decoder.device)

@@ -1,0 +1,93 @@
+"""Which linear maps of a decoder layer are solved together, and in which order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mergekit_slta.decoder import Decoder
+from mergekit_slta.maps import LinearMap, is_fused, linear_maps
+
+
+@dataclass(frozen=True)
+class MapGroup:
+    """Linear maps with the same input, inside one child of the layer; or the routed experts of a mixture.
+
+    Attributes:
+        child: the direct child of the layer that holds them.
+        module: the path of the first module of them that the layer calls.
+        maps: the maps, in the order in which the layer calls them.
+        fused: whether they are routed experts in one module, each with an input of its own.
+    """
+
+    child: str
+    module: str
+    maps: tuple[LinearMap, ...]
+    fused: bool = False
+
+    @property
+    def modules(self) -> list[str]:
+        """The paths of the modules that hold the maps."""
+        return list(dict.fromkeys(linear_map.module for linear_map in self.maps))
+
+    def __str__(self) -> str:
+        names = [module.removeprefix(f"{self.child}.") for module in self.modules]
+        return f"{self.child}.{'/'.join(names)}" if names != [self.child] else self.child
+
+
+@dataclass(frozen=True)
+class LayerMaps:
+    """The linear maps of a layer.
+
+    Attributes:
+        groups: those to be solved, in the order in which they feed each other.
+        kept: the names of those that stay the anchor's: routers, and what no forward pass calls as a module.
+    """
+
+    groups: tuple[MapGroup, ...]
+    kept: tuple[str, ...]
+
+
+def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
+    """Trace a layer once to see which maps are given the same tensor, and when."""
+    by_module: dict[str, list[LinearMap]] = {}
+    for linear_map in linear_maps(decoder.layers[layer]):
+        by_module.setdefault(linear_map.module, []).append(linear_map)
+    with torch.no_grad():
+        inputs = decoder.trace(layer, capture=by_module).inputs
+    groups: list[MapGroup] = []
+    solved: set[str] = set()
+    previous: object = None
+    for module, given in inputs.items():
+        maps, child = tuple(by_module[module]), module.partition(".")[0]
+        fused = is_fused(decoder.layers[layer].get_submodule(module))
+        if not (_routed(given) if fused else not _is_router(maps[0], by_module, decoder, layer)):
+            continue
+        solved |= {linear_map.name for linear_map in maps}
+        same = (child, given[0].data_ptr(), given[0].numel())
+        if not fused and groups and same == previous:
+            groups[-1] = MapGroup(child, groups[-1].module, groups[-1].maps + maps)
+        else:
+            groups.append(MapGroup(child, module, maps, fused))
+        previous = None if fused else same
+    kept = [m.name for maps in by_module.values() for m in maps if m.name not in solved]
+    return LayerMaps(tuple(groups), tuple(kept))
+
+
+def _routed(given: tuple[object, ...]) -> bool:
+    """Whether fused experts are called with the tokens and with the experts that each token goes to."""
+    return len(given) > 1 and isinstance(given[1], torch.Tensor) and not given[1].is_floating_point()
+
+
+def _is_router(linear_map: LinearMap, by_module: dict[str, list[LinearMap]], decoder: Decoder, layer: int) -> bool:
+    """Whether a map decides which experts of a mixture beside it a token goes to."""
+    modules = decoder.layers[layer]
+    child = linear_map.module.partition(".")[0]
+    rows = modules.state_dict()[linear_map.weight].shape[1 if linear_map.transposed else 0]
+    counts = {
+        len({m.expert for m in maps})
+        for module, maps in by_module.items()
+        if module.partition(".")[0] == child and maps[0].expert is not None
+    }
+    return rows in counts
