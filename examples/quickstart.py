@@ -96,6 +96,7 @@ def recipes(family: Family, out: Path, grid: tuple[float, ...]) -> dict[str, Rec
         "sftm": recipe("sftm"),
         "slta layer": recipe("slta", data=True, level="layer", statistics=STATISTICS),
         "slta attn_mlp": recipe("slta", data=True, level="attn_mlp", statistics=STATISTICS),
+        "featcal": recipe("featcal", data=True),
     }
 
 

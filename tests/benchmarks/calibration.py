@@ -10,22 +10,24 @@ bytes requested over those of the checkpoints' decoder layers.
 
 from __future__ import annotations
 
+import functools
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
 import transformers
-from common import CACHE, PeakMemory, in_subprocess, make_family, timed, write_samples
+from common import CACHE, SHAPES, PeakMemory, in_subprocess, make_family, timed, write_samples
 from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 from transformers import AutoModelForCausalLM
 
 from mergekit_slta.measure import Experiment
 from mergekit_slta.recipe import Expert, Recipe, SltaSettings
-from mergekit_slta.streams import fitting_batch, make_batches
+from mergekit_slta.streams import Batch, fitting_batch, make_batches
 
 
 @click.command()
@@ -34,7 +36,14 @@ from mergekit_slta.streams import fitting_batch, make_batches
 @click.option("--experts", default=3, show_default=True)
 @click.option("--samples", default=10, show_default=True)
 @click.option("--tokens", default=128, show_default=True)
-@click.option("--level", "levels", multiple=True, default=["attn_mlp"], show_default=True)
+@click.option(
+    "--level",
+    "level_sets",
+    multiple=True,
+    default=["attn_mlp"],
+    show_default=True,
+    help="Measured in one pass; several with commas; may be given several times.",
+)
 @click.option("--device", default="cpu", show_default=True)
 @click.option("--repeats", default=3, show_default=True)
 @click.option("--memory", type=click.Choice(["calibration", "naive"]), help="Measure only this, in this process.")
@@ -44,7 +53,7 @@ def main(
     experts: int,
     samples: int,
     tokens: int,
-    levels: tuple[str, ...],
+    level_sets: tuple[str, ...],
     device: str,
     repeats: int,
     memory: str | None,
@@ -63,46 +72,46 @@ def main(
     )
     if memory:
         with torch.no_grad(), PeakMemory() as peak:
-            _calibrate(recipe, levels, device) if memory == "calibration" else _naive(recipe, folders, device)
+            _naive(recipe, folders, device) if memory == "naive" else _calibrate(recipe, level_sets[0], device)
         print(json.dumps({"bytes": peak.bytes}))
         return
     models = [load(folder, device) for folder in folders]
+    token_ids = [data.token_ids for data in Experiment(recipe).load_data(recipe.experts)]
+    batches = make_batches(token_ids, fitting_batch(torch.device(device)))
     results: list[Experiment] = []
-    times = timed(
-        {
-            "floor": lambda: _forward(models, recipe, device),
-            "calibration": lambda: results.append(_calibrate(recipe, levels, device)),
-        },
-        repeats,
-    )
+    actions: dict[str, Callable[[], object]] = {"floor": lambda: _forward(models, batches, device)}
+    for levels in level_sets:
+        actions[levels] = functools.partial(_measure, results, recipe, levels, device)
+    times = timed(actions, repeats)
     layer_bytes = sum(
         parameter.numel() * 2 for model in models for parameter in model.base_model.layers.parameters()
     )  # the checkpoints are bfloat16
     read = sum(checkpoint.bytes_read for checkpoint in (results[-1].base, *results[-1].experts))
+    models.clear()  # the processes below need the memory
     arguments = [f"--size={size}", f"--layers={layers}", f"--experts={experts}", f"--samples={samples}"]
-    arguments += [f"--tokens={tokens}", f"--device={device}", *(f"--level={level}" for level in levels)]
-    peaks = {
-        name: in_subprocess(__file__, [*arguments, f"--memory={name}"])["bytes"] for name in ("calibration", "naive")
-    }
-    result = {
-        "benchmark": "calibration",
-        "size": size,
-        "layers": len(models[0].base_model.layers),
-        "experts": experts,
-        "samples": samples,
-        "tokens": tokens,
-        "levels": list(levels),
-        "device": device,
-        "threads": torch.get_num_threads(),
-        "floor_s": round(times["floor"], 3),
-        "calibration_s": round(times["calibration"], 3),
-        "time_ratio": round(times["calibration"] / times["floor"], 3),
-        "memory_mb": round(peaks["calibration"] / 2**20, 1),
-        "naive_memory_mb": round(peaks["naive"] / 2**20, 1),
-        "memory_ratio": round(peaks["calibration"] / peaks["naive"], 3),
-        "bytes_ratio": round(read / layer_bytes, 4),
-    }
-    print(json.dumps(result))
+    arguments += [f"--tokens={tokens}", f"--device={device}"]
+    naive = in_subprocess(__file__, [*arguments, "--memory=naive"])["bytes"]
+    for levels in level_sets:
+        peak_bytes = in_subprocess(__file__, [*arguments, f"--level={levels}", "--memory=calibration"])["bytes"]
+        result = {
+            "benchmark": "calibration",
+            "size": size,
+            "layers": layers or SHAPES[size][-1],
+            "experts": experts,
+            "samples": samples,
+            "tokens": tokens,
+            "levels": levels,
+            "device": device,
+            "threads": torch.get_num_threads(),
+            "floor_s": round(times["floor"], 3),
+            "calibration_s": round(times[levels], 3),
+            "time_ratio": round(times[levels] / times["floor"], 3),
+            "memory_mb": round(peak_bytes / 2**20, 1),
+            "naive_memory_mb": round(naive / 2**20, 1),
+            "memory_ratio": round(peak_bytes / naive, 3),
+            "bytes_ratio": round(read / layer_bytes, 4),
+        }
+        print(json.dumps(result), flush=True)
 
 
 def load(folder: Path, device: str) -> Any:
@@ -110,18 +119,21 @@ def load(folder: Path, device: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map=device).eval()
 
 
-def _calibrate(recipe: Recipe, levels: tuple[str, ...], device: str) -> Experiment:
+def _calibrate(recipe: Recipe, levels: str, device: str) -> Experiment:
     LoaderCache.loaders.clear()
     experiment = Experiment(recipe, device=device, quiet=True)
     with tempfile.TemporaryDirectory() as folder:
-        experiment.statistics(list(levels), Path(folder) / "statistics.safetensors")
+        experiment.statistics(levels.split(","), Path(folder) / "statistics.safetensors")
     return experiment
 
 
+def _measure(results: list[Experiment], recipe: Recipe, levels: str, device: str) -> None:
+    results.append(_calibrate(recipe, levels, device))
+
+
 @torch.no_grad()
-def _forward(models: list[Any], recipe: Recipe, device: str) -> None:
-    data = Experiment(recipe).load_data(recipe.experts)
-    for batch in make_batches([samples.token_ids for samples in data], fitting_batch(torch.device(device))):
+def _forward(models: list[Any], batches: list[Batch], device: str) -> None:
+    for batch in batches:
         for model in models:
             model.base_model(batch.token_ids.to(device), use_cache=False)
     if device != "cpu":

@@ -1,0 +1,140 @@
+"""featcal against its floor, and its memory by the number of layers.
+
+    python tests/benchmarks/featcal.py --size 60m --experts 3
+
+Prints one JSON line. ``time_ratio`` is the wall time of a whole feature merge (reading, streams, solving, writing the
+scratch folder) over the sum of what it cannot do without, timed in the same run: two plain forward passes per sample
+(``forward_s``), the bare products X^T X and X^T Y in float32 (``products_s``), and one Cholesky factorization and solve
+in float64 per group of maps (``solves_s``). ``memory_mb`` is the peak anonymous memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from collections.abc import Iterator
+
+import click
+import torch
+import transformers
+from calibration import load
+from common import CACHE, PeakMemory, in_subprocess, make_family, timed, write_samples
+from mergekit.common import ModelReference
+from mergekit.io.tasks import LoaderCache
+from torch.nn import Module
+
+from mergekit_slta.decoder import Decoder
+from mergekit_slta.map_groups import find_groups
+from mergekit_slta.measure import Experiment
+from mergekit_slta.recipe import Expert, FeatcalSettings, Recipe
+from mergekit_slta.solved import solve_model
+from mergekit_slta.streams import Batch, fitting_batch, make_batches
+
+
+@click.command()
+@click.option("--size", default="60m", show_default=True)
+@click.option("--layers", default=0, help="Another depth than the size's own.")
+@click.option("--experts", default=3, show_default=True)
+@click.option("--samples", default=30, show_default=True)
+@click.option("--tokens", default=128, show_default=True)
+@click.option("--device", default="cpu", show_default=True)
+@click.option("--repeats", default=3, show_default=True)
+@click.option("--memory", is_flag=True, help="Measure only the peak memory, in this process.")
+def main(
+    size: str, layers: int, experts: int, samples: int, tokens: int, device: str, repeats: int, memory: bool
+) -> None:
+    """Compare a feature merge with its floor on synthetic Llama-shaped checkpoints."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    CACHE.mkdir(parents=True, exist_ok=True)
+    folders = make_family(CACHE, size, experts, layers)
+    files = write_samples(CACHE, experts, samples, tokens)
+    references = [ModelReference.parse(str(folder)) for folder in folders]
+    named = tuple(Expert(reference, str(file)) for reference, file in zip(references[1:], files, strict=True))
+    recipe = Recipe(references[0], named, FeatcalSettings(samples=samples, max_tokens=tokens))
+    if memory:
+        with PeakMemory() as peak:
+            _solve(recipe, device)
+        print(json.dumps({"bytes": peak.bytes}))
+        return
+    models = [load(folder, device) for folder in folders]
+    experiment = Experiment(recipe)
+    token_ids = [data.token_ids for data in experiment.load_data(recipe.experts)]
+    batches = make_batches(token_ids, fitting_batch(torch.device(device)))
+    decoder = Decoder(experiment.base.config)
+    parts = {
+        "forward": functools.partial(_forward, models, batches, device),
+        "products": functools.partial(_products, decoder, [len(b.rows) * max(b.lengths) for b in batches], device),
+        "solves": functools.partial(_solves, decoder, device),
+    }
+    times = timed({**parts, "featcal": functools.partial(_solve, recipe, device)}, repeats)
+    models.clear()  # the process below needs the memory
+    arguments = [f"--size={size}", f"--layers={layers}", f"--experts={experts}", f"--samples={samples}"]
+    peak_bytes = in_subprocess(__file__, [*arguments, f"--tokens={tokens}", f"--device={device}", "--memory"])["bytes"]
+    result = {
+        "benchmark": "featcal",
+        "size": size,
+        "layers": len(decoder),
+        "experts": experts,
+        "samples": samples,
+        "tokens": tokens,
+        "device": device,
+        "threads": torch.get_num_threads(),
+        **{f"{name}_s": round(seconds, 3) for name, seconds in times.items()},
+        "time_ratio": round(times["featcal"] / sum(times[name] for name in parts), 3),
+        "memory_mb": round(peak_bytes / 2**20, 1),
+    }
+    print(json.dumps(result))
+
+
+def _solve(recipe: Recipe, device: str) -> None:
+    LoaderCache.loaders.clear()
+    with tempfile.TemporaryDirectory() as folder:
+        settings = FeatcalSettings(**recipe.settings.model_dump() | {"scratch": folder})
+        solve_model(Experiment(recipe, device=device, quiet=True), settings)
+
+
+@torch.no_grad()
+def _forward(models: list[Module], batches: list[Batch], device: str) -> None:
+    """Every sample through the base model and through its own expert."""
+    for batch in batches:
+        for model in (models[0], models[1 + batch.task]):
+            model(batch.token_ids.to(device), use_cache=False)
+    _wait(device)
+
+
+def _products(decoder: Decoder, sizes: list[int], device: str) -> None:
+    for inputs, outputs in _groups(decoder):
+        for size in sizes:
+            features = torch.zeros(size, inputs, device=device)
+            features.T @ features
+            features.T @ torch.zeros(size, outputs, device=device)
+    _wait(device)
+
+
+def _solves(decoder: Decoder, device: str) -> None:
+    for inputs, outputs in _groups(decoder):
+        factor = torch.linalg.cholesky(torch.eye(inputs, dtype=torch.float64, device=device))
+        torch.cholesky_solve(torch.ones(inputs, outputs, dtype=torch.float64, device=device), factor)
+    _wait(device)
+
+
+def _groups(decoder: Decoder) -> Iterator[tuple[int, int]]:
+    """The input and output dimensions of every group of maps, and of the output head."""
+    for layer in range(len(decoder)):
+        state = decoder.layers[layer].state_dict()
+        for group in find_groups(decoder, layer).groups:
+            shapes = [state[linear_map.weight].shape for linear_map in group.maps]
+            yield shapes[0][1], sum(shape[0] for shape in shapes)
+    head = decoder.model.get_output_embeddings().weight
+    yield head.shape[1], head.shape[0]
+
+
+def _wait(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
