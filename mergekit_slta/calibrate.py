@@ -108,6 +108,8 @@ class _Calibration:
     def _measure_layer(self, layer: int, streams: Streams, count: int) -> Grams:
         names = self.decoder.layer_tensors(layer)
         weights = [model.read(names, self.decoder.base_model_prefix, self.decoder.device) for model in self.models]
+        for model in self.models:
+            model.prefetch(layer + 1)
         tokens = sum(len(token_ids) for task in self.tasks for token_ids in task)
         features = LayerFeatures(self.decoder, layer, weights, self.levels, tokens)
         grams = {name: self._no_grams() for name in self.submodules[layer]}

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
+import os
 import struct
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import torch
@@ -87,6 +89,33 @@ class Checkpoint:
         self._loader.flush()
         return tensors
 
+    def prefetch(self, layer: int) -> None:
+        """Ask the system to read a decoder layer from the disk while something else is computed; takes no memory.
+
+        Args:
+            layer: the layer's index, which is the first number in its tensors' names.
+        """
+        if not hasattr(os, "posix_fadvise"):
+            return
+        for path, begin, end in self._places.get(layer, ()):
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.posix_fadvise(descriptor, begin, end - begin, os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(descriptor)
+
+    @cached_property
+    def _places(self) -> dict[int, list[tuple[Path, int, int]]]:
+        """Where in which file each layer's tensors are, those side by side as one."""
+        places: dict[int, list[tuple[Path, int, int]]] = {}
+        for shard in self._loader.index.shards:
+            path = Path(self.folder) / shard.filename
+            for name, _, begin, end in _header(path) if path.suffix == ".safetensors" else ():
+                number = next((part for part in name.split(".") if part.isdigit()), None)
+                if number is not None:
+                    places.setdefault(int(number), []).append((path, begin, end))
+        return {layer: _joined(found) for layer, found in places.items()}
+
     def _read(self, name: str, base_model_prefix: str, device: torch.device | str) -> torch.Tensor:
         stored = model_tensor_name(name, self.tensor_names, base_model_prefix)
         tensor = self._loader.get_tensor(stored, device=str(device)) if stored else self._convert(name)
@@ -148,14 +177,34 @@ def _sampled_tensors(path: Path) -> Iterator[tuple[str, str, list[int], bytes]]:
             content = tensor.contiguous().flatten().view(torch.uint8).numpy()
             yield name, _SAFETENSORS_DTYPE[tensor.dtype], list(tensor.shape), _spots(memoryview(content))
         return
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        (length,) = struct.unpack("<Q", content[:8])
-        header = json.loads(content[8 : 8 + length])
-        with memoryview(content) as view:
-            for name, entry in header.items():
-                if name != "__metadata__":
-                    begin, end = (8 + length + offset for offset in entry["data_offsets"])
-                    yield name, entry["dtype"], entry["shape"], _spots(view[begin:end])
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        memoryview(content) as view,
+    ):
+        for name, entry, begin, end in _header(path):
+            yield name, entry["dtype"], entry["shape"], _spots(view[begin:end])
+
+
+def _header(path: Path) -> list[tuple[str, dict[str, Any], int, int]]:
+    """Each tensor of a safetensors file: its name, its entry in the header, and where its bytes are in the file."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    start = 8 + length
+    return [(name, e, start + e["data_offsets"][0], start + e["data_offsets"][1]) for name, e in header.items()]
+
+
+def _joined(places: list[tuple[Path, int, int]]) -> list[tuple[Path, int, int]]:
+    """Ranges of bytes with neighbours made one."""
+    joined: list[tuple[Path, int, int]] = []
+    for path, begin, end in sorted(places):
+        if joined and joined[-1][0] == path and joined[-1][2] == begin:
+            joined[-1] = (path, joined[-1][1], end)
+        else:
+            joined.append((path, begin, end))
+    return joined
 
 
 _SAFETENSORS_DTYPE = {

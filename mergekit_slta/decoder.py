@@ -60,7 +60,7 @@ class LayerRun:
         output: the layer's output.
         terms: the summands of the output by the child that made them, without the input; None where the layer does
             not keep its residual stream as a sum.
-        outputs: each direct child's output.
+        outputs: each direct child's output, and in a trace those of the modules that were asked for.
         reads: the sources of the residual stream that each child was given.
         mixers: the children that let tokens see each other.
         mlp_input: the residual stream that the MLP branch read.
@@ -277,6 +277,9 @@ class Decoder:
         """
         structure = self._structures.get(self.kind(layer))
         run = _Run(structure.mlp_reads if structure else None, mlp_input, replay or {}, capture)
+        return self._run_layer(run, layer, weights, hidden, call)
+
+    def _run_layer(self, run: _Run, layer: int, weights: Weights, hidden: torch.Tensor, call: LayerCall) -> LayerRun:
         result = self._call(run, layer, weights, hidden, call)
         terms = _summands(result)
         return LayerRun(
@@ -319,10 +322,16 @@ class Decoder:
             self._run = None
         return output[0] if isinstance(output, tuple) else output
 
-    def trace(self, layer: int, capture: Collection[str] = ()) -> LayerRun:
-        """Run a layer on two tokens with weights that are all zero, to see how its modules call each other."""
+    def trace(self, layer: int, watch: Collection[str] = ()) -> LayerRun:
+        """Run a layer on two tokens with weights that are all zero, to see how its modules call each other.
+
+        Args:
+            layer: the layer's index.
+            watch: paths of the modules inside the layer whose inputs and outputs are wanted.
+        """
         hidden, calls = self.embed(torch.zeros(1, 2, dtype=torch.int64), self._zeros(self._edge_state()))
-        return self.run(layer, self._zeros(self.layers[layer].state_dict()), hidden, calls[layer], capture=capture)
+        weights = self._zeros(self.layers[layer].state_dict())
+        return self._run_layer(_Run(capture=watch, keep=watch), layer, weights, hidden, calls[layer])
 
     def structure(self, layer: int) -> LayerStructure:
         """How the layer splits into branches, found by tracing it once.

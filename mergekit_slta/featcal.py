@@ -173,6 +173,8 @@ class _FeatureMerge:
         names = self.decoder.layer_tensors(layer)
         models = [self.anchor.models[0], *self.experts]
         read = [model.read(names, self.decoder.base_model_prefix, self.decoder.device) for model in models]
+        for model in models:
+            model.prefetch(layer + 1)
         anchor, experts, maps = self.anchor.blend(names, read), read[1:], self.maps[layer]
         solver = LayerSolver(self.decoder, layer, maps, anchor, experts, streams, self.regression, self.ranks)
         for group in maps.groups:
@@ -221,7 +223,14 @@ class _FeatureMerge:
 
     def _change_head(self, head: LinearMap, anchor: Weights, rows: slice, streams: Streams) -> Change:
         matrix = head.matrix(anchor)[rows]
-        equations = NormalEquations(matrix.shape[1], len(matrix), self.decoder.device, self.ranks)
+        equations = NormalEquations(
+            matrix.shape[1],
+            len(matrix),
+            self.regression.ridge,
+            self.decoder.device,
+            ranks=self.ranks,
+            offset=head.bias is not None,
+        )
         tail = self.decoder.tail_tensors()
         merged_tail = self._read(self.anchor, tail)
         for task, expert in enumerate(self.experts):
@@ -234,7 +243,7 @@ class _FeatureMerge:
                 if rows.start == 0:
                     self.progress("output head", len(batch.rows))
             equations.finish_task()
-        return equations.solve(self.regression.ridge)
+        return equations.solve()
 
     def _read(self, model: Source, names: Sequence[str]) -> dict[str, torch.Tensor]:
         return model.read({name: name for name in names}, self.decoder.base_model_prefix, self.decoder.device)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from mergekit_slta.decoder import Decoder, Weights
 from mergekit_slta.map_groups import LayerMaps, MapGroup
 from mergekit_slta.maps import LinearMap, fused_hidden
-from mergekit_slta.normal import NormalEquations
+from mergekit_slta.normal import SMALLEST_RIDGE, NormalEquations
 from mergekit_slta.ranks import Ranks
 from mergekit_slta.streams import Streams
 
@@ -89,6 +89,7 @@ class LayerSolver:
         self.ranks = ranks
         self._children = {group.child for group in maps.groups}
         self._outputs: dict[tuple[int, int], dict[str, Any]] = defaultdict(dict)  # on the host, by stream and batch
+        self._inputs: dict[int, torch.Tensor] = {}  # of the group that is being solved, on the host, by batch
         self._targets: dict[tuple[int, str], Any] = {}  # the expert's outputs, by batch and module
         self._final: dict[tuple[int, int], torch.Tensor] = {}
         self._kept: list[str] = []
@@ -118,23 +119,58 @@ class LayerSolver:
     # Maps with one input
 
     def _solve_shared(self, group: MapGroup, progress: Callable[[int], object]) -> None:
-        sizes = [linear_map.matrix(self.merged).shape for linear_map in group.maps]
-        equations = NormalEquations(sizes[0][1], sum(rows for rows, _ in sizes), self.decoder.device, self.ranks)
+        equations = self._equations(group.maps)
         for task, expert in enumerate(self.experts):
             for number, batch in self.streams.batches_of(task):
                 targets = self._take_targets(group, number)
-                inputs = batch.unpadded(self._merged_inputs(group, number)[0])
-                residuals = []
-                for linear_map in group.maps:
-                    outputs = batch.unpadded(targets[linear_map.module])
-                    if (offset := linear_map.offset(expert)) is not None:
-                        outputs = outputs - offset
-                    outputs = self.regression.targets(linear_map.matrix(expert), inputs, outputs)
-                    residuals.append(outputs - inputs @ linear_map.matrix(self.merged).T)
-                equations.add(inputs, torch.cat(residuals, 1))
+                given = self._merged_inputs(group, number)[0]
+                if group.empty is not None:
+                    self._inputs[number] = given.cpu()
+                inputs = batch.unpadded(given)
+                residuals = torch.cat([batch.unpadded(targets[linear_map.module]) for linear_map in group.maps], 1)
+                self._subtract(group.maps, expert, inputs, residuals)
+                equations.add(inputs, residuals)
                 progress(len(batch.rows))
             equations.finish_task()
         self._apply(group.maps, equations)
+        if group.empty is not None:
+            self._close(group)
+
+    def _close(self, group: MapGroup) -> None:
+        """Compute what a child returns from the inputs of its last map, so that it need not run again."""
+        for number in list(self._inputs):
+            inputs = self._inputs.pop(number).to(self.decoder.device)
+            output = _to_host(group.maps[0].apply(self.merged, inputs))
+            done = self._outputs[MERGED, number]
+            for name in [name for name in done if _inside(name, {group.child})]:
+                del done[name]
+            done[group.child] = (output, *[None] * group.empty) if group.empty else output
+
+    def _subtract(
+        self, maps: Sequence[LinearMap], expert: Weights, inputs: torch.Tensor, outputs: torch.Tensor
+    ) -> None:
+        """Turn the maps' outputs in the expert's own stream [n, out], biases included, into residuals, in place."""
+        start = 0
+        for linear_map in maps:
+            matrix = linear_map.matrix(expert)
+            part = outputs[:, start : start + len(matrix)]
+            if (offset := linear_map.offset(expert)) is not None:
+                part -= offset
+            if self.regression.teacher != 1:
+                part.copy_(self.regression.targets(matrix, inputs, part))
+            part.addmm_(inputs, linear_map.matrix(self.merged).T, alpha=-1)
+            start += len(matrix)
+
+    def _equations(self, maps: Sequence[LinearMap]) -> NormalEquations:
+        sizes = [linear_map.matrix(self.merged).shape for linear_map in maps]
+        return NormalEquations(
+            sizes[0][1],
+            sum(rows for rows, _ in sizes),
+            self.regression.ridge,
+            self.decoder.device,
+            ranks=self.ranks,
+            offset=any(linear_map.bias is not None for linear_map in maps),
+        )
 
     # Routed experts
 
@@ -156,8 +192,7 @@ class LayerSolver:
 
     def _solve_routed_map(self, linear_map: LinearMap, inputs_of: Callable[[int], Iterator[Pair]]) -> None:
         """Solve one map from pairs of the merged model's inputs and the expert's own [n, in], by task."""
-        rows, columns = linear_map.matrix(self.merged).shape
-        equations = NormalEquations(columns, rows, self.decoder.device, self.ranks)
+        equations, columns = self._equations([linear_map]), linear_map.matrix(self.merged).shape[1]
         for task, expert in enumerate(self.experts):
             for merged, own in inputs_of(task):
                 matrix = linear_map.matrix(expert)
@@ -190,12 +225,12 @@ class LayerSolver:
 
     def _apply(self, maps: Sequence[LinearMap], equations: NormalEquations) -> None:
         """Solve, and put the maps' new tensors in place."""
-        change = equations.solve(self.regression.ridge)
+        change = equations.solve()
         names = ", ".join(linear_map.name for linear_map in maps)
         if change.ridge is None:
             self._kept.append(f"{names} (no solution at any ridge)")
             return
-        if change.ridge != self.regression.ridge:
+        if change.ridge > max(self.regression.ridge, SMALLEST_RIDGE):
             LOG.warning("Layer %d: %s needed a ridge of %g", self.layer, names, change.ridge)
         start = 0
         for linear_map in maps:
@@ -256,6 +291,7 @@ class LayerSolver:
         """
         done = self._outputs[stream, number]
         modules = {module for group in self.maps.groups for module in group.modules}
+        closing = {group.child for group in self.maps.groups if group.empty is not None and group.module == until}
         passage = self.decoder.run_until(
             until,
             self.layer,
@@ -267,7 +303,8 @@ class LayerSolver:
             keep=modules,
         )
         finished = self._children & set(passage.outputs)
-        for name in finished | {name for name in modules & set(passage.outputs) if not _inside(name, finished)}:
+        inside = {name for name in modules & set(passage.outputs) if not _inside(name, finished | closing)}
+        for name in finished | inside:
             done[name] = tree_map(_to_host, passage.outputs[name])
         for name in [name for name in done if name not in finished and _inside(name, finished)]:
             del done[name]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -19,12 +21,14 @@ class MapGroup:
         module: the path of the first module of them that the layer calls.
         maps: the maps, in the order in which the layer calls them.
         fused: whether they are routed experts in one module, each with an input of its own.
+        empty: where the only map's output is what the child returns, the number of empty values beside it; else None.
     """
 
     child: str
     module: str
     maps: tuple[LinearMap, ...]
     fused: bool = False
+    empty: int | None = None
 
     @property
     def modules(self) -> list[str]:
@@ -55,11 +59,11 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
     for linear_map in linear_maps(decoder.layers[layer]):
         by_module.setdefault(linear_map.module, []).append(linear_map)
     with torch.no_grad():
-        inputs = decoder.trace(layer, capture=by_module).inputs
+        trace = decoder.trace(layer, watch=by_module)
     groups: list[MapGroup] = []
     solved: set[str] = set()
     previous: object = None
-    for module, given in inputs.items():
+    for module, given in trace.inputs.items():
         maps, child = tuple(by_module[module]), module.partition(".")[0]
         fused = is_fused(decoder.layers[layer].get_submodule(module))
         if not (_routed(given) if fused else not _is_router(maps[0], by_module, decoder, layer)):
@@ -71,8 +75,16 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
         else:
             groups.append(MapGroup(child, module, maps, fused))
         previous = None if fused else same
+    groups = [replace(group, empty=_empty_beside(group, trace.outputs)) for group in groups]
     kept = [m.name for maps in by_module.values() for m in maps if m.name not in solved]
     return LayerMaps(tuple(groups), tuple(kept))
+
+
+def _empty_beside(group: MapGroup, outputs: Mapping[str, Any]) -> int | None:
+    returned = outputs[group.child]
+    first, *rest = returned if isinstance(returned, tuple) and len(returned) > 1 else [returned]
+    closes = len(group.maps) == 1 and first is outputs[group.module] and not any(part is not None for part in rest)
+    return len(rest) if closes else None
 
 
 def _routed(given: tuple[object, ...]) -> bool:

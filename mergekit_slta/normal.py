@@ -20,9 +20,10 @@ from mergekit_slta.ranks import Ranks
 # So many times the median of A's diagonal its mean must be for the ridge to follow the diagonal.
 MASSIVE = 10.0
 # The ridges to try, relative to the one asked for, before the anchor is kept.
-LARGER_RIDGES = (1.0, 10.0, 100.0, 1000.0)
-SMALLEST_RIDGE = 1e-8  # of a ridge that is enlarged because the one asked for, perhaps zero, was too small
-BLOCK = 1024  # columns of the inputs' products that are computed at once, above the diagonal only
+LARGER_RIDGES = (1.0, 10.0, 100.0, 1000.0, 10000.0)
+SMALLEST_RIDGE = 1e-10  # what a ridge of zero comes to; with less, inputs that were never seen decide
+BLOCK = 256  # rows of the inputs' products that are computed at once, from the diagonal on
+EXACT = 1e-4  # below this ridge the rounding of float32 products would be seen in the solution
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,10 @@ class Change:
     """The solution of a regression.
 
     Attributes:
-        matrix: D [d_out, d_in] float64; zero where no ridge made the equations solvable.
+        matrix: D [d_out, d_in] float64; zero where there is no solution.
         mean: the mean residual [d_out] that is left, weighted as in the regression.
         shares: each task's weight [T] in that mean.
-        ridge: the ridge that was used; None where the anchor is kept.
+        ridge: the ridge that was used; None where no ridge made the equations solvable.
     """
 
     matrix: torch.Tensor
@@ -54,84 +55,99 @@ class Change:
 
 
 class NormalEquations:
-    """Sums of a regression, gathered task by task in float64 from float32 products.
+    """Sums of a regression, gathered task by task in float64.
 
     Args:
         inputs, outputs: the numbers of dimensions d_in and d_out.
+        ridge: how strongly the change is drawn towards zero.
         device: where the sums are.
         ranks: the processes whose sums belong together.
+        offset: whether the mean residual is wanted.
 
     Attributes:
         tokens: how many tokens have been added by all processes.
     """
 
-    def __init__(self, inputs: int, outputs: int, device: torch.device, ranks: Ranks | None = None) -> None:
-        def zeros(*shape: int) -> torch.Tensor:
-            return torch.zeros(*shape, dtype=torch.float64, device=device)
-
-        self._ranks = ranks or Ranks()
-        self._moments, self._cross = zeros(inputs, inputs), zeros(inputs, outputs)  # A and sum_t s_t sum_x x r^T
-        self._input_sum, self._residual_sum = zeros(inputs), zeros(outputs)
-        self._task = [zeros(inputs, inputs), zeros(inputs, outputs), zeros(inputs), zeros(outputs), zeros(1)]
-        self._masses: list[torch.Tensor] = []
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        ridge: float,
+        device: torch.device | str = "cpu",
+        *,
+        ranks: Ranks | None = None,
+        offset: bool = False,
+    ) -> None:
         self.tokens = 0
+        self._ridge = ridge
+        self._ranks = ranks or Ranks()
+        self._offset = offset
+        shapes: list[tuple[int, ...]] = [(inputs, inputs), (inputs, outputs), (inputs,), (outputs,), ()]
+        self._sums = [torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes]
+        self._of_task = [torch.zeros_like(total) for total in self._sums]
+        self._masses: list[torch.Tensor] = []
 
     def add(self, inputs: torch.Tensor, residuals: torch.Tensor) -> None:
         """Add tokens of the current task: inputs [n, d_in] and residuals [n, d_out]."""
-        moments, cross, input_sum, residual_sum, tokens = self._task
+        moments, cross, input_sum, residual_sum, tokens = self._of_task
+        if self._ridge < EXACT:
+            inputs, residuals = inputs.double(), residuals.double()
         for start in range(0, inputs.shape[1], BLOCK):
-            block = slice(start, start + BLOCK)
-            moments[block, start:] += inputs[:, block].T @ inputs[:, start:]
+            moments[start : start + BLOCK, start:] += inputs[:, start : start + BLOCK].T @ inputs[:, start:]
         cross += inputs.T @ residuals
-        input_sum += inputs.sum(0, dtype=torch.float64)
-        residual_sum += residuals.sum(0, dtype=torch.float64)
+        if self._offset:
+            input_sum += inputs.sum(0, dtype=torch.float64)
+            residual_sum += residuals.sum(0, dtype=torch.float64)
         tokens += len(inputs)
 
     def finish_task(self) -> None:
         """Weight the current task's sums and go on to the next task."""
-        for part in self._task:
+        for part in self._of_task:
             self._ranks.sum(part)
-        moments, cross, input_sum, residual_sum, tokens = self._task
-        lower = torch.ones_like(moments, dtype=torch.bool).tril(-1)
-        moments[lower] = moments.T[lower]
-        norm = moments.norm()
+        tokens = self._of_task[-1]
+        norm = _mirrored_norm(self._of_task[0])
         weight = torch.where(norm > 0, 1 / norm, 0.0)  # a task none of whose tokens came here has no say
-        self._moments.add_(moments.mul_(weight))
-        self._cross.add_(cross.mul_(weight))
-        self._input_sum.add_(input_sum * weight)
-        self._residual_sum.add_(residual_sum * weight)
-        self._masses.append(weight * tokens[0])
+        for total, part in zip(self._sums, self._of_task, strict=True):
+            total.addcmul_(part, weight)
+        self._masses.append(weight * tokens)
         self.tokens += int(tokens)
-        for part in self._task:
+        for part in self._of_task:
             part.zero_()
 
-    def solve(self, ridge: float) -> Change:
+    def solve(self) -> Change:
         """Solve for the change, with a larger ridge where the one asked for does not make the equations solvable."""
+        _, cross, input_sum, residual_sum, _ = self._sums
         masses = torch.stack(self._masses)
-        shares = masses / masses.sum().clamp_min(torch.finfo(torch.float64).tiny)
-        matrix, used = torch.zeros_like(self._cross.T), None
+        mass = masses.sum().clamp_min(torch.finfo(torch.float64).tiny)
+        matrix, used = torch.zeros_like(cross.T), None
         for factor in LARGER_RIDGES:
-            tried = ridge if factor == 1 else max(ridge, SMALLEST_RIDGE) * factor
-            solution = self._try(tried)
+            ridge = max(self._ridge, SMALLEST_RIDGE) * factor
+            solution = self._try(ridge)
             if solution is not None:
-                matrix, used = solution, tried
+                matrix, used = solution, ridge
                 break
-        mean = (self._residual_sum - matrix @ self._input_sum) / masses.sum().clamp_min(torch.finfo(torch.float64).tiny)
-        return Change(matrix, mean, shares, used)
+        return Change(matrix, (residual_sum - matrix @ input_sum) / mass, masses / mass, used)
 
     def _try(self, ridge: float) -> torch.Tensor | None:
         """D [d_out, d_in], or None where the equations are singular or not finite."""
-        diagonal = self._moments.diagonal()
+        moments, cross = self._sums[:2]
+        diagonal = moments.diagonal().clone()
         mean = diagonal.mean()
-        penalty = diagonal if mean > MASSIVE * diagonal.median() else torch.full_like(diagonal, float(mean))
-        penalized = diagonal + ridge * penalty
-        scale = penalized.rsqrt()  # to a unit diagonal, so that no dimension's unit matters to the factorization
-        unused = diagonal == 0  # the change of a dimension that is always zero is zero
-        scale[unused] = 0
-        scaled = self._moments * scale[:, None] * scale
+        penalty = diagonal if mean > MASSIVE * diagonal.median() else mean.expand_as(diagonal)
+        scale = (diagonal + ridge * penalty).rsqrt()  # to a unit diagonal, so that no dimension's unit matters
+        scale[diagonal == 0] = 0  # the change of a dimension that is always zero is zero
+        scaled = moments * scale[:, None] * scale
         scaled.diagonal().fill_(1.0)
-        factor, failed = torch.linalg.cholesky_ex(scaled)
+        factor, failed = torch.linalg.cholesky_ex(scaled, upper=True)  # reads what is on and above the diagonal
         if int(failed):
             return None
-        solution = torch.cholesky_solve(self._cross * scale[:, None], factor) * scale[:, None]
+        solution = torch.cholesky_solve(cross * scale[:, None], factor, upper=True) * scale[:, None]
         return solution.T if bool(torch.isfinite(solution).all()) else None
+
+
+def _mirrored_norm(upper: torch.Tensor) -> torch.Tensor:
+    """The Frobenius norm of a symmetric matrix, of which only blocks from the diagonal on are there."""
+    starts = range(0, len(upper), BLOCK)
+    inside = torch.stack([upper[i : i + BLOCK, i : i + BLOCK].square().sum() for i in starts])
+    beside = torch.stack([upper[i : i + BLOCK, i + BLOCK :].square().sum() for i in starts])
+    return (inside.sum() + 2 * beside.sum()).sqrt()

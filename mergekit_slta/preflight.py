@@ -605,7 +605,7 @@ def nearest_folder(path: Path) -> Path:
 
 def gigabytes(nbytes: int) -> str:
     """A size in words."""
-    return f"{nbytes / 1e9:,.1f} GB"
+    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:,.1f} MB"
 
 
 # What is worth knowing

@@ -27,11 +27,14 @@ class Ranks:
         return self.index == 0
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Add up a float64 tensor over the ranks, in place; exact where all ranks but one hold zero."""
+        """Add up a tensor over the ranks, in place and in the order of the ranks, so that every one has the same."""
         if self.count > 1:
-            on_device = tensor.cuda() if dist.get_backend() == "nccl" else tensor
-            dist.all_reduce(on_device)
-            tensor.copy_(on_device)
+            own = tensor.to("cuda" if dist.get_backend() == "nccl" else "cpu", copy=True)
+            tensor.zero_()
+            for rank in range(self.count):
+                part = own if rank == self.index else torch.empty_like(own)
+                dist.broadcast(part, rank)
+                tensor += part.to(tensor.device)
         return tensor
 
     def wait(self) -> None:

@@ -10,6 +10,7 @@ number of samples per task.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 import transformers
 from common import CACHE
 from regmean import regmean_plus_plus
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
@@ -28,12 +30,19 @@ import quickstart
 from mergekit_slta.data import load_calibration
 
 SAMPLES = (3, 10, 30, 100)
+MASSIVE = 1000.0
+MAPS_BY_PRODUCER = {
+    "input_layernorm.weight": ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
+    "post_attention_layernorm.weight": ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
+    "mlp.up_proj.weight": ["mlp.down_proj.weight"],
+}
 
 
 @click.command()
 @click.option("--seed", "seeds", multiple=True, type=int, default=[0, 1, 2], show_default=True)
+@click.option("--massive", is_flag=True, help="Only featcal, on a family with massive activations.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=CACHE / "quality")
-def main(seeds: tuple[int, ...], out: Path) -> None:
+def main(seeds: tuple[int, ...], massive: bool, out: Path) -> None:
     """Merge the family of each seed by every method and compare the averages."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -41,37 +50,59 @@ def main(seeds: tuple[int, ...], out: Path) -> None:
     for seed in seeds:
         folder = out / f"seed{seed}"
         models = family.train_family(folder / "family", seed, short=False)
-        recipes = quickstart.recipes(models, folder, quickstart.GRID)
-        (folder / quickstart.STATISTICS).unlink(missing_ok=True)
-        grid = [f"task_arithmetic {weight}" for weight in quickstart.GRID]
-        result: dict[str, Any] = {
-            "benchmark": "quality",
-            "seed": seed,
-            "task_arithmetic": max(_score(folder, name, recipes[name], seed) for name in grid),
-        }
-        for name in ("slta layer", "slta attn_mlp"):
-            result[name] = _score(folder, name, recipes[name], seed)
-        for count in SAMPLES:
-            result[f"regmean++ {count}"] = _regmean(models, folder, count, seed)
-            recipe = quickstart.recipes(models, folder, ())["featcal"]
-            recipe["parameters"]["samples"] = count
-            result[f"featcal {count}"] = _score(folder, f"featcal {count}", recipe, seed)
-        print(
-            json.dumps(
-                {
-                    key: round(value, 3) if key != "seed" and key != "benchmark" else value
-                    for key, value in result.items()
-                }
-            ),
-            flush=True,
-        )
+        scores = _with_massive_activations(models, folder, seed) if massive else _compare(models, folder, seed)
+        rounded = {name: round(score, 3) for name, score in scores.items()}
+        print(json.dumps({"benchmark": "quality", "seed": seed, **rounded}), flush=True)
+
+
+def _compare(models: family.Family, folder: Path, seed: int) -> dict[str, float]:
+    """The average score of every method."""
+    recipes = quickstart.recipes(models, folder, quickstart.GRID)
+    (folder / quickstart.STATISTICS).unlink(missing_ok=True)
+    grid = [f"task_arithmetic {weight}" for weight in quickstart.GRID]
+    scores = {"task_arithmetic": max(_score(folder, name, recipes[name], seed) for name in grid)}
+    scores |= {name: _score(folder, name, recipes[name], seed) for name in ("slta layer", "slta attn_mlp")}
+    for count in SAMPLES:
+        scores[f"regmean++ {count}"] = _regmean(models, folder, count)
+        recipe = recipes["featcal"]
+        recipe["parameters"]["samples"] = count
+        scores[f"featcal {count}"] = _score(folder, f"featcal {count}", recipe, seed)
+    return scores
+
+
+def _with_massive_activations(models: family.Family, folder: Path, seed: int) -> dict[str, float]:
+    """featcal's score on a copy of the family with massive activations, and on the family itself."""
+    scores = {"featcal": _score(folder, "featcal", quickstart.recipes(models, folder, ())["featcal"], seed)}
+    planted = folder / "massive"
+    shutil.rmtree(planted, ignore_errors=True)
+    shutil.copytree(folder / "family", planted / "family")
+    copies = family.train_family(planted / "family", seed, short=False)  # finds the copy, and trains nothing
+    for model in (copies.base, *copies.experts.values()):
+        _plant(model / "model.safetensors")
+    recipe = quickstart.recipes(copies, planted, ())["featcal"]
+    return scores | {"featcal, massive activations": _score(planted, "featcal", recipe, seed)}
+
+
+def _plant(file: Path) -> None:
+    """Scale three input dimensions of every map up, and the weights that read them down."""
+    tensors = load_file(file)
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith("input_layernorm.weight")]:
+        layer = name.removesuffix("input_layernorm.weight")
+        for producer, readers in MAPS_BY_PRODUCER.items():
+            grown = tensors[layer + producer]
+            dimensions = torch.randperm(len(grown), generator=generator)[:3]
+            grown[dimensions] *= MASSIVE
+            for reader in readers:
+                tensors[layer + reader][:, dimensions] /= MASSIVE
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def _score(folder: Path, name: str, recipe: dict[str, Any], seed: int) -> float:
     return quickstart.average(family.evaluate(quickstart.merge(folder, name, recipe, seed)))
 
 
-def _regmean(models: family.Family, folder: Path, count: int, seed: int) -> float:
+def _regmean(models: family.Family, folder: Path, count: int) -> float:
     tokenizer = AutoTokenizer.from_pretrained(models.base)
     tasks = [
         load_calibration(
