@@ -14,6 +14,7 @@ from mergekit_slta.checkpoint import Checkpoint
 from mergekit_slta.decoder import Decoder
 from mergekit_slta.features import LayerFeatures
 from mergekit_slta.gram import sample_grams
+from mergekit_slta.products import fast_products
 from mergekit_slta.ranks import Ranks
 from mergekit_slta.resume import Partial
 from mergekit_slta.streams import Streams, Tasks, halving_batches, make_batches
@@ -58,7 +59,8 @@ def calibrate(
             sample does not fit into memory.
     """
     calibration = _Calibration(decoder, models, tasks, levels, partial, ranks or Ranks(), progress)
-    return halving_batches(calibration.run, decoder, tasks, batch_tokens, calibration.ranks)
+    with fast_products():
+        return halving_batches(calibration.run, decoder, tasks, batch_tokens, calibration.ranks)
 
 
 class _Calibration:

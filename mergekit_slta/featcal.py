@@ -29,6 +29,7 @@ from mergekit_slta.layer_solver import EXPERT, MERGED, LayerSolver, Regression
 from mergekit_slta.map_groups import find_groups
 from mergekit_slta.maps import LinearMap, linear_maps, output_head
 from mergekit_slta.normal import Change, NormalEquations
+from mergekit_slta.products import fast_products
 from mergekit_slta.ranks import Ranks
 from mergekit_slta.resume import Partial
 from mergekit_slta.streams import Source, Streams, Tasks, halving_batches, make_batches
@@ -78,7 +79,8 @@ def feature_merge(
         SltaError: a checkpoint's tensors are missing or not finite, or one sample does not fit into memory.
     """
     merge = _FeatureMerge(decoder, anchor, experts, tasks, partial, regression, head, compare, ranks, progress)
-    halving_batches(merge.run, decoder, tasks, batch_tokens, merge.ranks)
+    with fast_products():
+        halving_batches(merge.run, decoder, tasks, batch_tokens, merge.ranks)
 
 
 def stages(decoder: Decoder, head: bool) -> int:

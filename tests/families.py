@@ -17,16 +17,21 @@ from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.merge import run_merge
 from mergekit.options import MergeOptions
+from safetensors.torch import load_file
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
 
 from mergekit_slta import methods
+from mergekit_slta.anchor import Anchor
 from mergekit_slta.calibrate import calibrate
 from mergekit_slta.checkpoint import Checkpoint
 from mergekit_slta.decoder import Decoder
+from mergekit_slta.featcal import feature_merge as solve_features
 from mergekit_slta.measure import Experiment
 from mergekit_slta.recipe import from_config
+from mergekit_slta.resume import Partial
+from mergekit_slta.solved import SolvedModel
 
 PAD, BOS, EOS = 0, 1, 2
 ALPHABETS = ("abcdefghi ", "jklmnopqr ", "stuvwxyz0 ", "123456789 ", "0a1b2c3d4 ")
@@ -162,6 +167,14 @@ def config_of(architecture: str, **changes: Any) -> PretrainedConfig:
     name, arguments = (ARCHITECTURES | UNSPLIT)[architecture]
     config: PretrainedConfig = getattr(transformers, name)(**arguments | changes)
     return config
+
+
+def skeleton(architecture: str, **changes: Any) -> Decoder:
+    """The decoder of an entry of ``ARCHITECTURES`` or ``UNSPLIT``, with changed fields, without weights."""
+    config = config_of(architecture, **changes)
+    model: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    config.architectures = [model.__name__]
+    return Decoder(config)
 
 
 @dataclass(frozen=True)
@@ -360,6 +373,33 @@ def measure(family: Family, *levels: str, tasks: Any = None, **arguments: Any) -
     """Calibrate on all of the family's records, or on ``tasks``; ``arguments`` are those of ``calibrate``."""
     decoder = Decoder(family.config)
     return calibrate(decoder, checkpoints(family.folders), tasks or family.token_ids(), levels, **arguments)
+
+
+def feature_merge(
+    family: Family, folder: Path, *, tasks: Any = None, anchor: Anchor | None = None, **arguments: Any
+) -> SolvedModel:
+    """Solve a feature merge into a folder, on all of the family's records or on ``tasks``, or go on with it.
+
+    Args:
+        family: the models and data.
+        folder: the scratch folder.
+        tasks: token ids of each expert's samples.
+        anchor: the base model by default.
+        arguments: those of ``feature_merge``.
+    """
+    models = checkpoints(family.folders)
+    decoder, partial = Decoder(family.config), Partial(folder, {})
+    partial.begin()
+    chosen = anchor or Anchor(models)
+    solve_features(decoder, chosen, models[1:], tasks or family.token_ids(), partial, **arguments)
+    return SolvedModel(decoder, partial, "base")
+
+
+def solved_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor in the scratch folder of a finished feature merge, by the model's names."""
+    files = [*sorted(folder.glob("layer-*")), folder / "edges.safetensors"]
+    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    return {name: tensor for name, tensor in found.items() if not name.startswith("error.")}
 
 
 def experiment(content: dict[str, Any], **arguments: Any) -> Experiment:

@@ -187,6 +187,16 @@ def test_a_missing_recipe_is_a_usage_error(tmp_path: Path) -> None:
     assert "does not exist" in run("check", tmp_path / "none.yml", code=2).output
 
 
+def test_check_looks_at_feature_merges_too(llama: Family, write_recipe: WriteRecipe) -> None:
+    text = run("check", write_recipe(llama, "featcal")).output
+    assert "no problem found" in text
+    assert "Note: 'featcal' takes about" in text
+    wrong = write_recipe(llama, "featcal", teacher=2, anchr="base", level="layer")
+    text = run("check", wrong, code=1).output
+    assert "3 problems found" in text
+    assert "did you mean 'anchor'?" in text
+
+
 def test_check_knows_no_other_methods(llama: Family, write_recipe: WriteRecipe) -> None:
     recipe = write_recipe(llama, method="linear", calibration=False)
     assert "merge_method is 'linear'" in run("check", recipe, code=1).output
@@ -549,6 +559,13 @@ def test_evaluate_wants_a_merged_model(llama: Family, write_recipe: WriteRecipe,
     assert "does not exist" in run("evaluate", write_recipe(llama), tmp_path / "none", code=2).output
 
 
+def test_evaluate_takes_the_recipe_of_a_feature_merge(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
+    recipe = write_recipe(llama, "featcal", samples=3)
+    out = families.merge(families.recipe(llama, "featcal", samples=3), tmp_path / "out")
+    text = run("evaluate", recipe, out, "--samples", "3", "--quiet").stdout
+    assert all(f"expert{index}" in text for index in range(3))
+
+
 # merge
 
 
@@ -576,6 +593,14 @@ def test_merge_under_torchrun_shares_the_calibration(
     found = load_file(tmp_path / "two" / "model.safetensors")
     for name, tensor in load_file(one / "model.safetensors").items():
         assert (found[name] - tensor).abs().max() <= 1e-5 * tensor.abs().max(), name
+
+
+def test_merge_solves_features_as_mergekit_yaml_does(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
+    theirs = families.merge(families.recipe(llama, "featcal", samples=4), tmp_path / "theirs")
+    text = run("merge", write_recipe(llama, "featcal", samples=4), tmp_path / "ours", "--no-write-model-card").output
+    assert "Note: 'featcal' takes about" in text
+    ours = load_file(tmp_path / "ours" / "model.safetensors")
+    assert all(torch.equal(ours[name], tensor) for name, tensor in load_file(theirs / "model.safetensors").items())
 
 
 def test_merge_runs_other_methods_too(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:

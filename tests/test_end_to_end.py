@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import families
+import featcal_reference
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -67,6 +69,42 @@ def test_a_merge_that_transformers_loads(folder: Path) -> None:
     assert quiet.returncode == 0, quiet.stderr
     assert "Calibrating" not in quiet.stderr
     assert {file.name: file.read_bytes() for file in (folder / "again").glob("*.safetensors")} == weights
+
+
+def test_a_feature_merge_that_transformers_loads(folder: Path) -> None:
+    """In bfloat16, and of the naive reference's float64 tensors no more than the rounding away."""
+    recipe = yaml.safe_load((folder / "recipe.yml").read_text()) | {"merge_method": "featcal"}
+    recipe["parameters"] = {"samples": 4, "report": "report", "scratch": "scratch"}
+    families.write_recipe(folder / "features.yml", recipe)
+    done = run("mergekit-yaml", "features.yml", "merged", folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert "Solving" in done.stderr
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype="auto", output_loading_info=True)
+    model, report = loaded
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert model.dtype == torch.bfloat16
+    data = tuple(folder / f"task{index}.jsonl" for index in range(2))
+    family = families.Family(folder / "base", (folder / "expert0", folder / "expert1"), data, model.config)
+    base, *experts = family.models()
+    groups = featcal_reference.GROUPS["llama"]
+    expected = featcal_reference.merge(base, experts, family.token_ids(samples=4), groups)
+    for name, tensor in model.state_dict().items():
+        assert (tensor.double() - expected[name]).norm() < 2**-8 * expected[name].norm(), name
+    assert (folder / "report" / "report.html").is_file()
+    assert not list((folder / "scratch").iterdir())
+    assert "featcal" in (folder / "merged" / "README.md").read_text()
+
+
+def test_a_feature_merge_without_data_ends_in_one_sentence(folder: Path) -> None:
+    recipe = yaml.safe_load((folder / "recipe.yml").read_text()) | {"merge_method": "featcal", "parameters": {}}
+    del recipe["models"][1]["parameters"]
+    families.write_recipe(folder / "features.yml", recipe)
+    done = run("mergekit-yaml", "features.yml", "merged", folder=folder)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    (said,) = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
+    assert said.startswith("Error: The expert ./expert1 has no 'calibration'")
+    assert list(folder.rglob("merged/*.safetensors")) == []
 
 
 def test_a_broken_checkpoint_ends_it_in_one_sentence_without_output(folder: Path) -> None:

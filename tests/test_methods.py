@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import families
+import featcal_reference
 import peft
 import pytest
 import reference
@@ -25,9 +26,12 @@ from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.plan import MergePlanner
 from mergekit.scripts import merge_raw_pytorch, multimerge
 from safetensors.torch import load_file, save_file
+from test_page import assert_self_contained
 from transformers import AutoModelForCausalLM
 
 from mergekit_slta import measure, methods, statistics
+from mergekit_slta import solved as solved_module
+from mergekit_slta.decoder import Decoder
 from mergekit_slta.errors import SltaError
 from mergekit_slta.submodules import weighted_sum
 
@@ -345,6 +349,229 @@ def test_two_identical_experts_share_the_weight(
     for alpha in solved(tmp_path / "stats", "attn_mlp").values():
         assert torch.allclose(alpha[0], alpha[1], rtol=1e-9)
     assert sum("minimum-norm" in record.message for record in caplog.records) == 1
+
+
+# Feature merges
+
+
+FEATURE_PARAMETERS = {
+    "samples": 30,
+    "max_tokens": 512,
+    "seed": 0,
+    "batch_tokens": 0,
+    "ridge": 0.003,
+    "anchor": "base",
+    "teacher": 1.0,
+    "head": True,
+    "scratch": "",
+    "report": "",
+}
+
+
+def test_the_parameters_of_a_feature_merge_and_their_defaults() -> None:
+    spec = methods.FeatcalMethod.spec
+    assert {parameter.name: parameter.default for parameter in spec.shared_parameters} == FEATURE_PARAMETERS
+    assert {parameter.name for parameter in spec.parameters} - set(FEATURE_PARAMETERS) == {"calibration", "template"}
+    assert spec.reference_url == "https://arxiv.org/abs/2605.13030"
+    methods.register()
+    assert "featcal" in [method.spec.name for method in merge_methods.registered_methods()]
+
+
+def feature_recipe(family: Family, **parameters: Any) -> dict[str, Any]:
+    return families.recipe(family, "featcal", **parameters)
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "llama",
+        "gpt2",
+        "gemma2",
+        "phi3",
+        "falcon_new",
+        "mixtral",
+        "gpt_oss",
+        "granite_moe_hybrid",
+        "lfm2",
+        "opt",
+        "bloom",
+    ],
+)
+def test_every_tensor_is_the_solved_one_or_the_bases(
+    architecture: str, make_family: MakeFamily, tmp_path: Path
+) -> None:
+    """Under whatever names mergekit asks for them and a checkpoint stores them."""
+    family = make_family(architecture)
+    families.feature_merge(family, tmp_path / "solved")
+    expected = merged_state(family.base)
+    expected |= {name: tensor.double() for name, tensor in families.solved_tensors(tmp_path / "solved").items()}
+    found = merged_state(families.merge(feature_recipe(family), tmp_path / "out"))
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"teacher": "0.5", "ridge": "0.1"}, {"head": "false"}, {"samples": 3, "seed": 2, "max_tokens": 9}],
+    ids=str,
+)
+def test_a_feature_merge_equals_the_naive_one(settings: dict[str, Any], llama: Family, tmp_path: Path) -> None:
+    """Also with settings as strings, which YAML makes of quoted values."""
+    out = families.merge(feature_recipe(llama, **settings), tmp_path / "out")
+    values = {name: yaml.safe_load(str(value)) for name, value in settings.items()}
+    drawn = {name: values.pop(name) for name in ("samples", "seed", "max_tokens") if name in values}
+    base, *experts = llama.models()
+    groups = featcal_reference.GROUPS["llama"]
+    expected = featcal_reference.merge(base, experts, llama.token_ids(**drawn), groups, **values)
+    assert worst_error(merged_state(out), expected) < 1e-4
+
+
+def test_an_endless_ridge_gives_the_slta_merge_as_anchor(llama: Family, tmp_path: Path) -> None:
+    expected = merged_state(families.merge(families.recipe(llama), tmp_path / "slta"))
+    content = feature_recipe(llama, anchor="slta", ridge=1e12)
+    assert worst_error(merged_state(families.merge(content, tmp_path / "out")), expected) < 1e-6
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_an_endless_ridge_gives_the_average_as_anchor(
+    architecture: str, make_family: MakeFamily, tmp_path: Path
+) -> None:
+    """Embeddings and a head that is not solved included."""
+    family = make_family(architecture, experts=3)
+    _, *experts = (merged_state(folder) for folder in family.folders)
+    expected = {name: torch.stack([own[name] for own in experts]).mean(0) for name in experts[0]}
+    for head in (True, False):
+        content = feature_recipe(family, anchor="average", ridge=1e12, head=head)
+        assert worst_error(merged_state(families.merge(content, tmp_path / f"head {head}")), expected) < 1e-6
+
+
+@pytest.mark.parametrize("anchor", ["slta", "average"])
+def test_a_feature_merge_near_another_anchor_equals_the_naive_one(anchor: str, llama: Family, tmp_path: Path) -> None:
+    method = {"slta": families.recipe(llama), "average": feature_recipe(llama, anchor="average", ridge=1e12)}[anchor]
+    start = merged_state(families.merge(method, tmp_path / "anchor"))
+    out = families.merge(feature_recipe(llama, anchor=anchor, ridge=0.1), tmp_path / "out")
+    base, *experts = llama.models()
+    groups = featcal_reference.GROUPS["llama"]
+    expected = featcal_reference.merge(base, experts, llama.token_ids(), groups, ridge=0.1, anchor=start)
+    assert worst_error(merged_state(out), expected) < 1e-4
+
+
+def test_a_feature_merge_in_bfloat16_rounds_and_no_more(make_family: MakeFamily, tmp_path: Path) -> None:
+    family = make_family(dtype=torch.bfloat16)
+    exact = merged_state(families.merge(feature_recipe(family), tmp_path / "float32"))
+    for dtype, out_dtype in (("float32", "bfloat16"), ("bfloat16", None)):
+        content = families.recipe(family, "featcal", dtype=dtype, out_dtype=out_dtype)
+        out = families.merge(content, tmp_path / f"in_{dtype}")
+        assert {tensor.dtype for tensor in load_file(next(out.glob("*.safetensors"))).values()} == {torch.bfloat16}
+        assert worst_error(merged_state(out), exact) < 2**-8
+
+
+@pytest.fixture
+def feature_merges(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each feature merge that is solved."""
+    calls: list[int] = []
+    compute = solved_module.feature_merge
+
+    def count(*args: Any, **kwargs: Any) -> None:
+        calls.append(threading.get_ident())
+        compute(*args, **kwargs)
+
+    monkeypatch.setattr(solved_module, "feature_merge", count)
+    return calls
+
+
+def test_many_threads_solve_once_and_agree_with_one(
+    on_threads: None, feature_merges: list[int], llama: Family, tmp_path: Path
+) -> None:
+    families.merge(feature_recipe(llama), tmp_path / "out")
+    assert len(feature_merges) == 1
+    families.feature_merge(llama, tmp_path / "solved")
+    expected = merged_state(llama.base)
+    expected |= {name: tensor.double() for name, tensor in families.solved_tensors(tmp_path / "solved").items()}
+    assert {type(found) for found in ThreadedExecutor.merged.values()} == {torch.Tensor}
+    found = {name: tensor.double() for name, tensor in ThreadedExecutor.merged.items()}  # type: ignore[union-attr]
+    assert worst_error(found, expected) < 1e-6
+
+
+def test_every_feature_merge_of_a_process_has_its_own_tensors(
+    feature_merges: list[int], llama: Family, tmp_path: Path
+) -> None:
+    contents = [feature_recipe(llama), feature_recipe(llama, experts=[2, 0], teacher=0.5), families.recipe(llama)]
+    alone = []
+    for index, content in enumerate(contents):
+        LoaderCache.loaders.clear()
+        alone.append(merged_state(families.merge(content, tmp_path / f"alone{index}")))
+    for index, content in enumerate(contents):
+        found = merged_state(families.merge(content, tmp_path / f"together{index}"))
+        assert all(torch.equal(found[name], tensor) for name, tensor in alone[index].items())
+    assert len(feature_merges) == 4
+
+
+def test_a_feature_merge_of_loras_of_the_attention(llama: Family, tmp_path: Path) -> None:
+    content = feature_recipe(llama, experts=[0, 1])
+    for index, entry in enumerate(content["models"]):
+        adapter = write_adapter(llama.base, tmp_path / f"adapter{index}", seed=index)
+        entry["model"] = f"{llama.base}+{adapter}"
+    out = families.merge(content, tmp_path / "out", lora_merge_cache=str(tmp_path / "merged"))
+    found, base = merged_state(out), merged_state(llama.base)
+    decoder = Decoder(llama.config)
+    moved = {name for name in base if not torch.allclose(found[name], base[name], rtol=1e-6, atol=1e-8)}
+    assert {
+        f"model.layers.{layer}.self_attn.{name}.weight" for layer in range(3) for name in ("q_proj", "v_proj")
+    } <= moved
+    assert not [name for name in moved if "norm" in name or "embed" in name]
+    assert moved <= {name for layer in range(3) for name in decoder.layer_tensors(layer).values()} | {"lm_head.weight"}
+
+
+def test_a_feature_merges_report(llama: Family, tmp_path: Path) -> None:
+    content = feature_recipe(llama, report=str(tmp_path / "report"))
+    families.merge(content, tmp_path / "out")
+    text = (tmp_path / "report" / "report.html").read_text()
+    assert_self_contained(text)
+    assert "After the last layer the merged model&#x27;s features are" in text
+    for name in ("expert0", "expert1", "expert2"):
+        assert f"{name}, before" in text and f"{name}, after" in text
+    assert (tmp_path / "report" / "drift.png").is_file()
+    assert str(tmp_path) not in text
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_what_is_not_finite_in_an_experts_head_matters_where_it_is_solved(
+    head: bool, feature_merges: list[int], llama: Family, tmp_path: Path
+) -> None:
+    content = feature_recipe(llama, head=head)
+    content["models"][1]["model"] = str(spoiled(llama.experts[1], tmp_path / "spoiled", "lm_head.weight"))
+    if head:
+        with pytest.raises(SltaError, match=r"spoiled holds NaN or Inf in the tensor lm_head\.weight"):
+            families.merge(content, tmp_path / "out")
+        assert not feature_merges
+    else:
+        assert merged_state(families.merge(content, tmp_path / "out"))["lm_head.weight"].isfinite().all()
+
+
+@pytest.mark.parametrize("tensor", ["model.layers.2.mlp.down_proj.weight", "model.embed_tokens.weight"])
+def test_a_feature_merge_of_what_is_not_finite_is_refused(tensor: str, llama: Family, tmp_path: Path) -> None:
+    content = feature_recipe(llama)
+    content["models"][1]["model"] = str(spoiled(llama.experts[1], tmp_path / "spoiled", tensor))
+    with pytest.raises(SltaError, match=f"spoiled holds NaN or Inf in the tensor {tensor}"):
+        families.merge(content, tmp_path / "out")
+    assert list((tmp_path / "out").glob("*.safetensors")) == []
+
+
+@pytest.mark.parametrize("name", ["ridge", "teacher", "calibration"])
+def test_one_value_for_the_whole_feature_merge(name: str, llama: Family, tmp_path: Path) -> None:
+    content = feature_recipe(llama)
+    target = content["models"][0]["parameters"] if name == "calibration" else content["parameters"]
+    target[name] = ["a.jsonl", "b.jsonl"] if name == "calibration" else [0.1, 0.5]
+    with pytest.raises(SltaError, match=f"'{name}'.* one value for the whole merge"):
+        families.merge(content, tmp_path / "out")
+    assert nothing_measured()
+
+
+def test_a_feature_merge_of_single_tensors_is_refused_in_words() -> None:
+    base, expert = torch.zeros(2, 2), torch.ones(2, 2)
+    with pytest.raises(SltaError, match="'featcal' measures whole models.*mergekit-yaml"):
+        merge_tensors([base, expert], method="featcal", base_index=0, parameters={"calibration": ["a.jsonl"]})
 
 
 # Refusals

@@ -27,11 +27,13 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from mergekit_slta import methods
-from mergekit_slta.methods import SltaMethod
+from mergekit_slta import preflight as preflight_module
+from mergekit_slta.featcal import Needs
+from mergekit_slta.methods import FeatcalMethod, SltaMethod
 from mergekit_slta.preflight import Findings, examine, preflight
 from mergekit_slta.sftm import SftmMethod
 
-SPECS = {"slta": SltaMethod.spec, "sftm": SftmMethod.spec}
+SPECS = {method.spec.name: method.spec for method in (SltaMethod, FeatcalMethod, SftmMethod)}
 CHAT = "{% for turn in messages %}{{ turn.content }}{% endfor %}"
 
 
@@ -769,6 +771,183 @@ def test_a_base_model_without_tokenizer_to_copy(family: Family) -> None:
     (note,) = look(recipe).notes
     assert note.startswith(f"{family.base} has no tokenizer, so the merged model gets none")
     assert look(recipe, options={"copy_tokenizer": False}).notes == []
+
+
+# Feature merges
+
+
+def feature_recipe(family: Family, **parameters: Any) -> dict[str, Any]:
+    return families.recipe(family, "featcal", **{"samples": 6} | parameters)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral", "opt", "lfm2"])
+def test_a_feature_merge_is_sound(architecture: str, make_family: MakeFamily, tmp_path: Path) -> None:
+    assert problems(feature_recipe(make_family(architecture)), out_path=tmp_path / "out") == []
+
+
+def test_a_feature_merge_of_what_is_no_decoder(family: Family, tmp_path: Path) -> None:
+    recipe = feature_recipe(family, experts=[0]) | {"base_model": str(t5(tmp_path / "base"))}
+    recipe["models"][0]["model"] = str(t5(tmp_path / "expert"))
+    assert "T5ForConditionalGeneration is an encoder-decoder" in only(recipe, merging=False)
+
+
+def test_a_feature_merge_needs_calibration_data(family: Family) -> None:
+    recipe = feature_recipe(family, experts=[0, 1])
+    del recipe["models"][1]["parameters"]
+    problem = only(recipe)
+    assert problem.startswith(f"The expert {family.experts[1]} has no 'calibration'")
+    assert "statistics" not in problem  # which this method does not read
+
+
+def test_a_feature_merge_of_two_experts_with_the_same_source(family: Family) -> None:
+    recipe = feature_recipe(family, experts=[0, 1])
+    recipe["models"][1]["parameters"]["calibration"] = str(family.data[0])
+    assert only(recipe).startswith(
+        f"The experts {family.experts[0]} and {family.experts[1]} have the same calibration source"
+    )
+
+
+def test_wrong_values_of_a_feature_merge(family: Family) -> None:
+    found = problems(feature_recipe(family, teacher=1.5, anchor="foo", ridge=-1, head="perhaps"))
+    assert [problem.split("'")[1] for problem in found] == ["teacher", "anchor", "ridge", "head"]
+
+
+def other_vocabulary(family: Family, tmp_path: Path, **parameters: Any) -> list[str]:
+    """What is wrong with an expert of a larger vocabulary that mergekit is to align."""
+    recipe = feature_recipe(family, experts=[0, 1], **parameters) | {"tokenizer": {"source": "base"}}
+    recipe["models"][1]["model"] = str(larger_vocabulary(tmp_path / "other"))
+    return problems(recipe)
+
+
+def test_a_head_of_another_vocabulary_cannot_be_solved(family: Family, tmp_path: Path) -> None:
+    found = other_vocabulary(family, tmp_path)
+    assert found[0] == (
+        f"The expert {tmp_path}/other has a vocabulary of 66 tokens and the base model one of 64: set 'head: false'."
+    )
+
+
+def test_embeddings_of_another_vocabulary_cannot_be_averaged(family: Family, tmp_path: Path) -> None:
+    for head in (True, False):
+        found = other_vocabulary(family, tmp_path, head=head, anchor="average")
+        assert "and the base model one of 64: choose another 'anchor'." in found[0]
+
+
+def test_another_vocabulary_is_no_problem_without_the_head(family: Family, tmp_path: Path) -> None:
+    assert other_vocabulary(family, tmp_path, head=False) == []
+
+
+def test_a_tied_head_may_have_another_vocabulary(make_family: MakeFamily, tmp_path: Path) -> None:
+    family = make_family("gemma", experts=2)
+    recipe = feature_recipe(family) | {"tokenizer": {"source": "base"}}
+    larger = families.config_of("gemma", vocab_size=families.VOCABULARY + 2)
+    recipe["models"][1]["model"] = str(save_random(larger, tmp_path / "other"))
+    assert problems(recipe) == []
+
+
+@pytest.mark.parametrize("source", ["base", "union"])
+def test_a_head_that_mergekit_gives_other_rows_cannot_be_solved(source: str, family: Family, tmp_path: Path) -> None:
+    """It has a row for each token of the new tokenizer, without those that pad the models' own to a round number."""
+    recipe = feature_recipe(family) | {"tokenizer": {"source": source}}
+    assert "'head: false'" in only(recipe)
+    recipe["parameters"]["head"] = False
+    assert problems(recipe) == []
+    methods.register()
+    methods.watch_planner()
+    merged = load_file(next(families.merge(recipe, tmp_path / "out").glob("*.safetensors")))
+    assert merged["lm_head.weight"].shape == merged["model.embed_tokens.weight"].shape
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_an_expert_with_other_ids_cannot_run_on_the_base_models(head: bool, family: Family) -> None:
+    """Its own stream would read the base model's token ids; mergekit aligns its tensors, not its samples."""
+    file = family.experts[0] / "tokenizer.json"
+    content = json.loads(file.read_text())
+    tokens = content["model"]["vocab"]
+    tokens["a"], tokens["b"] = tokens["b"], tokens["a"]
+    file.write_text(json.dumps(content))
+    found = problems(feature_recipe(family, head=head) | {"tokenizer": {"source": "base"}})
+    assert any("has other ids than that of the base model" in problem for problem in found)
+
+
+def test_an_expert_needs_embeddings_for_the_base_models_ids(family: Family, tmp_path: Path) -> None:
+    recipe = feature_recipe(family, experts=[0, 1], head=False) | {"tokenizer": {"source": "base"}}
+    recipe["models"][1]["model"] = str(save_random(families.config_of("llama", vocab_size=12), tmp_path / "other"))
+    assert f"{tmp_path}/other" in only(recipe)
+
+
+def test_an_slta_anchor_needs_layers_with_branches(make_family: MakeFamily) -> None:
+    family = make_family("opt")
+    problem = only(feature_recipe(family, anchor="slta"))
+    assert "does not split into an attention and an MLP branch" in problem
+    assert "'anchor'" in problem and "'level" not in problem  # which this method does not have
+    for anchor in ("base", "average"):
+        assert problems(feature_recipe(family, anchor=anchor)) == []
+
+
+@pytest.fixture
+def large_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Feature merges take much memory and disk space, on a disk that has 50 GB free."""
+    monkeypatch.setattr(preflight_module, "needs", lambda *arguments: Needs(memory=12 * 10**9, disk=34 * 10**9))
+    disk = shutil.disk_usage("/")._replace(free=50 * 10**9)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: disk)
+
+
+@pytest.mark.usefixtures("large_needs")
+def test_what_a_feature_merge_takes_is_said(family: Family, tmp_path: Path) -> None:
+    default = Path(os.environ["XDG_CACHE_HOME"]) / "mergekit-slta"
+    for folder, parameters in ((default, {}), (tmp_path / "scratch", {"scratch": str(tmp_path / "scratch")})):
+        (note,) = look(feature_recipe(family, **parameters)).notes
+        assert note == (
+            f"'featcal' takes about 12.0 GB of memory while it solves, and 34.0 GB on the disk with {folder} until the "
+            "output is written."
+        )
+        assert not folder.exists()
+    assert look(feature_recipe(family), merging=False).notes == []
+    assert look(families.recipe(family, samples=6)).notes == []
+
+
+@pytest.mark.usefixtures("large_needs")
+def test_a_disk_that_is_too_small_for_the_layers(
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = feature_recipe(family, scratch=str(tmp_path / "scratch"))
+    assert problems(recipe) == []
+    monkeypatch.setattr(preflight_module, "needs", lambda *arguments: Needs(memory=0, disk=60 * 10**9))
+    assert only(recipe) == (
+        f"The disk with {tmp_path}/scratch has 50.0 GB free, too little for the layers as they are solved "
+        "(about 60.0 GB): make room or choose another."
+    )
+
+
+@pytest.mark.usefixtures("large_needs")
+def test_the_layers_and_the_output_share_a_disk(family: Family, tmp_path: Path) -> None:
+    grow(family.base, 20 * 10**9)
+    recipe = feature_recipe(family, experts=[0], scratch=str(tmp_path / "scratch"))
+    problem = only(recipe, out_path=tmp_path / "out")
+    assert "the merged model (about 20.0 GB) and the layers as they are solved (about 34.0 GB)" in problem
+    assert problems(recipe) == []
+
+
+def test_layers_may_be_solved_into_a_new_folder_but_not_into_a_file(family: Family, tmp_path: Path) -> None:
+    assert problems(feature_recipe(family, scratch=str(tmp_path / "new" / "scratch"))) == []
+    (tmp_path / "file").write_text("")
+    assert f"{tmp_path}/file" in only(feature_recipe(family, scratch=str(tmp_path / "file")))
+    assert f"{tmp_path}/file" in only(feature_recipe(family, scratch=str(tmp_path / "file" / "scratch")))
+
+
+def test_mergekit_yaml_refuses_a_feature_merge_before_it_solves(family: Family, tmp_path: Path) -> None:
+    methods.register()
+    methods.watch_planner()
+    recipe = feature_recipe(family, teacher=1.5)
+    del recipe["models"][0]["parameters"]["calibration"]
+    file = families.write_recipe(tmp_path / "recipe.yml", recipe)
+    done = CliRunner().invoke(mergekit_yaml, [str(file), str(tmp_path / "out"), "--quiet"])
+    assert done.exit_code == 1
+    assert isinstance(done.exception, SystemExit)
+    assert "'teacher' in the recipe's parameters should be less than or equal to 1" in done.output
+    assert "has no 'calibration'" in done.output
+    assert not (tmp_path / "out").exists()
+    assert not list(Path(os.environ["XDG_CACHE_HOME"]).iterdir())
 
 
 # All at once, and through mergekit's own command

@@ -7,17 +7,21 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
 
 import families
 import pytest
 import torch
 import torch.distributed as dist
 from families import Family
+from mergekit.io.tasks import LoaderCache
 from safetensors.torch import load_file, save_file
 
 from mergekit_slta import ranks, statistics
+from mergekit_slta.decoder import Decoder
 from mergekit_slta.ranks import Ranks
 from mergekit_slta.resume import Partial
+from mergekit_slta.solved import SolvedModel
 from mergekit_slta.streams import make_batches
 
 LEVELS = ("layer", "attn_mlp")
@@ -91,6 +95,85 @@ def test_alone_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(joined.sum(torch.ones(2).double()), torch.ones(2).double())
     joined.wait()
     ranks.leave()
+
+
+# Feature merges
+
+
+def share_features(family: Family, batch_tokens: int, folder: Path, index: int, count: int) -> None:
+    """What one of several processes does."""
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", store, timedelta(seconds=TIMEOUT), rank=index, world_size=count)
+    families.feature_merge(family, folder / "state", batch_tokens=batch_tokens, compare=True, ranks=Ranks(index, count))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "count", "batch_tokens"), [("llama", 2, 40), ("mixtral", 3, 40), ("gpt2", 4, 10000)]
+)
+def test_processes_that_share_a_feature_merge_write_what_one_alone_writes(
+    architecture: str,
+    count: int,
+    batch_tokens: int,
+    forks: ForkServerContext,
+    make_family: Callable[..., Family],
+    tmp_path: Path,
+) -> None:
+    """Also with more processes than batches."""
+    family = make_family(architecture, experts=3)
+    errors = families.feature_merge(family, tmp_path / "alone", batch_tokens=batch_tokens, compare=True).errors()
+    processes = [
+        forks.Process(target=share_features, args=(family, batch_tokens, tmp_path, index, count))
+        for index in range(count)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(TIMEOUT)
+    assert [process.exitcode for process in processes] == [0] * count
+    alone, together = (families.solved_tensors(tmp_path / name) for name in ("alone", "state"))
+    assert set(alone) == set(together)
+    for name, tensor in alone.items():
+        assert (together[name] - tensor).norm() <= 1e-6 * tensor.norm(), name
+    assert not list((tmp_path / "state").glob("hidden-*"))
+    decoder = Decoder(family.config)
+    found = SolvedModel(decoder, Partial(tmp_path / "state", {}), "base").errors()
+    assert all(torch.allclose(found[name], error, rtol=1e-5) for name, error in errors.items())
+
+
+@pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_torchrun_merge_writes_the_same_tensors(
+    resumed: bool, llama: Family, write_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Also where one process alone has begun, and several finish."""
+    settings: dict[str, Any] = {"samples": 6, "batch_tokens": BATCH_TOKENS, "scratch": str(tmp_path / "scratch")}
+    content = families.recipe(llama, "featcal", **settings)
+    alone = load_file(families.merge(content, tmp_path / "alone") / "model.safetensors")
+    if resumed:
+        LoaderCache.loaders.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Partial, "finish_layer", interrupt_after_the_second_layer)
+            with pytest.raises(InterruptedError):
+                families.merge(content, tmp_path / "interrupted")
+        assert len(list((tmp_path / "scratch").glob("featcal-*/layer-*"))) == 2
+    recipe = write_recipe(llama, "featcal", **settings)
+    done = torchrun(2, "-m", "mergekit_slta", "merge", recipe, tmp_path / "together", "--no-write-model-card")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("'featcal' takes about") <= 2  # the check and mergekit's planner, on one process only
+    together = load_file(tmp_path / "together" / "model.safetensors")
+    assert set(together) == set(alone)
+    for name, tensor in alone.items():
+        assert (together[name] - tensor).norm() <= 1e-6 * tensor.norm(), name
+    assert not list((tmp_path / "scratch").glob("featcal-*"))
+
+
+FINISH_LAYER = Partial.finish_layer
+
+
+def interrupt_after_the_second_layer(partial: Partial, layer: int, tensors: Grams) -> None:
+    FINISH_LAYER(partial, layer, tensors)
+    if layer == 1:
+        raise InterruptedError
 
 
 # The command itself

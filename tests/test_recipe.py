@@ -10,26 +10,30 @@ from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.methods import SltaMethod
+from mergekit_slta.methods import FeatcalMethod, SltaMethod
 from mergekit_slta.recipe import (
+    CalibrationSettings,
     Expert,
+    FeatcalSettings,
     SltaSettings,
     calibration_problems,
     expert_parameters,
     from_config,
     key_problems,
     recipe_problems,
+    shared_settings,
     slice_problems,
 )
 from mergekit_slta.sftm import SftmMethod
 
-SLTA, SFTM = SltaMethod.spec, SftmMethod.spec
+SLTA = SltaMethod.spec
+SPECS = {method.spec.name: method.spec for method in (SltaMethod, FeatcalMethod, SftmMethod)}
 
 
 def content(method: str = "slta", **changes: Any) -> dict[str, Any]:
     """A sound recipe for two experts, with changed top-level keys."""
     models: list[dict[str, Any]] = [{"model": name} for name in ("org/math", "org/code")]
-    if method == "slta":
+    if method != "sftm":
         models = [{**entry, "parameters": {"calibration": f"{entry['model'][4:]}.jsonl"}} for entry in models]
     return {"merge_method": method, "base_model": "org/base", "models": models} | changes
 
@@ -39,7 +43,7 @@ def parse(recipe: dict[str, Any]) -> MergeConfiguration:
 
 
 def problems(recipe: dict[str, Any]) -> list[str]:
-    return recipe_problems(parse(recipe), SFTM if recipe["merge_method"] == "sftm" else SLTA)
+    return recipe_problems(parse(recipe), SPECS[recipe["merge_method"]])
 
 
 def under_expert(**parameters: Any) -> dict[str, Any]:
@@ -53,7 +57,7 @@ def whole_slice(**changes: Any) -> dict[str, Any]:
     return recipe | {"slices": [{"sources": sources} | changes]}
 
 
-@pytest.mark.parametrize("recipe", [content(), content("sftm"), whole_slice()])
+@pytest.mark.parametrize("recipe", [content(), content("featcal"), content("sftm"), whole_slice()])
 def test_a_sound_recipe_has_no_problems(recipe: dict[str, Any]) -> None:
     assert problems(recipe) == []
 
@@ -65,12 +69,22 @@ def test_reads_what_the_recipe_names(recipe: dict[str, Any]) -> None:
     assert read.experts == tuple(
         Expert(ModelReference.parse(f"org/{task}"), f"{task}.jsonl", "{q}") for task in ("math", "code")
     )
-    assert read.settings == SltaSettings(samples=7)
+    assert read.settings == CalibrationSettings(samples=7)
+    assert shared_settings(parse(recipe | {"parameters": {"samples": "7"}}), SltaSettings) == SltaSettings(samples=7)
 
 
 def test_a_slice_sets_parameters_over_the_recipe() -> None:
     recipe = whole_slice(parameters={"samples": 3}) | {"parameters": {"samples": 5, "seed": 1}}
-    assert from_config(parse(recipe)).settings == SltaSettings(samples=3, seed=1)
+    assert from_config(parse(recipe)).settings == CalibrationSettings(samples=3, seed=1)
+    assert shared_settings(parse(recipe), SltaSettings) == SltaSettings(samples=3, seed=1)
+
+
+def test_each_method_reads_its_own_settings() -> None:
+    given = {"level": "layer", "edges": "mean", "teacher": "0.5", "head": "false", "ridge": 0.2, "max_tokens": 9}
+    config = parse(content(parameters=given))
+    assert shared_settings(config, SltaSettings) == SltaSettings(level="layer", edges="mean", ridge=0.2, max_tokens=9)
+    assert shared_settings(config, FeatcalSettings) == FeatcalSettings(teacher=0.5, head=False, ridge=0.2, max_tokens=9)
+    assert shared_settings(config, CalibrationSettings) == CalibrationSettings(max_tokens=9)
 
 
 def test_an_experts_own_parameter_comes_before_the_shared_one() -> None:
@@ -108,6 +122,49 @@ def test_reading_a_wrong_value_is_no_traceback() -> None:
 def test_wrong_shared_parameters(parameters: dict[str, Any], sentence: str) -> None:
     (problem,) = problems(content(parameters=parameters))
     assert problem.startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "sentence"),
+    [
+        ({"techer": 1}, "Unknown parameter 'techer' in the recipe's parameters, did you mean 'teacher'?"),
+        (
+            {"level": "attn_mlp"},
+            "Unknown parameter 'level' in the recipe's parameters; known are anchor, batch_tokens,",
+        ),
+        ({"statistics": "x.safetensors"}, "Unknown parameter 'statistics' in the recipe's parameters"),
+        ({"teacher": 1.5}, "'teacher' in the recipe's parameters should be less than or equal to 1, not 1.5."),
+        ({"teacher": -0.1}, "'teacher' in the recipe's parameters should be greater than or equal to 0, not -0.1."),
+        ({"teacher": "nan"}, "'teacher' in the recipe's parameters should be"),
+        (
+            {"anchor": "foo"},
+            "'anchor' in the recipe's parameters should be 'base', 'slta' or 'average', not 'foo'.",
+        ),
+        ({"ridge": -1}, "'ridge' in the recipe's parameters should be greater than or equal to 0, not -1."),
+        ({"ridge": "inf"}, "'ridge' in the recipe's parameters should be a finite number"),
+        ({"head": "perhaps"}, "'head' in the recipe's parameters should be a valid boolean"),
+        ({"batch_tokens": -1}, "'batch_tokens' in the recipe's parameters should be greater than or equal to 0"),
+        ({"scratch": 3}, "'scratch' in the recipe's parameters should be a valid string, not 3."),
+        ({"ridge": [0.1, 0.2]}, "'ridge' in the recipe's parameters must be one value for the whole merge"),
+    ],
+)
+def test_wrong_parameters_of_a_feature_merge(parameters: dict[str, Any], sentence: str) -> None:
+    (problem,) = problems(content("featcal", parameters=parameters))
+    assert problem.startswith(sentence)
+
+
+def test_misplaced_parameters_of_a_feature_merge() -> None:
+    recipe = content("featcal")
+    recipe["models"][0]["parameters"]["teacher"] = 0.5
+    recipe["models"].append({"model": "org/base", "parameters": {"template": "{text}"}})
+    assert problems(recipe) == [
+        "'teacher' in the parameters of org/math has no effect: it is one value for the whole merge, move it to the "
+        "'parameters' of the recipe.",
+        "'template' in the parameters of org/base has no effect: it belongs to an expert, not to the base model.",
+    ]
+    assert key_problems(content("featcal", anchor="slta"), SPECS["featcal"]) == [
+        "'anchor' in the recipe has no effect: put it under 'parameters'."
+    ]
 
 
 def test_a_name_that_resembles_none_is_answered_with_all_names() -> None:
@@ -164,7 +221,7 @@ def test_every_value_of_a_gradient_is_checked() -> None:
     assert "the recipe's parameters" in problem
 
 
-@pytest.mark.parametrize("method", ["slta", "sftm"])
+@pytest.mark.parametrize("method", SPECS)
 def test_no_base_model(method: str) -> None:
     (problem,) = problems(content(method, base_model=None))
     assert problem.startswith(f"The recipe has no base_model: '{method}' needs")

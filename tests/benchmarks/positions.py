@@ -3,8 +3,8 @@
     python tests/benchmarks/positions.py
 
 Prints one JSON line per seed of the quickstart's family and number of positions, of the 64 that each of 30 samples per
-task has: how far the merging weights of the MLP branches move, over their bootstrap error, and the share of calibration's
-multiplications that would be saved. Less than 1 moves them less than drawing other samples does.
+task has: how far the merging weights of the MLP branches move, over their bootstrap error, and the share of a
+calibration's multiplications that would be saved. Less than 1 moves them less than drawing other samples does.
 """
 
 from __future__ import annotations

@@ -1,0 +1,47 @@
+"""The faster of torch's two kernels for float32 matrix products on a CPU, wherever it is as exact as the other."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+import torch
+
+EXACT = 1e-6  # the largest relative error of a product that counts as float32
+SIZE = 384
+
+
+@contextlib.contextmanager
+def fast_products() -> Iterator[None]:
+    """Let oneDNN compute float32 products while the block runs, unless it would round their factors to bfloat16.
+
+    Asked for bfloat16 inside of float32 products, torch hands these to oneDNN, which computes them in full precision
+    where the processor has no units for the former, and on some faster than the default kernel. One product tells
+    which it is.
+    """
+    matmul = getattr(getattr(torch.backends, "mkldnn", None), "matmul", None)
+    before = getattr(matmul, "fp32_precision", None)
+    if before is None or not _onednn_is_exact():
+        yield
+        return
+    matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+@functools.cache
+def _onednn_is_exact() -> bool:
+    matmul = torch.backends.mkldnn.matmul
+    generator = torch.Generator().manual_seed(0)
+    left, right = torch.randn(2, SIZE, SIZE, generator=generator)
+    expected = left.double() @ right.double()
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    try:
+        error = (left @ right - expected).norm() / expected.norm()
+    finally:
+        matmul.fp32_precision = before
+    return bool(error < EXACT)
