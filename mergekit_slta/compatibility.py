@@ -111,6 +111,11 @@ def vocabulary_problem(base: Model, expert: Model) -> str | None:
     own, others = size(base, "vocab_size"), size(expert, "vocab_size")
     if own != others:
         return f"The expert {expert} has a vocabulary of {others} tokens, the base model {base} one of {own}"
+    return moved_tokens_problem(base, expert)
+
+
+def moved_tokens_problem(base: Model, expert: Model) -> str | None:
+    """How an expert's token ids differ from the base model's."""
     known, theirs = token_ids(base, expert)
     moved = [token for token, index in known.items() if theirs.get(token, index) != index]
     if moved:

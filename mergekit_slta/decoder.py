@@ -65,6 +65,7 @@ class LayerRun:
         mixers: the children that let tokens see each other.
         mlp_input: the residual stream that the MLP branch read.
         inputs: what the modules that were asked for were called with, in the order of the calls.
+        changed: the modules that were asked for whose outputs others changed in place.
     """
 
     output: torch.Tensor
@@ -74,6 +75,7 @@ class LayerRun:
     mixers: frozenset[str]
     mlp_input: torch.Tensor | None
     inputs: dict[str, tuple[Any, ...]]
+    changed: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -100,12 +102,26 @@ class _Run:
     replay: Mapping[str, Any] = field(default_factory=dict)
     capture: Collection[str] = ()
     keep: Collection[str] = ()
+    copy: Collection[str] = ()
     until: str | None = None
     inputs: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     outputs: dict[str, Any] = field(default_factory=dict)
     reads: dict[str, frozenset[str]] = field(default_factory=dict)
     mixers: set[str] = field(default_factory=set)
+    versions: dict[str, int] = field(default_factory=dict)
     read_by_mlp: torch.Tensor | None = None
+
+    @property
+    def changed(self) -> frozenset[str]:
+        return frozenset(name for name, version in self.versions.items() if self.outputs[name]._version != version)
+
+    def leave(self, name: str, output: Any) -> Any:
+        """Note what a module below a child returns; what goes on may be a copy, for others to change."""
+        if name in self.keep:
+            self.outputs[name] = output
+            if isinstance(output, torch.Tensor):
+                self.versions[name] = output._version
+        return output.clone() if name in self.copy else output
 
     def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note what a module is called with, and go no further if that was all that is wanted."""
@@ -283,7 +299,14 @@ class Decoder:
         result = self._call(run, layer, weights, hidden, call)
         terms = _summands(result)
         return LayerRun(
-            plain(result), terms, run.outputs, run.reads, frozenset(run.mixers), run.read_by_mlp, run.inputs
+            plain(result),
+            terms,
+            run.outputs,
+            run.reads,
+            frozenset(run.mixers),
+            run.read_by_mlp,
+            run.inputs,
+            run.changed,
         )
 
     def run_until(
@@ -297,6 +320,7 @@ class Decoder:
         replay: Mapping[str, Any],
         capture: Collection[str] = (),
         keep: Collection[str] = (),
+        copy: Collection[str] = (),
     ) -> Passage:
         """Run a layer on hidden states [B, S, D] until it calls a module, or to its end.
 
@@ -305,8 +329,9 @@ class Decoder:
             layer, weights, hidden, call: as for ``run``.
             replay: outputs of modules that need not run again.
             capture, keep: paths of the modules whose inputs, or outputs, are wanted.
+            copy: paths of the modules whose outputs others change in place.
         """
-        run = _Run(replay=replay, capture=capture, keep=keep, until=module)
+        run = _Run(replay=replay, capture=capture, keep=keep, copy=copy, until=module)
         output = None
         with contextlib.suppress(_Reached):
             output = plain(self._call(run, layer, weights, hidden, call))
@@ -392,10 +417,7 @@ class Decoder:
             if run is None:
                 return forward(*args, **kwargs)
             run.enter(name, args, kwargs)
-            output = run.replay[name] if name in run.replay else forward(*args, **kwargs)
-            if name in run.keep:
-                run.outputs[name] = output
-            return output
+            return run.leave(name, run.replay[name] if name in run.replay else forward(*args, **kwargs))
 
         return watched
 

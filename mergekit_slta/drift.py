@@ -11,7 +11,7 @@ import torch
 
 from mergekit_slta.analysis import short_names
 from mergekit_slta.figures import Line, Panel, line_chart
-from mergekit_slta.page import Chart, Page, Section, Table, enumerated, percent, plain_number
+from mergekit_slta.page import Chart, Page, Section, Table, enumerated, plain_number
 from mergekit_slta.recipe import FeatcalSettings
 
 MEANING = (
@@ -47,13 +47,17 @@ def drift_page(merged: torch.Tensor, anchor: torch.Tensor, models: Sequence[str]
     )
 
 
+def percent(error: float) -> str:
+    """A relative error, of which small ones matter too."""
+    return f"{round(100 * error)} %" if error >= 0.01 else f"{plain_number(100 * error)} %"
+
+
 def _verdict(merged: torch.Tensor, anchor: torch.Tensor, names: Sequence[str], anchor_name: str) -> str:
     clauses = [
         f"{percent(float(merged[-1, index]))} away from {name}'s ({anchor_name}: {percent(float(anchor[-1, index]))})"
         for index, name in enumerate(names)
     ]
-    steps = (merged[1:] - merged[:-1]).mean(1)
-    worst = int(steps.argmax()) + 1 if len(steps) else 0
+    worst = int(merged.diff(dim=0, prepend=torch.zeros_like(merged[:1])).mean(1).argmax())
     return (
         f"After the last layer the merged model's features are {enumerated(clauses)}; "
         f"the distance grows most in layer {worst}."

@@ -27,8 +27,8 @@ from mergekit_slta.checkpoint import Checkpoint
 from mergekit_slta.decoder import Decoder, Weights
 from mergekit_slta.layer_solver import EXPERT, MERGED, LayerSolver, Regression
 from mergekit_slta.map_groups import find_groups
-from mergekit_slta.maps import LinearMap, linear_maps, output_head
-from mergekit_slta.normal import Change, NormalEquations
+from mergekit_slta.maps import LinearMap, output_head
+from mergekit_slta.normal import SMALLEST_RIDGE, Change, NormalEquations
 from mergekit_slta.products import fast_products
 from mergekit_slta.ranks import Ranks
 from mergekit_slta.resume import Partial
@@ -99,18 +99,22 @@ class Needs:
 
 def needs(decoder: Decoder, experts: int, tokens: int, head: bool, compare: bool = False) -> Needs:
     """What a feature merge of ``experts`` experts needs for ``tokens`` calibration tokens in all, about."""
-    layers = [sum(tensor.numel() for tensor in layer.state_dict().values()) for layer in decoder.layers]
+    states = [layer.state_dict() for layer in decoder.layers]
+    layers = [sum(tensor.numel() for tensor in state.values()) for state in states]
     solved = output_head(decoder) if head else None
-    head_shape = decoder.model.state_dict()[solved.weight].shape if solved else (0, 0)
-    maps = [decoder.layers[0].state_dict()[m.weight].shape[-2:] for m in linear_maps(decoder.layers[0])]
-    width, widest = decoder.model.config.get_text_config().hidden_size, max(max(shape) for shape in maps)
-    sums = max([2 * (min(shape) + widest) * widest for shape in maps] + [2 * head_shape[1] * sum(head_shape)])
-    states = (3 if compare else 2) * tokens * width
+    head_rows, head_columns = decoder.model.state_dict()[solved.weight].shape if solved else (0, 0)
+    shapes = [(head_columns, min(head_rows, HEAD_ELEMENTS // max(1, head_columns)))]
+    for group in find_groups(decoder, 0).groups:
+        sizes = [states[0][m.weight].shape[-2:][:: -1 if m.transposed else 1] for m in group.maps]
+        shapes.append((sizes[0][1], max(out for out, _ in sizes) if group.fused else sum(out for out, _ in sizes)))
+    sums = max(4 * inputs**2 + 3 * inputs * outputs for inputs, outputs in shapes)  # while they are solved
+    width, widest = decoder.model.config.get_text_config().hidden_size, max(map(max, shapes[1:]))
+    hidden = 2 * (3 if compare else 2) * tokens * width  # before and after a layer
     passing = tokens * (2 * widest + 4 * width)  # what the maps of one child have returned
-    weights = max((experts + 2) * max(layers), 3 * head_shape[0] * head_shape[1])
+    weights = max((experts + 2) * max(layers), 3 * head_rows * head_columns)
     return Needs(
-        memory=FLOAT32 * (weights + 2 * states + passing) + FLOAT64 * min(sums, 4 * HEAD_ELEMENTS),
-        disk=FLOAT32 * (sum(layers) + head_shape[0] * head_shape[1] + 2 * states),
+        memory=FLOAT32 * (weights + hidden + passing) + FLOAT64 * sums,
+        disk=FLOAT32 * (sum(layers) + head_rows * head_columns + hidden),
     )
 
 
@@ -216,6 +220,9 @@ class _FeatureMerge:
         if any(change.ridge is None for change in changes):
             LOG.warning("The output head keeps the anchor's weights (no solution at any ridge)")
             return {}
+        largest = max(change.ridge for change in changes if change.ridge is not None)
+        if largest > max(self.regression.ridge, SMALLEST_RIDGE):
+            LOG.warning("The output head needed a ridge of %g", largest)
         solved = {head.weight: (head.matrix(anchor) + torch.cat([change.matrix for change in changes])).float()}
         if head.bias is not None:
             own = torch.stack([self._read(expert, [head.bias])[head.bias] for expert in self.experts])

@@ -301,6 +301,7 @@ class LayerSolver:
             replay=tree_map(self._to_device, done),
             capture=capture,
             keep=modules,
+            copy=self.maps.changed,
         )
         finished = self._children & set(passage.outputs)
         inside = {name for name in modules & set(passage.outputs) if not _inside(name, finished | closing)}

@@ -47,10 +47,12 @@ class LayerMaps:
     Attributes:
         groups: those to be solved, in the order in which they feed each other.
         kept: the names of those that stay the anchor's: routers, and what no forward pass calls as a module.
+        changed: the modules whose outputs the layer changes in place.
     """
 
     groups: tuple[MapGroup, ...]
     kept: tuple[str, ...]
+    changed: frozenset[str]
 
 
 def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
@@ -77,7 +79,7 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
         previous = None if fused else same
     groups = [replace(group, empty=_empty_beside(group, trace.outputs)) for group in groups]
     kept = [m.name for maps in by_module.values() for m in maps if m.name not in solved]
-    return LayerMaps(tuple(groups), tuple(kept))
+    return LayerMaps(tuple(groups), tuple(kept), trace.changed)
 
 
 def _empty_beside(group: MapGroup, outputs: Mapping[str, Any]) -> int | None:

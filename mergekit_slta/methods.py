@@ -111,6 +111,10 @@ class CalibratedMethod(GroupMergeMethod):
         self._options = options
         refuse_problems(config, options, self.spec)
 
+    def forget(self) -> None:
+        """Another merge begins."""
+        self._merge = None
+
     def written(self) -> None:
         """mergekit has written the whole output."""
 
@@ -309,6 +313,8 @@ def watch_planner() -> None:
         self: MergePlanner, config: MergeConfiguration, arch_info: Any, options: MergeOptions, *rest: Any, **more: Any
     ) -> None:
         for method in METHODS:
+            if isinstance(method, CalibratedMethod):
+                method.forget()
             if method.spec.name == config.merge_method:
                 method.begin(config, options)
         plan(self, config, arch_info, options, *rest, **more)

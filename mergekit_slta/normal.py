@@ -50,6 +50,8 @@ class Change:
             own: the experts' biases [T, rows].
             rows: which rows of the regression.
         """
+        if not self.shares.any():  # every input was zero
+            return anchor
         mean = self.shares @ own.double() + self.mean[rows] - anchor
         return (anchor + mean / (1 + (self.ridge or 0.0) ** 2)).to(anchor.dtype)
 
@@ -116,6 +118,7 @@ class NormalEquations:
 
     def solve(self) -> Change:
         """Solve for the change, with a larger ridge where the one asked for does not make the equations solvable."""
+        self._of_task.clear()  # its memory is needed
         _, cross, input_sum, residual_sum, _ = self._sums
         masses = torch.stack(self._masses)
         mass = masses.sum().clamp_min(torch.finfo(torch.float64).tiny)
@@ -136,12 +139,13 @@ class NormalEquations:
         penalty = diagonal if mean > MASSIVE * diagonal.median() else mean.expand_as(diagonal)
         scale = (diagonal + ridge * penalty).rsqrt()  # to a unit diagonal, so that no dimension's unit matters
         scale[diagonal == 0] = 0  # the change of a dimension that is always zero is zero
-        scaled = moments * scale[:, None] * scale
+        scaled = (moments * scale[:, None]).mul_(scale)
         scaled.diagonal().fill_(1.0)
         factor, failed = torch.linalg.cholesky_ex(scaled, upper=True)  # reads what is on and above the diagonal
+        del scaled
         if int(failed):
             return None
-        solution = torch.cholesky_solve(cross * scale[:, None], factor, upper=True) * scale[:, None]
+        solution = torch.cholesky_solve(cross * scale[:, None], factor, upper=True).mul_(scale[:, None])
         return solution.T if bool(torch.isfinite(solution).all()) else None
 
 

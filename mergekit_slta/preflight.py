@@ -23,6 +23,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mergekit_slta.compatibility import (
     architecture_problem,
     missing_tensors,
+    moved_tokens_problem,
     quantization_problem,
     shape_problem,
     silenced,
@@ -44,9 +45,9 @@ from mergekit_slta.featcal import Needs, needs
 from mergekit_slta.headers import Headers, Model, adapter_headers, listed, open_model, weight_map
 from mergekit_slta.maps import output_head
 from mergekit_slta.recipe import (
+    CalibrationSettings,
     Expert,
     Recipe,
-    SltaSettings,
     calibrates,
     calibration_problems,
     expert_parameters,
@@ -127,7 +128,7 @@ def examine(
     ]
     notes: list[Check] = [few_records, unseen_tensors]
     if merging:
-        checks += [tensor_types, planned_tensors, vocabularies, disk_space]
+        checks += [tensor_types, planned_tensors, vocabularies, scratch_folder, disk_space]
         notes += [feature_merge_needs, precision, no_tokenizer, card_lookup]
     return Findings(
         list(dict.fromkeys(sentence for check in checks for sentence in check(case))),
@@ -161,6 +162,11 @@ class Case:
     @property
     def calibrates(self) -> bool:
         return calibrates(self.spec)
+
+    @property
+    def runs_experts(self) -> bool:
+        """Whether the experts read samples themselves, rather than what the base model makes of them."""
+        return self.shared("teacher") is not None
 
     @cached_property
     def opened(self) -> dict[ModelReference, Model | SltaError]:
@@ -323,11 +329,24 @@ def planned_tensors(case: Case) -> list[str]:
 
 def vocabularies(case: Case) -> list[str]:
     """Vocabularies that differ in size or in what an id stands for, where the recipe does not have them aligned."""
-    config, options = case.config, case.options
-    if config.tokenizer or config.tokenizer_source or options.unsafe_truncate_embeddings:
+    if aligns_vocabularies(case):
+        return moved_ids(case) if case.runs_experts else []
+    if case.options.unsafe_truncate_embeddings:
         return []
     problems = (vocabulary_problem(base, expert) for base, expert in case.siblings)
     fix = "add 'tokenizer: {source: base}' to the recipe, so that mergekit aligns them."
+    return [f"{problem}: {fix}" for problem in problems if problem]
+
+
+def aligns_vocabularies(case: Case) -> bool:
+    """Whether mergekit gives all models one tokenizer."""
+    return bool(case.config.tokenizer or case.config.tokenizer_source)
+
+
+def moved_ids(case: Case) -> list[str]:
+    """Experts that would misread the base model's token ids, which no alignment of tensors changes."""
+    problems = (moved_tokens_problem(base, expert) for base, expert in case.siblings)
+    fix = f"'{case.spec.name}' runs every expert on the base model's ids, choose experts that have these."
     return [f"{problem}: {fix}" for problem in problems if problem]
 
 
@@ -409,7 +428,10 @@ def decoder_layers(case: Case) -> list[str]:
             if size(base, "vocab_size") != size(expert, "vocab_size")
         ]
     found = [attempt(layer_submodules, decoder, level, layer) for layer in one_of_each_kind(decoder)] if level else []
-    return problems + [problem.message for problem in found if isinstance(problem, SltaError)]
+    messages = [problem.message for problem in found if isinstance(problem, SltaError)]
+    if case.shared("anchor") == "slta":  # there is no level to choose
+        messages = [f"{message.partition(': use')[0]}: choose another 'anchor'." for message in messages]
+    return problems + messages
 
 
 def output_problems(case: Case, decoder: Decoder) -> list[str]:
@@ -421,7 +443,11 @@ def output_problems(case: Case, decoder: Decoder) -> list[str]:
         f"{size(base, 'vocab_size')}: {fix}."
         for base, expert in case.siblings
         if (averaged or solved) and size(base, "vocab_size") != size(expert, "vocab_size")
-    ]
+    ] + (
+        ["mergekit gives the output head the rows of the recipe's 'tokenizer': set 'head: false', or leave it out."]
+        if solved and aligns_vocabularies(case)
+        else []
+    )
 
 
 def one_of_each_kind(decoder: Decoder) -> list[int]:
@@ -435,8 +461,9 @@ def calibration_sources(case: Case) -> list[str]:
     if not case.calibrates or case.config.base_model is None:
         return []
     there = isinstance(case.statistics, Path) and case.statistics.exists()
-    recipe = Recipe(case.config.base_model, tuple(case.experts), SltaSettings())
-    return calibration_problems(recipe, statistics_exist=there or isinstance(case.statistics, SltaError))
+    recipe = Recipe(case.config.base_model, tuple(case.experts), CalibrationSettings())
+    known = there or isinstance(case.statistics, SltaError)
+    return calibration_problems(recipe, known, takes_statistics=case.shared("statistics") is not None)
 
 
 def calibration_data(case: Case) -> list[str]:
@@ -450,6 +477,7 @@ def calibration_data(case: Case) -> list[str]:
             problems.append(drawn.message)
         elif drawn is not None:
             problems += sample_problems(case, drawn)
+            problems += unknown_ids(case, expert, drawn)
         elif expert.calibration:
             unread = attempt(check_source, expert)
             problems += [unread.message] if isinstance(unread, SltaError) else []
@@ -503,6 +531,17 @@ def sample_problems(case: Case, drawn: CalibrationData) -> list[str]:
     return problems
 
 
+def unknown_ids(case: Case, expert: Expert, drawn: CalibrationData) -> list[str]:
+    """Samples with tokens that the expert itself has no embedding for."""
+    model, highest = case.opened.get(expert.reference), max(map(max, drawn.token_ids))
+    if not case.runs_experts or not isinstance(model, Model) or highest < size(model, "vocab_size"):
+        return []
+    return [
+        f"The tokenizer of the base model gives the token id {highest}, but the expert {model} has only "
+        f"{size(model, 'vocab_size')} embeddings: choose one with the base model's vocabulary."
+    ]
+
+
 def load_tokenizer(reference: ModelReference, options: MergeOptions) -> PreTrainedTokenizerBase:
     """A model's own tokenizer; a merged adapter's folder has none.
 
@@ -541,6 +580,18 @@ def statistics_file(case: Case) -> list[str]:
             "expert its calibration, so that it can be measured."
         ]
     return []
+
+
+def scratch_folder(case: Case) -> list[str]:
+    """A folder for the layers of a feature merge that cannot be made or written to."""
+    if not case.shared("scratch"):
+        return []
+    folder = nearest_folder(Path(case.shared("scratch")))
+    if folder.is_dir() and os.access(folder, os.W_OK):
+        return []
+    return [
+        f"The layers cannot be solved into {case.shared('scratch')}, {folder} is no folder to write to: name another."
+    ]
 
 
 # Space
@@ -586,7 +637,11 @@ def adapter_needs(case: Case) -> list[tuple[Path, str, int]]:
 def scratch_need(case: Case) -> list[tuple[Path, str, int]]:
     """The folder that a feature merge is solved into, and its size."""
     needed = case.needs
-    return [(scratch_root(case.shared("scratch")), "the layers as they are solved", needed.disk)] if needed else []
+    if needed is None:
+        return []
+    folder = scratch_root(case.shared("scratch"))
+    there = sum(file.stat().st_size for file in folder.glob("featcal-*/*"))  # this merge's own, if it was interrupted
+    return [(folder, "the layers as they are solved", max(0, needed.disk - there))]
 
 
 def stored_bytes(model: Model, dtype: str | None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -20,11 +21,11 @@ def fast_products() -> Iterator[None]:
     where the processor has no units for the former, and on some faster than the default kernel. One product tells
     which it is.
     """
-    matmul = getattr(getattr(torch.backends, "mkldnn", None), "matmul", None)
-    before = getattr(matmul, "fp32_precision", None)
-    if before is None or not _onednn_is_exact():
+    matmul = _settings()
+    if matmul is None or not _onednn_is_exact():
         yield
         return
+    before = matmul.fp32_precision
     matmul.fp32_precision = "bf16"
     try:
         yield
@@ -32,9 +33,15 @@ def fast_products() -> Iterator[None]:
         matmul.fp32_precision = before
 
 
+def _settings() -> Any:
+    """torch's settings for matrix products by oneDNN; None in a torch that has none of its own."""
+    matmul = getattr(torch.backends.mkldnn, "matmul", None)
+    return matmul if hasattr(matmul, "fp32_precision") else None
+
+
 @functools.cache
 def _onednn_is_exact() -> bool:
-    matmul = torch.backends.mkldnn.matmul
+    matmul = _settings()
     generator = torch.Generator().manual_seed(0)
     left, right = torch.randn(2, SIZE, SIZE, generator=generator)
     expected = left.double() @ right.double()

@@ -362,7 +362,7 @@ def _name(entry: Mapping[str, Any]) -> str:
     return str(entry.get("model", "a model"))
 
 
-def calibration_problems(recipe: Recipe, statistics_exist: bool) -> list[str]:
+def calibration_problems(recipe: Recipe, statistics_exist: bool = False, takes_statistics: bool = True) -> list[str]:
     """Experts without data, and experts that share it (with equal data every weight comes out as 1/T).
 
     A source that is malformed is compared with no other: reading it says what is wrong.
@@ -372,9 +372,10 @@ def calibration_problems(recipe: Recipe, statistics_exist: bool) -> list[str]:
     for expert in recipe.experts:
         if not expert.calibration:
             if not statistics_exist:
+                other = ", or name a statistics file" if takes_statistics else ""
                 problems.append(
                     f"The expert {expert} has no 'calibration': give it a file or dataset with a few prompts of its "
-                    "task (parameters: {calibration: prompts.jsonl}), or name a statistics file."
+                    f"task (parameters: {{calibration: prompts.jsonl}}){other}."
                 )
             continue
         try:

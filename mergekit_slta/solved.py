@@ -86,7 +86,7 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings) -> SolvedMode
     Raises:
         SltaError: something about models or data is wrong, or memory does not suffice.
     """
-    if problems := calibration_problems(experiment.recipe, statistics_exist=False):
+    if problems := calibration_problems(experiment.recipe, takes_statistics=False):
         raise SltaError("\n".join(problems))
     decoder = Decoder(experiment.base.config, experiment.trust_remote_code, experiment.device)
     data = experiment.load_data(experiment.recipe.experts)
