@@ -7,6 +7,7 @@ before a layer, that layer needs nothing from any other, so one layer of each mo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -27,6 +28,7 @@ Grams = dict[str, torch.Tensor]
 
 
 @torch.no_grad()
+@fast_products()
 def calibrate(
     decoder: Decoder,
     models: Sequence[Checkpoint],
@@ -59,34 +61,27 @@ def calibrate(
             sample does not fit into memory.
     """
     calibration = _Calibration(decoder, models, tasks, levels, partial, ranks or Ranks(), progress)
-    with fast_products():
-        return halving_batches(calibration.run, decoder, tasks, batch_tokens, calibration.ranks)
+    return halving_batches(calibration.run, decoder, tasks, batch_tokens, calibration.ranks)
 
 
+@dataclass
 class _Calibration:
     """A calibration that can be taken up again after a crash, or with smaller batches; see ``calibrate``."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        models: Sequence[Checkpoint],
-        tasks: Tasks,
-        levels: Sequence[str],
-        partial: Partial | None,
-        ranks: Ranks,
-        progress: Callable[[int], object],
-    ) -> None:
-        self.decoder = decoder
-        self.models = models
-        self.tasks = tasks
-        self.levels = levels
-        self.partial = partial
-        self.ranks = ranks
-        self.progress = progress
+    decoder: Decoder
+    models: Sequence[Checkpoint]
+    tasks: Tasks
+    levels: Sequence[str]
+    partial: Partial | None
+    ranks: Ranks
+    progress: Callable[[int], object]
+
+    def __post_init__(self) -> None:
         self.submodules = [
-            [name for level in levels for name in layer_submodules(decoder, level, layer)]
-            for layer in range(len(decoder))
+            [name for level in self.levels for name in layer_submodules(self.decoder, level, layer)]
+            for layer in range(len(self.decoder))
         ]
+        partial = self.partial
         self.layers = partial.finished_layers() if partial else 0
         self.grams: Grams = partial.tensors(self.layers) if partial and self.layers else {}
         self.hidden = partial.hidden(self.layers - 1) if partial and self.layers else None

@@ -26,7 +26,7 @@ from mergekit_slta.anchor import Anchor
 from mergekit_slta.checkpoint import Checkpoint
 from mergekit_slta.decoder import Decoder, Weights
 from mergekit_slta.layer_solver import EXPERT, MERGED, LayerSolver, Regression
-from mergekit_slta.map_groups import find_groups
+from mergekit_slta.map_groups import groups_by_layer
 from mergekit_slta.maps import LinearMap, output_head
 from mergekit_slta.normal import SMALLEST_RIDGE, Change, NormalEquations
 from mergekit_slta.products import fast_products
@@ -46,6 +46,7 @@ Progress = Callable[[str, int], object]
 
 
 @torch.no_grad()
+@fast_products()
 def feature_merge(
     decoder: Decoder,
     anchor: Anchor,
@@ -78,15 +79,14 @@ def feature_merge(
     Raises:
         SltaError: a checkpoint's tensors are missing or not finite, or one sample does not fit into memory.
     """
+    ranks = ranks or Ranks()
     merge = _FeatureMerge(decoder, anchor, experts, tasks, partial, regression, head, compare, ranks, progress)
-    with fast_products():
-        halving_batches(merge.run, decoder, tasks, batch_tokens, merge.ranks)
+    halving_batches(merge.run, decoder, tasks, batch_tokens, ranks)
 
 
 def stages(decoder: Decoder, head: bool) -> int:
     """How many stages a feature merge has: the groups of maps, and the output head."""
-    groups = sum(len(find_groups(decoder, layer).groups) for layer in range(len(decoder)))
-    return groups + (head and output_head(decoder) is not None)
+    return sum(len(maps.groups) for maps in groups_by_layer(decoder)) + (head and output_head(decoder) is not None)
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,10 @@ def needs(decoder: Decoder, experts: int, tokens: int, head: bool, compare: bool
     solved = output_head(decoder) if head else None
     head_rows, head_columns = decoder.model.state_dict()[solved.weight].shape if solved else (0, 0)
     shapes = [(head_columns, min(head_rows, HEAD_ELEMENTS // max(1, head_columns)))]
-    for group in find_groups(decoder, 0).groups:
-        sizes = [states[0][m.weight].shape[-2:][:: -1 if m.transposed else 1] for m in group.maps]
-        shapes.append((sizes[0][1], max(out for out, _ in sizes) if group.fused else sum(out for out, _ in sizes)))
+    for state, maps in zip(states, groups_by_layer(decoder), strict=True):
+        for group in maps.groups:
+            sizes = [state[m.weight].shape[-2:][:: -1 if m.transposed else 1] for m in group.maps]
+            shapes.append((sizes[0][1], max(out for out, _ in sizes) if group.fused else sum(out for out, _ in sizes)))
     sums = max(4 * inputs**2 + 3 * inputs * outputs for inputs, outputs in shapes)  # while they are solved
     width, widest = decoder.model.config.get_text_config().hidden_size, max(map(max, shapes[1:]))
     hidden = 2 * (3 if compare else 2) * tokens * width  # before and after a layer
@@ -118,35 +119,25 @@ def needs(decoder: Decoder, experts: int, tokens: int, head: bool, compare: bool
     )
 
 
+@dataclass
 class _FeatureMerge:
     """A feature merge that can be taken up again after a crash, or with smaller batches; see ``feature_merge``."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        anchor: Anchor,
-        experts: Sequence[Checkpoint],
-        tasks: Tasks,
-        partial: Partial,
-        regression: Regression,
-        head: bool,
-        compare: bool,
-        ranks: Ranks | None,
-        progress: Progress,
-    ) -> None:
-        self.decoder = decoder
-        self.anchor = anchor
-        self.experts = experts
-        self.tasks = tasks
-        self.partial = partial
-        self.regression = regression
-        self.head = head
-        self.compare = compare
-        self.ranks = ranks or Ranks()
-        self.progress = progress
-        self.maps = [find_groups(decoder, layer) for layer in range(len(decoder))]
-        self.layers = partial.finished_layers()
-        self.hidden = partial.hidden(self.layers - 1) if self.layers else None
+    decoder: Decoder
+    anchor: Anchor
+    experts: Sequence[Checkpoint]
+    tasks: Tasks
+    partial: Partial
+    regression: Regression
+    head: bool
+    compare: bool
+    ranks: Ranks
+    progress: Progress
+
+    def __post_init__(self) -> None:
+        self.maps = groups_by_layer(self.decoder)
+        self.layers = self.partial.finished_layers()
+        self.hidden = self.partial.hidden(self.layers - 1) if self.layers else None
 
     def run(self, positions: int) -> None:
         """Solve the layers that are not solved yet, then the head, with at most ``positions`` tokens at once."""

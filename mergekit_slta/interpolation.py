@@ -21,6 +21,7 @@ from mergekit_slta.decoder import Decoder, LayerCall, LayerRun, Weights
 from mergekit_slta.errors import SltaError
 from mergekit_slta.features import ExpertRun, LayerFeatures
 from mergekit_slta.gram import sample_grams
+from mergekit_slta.products import fast_products
 from mergekit_slta.ranks import Ranks
 from mergekit_slta.streams import Batch, Streams, Tasks, fitting_batch, make_batches
 
@@ -109,6 +110,7 @@ class Blend:
 
 
 @torch.no_grad()
+@fast_products()
 def measure(
     decoder: Decoder,
     models: Sequence[Checkpoint],

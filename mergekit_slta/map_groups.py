@@ -55,6 +55,18 @@ class LayerMaps:
     changed: frozenset[str]
 
 
+def groups_by_layer(decoder: Decoder) -> list[LayerMaps]:
+    """The groups of every layer; layers of the same modules are traced once."""
+    found: dict[object, LayerMaps] = {}
+    groups = []
+    for layer, module in enumerate(decoder.layers):
+        kind = tuple((name, type(inner)) for name, inner in module.named_modules())
+        if kind not in found:
+            found[kind] = find_groups(decoder, layer)
+        groups.append(found[kind])
+    return groups
+
+
 def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
     """Trace a layer once to see which maps are given the same tensor, and when."""
     by_module: dict[str, list[LinearMap]] = {}

@@ -1,6 +1,7 @@
 """Weights as mergekit's loader gives them, whatever the files look like, and the fingerprint that goes by content."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -194,3 +195,32 @@ def test_a_folder_without_an_adapter_is_refused(llama: Family, tmp_path: Path) -
     (tmp_path / "empty").mkdir()
     with pytest.raises(SltaError, match="no LoRA adapter"):
         opened(f"{llama.base}+{tmp_path / 'empty'}").fingerprint()
+
+
+@pytest.mark.parametrize("layout", [lambda source, folder: source, sharded])
+def test_reading_ahead_asks_for_the_bytes_of_one_layer(
+    layout: Callable[[Path, Path], Path], llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = layout(llama.base, tmp_path / "copy")
+    asked: list[bytes] = []
+
+    def advise(descriptor: int, begin: int, length: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_WILLNEED
+        asked.append(os.pread(descriptor, length, begin))
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    opened(folder).prefetch(1)
+    tensors = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
+    expected = [tensor.numpy().tobytes() for name, tensor in tensors.items() if name.startswith("model.layers.1.")]
+    assert sum(map(len, asked)) == sum(map(len, expected))
+    assert all(any(content in part for part in asked) for content in expected)
+    opened(folder).prefetch(len(tensors))  # there is no such layer
+    assert sum(map(len, asked)) == sum(map(len, expected))
+
+
+def test_reading_ahead_changes_nothing_where_it_cannot_be_asked_for(
+    llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened(pickled(llama.base, tmp_path / "pickled")).prefetch(1)
+    monkeypatch.delattr(os, "posix_fadvise")
+    opened(llama.base).prefetch(1)

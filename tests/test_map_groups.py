@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mergekit_slta.decoder import Decoder
-from mergekit_slta.map_groups import MapGroup, find_groups
+from mergekit_slta.map_groups import MapGroup, find_groups, groups_by_layer
 from mergekit_slta.maps import LinearMap, is_fused, linear_maps
 
 Names = tuple[str, ...]
@@ -100,6 +100,12 @@ def test_what_is_kept_are_routers_and_experts_that_cannot_be_called(architecture
     names = {m.name: m.module for layer in decoder.layers for m in linear_maps(layer)}
     kept = {names[name] for layer in range(families.LAYERS) for name in find_groups(decoder, layer).kept}
     assert kept == KEPT.get(architecture, set())
+
+
+@pytest.mark.parametrize("architecture", GROUPS)
+def test_layers_of_the_same_modules_have_the_same_groups(architecture: str) -> None:
+    decoder = skeleton(architecture)
+    assert groups_by_layer(decoder) == [find_groups(decoder, layer) for layer in range(families.LAYERS)]
 
 
 @pytest.mark.parametrize("architecture", GROUPS)

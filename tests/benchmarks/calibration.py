@@ -20,13 +20,13 @@ from typing import Any
 import click
 import torch
 import transformers
-from common import CACHE, SHAPES, PeakMemory, in_subprocess, make_family, timed, write_samples
-from mergekit.common import ModelReference
+from common import CACHE, SHAPES, PeakMemory, in_subprocess, make_family, make_recipe, timed
 from mergekit.io.tasks import LoaderCache
 from transformers import AutoModelForCausalLM
 
+from mergekit_slta import products
 from mergekit_slta.measure import Experiment
-from mergekit_slta.recipe import Expert, Recipe, SltaSettings
+from mergekit_slta.recipe import Recipe, SltaSettings
 from mergekit_slta.streams import Batch, fitting_batch, make_batches
 
 
@@ -46,6 +46,7 @@ from mergekit_slta.streams import Batch, fitting_batch, make_batches
 )
 @click.option("--device", default="cpu", show_default=True)
 @click.option("--repeats", default=3, show_default=True)
+@click.option("--default-products", is_flag=True, help="Without the faster kernel for float32 products on CPUs.")
 @click.option("--memory", type=click.Choice(["calibration", "naive"]), help="Measure only this, in this process.")
 def main(
     size: str,
@@ -56,20 +57,17 @@ def main(
     level_sets: tuple[str, ...],
     device: str,
     repeats: int,
+    default_products: bool,
     memory: str | None,
 ) -> None:
     """Compare calibration with its floor on synthetic Llama-shaped checkpoints."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    if default_products:
+        products._settings = lambda: None
     CACHE.mkdir(parents=True, exist_ok=True)
     folders = make_family(CACHE, size, experts, layers)
-    files = write_samples(CACHE, experts, samples, tokens)
-    references = [ModelReference.parse(str(folder)) for folder in folders]
-    recipe = Recipe(
-        references[0],
-        tuple(Expert(reference, str(file)) for reference, file in zip(references[1:], files, strict=True)),
-        SltaSettings(samples=samples, max_tokens=tokens),
-    )
+    recipe = make_recipe(folders, SltaSettings(samples=samples, max_tokens=tokens))
     if memory:
         with torch.no_grad(), PeakMemory() as peak:
             _naive(recipe, folders, device) if memory == "naive" else _calibrate(recipe, level_sets[0], device)
@@ -103,6 +101,7 @@ def main(
             "levels": levels,
             "device": device,
             "threads": torch.get_num_threads(),
+            "default_products": default_products,
             "floor_s": round(times["floor"], 3),
             "calibration_s": round(times[levels], 3),
             "time_ratio": round(times[levels] / times["floor"], 3),

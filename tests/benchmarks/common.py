@@ -13,7 +13,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from mergekit.common import ModelReference
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+from mergekit_slta.recipe import CalibrationSettings, Expert, Recipe
 
 # Hidden size, MLP size, heads, key/value heads, layers: Llama's proportions.
 SHAPES = {
@@ -74,6 +77,14 @@ def write_samples(folder: Path, tasks: int, samples: int, tokens: int) -> list[P
         file.write_text("\n".join(" ".join(f"w{index}" for index in row) for row in rows))
         files.append(file)
     return files
+
+
+def make_recipe(folders: Sequence[Path], settings: CalibrationSettings) -> Recipe:
+    """A recipe of a family with data of random words, ``samples`` records of ``max_tokens`` each."""
+    base, *experts = (ModelReference.parse(str(folder)) for folder in folders)
+    files = write_samples(CACHE, len(experts), settings.samples, settings.max_tokens)
+    chosen = tuple(Expert(reference, str(file)) for reference, file in zip(experts, files, strict=True))
+    return Recipe(base, chosen, settings)
 
 
 class PeakMemory:

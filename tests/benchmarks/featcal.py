@@ -19,15 +19,15 @@ import click
 import torch
 import transformers
 from calibration import load
-from common import CACHE, PeakMemory, in_subprocess, make_family, timed, write_samples
-from mergekit.common import ModelReference
+from common import CACHE, PeakMemory, in_subprocess, make_family, make_recipe, timed
 from mergekit.io.tasks import LoaderCache
 from torch.nn import Module
 
+from mergekit_slta import products
 from mergekit_slta.decoder import Decoder
-from mergekit_slta.map_groups import find_groups
+from mergekit_slta.map_groups import groups_by_layer
 from mergekit_slta.measure import Experiment
-from mergekit_slta.recipe import Expert, FeatcalSettings, Recipe
+from mergekit_slta.recipe import FeatcalSettings, Recipe
 from mergekit_slta.solved import solve_model
 from mergekit_slta.streams import Batch, fitting_batch, make_batches
 
@@ -40,19 +40,27 @@ from mergekit_slta.streams import Batch, fitting_batch, make_batches
 @click.option("--tokens", default=128, show_default=True)
 @click.option("--device", default="cpu", show_default=True)
 @click.option("--repeats", default=3, show_default=True)
+@click.option("--default-products", is_flag=True, help="Without the faster kernel for float32 products on CPUs.")
 @click.option("--memory", is_flag=True, help="Measure only the peak memory, in this process.")
 def main(
-    size: str, layers: int, experts: int, samples: int, tokens: int, device: str, repeats: int, memory: bool
+    size: str,
+    layers: int,
+    experts: int,
+    samples: int,
+    tokens: int,
+    device: str,
+    repeats: int,
+    default_products: bool,
+    memory: bool,
 ) -> None:
     """Compare a feature merge with its floor on synthetic Llama-shaped checkpoints."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    if default_products:
+        products._settings = lambda: None
     CACHE.mkdir(parents=True, exist_ok=True)
     folders = make_family(CACHE, size, experts, layers)
-    files = write_samples(CACHE, experts, samples, tokens)
-    references = [ModelReference.parse(str(folder)) for folder in folders]
-    named = tuple(Expert(reference, str(file)) for reference, file in zip(references[1:], files, strict=True))
-    recipe = Recipe(references[0], named, FeatcalSettings(samples=samples, max_tokens=tokens))
+    recipe = make_recipe(folders, FeatcalSettings(samples=samples, max_tokens=tokens))
     if memory:
         with PeakMemory() as peak:
             _solve(recipe, device)
@@ -81,6 +89,7 @@ def main(
         "tokens": tokens,
         "device": device,
         "threads": torch.get_num_threads(),
+        "default_products": default_products,
         **{f"{name}_s": round(seconds, 3) for name, seconds in times.items()},
         "time_ratio": round(times["featcal"] / sum(times[name] for name in parts), 3),
         "memory_mb": round(peak_bytes / 2**20, 1),
@@ -122,9 +131,9 @@ def _solves(decoder: Decoder, device: str) -> None:
 
 def _groups(decoder: Decoder) -> Iterator[tuple[int, int]]:
     """The input and output dimensions of every group of maps, and of the output head."""
-    for layer in range(len(decoder)):
-        state = decoder.layers[layer].state_dict()
-        for group in find_groups(decoder, layer).groups:
+    for layer, maps in zip(decoder.layers, groups_by_layer(decoder), strict=True):
+        state = layer.state_dict()
+        for group in maps.groups:
             shapes = [state[linear_map.weight].shape for linear_map in group.maps]
             yield shapes[0][1], sum(shape[0] for shape in shapes)
     head = decoder.model.get_output_embeddings().weight

@@ -19,15 +19,14 @@ from pathlib import Path
 import click
 import torch
 import transformers
-from common import CACHE, PeakMemory, in_subprocess, make_family, write_samples
-from mergekit.common import ModelReference
+from common import CACHE, PeakMemory, in_subprocess, make_family, make_recipe
 from mergekit.config import MergeConfiguration
 from mergekit.merge import run_merge
 from mergekit.options import MergeOptions
 
 import mergekit_slta.methods
 from mergekit_slta.measure import Experiment
-from mergekit_slta.recipe import Expert, Recipe, SltaSettings
+from mergekit_slta.recipe import SltaSettings
 
 METHODS = ("slta", "task_arithmetic", "linear")
 LEVEL = "attn_mlp"
@@ -72,10 +71,7 @@ def main(size: str, experts: int, threads: int, repeats: int, method: str | None
 
 def _measure(folders: list[Path], file: Path) -> None:
     """Make the statistics, once."""
-    base, *experts = (ModelReference.parse(str(folder)) for folder in folders)
-    data = write_samples(CACHE, len(experts), 2, 16)
-    chosen = tuple(Expert(reference, str(source)) for reference, source in zip(experts, data, strict=True))
-    recipe = Recipe(base, chosen, SltaSettings(samples=2, max_tokens=16))
+    recipe = make_recipe(folders, SltaSettings(samples=2, max_tokens=16))
     Experiment(recipe, quiet=True).statistics([LEVEL], file)
 
 

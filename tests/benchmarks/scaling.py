@@ -22,11 +22,10 @@ import numpy as np
 import torch
 import transformers
 import yaml
-from common import CACHE, PeakMemory, in_subprocess, make_family, write_samples
-from mergekit.common import ModelReference
+from common import CACHE, PeakMemory, in_subprocess, make_family, make_recipe, write_samples
 
 from mergekit_slta.measure import Experiment
-from mergekit_slta.recipe import Expert, Recipe, SltaSettings
+from mergekit_slta.recipe import SltaSettings
 
 DEFAULTS = {"samples": 8, "tokens": 128, "experts": 3, "layers": 4}
 GRIDS = {"samples": (4, 8, 16, 32), "tokens": (64, 128, 256, 512), "experts": (1, 2, 3, 4), "layers": (2, 4, 8, 16)}
@@ -74,10 +73,7 @@ def report(quantity: str, values: list[int], runs: list[dict[str, float]]) -> No
 
 def _run(size: str, level: str, values: dict[str, Any]) -> dict[str, float]:
     folders = make_family(CACHE, size, values["experts"], values["layers"])
-    files = write_samples(CACHE, values["experts"], values["samples"], values["tokens"])
-    base, *experts = (ModelReference.parse(str(folder)) for folder in folders)
-    chosen = tuple(Expert(reference, str(file)) for reference, file in zip(experts, files, strict=True))
-    recipe = Recipe(base, chosen, SltaSettings(samples=values["samples"], max_tokens=values["tokens"]))
+    recipe = make_recipe(folders, SltaSettings(samples=values["samples"], max_tokens=values["tokens"]))
     with tempfile.TemporaryDirectory() as folder, PeakMemory() as peak:
         start = time.perf_counter()
         Experiment(recipe, quiet=True).statistics([level], Path(folder) / "statistics.safetensors")
