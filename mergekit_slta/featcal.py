@@ -142,6 +142,8 @@ class _FeatureMerge:
     def run(self, positions: int) -> None:
         """Solve the layers that are not solved yet, then the head, with at most ``positions`` tokens at once."""
         streams = self._streams(positions)
+        for kept in dict.fromkeys(maps.kept for maps in self.maps if maps.kept):
+            LOG.info("Never solved, so the anchor's: %s", ", ".join(kept))
         done = sum(len(maps.groups) for maps in self.maps[: self.layers])
         self.progress("embeddings", done * streams.samples)
         for layer in range(self.layers, len(self.decoder)):

@@ -46,7 +46,8 @@ class LayerMaps:
 
     Attributes:
         groups: those to be solved, in the order in which they feed each other.
-        kept: the names of those that stay the anchor's: routers, and what no forward pass calls as a module.
+        kept: the names of those that stay the anchor's: routers, experts of a mixture that are modules of their own,
+            and what no forward pass calls as a module.
         changed: the modules whose outputs the layer changes in place.
     """
 
@@ -80,7 +81,8 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
     for module, given in trace.inputs.items():
         maps, child = tuple(by_module[module]), module.partition(".")[0]
         fused = is_fused(decoder.layers[layer].get_submodule(module))
-        if not (_routed(given) if fused else not _is_router(maps[0], by_module, decoder, layer)):
+        solvable = _routed(given) if fused else _sees_all_tokens(module, given)
+        if not solvable or _is_router(maps[0], by_module, decoder, layer):
             continue
         solved |= {linear_map.name for linear_map in maps}
         same = (child, given[0].data_ptr(), given[0].numel())
@@ -101,6 +103,11 @@ def _empty_beside(group: MapGroup, outputs: Mapping[str, Any]) -> int | None:
     return len(rest) if closes else None
 
 
+def _sees_all_tokens(module: str, given: tuple[object, ...]) -> bool:
+    """Whether a map is given every token's features; the numbered modules of a mixture get some tokens only."""
+    return isinstance(given[0], torch.Tensor) and not any(part.isdigit() for part in module.split("."))
+
+
 def _routed(given: tuple[object, ...]) -> bool:
     """Whether fused experts are called with the tokens and with the experts that each token goes to."""
     return len(given) > 1 and isinstance(given[1], torch.Tensor) and not given[1].is_floating_point()
@@ -108,6 +115,8 @@ def _routed(given: tuple[object, ...]) -> bool:
 
 def _is_router(linear_map: LinearMap, by_module: dict[str, list[LinearMap]], decoder: Decoder, layer: int) -> bool:
     """Whether a map decides which experts of a mixture beside it a token goes to."""
+    if linear_map.expert is not None:
+        return False
     modules = decoder.layers[layer]
     child = linear_map.module.partition(".")[0]
     rows = modules.state_dict()[linear_map.weight].shape[1 if linear_map.transposed else 0]

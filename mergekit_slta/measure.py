@@ -258,16 +258,8 @@ class Experiment:
         return data
 
     def tokenizer(self, reference: ModelReference) -> PreTrainedTokenizerBase:
-        """The tokenizer of the model itself: the folder with a merged LoRA has none."""
-        try:
-            return AutoTokenizer.from_pretrained(
-                reference.model.path,
-                revision=reference.model.revision,
-                trust_remote_code=self.trust_remote_code,
-                cache_dir=self.cache_dir,
-            )
-        except (OSError, ValueError) as error:
-            raise SltaError(f"{reference.model} has no usable tokenizer, which calibration needs: {error}") from error
+        """The tokenizer of the model itself."""
+        return load_tokenizer(reference, self.trust_remote_code, self.cache_dir)
 
     def fingerprint(self, data: Sequence[CalibrationData]) -> Fingerprint:
         """What the models, the samples and how they were drawn are, by content."""
@@ -312,6 +304,26 @@ def _assemble(grams: dict[str, torch.Tensor], data: Sequence[CalibrationData], i
     task = torch.tensor([index for index, samples in enumerate(data) for _ in samples.token_ids])
     tokens = torch.tensor([len(ids) for samples in data for ids in samples.token_ids])
     return Statistics(grams, task, tokens, info)
+
+
+def load_tokenizer(
+    reference: ModelReference, trust_remote_code: bool, cache_dir: str | None
+) -> PreTrainedTokenizerBase:
+    """A model's own tokenizer; the folder with a merged adapter has none.
+
+    Raises:
+        SltaError: it has none that can be loaded.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(
+            reference.model.path,
+            revision=reference.model.revision,
+            trust_remote_code=trust_remote_code,
+            cache_dir=cache_dir,
+        )
+    except Exception as error:  # a tokenizer's own code may raise anything
+        reason = (str(error).strip() or type(error).__name__).split("\n")[0]
+        raise SltaError(f"{reference.model} has no usable tokenizer, which calibration needs: {reason}") from error
 
 
 def partial_folder(path: Path) -> Path:

@@ -18,7 +18,7 @@ from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.merge_methods import MergeMethodSpec
 from mergekit.options import MergeOptions
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from mergekit_slta.compatibility import (
     architecture_problem,
@@ -44,6 +44,7 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal import Needs, needs
 from mergekit_slta.headers import Headers, Model, adapter_headers, listed, open_model, weight_map
 from mergekit_slta.maps import output_head
+from mergekit_slta.measure import load_tokenizer
 from mergekit_slta.recipe import (
     CalibrationSettings,
     Expert,
@@ -269,7 +270,8 @@ class Case:
 
     @cached_property
     def _tokenizer(self) -> Callable[[ModelReference], PreTrainedTokenizerBase]:
-        return functools.cache(functools.partial(load_tokenizer, options=self.options))
+        options = self.options
+        return functools.cache(lambda r: load_tokenizer(r, options.trust_remote_code, options.transformers_cache))
 
 
 Check = Callable[[Case], list[str]]
@@ -540,24 +542,6 @@ def unknown_ids(case: Case, expert: Expert, drawn: CalibrationData) -> list[str]
         f"The tokenizer of the base model gives the token id {highest}, but the expert {model} has only "
         f"{size(model, 'vocab_size')} embeddings: choose one with the base model's vocabulary."
     ]
-
-
-def load_tokenizer(reference: ModelReference, options: MergeOptions) -> PreTrainedTokenizerBase:
-    """A model's own tokenizer; a merged adapter's folder has none.
-
-    Raises:
-        SltaError: it has none that can be loaded.
-    """
-    try:
-        return AutoTokenizer.from_pretrained(
-            reference.model.path,
-            revision=reference.model.revision,
-            trust_remote_code=options.trust_remote_code,
-            cache_dir=options.transformers_cache,
-        )
-    except Exception as error:  # a tokenizer's own code may raise anything
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0]
-        raise SltaError(f"{reference.model} has no usable tokenizer, which calibration needs: {reason}") from error
 
 
 def statistics_file(case: Case) -> list[str]:
