@@ -19,6 +19,7 @@ _EXPORTS = {
     "load": "mergekit_slta.statistics",
     "plan_linearity": "mergekit_slta.linearity",
     "save": "mergekit_slta.statistics",
+    "solve_model": "mergekit_slta.solved",
     "solve": "mergekit_slta.solver",
     "write_linearity": "mergekit_slta.linearity_page",
     "write_report": "mergekit_slta.report",

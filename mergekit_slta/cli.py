@@ -92,11 +92,11 @@ def _output_folder(command: Callable[..., None]) -> Callable[..., None]:
 def main() -> None:
     """Merge fine-tuned models with weights that are solved for, not searched for.
 
-    A recipe is a mergekit YAML file with 'merge_method: slta'. `check` it, then `merge` it (or run mergekit-yaml,
-    which does the same). To look at the weights first, or to solve several merges from one measurement: `calibrate`
-    writes a small statistics file, and `solve` gets merging weights and plain mergekit recipes from it in a second,
-    without models and without data; `report` shows what the merge keeps of each expert. `evaluate` tells how well the
-    merged model does, and `linearity` whether the experts are of a kind that can be merged.
+    A recipe is a mergekit YAML file with 'merge_method: slta' or 'featcal'. `check` it, then `merge` it (or run
+    mergekit-yaml, which does the same). To look at the weights of slta first, or to solve several merges from one
+    measurement: `calibrate` writes a small statistics file, and `solve` gets merging weights and plain mergekit recipes
+    from it in a second, without models and without data; `report` shows what the merge keeps of each expert. `evaluate`
+    tells how well the merged model does, and `linearity` whether the experts are of a kind that can be merged.
     """
 
 
@@ -376,8 +376,8 @@ def report(stats: str, folder: Path, transformers_cache: str | None) -> None:
 def merge(recipe: Path, out: str, **options: Any) -> None:
     """Merge RECIPE's models into the folder OUT, as mergekit-yaml does, with a check first.
 
-    For places where Python's start-up files are off and mergekit-yaml does not know 'slta'; takes all of
-    mergekit-yaml's options. Under torchrun the calibration is shared, and the first process merges.
+    For places where Python's start-up files are off and mergekit-yaml does not know our methods; takes all of
+    mergekit-yaml's options. Under torchrun all processes calibrate, and the first one merges.
     """
     from mergekit.merge import run_merge
 

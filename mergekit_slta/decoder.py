@@ -248,7 +248,8 @@ class Decoder:
         head = self.model.get_output_embeddings()
         embedding: Any = self.model.get_input_embeddings()
         name = next(name for name, weight in self.model.named_parameters() if weight is embedding.weight)
-        edges = {**edges, name: torch.zeros(1, embedding.weight.shape[1], device=self.device)}  # for the token id 0
+        rows, columns = embedding.weight.shape
+        edges = {**edges, name: torch.zeros(1, columns, device=self.device).expand(rows, columns)}
 
         def stop(states: torch.Tensor) -> torch.Tensor:
             raise _Reached((states,))

@@ -107,7 +107,8 @@ def needs(decoder: Decoder, experts: int, tokens: int, head: bool, compare: bool
     for state, maps in zip(states, groups_by_layer(decoder), strict=True):
         for group in maps.groups:
             sizes = [state[m.weight].shape[-2:][:: -1 if m.transposed else 1] for m in group.maps]
-            shapes.append((sizes[0][1], max(out for out, _ in sizes) if group.fused else sum(out for out, _ in sizes)))
+            together = [(inputs, outputs) for outputs, inputs in dict.fromkeys(map(tuple, sizes))]
+            shapes += together if group.fused else [(sizes[0][1], sum(outputs for outputs, _ in sizes))]
     sums = max(4 * inputs**2 + 3 * inputs * outputs for inputs, outputs in shapes)  # while they are solved
     width, widest = decoder.model.config.get_text_config().hidden_size, max(map(max, shapes[1:]))
     hidden = 2 * (3 if compare else 2) * tokens * width  # before and after a layer
@@ -143,7 +144,8 @@ class _FeatureMerge:
         """Solve the layers that are not solved yet, then the head, with at most ``positions`` tokens at once."""
         streams = self._streams(positions)
         for kept in dict.fromkeys(maps.kept for maps in self.maps if maps.kept):
-            LOG.info("Never solved, so the anchor's: %s", ", ".join(kept))
+            numbered = any(part.isdigit() for name in kept for part in name.split("."))  # most of a mixture's weights
+            LOG.log(logging.WARNING if numbered else logging.INFO, "Never solved, so the anchor's: %s", ", ".join(kept))
         done = sum(len(maps.groups) for maps in self.maps[: self.layers])
         self.progress("embeddings", done * streams.samples)
         for layer in range(self.layers, len(self.decoder)):
@@ -177,7 +179,7 @@ class _FeatureMerge:
         anchor, experts, maps = self.anchor.blend(names, read), read[1:], self.maps[layer]
         solver = LayerSolver(self.decoder, layer, maps, anchor, experts, streams, self.regression, self.ranks)
         for group in maps.groups:
-            solver.solve(group, functools.partial(self.progress, f"layer {layer + 1}/{len(self.decoder)}, {group}"))
+            solver.solve(group, functools.partial(self.progress, f"layer {layer} of {len(self.decoder)}, {group}"))
         errors = self._advance_streams(solver, anchor, streams)
         return {names[key]: tensor for key, tensor in solver.merged.items()} | errors
 
@@ -209,18 +211,19 @@ class _FeatureMerge:
         anchor = self._read(self.anchor, names)
         rows, columns = head.matrix(anchor).shape
         step = max(1, HEAD_ELEMENTS // columns)
-        changes = [self._change_head(head, anchor, slice(i, i + step), streams) for i in range(0, rows, step)]
-        if any(change.ridge is None for change in changes):
-            LOG.warning("The output head keeps the anchor's weights (no solution at any ridge)")
-            return {}
-        largest = max(change.ridge for change in changes if change.ridge is not None)
-        if largest > max(self.regression.ridge, SMALLEST_RIDGE):
-            LOG.warning("The output head needed a ridge of %g", largest)
-        solved = {head.weight: (head.matrix(anchor) + torch.cat([change.matrix for change in changes])).float()}
-        if head.bias is not None:
-            own = torch.stack([self._read(expert, [head.bias])[head.bias] for expert in self.experts])
-            parts = zip(changes, anchor[head.bias].split(step), own.split(step, 1), strict=True)
-            solved[head.bias] = torch.cat([change.offset(bias, biases) for change, bias, biases in parts])
+        solved = {name: tensor.clone() for name, tensor in anchor.items()}
+        for start in range(0, rows, step):
+            part = slice(start, start + step)
+            change = self._change_head(head, anchor, part, streams)
+            if change.ridge is None:
+                LOG.warning("The output head keeps the anchor's weights (no solution at any ridge)")
+                return {}
+            if change.ridge > max(self.regression.ridge, SMALLEST_RIDGE):
+                LOG.warning("The output head needed a ridge of %g", change.ridge)
+            solved[head.weight][part] += change.matrix
+            if head.bias is not None:
+                own = torch.stack([self._read(expert, [head.bias])[head.bias] for expert in self.experts])
+                solved[head.bias][part] = change.offset(anchor[head.bias][part], own[:, part])
         return solved
 
     def _change_head(self, head: LinearMap, anchor: Weights, rows: slice, streams: Streams) -> Change:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from mergekit_slta.decoder import Decoder
+from mergekit_slta.decoder import Decoder, LayerRun
 from mergekit_slta.maps import LinearMap, is_fused, linear_maps
 
 
@@ -91,16 +89,16 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
         else:
             groups.append(MapGroup(child, module, maps, fused))
         previous = None if fused else same
-    groups = [replace(group, empty=_empty_beside(group, trace.outputs)) for group in groups]
+    groups = [replace(group, empty=_empty_beside(group, trace)) for group in groups]
     kept = [m.name for maps in by_module.values() for m in maps if m.name not in solved]
     return LayerMaps(tuple(groups), tuple(kept), trace.changed)
 
 
-def _empty_beside(group: MapGroup, outputs: Mapping[str, Any]) -> int | None:
-    returned = outputs[group.child]
+def _empty_beside(group: MapGroup, trace: LayerRun) -> int | None:
+    returned = trace.outputs[group.child]
     first, *rest = returned if isinstance(returned, tuple) and len(returned) > 1 else [returned]
-    closes = len(group.maps) == 1 and first is outputs[group.module] and not any(part is not None for part in rest)
-    return len(rest) if closes else None
+    same = first is trace.outputs[group.module] and group.module not in trace.changed
+    return len(rest) if len(group.maps) == 1 and same and not any(part is not None for part in rest) else None
 
 
 def _sees_all_tokens(module: str, given: tuple[object, ...]) -> bool:

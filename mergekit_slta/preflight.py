@@ -129,7 +129,7 @@ def examine(
     ]
     notes: list[Check] = [few_records, unseen_tensors]
     if merging:
-        checks += [tensor_types, planned_tensors, vocabularies, scratch_folder, disk_space]
+        checks += [tensor_types, planned_tensors, vocabularies, folders, disk_space]
         notes += [feature_merge_needs, precision, no_tokenizer, card_lookup]
     return Findings(
         list(dict.fromkeys(sentence for check in checks for sentence in check(case))),
@@ -345,6 +345,18 @@ def aligns_vocabularies(case: Case) -> bool:
     return bool(case.config.tokenizer or case.config.tokenizer_source)
 
 
+def changes_rows(case: Case) -> bool:
+    """Whether mergekit gives the models' embeddings other rows than they have."""
+    config, base = case.config, case.base
+    made = config.tokenizer
+    if base is None or (made.source if made else config.tokenizer_source) != "base":
+        return True
+    if made and (made.tokens or made.pad_to_multiple_of):
+        return True
+    tokenizer = attempt(case._tokenizer, base.reference)
+    return isinstance(tokenizer, SltaError) or len(tokenizer) != size(base, "vocab_size")
+
+
 def moved_ids(case: Case) -> list[str]:
     """Experts that would misread the base model's token ids, which no alignment of tensors changes."""
     problems = (moved_tokens_problem(base, expert) for base, expert in case.siblings)
@@ -447,7 +459,7 @@ def output_problems(case: Case, decoder: Decoder) -> list[str]:
         if (averaged or solved) and size(base, "vocab_size") != size(expert, "vocab_size")
     ] + (
         ["mergekit gives the output head the rows of the recipe's 'tokenizer': set 'head: false', or leave it out."]
-        if solved and aligns_vocabularies(case)
+        if solved and aligns_vocabularies(case) and changes_rows(case)
         else []
     )
 
@@ -566,16 +578,15 @@ def statistics_file(case: Case) -> list[str]:
     return []
 
 
-def scratch_folder(case: Case) -> list[str]:
-    """A folder for the layers of a feature merge that cannot be made or written to."""
-    if not case.shared("scratch"):
-        return []
-    folder = nearest_folder(Path(case.shared("scratch")))
-    if folder.is_dir() and os.access(folder, os.W_OK):
-        return []
-    return [
-        f"The layers cannot be solved into {case.shared('scratch')}, {folder} is no folder to write to: name another."
-    ]
+def folders(case: Case) -> list[str]:
+    """Folders for the report and for the layers of a feature merge that cannot be made or written to."""
+    problems = []
+    for name in ("scratch", "report"):
+        given = case.shared(name)
+        nearest = nearest_folder(Path(given)) if given else None
+        if nearest is not None and not (nearest.is_dir() and os.access(nearest, os.W_OK)):
+            problems.append(f"'{name}: {given}' cannot be made, {nearest} is no folder to write to: name another.")
+    return problems
 
 
 # Space
@@ -621,11 +632,7 @@ def adapter_needs(case: Case) -> list[tuple[Path, str, int]]:
 def scratch_need(case: Case) -> list[tuple[Path, str, int]]:
     """The folder that a feature merge is solved into, and its size."""
     needed = case.needs
-    if needed is None:
-        return []
-    folder = scratch_root(case.shared("scratch"))
-    there = sum(file.stat().st_size for file in folder.glob("featcal-*/*"))  # this merge's own, if it was interrupted
-    return [(folder, "the layers as they are solved", max(0, needed.disk - there))]
+    return [(scratch_root(case.shared("scratch")), "the layers as they are solved", needed.disk)] if needed else []
 
 
 def stored_bytes(model: Model, dtype: str | None) -> int:
@@ -675,10 +682,18 @@ def feature_merge_needs(case: Case) -> list[str]:
     needed = case.needs
     if needed is None:
         return []
-    return [
+    root = scratch_root(case.shared("scratch"))
+    said = [
         f"'{case.spec.name}' takes about {gigabytes(needed.memory)} of memory while it solves, and "
-        f"{gigabytes(needed.disk)} on the disk with {scratch_root(case.shared('scratch'))} until the output is written."
+        f"{gigabytes(needed.disk)} on the disk with {root} until the output is written."
     ]
+    left = sum(file.stat().st_size for file in root.glob("featcal-*/*"))
+    if left:
+        said.append(
+            f"{root} holds {gigabytes(left)} of merges that did not finish: this one goes on if it is among them; "
+            "delete the folders featcal-* of those that are not wanted."
+        )
+    return said
 
 
 def precision(case: Case) -> list[str]:

@@ -27,6 +27,7 @@ from mergekit_slta.submodules import TensorWeights, resolve_name
 
 LOG = logging.getLogger(__name__)
 
+FORMAT = 1  # of what is in the folder, and of how it is solved
 ANCHOR_LEVEL = "attn_mlp"  # of the merging weights of 'anchor: slta'
 
 
@@ -92,7 +93,8 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings) -> SolvedMode
     data = experiment.load_data(experiment.recipe.experts)
     tasks = [samples.token_ids for samples in data]
     fingerprint = experiment.fingerprint(data).model_dump(mode="json")
-    asked = settings.model_dump(include={"ridge", "anchor", "teacher", "head"}) | {"compare": bool(settings.report)}
+    asked = settings.model_dump(include={"ridge", "anchor", "teacher", "head"})
+    asked |= {"compare": bool(settings.report), "format": FORMAT}
     partial = Partial(_folder(settings, fingerprint | asked), fingerprint | asked)
     experiment.ranks.wait()
     partial.begin()
@@ -102,8 +104,9 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings) -> SolvedMode
 
 
 def _solve(experiment: Experiment, settings: FeatcalSettings, decoder: Decoder, tasks: Tasks, partial: Partial) -> None:
-    experiment.check_edges(decoder, experts=settings.head or settings.anchor == "average")
-    if settings.head and output_head(decoder) is None:
+    head = settings.head and output_head(decoder) is not None
+    experiment.check_edges(decoder, experts=head or settings.anchor == "average")
+    if settings.head and not head:
         LOG.warning("The output head is the embedding too, so it stays the anchor's ('head' is off).")
     anchor = _anchor(experiment, settings, decoder)
     total = stages(decoder, settings.head) * sum(map(len, tasks)) // experiment.ranks.count

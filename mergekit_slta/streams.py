@@ -110,7 +110,8 @@ def halving_batches(
             if batch_tokens or ranks.count > 1 or positions <= longest:
                 raise SltaError(
                     f"{positions} token positions at once do not fit into the memory of {decoder.device}: "
-                    "lower 'batch_tokens', and 'max_tokens' if one sample is too long."
+                    "lower 'batch_tokens', and 'max_tokens' if one sample is too long; if that does not help, the "
+                    "layers themselves are too large for it."
                 ) from error
             positions //= 2
             LOG.warning("Out of memory on %s: going on with %d token positions at once", decoder.device, positions)

@@ -443,7 +443,7 @@ def test_progress_counts_every_sample_at_every_stage(
     decoder = Decoder(family.config)
     assert sum(samples for _, samples in seen) == stages(decoder, head) * sum(map(len, family.token_ids()))
     named = [stage for stage, _ in seen]
-    assert f"layer 1/{LAYERS}, self_attn.q_proj/k_proj/v_proj" in named
+    assert f"layer 0 of {LAYERS}, self_attn.q_proj/k_proj/v_proj" in named
     assert ("output head" in named) == (head and output_head(decoder) is not None)
 
 
@@ -452,7 +452,9 @@ class Interrupted(Exception):
 
 
 @pytest.mark.parametrize("batch_tokens", [40, 1])
-@pytest.mark.parametrize("stage", ["layer 1/3, mlp", "layer 2/3, self_attn.q", "layer 3/3, mlp.down", "output head"])
+@pytest.mark.parametrize(
+    "stage", ["layer 0 of 3, mlp", "layer 1 of 3, self_attn.q", "layer 2 of 3, mlp.down", "output head"]
+)
 def test_goes_on_from_the_last_finished_layer(stage: str, batch_tokens: int, llama: Family, tmp_path: Path) -> None:
     def interrupt(name: str, samples: int) -> None:
         if name.startswith(stage):
@@ -461,7 +463,7 @@ def test_goes_on_from_the_last_finished_layer(stage: str, batch_tokens: int, lla
     with pytest.raises(Interrupted):
         families.feature_merge(llama, tmp_path / "cut", batch_tokens=40, compare=True, progress=interrupt)
     kept = {file: file.stat().st_mtime_ns for file in (tmp_path / "cut").glob("layer-*")}
-    assert len(kept) == (3 if stage == "output head" else int(stage.split("/")[0][-1]) - 1)
+    assert len(kept) == (3 if stage == "output head" else int(stage.split()[1]))
     LoaderCache.loaders.clear()
     seen: list[int] = []
     went_on = functools.partial(families.feature_merge, llama, tmp_path / "cut", batch_tokens=batch_tokens)
@@ -527,6 +529,14 @@ def peak_of(family: Family, tasks: Tasks, folder: Path, answer: Connection) -> N
     ended.set()
     sampler.join()
     answer.send(peak - before)
+
+
+@pytest.mark.parametrize("pad", [None, 2, -1])
+def test_the_head_is_solved_whatever_token_pads(pad: int | None, make_family: MakeFamily, tmp_path: Path) -> None:
+    family = make_family(families.config_of("llama", pad_token_id=pad))
+    head = families.feature_merge(family, tmp_path).tensor("lm_head.weight")
+    assert head is not None and head.isfinite().all()
+    assert not torch.equal(head.double(), family.model(0).state_dict()["lm_head.weight"])
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's account of anonymous memory")

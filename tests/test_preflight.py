@@ -857,6 +857,29 @@ def test_a_head_that_mergekit_gives_other_rows_cannot_be_solved(source: str, fam
     assert merged["lm_head.weight"].shape == merged["model.embed_tokens.weight"].shape
 
 
+def test_a_head_may_be_solved_if_the_base_models_tokenizer_changes_no_row(make_family: MakeFamily) -> None:
+    tokens = len(transformers.AutoTokenizer.from_pretrained(make_family().base))
+    recipe = feature_recipe(make_family(families.config_of("llama", vocab_size=tokens)))
+    base: dict[str, Any] = {"source": "base"}
+    assert problems(recipe | {"tokenizer_source": "base"}) == problems(recipe | {"tokenizer": base}) == []
+    assert "'head: false'" in only(recipe | {"tokenizer_source": "union"})
+    assert "'head: false'" in only(recipe | {"tokenizer": base | {"pad_to_multiple_of": 64}})
+
+
+def test_what_unfinished_merges_left_is_said(family: Family, tmp_path: Path) -> None:
+    left = tmp_path / "scratch" / "featcal-0123" / "layer-0000.safetensors"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(bytes(2 * 10**6))
+    notes = look(feature_recipe(family, scratch=str(tmp_path / "scratch"))).notes
+    assert notes[1].startswith(f"{tmp_path}/scratch holds 2.0 MB of merges that did not finish")
+
+
+def test_a_report_needs_a_folder(family: Family, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for recipe in (feature_recipe, families.recipe):
+        assert f"'report: {tmp_path}/file'" in only(recipe(family, samples=6, report=str(tmp_path / "file")))
+
+
 @pytest.mark.parametrize("head", [True, False])
 def test_an_expert_with_other_ids_cannot_run_on_the_base_models(head: bool, family: Family) -> None:
     """Its own stream would read the base model's token ids; mergekit aligns its tensors, not its samples."""

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 
 from mergekit_slta import featcal, methods, solved
 from mergekit_slta.errors import SltaError
+from mergekit_slta.page import Page
 from mergekit_slta.recipe import FeatcalSettings, shared_settings
 from mergekit_slta.resume import Partial
 from mergekit_slta.solved import SolvedModel, solve_model
@@ -276,9 +277,13 @@ def test_what_a_failed_merge_left_is_no_business_of_another_method(
 
 
 def test_it_is_kept_if_the_report_cannot_be_written(llama: Family, tmp_path: Path, merges: list[Path]) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(SltaError, match="The report cannot be written to .*: name another folder"):
-        families.merge(recipe(llama, report=str(tmp_path / "file")), tmp_path / "out")
+    def full(page: Page, folder: Path, name: str) -> Path:
+        raise OSError("No space left")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Page, "write", full)
+        with pytest.raises(SltaError, match="The report cannot be written to .*: name another folder"):
+            families.merge(recipe(llama, report=str(tmp_path / "other")), tmp_path / "out")
     assert len(scratch_folders()) == 1
     families.merge(recipe(llama, report=str(tmp_path / "folder")), tmp_path / "out")
     assert len(merges) == 1

@@ -115,10 +115,10 @@ def _forward(models: list[Module], batches: list[Batch], device: str) -> None:
 
 def _products(decoder: Decoder, sizes: list[int], device: str) -> None:
     for inputs, outputs in _groups(decoder):
+        features, targets = (torch.ones(max(sizes), width, device=device) for width in (inputs, outputs))
         for size in sizes:
-            features = torch.zeros(size, inputs, device=device)
-            features.T @ features
-            features.T @ torch.zeros(size, outputs, device=device)
+            features[:size].T @ features[:size]
+            features[:size].T @ targets[:size]
     _wait(device)
 
 
