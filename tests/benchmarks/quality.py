@@ -4,7 +4,9 @@
 
 Prints one JSON line per seed: the three-way average of exact matches of the best task arithmetic of the quickstart's
 grid (picked on the held-out prompts themselves), of slta, of RegMean++ (``regmean.py``) and of featcal, the last two by
-number of samples per task.
+number of samples per task. ``--massive`` merges, by featcal only, copies of the family into which dimensions are
+planted that are a thousand times larger than the others, in the inputs of every map or at the first token only,
+without changing what the models compute.
 """
 
 from __future__ import annotations
@@ -73,18 +75,65 @@ def _compare(models: family.Family, folder: Path, seed: int) -> dict[str, float]
 def _with_massive_activations(models: family.Family, folder: Path, seed: int) -> dict[str, float]:
     """featcal's score on a copy of the family with massive activations, and on the family itself."""
     scores = {"featcal": _score(folder, "featcal", quickstart.recipes(models, folder, ())["featcal"], seed)}
-    planted = folder / "massive"
-    shutil.rmtree(planted, ignore_errors=True)
-    shutil.copytree(folder / "family", planted / "family")
-    copies = family.train_family(planted / "family", seed, short=False)  # finds the copy, and trains nothing
-    for model in (copies.base, *copies.experts.values()):
-        _plant(model / "model.safetensors")
-    recipe = quickstart.recipes(copies, planted, ())["featcal"]
-    return scores | {"featcal, massive activations": _score(planted, "featcal", recipe, seed)}
+    for name, plant in {"massive": _plant, "massive first token": _plant_at_first_token}.items():
+        planted = folder / name.replace(" ", "-")
+        shutil.rmtree(planted, ignore_errors=True)
+        shutil.copytree(folder / "family", planted / "family")
+        copies = family.train_family(planted / "family", seed, short=False)  # finds the copy, and trains nothing
+        plant(copies)
+        recipe = quickstart.recipes(copies, planted, ())["featcal"]
+        scores[f"featcal, {name}"] = _score(planted, "featcal", recipe, seed)
+    return scores
 
 
-def _plant(file: Path) -> None:
+def _plant(models: family.Family) -> None:
     """Scale three input dimensions of every map up, and the weights that read them down."""
+    for model in (models.base, *models.experts.values()):
+        _scale_dimensions(model / "model.safetensors")
+
+
+def _plant_at_first_token(models: family.Family) -> None:
+    """Give every MLP three more neurons that are about a thousand at the first token, and that nothing reads."""
+    rows = _first_token_detectors(models)
+    for model in (models.base, *models.experts.values()):
+        file = model / "model.safetensors"
+        tensors = load_file(file)
+        for layer, row in enumerate(rows):
+            gate, up, down = (f"model.layers.{layer}.mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
+            tensors[gate] = torch.cat([tensors[gate], row.expand(3, -1)])
+            tensors[up] = torch.cat([tensors[up], row * torch.tensor([[1.0], [0.7], [-1.2]])])
+            tensors[down] = torch.cat([tensors[down], torch.zeros(len(row), 3)], 1)
+        save_file(tensors, file, metadata={"format": "pt"})
+        config = json.loads((model / "config.json").read_text())
+        config["intermediate_size"] += 3
+        (model / "config.json").write_text(json.dumps(config))
+
+
+@torch.no_grad()
+def _first_token_detectors(models: family.Family) -> list[torch.Tensor]:
+    """For every layer, what makes an MLP's input [D] the root of MASSIVE at the first token, and negative at others."""
+    base = AutoModelForCausalLM.from_pretrained(models.base)
+    tokenizer = AutoTokenizer.from_pretrained(models.base)
+    inputs: list[list[torch.Tensor]] = [[] for _ in base.model.layers]
+    for layer, seen in zip(base.model.layers, inputs, strict=True):
+
+        def record(module: torch.nn.Module, args: tuple[torch.Tensor], seen: list[torch.Tensor] = seen) -> None:
+            seen.append(args[0][0].double())
+
+        layer.mlp.register_forward_pre_hook(record)
+    for file in models.calibration.values():
+        for line in file.read_text().splitlines()[:100]:
+            base(torch.tensor([tokenizer(json.loads(line)["text"])["input_ids"]]))
+    rows = []
+    for seen in inputs:
+        others = torch.cat([sample[1:] for sample in seen])
+        features = torch.cat([seen[0][:1].expand(len(others), -1), others])
+        wanted = torch.cat([torch.full((len(others),), MASSIVE**0.5), torch.full((len(others),), -8.0)]).double()
+        rows.append(torch.linalg.lstsq(features, wanted[:, None], driver="gelsd").solution[:, 0].float())
+    return rows
+
+
+def _scale_dimensions(file: Path) -> None:
     tensors = load_file(file)
     generator = torch.Generator().manual_seed(0)
     for name in [name for name in tensors if name.endswith("input_layernorm.weight")]:
