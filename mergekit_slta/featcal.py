@@ -28,7 +28,7 @@ from mergekit_slta.decoder import Decoder, Weights
 from mergekit_slta.layer_solver import EXPERT, MERGED, LayerSolver, Regression
 from mergekit_slta.map_groups import groups_by_layer
 from mergekit_slta.maps import LinearMap, output_head
-from mergekit_slta.normal import SMALLEST_RIDGE, Change, NormalEquations
+from mergekit_slta.normal import Change, NormalEquations
 from mergekit_slta.products import fast_products
 from mergekit_slta.ranks import Ranks
 from mergekit_slta.resume import Partial
@@ -139,13 +139,13 @@ class _FeatureMerge:
         self.maps = groups_by_layer(self.decoder)
         self.layers = self.partial.finished_layers()
         self.hidden = self.partial.hidden(self.layers - 1) if self.layers else None
+        for kept in dict.fromkeys(maps.kept for maps in self.maps if maps.kept):
+            numbered = any(part.isdigit() for name in kept for part in name.split("."))  # most of a mixture's weights
+            LOG.log(logging.WARNING if numbered else logging.INFO, "Never solved, so the anchor's: %s", ", ".join(kept))
 
     def run(self, positions: int) -> None:
         """Solve the layers that are not solved yet, then the head, with at most ``positions`` tokens at once."""
         streams = self._streams(positions)
-        for kept in dict.fromkeys(maps.kept for maps in self.maps if maps.kept):
-            numbered = any(part.isdigit() for name in kept for part in name.split("."))  # most of a mixture's weights
-            LOG.log(logging.WARNING if numbered else logging.INFO, "Never solved, so the anchor's: %s", ", ".join(kept))
         done = sum(len(maps.groups) for maps in self.maps[: self.layers])
         self.progress("embeddings", done * streams.samples)
         for layer in range(self.layers, len(self.decoder)):
@@ -212,18 +212,19 @@ class _FeatureMerge:
         rows, columns = head.matrix(anchor).shape
         step = max(1, HEAD_ELEMENTS // columns)
         solved = {name: tensor.clone() for name, tensor in anchor.items()}
+        bias = head.bias
+        offsets = torch.stack([self._read(expert, [bias])[bias] for expert in self.experts]) if bias else None
         for start in range(0, rows, step):
             part = slice(start, start + step)
             change = self._change_head(head, anchor, part, streams)
             if change.ridge is None:
                 LOG.warning("The output head keeps the anchor's weights (no solution at any ridge)")
                 return {}
-            if change.ridge > max(self.regression.ridge, SMALLEST_RIDGE):
+            if change.enlarged:
                 LOG.warning("The output head needed a ridge of %g", change.ridge)
             solved[head.weight][part] += change.matrix
-            if head.bias is not None:
-                own = torch.stack([self._read(expert, [head.bias])[head.bias] for expert in self.experts])
-                solved[head.bias][part] = change.offset(anchor[head.bias][part], own[:, part])
+            if bias is not None and offsets is not None:
+                solved[bias][part] = change.offset(anchor[bias][part], offsets[:, part])
         return solved
 
     def _change_head(self, head: LinearMap, anchor: Weights, rows: slice, streams: Streams) -> Change:

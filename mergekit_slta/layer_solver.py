@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from mergekit_slta.decoder import Decoder, Weights
 from mergekit_slta.map_groups import LayerMaps, MapGroup
 from mergekit_slta.maps import LinearMap, fused_hidden
-from mergekit_slta.normal import SMALLEST_RIDGE, NormalEquations
+from mergekit_slta.normal import NormalEquations
 from mergekit_slta.ranks import Ranks
 from mergekit_slta.streams import Streams
 
@@ -230,7 +230,7 @@ class LayerSolver:
         if change.ridge is None:
             self._kept.append(f"{names} (no solution at any ridge)")
             return
-        if change.ridge > max(self.regression.ridge, SMALLEST_RIDGE):
+        if change.enlarged:
             LOG.warning("Layer %d: %s needed a ridge of %g", self.layer, names, change.ridge)
         start = 0
         for linear_map in maps:

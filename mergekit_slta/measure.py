@@ -333,8 +333,12 @@ def partial_folder(path: Path) -> Path:
 
 def cache_file(fingerprint: Fingerprint, levels: Sequence[str]) -> Path:
     """Where statistics go that a recipe names no file for."""
-    content = json.dumps([fingerprint.model_dump(mode="json"), sorted(levels)], sort_keys=True)
-    return cache_folder() / f"{hashlib.sha256(content.encode()).hexdigest()[:32]}.safetensors"
+    return cache_folder() / f"{digest([fingerprint.model_dump(mode='json'), sorted(levels)])}.safetensors"
+
+
+def digest(content: object) -> str:
+    """A short name for what JSON can hold, equal for equal content."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def cache_folder() -> Path:

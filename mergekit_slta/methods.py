@@ -181,17 +181,21 @@ class CalibratedMethod(GroupMergeMethod):
                 )
 
 
+def _spec(name: str, pretty_name: str, paper: str, settings: type[CalibrationSettings]) -> MergeMethodSpec:
+    return MergeMethodSpec(
+        name=name,
+        parameters=parameter_specs(settings, ExpertSettings),
+        contract=InputContract(base=BasePolicy.REQUIRED, min_non_base=1),
+        pretty_name=pretty_name,
+        reference_url=paper,
+    )
+
+
 class SltaMethod(CalibratedMethod):
     """Submodule Linearity for Task Arithmetic (arXiv 2504.10902): merging weights in closed form per submodule."""
 
     settings = SltaSettings
-    spec = MergeMethodSpec(
-        name="slta",
-        parameters=parameter_specs(SltaSettings, ExpertSettings),
-        contract=InputContract(base=BasePolicy.REQUIRED, min_non_base=1),
-        pretty_name="SLTA",
-        reference_url="https://arxiv.org/abs/2504.10902",
-    )
+    spec = _spec("slta", "SLTA", "https://arxiv.org/abs/2504.10902", SltaSettings)
 
     def compute(self, experiment: Experiment, settings: SltaSettings) -> TensorWeights:
         """The merging weights of every tensor."""
@@ -209,13 +213,7 @@ class FeatcalMethod(CalibratedMethod):
     """Every linear map by least squares on the features of the experts (after RegMean++ and FeatCal)."""
 
     settings = FeatcalSettings
-    spec = MergeMethodSpec(
-        name="featcal",
-        parameters=parameter_specs(FeatcalSettings, ExpertSettings),
-        contract=InputContract(base=BasePolicy.REQUIRED, min_non_base=1),
-        pretty_name="FeatCal",
-        reference_url="https://arxiv.org/abs/2605.13030",
-    )
+    spec = _spec("featcal", "FeatCal", "https://arxiv.org/abs/2605.13030", FeatcalSettings)
 
     def compute(self, experiment: Experiment, settings: FeatcalSettings) -> SolvedModel:
         """The merged model's tensors, in the scratch folder."""

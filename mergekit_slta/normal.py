@@ -35,12 +35,14 @@ class Change:
         mean: the mean residual [d_out] that is left, weighted as in the regression.
         shares: each task's weight [T] in that mean.
         ridge: the ridge that was used; None where no ridge made the equations solvable.
+        enlarged: whether that is more than was asked for.
     """
 
     matrix: torch.Tensor
     mean: torch.Tensor
     shares: torch.Tensor
     ridge: float | None
+    enlarged: bool
 
     def offset(self, anchor: torch.Tensor, own: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
         """The bias of some rows: the mean residual for any ridge in use, the anchor's for an endless one.
@@ -122,14 +124,14 @@ class NormalEquations:
         _, cross, input_sum, residual_sum, _ = self._sums
         masses = torch.stack(self._masses)
         mass = masses.sum().clamp_min(torch.finfo(torch.float64).tiny)
-        matrix, used = torch.zeros_like(cross.T), None
+        matrix, used, enlarged = torch.zeros_like(cross.T), None, False
         for factor in LARGER_RIDGES:
             ridge = max(self._ridge, SMALLEST_RIDGE) * factor
             solution = self._try(ridge)
             if solution is not None:
-                matrix, used = solution, ridge
+                matrix, used, enlarged = solution, ridge, factor > 1
                 break
-        return Change(matrix, (residual_sum - matrix @ input_sum) / mass, masses / mass, used)
+        return Change(matrix, (residual_sum - matrix @ input_sum) / mass, masses / mass, used, enlarged)
 
     def _try(self, ridge: float) -> torch.Tensor | None:
         """D [d_out, d_in], or None where the equations are singular or not finite."""

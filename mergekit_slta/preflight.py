@@ -563,7 +563,7 @@ def statistics_file(case: Case) -> list[str]:
         return [path.message] if path else []
     if not path.exists():
         parent = nearest_folder(path)
-        if parent.is_dir() and os.access(parent, os.W_OK):
+        if is_writable(parent):
             return []
         return [f"The statistics file {path} cannot be written, {parent} is no folder to write to: name another."]
     found = attempt(load, path)
@@ -584,7 +584,7 @@ def folders(case: Case) -> list[str]:
     for name in ("scratch", "report"):
         given = case.shared(name)
         nearest = nearest_folder(Path(given)) if given else None
-        if nearest is not None and not (nearest.is_dir() and os.access(nearest, os.W_OK)):
+        if nearest is not None and not is_writable(nearest):
             problems.append(f"'{name}: {given}' cannot be made, {nearest} is no folder to write to: name another.")
     return problems
 
@@ -647,6 +647,11 @@ def stored_bytes(model: Model, dtype: str | None) -> int:
 def nearest_folder(path: Path) -> Path:
     """The path itself, or the nearest of the folders above it that is there."""
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+
+
+def is_writable(folder: Path) -> bool:
+    """Whether files and folders can be made in it."""
+    return folder.is_dir() and os.access(folder, os.W_OK)
 
 
 def gigabytes(nbytes: int) -> str:

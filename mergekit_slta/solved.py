@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import shutil
 from collections.abc import Mapping
@@ -19,7 +17,7 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal import ERRORS, feature_merge, stages
 from mergekit_slta.layer_solver import Regression
 from mergekit_slta.maps import output_head
-from mergekit_slta.measure import Experiment, cache_folder
+from mergekit_slta.measure import Experiment, cache_folder, digest
 from mergekit_slta.recipe import FeatcalSettings, calibration_problems
 from mergekit_slta.resume import Partial
 from mergekit_slta.streams import Tasks
@@ -46,7 +44,7 @@ class SolvedModel:
         self._partial = partial
 
     def tensor(self, name: str) -> torch.Tensor | None:
-        """A tensor [..] float32 by its name in mergekit's plan; None if it is the anchor's and lies outside the layers.
+        """A float32 tensor by its name in mergekit's plan; None if it is the anchor's and lies outside the layers.
 
         Raises:
             SltaError: the plan wants the experts of a mixture one by one.
@@ -61,9 +59,10 @@ class SolvedModel:
             return tensors.get_tensor(found) if found in tensors.keys() else None  # noqa: SIM118
 
     def errors(self) -> dict[str, torch.Tensor]:
-        """How far each layer's output is from the experts', by whose output it is and task [layers, T]; NaN if unknown.
+        """How far each layer's output is from the experts', by whose output it is and task [layers, T].
 
-        The mean over the task's tokens of |h - h_t| / |h_t|, with h_t what expert t's own forward pass gives.
+        The mean over the task's tokens of |h - h_t| / |h_t|, with h_t what expert t's own forward pass gives. The
+        anchor's errors are there only if they were asked for.
         """
         found: dict[str, list[torch.Tensor]] = {name: [] for name in ERRORS.values()}
         for layer in range(len(self.decoder)):
@@ -149,5 +148,4 @@ def scratch_root(scratch: str) -> Path:
 
 
 def _folder(settings: FeatcalSettings, content: Mapping[str, object]) -> Path:
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    return scratch_root(settings.scratch) / f"featcal-{digest[:32]}"
+    return scratch_root(settings.scratch) / f"featcal-{digest(content)}"

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import families
+import memory
 import pytest
 import reference
 import torch
@@ -214,28 +214,14 @@ WIDE = {
 }
 
 
-def anonymous_memory() -> int:
-    """Bytes that belong to this process alone; what is mapped from files is not counted."""
-    status = Path("/proc/self/status").read_text()
-    return int(re.findall(r"RssAnon:\s+(\d+) kB", status)[0]) * 1024
-
-
 def measure_peak(folders: list[Path], tasks: list[list[list[int]]], answer: Connection) -> None:
     """What a process does: report how much memory a calibration takes at most, above what it took before."""
-    before, peak, ended = anonymous_memory(), 0, threading.Event()
 
-    def sample() -> None:
-        nonlocal peak
-        while not ended.wait(0.002):
-            peak = max(peak, anonymous_memory())
+    def measure() -> None:
+        models = families.checkpoints(folders)
+        calibrate(Decoder(models[0].config), models, tasks, ["attn_mlp"])
 
-    sampler = threading.Thread(target=sample)
-    sampler.start()
-    models = families.checkpoints(folders)
-    calibrate(Decoder(models[0].config), models, tasks, ["attn_mlp"])
-    ended.set()
-    sampler.join()
-    answer.send(peak - before)
+    answer.send(memory.peak_of(measure))
 
 
 def deeper(folder: Path, target: Path, times: int) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import re
-import threading
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -13,13 +12,14 @@ from typing import Any
 
 import families
 import featcal_reference
+import memory
 import pytest
 import torch
 from conftest import MakeFamily
 from families import ARCHITECTURES, LAYERS, UNSPLIT, VOCABULARY, Family
 from mergekit.io.tasks import LoaderCache
 from safetensors.torch import load_file, save_file
-from test_calibrate import WIDE, anonymous_memory, deeper
+from test_calibrate import WIDE, deeper
 
 from mergekit_slta import normal
 from mergekit_slta.anchor import Anchor
@@ -516,19 +516,7 @@ def test_batches_that_a_recipe_asks_for_are_not_halved(small_memory: list[int], 
 def peak_of(family: Family, tasks: Tasks, folder: Path, answer: Connection) -> None:
     """What a process does: report how much memory a merge takes at most, above what it took before."""
     families.feature_merge(families.make_family(folder / "warm"), folder / "warm" / "state")
-    before, peak, ended = anonymous_memory(), 0, threading.Event()
-
-    def sample() -> None:
-        nonlocal peak
-        while not ended.wait(0.002):
-            peak = max(peak, anonymous_memory())
-
-    sampler = threading.Thread(target=sample)
-    sampler.start()
-    families.feature_merge(family, folder / "state", tasks=tasks, compare=True)
-    ended.set()
-    sampler.join()
-    answer.send(peak - before)
+    answer.send(memory.peak_of(lambda: families.feature_merge(family, folder / "state", tasks=tasks, compare=True)))
 
 
 @pytest.mark.parametrize("pad", [None, 2, -1])
