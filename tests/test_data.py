@@ -528,7 +528,7 @@ def test_fewer_than_asked_is_a_warning(
     drawn = load(source, plain_tokenizer, samples=30)
     assert sorted(drawn.records) == [0, 2]
     assert drawn.skipped == 1
-    (shortage,) = [record.getMessage() for record in caplog.records if "30" in record.getMessage()]
+    (shortage,) = [record.getMessage() for record in caplog.records if "of 30 asked" in record.getMessage()]
     assert source in shortage and "2 usable" in shortage
 
 
