@@ -49,6 +49,7 @@ DETERMINED = (
     "falcon_h1",
 )
 EXACT = Regression(ridge=1e-9)
+ALWAYS = 48 * 2**20  # bytes of work space that a process takes whatever the size of the model
 
 State = dict[str, torch.Tensor]
 Tasks = list[list[list[int]]]
@@ -546,7 +547,7 @@ def test_memory_does_not_grow_with_the_number_of_layers(
     expected = needs(Decoder(deep.config), 2, sum(len(ids) for task in tasks for ids in task), True, True).memory
     print(f"peaks {[peak / 2**20 for peak in peaks]} MiB, said {expected / 2**20} MiB")
     assert peaks[1] < 1.25 * peaks[0]
-    assert max(peaks) < 1.5 * expected
+    assert max(peaks) < 1.25 * expected + ALWAYS
 
 
 def test_the_disk_space_is_what_was_said(
