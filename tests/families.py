@@ -369,14 +369,22 @@ def checkpoints(folders: Sequence[Path]) -> list[Checkpoint]:
     return [Checkpoint(ModelReference.model_validate(str(folder))) for folder in folders]
 
 
-def measure(family: Family, *levels: str, tasks: Any = None, **arguments: Any) -> dict[str, torch.Tensor]:
+def measure(
+    family: Family, *levels: str, tasks: Any = None, device: str = "cpu", **arguments: Any
+) -> dict[str, torch.Tensor]:
     """Calibrate on all of the family's records, or on ``tasks``; ``arguments`` are those of ``calibrate``."""
-    decoder = Decoder(family.config)
+    decoder = Decoder(family.config, device=device)
     return calibrate(decoder, checkpoints(family.folders), tasks or family.token_ids(), levels, **arguments)
 
 
 def feature_merge(
-    family: Family, folder: Path, *, tasks: Any = None, anchor: Anchor | None = None, **arguments: Any
+    family: Family,
+    folder: Path,
+    *,
+    tasks: Any = None,
+    anchor: Anchor | None = None,
+    device: str = "cpu",
+    **arguments: Any,
 ) -> SolvedModel:
     """Solve a feature merge into a folder, on all of the family's records or on ``tasks``, or go on with it.
 
@@ -385,10 +393,11 @@ def feature_merge(
         folder: the scratch folder.
         tasks: token ids of each expert's samples.
         anchor: the base model by default.
+        device: where layers run.
         arguments: those of ``feature_merge``.
     """
     models = checkpoints(family.folders)
-    decoder, partial = Decoder(family.config), Partial(folder, {})
+    decoder, partial = Decoder(family.config, device=device), Partial(folder, {})
     partial.begin()
     chosen = anchor or Anchor(models)
     solve_features(decoder, chosen, models[1:], tasks or family.token_ids(), partial, **arguments)

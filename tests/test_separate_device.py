@@ -1,0 +1,82 @@
+"""Every tensor is on the device that computes, and the results are the CPU's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+import torch
+from conftest import MakeFamily
+from families import Family
+from mergekit.io.tasks import LoaderCache
+from safetensors.torch import load_file
+from separate_device import separate_device
+from test_linearity import NAMES, assert_same
+
+from mergekit_slta.decoder import Decoder
+from mergekit_slta.linearity import Plan, plan_studies
+from mergekit_slta.submodules import LEVELS
+
+State = dict[str, torch.Tensor]
+# Grouped heads, transposed maps with biases, masks per layer, mixtures, convolutions.
+ARCHITECTURES = ("llama", "gpt2", "gemma2", "mixtral", "lfm2")
+TOLERANCE = 1e-3  # of a tensor's norm: on another device attention is computed by another kernel
+
+
+def assert_close(found: State, expected: State) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].device.type == "cpu"
+        assert (found[name] - tensor).norm() <= TOLERANCE * tensor.norm(), name
+
+
+def test_tensors_of_two_devices_do_not_mix() -> None:
+    with separate_device() as device:
+        there = torch.ones(3, device=device)
+        assert there.device.type != "cpu" and (there + there).device == there.device
+        assert (there + 1).cpu().tolist() == [2.0, 2.0, 2.0]
+        with pytest.raises(RuntimeError, match="same device"):
+            there + torch.ones(3)
+        with pytest.raises(RuntimeError, match="same device"):
+            torch.ones(3)[:2] @ there[:2]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_calibration_and_feature_merge(name: str, make_family: MakeFamily, tmp_path: Path) -> None:
+    family = make_family(name, experts=2, records=3)
+    levels = LEVELS if name != "lfm2" else ("layer", "linear")
+
+    def results(device: str, folder: Path) -> State:
+        LoaderCache.loaders.clear()
+        grams = families.measure(family, *levels, device=device)
+        families.feature_merge(family, folder, device=device, compare=True)
+        return grams | families.solved_tensors(folder)
+
+    expected = results("cpu", tmp_path / "host")
+    with separate_device() as device:
+        assert_close(results(device, tmp_path / "device"), expected)
+
+
+def test_linearity(llama: Family) -> None:
+    models = families.checkpoints(llama.folders)
+
+    def scores(device: str) -> Any:
+        LoaderCache.loaders.clear()
+        studies = plan_studies(len(NAMES), True, False)
+        return Plan(Decoder(llama.config, device=device), models, NAMES, llama.token_ids(), LEVELS, studies).measure()
+
+    expected = scores("cpu")
+    with separate_device() as device:
+        assert_same(scores(device), expected, TOLERANCE)
+
+
+@pytest.mark.parametrize("method", ["slta", "featcal", "sftm"])
+def test_a_merge_by_mergekit(method: str, llama: Family, tmp_path: Path) -> None:
+    recipe = families.recipe(llama, method, calibration=method != "sftm")
+    expected = load_file(families.merge(recipe, tmp_path / "host") / "model.safetensors")
+    LoaderCache.loaders.clear()
+    with separate_device() as device:
+        merged = families.merge(recipe, tmp_path / "device", device=device)
+    assert_close(load_file(merged / "model.safetensors"), expected)
