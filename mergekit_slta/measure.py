@@ -15,7 +15,7 @@ from mergekit.common import ModelReference
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mergekit_slta.calibrate import calibrate
+from mergekit_slta.calibrate import Grams, calibrate
 from mergekit_slta.checkpoint import Checkpoint
 from mergekit_slta.data import DATASET_PREFIX, CalibrationData, load_calibration, source_name
 from mergekit_slta.decoder import Decoder
@@ -91,13 +91,7 @@ class Experiment:
         path = path or cache_file(fingerprint, levels)
         if path.is_file():
             return self._reuse(load(path), levels, path, published)
-        info = self._info(levels, data, fingerprint)
-        grams = self._measure(info, self.experts, data, levels, path)
-        statistics = _assemble(grams, data, info)
-        if self.ranks.first:
-            save(statistics, path)
-        self._finish(path)
-        return statistics
+        return self._measure(self._info(levels, data, fingerprint), self.experts, data, levels, path)
 
     def _reuse(self, found: Statistics, levels: Sequence[str], path: Path, published: bool) -> Statistics:
         """Match a file's content with the recipe, add the levels that it lacks, and take the recipe's experts."""
@@ -173,12 +167,7 @@ class Experiment:
         experts, data = [self.experts[i] for i in position], [data[i] for i in position]
         known = [level for level in LEVELS if level in found.info.levels or level in levels]
         info = found.info.model_copy(update={"levels": tuple(known)})
-        grams = found.grams | self._measure(info, experts, data, levels, path)
-        statistics = Statistics(grams, found.task, found.tokens, info)
-        if self.ranks.first:
-            save(statistics, path)
-        self._finish(path)
-        return statistics
+        return self._measure(info, experts, data, levels, path, known=found.grams)
 
     def _measure(
         self,
@@ -187,10 +176,27 @@ class Experiment:
         data: Sequence[CalibrationData],
         levels: Sequence[str],
         path: Path,
-    ) -> dict[str, torch.Tensor]:
+        known: Grams | None = None,
+    ) -> Statistics:
+        """Measure levels, and write the statistics file with them and with what is known."""
         partial = Partial(partial_folder(path), info.fingerprint.model_dump(mode="json") | {"levels": list(levels)})
         self.ranks.wait()
         partial.begin()
+        if self.ranks.first:
+            partial.claim()
+        try:
+            grams = self._calibrate(experts, data, levels, partial)
+            statistics = _assemble({**(known or {}), **grams}, data, info)
+            if self.ranks.first:
+                save(statistics, path)
+            self._finish(path)
+        finally:
+            partial.release()
+        return statistics
+
+    def _calibrate(
+        self, experts: Sequence[Checkpoint], data: Sequence[CalibrationData], levels: Sequence[str], partial: Partial
+    ) -> Grams:
         decoder = Decoder(self.base.config, self.trust_remote_code, self.device)
         tasks = [samples.token_ids for samples in data]
         with tqdm(
@@ -300,7 +306,7 @@ class Experiment:
         )
 
 
-def _assemble(grams: dict[str, torch.Tensor], data: Sequence[CalibrationData], info: Info) -> Statistics:
+def _assemble(grams: Grams, data: Sequence[CalibrationData], info: Info) -> Statistics:
     task = torch.tensor([index for index, samples in enumerate(data) for _ in samples.token_ids])
     tokens = torch.tensor([len(ids) for samples in data for ids in samples.token_ids])
     return Statistics(grams, task, tokens, info)

@@ -219,7 +219,11 @@ class FeatcalMethod(CalibratedMethod):
         """The merged model's tensors, in the scratch folder."""
         solved = solve_model(experiment, settings)
         if settings.report:
-            _report(settings.report, lambda: _drift_page(solved, experiment, settings))
+            try:
+                _report(settings.report, lambda: _drift_page(solved, experiment, settings))
+            except SltaError:
+                solved.release()
+                raise
         return solved
 
     def merge_tensor(self, group: TensorGroup, merge: _Merge) -> torch.Tensor:
@@ -232,6 +236,12 @@ class FeatcalMethod(CalibratedMethod):
             return base
         equal = torch.tensor(1 / len(group.non_base))
         return weighted_sum(base, [(entry.tensor, equal) for entry in group.non_base])
+
+    def forget(self) -> None:
+        """Another merge begins; what this one has solved stays for whoever starts it again."""
+        if self._merge is not None and self._merge.result is not None:
+            self._merge.result.release()
+        super().forget()
 
     def written(self) -> None:
         """The scratch folder has served its purpose."""

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from mergekit_slta.errors import SltaError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 STATE = "state.json"
 EDGES = "edges.safetensors"
@@ -32,6 +38,7 @@ class Partial:
     def __init__(self, folder: Path, fingerprint: Mapping[str, object]) -> None:
         self.folder = folder
         self.fingerprint = json.loads(json.dumps(fingerprint))
+        self._release: Callable[[], object] = lambda: None
         if self.folder.exists():
             self._refuse_foreign_state()
 
@@ -55,6 +62,28 @@ class Partial:
             beside = path.with_suffix(f".{os.getpid()}")
             beside.write_text(json.dumps(self.fingerprint, sort_keys=True, indent=1))
             os.replace(beside, path)
+
+    def claim(self) -> None:
+        """Keep other processes out of the folder until ``release``, or until this process ends.
+
+        Raises:
+            SltaError: another process is at work in it.
+        """
+        if fcntl is None:
+            return
+        descriptor = os.open(self.folder, os.O_RDONLY)
+        self._release = weakref.finalize(self, os.close, descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.release()
+            raise SltaError(f"Another process is at work in {self.folder}: wait until it has ended.") from error
+        except OSError:  # not every file system has locks
+            self.release()
+
+    def release(self) -> None:
+        """Let other processes into the folder again."""
+        self._release()
 
     @staticmethod
     def levels(folder: Path) -> set[str]:

@@ -74,17 +74,24 @@ class SolvedModel:
     def remove(self) -> None:
         """Delete the folder."""
         shutil.rmtree(self._partial.folder, ignore_errors=True)
+        self.release()
+
+    def release(self) -> None:
+        """Let other processes go on with the folder."""
+        self._partial.release()
 
 
 def solve_model(experiment: Experiment, settings: FeatcalSettings) -> SolvedModel:
     """Solve a recipe's feature merge, or go on with it, or find it finished.
+
+    Other processes are kept out of its folder until the solved model is removed or released.
 
     Args:
         experiment: the recipe's models and data.
         settings: the recipe's settings.
 
     Raises:
-        SltaError: something about models or data is wrong, or memory does not suffice.
+        SltaError: something about models or data is wrong, memory does not suffice, or another process is solving it.
     """
     if problems := calibration_problems(experiment.recipe, takes_statistics=False):
         raise SltaError("\n".join(problems))
@@ -97,8 +104,14 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings) -> SolvedMode
     partial = Partial(_folder(settings, fingerprint | asked), fingerprint | asked)
     experiment.ranks.wait()
     partial.begin()
+    if experiment.ranks.first:
+        partial.claim()
     if not partial.complete:
-        _solve(experiment, settings, decoder, tasks, partial)
+        try:
+            _solve(experiment, settings, decoder, tasks, partial)
+        except BaseException:
+            partial.release()
+            raise
     return SolvedModel(decoder, partial, settings.anchor)
 
 

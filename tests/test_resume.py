@@ -1,7 +1,9 @@
 """A calibration that is interrupted goes on where it was and ends in the same file, byte for byte."""
 
+import os
 import random
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -192,6 +194,26 @@ def test_killed_between_layers(
     assert finish(path) == uninterrupted
     assert not partial_of(path).exists()
     assert Partial(copy, {}).finished_layers() >= 3
+
+
+def test_another_process_is_kept_out_until_the_first_has_ended(
+    forks: ForkServerContext, family: Family, uninterrupted: bytes, tmp_path: Path
+) -> None:
+    path = tmp_path / "stats.safetensors"
+    process = started(forks, recipe(family), path)
+    while not (partial_of(path) / "layer-0002.safetensors").exists():
+        assert process.is_alive()
+        time.sleep(0.001)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    before = {file: file.read_bytes() for file in partial_of(path).iterdir()}
+    with pytest.raises(SltaError, match="Another process is at work in .*partial: wait until it has ended"):
+        families.experiment(recipe(family)).statistics(LEVELS, path)
+    assert {file: file.read_bytes() for file in partial_of(path).iterdir()} == before
+    process.kill()
+    process.join()
+    families.experiment(recipe(family)).statistics(LEVELS, path)
+    assert path.read_bytes() == uninterrupted
 
 
 def kill_at_random(

@@ -13,7 +13,7 @@ from families import Family
 from mergekit.io.tasks import LoaderCache
 from safetensors.torch import load_file
 from separate_device import separate_device
-from test_linearity import NAMES, assert_same
+from test_linearity import assert_same
 
 from mergekit_slta.decoder import Decoder
 from mergekit_slta.linearity import Plan, plan_studies
@@ -59,13 +59,15 @@ def test_calibration_and_feature_merge(name: str, make_family: MakeFamily, tmp_p
         assert_close(results(device, tmp_path / "device"), expected)
 
 
-def test_linearity(llama: Family) -> None:
-    models = families.checkpoints(llama.folders)
+def test_linearity(make_family: MakeFamily) -> None:
+    family = make_family(experts=2, records=2, longest=8)
+    models = families.checkpoints(family.folders)
 
     def scores(device: str) -> Any:
         LoaderCache.loaders.clear()
-        studies = plan_studies(len(NAMES), True, False)
-        return Plan(Decoder(llama.config, device=device), models, NAMES, llama.token_ids(), LEVELS, studies).measure()
+        studies = plan_studies(2, pairs=True, triples=False)
+        decoder, tasks = Decoder(family.config, device=device), family.token_ids()
+        return Plan(decoder, models, ("one", "two"), tasks, LEVELS, studies).measure()
 
     expected = scores("cpu")
     with separate_device() as device:

@@ -370,6 +370,30 @@ def test_a_killed_merge_goes_on(
     assert_finished(folder, uninterrupted)
 
 
+def test_a_solved_model_is_kept_for_its_merge(llama: Family, tmp_path: Path) -> None:
+    content = recipe(llama, scratch=str(tmp_path))
+    first = solve(content)
+    with pytest.raises(SltaError, match="Another process is at work in .*featcal-"):
+        solve(content)
+    first.release()
+    solve(content).remove()
+    assert not scratch_folders(tmp_path)
+
+
+def test_a_merge_that_fails_keeps_nobody_out(llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = recipe(llama, scratch=str(tmp_path), report=str(tmp_path / "report"))
+
+    def fail(*arguments: Any) -> None:
+        raise SltaError("The report cannot be written.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(methods, "_report", fail)
+        with pytest.raises(SltaError, match="cannot be written"):
+            families.merge(content, tmp_path / "failed")
+    families.merge(content, tmp_path / "out")
+    assert not scratch_folders(tmp_path)
+
+
 def test_killed_again_and_again(
     forks: ForkServerContext, deep: Family, uninterrupted: dict[str, bytes], tmp_path: Path
 ) -> None:
