@@ -382,6 +382,7 @@ def merge(recipe: Path, out: str, **options: Any) -> None:
     from mergekit.merge import run_merge
 
     from mergekit_slta import methods
+    from mergekit_slta.compatibility import silenced
 
     methods.register()
     methods.watch_planner()
@@ -395,7 +396,8 @@ def merge(recipe: Path, out: str, **options: Any) -> None:
         if ranks.count > 1:
             _share_work(source, merge_options, ranks)
     if ranks.first:
-        run_merge(source.config, out, options=merge_options, config_source=source.text)
+        with silenced("mergekit_slta.preflight"):  # the notes are said above
+            run_merge(source.config, out, options=merge_options, config_source=source.text)
 
 
 # From the command line to what the package takes
