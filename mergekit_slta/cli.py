@@ -109,7 +109,7 @@ def check(recipe: Path, **options: Any) -> None:
     Reads configurations and file headers only, no weights. Exit code 1 if something is wrong.
     """
     merge_options = _merge_options(options)
-    found = _examine(_read_recipe(recipe), merge_options)
+    found = _examine(_read_recipe(recipe), merge_options, running=False)
     _say(found.notes, merge_options.quiet)
     if not found.problems:
         click.echo(f"{recipe}: no problem found.")

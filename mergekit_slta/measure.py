@@ -65,6 +65,8 @@ class Experiment:
         self.cache_dir = cache_dir
         self.quiet = quiet
         self.ranks = ranks or Ranks()
+        self._drawn: dict[tuple[Expert, int, int, int], CalibrationData] = {}
+        self._tokenizers: dict[ModelReference, PreTrainedTokenizerBase] = {}
         self.base = Checkpoint(recipe.base, trust_remote_code)
         self.experts = [Checkpoint(expert.reference, trust_remote_code) for expert in recipe.experts]
 
@@ -235,24 +237,7 @@ class Experiment:
 
     def load_data(self, experts: Sequence[Expert]) -> list[CalibrationData]:
         """The calibration samples of experts that have a source."""
-        settings = self.recipe.settings
-        base_tokenizer = self.tokenizer(self.recipe.base)
-        if self.quiet and any(expert.calibration.startswith(DATASET_PREFIX) for expert in experts):
-            import datasets  # slow to import, and most recipes name files
-
-            datasets.disable_progress_bars()
-        data = [
-            load_calibration(
-                expert.calibration,
-                template=expert.template,
-                tokenizer=base_tokenizer,
-                expert_tokenizer=functools.partial(self.tokenizer, expert.reference),
-                samples=settings.samples,
-                max_tokens=settings.max_tokens,
-                seed=settings.seed,
-            )
-            for expert in experts
-        ]
+        data = [self._samples(expert) for expert in experts]
         seen: dict[str, Expert] = {}
         for expert, samples in zip(experts, data, strict=True):
             other = seen.setdefault(samples.sha256, expert)
@@ -263,9 +248,31 @@ class Experiment:
                 )
         return data
 
+    def _samples(self, expert: Expert) -> CalibrationData:
+        """One expert's samples, drawn once."""
+        settings = self.recipe.settings
+        how = (expert, settings.samples, settings.max_tokens, settings.seed)
+        if how not in self._drawn:
+            if self.quiet and expert.calibration.startswith(DATASET_PREFIX):
+                import datasets  # slow to import, and most recipes name files
+
+                datasets.disable_progress_bars()
+            self._drawn[how] = load_calibration(
+                expert.calibration,
+                template=expert.template,
+                tokenizer=self.tokenizer(self.recipe.base),
+                expert_tokenizer=functools.partial(self.tokenizer, expert.reference),
+                samples=settings.samples,
+                max_tokens=settings.max_tokens,
+                seed=settings.seed,
+            )
+        return self._drawn[how]
+
     def tokenizer(self, reference: ModelReference) -> PreTrainedTokenizerBase:
-        """The tokenizer of the model itself."""
-        return load_tokenizer(reference, self.trust_remote_code, self.cache_dir)
+        """The tokenizer of the model itself, loaded once."""
+        if reference not in self._tokenizers:
+            self._tokenizers[reference] = load_tokenizer(reference, self.trust_remote_code, self.cache_dir)
+        return self._tokenizers[reference]
 
     def fingerprint(self, data: Sequence[CalibrationData]) -> Fingerprint:
         """What the models, the samples and how they were drawn are, by content."""

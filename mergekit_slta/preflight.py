@@ -102,6 +102,7 @@ def examine(
     source: Any = None,
     out_path: str | os.PathLike[str] | None = None,
     merging: bool = True,
+    running: bool = True,
 ) -> Findings:
     """Look at a recipe, its models' configurations and file headers, and its calibration data; read no weights.
 
@@ -111,7 +112,8 @@ def examine(
         spec: the merge method's.
         source: the recipe as YAML gives it, for keys that ``config`` has no place for.
         out_path: where the merged model goes, for the space that it needs.
-        merging: a merge follows, rather than a measurement alone.
+        merging: a merge is meant, rather than a measurement alone.
+        running: the recipe is run next, which has its own words for some of what is worth knowing.
     """
     case = Case(config, options, spec, source, None if out_path is None else Path(out_path))
     checks: list[Check] = [
@@ -127,7 +129,7 @@ def examine(
         calibration_data,
         statistics_file,
     ]
-    notes: list[Check] = [few_records, unseen_tensors]
+    notes: list[Check] = [unseen_tensors] if running else [few_records, unseen_tensors]
     if merging:
         checks += [tensor_types, planned_tensors, vocabularies, folders, disk_space]
         notes += [feature_merge_needs, precision, no_tokenizer, card_lookup]

@@ -91,6 +91,12 @@ def merges(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return folders
 
 
+def test_the_data_is_drawn_once(llama: Family, caplog: pytest.LogCaptureFixture) -> None:
+    solve(recipe(llama, samples=30, anchor="slta"))
+    said = [record.getMessage() for record in caplog.records if "of 30 asked" in record.getMessage()]
+    assert len(said) == len(llama.data)
+
+
 # The folder
 
 
