@@ -169,7 +169,6 @@ class LayerSolver:
             self.regression.ridge,
             self.decoder.device,
             ranks=self.ranks,
-            offset=any(linear_map.bias is not None for linear_map in maps),
         )
 
     # Routed experts

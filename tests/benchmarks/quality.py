@@ -5,8 +5,8 @@
 Prints one JSON line per seed: the three-way average of exact matches of the best task arithmetic of the quickstart's
 grid (picked on the held-out prompts themselves), of slta, of RegMean++ (``regmean.py``) and of featcal, the last two by
 number of samples per task. ``--massive`` merges, by featcal only, copies of the family into which dimensions are
-planted that are a thousand times larger than the others, in the inputs of every map or at the first token only,
-without changing what the models compute.
+planted that are a thousand times larger than the others, in the inputs of every map, at the first token only, or at the
+second token of one task only, without changing what the models compute.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,13 @@ def _compare(models: family.Family, folder: Path, seed: int) -> dict[str, float]
 def _with_massive_activations(models: family.Family, folder: Path, seed: int) -> dict[str, float]:
     """featcal's score on a copy of the family with massive activations, and on the family itself."""
     scores = {"featcal": _score(folder, "featcal", quickstart.recipes(models, folder, ())["featcal"], seed)}
-    for name, plant in {"massive": _plant, "massive first token": _plant_at_first_token}.items():
+    first, *_ = models.experts
+    plants: dict[str, Callable[[family.Family], None]] = {
+        "massive": _plant,
+        "massive first token": lambda copies: _plant_at_token(copies, 0, list(copies.experts)),
+        "massive second token of one task": lambda copies: _plant_at_token(copies, 1, [first]),
+    }
+    for name, plant in plants.items():
         planted = folder / name.replace(" ", "-")
         shutil.rmtree(planted, ignore_errors=True)
         shutil.copytree(folder / "family", planted / "family")
@@ -92,9 +99,9 @@ def _plant(models: family.Family) -> None:
         _scale_dimensions(model / "model.safetensors")
 
 
-def _plant_at_first_token(models: family.Family) -> None:
-    """Give every MLP three more neurons that are about a thousand at the first token, and that nothing reads."""
-    rows = _first_token_detectors(models)
+def _plant_at_token(models: family.Family, position: int, tasks: list[str]) -> None:
+    """Give every MLP three more neurons, about a thousand at one token of some tasks, which nothing reads."""
+    rows = _token_detectors(models, position, tasks)
     for model in (models.base, *models.experts.values()):
         file = model / "model.safetensors"
         tensors = load_file(file)
@@ -110,8 +117,8 @@ def _plant_at_first_token(models: family.Family) -> None:
 
 
 @torch.no_grad()
-def _first_token_detectors(models: family.Family) -> list[torch.Tensor]:
-    """For every layer, what makes an MLP's input [D] the root of MASSIVE at the first token, and negative at others."""
+def _token_detectors(models: family.Family, position: int, tasks: list[str]) -> list[torch.Tensor]:
+    """For every layer, what makes an MLP's input [D] about the root of MASSIVE at one token, and negative at others."""
     base = AutoModelForCausalLM.from_pretrained(models.base)
     tokenizer = AutoTokenizer.from_pretrained(models.base)
     inputs: list[list[torch.Tensor]] = [[] for _ in base.model.layers]
@@ -121,16 +128,21 @@ def _first_token_detectors(models: family.Family) -> list[torch.Tensor]:
             seen.append(args[0][0].double())
 
         layer.mlp.register_forward_pre_hook(record)
-    for file in models.calibration.values():
+    marks = []
+    for task, file in models.calibration.items():
         for line in file.read_text().splitlines()[:100]:
-            base(torch.tensor([tokenizer(json.loads(line)["text"])["input_ids"]]))
-    rows = []
-    for seen in inputs:
-        others = torch.cat([sample[1:] for sample in seen])
-        features = torch.cat([seen[0][:1].expand(len(others), -1), others])
-        wanted = torch.cat([torch.full((len(others),), MASSIVE**0.5), torch.full((len(others),), -8.0)]).double()
-        rows.append(torch.linalg.lstsq(features, wanted[:, None], driver="gelsd").solution[:, 0].float())
-    return rows
+            token_ids = tokenizer(json.loads(line)["text"])["input_ids"]
+            base(torch.tensor([token_ids]))
+            marks.append(torch.arange(len(token_ids)) == (position if task in tasks else -1))
+    marked = torch.cat(marks)
+    wanted = torch.where(marked, MASSIVE**0.5, -8.0).double()
+    weight = torch.where(marked, (~marked).sum() / marked.sum(), 1.0).double().sqrt()
+    return [
+        torch.linalg.lstsq(torch.cat(seen) * weight[:, None], (wanted * weight)[:, None], driver="gelsd")
+        .solution[:, 0]
+        .float()
+        for seen in inputs
+    ]
 
 
 def _scale_dimensions(file: Path) -> None:
