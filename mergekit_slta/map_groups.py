@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from torch.nn.modules.conv import _ConvNd
 
 from mergekit_slta.decoder import Decoder, LayerRun
 from mergekit_slta.maps import LinearMap, is_fused, linear_maps
@@ -80,7 +81,7 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
         maps, child = tuple(by_module[module]), module.partition(".")[0]
         fused = is_fused(decoder.layers[layer].get_submodule(module))
         solvable = _routed(given) if fused else _sees_all_tokens(module, given)
-        if not solvable or _is_router(maps[0], by_module, decoder, layer):
+        if not solvable or _is_router(maps[0], decoder.layers[layer]):
             continue
         solved |= {linear_map.name for linear_map in maps}
         same = (child, given[0].data_ptr(), given[0].numel())
@@ -91,6 +92,8 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
         previous = None if fused else same
     groups = [replace(group, empty=_empty_beside(group, trace)) for group in groups]
     kept = [m.name for maps in by_module.values() for m in maps if m.name not in solved]
+    known = {linear_map.weight for maps in by_module.values() for linear_map in maps}
+    kept += [name for name in _stacks(decoder.layers[layer]) if name not in known]
     return LayerMaps(tuple(groups), tuple(kept), trace.changed)
 
 
@@ -111,16 +114,21 @@ def _routed(given: tuple[object, ...]) -> bool:
     return len(given) > 1 and isinstance(given[1], torch.Tensor) and not given[1].is_floating_point()
 
 
-def _is_router(linear_map: LinearMap, by_module: dict[str, list[LinearMap]], decoder: Decoder, layer: int) -> bool:
+def _is_router(linear_map: LinearMap, layer: torch.nn.Module) -> bool:
     """Whether a map decides which experts of a mixture beside it a token goes to."""
     if linear_map.expert is not None:
         return False
-    modules = decoder.layers[layer]
     child = linear_map.module.partition(".")[0]
-    rows = modules.state_dict()[linear_map.weight].shape[1 if linear_map.transposed else 0]
-    counts = {
-        len({m.expert for m in maps})
-        for module, maps in by_module.items()
-        if module.partition(".")[0] == child and maps[0].expert is not None
+    rows = layer.state_dict()[linear_map.weight].shape[1 if linear_map.transposed else 0]
+    return rows in {len(stack) for name, stack in _stacks(layer).items() if name.partition(".")[0] == child}
+
+
+def _stacks(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters that hold the matrices of several experts; a convolution's are no such stack."""
+    return {
+        f"{path}.{name}": parameter
+        for path, module in layer.named_modules()
+        if not isinstance(module, _ConvNd)
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == 3
     }
-    return rows in counts

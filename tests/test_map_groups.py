@@ -7,6 +7,7 @@ import functools
 import families
 import pytest
 import torch
+import transformers
 
 from mergekit_slta.decoder import Decoder
 from mergekit_slta.map_groups import MapGroup, find_groups, groups_by_layer
@@ -154,3 +155,17 @@ def test_a_group_names_its_modules_inside_the_child_once() -> None:
     maps = [LinearMap(name, name, f"{name}.weight", None, False) for name in ("a.x", "a.b.y")]
     assert str(MapGroup("a", "a.x", tuple(maps))) == "a.x/b.y"
     assert str(MapGroup("fc1", "fc1", (LinearMap("fc1", "fc1", "fc1.weight", "fc1.bias", False),))) == "fc1"
+
+
+def test_a_mixture_of_another_layout_keeps_its_experts_and_its_router() -> None:
+    config = transformers.JetMoeConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_key_value_heads=2, kv_channels=8,
+        num_local_experts=4, architectures=["JetMoeForCausalLM"],
+    )  # fmt: skip
+    found = find_groups(Decoder(config), 0)
+    assert [str(group) for group in found.groups] == ["self_attention.kv_proj"]
+    assert set(found.kept) == {
+        f"{mixture}.{name}"
+        for mixture in ("self_attention.experts", "mlp")
+        for name in ("router.layer", "input_linear.weight", "output_linear.weight")
+    }
