@@ -21,7 +21,7 @@ from mergekit.io.lazy_tensor_loader import ShardedTensorIndex
 from mergekit.io.tasks import LoaderCache
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.skeleton import model_tensor_name
+from mergekit_slta.skeleton import computation, model_tensor_name
 
 SAMPLED_SPOTS = 8
 SAMPLED_BYTES = 64
@@ -53,6 +53,15 @@ class Checkpoint:
     @cached_property
     def _loader(self):  # type: ignore[no-untyped-def]
         return LoaderCache().get(self.reference)
+
+    def open(self) -> None:
+        """Find the checkpoint's files; mergekit downloads them, or merges the LoRA, where that is still to be done."""
+        self._loader  # noqa: B018
+
+    @property
+    def settings(self) -> str:
+        """The entries of the configuration that may decide what the layers compute, as text."""
+        return json.dumps(computation(self.config), sort_keys=True, default=str)
 
     @property
     def folder(self) -> str:

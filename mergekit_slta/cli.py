@@ -495,15 +495,15 @@ def _share_work(source: _Source, options: MergeOptions, ranks: Ranks) -> None:
     """Compute with all processes what the merge would compute with one before its first tensor."""
     from mergekit_slta.recipe import FeatcalSettings, SltaSettings, shared_settings
     from mergekit_slta.solved import solve_model
-    from mergekit_slta.statistics import PUBLISHED_PREFIX
+    from mergekit_slta.statistics import PUBLISHED_PREFIX, resolve_statistics
 
     method = source.config.merge_method
     if method == "featcal":
-        solve_model(_experiment(source, options, ranks), shared_settings(source.config, FeatcalSettings))
+        solve_model(_experiment(source, options, ranks), shared_settings(source.config, FeatcalSettings)).release()
     elif method == "slta":
         settings = shared_settings(source.config, SltaSettings)
         if not settings.statistics.startswith(PUBLISHED_PREFIX):
-            path = Path(settings.statistics) if settings.statistics else None
+            path = resolve_statistics(settings.statistics) if settings.statistics else None
             _experiment(source, options, ranks).statistics([settings.level], path)
 
 

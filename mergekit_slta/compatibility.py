@@ -6,17 +6,20 @@ import contextlib
 import filecmp
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import transformers
 from mergekit.architecture import WeightInfo, arch_info_for_config
 from mergekit.architecture.conversion import can_convert_checkpoint_keys
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.headers import Model, TensorHeader, listed
-from mergekit_slta.skeleton import meta_model, model_tensor_name
+from mergekit_slta.skeleton import computation, meta_model, model_tensor_name
 
+LAYER_NUMBER = re.compile(r"\.(\d+)\.")
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
@@ -42,6 +45,12 @@ def architecture_problem(base: Model, expert: Model, *, mixed: bool = False) -> 
             "leave it out."
         )
     return None
+
+
+def other_settings(base: Model, expert: Model) -> list[str]:
+    """The entries of the configurations by which an expert of the base model's sizes computes something else."""
+    own, theirs = computation(base.config), computation(expert.config)
+    return sorted(name for name in own.keys() & theirs.keys() if own[name] != theirs[name])
 
 
 def size(model: Model, name: str) -> Any:
@@ -178,11 +187,63 @@ def plan(model: Model, models: Sequence[Model], trust_remote_code: bool) -> list
     return [WeightInfo(name=name) for name in stored if model_tensor_name(name, known, model.prefix)]
 
 
+def dropped_tensors(model: Model, trust_remote_code: bool = False) -> list[str]:
+    """The tensors that a checkpoint has and mergekit would leave out of the merged model, in one sentence."""
+    if model.tensors is None:
+        return []
+    try:
+        parameters = own_parameters(model.config, trust_remote_code)
+    except SltaError:
+        return []
+    with silenced("mergekit.architecture"):
+        architecture = arch_info_for_config(model.config)
+    if architecture is not None:
+        known = dict.fromkeys(parameters)
+        written = {name for weight in architecture.all_weights(model.config) for name in names_of(weight)}
+        real = [name for name in model.tensors if model_tensor_name(name, known, model.prefix)]
+        dropped = [name for name in real if not model_tensor_name(name, written, model.prefix)]
+    else:
+        dropped = [
+            name for name in unwritten_conversions(parameters, model.tensors) if can_load(model, WeightInfo(name=name))
+        ]
+    if not dropped:
+        return []
+    return [
+        f"mergekit leaves {listed(dropped)} of {model} out of what it writes, so the merged model would get random "
+        "values there: it cannot merge this variant of the architecture."
+    ]
+
+
+def own_parameters(config: transformers.PretrainedConfig, trust_remote_code: bool) -> list[str]:
+    """The names of a model's parameters, but for those that are another one's.
+
+    Raises:
+        SltaError: transformers cannot build the model.
+    """
+    return [name for name, _ in meta_model(config, trust_remote_code).named_parameters()]
+
+
+def unwritten_conversions(parameters: Collection[str], stored: Collection[str]) -> list[str]:
+    """The parameters that are stored under other names, and that mergekit looks for in every layer or in none."""
+    layers: dict[str, set[str]] = {}
+    for name in parameters:
+        if number := LAYER_NUMBER.search(name):
+            layers.setdefault(LAYER_NUMBER.sub(".*.", name, count=1), set()).add(number[1])
+    count = max(map(len, layers.values()), default=0)
+    partial = {template for template, found in layers.items() if len(found) < count}
+    return [name for name in parameters if name not in stored and LAYER_NUMBER.sub(".*.", name, count=1) in partial]
+
+
+def names_of(weight: WeightInfo) -> list[str]:
+    """All names under which mergekit looks for a tensor."""
+    return [weight.name, *(weight.aliases or ()), *(weight.tied_names or ())]
+
+
 def can_load(model: Model, weight: WeightInfo) -> bool:
     """Whether mergekit finds a tensor in a checkpoint, or can put it together from others (a mixture's experts)."""
     names = [weight.name, *(weight.aliases or ())]
     tensors = model.tensors or {}
-    if any(name in tensors for name in (*names, *(weight.tied_names or ()))):
+    if any(name in tensors for name in names_of(weight)):
         return True
     layers = {part for part in weight.name.split(".") if part.isdigit()}
     sources = {name for name in tensors if layers <= set(name.split("."))}

@@ -354,7 +354,21 @@ class Decoder:
         Args:
             layer: the layer's index.
             watch: paths of the modules inside the layer whose inputs and outputs are wanted.
+
+        Raises:
+            SltaError: the model's layers cannot be run one at a time.
         """
+        try:
+            return self._trace(layer, watch)
+        except SltaError:
+            raise
+        except Exception as error:  # a model's own code may raise anything
+            raise SltaError(
+                f"The layers of {type(self.model).__name__} cannot be run one at a time ({type(error).__name__}: "
+                f"{error}); it can be merged with 'merge_method: sftm'."
+            ) from error
+
+    def _trace(self, layer: int, watch: Collection[str]) -> LayerRun:
         hidden, calls = self.embed(torch.zeros(1, 2, dtype=torch.int64), self._zeros(self._edge_state()))
         weights = self._zeros(self.layers[layer].state_dict())
         return self._run_layer(_Run(capture=watch, keep=watch), layer, weights, hidden, calls[layer])

@@ -5,6 +5,7 @@ Shapes: ``L`` layers, ``T`` experts, and as many tasks, each named after its exp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -48,7 +49,9 @@ def drift_page(merged: torch.Tensor, anchor: torch.Tensor, models: Sequence[str]
 
 
 def percent(error: float) -> str:
-    """A relative error, of which small ones matter too."""
+    """A relative error, of which small ones matter too; a dash for an expert whose features are all zero."""
+    if not math.isfinite(error):
+        return "–"
     return f"{round(100 * error)} %" if error >= 0.01 else f"{plain_number(100 * error)} %"
 
 
@@ -57,7 +60,7 @@ def _verdict(merged: torch.Tensor, anchor: torch.Tensor, names: Sequence[str], a
         f"{percent(float(merged[-1, index]))} away from {name}'s ({anchor_name}: {percent(float(anchor[-1, index]))})"
         for index, name in enumerate(names)
     ]
-    worst = int(merged.diff(dim=0, prepend=torch.zeros_like(merged[:1])).mean(1).argmax())
+    worst = int(merged.diff(dim=0, prepend=torch.zeros_like(merged[:1])).nan_to_num().mean(1).argmax())
     return (
         f"After the last layer the merged model's features are {enumerated(clauses)}; "
         f"the distance grows most in layer {worst}."

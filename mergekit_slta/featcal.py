@@ -193,10 +193,11 @@ class _FeatureMerge:
                 hidden, call = streams.hidden(ANCHOR, number), streams.call(ANCHOR, number)
                 outputs[ANCHOR] = self.decoder.run(solver.layer, anchor, hidden, call).output.cpu()
             own = batch.unpadded(outputs[EXPERT])
+            norms = own.norm(dim=1)  # zero where an embedding is: such a token has no relative error
             for row, stream in enumerate(compared):
-                errors = (batch.unpadded(outputs[stream]) - own).norm(dim=1) / own.norm(dim=1)
-                sums[row, batch.task] += errors.sum(dtype=torch.float64)
-            sums[-1, batch.task] += len(own)
+                errors = (batch.unpadded(outputs[stream]) - own).norm(dim=1) / norms
+                sums[row, batch.task] += errors[norms > 0].sum(dtype=torch.float64)
+            sums[-1, batch.task] += (norms > 0).sum()
             for stream, output in outputs.items():
                 streams.set_output(stream, number, output)
         self.ranks.sum(sums)
@@ -235,7 +236,6 @@ class _FeatureMerge:
             self.regression.ridge,
             self.decoder.device,
             ranks=self.ranks,
-            offset=head.bias is not None,
         )
         tail = self.decoder.tail_tensors()
         merged_tail = self._read(self.anchor, tail)

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -35,6 +35,7 @@ from mergekit_slta.statistics import (
     tokens_fingerprint,
     versions,
 )
+from mergekit_slta.streams import share
 from mergekit_slta.submodules import LEVELS
 
 
@@ -69,6 +70,17 @@ class Experiment:
         self._tokenizers: dict[ModelReference, PreTrainedTokenizerBase] = {}
         self.base = Checkpoint(recipe.base, trust_remote_code)
         self.experts = [Checkpoint(expert.reference, trust_remote_code) for expert in recipe.experts]
+        self._merge_adapters()
+
+    def _merge_adapters(self) -> None:
+        """Have the first rank alone merge the adapters that mergekit has not merged yet."""
+        adapted = [expert for expert in (self.base, *self.experts) if expert.reference.lora is not None]
+        if not adapted or self.ranks.count == 1:
+            return
+        if self.ranks.first:
+            for checkpoint in adapted:
+                checkpoint.open()
+        self.ranks.wait()
 
     def statistics(self, levels: Sequence[str], path: Path | None = None, *, published: bool = False) -> Statistics:
         """The statistics of the recipe's experts, in the recipe's order.
@@ -181,7 +193,8 @@ class Experiment:
         known: Grams | None = None,
     ) -> Statistics:
         """Measure levels, and write the statistics file with them and with what is known."""
-        partial = Partial(partial_folder(path), info.fingerprint.model_dump(mode="json") | {"levels": list(levels)})
+        content = info.fingerprint.model_dump(mode="json") | {"levels": list(levels), "config": self.base.settings}
+        partial = Partial(partial_folder(path), content)
         self.ranks.wait()
         partial.begin()
         if self.ranks.first:
@@ -201,8 +214,9 @@ class Experiment:
     ) -> Grams:
         decoder = Decoder(self.base.config, self.trust_remote_code, self.device)
         tasks = [samples.token_ids for samples in data]
+        batch_tokens = self.recipe.settings.batch_tokens
         with tqdm(
-            total=sum(map(len, tasks)) * len(decoder) // self.ranks.count,
+            total=share(decoder, tasks, batch_tokens, self.ranks) * len(decoder),
             desc=f"Calibrating {', '.join(levels)}",
             unit="sample",
             unit_scale=1 / len(decoder),
@@ -214,7 +228,7 @@ class Experiment:
                 [self.base, *experts],
                 tasks,
                 levels,
-                batch_tokens=self.recipe.settings.batch_tokens,
+                batch_tokens=batch_tokens,
                 partial=partial,
                 ranks=self.ranks,
                 progress=bar.update,
@@ -238,14 +252,8 @@ class Experiment:
     def load_data(self, experts: Sequence[Expert]) -> list[CalibrationData]:
         """The calibration samples of experts that have a source."""
         data = [self._samples(expert) for expert in experts]
-        seen: dict[str, Expert] = {}
-        for expert, samples in zip(experts, data, strict=True):
-            other = seen.setdefault(samples.sha256, expert)
-            if other is not expert:
-                raise SltaError(
-                    f"'{other.calibration}' of {other} and '{expert.calibration}' of {expert} give the same tokens: "
-                    "give each expert the data of its own task."
-                )
+        if problems := repeated_data(zip(experts, data, strict=True)):
+            raise SltaError("\n".join(problems))
         return data
 
     def _samples(self, expert: Expert) -> CalibrationData:
@@ -311,6 +319,17 @@ class Experiment:
             versions=versions(),
             fingerprint=fingerprint,
         )
+
+
+def repeated_data(drawn: Iterable[tuple[Expert, CalibrationData]]) -> list[str]:
+    """Experts whose sources give the same tokens as another's, one sentence each."""
+    seen: dict[str, Expert] = {}
+    return [
+        f"'{other.calibration}' of {other} and '{expert.calibration}' of {expert} give the same tokens: "
+        "give each expert the data of its own task."
+        for expert, samples in drawn
+        if (other := seen.setdefault(samples.sha256, expert)) is not expert
+    ]
 
 
 def _assemble(grams: Grams, data: Sequence[CalibrationData], info: Info) -> Statistics:

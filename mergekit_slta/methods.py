@@ -275,7 +275,7 @@ def solve_weights(experiment: Experiment, settings: SltaSettings) -> TensorWeigh
 def _report(folder: str, make: Callable[[], Page]) -> None:
     """Write a report; the pictures are drawn by matplotlib, whose second of import other merges are spared."""
     try:
-        path = make().write(Path(folder), "report.html")
+        path = make().write(Path(folder).expanduser(), "report.html")
     except OSError as error:
         raise SltaError(f"The report cannot be written to {folder} ({error}): name another folder.") from error
     LOG.info("Report written to %s", path)

@@ -22,8 +22,10 @@ from transformers import PreTrainedTokenizerBase
 
 from mergekit_slta.compatibility import (
     architecture_problem,
+    dropped_tensors,
     missing_tensors,
     moved_tokens_problem,
+    other_settings,
     quantization_problem,
     shape_problem,
     silenced,
@@ -44,7 +46,7 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal import Needs, needs
 from mergekit_slta.headers import Headers, Model, adapter_headers, listed, open_model, weight_map
 from mergekit_slta.maps import output_head
-from mergekit_slta.measure import load_tokenizer
+from mergekit_slta.measure import load_tokenizer, repeated_data
 from mergekit_slta.recipe import (
     CalibrationSettings,
     Expert,
@@ -66,6 +68,7 @@ LOG = logging.getLogger(__name__)
 
 HALF = ("bfloat16", "float16")
 FLOATS = (*HALF, "float32", "float64")
+WORTH_A_WORD = 100_000  # bytes that a finished part of a merge takes
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,7 @@ def examine(
         calibration_data,
         statistics_file,
     ]
-    notes: list[Check] = [unseen_tensors] if running else [few_records, unseen_tensors]
+    notes: list[Check] = [*([] if running else [few_records]), unseen_tensors, other_configurations]
     if merging:
         checks += [tensor_types, planned_tensors, vocabularies, folders, disk_space]
         notes += [feature_merge_needs, precision, no_tokenizer, card_lookup]
@@ -148,7 +151,7 @@ def refuse_problems(config: MergeConfiguration, options: MergeOptions, spec: Mer
     findings = examine(config, options, spec)
     if findings.problems:
         raise SltaError("\n".join(findings.problems))
-    for note in findings.notes:
+    for note in findings.notes if not options.quiet else ():
         LOG.warning(note)
 
 
@@ -224,14 +227,16 @@ class Case:
         return None
 
     @cached_property
-    def needs(self) -> Needs | None:
-        """What a feature merge takes while it runs, unless the recipe is for another method."""
+    def needs(self) -> Needs | SltaError | None:
+        """What a feature merge takes while it runs, or why it cannot; None if the recipe is for another method."""
         if self.shared("scratch") is None or not isinstance(self.decoder, Decoder):
             return None
         most = self.shared("samples") * self.shared("max_tokens")
         drawn = [data for data in self.drawn.values() if isinstance(data, CalibrationData)]
         tokens = sum(len(ids) for data in drawn for ids in data.token_ids) + most * (len(self.experts) - len(drawn))
-        return needs(self.decoder, len(self.experts), tokens, self.shared("head"), bool(self.shared("report")))
+        compare = bool(self.shared("report"))
+        found: Needs | SltaError = attempt(needs, self.decoder, len(self.experts), tokens, self.shared("head"), compare)
+        return found
 
     @cached_property
     def experts(self) -> list[Expert]:
@@ -326,9 +331,10 @@ def quantized_models(case: Case) -> list[str]:
 
 
 def planned_tensors(case: Case) -> list[str]:
-    """Tensors that mergekit will ask for and a checkpoint lacks."""
+    """Tensors that mergekit will ask for and a checkpoint lacks, or that it will not ask for."""
     models = [*filter(None, [case.base]), *(expert for _, expert in case.siblings)]
-    return missing_tensors(models, case.options.trust_remote_code)
+    missing = missing_tensors(models, case.options.trust_remote_code)
+    return missing or (dropped_tensors(case.base, case.options.trust_remote_code) if case.base else [])
 
 
 def vocabularies(case: Case) -> list[str]:
@@ -445,6 +451,8 @@ def decoder_layers(case: Case) -> list[str]:
         ]
     found = [attempt(layer_submodules, decoder, level, layer) for layer in one_of_each_kind(decoder)] if level else []
     messages = [problem.message for problem in found if isinstance(problem, SltaError)]
+    if isinstance(case.needs, SltaError):
+        problems.append(case.needs.message)
     if case.shared("anchor") == "slta":  # there is no level to choose
         messages = [f"{message.partition(': use')[0]}: choose another 'anchor'." for message in messages]
     return problems + messages
@@ -486,7 +494,7 @@ def calibration_data(case: Case) -> list[str]:
     """Sources that cannot be read, records that cannot be turned into text, samples that the model cannot take."""
     if not case.calibrates:
         return []
-    problems = []
+    problems = same_samples(case)
     for expert in case.experts:
         drawn = case.drawn.get(expert)
         if isinstance(drawn, SltaError):
@@ -498,6 +506,12 @@ def calibration_data(case: Case) -> list[str]:
             unread = attempt(check_source, expert)
             problems += [unread.message] if isinstance(unread, SltaError) else []
     return problems
+
+
+def same_samples(case: Case) -> list[str]:
+    """Experts whose sources differ but give the same tokens."""
+    drawn = [(expert, data) for expert, data in case.drawn.items() if isinstance(data, CalibrationData)]
+    return [] if calibration_sources(case) else repeated_data(drawn)
 
 
 def is_dataset(expert: Expert) -> bool:
@@ -585,7 +599,7 @@ def folders(case: Case) -> list[str]:
     problems = []
     for name in ("scratch", "report"):
         given = case.shared(name)
-        nearest = nearest_folder(Path(given)) if given else None
+        nearest = nearest_folder(Path(given).expanduser()) if given else None
         if nearest is not None and not is_writable(nearest):
             problems.append(f"'{name}: {given}' cannot be made, {nearest} is no folder to write to: name another.")
     return problems
@@ -634,7 +648,9 @@ def adapter_needs(case: Case) -> list[tuple[Path, str, int]]:
 def scratch_need(case: Case) -> list[tuple[Path, str, int]]:
     """The folder that a feature merge is solved into, and its size."""
     needed = case.needs
-    return [(scratch_root(case.shared("scratch")), "the layers as they are solved", needed.disk)] if needed else []
+    if not isinstance(needed, Needs):
+        return []
+    return [(scratch_root(case.shared("scratch")), "the layers as they are solved", needed.disk)]
 
 
 def stored_bytes(model: Model, dtype: str | None) -> int:
@@ -684,10 +700,21 @@ def unseen_tensors(case: Case) -> list[str]:
     ]
 
 
+def other_configurations(case: Case) -> list[str]:
+    """Experts whose configuration makes them compute something else from the same weights."""
+    measured = ", and the expert is measured with that too" if case.calibrates else ""
+    return [
+        f"The configuration of the expert {expert} differs from that of the base model {base} in {', '.join(names)}: "
+        f"the merged model gets the base model's{measured}."
+        for base, expert in case.siblings
+        if (names := other_settings(base, expert))
+    ]
+
+
 def feature_merge_needs(case: Case) -> list[str]:
     """The memory and the disk space that a feature merge takes while it runs."""
     needed = case.needs
-    if needed is None:
+    if not isinstance(needed, Needs):
         return []
     root = scratch_root(case.shared("scratch"))
     said = [
@@ -695,7 +722,7 @@ def feature_merge_needs(case: Case) -> list[str]:
         f"{gigabytes(needed.disk)} on the disk with {root} until the output is written."
     ]
     left = sum(file.stat().st_size for file in root.glob("featcal-*/*"))
-    if left:
+    if left >= WORTH_A_WORD:
         said.append(
             f"{root} holds {gigabytes(left)} of merges that did not finish: this one goes on if it is among them; "
             "delete the folders featcal-* of those that are not wanted."
@@ -704,7 +731,9 @@ def feature_merge_needs(case: Case) -> list[str]:
 
 
 def precision(case: Case) -> list[str]:
-    """Merges in half precision, and of models in several precisions."""
+    """Merges in half precision, and of models in several precisions; feature merges are solved in single precision."""
+    if case.runs_experts:
+        return []
     config = case.config
     given = (config.dtype or "").removeprefix("torch.")
     stored = {str(getattr(model.config, "dtype", None)).removeprefix("torch.") for model in case.models}

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from mergekit_slta.errors import SltaError
@@ -100,16 +101,22 @@ class Partial:
 
     def tensors(self, layers: int) -> dict[str, torch.Tensor]:
         """What the first ``layers`` layers have come to."""
-        return {name: gram for layer in range(layers) for name, gram in load_file(self.layer_file(layer)).items()}
+        return {name: gram for layer in range(layers) for name, gram in self._read(self.layer_file(layer)).items()}
 
     def hidden(self, layer: int) -> dict[tuple[int, int], torch.Tensor]:
         """The hidden states after a layer, of all ranks' samples, by stream and row."""
         found = {}
         for file in self.folder.glob(f"hidden-{layer:04d}-*"):
-            for name, tensor in load_file(file).items():
+            for name, tensor in self._read(file).items():
                 stream, row = name.split(".")
                 found[int(stream), int(row)] = tensor
         return found
+
+    def _read(self, file: Path) -> dict[str, torch.Tensor]:
+        try:
+            return load_file(file)
+        except SafetensorError as error:
+            raise SltaError(f"{file} is damaged ({error}): delete the folder {self.folder}.") from error
 
     def save_hidden(self, layer: int, rank: int, hidden: Mapping[tuple[int, int], torch.Tensor]) -> None:
         """Write one rank's hidden states after a layer."""
@@ -144,5 +151,10 @@ class Partial:
 
 def _write(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     beside = path.with_name(f".{path.name}")
-    save_file(dict(tensors), beside)
-    os.replace(beside, path)
+    try:
+        save_file(dict(tensors), beside)
+        os.replace(beside, path)
+    except (OSError, SafetensorError) as error:
+        raise SltaError(
+            f"{path} cannot be written ({error}): make room and run it again, it goes on from the last finished layer."
+        ) from error

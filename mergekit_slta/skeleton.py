@@ -1,6 +1,7 @@
 """A model without weights: transformers' own modules on the meta device, and how checkpoint names map onto them."""
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 import transformers
@@ -27,6 +28,39 @@ def meta_model(config: transformers.PretrainedConfig, trust_remote_code: bool = 
         raise SltaError(f"transformers cannot build {config.architectures[0]}: {error}") from error
     model.tie_weights()
     return model.eval()
+
+
+# Entries of a configuration, or parts of their names, that change nothing about what a trained model's layers compute.
+_INERT = {
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "chunk_size_feed_forward",
+    "dtype",
+    "id2label",
+    "is_encoder_decoder",
+    "label2id",
+    "max_position_embeddings",
+    "max_sequence_length",
+    "pretraining_tp",
+    "problem_type",
+    "quantization_config",
+    "return_dict",
+    "seq_length",
+    "task_specific_params",
+    "tie_word_embeddings",
+    "torch_dtype",
+    "vocab_size",
+}
+_INERT_PARTS = ("cache", "drop", "init", "loss", "output_", "summary_", "token_", "tokenizer", "version")
+
+
+def computation(config: transformers.PretrainedConfig) -> dict[str, Any]:
+    """The entries of a configuration that may decide what the decoder's layers compute."""
+    entries = config.get_text_config().to_dict().items()
+    return {
+        name: value for name, value in entries if name not in _INERT and not any(part in name for part in _INERT_PARTS)
+    }
 
 
 def model_tensor_name(name: str, names: Collection[str], base_model_prefix: str) -> str | None:

@@ -20,12 +20,12 @@ from mergekit_slta.maps import output_head
 from mergekit_slta.measure import Experiment, cache_folder, digest
 from mergekit_slta.recipe import FeatcalSettings, calibration_problems
 from mergekit_slta.resume import Partial
-from mergekit_slta.streams import Tasks
+from mergekit_slta.streams import Tasks, share
 from mergekit_slta.submodules import TensorWeights, resolve_name
 
 LOG = logging.getLogger(__name__)
 
-FORMAT = 1  # of what is in the folder, and of how it is solved
+FORMAT = 2  # of what is in the folder, and of how it is solved
 ANCHOR_LEVEL = "attn_mlp"  # of the merging weights of 'anchor: slta'
 
 
@@ -100,7 +100,7 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings) -> SolvedMode
     tasks = [samples.token_ids for samples in data]
     fingerprint = experiment.fingerprint(data).model_dump(mode="json")
     asked = settings.model_dump(include={"ridge", "anchor", "teacher", "head"})
-    asked |= {"compare": bool(settings.report), "format": FORMAT}
+    asked |= {"compare": bool(settings.report), "config": experiment.base.settings, "format": FORMAT}
     partial = Partial(_folder(settings, fingerprint | asked), fingerprint | asked)
     experiment.ranks.wait()
     partial.begin()
@@ -121,7 +121,7 @@ def _solve(experiment: Experiment, settings: FeatcalSettings, decoder: Decoder, 
     if settings.head and not head:
         LOG.warning("The output head is the embedding too, so it stays the anchor's ('head' is off).")
     anchor = _anchor(experiment, settings, decoder)
-    total = stages(decoder, settings.head) * sum(map(len, tasks)) // experiment.ranks.count
+    total = stages(decoder, settings.head) * share(decoder, tasks, settings.batch_tokens, experiment.ranks)
     quiet = experiment.quiet or not experiment.ranks.first
     with tqdm(total=total, desc="Solving", unit="sample", leave=False, disable=quiet) as bar:
 
@@ -157,7 +157,7 @@ def _anchor(experiment: Experiment, settings: FeatcalSettings, decoder: Decoder)
 
 def scratch_root(scratch: str) -> Path:
     """The folder that the folders of feature merges are in."""
-    return Path(scratch) if scratch else cache_folder()
+    return Path(scratch).expanduser() if scratch else cache_folder()
 
 
 def _folder(settings: FeatcalSettings, content: Mapping[str, object]) -> Path:

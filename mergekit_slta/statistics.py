@@ -215,7 +215,7 @@ def resolve_statistics(source: str, cache_dir: str | None = None) -> Path:
         SltaError: the reference is malformed, or the Hub does not give the file.
     """
     if not source.startswith(PUBLISHED_PREFIX):
-        return Path(source)
+        return Path(source).expanduser()
     parts = _PUBLISHED.fullmatch(source)
     if parts is None:
         raise SltaError(f"Statistics '{source}': write hf:ORG/REPO/FILE or hf:ORG/REPO/FILE@REVISION.")

@@ -86,6 +86,17 @@ def fitting_batch(device: torch.device) -> int:
     return CPU_BATCH_TOKENS if device.type == "cpu" else GPU_BATCH_TOKENS
 
 
+def share(decoder: Decoder, tasks: Tasks, batch_tokens: int, ranks: Ranks) -> int:
+    """How many samples this process has unless batches must be halved; the arguments are as for ``halving_batches``."""
+    batches = make_batches(tasks, batch_tokens or fitting_batch(decoder.device))
+    return sum(len(batch.rows) for batch in of_rank(batches, ranks))
+
+
+def of_rank(batches: Sequence[Batch], ranks: Ranks) -> list[Batch]:
+    """The batches of this process."""
+    return list(batches[ranks.index :: ranks.count])
+
+
 def halving_batches(
     run: Callable[[int], Result], decoder: Decoder, tasks: Tasks, batch_tokens: int, ranks: Ranks
 ) -> Result:
@@ -132,7 +143,7 @@ class Streams:
     Args:
         decoder: the models' common decoder.
         sources: for each stream, the model that embeds the samples of each task.
-        batches: all batches; this process takes every ``ranks.count``-th.
+        batches: all batches, of which this process takes its share.
         ranks: the processes that share the batches.
         folder: where hidden states are kept instead of in memory, in files without names.
 
@@ -151,7 +162,7 @@ class Streams:
     ) -> None:
         self.decoder = decoder
         self.layer = 0
-        self.batches = list(batches[ranks.index :: ranks.count])
+        self.batches = of_rank(batches, ranks)
         self._ranks = ranks
         self._folder = folder
         self._hidden: Hidden = {}

@@ -29,6 +29,14 @@ def test_it_opens_with_how_far_the_last_layers_features_are() -> None:
     ]
 
 
+def test_an_expert_without_features_has_no_number(tmp_path: Path) -> None:
+    merged = MERGED.clone()
+    merged[:, 1] = torch.nan
+    found = drift_page(merged, ANCHOR, MODELS, FeatcalSettings())
+    assert "42 % away from math's" in found.verdict[0] and "and – away from code's" in found.verdict[0]
+    found.write(tmp_path, "report.html")
+
+
 @pytest.mark.parametrize(("anchor", "words"), ANCHORS.items())
 def test_the_anchor_is_named(anchor: str, words: str) -> None:
     found = page(anchor=anchor)

@@ -520,6 +520,21 @@ def peak_of(family: Family, tasks: Tasks, folder: Path, answer: Connection) -> N
     answer.send(memory.peak_of(lambda: families.feature_merge(family, folder / "state", tasks=tasks, compare=True)))
 
 
+def test_tokens_without_features_have_no_relative_error(make_family: MakeFamily, tmp_path: Path) -> None:
+    """The first expert's embedding of the first token is zero, and everything about the second expert is."""
+    family = make_family(experts=2)
+    for index, folder in enumerate(family.experts):
+        tensors = load_file(folder / "model.safetensors")
+        for name, tensor in tensors.items():
+            if index or "embed" in name:
+                tensor[slice(None) if index else families.BOS] = 0
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    LoaderCache.loaders.clear()
+    errors = families.feature_merge(family, tmp_path, compare=True).errors()["error.merged"]
+    assert errors[:, 0].isfinite().all() and errors[:, 0].all()
+    assert errors[:, 1].isnan().all()
+
+
 @pytest.mark.parametrize("pad", [None, 2, -1])
 def test_the_head_is_solved_whatever_token_pads(pad: int | None, make_family: MakeFamily, tmp_path: Path) -> None:
     family = make_family(families.config_of("llama", pad_token_id=pad))

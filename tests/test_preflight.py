@@ -117,6 +117,57 @@ def test_finds_nothing_wrong_exactly_where_mergekit_can_merge(
         families.merge(recipe, tmp_path / "out")
 
 
+DENSE_FIRST = transformers.DeepseekV3Config(
+    vocab_size=families.VOCABULARY,
+    hidden_size=32,
+    intermediate_size=48,
+    moe_intermediate_size=16,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    n_routed_experts=4,
+    n_group=1,
+    topk_group=1,
+    num_experts_per_tok=2,
+    first_k_dense_replace=1,
+    kv_lora_rank=16,
+    q_lora_rank=16,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=8,
+    v_head_dim=8,
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "tensor"),
+    [
+        (families.config_of("llama", attention_bias=True), "model.layers.0.self_attn.k_proj.bias"),
+        (DENSE_FIRST, "model.layers.1.mlp.experts.gate_up_proj"),
+    ],
+    ids=["biases", "experts of a mixture in some layers"],
+)
+def test_what_mergekit_would_leave_out_is_said(
+    config: transformers.PretrainedConfig, tensor: str, make_family: MakeFamily, tmp_path: Path
+) -> None:
+    family = make_family(config, experts=1)
+    problem = only(families.recipe(family, "sftm", calibration=False))
+    assert problem.startswith("mergekit leaves ") and tensor in problem
+    recipe = families.recipe(family, "task_arithmetic", calibration=False, per_expert={"weight": 0.5})
+    merged = families.merge(recipe, tmp_path / "out")
+    opened: Any = transformers.AutoModelForCausalLM.from_pretrained(merged, output_loading_info=True)
+    assert tensor in opened[1]["missing_keys"]
+
+
+@pytest.mark.parametrize("method", ["slta", "featcal"])
+def test_layers_that_cannot_be_run_one_at_a_time(method: str, make_family: MakeFamily) -> None:
+    family = make_family(
+        transformers.RwkvConfig(vocab_size=families.VOCABULARY, hidden_size=32, num_hidden_layers=3), experts=2
+    )
+    problem = only(families.recipe(family, method))
+    assert problem.startswith("The layers of RwkvForCausalLM cannot be run one at a time (ValueError: ")
+    assert problem.endswith("it can be merged with 'merge_method: sftm'.")
+
+
 def test_a_recipe_without_data_is_sound_for_a_method_that_needs_none(family: Family) -> None:
     assert problems(families.recipe(family, "sftm", calibration=False)) == []
 
@@ -527,6 +578,17 @@ def test_two_experts_with_the_same_source(family: Family) -> None:
     )
 
 
+@pytest.mark.parametrize("method", ["slta", "featcal"])
+def test_two_sources_with_the_same_samples(method: str, family: Family, tmp_path: Path) -> None:
+    copy = shutil.copy(family.data[1], tmp_path / "copy.jsonl")
+    recipe = with_data(family, copy)
+    recipe["merge_method"] = method
+    assert only(recipe) == (
+        f"'{copy}' of {family.experts[0]} and '{family.data[1]}' of {family.experts[1]} give the same tokens: "
+        "give each expert the data of its own task."
+    )
+
+
 def test_calibration_as_a_list_is_the_only_problem(family: Family) -> None:
     recipe = families.recipe(family)
     recipe["models"][0]["parameters"]["calibration"] = [str(file) for file in family.data]
@@ -720,6 +782,37 @@ def test_half_precision_is_advised_against(make_family: MakeFamily) -> None:
         (note,) = look(recipe | {"dtype": dtype}).notes
         assert "with 'dtype: float32' and 'out_dtype: bfloat16'" in note
     assert look(recipe | {"dtype": None}, merging=False).notes == []
+
+
+def test_a_feature_merge_rounds_once_in_any_type(make_family: MakeFamily) -> None:
+    recipe = families.recipe(make_family(dtype=torch.bfloat16), "featcal", samples=6)
+    notes = [look(recipe | {"dtype": dtype}).notes for dtype in ("float32", "bfloat16")]
+    assert notes[0] == notes[1]
+
+
+def test_an_expert_that_computes_something_else_from_the_same_weights(make_family: MakeFamily) -> None:
+    family = make_family()
+    recipe = families.recipe(family, samples=6)
+    edit_config(family.experts[1], max_position_embeddings=4096, use_cache=False, eos_token_id=0, attention_dropout=0.5)
+    assert look(recipe).notes == []
+    edit_config(family.experts[1], rope_parameters={"rope_type": "default", "rope_theta": 7e5}, rms_norm_eps=1e-3)
+    (note,) = look(recipe).notes
+    assert note.startswith(f"The configuration of the expert {family.experts[1]} differs from that of the base model")
+    assert (
+        "in rms_norm_eps, rope_parameters: the merged model gets the base model's, and the expert is measured" in note
+    )
+    (note,) = look(families.recipe(family, "sftm", calibration=False)).notes
+    assert note.endswith("the merged model gets the base model's.")
+
+
+def test_what_hardly_takes_space_is_not_worth_a_word(family: Family, tmp_path: Path) -> None:
+    left = tmp_path / "featcal-0123" / "state.json"
+    left.parent.mkdir()
+    left.write_text("{}")
+    recipe = families.recipe(family, "featcal", samples=6, scratch=str(tmp_path))
+    assert len(look(recipe).notes) == 1
+    left.write_bytes(bytes(1_000_000))
+    assert "holds 1.0 MB of merges that did not finish" in look(recipe).notes[-1]
 
 
 def test_relative_paths_that_look_like_names_on_the_hub(

@@ -1,5 +1,6 @@
 """A calibration that is interrupted goes on where it was and ends in the same file, byte for byte."""
 
+import json
 import os
 import random
 import shutil
@@ -16,7 +17,9 @@ import pytest
 import torch
 from families import Family
 from mergekit.io.tasks import LoaderCache
+from safetensors import SafetensorError
 
+from mergekit_slta import resume
 from mergekit_slta.errors import SltaError
 from mergekit_slta.resume import Partial
 
@@ -266,6 +269,43 @@ def interrupted(family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(Interrupted):
             families.experiment(recipe(family)).statistics(LEVELS, path)
     return path
+
+
+def test_another_configuration_of_the_base_model_is_refused(family: Family, interrupted: Path, tmp_path: Path) -> None:
+    base = shutil.copytree(family.base, tmp_path / "other base")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    other = Family(base, family.experts, family.data, family.config)
+    with pytest.raises(SltaError, match="other config"):
+        families.experiment(recipe(other)).statistics(LEVELS, interrupted)
+
+
+def test_a_damaged_file_is_named(family: Family, interrupted: Path) -> None:
+    (hidden,) = partial_of(interrupted).glob("hidden-*")
+    hidden.write_bytes(hidden.read_bytes()[:1000])
+    with pytest.raises(SltaError, match=f"{hidden.name} is damaged .*: delete the folder {partial_of(interrupted)}"):
+        families.experiment(recipe(family)).statistics(LEVELS, interrupted)
+
+
+def test_a_full_disk_loses_nothing(
+    family: Family, uninterrupted: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "stats.safetensors"
+    save = resume.save_file
+
+    def save_until_full(tensors: dict[str, torch.Tensor], file: Path) -> None:
+        if "layer-0003" in file.name:
+            raise SafetensorError("No space left on device")
+        save(tensors, file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(resume, "save_file", save_until_full)
+        with pytest.raises(SltaError, match="layer-0003.safetensors cannot be written .*No space left.*: make room"):
+            families.experiment(recipe(family)).statistics(LEVELS, path)
+    assert len(list(partial_of(path).glob("layer-*"))) == 3
+    LoaderCache.loaders.clear()
+    families.experiment(recipe(family)).statistics(LEVELS, path)
+    assert path.read_bytes() == uninterrupted
 
 
 @pytest.mark.parametrize(

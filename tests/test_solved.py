@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -167,6 +168,23 @@ def test_another_merge_has_another_folder(
     solve(first)
     solve(second)
     assert len(merges) == len(set(merges)) == 2
+
+
+def test_another_configuration_is_another_merge(llama: Family, merges: list[Path], tmp_path: Path) -> None:
+    base = shutil.copytree(llama.base, tmp_path / "base")
+    family = Family(base, llama.experts, llama.data, llama.config)
+    solve(recipe(family))
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    LoaderCache.loaders.clear()
+    solve(recipe(family))
+    assert len(set(merges)) == 2
+
+
+def test_the_home_folder(llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    solve(recipe(llama, scratch="~/scratch"))
+    assert len(scratch_folders(tmp_path / "scratch")) == 1
 
 
 def test_a_report_follows_the_anchor_too_which_is_another_merge(

@@ -4,8 +4,11 @@ import random
 
 import pytest
 import torch
+from families import Family
 
-from mergekit_slta.streams import make_batches
+from mergekit_slta.decoder import Decoder
+from mergekit_slta.ranks import Ranks
+from mergekit_slta.streams import make_batches, of_rank, share
 
 
 @pytest.fixture
@@ -38,3 +41,14 @@ def test_leaving_a_task_out_leaves_the_other_batches_as_they_are(tasks: list[lis
     part = make_batches([tasks[0], tasks[2]], 64)
     assert len(full) == len(part)
     assert all(torch.equal(one.token_ids, other.token_ids) for one, other in zip(full, part, strict=True))
+
+
+@pytest.mark.parametrize("batch_tokens", [0, 40])
+def test_the_ranks_share_all_samples(llama: Family, tasks: list[list[list[int]]], batch_tokens: int) -> None:
+    decoder = Decoder(llama.config)
+    ranks = [Ranks(index, 3) for index in range(3)]
+    shares = [share(decoder, tasks, batch_tokens, rank) for rank in ranks]
+    assert sum(shares) == sum(map(len, tasks))
+    if batch_tokens:
+        batches = make_batches(tasks, batch_tokens)
+        assert shares == [sum(len(batch.rows) for batch in of_rank(batches, rank)) for rank in ranks]
