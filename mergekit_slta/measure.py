@@ -17,12 +17,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mergekit_slta.calibrate import Grams, calibrate
 from mergekit_slta.checkpoint import Checkpoint
-from mergekit_slta.data import DATASET_PREFIX, CalibrationData, load_calibration, source_name
+from mergekit_slta.data import CalibrationData, load_calibration
 from mergekit_slta.decoder import Decoder
 from mergekit_slta.errors import SltaError
 from mergekit_slta.ranks import Ranks
 from mergekit_slta.recipe import Expert, Recipe, calibration_problems
 from mergekit_slta.resume import Partial
+from mergekit_slta.sources import DATASET_PREFIX, source_name
 from mergekit_slta.statistics import (
     CalibrationInfo,
     Fingerprint,

@@ -33,14 +33,7 @@ from mergekit_slta.compatibility import (
     tied_problem,
     vocabulary_problem,
 )
-from mergekit_slta.data import (
-    DATASET_PREFIX,
-    CalibrationData,
-    load_calibration,
-    read_records,
-    source_key,
-    template_fields,
-)
+from mergekit_slta.data import CalibrationData, load_calibration
 from mergekit_slta.decoder import Decoder
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal import Needs, needs
@@ -60,7 +53,9 @@ from mergekit_slta.recipe import (
     shared_parameters,
     slice_problems,
 )
+from mergekit_slta.records import template_fields
 from mergekit_slta.solved import ANCHOR_LEVEL, scratch_root
+from mergekit_slta.sources import DATASET_PREFIX, read_records, source_key
 from mergekit_slta.statistics import load, resolve_statistics
 from mergekit_slta.submodules import layer_submodules
 

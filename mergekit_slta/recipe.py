@@ -21,8 +21,8 @@ from mergekit.merge_methods.base import ParameterScope, ParameterSpec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from mergekit_slta.data import source_key
 from mergekit_slta.errors import SltaError
+from mergekit_slta.sources import source_key
 from mergekit_slta.submodules import Edges, Level
 
 Input: TypeAlias = InputModelDefinition | InputSliceDefinition

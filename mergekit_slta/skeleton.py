@@ -37,11 +37,13 @@ _INERT = {
     "auto_map",
     "chunk_size_feed_forward",
     "dtype",
+    "gradient_checkpointing",
     "id2label",
     "is_encoder_decoder",
     "label2id",
     "max_position_embeddings",
     "max_sequence_length",
+    "max_window_layers",  # what it comes to is in layer_types
     "pretraining_tp",
     "problem_type",
     "quantization_config",
@@ -52,7 +54,7 @@ _INERT = {
     "torch_dtype",
     "vocab_size",
 }
-_INERT_PARTS = ("cache", "drop", "init", "loss", "output_", "summary_", "token_", "tokenizer", "version")
+_INERT_PARTS = ("cache", "drop", "init", "jitter", "loss", "output_", "summary_", "token_", "tokenizer", "version")
 
 
 def computation(config: transformers.PretrainedConfig) -> dict[str, Any]:

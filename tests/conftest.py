@@ -15,11 +15,13 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"  # on tensors as small as these, threads only wait for each other
 
+import calibration_samples
 import families
 import pytest
 import transformers
 from families import Family
 from mergekit.io.tasks import LoaderCache
+from transformers import PreTrainedTokenizerBase
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -70,3 +72,17 @@ def write_recipe(tmp_path: Path) -> WriteRecipe:
         return families.write_recipe(tmp_path / name, families.recipe(family, method, **arguments))
 
     return write
+
+
+@pytest.fixture(scope="session")
+def plain_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    """``calibration_samples.write_tokenizer`` without a chat template."""
+    return calibration_samples.write_tokenizer(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture
+def dataset_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache folder of the test's own for what ``datasets`` loads."""
+    import datasets  # slow to import
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))

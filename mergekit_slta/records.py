@@ -1,0 +1,163 @@
+"""Calibration records: from the fields of one to its text, by a template or by the shape that it has."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from mergekit_slta.errors import SltaError
+
+Record = Mapping[str, Any]
+
+CHAT_FIELDS = ("messages", "conversations")
+# Shapes are tried in this order; the parts of one are joined by a newline.
+TEXT_FIELDS = (
+    ("text",),
+    ("prompt", "completion"),
+    ("prompt", "response"),
+    ("question", "answer"),
+    ("instruction", "input", "output"),
+    ("instruction", "output"),
+)
+ROLES = {"human": "user", "gpt": "assistant"}
+
+
+def record_text(
+    record: Record, template: str, *, where: str, render_chat: Callable[[list[dict[str, Any]]], str]
+) -> tuple[str, bool]:
+    """Turn a record into text, by the template or else by the first shape that it fits and that is not blank.
+
+    The shapes, in order: ``messages`` or ``conversations``, ``text``, and the pairs of ``TEXT_FIELDS``.
+
+    Args:
+        record: the fields of one sample.
+        template: a ``str.format`` string over the fields, or "".
+        where: names the record in errors, at the beginning of a sentence.
+        render_chat: renders turns, each with ``role`` and ``content``, as text with its special tokens.
+
+    Returns:
+        The text, "" for an empty record, and whether a chat template wrote it.
+
+    Raises:
+        SltaError: the record has no known shape, or does not fit the template.
+    """
+    if template:
+        return _fill(template, record, where), False
+    fits = False
+    for field in CHAT_FIELDS:
+        if field in record:
+            fits = True
+            turns = _turns(record[field], f"{where}: {field!r}")
+            if not all(_is_blank(turn.get("content")) for turn in turns):
+                return _render(render_chat, turns, where), True
+    for fields in TEXT_FIELDS:
+        if all(field in record for field in fields):
+            fits = True
+            parts = [_plain_text(record[field], f"{where}: {field!r}") for field in fields]
+            if text := "\n".join(part for part in parts if part.strip()):
+                return text, False
+    if not fits:
+        raise SltaError(
+            f"{where} has no known shape: its fields are {joined(record)}. "
+            "Give the expert a 'template' that names the fields to use, such as '{question} {answer}'."
+        )
+    return "", False
+
+
+def template_fields(template: str) -> list[str]:
+    """The fields of a record that a template names, in order.
+
+    Raises:
+        SltaError: the template is no ``str.format`` string, or names no field.
+    """
+    try:
+        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise SltaError(f"The template {template!r} is no format string ({error}): write a brace as '{{{{'.") from error
+    fields = [re.split(r"[.\[]", name, maxsplit=1)[0] for name in names]
+    if not fields or any(not field or field.isdigit() for field in fields):
+        raise SltaError(f"The template {template!r} must name fields of a record, such as '{{question}} {{answer}}'.")
+    return fields
+
+
+def _fill(template: str, record: Record, where: str) -> str:
+    fields = template_fields(template)
+    for field in fields:
+        if field not in record:
+            raise SltaError(
+                f"{where} has no field {field!r}, which the template {template!r} names: "
+                f"its fields are {joined(record)}."
+            )
+    if all(_is_blank(record[field]) for field in fields):
+        return ""
+    try:
+        return template.format_map({field: "" if value is None else value for field, value in record.items()})
+    except (LookupError, AttributeError, TypeError, ValueError) as error:
+        raise SltaError(f"{where} does not fit the template {template!r} ({one_line(error)}).") from error
+
+
+def _turns(value: Any, what: str) -> list[dict[str, Any]]:
+    """The turns of a conversation as dictionaries with ``role`` and ``content``."""
+    if value is None:
+        return []
+    if isinstance(value, dict):  # how datasets hands out a sequence of structures
+        value = rows(value)
+    if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
+        raise SltaError(f"{what} is no list of turns: give the expert a 'template'.")
+    return [_turn(turn, what) for turn in value]
+
+
+def _turn(turn: dict[str, Any], what: str) -> dict[str, Any]:
+    if turn.get("role") is not None:
+        return turn
+    role = turn.get("from")
+    if role is None:
+        raise SltaError(
+            f"{what} has a turn without 'role' and 'content', or 'from' and 'value': its fields are {joined(turn)}."
+        )
+    return {"role": ROLES.get(role, role), "content": turn.get("value")}
+
+
+def _render(render_chat: Callable[[list[dict[str, Any]]], str], turns: list[dict[str, Any]], where: str) -> str:
+    try:
+        return render_chat(turns)
+    except SltaError:
+        raise
+    except Exception as error:  # a chat template is a program that came with the model: it may raise anything
+        raise SltaError(
+            f"{where} does not fit the chat template ({one_line(error)}): give the expert a 'template'."
+        ) from error
+
+
+def _plain_text(value: Any, what: str) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, (list, dict, bytes)):
+        raise SltaError(f"{what} holds a {type(value).__name__}, no text: give the expert a 'template'.")
+    return str(value)
+
+
+def _is_blank(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and not value.strip()) or (isinstance(value, list) and not value)
+
+
+def rows(columns: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """The records of a table that is given by its columns, None where they are no lists of one length."""
+    lengths = {len(column) if isinstance(column, list) else None for column in columns.values()}
+    if len(lengths) != 1 or None in lengths:
+        return None
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def joined(names: Iterable[Any]) -> str:
+    """Names joined by commas, or "none"."""
+    return ", ".join(map(str, names)) or "none"
+
+
+def one_line(error: BaseException) -> str:
+    """An error in one line, with the cause where its own text does not tell it."""
+    text = " ".join(str(error).split()).rstrip(".")
+    cause = " ".join(str(error.__cause__ or "").split()).rstrip(".")
+    return f"{type(error).__name__}: {text}" + (f"; {cause}" if cause and cause not in text else "")
