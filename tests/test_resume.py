@@ -165,6 +165,14 @@ def started(forks: ForkServerContext, content: dict[str, Any], path: Path) -> Fo
     return process
 
 
+def started_and_in_layer_3(forks: ForkServerContext, family: Family, path: Path) -> ForkServerProcess:
+    process = started(forks, recipe(family), path)
+    while not (partial_of(path) / "layer-0002.safetensors").exists():
+        assert process.is_alive()
+        time.sleep(0.001)
+    return process
+
+
 @pytest.fixture
 def finish(forks: ForkServerContext, family: Family) -> Callable[[Path], bytes]:
     def run(path: Path) -> bytes:
@@ -184,10 +192,7 @@ def test_killed_between_layers(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "stats.safetensors"
-    process = started(forks, recipe(family), path)
-    while not (partial_of(path) / "layer-0002.safetensors").exists():
-        assert process.is_alive()
-        time.sleep(0.001)
+    process = started_and_in_layer_3(forks, family, path)
     process.kill()
     process.join()
     assert not path.exists()
@@ -203,10 +208,7 @@ def test_another_process_is_kept_out_until_the_first_has_ended(
     forks: ForkServerContext, family: Family, uninterrupted: bytes, tmp_path: Path
 ) -> None:
     path = tmp_path / "stats.safetensors"
-    process = started(forks, recipe(family), path)
-    while not (partial_of(path) / "layer-0002.safetensors").exists():
-        assert process.is_alive()
-        time.sleep(0.001)
+    process = started_and_in_layer_3(forks, family, path)
     assert process.pid is not None
     os.kill(process.pid, signal.SIGSTOP)
     before = {file: file.read_bytes() for file in partial_of(path).iterdir()}
