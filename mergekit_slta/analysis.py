@@ -84,7 +84,7 @@ class LevelAnalysis:
         submodules: their canonical names.
         samples: the number of samples of the task that has fewest.
         alpha: [S, T] merging weights.
-        low, high: [S, T], the ends of their 90 % bootstrap interval.
+        low, high: [S, T], the ends of their 90 % bootstrap interval; NaN where a task has one sample.
         retained: [S, T], the share of each expert's feature change that the merge keeps; NaN where there is none.
         share: [S, T], how much of the feature change on a task's data is its own expert's: 1 where all experts change
             as much, T where only that one does.
@@ -156,6 +156,8 @@ def analyse(statistics: Statistics, level: str, *, balance: bool = True, ridge: 
         for name in names
     ]
     low, high = (torch.stack([alpha.quantile(q, dim=0) for alpha in draws]) for q in INTERVAL)
+    if int(statistics.task.bincount().min()) < 2:  # a task's only sample can only be drawn again
+        low, high = torch.full_like(low, torch.nan), torch.full_like(high, torch.nan)
     means = [task_means(statistics.grams[name], statistics.task, balance) for name in names]
     alpha = torch.stack([solutions[name].alpha for name in names])
     doubts = {

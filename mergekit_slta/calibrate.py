@@ -13,6 +13,7 @@ import torch
 
 from mergekit_slta.checkpoint import Checkpoint
 from mergekit_slta.decoder import Decoder
+from mergekit_slta.errors import SltaError
 from mergekit_slta.features import LayerFeatures
 from mergekit_slta.gram import sample_grams
 from mergekit_slta.products import fast_products
@@ -83,6 +84,8 @@ class _Calibration:
         ]
         partial = self.partial
         self.layers = partial.finished_layers() if partial else 0
+        if partial:
+            self.ranks.require_equal(self.layers, partial.folder)
         self.grams: Grams = partial.tensors(self.layers) if partial and self.layers else {}
         self.hidden = partial.hidden(self.layers - 1) if partial and self.layers else None
 
@@ -100,6 +103,7 @@ class _Calibration:
             self.layers, self.hidden = layer + 1, streams.state
         if "model" in self.levels:
             self.grams["model"] = self.ranks.sum(self._logit_grams(streams))
+            self._refuse_infinite({"model": self.grams["model"]})
         return self.grams
 
     def _measure_layer(self, layer: int, streams: Streams, count: int) -> Grams:
@@ -123,6 +127,7 @@ class _Calibration:
                 streams.set_output(stream, number, run.output)
             self.progress(len(batch.rows))
         grams = {name: self.ranks.sum(gram) for name, gram in grams.items()}
+        self._refuse_infinite(grams)
         if self.partial is not None:
             streams.keep(self.partial)
             self.ranks.wait()
@@ -130,6 +135,16 @@ class _Calibration:
                 self.partial.finish_layer(layer, grams)
         streams.advance()
         return grams
+
+    def _refuse_infinite(self, grams: Grams) -> None:
+        for name, gram in grams.items():
+            finite = gram.diagonal(dim1=1, dim2=2).isfinite().all(0).tolist()
+            broken = [str(model) for model, fine in zip(self.models[1:], finite, strict=True) if not fine]
+            if broken:
+                raise SltaError(
+                    f"The features of {', '.join(broken)} at {name} are not finite: the weights are so large that they "
+                    "overflow float32, leave the model out or get a sound copy."
+                )
 
     def _no_grams(self) -> torch.Tensor:
         experts = len(self.models) - 1

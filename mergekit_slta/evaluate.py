@@ -67,7 +67,7 @@ def evaluate(experiment: Experiment, merged: Path, samples: int = 100) -> list[T
     """
     if not (merged / "config.json").is_file():
         raise SltaError(f"There is no model in {merged} (no config.json): give the folder that the merge wrote.")
-    if problems := calibration_problems(experiment.recipe, statistics_exist=False):
+    if problems := calibration_problems(experiment.recipe, takes_statistics=False):
         raise SltaError("\n".join(problems))
     tasks = [[row for row in data.token_ids if len(row) > 1] for data in held_out_data(experiment, samples)]
     for expert, rows in zip(experiment.recipe.experts, tasks, strict=True):

@@ -138,6 +138,7 @@ class _FeatureMerge:
     def __post_init__(self) -> None:
         self.maps = groups_by_layer(self.decoder)
         self.layers = self.partial.finished_layers()
+        self.ranks.require_equal(self.layers, self.partial.folder)
         self.hidden = self.partial.hidden(self.layers - 1) if self.layers else None
         for kept in dict.fromkeys(maps.kept for maps in self.maps if maps.kept):
             numbered = any(part.isdigit() for name in kept for part in name.split("."))  # most of a mixture's weights

@@ -173,7 +173,13 @@ class _Record:
         return {row: place for place, row in enumerate(self.rows)}
 
     def put(self, name: str, rows: Sequence[int], index: int, grams: torch.Tensor) -> None:
-        """Keep the Gram matrices [B, m, m] of some samples for the settings at ``index``."""
+        """Keep the Gram matrices [B, m, m] of some samples for the settings at ``index``.
+
+        Raises:
+            SltaError: they are not finite.
+        """
+        if not grams.isfinite().all():
+            raise SltaError(f"The features at {name} are not finite: the weights of an expert overflow float32 there.")
         if name not in self.grams:
             self.grams[name] = grams.new_zeros(len(self.rows), len(self.study.others), *grams.shape[1:])
         self.grams[name][[self._places[row] for row in rows], index] = grams

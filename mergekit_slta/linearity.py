@@ -292,7 +292,7 @@ def plan_linearity(
     Raises:
         SltaError: an expert has no usable calibration data, or two experts have the same name.
     """
-    if problems := calibration_problems(experiment.recipe, statistics_exist=False):
+    if problems := calibration_problems(experiment.recipe, takes_statistics=False):
         raise SltaError("\n".join(problems))
     settings = experiment.recipe.settings
     opened = copy(experiment)

@@ -97,16 +97,21 @@ class Experiment:
         Raises:
             SltaError: an existing file does not fit the recipe, or something about models or data is wrong.
         """
-        if path is not None and path.is_file():
+        if path is not None and self._exists(path):
             return self._reuse(load(path), levels, path, published)
         if problems := calibration_problems(self.recipe, statistics_exist=False):
             raise SltaError("\n".join(problems))
         data = self.load_data(self.recipe.experts)
         fingerprint = self.fingerprint(data)
         path = path or cache_file(fingerprint, levels)
-        if path.is_file():
+        if self._exists(path):
             return self._reuse(load(path), levels, path, published)
         return self._measure(self._info(levels, data, fingerprint), self.experts, data, levels, path)
+
+    def _exists(self, path: Path) -> bool:
+        exists = path.is_file()
+        self.ranks.require_equal(exists, path.parent)
+        return exists
 
     def _reuse(self, found: Statistics, levels: Sequence[str], path: Path, published: bool) -> Statistics:
         """Match a file's content with the recipe, add the levels that it lacks, and take the recipe's experts."""
@@ -237,8 +242,7 @@ class Experiment:
 
     def _finish(self, path: Path) -> None:
         self.ranks.wait()
-        if self.ranks.first:
-            shutil.rmtree(partial_folder(path), ignore_errors=True)
+        shutil.rmtree(partial_folder(path), ignore_errors=True)
 
     def check_edges(self, decoder: Decoder, experts: bool) -> None:
         """Read the tensors outside the decoder layers, the base model's and perhaps the experts', for their values.

@@ -261,7 +261,8 @@ def solve_weights(experiment: Experiment, settings: SltaSettings) -> TensorWeigh
     singular = [name for name, solution in solutions.items() if solution.rank < len(experiment.experts)]
     if singular:
         LOG.warning(
-            "%d of %d submodules have linearly dependent experts (%s ...): their weights are the minimum-norm solution",
+            "In %d of %d submodules (%s ...) experts are linearly dependent or change nothing: their weights are the "
+            "minimum-norm solution",
             len(singular),
             len(solutions),
             singular[0],
@@ -295,6 +296,7 @@ def _drift_page(solved: SolvedModel, experiment: Experiment, settings: FeatcalSe
     return drift_page(errors[ERRORS[MERGED]], errors[ERRORS[ANCHOR]], models, settings)
 
 
+WATCHED = "_watched_by_mergekit_slta"  # the mark of a planner that shows the methods its recipe
 METHODS = (SltaMethod(), FeatcalMethod(), SftmMethod())
 
 
@@ -313,7 +315,7 @@ def watch_planner() -> None:
 
     register()
     plan = MergePlanner.__init__
-    if hasattr(plan, "__wrapped__"):
+    if hasattr(plan, WATCHED):
         return
 
     @functools.wraps(plan)
@@ -327,6 +329,7 @@ def watch_planner() -> None:
                 method.begin(config, options)
         plan(self, config, arch_info, options, *rest, **more)
 
+    setattr(init, WATCHED, True)
     MergePlanner.__init__ = init
     finalize = FinalizeModel.execute
 

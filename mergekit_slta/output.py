@@ -26,7 +26,7 @@ def solution_json(
     Args:
         level: the submodules' level.
         models: the experts' names, ``T`` in all.
-        solutions: by submodule, in the order of the forward pass.
+        solutions: by submodule, in the order of the layers.
         deviations: the standard errors [T] of each submodule's weights.
     """
     content: dict[str, Any] = {
@@ -53,7 +53,8 @@ def solution_table(
         alpha = [f"{weight:.3f}" for weight in solution.alpha.tolist()]
         if deviations is not None:
             errors = deviations[name].tolist()
-            alpha = [f"{weight} ±{error:.3f}" for weight, error in zip(alpha, errors, strict=True)]
+            known = not deviations[name].isnan().any()
+            alpha = [f"{weight} ±{error:.3f}" for weight, error in zip(alpha, errors, strict=True)] if known else alpha
         retained = [_percent(share) for share in solution.retained.tolist()]
         rows.append([name, *alpha, *retained, _short(solution.condition)])
     table = _aligned(rows)
@@ -67,9 +68,12 @@ def solution_table(
 
 
 def evaluation_json(results: Sequence[TaskEvaluation]) -> str:
-    """An evaluation as JSON; the share that is kept is null where there is no gain."""
+    """An evaluation as JSON; what is not finite is null, and so is the share that is kept where there is no gain."""
     fields = ("model", "records", "tokens", "base", "expert", "merged", "kept")
-    content = {"tasks": [{field: getattr(result, field) for field in fields} for result in results]}
+    given = [{field: getattr(result, field) for field in fields} for result in results]
+    content = {
+        "tasks": [{name: _number(v) if isinstance(v, float) else v for name, v in task.items()} for task in given]
+    }
     return json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
 
 

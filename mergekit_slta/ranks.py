@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from mergekit_slta.errors import SltaError
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,23 @@ class Ranks:
                 dist.broadcast(part, rank)
                 tensor += part.to(tensor.device)
         return tensor
+
+    def require_equal(self, number: int, place: Path) -> None:
+        """Make sure that every rank has found the same on the disk.
+
+        Args:
+            number: what this rank has found.
+            place: where it has looked.
+
+        Raises:
+            SltaError: the ranks have found different things; every one of them raises it.
+        """
+        found = torch.zeros(self.count, dtype=torch.float64)
+        found[self.index] = number
+        if len(self.sum(found).unique()) > 1:
+            raise SltaError(
+                f"The processes see different files in {place}: it must be a folder that all of them share."
+            )
 
     def wait(self) -> None:
         """Go on when every rank has come here."""

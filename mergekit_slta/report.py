@@ -57,7 +57,7 @@ def _clause(name: str, kept: float, where: str) -> str:
     if kept <= 0:
         return f"keeps nothing of {change} ({percent(kept)})"
     if kept < LOSES_MOST:
-        return f"keeps only {percent(kept)} of {change}" + (f" (it loses most in {where})" if where else "")
+        return f"keeps only {percent(kept)} of {change}" + (f" (less than half of it in {where})" if where else "")
     return f"keeps {percent(kept)} of {change}" + (f" but loses most of it in {where}" if where else "")
 
 
@@ -301,7 +301,7 @@ def _alpha_chart(analysis: LevelAnalysis) -> Chart:
 
 def _alpha_cells(analysis: LevelAnalysis, row: int) -> list[str]:
     return [
-        f"{plain_number(value)} ({plain_number(low)} to {plain_number(high)})"
+        plain_number(value) + ("" if math.isnan(low) else f" ({plain_number(low)} to {plain_number(high)})")
         for value, low, high in zip(
             analysis.alpha[row].tolist(), analysis.low[row].tolist(), analysis.high[row].tolist(), strict=True
         )

@@ -7,6 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -47,13 +48,21 @@ class Partial:
         path = self.folder / STATE
         if not path.exists():  # killed before anything was written
             return
-        state = json.loads(path.read_text())
+        state = self._state(self.folder)
         changed = [key for key in self.fingerprint if state.get(key) != self.fingerprint[key]]
         if changed:
             raise SltaError(
                 f"{self.folder} holds an unfinished calibration of something else (other {', '.join(changed)}): "
                 "finish that one, or delete the folder."
             )
+
+    @staticmethod
+    def _state(folder: Path) -> dict[str, Any]:
+        try:
+            state: dict[str, Any] = json.loads((folder / STATE).read_text())
+        except ValueError as error:
+            raise SltaError(f"{folder / STATE} is damaged ({error}): delete the folder {folder}.") from error
+        return state
 
     def begin(self) -> None:
         """Make the folder, and write what it belongs to."""
@@ -89,8 +98,7 @@ class Partial:
     @staticmethod
     def levels(folder: Path) -> set[str]:
         """The levels that the state in a folder is about; none if there is no state."""
-        path = folder / STATE
-        return set(json.loads(path.read_text())["levels"]) if path.exists() else set()
+        return set(Partial._state(folder)["levels"]) if (folder / STATE).exists() else set()
 
     def finished_layers(self) -> int:
         """How many layers, from the first one on, are finished."""

@@ -106,12 +106,13 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings) -> SolvedMode
     partial.begin()
     if experiment.ranks.first:
         partial.claim()
-    if not partial.complete:
-        try:
+    try:
+        experiment.ranks.require_equal(partial.complete, partial.folder)
+        if not partial.complete:
             _solve(experiment, settings, decoder, tasks, partial)
-        except BaseException:
-            partial.release()
-            raise
+    except BaseException:
+        partial.release()
+        raise
     return SolvedModel(decoder, partial, settings.anchor)
 
 

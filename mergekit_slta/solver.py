@@ -138,9 +138,12 @@ def bootstrap_std(
     ridge: float = 0.0,
     task_weights: Sequence[float] | None = None,
 ) -> torch.Tensor:
-    """Standard deviation of alpha when each task's samples are drawn anew with replacement ``repeats`` times, [T]."""
+    """Standard deviation of alpha when each task's samples are drawn anew with replacement ``repeats`` times, [T].
+
+    NaN where a task has one sample, which can only be drawn again.
+    """
     alpha = bootstrap(grams, task, repeats, seed=seed, balance=balance, ridge=ridge, task_weights=task_weights)
-    return alpha.std(0)
+    return alpha.std(0) if int(task.bincount().min()) > 1 else torch.full_like(alpha[0], torch.nan)
 
 
 def bootstrap(

@@ -101,18 +101,17 @@ class Statistics:
     info: Info
 
     def submodules(self, level: str) -> list[str]:
-        """The names of a level's submodules, in the order of the forward pass.
+        """The names of a level's submodules, in the order of the layers, attention before the MLP, linear maps by name.
 
         Raises:
             SltaError: the level was not measured.
         """
         if level not in self.info.levels:
-            raise SltaError(
-                f"The statistics hold no level '{level}', only {', '.join(self.info.levels)}: "
-                f"measure it with 'mergekit-slta calibrate --level {level}'."
-            )
+            known = level in _LEVEL_PATTERNS
+            fix = f"measure it with 'mergekit-slta calibrate --level {level}'" if known else "name one of these"
+            raise SltaError(f"The statistics hold no level '{level}', only {', '.join(self.info.levels)}: {fix}.")
         names = [name for name in self.grams if re.fullmatch(_LEVEL_PATTERNS[level], name)]
-        return sorted(names, key=_forward_order)
+        return sorted(names, key=_by_number)
 
     def select(self, experts: Sequence[int]) -> Statistics:
         """The statistics of a subset of the experts in the given order, as if only they had been measured."""
@@ -198,7 +197,7 @@ def load(path: Path) -> Statistics:
     rest = {name: tensor for name, tensor in tensors.items() if not name.startswith(_GRAM)}
     if set(metadata) != {METADATA_KEY} or set(rest) != {"task", "tokens"}:
         raise SltaError(f"{path} holds entries that a statistics file does not have: get it or measure it again.")
-    statistics = Statistics(dict(sorted(grams.items(), key=lambda item: _forward_order(item[0]))), **rest, info=info)
+    statistics = Statistics(dict(sorted(grams.items(), key=lambda item: _by_number(item[0]))), **rest, info=info)
     if problem := _problem(statistics):
         raise SltaError(f"{path} is damaged or was changed ({problem}): get it or measure it again.")
     return statistics
@@ -351,6 +350,6 @@ def _is_gram(gram: torch.Tensor) -> bool:
     return bool((diagonal >= 0).all()) and bool((untouched == 0).all()) and bool((lowest >= -1e-9).all())
 
 
-def _forward_order(name: str) -> tuple[object, ...]:
-    """Sort key: layers and heads by number, attention before the MLP."""
+def _by_number(name: str) -> tuple[object, ...]:
+    """Sort key: layers and heads by number, all else by name."""
     return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split("."))

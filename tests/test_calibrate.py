@@ -158,6 +158,19 @@ def test_what_is_not_finite_ends_it_when_the_layer_is_read(llama: Family, tmp_pa
         calibrate(Decoder(llama.config), models, llama.token_ids()[:2], LEVELS)
 
 
+def test_features_that_overflow_are_refused(make_family: MakeFamily) -> None:
+    family = make_family(experts=2)
+    file = family.experts[1] / "model.safetensors"
+    tensors = load_file(file)
+    for name in ("up_proj", "down_proj"):
+        tensors[f"model.layers.1.mlp.{name}.weight"] *= 1e30
+    save_file(tensors, file, metadata={"format": "pt"})
+    LoaderCache.loaders.clear()
+    for level, name in {"attn_mlp": "layer.1.mlp", "layer": "layer.1", "model": "model"}.items():
+        with pytest.raises(SltaError, match=f"The features of {file.parent} at {name} are not finite"):
+            families.measure(family, level)
+
+
 def test_progress_counts_every_sample_at_every_layer(llama: Family) -> None:
     seen: list[int] = []
     families.measure(llama, *LEVELS, progress=seen.append)

@@ -181,6 +181,13 @@ def test_an_expert_without_data_is_refused(family: Family) -> None:
         evaluate(Experiment(recipe, quiet=True), family.base)
 
 
+def test_statistics_are_no_data(family: Family) -> None:
+    opened = families.experiment(families.recipe(family, calibration=False, statistics="stats.safetensors"))
+    with pytest.raises(SltaError) as caught:
+        evaluate(opened, family.base)
+    assert "statistics" not in caught.value.message
+
+
 def test_a_source_that_calibration_used_up_is_refused(family: Family) -> None:
     with pytest.raises(SltaError, match="no record to hold out"):
         evaluate(experiment_of(family, samples=10), family.base)

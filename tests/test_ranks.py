@@ -20,6 +20,7 @@ from test_methods import write_adapter
 
 from mergekit_slta import ranks, statistics
 from mergekit_slta.decoder import Decoder
+from mergekit_slta.errors import SltaError
 from mergekit_slta.ranks import Ranks
 from mergekit_slta.resume import Partial
 from mergekit_slta.solved import SolvedModel
@@ -189,6 +190,28 @@ def interrupt_after_the_second_layer(partial: Partial, layer: int, tensors: Gram
     FINISH_LAYER(partial, layer, tensors)
     if layer == 1:
         raise InterruptedError
+
+
+def look_at_own_disk(folder: Path, index: int) -> None:
+    """What one of two processes does: it sees as many files as its index says."""
+    dist.init_process_group("gloo", f"file://{folder}/store", timedelta(seconds=TIMEOUT), rank=index, world_size=2)
+    ranks = Ranks(index, 2)
+    ranks.require_equal(3, folder)
+    try:
+        ranks.require_equal(index, folder)
+    except SltaError as error:
+        (folder / f"said{index}").write_text(error.message)
+    dist.destroy_process_group()
+
+
+def test_processes_that_see_different_files_refuse_to_go_on(forks: ForkServerContext, tmp_path: Path) -> None:
+    processes = [forks.Process(target=look_at_own_disk, args=(tmp_path, index)) for index in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(TIMEOUT)
+    said = {(tmp_path / f"said{index}").read_text() for index in range(2)}
+    assert said == {f"The processes see different files in {tmp_path}: it must be a folder that all of them share."}
 
 
 # The command itself

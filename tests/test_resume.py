@@ -282,6 +282,12 @@ def test_another_configuration_of_the_base_model_is_refused(family: Family, inte
         families.experiment(recipe(other)).statistics(LEVELS, interrupted)
 
 
+def test_a_damaged_state_is_named(family: Family, interrupted: Path) -> None:
+    (partial_of(interrupted) / "state.json").write_text("{")
+    with pytest.raises(SltaError, match=f"state.json is damaged .*: delete the folder {partial_of(interrupted)}"):
+        families.experiment(recipe(family)).statistics(LEVELS, interrupted)
+
+
 def test_a_damaged_file_is_named(family: Family, interrupted: Path) -> None:
     (hidden,) = partial_of(interrupted).glob("hidden-*")
     hidden.write_bytes(hidden.read_bytes()[:1000])

@@ -165,6 +165,11 @@ def test_bootstrap_keeps_each_tasks_number_of_samples_and_follows_its_seed() -> 
     assert not torch.equal(counts, bootstrap_counts(task, 50, seed=1))
 
 
+def test_bootstrap_of_one_sample_says_nothing() -> None:
+    deltas = torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert bootstrap_std(deltas @ deltas.mT, torch.tensor([0, 0, 1]), 10).isnan().all()
+
+
 def test_bootstrap_of_equal_samples_has_no_spread() -> None:
     gram = random_deltas().grams()[:3].sum(0)
     grams = gram.expand(6, EXPERTS, EXPERTS)

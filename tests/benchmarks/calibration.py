@@ -76,15 +76,14 @@ def main(
     models = [load(folder, device) for folder in folders]
     token_ids = [data.token_ids for data in Experiment(recipe).load_data(recipe.experts)]
     batches = make_batches(token_ids, fitting_batch(torch.device(device)))
-    results: list[Experiment] = []
+    read: dict[str, int] = {}
     actions: dict[str, Callable[[], object]] = {"floor": lambda: _forward(models, batches, device)}
     for levels in level_sets:
-        actions[levels] = functools.partial(_measure, results, recipe, levels, device)
+        actions[levels] = functools.partial(_measure, read, recipe, levels, device)
     times = timed(actions, repeats)
     layer_bytes = sum(
         parameter.numel() * 2 for model in models for parameter in model.base_model.layers.parameters()
     )  # the checkpoints are bfloat16
-    read = sum(checkpoint.bytes_read for checkpoint in (results[-1].base, *results[-1].experts))
     models.clear()  # the processes below need the memory
     arguments = [f"--size={size}", f"--layers={layers}", f"--experts={experts}", f"--samples={samples}"]
     arguments += [f"--tokens={tokens}", f"--device={device}"]
@@ -108,7 +107,7 @@ def main(
             "memory_mb": round(peak_bytes / 2**20, 1),
             "naive_memory_mb": round(naive / 2**20, 1),
             "memory_ratio": round(peak_bytes / naive, 3),
-            "bytes_ratio": round(read / layer_bytes, 4),
+            "bytes_ratio": round(read[levels] / layer_bytes, 4),
         }
         print(json.dumps(result), flush=True)
 
@@ -126,8 +125,10 @@ def _calibrate(recipe: Recipe, levels: str, device: str) -> Experiment:
     return experiment
 
 
-def _measure(results: list[Experiment], recipe: Recipe, levels: str, device: str) -> None:
-    results.append(_calibrate(recipe, levels, device))
+def _measure(read: dict[str, int], recipe: Recipe, levels: str, device: str) -> None:
+    """Calibrate, and note how many bytes of tensors that reads."""
+    experiment = _calibrate(recipe, levels, device)
+    read[levels] = sum(checkpoint.bytes_read for checkpoint in (experiment.base, *experiment.experts))
 
 
 @torch.no_grad()

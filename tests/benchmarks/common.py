@@ -88,10 +88,17 @@ def make_recipe(folders: Sequence[Path], settings: CalibrationSettings) -> Recip
 
 
 class PeakMemory:
-    """The largest anonymous resident memory of this process while the block runs, above that at its start, in bytes."""
+    """The largest memory of this process while the block runs, above that at its start, in bytes.
+
+    Args:
+        kind: ``RssAnon``, where mapped checkpoint files do not count, or ``VmRSS``, where they do.
+    """
+
+    def __init__(self, kind: str = "RssAnon") -> None:
+        self.kind = kind
 
     def __enter__(self) -> PeakMemory:
-        self.start = self.peak = anonymous_memory()
+        self.start = self.peak = memory_of_this_process(self.kind)
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -99,7 +106,7 @@ class PeakMemory:
 
     def _watch(self) -> None:
         while not self._done.wait(0.005):
-            self.peak = max(self.peak, anonymous_memory())
+            self.peak = max(self.peak, memory_of_this_process(self.kind))
 
     def __exit__(self, *exception: object) -> None:
         self._done.set()
@@ -110,12 +117,12 @@ class PeakMemory:
         return self.peak - self.start
 
 
-def anonymous_memory() -> int:
-    """RssAnon of this process in bytes; mapped checkpoint files do not count."""
+def memory_of_this_process(kind: str) -> int:
+    """A line of the kernel's account of this process, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon"):
+        if line.startswith(f"{kind}:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError("This kernel does not report RssAnon")
+    raise RuntimeError(f"This kernel does not report {kind}")
 
 
 def timed(actions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:

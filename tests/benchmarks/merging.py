@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import resource
 import statistics
 import tempfile
 import time
@@ -90,13 +89,11 @@ def _merge(method: str, folders: list[Path], file: Path) -> dict[str, float]:
         recipe["base_model"] = base
     config = MergeConfiguration.model_validate(recipe)
     logging.disable(logging.WARNING)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with tempfile.TemporaryDirectory() as folder, PeakMemory() as peak:
+    with tempfile.TemporaryDirectory() as folder, PeakMemory() as anonymous, PeakMemory("VmRSS") as resident:
         start = time.perf_counter()
         run_merge(config, f"{folder}/merged", MergeOptions(quiet=True, write_model_card=False))
         seconds = time.perf_counter() - start
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    return {"seconds": seconds, "anonymous_mb": peak.bytes / 2**20, "resident_mb": resident / 2**10}
+    return {"seconds": seconds, "anonymous_mb": anonymous.bytes / 2**20, "resident_mb": resident.bytes / 2**20}
 
 
 if __name__ == "__main__":

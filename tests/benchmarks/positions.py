@@ -59,10 +59,14 @@ def main(seeds: tuple[int, ...], out: Path) -> None:
                 "benchmark": "positions",
                 "seed": seed,
                 "positions": count,
-                "move_over_error": round(float(moves.abs().mean() / error.mean()), 2),
+                "move_over_error": round(float(_root_mean_square(moves) / _root_mean_square(error)), 2),
                 "saving": round(_mlp_share(decoder) * len(tasks) / (len(tasks) + 1) * (1 - count / LENGTH), 2),
             }
             print(json.dumps(result), flush=True)
+
+
+def _root_mean_square(values: torch.Tensor) -> torch.Tensor:
+    return values.square().mean().sqrt()
 
 
 def _samples(file: Path, base: Path) -> list[list[int]]:

@@ -82,7 +82,7 @@ def _run(size: str, level: str, values: dict[str, Any]) -> dict[str, float]:
 
 
 def _torchrun(size: str, level: str, ranks: int) -> float:
-    """Seconds of a whole calibration by that many processes of one thread each, their start included."""
+    """Seconds of a whole calibration by that many processes (one thread each if several), their start included."""
     folders = make_family(CACHE, size, DEFAULTS["experts"], DEFAULTS["layers"])
     files = write_samples(CACHE, DEFAULTS["experts"], DEFAULTS["samples"], DEFAULTS["tokens"])
     recipe = {
