@@ -156,8 +156,6 @@ def analyse(statistics: Statistics, level: str, *, balance: bool = True, ridge: 
         for name in names
     ]
     low, high = (torch.stack([alpha.quantile(q, dim=0) for alpha in draws]) for q in INTERVAL)
-    if int(statistics.task.bincount().min()) < 2:  # a task's only sample can only be drawn again
-        low, high = torch.full_like(low, torch.nan), torch.full_like(high, torch.nan)
     means = [task_means(statistics.grams[name], statistics.task, balance) for name in names]
     alpha = torch.stack([solutions[name].alpha for name in names])
     doubts = {

@@ -7,12 +7,11 @@ import filecmp
 import json
 import logging
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import transformers
-from mergekit.architecture import WeightInfo, arch_info_for_config
+from mergekit.architecture import ModelArchitecture, WeightInfo, arch_info_for_config
 from mergekit.architecture.conversion import can_convert_checkpoint_keys
 
 from mergekit_slta.errors import SltaError
@@ -175,8 +174,7 @@ def plan(model: Model, models: Sequence[Model], trust_remote_code: bool) -> list
     """The tensors that mergekit needs of a model: by its definition of the architecture, else all that any has."""
     if model.tensors is None:
         return []
-    with silenced("mergekit.architecture"):  # mergekit says itself that it infers the architecture
-        architecture = arch_info_for_config(model.config)
+    architecture = known_architecture(model)
     if architecture is not None:
         return [weight for weight in architecture.all_weights(model.config) if not weight.optional]
     stored = dict.fromkeys(name for other in models for name in other.tensors or {})
@@ -191,21 +189,14 @@ def dropped_tensors(model: Model, trust_remote_code: bool = False) -> list[str]:
     """The tensors that a checkpoint has and mergekit would leave out of the merged model, in one sentence."""
     if model.tensors is None:
         return []
+    architecture = known_architecture(model)
     try:
-        parameters = own_parameters(model.config, trust_remote_code)
-    except SltaError:
+        if architecture is not None:
+            dropped = undefined_parameters(model, architecture, trust_remote_code)
+        else:
+            dropped = partial_conversions(model, trust_remote_code)
+    except SltaError:  # transformers cannot build the model
         return []
-    with silenced("mergekit.architecture"):
-        architecture = arch_info_for_config(model.config)
-    if architecture is not None:
-        known = dict.fromkeys(parameters)
-        written = {name for weight in architecture.all_weights(model.config) for name in names_of(weight)}
-        real = [name for name in model.tensors if model_tensor_name(name, known, model.prefix)]
-        dropped = [name for name in real if not model_tensor_name(name, written, model.prefix)]
-    else:
-        dropped = [
-            name for name in unwritten_conversions(parameters, model.tensors) if can_load(model, WeightInfo(name=name))
-        ]
     if not dropped:
         return []
     return [
@@ -214,24 +205,47 @@ def dropped_tensors(model: Model, trust_remote_code: bool = False) -> list[str]:
     ]
 
 
-def own_parameters(config: transformers.PretrainedConfig, trust_remote_code: bool) -> list[str]:
+def known_architecture(model: Model) -> ModelArchitecture | None:
+    """mergekit's definition of a model's architecture; None where it goes by the tensors instead, as it says itself."""
+    with silenced("mergekit.architecture"):
+        return arch_info_for_config(model.config)
+
+
+def undefined_parameters(model: Model, architecture: ModelArchitecture, trust_remote_code: bool) -> list[str]:
+    """The stored tensors that mergekit's definition lacks; what old checkpoints hold beside parameters is no loss."""
+    written = {name for weight in architecture.all_weights(model.config) for name in names_of(weight)}
+    undefined = [name for name in model.tensors or {} if not model_tensor_name(name, written, model.prefix)]
+    if not undefined:
+        return []
+    parameters = set(own_parameters(model, trust_remote_code))
+    return [name for name in undefined if model_tensor_name(name, parameters, model.prefix)]
+
+
+def partial_conversions(model: Model, trust_remote_code: bool) -> list[str]:
+    """The parameters of some layers that are stored under other names: mergekit converts those of every layer only."""
+    parameters = own_parameters(model, trust_remote_code)
+    layers: dict[str, set[str]] = {}
+    for name in parameters:
+        if number := LAYER_NUMBER.search(name):
+            layers.setdefault(template(name), set()).add(number[1])
+    count = max(map(len, layers.values()), default=0)
+    partial = {name for name, found in layers.items() if len(found) < count}
+    converted = [name for name in parameters if name not in (model.tensors or {}) and template(name) in partial]
+    return [name for name in converted if can_load(model, WeightInfo(name=name))]
+
+
+def template(name: str) -> str:
+    """A tensor's name without the number of its layer."""
+    return LAYER_NUMBER.sub(".*.", name, count=1)
+
+
+def own_parameters(model: Model, trust_remote_code: bool) -> list[str]:
     """The names of a model's parameters, but for those that are another one's.
 
     Raises:
         SltaError: transformers cannot build the model.
     """
-    return [name for name, _ in meta_model(config, trust_remote_code).named_parameters()]
-
-
-def unwritten_conversions(parameters: Collection[str], stored: Collection[str]) -> list[str]:
-    """The parameters that are stored under other names, and that mergekit looks for in every layer or in none."""
-    layers: dict[str, set[str]] = {}
-    for name in parameters:
-        if number := LAYER_NUMBER.search(name):
-            layers.setdefault(LAYER_NUMBER.sub(".*.", name, count=1), set()).add(number[1])
-    count = max(map(len, layers.values()), default=0)
-    partial = {template for template, found in layers.items() if len(found) < count}
-    return [name for name in parameters if name not in stored and LAYER_NUMBER.sub(".*.", name, count=1) in partial]
+    return [name for name, _ in meta_model(model.config, trust_remote_code).named_parameters()]
 
 
 def names_of(weight: WeightInfo) -> list[str]:

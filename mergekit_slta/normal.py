@@ -91,8 +91,8 @@ class NormalEquations:
         self._of_task = [torch.zeros_like(total) for total in self._sums]
         self._masses: list[torch.Tensor] = []
         # What a batch's inputs have in common would take up most digits of a float32 product, so each is summed up
-        # without its mean: this mean, the sums of the inputs without it and of the residuals, and the number of tokens.
-        self._centered: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]] = []
+        # without its mean: this mean, the sums of the inputs without and with it, and the sum of the residuals.
+        self._centered: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def add(self, inputs: torch.Tensor, residuals: torch.Tensor) -> None:
         """Add tokens of the current task: inputs [n, d_in] and residuals [n, d_out]."""
@@ -104,7 +104,8 @@ class NormalEquations:
         for start in range(0, inputs.shape[1], BLOCK):
             moments[start : start + BLOCK, start:] += inputs[:, start : start + BLOCK].T @ inputs[:, start:]
         cross += inputs.T @ residuals
-        self._centered.append((center.double(), _sum(inputs), _sum(residuals), len(inputs)))
+        center, centered_sum = center.double(), _sum(inputs)
+        self._centered.append((center, centered_sum, centered_sum + len(inputs) * center, _sum(residuals)))
         tokens += len(inputs)
 
     def _add_centers(self) -> None:
@@ -112,11 +113,10 @@ class NormalEquations:
         if not self._centered:
             return
         moments, cross, input_sum, residual_sum, _ = self._of_task
-        centers, inputs, residuals = (torch.stack(parts) for parts in list(zip(*self._centered, strict=True))[:3])
-        inputs_whole = torch.stack([part + count * center for center, part, _, count in self._centered])
-        moments.addmm_(centers.T, inputs_whole).addmm_(inputs.T, centers)
+        centers, centered, whole, residuals = map(torch.stack, zip(*self._centered, strict=True))
+        moments.addmm_(centers.T, whole).addmm_(centered.T, centers)
         cross.addmm_(centers.T, residuals)
-        input_sum += inputs_whole.sum(0)
+        input_sum += whole.sum(0)
         residual_sum += residuals.sum(0)
         self._centered.clear()
 

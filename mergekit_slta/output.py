@@ -51,10 +51,9 @@ def solution_table(
     rows = [header]
     for name, solution in solutions.items():
         alpha = [f"{weight:.3f}" for weight in solution.alpha.tolist()]
-        if deviations is not None:
+        if deviations is not None and not deviations[name].isnan().any():
             errors = deviations[name].tolist()
-            known = not deviations[name].isnan().any()
-            alpha = [f"{weight} ±{error:.3f}" for weight, error in zip(alpha, errors, strict=True)] if known else alpha
+            alpha = [f"{weight} ±{error:.3f}" for weight, error in zip(alpha, errors, strict=True)]
         retained = [_percent(share) for share in solution.retained.tolist()]
         rows.append([name, *alpha, *retained, _short(solution.condition)])
     table = _aligned(rows)

@@ -138,12 +138,9 @@ def bootstrap_std(
     ridge: float = 0.0,
     task_weights: Sequence[float] | None = None,
 ) -> torch.Tensor:
-    """Standard deviation of alpha when each task's samples are drawn anew with replacement ``repeats`` times, [T].
-
-    NaN where a task has one sample, which can only be drawn again.
-    """
+    """Standard deviation of alpha when each task's samples are drawn anew with replacement ``repeats`` times, [T]."""
     alpha = bootstrap(grams, task, repeats, seed=seed, balance=balance, ridge=ridge, task_weights=task_weights)
-    return alpha.std(0) if int(task.bincount().min()) > 1 else torch.full_like(alpha[0], torch.nan)
+    return alpha.std(0)
 
 
 def bootstrap(
@@ -156,10 +153,14 @@ def bootstrap(
     ridge: float = 0.0,
     task_weights: Sequence[float] | None = None,
 ) -> torch.Tensor:
-    """Merging weights of ``repeats`` bootstrap samples, [repeats, T]; tasks keep their number of samples."""
+    """Merging weights of ``repeats`` bootstrap samples, [repeats, T]; tasks keep their number of samples.
+
+    NaN where a task has one sample, which can only be drawn again.
+    """
     counts = bootstrap_counts(task, repeats, seed)
     means = task_means(grams, task, balance, counts)
-    return merging_weights(means, ridge, task_weights)[0]
+    alpha = merging_weights(means, ridge, task_weights)[0]
+    return alpha if int(task.bincount().min()) > 1 else torch.full_like(alpha, torch.nan)
 
 
 def bootstrap_counts(task: torch.Tensor, repeats: int, seed: int) -> torch.Tensor:
