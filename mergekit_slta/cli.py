@@ -460,10 +460,15 @@ def _examine(source: _Source, options: MergeOptions, **purpose: Any) -> Findings
 
 
 def _refuse(found: Findings, ranks: Ranks | None = None) -> None:
-    if found.problems and ranks and not ranks.first:  # the first process says the same
-        raise click.exceptions.Exit(1)
-    if found.problems:
-        raise SltaError("\n".join(found.problems))
+    """End with the problems; all processes end where one has found some, before any writes what another checks."""
+    having = ranks.gather(bool(found.problems)) if ranks else [bool(found.problems)]
+    if not any(having):
+        return
+    if ranks is None or ranks.index == having.index(True):
+        SltaError("\n".join(found.problems)).show()
+    if ranks is not None:
+        ranks.wait()  # torchrun ends the others as soon as one has ended
+    raise click.exceptions.Exit(1)
 
 
 def _say(notes: Sequence[str], quiet: bool) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from mergekit_slta.errors import SltaError
+
+PATIENCE = timedelta(days=1)  # while one rank merges adapters; torchrun itself ends all of them when one has failed
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,12 @@ class Ranks:
                 tensor += part.to(tensor.device)
         return tensor
 
+    def gather(self, number: float) -> list[float]:
+        """What every rank has, in the order of the ranks; each goes on when all have come here."""
+        found = torch.zeros(self.count, dtype=torch.float64)
+        found[self.index] = number
+        return self.sum(found).tolist()
+
     def require_equal(self, number: int, place: Path) -> None:
         """Make sure that every rank has found the same on the disk.
 
@@ -50,9 +59,7 @@ class Ranks:
         Raises:
             SltaError: the ranks have found different things; every one of them raises it.
         """
-        found = torch.zeros(self.count, dtype=torch.float64)
-        found[self.index] = number
-        if len(self.sum(found).unique()) > 1:
+        if len(set(self.gather(number))) > 1:
             raise SltaError(
                 f"The processes see different files in {place}: it must be a folder that all of them share."
             )
@@ -72,7 +79,7 @@ def join() -> Ranks:
         own_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", count))
         if own_gpus:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("nccl" if own_gpus else "gloo")
+        dist.init_process_group("nccl" if own_gpus else "gloo", timeout=PATIENCE)
     return Ranks(dist.get_rank(), count)
 
 

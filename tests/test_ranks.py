@@ -278,3 +278,67 @@ def test_an_error_on_one_rank_ends_all_of_them(
     went_on = families.experiment(content).statistics(["attn_mlp"], stats)
     alone = families.measure(llama, "attn_mlp", batch_tokens=BATCH_TOKENS)
     assert relative_difference(went_on.grams, alone) < 1e-8
+
+
+CHECKING_LATE_ON_RANK_1 = """
+import os, pathlib, sys, time
+from mergekit_slta import preflight
+
+examine = preflight.examine
+
+def late(*arguments, **purpose):
+    if os.environ["RANK"] == "1":
+        time.sleep(4)
+        assert not any(map(pathlib.Path.exists, map(pathlib.Path, (sys.argv[3], sys.argv[5])))), "rank 0 writes already"
+    return examine(*arguments, **purpose)
+
+preflight.examine = late
+from mergekit_slta.cli import main
+main()
+"""
+
+
+def test_no_process_writes_before_all_have_checked_the_recipe(
+    llama: Family, write_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    """What the first one has half written, such as a merged adapter, must not look damaged to another."""
+    script = tmp_path / "late.py"
+    script.write_text(CHECKING_LATE_ON_RANK_1)
+    adapter = write_adapter(llama.base, tmp_path / "adapter", seed=0)
+    family = Family(llama.base, (Path(f"{llama.base}+{adapter}"), llama.experts[1]), llama.data, llama.config)
+    recipe, out, cache = write_recipe(family, "featcal", samples=4), tmp_path / "out", tmp_path / "cache"
+    done = torchrun(2, script, "merge", recipe, out, "--lora-merge-cache", cache, "--no-write-model-card")
+    assert done.returncode == 0, done.stderr
+    assert (out / "model.safetensors").exists()
+
+
+REFUSING_ON_RANK_1 = """
+import os
+from mergekit_slta import preflight
+
+examine = preflight.examine
+
+def full(*arguments, **purpose):
+    found = examine(*arguments, **purpose)
+    if os.environ["RANK"] == "1":
+        found.problems.append("the disk of rank 1 is full")
+    return found
+
+preflight.examine = full
+from mergekit_slta.cli import main
+main()
+"""
+
+
+def test_what_one_process_finds_wrong_ends_all_before_anything_is_written(
+    llama: Family, write_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    script = tmp_path / "refusing.py"
+    script.write_text(REFUSING_ON_RANK_1)
+    done = torchrun(2, script, "merge", write_recipe(llama, samples=4), tmp_path / "out")
+    assert done.returncode != 0
+    assert done.stderr.count("Error: the disk of rank 1 is full") == 1
+    assert not (tmp_path / "out").exists()
+    done = torchrun(2, "-m", "mergekit_slta", "merge", write_recipe(llama, levle="layer"), tmp_path / "out")
+    assert done.returncode != 0
+    assert done.stderr.count("did you mean 'level'?") == 1
