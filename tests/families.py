@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -402,6 +405,32 @@ def feature_merge(
     chosen = anchor or Anchor(models)
     solve_features(decoder, chosen, models[1:], tasks or family.token_ids(), partial, **arguments)
     return SolvedModel(decoder, partial, "base")
+
+
+def started(
+    forks: ForkServerContext, work: Callable[..., object], *arguments: Any, stop_after: int | None = None
+) -> ForkServerProcess:
+    """A process that has begun its work, or one that has finished a layer of it and waits there to be killed."""
+    reached, reach = forks.Pipe(duplex=False)
+    process = forks.Process(target=_work, args=(reach, stop_after, work, arguments), daemon=True)
+    process.start()
+    assert reached.poll(120)
+    return process
+
+
+def _work(reached: Connection, stop_after: int | None, work: Callable[..., object], arguments: Sequence[Any]) -> None:
+    finish_layer = Partial.finish_layer
+
+    def stop(partial: Partial, layer: int, tensors: dict[str, torch.Tensor]) -> None:
+        finish_layer(partial, layer, tensors)
+        if layer == stop_after:
+            reached.send(None)
+            threading.Event().wait()
+
+    if stop_after is None:
+        reached.send(None)
+    Partial.finish_layer = stop  # type: ignore[method-assign,assignment]
+    work(*arguments)
 
 
 def solved_tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -1,14 +1,11 @@
 """A calibration that is interrupted goes on where it was and ends in the same file, byte for byte."""
 
 import json
-import os
 import random
 import shutil
-import signal
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -151,32 +148,14 @@ def recipe(family: Family, **changes: Any) -> dict[str, Any]:
     return families.recipe(family, samples=30, batch_tokens=40, **changes)
 
 
-def measure(content: dict[str, Any], path: Path, begun: Connection) -> None:
-    """What a process does."""
-    begun.send(None)
+def measure(content: dict[str, Any], path: Path) -> None:
     families.experiment(content).statistics(LEVELS, path)
-
-
-def started(forks: ForkServerContext, content: dict[str, Any], path: Path) -> ForkServerProcess:
-    begun, ready = forks.Pipe(duplex=False)
-    process = forks.Process(target=measure, args=(content, path, ready))
-    process.start()
-    assert begun.poll(60)
-    return process
-
-
-def started_and_in_layer_3(forks: ForkServerContext, family: Family, path: Path) -> ForkServerProcess:
-    process = started(forks, recipe(family), path)
-    while not (partial_of(path) / "layer-0002.safetensors").exists():
-        assert process.is_alive()
-        time.sleep(0.001)
-    return process
 
 
 @pytest.fixture
 def finish(forks: ForkServerContext, family: Family) -> Callable[[Path], bytes]:
     def run(path: Path) -> bytes:
-        process = started(forks, recipe(family), path)
+        process = families.started(forks, measure, recipe(family), path)
         process.join(120)
         assert process.exitcode == 0
         return path.read_bytes()
@@ -192,25 +171,20 @@ def test_killed_between_layers(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "stats.safetensors"
-    process = started_and_in_layer_3(forks, family, path)
+    process = families.started(forks, measure, recipe(family), path, stop_after=2)
     process.kill()
     process.join()
     assert not path.exists()
-    kept = {file.name: file.stat().st_mtime_ns for file in partial_of(path).glob("layer-000[012]*")}
-    assert len(kept) == 3
-    copy = shutil.copytree(partial_of(path), tmp_path / "copy")
+    assert Partial(partial_of(path), {}).finished_layers() == 3
     assert finish(path) == uninterrupted
     assert not partial_of(path).exists()
-    assert Partial(copy, {}).finished_layers() >= 3
 
 
 def test_another_process_is_kept_out_until_the_first_has_ended(
     forks: ForkServerContext, family: Family, uninterrupted: bytes, tmp_path: Path
 ) -> None:
     path = tmp_path / "stats.safetensors"
-    process = started_and_in_layer_3(forks, family, path)
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGSTOP)
+    process = families.started(forks, measure, recipe(family), path, stop_after=2)
     before = {file: file.read_bytes() for file in partial_of(path).iterdir()}
     with pytest.raises(SltaError, match="Another process is at work in .*partial: wait until it has ended"):
         families.experiment(recipe(family)).statistics(LEVELS, path)
@@ -224,7 +198,7 @@ def test_another_process_is_kept_out_until_the_first_has_ended(
 def kill_at_random(
     moments: random.Random, forks: ForkServerContext, family: Family, path: Path, duration: float
 ) -> None:
-    process = started(forks, recipe(family), path)
+    process = families.started(forks, measure, recipe(family), path)
     process.join(moments.uniform(0, duration))
     process.kill()
     process.join()
@@ -239,7 +213,7 @@ def test_killed_at_any_moment(
     uninterrupted: bytes,
     tmp_path: Path,
 ) -> None:
-    process = started(forks, recipe(family), tmp_path / "timed.safetensors")
+    process = families.started(forks, measure, recipe(family), tmp_path / "timed.safetensors")
     begin = time.perf_counter()
     process.join()
     duration = time.perf_counter() - begin

@@ -8,8 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -365,31 +364,15 @@ def assert_finished(folder: Path, expected: dict[str, bytes]) -> None:
     assert not [name for name in found if name.startswith("hidden")]
 
 
-def solve_in_process(content: Recipe, begun: Connection) -> None:
-    """What a process does."""
-    begun.send(None)
-    solve(content)
-
-
-def started(forks: ForkServerContext, content: Recipe) -> ForkServerProcess:
-    begun, ready = forks.Pipe(duplex=False)
-    process = forks.Process(target=solve_in_process, args=(content, ready))
-    process.start()
-    assert begun.poll(60)
-    return process
-
-
 @pytest.mark.parametrize("layer", [0, DEEP // 2, DEEP - 1])
 def test_a_killed_merge_goes_on(
     layer: int, forks: ForkServerContext, deep: Family, uninterrupted: dict[str, bytes], tmp_path: Path
 ) -> None:
-    process = started(forks, deep_recipe(deep, tmp_path))
-    while not list(tmp_path.glob(f"featcal-*/layer-{layer:04d}.safetensors")):
-        assert process.is_alive()
-        time.sleep(0.001)
+    process = families.started(forks, solve, deep_recipe(deep, tmp_path), stop_after=layer)
     process.kill()
     process.join()
     (folder,) = scratch_folders(tmp_path)
+    assert len(list(folder.glob("layer-*"))) == layer + 1
     solve(deep_recipe(deep, tmp_path))
     assert_finished(folder, uninterrupted)
 
@@ -421,12 +404,12 @@ def test_a_merge_that_fails_keeps_nobody_out(llama: Family, tmp_path: Path, monk
 def test_killed_again_and_again(
     forks: ForkServerContext, deep: Family, uninterrupted: dict[str, bytes], tmp_path: Path
 ) -> None:
-    process = started(forks, deep_recipe(deep, tmp_path / "timed"))
+    process = families.started(forks, solve, deep_recipe(deep, tmp_path / "timed"))
     begin = time.perf_counter()
     process.join()
     duration = time.perf_counter() - begin
     for part in (0.2, 0.5, 0.35, 0.7):
-        process = started(forks, deep_recipe(deep, tmp_path))
+        process = families.started(forks, solve, deep_recipe(deep, tmp_path))
         process.join(part * duration)
         process.kill()
         process.join()
