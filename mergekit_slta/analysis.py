@@ -9,13 +9,13 @@ Shapes: ``S`` submodules of a level, ``T`` experts, and as many tasks, each name
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from mergekit_slta.page import plain_number
-from mergekit_slta.solver import bootstrap, merging_weights, task_means
+from mergekit_slta.solver import bootstrap, bootstrap_counts, merging_weights, retained_share, task_means
 from mergekit_slta.statistics import Statistics
 
 DRAWS = 200
@@ -176,7 +176,7 @@ def analyse(statistics: Statistics, level: str, *, balance: bool = True, ridge: 
         condition=torch.tensor([solutions[name].condition for name in names], dtype=torch.float64),
         cosine=torch.stack([_cosine(mean.sum(0)) for mean in means]),
         without=_kept_without(statistics, level, balance, ridge),
-        by_samples=_by_samples(statistics, names, balance, ridge),
+        by_samples=_by_samples(statistics, dict(zip(names, means, strict=True)), balance, ridge),
         doubts=doubts,
     )
 
@@ -227,45 +227,27 @@ def _kept_without(statistics: Statistics, level: str, balance: bool, ridge: floa
     return kept
 
 
-def _by_samples(statistics: Statistics, names: Sequence[str], balance: bool, ridge: float) -> dict[int, SampleEffect]:
+def _by_samples(
+    statistics: Statistics, means_by_name: Mapping[str, torch.Tensor], balance: bool, ridge: float
+) -> dict[int, SampleEffect]:
     """What the merging weights would be with fewer samples per task, drawn with replacement."""
     available = statistics.task.bincount()
     most = int(available.max())
     effects = {}
     for count in sorted({*(count for count in SAMPLE_COUNTS if count < most), most}):
-        counts = _draw(statistics.task, count, DRAWS // 2)
+        counts = bootstrap_counts(statistics.task, DRAWS // 2, SEED, most=count)
         alphas, kept, shares = [], [], []
-        for name in names:
-            grams = statistics.grams[name]
-            alpha, _ = merging_weights(task_means(grams, statistics.task, balance, counts), ridge)
-            means = task_means(grams, statistics.task, balance)
+        for name, means in means_by_name.items():
+            drawn_means = task_means(statistics.grams[name], statistics.task, balance, counts)
+            alpha, _ = merging_weights(drawn_means, ridge)
             alphas.append(alpha)
-            kept.append(_retained(means, alpha))
+            kept.append(retained_share(means, alpha))
             shares.append(_own_share(means).expand_as(alpha))
         drawn = torch.stack(alphas)  # [S, draws, T]
         effects[count] = SampleEffect(
             drawn.mean((0, 1)), drawn.std(1).mean(0), pooled(torch.stack(kept), torch.stack(shares)).mean(0)
         )
     return effects
-
-
-def _draw(task: torch.Tensor, count: int, repeats: int) -> torch.Tensor:
-    """How often each sample is drawn when each task draws ``count`` of its own, at most as many as it has."""
-    generator = torch.Generator().manual_seed(SEED)
-    counts = torch.zeros(repeats, len(task), dtype=torch.float64)
-    for index in task.unique().tolist():
-        rows = (task == index).nonzero().flatten()
-        drawn = torch.randint(len(rows), (repeats, min(count, len(rows))), generator=generator)
-        counts[:, rows] = torch.nn.functional.one_hot(drawn, len(rows)).sum(1).double()
-    return counts
-
-
-def _retained(means: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
-    """``solver.retained_share`` for many merging weights [R, T] at once."""
-    own = means.diagonal(dim1=-3, dim2=-1)  # [T, T], column a is B_a[:, a]
-    power = own.diagonal()
-    loss = torch.einsum("rb,abc,rc->ra", alpha, means, alpha) - 2 * alpha @ own + power
-    return torch.where(power > 0, 1 - loss / power, torch.nan)
 
 
 def short_names(models: Sequence[str]) -> tuple[str, ...]:

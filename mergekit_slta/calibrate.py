@@ -88,6 +88,7 @@ class _Calibration:
             self.ranks.require_equal(self.layers, partial.folder)
         self.grams: Grams = partial.tensors(self.layers) if partial and self.layers else {}
         self.hidden = partial.hidden(self.layers - 1) if partial and self.layers else None
+        self.reported = 0
 
     def run(self, positions: int) -> Grams:
         """Measure the layers that are not measured yet, with at most ``positions`` token positions at once."""
@@ -97,7 +98,7 @@ class _Calibration:
         streams = Streams(self.decoder, [[model] * len(self.tasks) for model in sources], batches, self.ranks)
         if self.hidden is not None:
             streams.resume(self.hidden, self.layers)
-        self.progress(self.layers * streams.samples)
+        self._report(self.layers * streams.samples - self.reported)
         for layer in range(self.layers, len(self.decoder)):
             self.grams |= self._measure_layer(layer, streams, len(sources))
             self.layers, self.hidden = layer + 1, streams.state
@@ -125,7 +126,7 @@ class _Calibration:
                     layer, weights[stream], streams.hidden(stream, number), streams.call(stream, number)
                 )
                 streams.set_output(stream, number, run.output)
-            self.progress(len(batch.rows))
+            self._report(len(batch.rows))
         grams = {name: self.ranks.sum(gram) for name, gram in grams.items()}
         self._refuse_infinite(grams)
         if self.partial is not None:
@@ -135,6 +136,11 @@ class _Calibration:
                 self.partial.finish_layer(layer, grams)
         streams.advance()
         return grams
+
+    def _report(self, samples: int) -> None:
+        """Report progress; what is computed again with smaller batches is taken back first."""
+        self.reported += samples
+        self.progress(samples)
 
     def _refuse_infinite(self, grams: Grams) -> None:
         for name, gram in grams.items():

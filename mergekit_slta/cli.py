@@ -229,7 +229,7 @@ def solve(
     feature change that the merge keeps.
     """
     from mergekit_slta.output import solution_json, solution_table
-    from mergekit_slta.solver import bootstrap_std
+    from mergekit_slta.solver import bootstrap as bootstrap_weights
     from mergekit_slta.statistics import load, resolve_statistics
 
     with _one_thread():
@@ -243,7 +243,8 @@ def solve(
         deviations = None
         if bootstrap:
             deviations = {
-                name: bootstrap_std(statistics.grams[name], statistics.task, bootstrap, **how) for name in solutions
+                name: bootstrap_weights(statistics.grams[name], statistics.task, bootstrap, **how).std(0)
+                for name in solutions
             }
     if json_file == "-":
         click.echo(solution_json(level, names, solutions, deviations), nl=False)

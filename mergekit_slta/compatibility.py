@@ -264,9 +264,6 @@ def can_load(model: Model, weight: WeightInfo) -> bool:
     return any(can_convert_checkpoint_keys(model.config.model_type, sources, name) for name in names)
 
 
-# Vocabularies
-
-
 @contextlib.contextmanager
 def silenced(name: str) -> Iterator[None]:
     """Keep a logger quiet meanwhile."""

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mergekit_slta.errors import SltaError
-from mergekit_slta.records import Record, one_line, record_text
+from mergekit_slta.errors import SltaError, one_line
+from mergekit_slta.records import Record, record_text
 from mergekit_slta.sources import read_records
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from mergekit_slta.residual import INPUT, ResidualStream, Term, plain, sources
 from mergekit_slta.skeleton import meta_model
 
 Weights = Mapping[str, torch.Tensor]
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,6 @@ class LayerStructure:
     branches: dict[str, frozenset[str]]
     mlp_reads: frozenset[str]
     mixer: str
-
-    @property
-    def parallel(self) -> bool:
-        """Whether both branches read the layer's input."""
-        return self.mlp_reads == {INPUT}
 
 
 @dataclass
@@ -160,7 +156,7 @@ class Decoder:
         self._body_path = _path_in_model(self.model, self.body)
         self.layers, self.layers_path = _find_layers(self.model, config)
         self._give_buffers()
-        self._structures: dict[Hashable, LayerStructure] = {}
+        self._found: dict[Hashable, Any] = {}
         self._run: _Run | None = None
         for layer in self.layers:
             self._watch(layer)
@@ -277,6 +273,7 @@ class Decoder:
         hidden: torch.Tensor,
         call: LayerCall,
         *,
+        mlp_reads: frozenset[str] | None = None,
         mlp_input: torch.Tensor | None = None,
         replay: Mapping[str, Any] | None = None,
         capture: Collection[str] = (),
@@ -288,12 +285,12 @@ class Decoder:
             weights: the layer's tensors by their names inside the layer.
             hidden: [B, S, D], the layer's input.
             call: the layer's other arguments.
+            mlp_reads: what the residual stream holds where the MLP branch reads it; without it nobody looks there.
             mlp_input: [B, S, D], given to the MLP branch in place of the residual stream.
             replay: outputs of children that need not run again.
             capture: paths of the modules inside the layer whose inputs are wanted.
         """
-        structure = self._structures.get(self.kind(layer))
-        run = _Run(structure.mlp_reads if structure else None, mlp_input, replay or {}, capture)
+        run = _Run(mlp_reads, mlp_input, replay or {}, capture)
         return self._run_layer(run, layer, weights, hidden, call)
 
     def _run_layer(self, run: _Run, layer: int, weights: Weights, hidden: torch.Tensor, call: LayerCall) -> LayerRun:
@@ -379,12 +376,11 @@ class Decoder:
         Raises:
             SltaError: the layer does not split into an attention and an MLP branch.
         """
-        signature = self.kind(layer)
-        if signature not in self._structures:
-            with torch.no_grad():
-                run = self.trace(layer)
-            self._structures[signature] = _branches(run, type(self.layers[layer]).__name__, layer)
-        return self._structures[signature]
+        return self.once_per_kind(layer, Decoder._find_structure)
+
+    @torch.no_grad()
+    def _find_structure(self, layer: int) -> LayerStructure:
+        return _branches(self.trace(layer), type(self.layers[layer]).__name__, layer)
 
     def _zeros(self, state: Weights) -> Weights:
         """Zeros in place of tensors; on the host they take no memory, since numpy leaves their pages unmapped."""
@@ -399,10 +395,28 @@ class Decoder:
         names = set(self.edge_tensors())
         return {name: tensor for name, tensor in self.model.state_dict().items() if name in names}
 
-    def kind(self, layer: int) -> Hashable:
-        """What layers of the same structure have in common."""
-        module = self.layers[layer]
-        return type(module), tuple((name, type(child)) for name, child in module.named_children())
+    def once_per_kind(self, layer: int, find: Callable[[Decoder, int], Found]) -> Found:
+        """What ``find`` makes of a layer, found once for all layers of the same modules and shapes."""
+        key = find, self._kinds[layer]
+        if key not in self._found:
+            self._found[key] = find(self, layer)
+        found: Found = self._found[key]
+        return found
+
+    def one_of_each_kind(self) -> list[int]:
+        """The first layer of each kind."""
+        return sorted({kind: layer for layer, kind in reversed(list(enumerate(self._kinds)))}.values())
+
+    @functools.cached_property
+    def _kinds(self) -> list[Hashable]:
+        """What layers have in common that behave alike, for each of them."""
+        return [
+            (
+                tuple((name, type(module)) for name, module in layer.named_modules()),
+                tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()),
+            )
+            for layer in self.layers
+        ]
 
     def _give_buffers(self) -> None:
         """Fill the buffers that no checkpoint holds (rotary frequencies and the like) from the configuration."""

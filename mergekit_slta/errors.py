@@ -13,3 +13,15 @@ class SltaError(click.ClickException):
 
     def __str__(self) -> str:
         return self.message
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its type if it has none; without a full stop."""
+    return (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".:")
+
+
+def one_line(error: BaseException) -> str:
+    """An error in one line, with the cause where its own text does not tell it; without a full stop."""
+    text = " ".join(str(error).split()).rstrip(".")
+    cause = " ".join(str(error.__cause__ or "").split()).rstrip(".")
+    return f"{type(error).__name__}: {text}" + (f"; {cause}" if cause and cause not in text else "")

@@ -140,6 +140,7 @@ class _FeatureMerge:
         self.layers = self.partial.finished_layers()
         self.ranks.require_equal(self.layers, self.partial.folder)
         self.hidden = self.partial.hidden(self.layers - 1) if self.layers else None
+        self.reported = 0
         for kept in dict.fromkeys(maps.kept for maps in self.maps if maps.kept):
             numbered = any(part.isdigit() for name in kept for part in name.split("."))  # most of a mixture's weights
             LOG.log(logging.WARNING if numbered else logging.INFO, "Never solved, so the anchor's: %s", ", ".join(kept))
@@ -148,7 +149,7 @@ class _FeatureMerge:
         """Solve the layers that are not solved yet, then the head, with at most ``positions`` tokens at once."""
         streams = self._streams(positions)
         done = sum(len(maps.groups) for maps in self.maps[: self.layers])
-        self.progress("embeddings", done * streams.samples)
+        self._report("embeddings", done * streams.samples - self.reported)
         for layer in range(self.layers, len(self.decoder)):
             tensors = self._solve_layer(layer, streams)
             streams.keep(self.partial)
@@ -161,6 +162,11 @@ class _FeatureMerge:
         if self.ranks.first:
             self.partial.finish(tensors)
         self.ranks.wait()
+
+    def _report(self, stage: str, samples: int) -> None:
+        """Report progress; what is computed again with smaller batches is taken back first."""
+        self.reported += samples
+        self.progress(stage, samples)
 
     def _streams(self, positions: int) -> Streams:
         anchors = [self.anchor] * len(self.tasks)
@@ -180,7 +186,7 @@ class _FeatureMerge:
         anchor, experts, maps = self.anchor.blend(names, read), read[1:], self.maps[layer]
         solver = LayerSolver(self.decoder, layer, maps, anchor, experts, streams, self.regression, self.ranks)
         for group in maps.groups:
-            solver.solve(group, functools.partial(self.progress, f"layer {layer} of {len(self.decoder)}, {group}"))
+            solver.solve(group, functools.partial(self._report, f"layer {layer} of {len(self.decoder)}, {group}"))
         errors = self._advance_streams(solver, anchor, streams)
         return {names[key]: tensor for key, tensor in solver.merged.items()} | errors
 
@@ -248,7 +254,7 @@ class _FeatureMerge:
                 targets = self.regression.targets(own, inputs, own_inputs @ own.T)
                 equations.add(inputs, targets - inputs @ matrix.T)
                 if rows.start == 0:
-                    self.progress("output head", len(batch.rows))
+                    self._report("output head", len(batch.rows))
             equations.finish_task()
         return equations.solve()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mergekit_slta.decoder import Decoder, LayerCall, LayerRun, Weights
+from mergekit_slta.decoder import Decoder, LayerCall, LayerRun, LayerStructure, Weights
 from mergekit_slta.gram import sample_grams
 from mergekit_slta.heads import Heads, find_heads
 from mergekit_slta.maps import LinearMap, MapDeltas, fused_hidden, linear_maps
@@ -45,10 +45,13 @@ class LayerFeatures:
     weights: Sequence[Weights]
     levels: Sequence[str]
     tokens: int
+    structure: LayerStructure | None = field(init=False, default=None)
     heads: Heads | None = field(init=False, default=None)
     maps: dict[LinearMap, MapDeltas] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        if {"attn_mlp", "head_mlp"} & set(self.levels):
+            self.structure = self.decoder.structure(self.layer)
         if "head_mlp" in self.levels:
             self.heads = find_heads(self.decoder, self.layer)
         if "linear" in self.levels:
@@ -57,10 +60,9 @@ class LayerFeatures:
 
     def run_base(self, hidden: torch.Tensor, call: LayerCall) -> LayerRun:
         """Run the base model's layer on a batch [B, S, D]."""
-        if {"attn_mlp", "head_mlp"} & set(self.levels):
-            self.decoder.structure(self.layer)  # the run below must know where the MLP branch reads
         capture = {linear_map.module for linear_map in self.maps} | self._head_modules()
-        return self.decoder.run(self.layer, self.weights[0], hidden, call, capture=capture)
+        mlp_reads = self.structure.mlp_reads if self.structure else None
+        return self.decoder.run(self.layer, self.weights[0], hidden, call, mlp_reads=mlp_reads, capture=capture)
 
     def grams(
         self, base: LayerRun, hidden: torch.Tensor, call: LayerCall, lengths: Sequence[int]
@@ -86,9 +88,9 @@ class LayerFeatures:
         prefix = f"layer.{self.layer}"
         if "layer" in self.levels:
             yield prefix, [_output_delta(run.own, base) for run in runs]
-        if not {"attn_mlp", "head_mlp"} & set(self.levels):
+        if self.structure is None:
             return
-        for branch, children in self.decoder.structure(self.layer).branches.items():
+        for branch, children in self.structure.branches.items():
             if branch == "mlp" or "attn_mlp" in self.levels:
                 yield f"{prefix}.{branch}", [_branch_delta(run.branches, base, children) for run in runs]
         for head in range(self.heads.count if self.heads is not None else 0):
@@ -103,8 +105,8 @@ class LayerFeatures:
         own = branches = None
         if "layer" in self.levels:
             own = self.decoder.run(self.layer, weights, hidden, call, capture=self._head_modules())
-        if {"attn_mlp", "head_mlp"} & set(self.levels):
-            attention = self.decoder.structure(self.layer).branches["attn"]
+        if self.structure is not None:
+            attention = self.structure.branches["attn"]
             replay: Mapping[str, object] = {}
             if own is not None:  # the attention branch has the same input in both runs
                 replay = {name: output for name, output in own.outputs.items() if name in attention}
@@ -113,6 +115,7 @@ class LayerFeatures:
                 weights,
                 hidden,
                 call,
+                mlp_reads=self.structure.mlp_reads,
                 mlp_input=base.mlp_input,
                 replay=replay,
                 capture=self._head_modules(),
@@ -137,7 +140,8 @@ class LayerFeatures:
         captured = base.inputs.get(linear_map.module)
         width = linear_map.matrix(self.weights[0]).shape[-1]
         if captured is None:  # a mixture's expert that no token reached
-            return torch.zeros(batch, 1, width), torch.zeros(batch, 1, dtype=torch.bool)
+            device = self.decoder.device
+            return torch.zeros(batch, 1, width, device=device), torch.zeros(batch, 1, dtype=torch.bool, device=device)
         flat = captured[0].reshape(-1, captured[0].shape[-1])
         reached = torch.ones(len(flat), dtype=torch.bool, device=flat.device)
         if linear_map.expert is not None:

@@ -14,11 +14,12 @@ from pathlib import Path
 import huggingface_hub
 import torch
 import transformers
-from huggingface_hub import errors as hub
+from huggingface_hub.errors import HFValidationError, NotASafetensorsRepoError
 from huggingface_hub.utils import SafetensorsFileMetadata
 from mergekit.common import ModelPath, ModelReference
 
-from mergekit_slta.errors import SltaError
+from mergekit_slta import hub
+from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.skeleton import model_tensor_name
 
 # In mergekit's order of preference.
@@ -27,17 +28,6 @@ ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 ADAPTER_CONFIG = "adapter_config.json"
 _LFS_POINTER = b"version https://git-lfs"
 _LONGEST_HEADER = 100_000_000  # as in the safetensors library
-_HUB_ERRORS = (OSError, ValueError, hub.HTTPError, hub.EntryNotFoundError)
-# From the special to the general: the first kind that fits is said.
-_HUB_REASONS: tuple[tuple[type[Exception], str], ...] = (
-    (hub.GatedRepoError, "it is gated; ask for access on its page, then run 'hf auth login'"),
-    (hub.RepositoryNotFoundError, "there is no such folder here and no such repository, or it is private"),
-    (hub.RevisionNotFoundError, "the repository has no such revision"),
-    (hub.HFValidationError, "there is no such folder here"),
-    (hub.LocalEntryNotFoundError, "there is no such folder here, and the Hub cannot be reached"),
-    (hub.EntryNotFoundError, "the repository has no such file"),
-    (hub.OfflineModeIsEnabled, "there is no such folder here, and the Hub cannot be reached"),
-)
 
 
 @dataclass(frozen=True)
@@ -126,7 +116,7 @@ def local_folder(path: ModelPath, cache_dir: str | None = None) -> Path | None:
             path.path, revision=path.revision, cache_dir=cache_dir, local_files_only=True
         )
         weight_map(Path(folder))
-    except (*_HUB_ERRORS, SltaError):
+    except (*hub.ERRORS, SltaError):
         return None
     return Path(folder)
 
@@ -143,7 +133,9 @@ def _config(reference: ModelReference, folder: Path | None, trust_remote_code: b
     except Exception as error:  # a model's own code may raise anything
         if "trust_remote_code" in str(error):
             raise SltaError(f"{reference.model} brings its own code: allow it with --trust-remote-code.") from error
-        raise SltaError(f"transformers cannot read the config.json of {reference.model} ({_line(error)}).") from error
+        raise SltaError(
+            f"transformers cannot read the config.json of {reference.model} ({first_line(error)})."
+        ) from error
     if len(config.architectures or []) != 1:
         raise SltaError(f"The config.json of {reference.model} must name one class under 'architectures'.")
     return config
@@ -157,14 +149,14 @@ def fetch_file(path: ModelPath, name: str) -> Path:
     """
     try:
         return Path(huggingface_hub.hf_hub_download(path.path, name, revision=path.revision))
-    except _HUB_ERRORS as error:
+    except hub.ERRORS as error:
         raise hub_problem(path, error) from error
 
 
 def hub_problem(path: ModelPath, error: Exception) -> SltaError:
     """What a failed request to the Hub means to a user."""
-    reason = next((words for kind, words in _HUB_REASONS if isinstance(error, kind)), _line(error))
-    return SltaError(f"{path} cannot be used: {reason}.")
+    elsewhere = "" if isinstance(error, HFValidationError) else f", and {hub.reason(error)}"
+    return SltaError(f"{path} cannot be used: there is no such folder here{elsewhere}.")
 
 
 # The headers of weight files
@@ -189,7 +181,7 @@ def _indexed_files(index: Path) -> dict[str, list[str] | None]:
     try:
         entries = json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise SltaError(f"{index} cannot be read ({_line(error)}): get a sound copy.") from error
+        raise SltaError(f"{index} cannot be read ({first_line(error)}): get a sound copy.") from error
     files: dict[str, list[str] | None] = {}
     for tensor, file in entries:
         names = files.setdefault(file, [])
@@ -226,7 +218,7 @@ def file_headers(path: Path) -> Headers:
     try:
         return _safetensors_headers(path) if path.suffix == ".safetensors" else _pickled_headers(path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, pickle.UnpicklingError) as error:
-        raise SltaError(f"{path} cannot be read ({_line(error)}): get a sound copy.") from error
+        raise SltaError(f"{path} cannot be read ({first_line(error)}): get a sound copy.") from error
 
 
 def _safetensors_headers(path: Path) -> Headers:
@@ -263,11 +255,11 @@ def hub_headers(path: ModelPath) -> Headers | None:
     """
     try:
         files = huggingface_hub.get_safetensors_metadata(path.path, revision=path.revision).files_metadata
-    except hub.NotASafetensorsRepoError:
+    except NotASafetensorsRepoError:
         if any(name.startswith(WEIGHT_FILES[1]) for name in hub_files(path)):
             return None
         raise SltaError(f"{path} has no weights: mergekit needs {' or '.join(WEIGHT_FILES)}.") from None
-    except _HUB_ERRORS as error:
+    except hub.ERRORS as error:
         raise hub_problem(path, error) from error
     return {name: header for file in files.values() for name, header in _hub_file(file).items()}
 
@@ -280,7 +272,7 @@ def hub_files(path: ModelPath) -> list[str]:
     """
     try:
         return huggingface_hub.list_repo_files(path.path, revision=path.revision)
-    except _HUB_ERRORS as error:
+    except hub.ERRORS as error:
         raise hub_problem(path, error) from error
 
 
@@ -308,7 +300,7 @@ def adapter_headers(path: ModelPath) -> Headers | None:
         return None
     try:
         return _hub_file(huggingface_hub.parse_safetensors_file_metadata(path.path, weights, revision=path.revision))
-    except _HUB_ERRORS as error:
+    except hub.ERRORS as error:
         raise hub_problem(path, error) from error
 
 
@@ -316,8 +308,3 @@ def listed(names: list[str], most: int = 3) -> str:
     """A few names in words, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
-
-
-def _line(error: BaseException) -> str:
-    """An error in one line."""
-    return (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".:")

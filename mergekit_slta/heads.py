@@ -8,8 +8,7 @@ on exactly the rows that belong to it.
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -34,20 +33,13 @@ class Heads:
     rows: dict[str, torch.Tensor]
 
 
-_FOUND: weakref.WeakKeyDictionary[Decoder, dict[Hashable, Heads]] = weakref.WeakKeyDictionary()
-
-
 def find_heads(decoder: Decoder, layer: int) -> Heads:
     """Find the heads of a layer's attention, once for each kind of layer.
 
     Raises:
         SltaError: the layer mixes tokens by something that has no heads, or its heads cannot be told apart.
     """
-    found = _FOUND.setdefault(decoder, {})
-    kind = decoder.kind(layer)
-    if kind not in found:
-        found[kind] = _find_heads(decoder, layer)
-    return found[kind]
+    return decoder.once_per_kind(layer, _find_heads)
 
 
 @torch.enable_grad()

@@ -56,15 +56,8 @@ class LayerMaps:
 
 
 def groups_by_layer(decoder: Decoder) -> list[LayerMaps]:
-    """The groups of every layer; layers of the same modules are traced once."""
-    found: dict[object, LayerMaps] = {}
-    groups = []
-    for layer, module in enumerate(decoder.layers):
-        kind = tuple((name, type(inner)) for name, inner in module.named_modules())
-        if kind not in found:
-            found[kind] = find_groups(decoder, layer)
-        groups.append(found[kind])
-    return groups
+    """The groups of every layer; layers of the same kind are traced once."""
+    return [decoder.once_per_kind(layer, find_groups) for layer in range(len(decoder))]
 
 
 def find_groups(decoder: Decoder, layer: int) -> LayerMaps:

@@ -19,7 +19,7 @@ from mergekit_slta.calibrate import Grams, calibrate
 from mergekit_slta.checkpoint import Checkpoint
 from mergekit_slta.data import CalibrationData, load_calibration
 from mergekit_slta.decoder import Decoder
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.ranks import Ranks
 from mergekit_slta.recipe import Expert, Recipe, calibration_problems
 from mergekit_slta.resume import Partial
@@ -103,7 +103,7 @@ class Experiment:
             raise SltaError("\n".join(problems))
         data = self.load_data(self.recipe.experts)
         fingerprint = self.fingerprint(data)
-        path = path or cache_file(fingerprint, levels)
+        path = path or cache_file(fingerprint, self.base.settings, levels)
         if self._exists(path):
             return self._reuse(load(path), levels, path, published)
         return self._measure(self._info(levels, data, fingerprint), self.experts, data, levels, path)
@@ -201,10 +201,7 @@ class Experiment:
         """Measure levels, and write the statistics file with them and with what is known."""
         content = info.fingerprint.model_dump(mode="json") | {"levels": list(levels), "config": self.base.settings}
         partial = Partial(partial_folder(path), content)
-        self.ranks.wait()
-        partial.begin()
-        if self.ranks.first:
-            partial.claim()
+        partial.enter(self.ranks)
         try:
             grams = self._calibrate(experts, data, levels, partial)
             statistics = _assemble({**(known or {}), **grams}, data, info)
@@ -359,8 +356,9 @@ def load_tokenizer(
             cache_dir=cache_dir,
         )
     except Exception as error:  # a tokenizer's own code may raise anything
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0]
-        raise SltaError(f"{reference.model} has no usable tokenizer, which calibration needs: {reason}") from error
+        raise SltaError(
+            f"{reference.model} has no usable tokenizer, which calibration needs: {first_line(error)}."
+        ) from error
 
 
 def partial_folder(path: Path) -> Path:
@@ -368,9 +366,10 @@ def partial_folder(path: Path) -> Path:
     return path.with_name(path.name + ".partial")
 
 
-def cache_file(fingerprint: Fingerprint, levels: Sequence[str]) -> Path:
-    """Where statistics go that a recipe names no file for."""
-    return cache_folder() / f"{digest([fingerprint.model_dump(mode='json'), sorted(levels)])}.safetensors"
+def cache_file(fingerprint: Fingerprint, config: object, levels: Sequence[str]) -> Path:
+    """Where statistics go that a recipe names no file for; another configuration computes other features."""
+    content = [fingerprint.model_dump(mode="json"), config, sorted(levels)]
+    return cache_folder() / f"{digest(content)}.safetensors"
 
 
 def digest(content: object) -> str:

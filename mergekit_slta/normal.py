@@ -1,6 +1,6 @@
 """The ridge regression of one group of linear maps that share an input, from sums over tokens.
 
-Symbols (section 2 of ``featcal.py``): inputs x [d_in] of the merged model, residuals r = y - W_a x [d_out] against the
+Symbols, as in ``featcal.py``: inputs x [d_in] of the merged model, residuals r = y - W_a x [d_out] against the
 anchor's map W_a, tasks t with weights s_t, and the change D = W - W_a [d_out, d_in], which minimizes
 
     sum_t s_t sum_x |D x - r|^2 + ridge * K(D),     s_t = 1 / |sum_x x x^T|_F

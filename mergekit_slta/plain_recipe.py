@@ -21,7 +21,7 @@ from mergekit.config import ConfigYamlDumper, MergeConfiguration, evaluate_setti
 
 from mergekit_slta import __version__
 from mergekit_slta.decoder import Decoder
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.skeleton import model_tensor_name
 from mergekit_slta.solver import Solution
 from mergekit_slta.statistics import Info, Statistics
@@ -276,8 +276,9 @@ def _read_config(info: Info, path: str, trust_remote_code: bool) -> transformers
     try:
         config = ModelReference.parse(path).config(trust_remote_code=trust_remote_code)
     except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).split("\n")[0].rstrip(".")
-        raise SltaError(f"The configuration of the base model '{path}' cannot be read ({reason}): {fix}.") from error
+        raise SltaError(
+            f"The configuration of the base model '{path}' cannot be read ({first_line(error)}): {fix}."
+        ) from error
     if (config.architectures or [""])[0] != info.architecture or config.num_hidden_layers != info.num_layers:
         raise SltaError(
             f"The model '{path}' is not the base model of the statistics, a {info.architecture} of {info.num_layers} "

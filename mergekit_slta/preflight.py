@@ -444,7 +444,7 @@ def decoder_layers(case: Case) -> list[str]:
             for base, expert in case.siblings
             if size(base, "vocab_size") != size(expert, "vocab_size")
         ]
-    found = [attempt(layer_submodules, decoder, level, layer) for layer in one_of_each_kind(decoder)] if level else []
+    found = [attempt(layer_submodules, decoder, level, layer) for layer in decoder.one_of_each_kind()] if level else []
     messages = [problem.message for problem in found if isinstance(problem, SltaError)]
     if isinstance(case.needs, SltaError):
         problems.append(case.needs.message)
@@ -467,12 +467,6 @@ def output_problems(case: Case, decoder: Decoder) -> list[str]:
         if solved and aligns_vocabularies(case) and changes_rows(case)
         else []
     )
-
-
-def one_of_each_kind(decoder: Decoder) -> list[int]:
-    """The first layer of each kind, for layers of the same modules behave alike."""
-    kinds = {tuple(map(type, layer.modules())): index for index, layer in reversed(list(enumerate(decoder.layers)))}
-    return sorted(kinds.values())
 
 
 def calibration_sources(case: Case) -> list[str]:

@@ -7,7 +7,7 @@ import string
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, one_line
 
 Record = Mapping[str, Any]
 
@@ -154,10 +154,3 @@ def rows(columns: dict[str, Any]) -> list[dict[str, Any]] | None:
 def joined(names: Iterable[Any]) -> str:
     """Names joined by commas, or "none"."""
     return ", ".join(map(str, names)) or "none"
-
-
-def one_line(error: BaseException) -> str:
-    """An error in one line, with the cause where its own text does not tell it."""
-    text = " ".join(str(error).split()).rstrip(".")
-    cause = " ".join(str(error.__cause__ or "").split()).rstrip(".")
-    return f"{type(error).__name__}: {text}" + (f"; {cause}" if cause and cause not in text else "")

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from mergekit_slta.errors import SltaError
+from mergekit_slta.ranks import Ranks
 
 try:
     import fcntl
@@ -63,6 +64,18 @@ class Partial:
         except ValueError as error:
             raise SltaError(f"{folder / STATE} is damaged ({error}): delete the folder {folder}.") from error
         return state
+
+    def enter(self, ranks: Ranks) -> None:
+        """Make the folder when all ranks have looked at what is there, and keep other processes out of it.
+
+        Raises:
+            SltaError: another process is at work in it.
+        """
+        ranks.wait()
+        if ranks.first:
+            self.begin()
+            self.claim()
+        ranks.wait()
 
     def begin(self) -> None:
         """Make the folder, and write what it belongs to."""

@@ -102,10 +102,7 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings) -> SolvedMode
     asked = settings.model_dump(include={"ridge", "anchor", "teacher", "head"})
     asked |= {"compare": bool(settings.report), "config": experiment.base.settings, "format": FORMAT}
     partial = Partial(_folder(settings, fingerprint | asked), fingerprint | asked)
-    experiment.ranks.wait()
-    partial.begin()
-    if experiment.ranks.first:
-        partial.claim()
+    partial.enter(experiment.ranks)
     try:
         experiment.ranks.require_equal(partial.complete, partial.folder)
         if not partial.complete:

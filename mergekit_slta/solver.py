@@ -8,7 +8,7 @@ Symbols, for one submodule with ``N`` calibration samples and ``T`` experts:
     A    [T, T]     sum_a c_a B_a, c_a the weight of task a, and b_j = sum_a c_a B_a[j, a] (Eq. 13)
     alpha [T]       A^-1 b (Eq. 12, 32)
 
-Every function works on leading batch dimensions too, which is how the bootstrap runs.
+The functions of means and alpha work on leading batch dimensions too, which is how the bootstrap runs.
 """
 
 from collections.abc import Sequence
@@ -98,10 +98,17 @@ def merging_weights(
 
 
 def retained_share(means: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
-    """Share of each expert's feature change that ``alpha`` keeps, 1 - J_a(alpha) / J_a(0), [T]; NaN if J_a(0) is 0."""
-    own = means.diagonal(dim1=-3, dim2=-1)  # [T, T], column a is B_a[:, a]
-    loss = torch.einsum("b,abc,c->a", alpha, means, alpha) - 2 * torch.einsum("b,ba->a", alpha, own) + own.diagonal()
-    return torch.where(own.diagonal() > 0, 1 - loss / own.diagonal(), torch.nan)
+    """Share of each expert's feature change that is kept, 1 - J_a(alpha) / J_a(0), [..., T]; NaN where J_a(0) is 0.
+
+    Args:
+        means: [..., T, T, T], the B_a of ``task_means``.
+        alpha: [..., T], the merging weights.
+    """
+    own = means.diagonal(dim1=-3, dim2=-1)  # column a is B_a[:, a]
+    power = own.diagonal(dim1=-2, dim2=-1)
+    cross = torch.einsum("...b,...ba->...a", alpha, own)
+    loss = torch.einsum("...b,...abc,...c->...a", alpha, means, alpha) - 2 * cross + power
+    return torch.where(power > 0, 1 - loss / power, torch.nan)
 
 
 def solve(
@@ -128,21 +135,6 @@ def solve(
     return Solution(alpha, retained_share(means, alpha), condition, int(used.numel()))
 
 
-def bootstrap_std(
-    grams: torch.Tensor,
-    task: torch.Tensor,
-    repeats: int,
-    *,
-    seed: int = 0,
-    balance: bool = True,
-    ridge: float = 0.0,
-    task_weights: Sequence[float] | None = None,
-) -> torch.Tensor:
-    """Standard deviation of alpha when each task's samples are drawn anew with replacement ``repeats`` times, [T]."""
-    alpha = bootstrap(grams, task, repeats, seed=seed, balance=balance, ridge=ridge, task_weights=task_weights)
-    return alpha.std(0)
-
-
 def bootstrap(
     grams: torch.Tensor,
     task: torch.Tensor,
@@ -163,12 +155,20 @@ def bootstrap(
     return alpha if int(task.bincount().min()) > 1 else torch.full_like(alpha, torch.nan)
 
 
-def bootstrap_counts(task: torch.Tensor, repeats: int, seed: int) -> torch.Tensor:
-    """How often each sample is drawn in each bootstrap sample, [repeats, N] float64."""
+def bootstrap_counts(task: torch.Tensor, repeats: int, seed: int, most: int | None = None) -> torch.Tensor:
+    """How often each sample is drawn in each bootstrap sample, [repeats, N] float64.
+
+    Args:
+        task: [N] int64, the index of the expert whose data each sample came from.
+        repeats: the number of bootstrap samples.
+        seed: what the draws depend on.
+        most: how many samples a task draws, if it has as many; as many as it has by default.
+    """
     generator = torch.Generator().manual_seed(seed)
     counts = torch.zeros(repeats, len(task), dtype=torch.float64)
     for index in task.unique().tolist():
         rows = (task == index).nonzero().flatten()
-        drawn = torch.randint(len(rows), (repeats, len(rows)), generator=generator)
+        size = len(rows) if most is None else min(most, len(rows))
+        drawn = torch.randint(len(rows), (repeats, size), generator=generator)
         counts[:, rows] = torch.nn.functional.one_hot(drawn, len(rows)).sum(1).double()
     return counts

@@ -8,8 +8,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mergekit_slta.errors import SltaError
-from mergekit_slta.records import Record, joined, one_line, rows
+from mergekit_slta.errors import SltaError, one_line
+from mergekit_slta.records import Record, joined, rows
 
 DATASET_PREFIX = "hf:"
 # The csv module refuses fields over 128 KiB by default, which a document may well have.

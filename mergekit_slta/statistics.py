@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Literal
 import huggingface_hub
 import safetensors
 import torch
-from huggingface_hub import errors as hub
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors.torch import save as serialize
 
-from mergekit_slta import __version__
+from mergekit_slta import __version__, hub
 from mergekit_slta.errors import SltaError
 from mergekit_slta.solver import Solution, solve
 
@@ -224,19 +223,8 @@ def resolve_statistics(source: str, cache_dir: str | None = None) -> Path:
                 parts["repo"], parts["file"], revision=parts["revision"], cache_dir=cache_dir
             )
         )
-    except (OSError, ValueError, hub.HTTPError, hub.EntryNotFoundError) as error:
-        reason = next((words for kind, words in _HUB_REASONS if isinstance(error, kind)), str(error).split("\n")[0])
-        raise SltaError(f"Statistics '{source}' cannot be fetched: {reason}.") from error
-
-
-# From the special to the general: the first kind that fits is said.
-_HUB_REASONS: tuple[tuple[type[Exception], str], ...] = (
-    (hub.GatedRepoError, "the repository is gated; ask for access on its page, then run 'hf auth login'"),
-    (hub.RepositoryNotFoundError, "there is no such repository, or it is private; check the name or 'hf auth login'"),
-    (hub.RevisionNotFoundError, "the repository has no such revision"),
-    (hub.LocalEntryNotFoundError, "the Hub cannot be reached and the file is not in the cache"),
-    (hub.EntryNotFoundError, "the repository has no such file"),
-)
+    except hub.ERRORS as error:
+        raise SltaError(f"Statistics '{source}' cannot be fetched: {hub.reason(error)}.") from error
 
 
 def settings_fingerprint(samples: int, max_tokens: int, seed: int) -> str:

@@ -25,7 +25,9 @@ def peak_of(action: Callable[[], object]) -> int:
 
     sampler = threading.Thread(target=sample)
     sampler.start()
-    action()
-    ended.set()
-    sampler.join()
+    try:
+        action()
+    finally:
+        ended.set()
+        sampler.join()
     return peak - before

@@ -12,7 +12,7 @@ import torch
 from mergekit_slta import analysis as module
 from mergekit_slta.analysis import Place, analyse, kinds_of, place_of, pooled, short_names
 from mergekit_slta.errors import SltaError
-from mergekit_slta.solver import solve
+from mergekit_slta.solver import bootstrap_counts, solve
 from mergekit_slta.statistics import Statistics
 
 
@@ -168,7 +168,7 @@ def test_weights_from_fewer_samples_solve_those_samples(monkeypatch: pytest.Monk
     monkeypatch.setattr(module, "DRAWS", 4)
     statistics = synthetic.statistics()
     effect = analyse(statistics, "attn_mlp").by_samples[3]
-    counts = module._draw(statistics.task, 3, 2)
+    counts = bootstrap_counts(statistics.task, 2, module.SEED, most=3)
     rows = [torch.arange(12).repeat_interleave(drawn.long()) for drawn in counts]
     assert all(statistics.task[drawn].bincount().tolist() == [3, 3, 3] for drawn in rows)
     alpha = torch.stack(

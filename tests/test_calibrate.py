@@ -196,7 +196,9 @@ def small_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_batches_are_halved_until_they_fit(small_memory: list[int], llama: Family) -> None:
-    halved = families.measure(llama, *LEVELS)
+    samples: list[int] = []
+    halved = families.measure(llama, *LEVELS, progress=samples.append)
+    assert sum(samples) == len(Decoder(llama.config)) * sum(map(len, llama.token_ids()))
     assert max(small_memory) > 40
     assert small_memory[-1] <= 40
     LoaderCache.loaders.clear()

@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 
 from mergekit_slta import __version__, measure
 from mergekit_slta.cli import main
-from mergekit_slta.solver import bootstrap_std
+from mergekit_slta.solver import bootstrap
 from mergekit_slta.statistics import Statistics, load
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -337,7 +337,7 @@ def test_bootstrap_adds_standard_errors(stats: Path) -> None:
     statistics = load(stats)
     content = solution(stats, "--bootstrap", "20", "--ridge", "0.1")
     for name, deviations in content["alpha_std"].items():
-        expected = bootstrap_std(statistics.grams[name], statistics.task, 20, ridge=0.1)
+        expected = bootstrap(statistics.grams[name], statistics.task, 20, ridge=0.1).std(0)
         assert deviations == expected.tolist()
     assert "±" in run("solve", stats, "--bootstrap", "20").stdout
 
@@ -507,7 +507,7 @@ def test_what_the_hub_does_not_have_is_said(source: str, said: str) -> None:
 
 def test_an_unreachable_hub_is_said(tmp_path: Path) -> None:
     result = run("solve", PUBLISHED, "--transformers-cache", tmp_path, code=1)
-    assert "the Hub cannot be reached and the file is not in the cache" in result.output
+    assert "the Hub cannot be reached" in result.output
 
 
 @pytest.mark.usefixtures("hub")

@@ -11,6 +11,7 @@ from families import LAYERS, PAD
 
 from mergekit_slta.decoder import Decoder, LayerCall
 from mergekit_slta.errors import SltaError
+from mergekit_slta.residual import INPUT
 
 LENGTHS = (9, 5)
 TOLERANCE = 2e-5
@@ -89,7 +90,7 @@ def test_the_split_into_branches_is_the_one_in_the_table(architecture: str) -> N
         structure = decoder.structure(layer)
         assert structure.branches["attn"] & children == children & set(split.attn)
         assert structure.branches["mlp"] & children == children & set(split.mlp)
-        assert structure.parallel == split.parallel
+        assert (structure.mlp_reads == {INPUT}) == split.parallel
 
 
 @torch.no_grad()
@@ -97,12 +98,12 @@ def test_the_mlp_branch_can_be_given_another_input() -> None:
     model, decoder, state = opened(families.config_of("llama"))
     hidden, calls = embedded(decoder, state, padded_ids())
     weights = weights_of(decoder, state, 0)
-    decoder.structure(0)
-    own = decoder.run(0, weights, hidden, calls[0])
+    mlp_reads = decoder.structure(0).mlp_reads
+    own = decoder.run(0, weights, hidden, calls[0], mlp_reads=mlp_reads)
     assert own.terms is not None and own.mlp_input is not None
     assert torch.allclose(own.mlp_input, hidden + own.terms["self_attn"], atol=TOLERANCE)
     other = torch.randn_like(hidden)
-    run = decoder.run(0, weights, hidden, calls[0], mlp_input=other)
+    run = decoder.run(0, weights, hidden, calls[0], mlp_reads=mlp_reads, mlp_input=other)
     assert run.terms is not None
     layer = model.model.layers[0]
     assert torch.equal(run.terms["self_attn"], own.terms["self_attn"])
@@ -122,6 +123,21 @@ def test_replayed_children_give_the_same_run() -> None:
     }
     replay = {name: first.outputs[name] for name in attention}
     assert torch.equal(decoder.run(1, without_attention, hidden, calls[1], replay=replay).output, first.output)
+
+
+def test_layers_of_other_shapes_are_of_another_kind() -> None:
+    asked: list[int] = []
+
+    def ask(decoder: Decoder, layer: int) -> int:
+        asked.append(layer)
+        return len(asked)
+
+    decoder = families.skeleton("llama", num_hidden_layers=4)
+    wide: Any = decoder.layers[2]
+    wide.self_attn.k_proj = torch.nn.Linear(32, 64, device="meta")
+    assert decoder.one_of_each_kind() == [0, 2]
+    assert [decoder.once_per_kind(layer, ask) for layer in range(4)] == [1, 1, 2, 1]
+    assert asked == [0, 2]
 
 
 def test_tied_weights_are_read_once() -> None:

@@ -504,9 +504,15 @@ def small_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_batches_are_halved_until_they_fit(small_memory: list[int], llama: Family, tmp_path: Path) -> None:
-    halved = merged_tensors(llama, tmp_path / "halved")
+    halved: list[int] = []
+    small: list[int] = []
+    tensors = merged_tensors(llama, tmp_path / "halved", progress=lambda stage, samples: halved.append(samples))
     assert max(small_memory) > 40 >= small_memory[-1]
-    assert worst(halved, merged_tensors(llama, tmp_path / "small", batch_tokens=1)) < TOLERANCE
+    expected = merged_tensors(
+        llama, tmp_path / "small", batch_tokens=1, progress=lambda stage, samples: small.append(samples)
+    )
+    assert worst(tensors, expected) < TOLERANCE
+    assert sum(halved) == sum(small)
 
 
 def test_batches_that_a_recipe_asks_for_are_not_halved(small_memory: list[int], llama: Family, tmp_path: Path) -> None:

@@ -256,7 +256,8 @@ def test_models_on_the_hub_are_seen_without_a_download(hub: Hub, make_family: Ma
     assert found["org/pickled"] is None
     assert found["org/empty"] == "org/empty has no weights: mergekit needs model.safetensors or pytorch_model.bin."
     assert found["org/none"] == (
-        "org/none cannot be used: there is no such folder here and no such repository, or it is private."
+        "org/none cannot be used: there is no such folder here, and there is no such repository, or it is private; "
+        "check the name or 'hf auth login'."
     )
     assert found["org/whole@v2"] == "org/whole@v2 cannot be used: the repository has no such revision."
     assert found["gated/model"].startswith("gated/model cannot be used: it is gated; ask for access")

@@ -16,6 +16,7 @@ from separate_device import separate_device
 from test_linearity import assert_same
 
 from mergekit_slta.decoder import Decoder
+from mergekit_slta.features import LayerFeatures
 from mergekit_slta.linearity import Plan, plan_studies
 from mergekit_slta.submodules import LEVELS
 
@@ -57,6 +58,26 @@ def test_calibration_and_feature_merge(name: str, make_family: MakeFamily, tmp_p
     expected = results("cpu", tmp_path / "host")
     with separate_device() as device:
         assert_close(results(device, tmp_path / "device"), expected)
+
+
+@torch.no_grad()
+def test_a_map_that_no_token_reaches_changes_nothing(llama: Family) -> None:
+    """Such as an expert of a mixture that is a module of its own."""
+    with separate_device() as device:
+        decoder = Decoder(llama.config, device=device)
+        models = families.checkpoints(llama.folders)
+        names = decoder.layer_tensors(0)
+        weights = [model.read(names, decoder.base_model_prefix, decoder.device) for model in models]
+        edges = {name: name for name in decoder.edge_tensors()}
+        hidden, calls = decoder.embed(
+            torch.arange(10).reshape(2, 5), models[0].read(edges, decoder.base_model_prefix, decoder.device)
+        )
+        features = LayerFeatures(decoder, 0, weights, ["linear"], tokens=10)
+        base = features.run_base(hidden, calls[0])
+        del base.inputs["mlp.down_proj"]
+        grams = dict(features.grams(base, hidden, calls[0], [5, 5]))
+    assert grams.pop("layer.0.mlp.down_proj").eq(0).all()
+    assert all(gram.ne(0).any() for gram in grams.values())
 
 
 def test_linearity(make_family: MakeFamily) -> None:

@@ -28,7 +28,7 @@ from mergekit_slta.calibrate import calibrate
 from mergekit_slta.checkpoint import Checkpoint
 from mergekit_slta.decoder import Decoder
 from mergekit_slta.gram import sample_grams
-from mergekit_slta.solver import bootstrap_std, solve
+from mergekit_slta.solver import bootstrap, solve
 
 SAMPLES, LENGTH = 30, 64
 DRAWS = 200
@@ -50,7 +50,7 @@ def main(seeds: tuple[int, ...], out: Path) -> None:
         tasks = [_samples(file, models.base) for file in models.calibration.values()]
         task = torch.arange(len(tasks)).repeat_interleave(SAMPLES)
         full = _mlp_grams(decoder, checkpoints, tasks, sample_grams)
-        error = torch.stack([bootstrap_std(gram, task, DRAWS) for gram in full])
+        error = torch.stack([bootstrap(gram, task, DRAWS).std(0) for gram in full])
         for count in (8, 16, 32):
             some = _mlp_grams(decoder, checkpoints, tasks, _at_some(count))
             pairs = zip(some, full, strict=True)
