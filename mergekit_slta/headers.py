@@ -14,7 +14,7 @@ from pathlib import Path
 import huggingface_hub
 import torch
 import transformers
-from huggingface_hub.errors import HFValidationError, NotASafetensorsRepoError
+from huggingface_hub.errors import GatedRepoError, HFValidationError, NotASafetensorsRepoError, RevisionNotFoundError
 from huggingface_hub.utils import SafetensorsFileMetadata
 from mergekit.common import ModelPath, ModelReference
 
@@ -155,6 +155,8 @@ def fetch_file(path: ModelPath, name: str) -> Path:
 
 def hub_problem(path: ModelPath, error: Exception) -> SltaError:
     """What a failed request to the Hub means to a user."""
+    if isinstance(error, (GatedRepoError, RevisionNotFoundError)):  # there is such a repository
+        return SltaError(f"{path} cannot be used: {hub.reason(error)}.")
     elsewhere = "" if isinstance(error, HFValidationError) else f", and {hub.reason(error)}"
     return SltaError(f"{path} cannot be used: there is no such folder here{elsewhere}.")
 
