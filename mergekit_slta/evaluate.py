@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +12,11 @@ import transformers
 from mergekit.common import get_auto_cls
 from tqdm import tqdm
 
-from mergekit_slta.calibrate import make_batches
-from mergekit_slta.data import CalibrationData, held_out
 from mergekit_slta.errors import SltaError
 from mergekit_slta.measure import Experiment
 from mergekit_slta.recipe import calibration_problems
 from mergekit_slta.statistics import published_name
+from mergekit_slta.streams import make_batches
 
 # The logits of a batch, positions times vocabulary, outgrow everything else.
 BATCH_TOKENS = 1024
@@ -69,7 +67,9 @@ def evaluate(experiment: Experiment, merged: Path, samples: int = 100) -> list[T
         raise SltaError(f"There is no model in {merged} (no config.json): give the folder that the merge wrote.")
     if problems := calibration_problems(experiment.recipe, takes_statistics=False):
         raise SltaError("\n".join(problems))
-    tasks = [[row for row in data.token_ids if len(row) > 1] for data in held_out_data(experiment, samples)]
+    experiment.load_data(experiment.recipe.experts)  # refuses the same data twice
+    held_out = [experiment.samples.held_out(expert, samples) for expert in experiment.recipe.experts]
+    tasks = [[row for row in data.token_ids if len(row) > 1] for data in held_out]
     for expert, rows in zip(experiment.recipe.experts, tasks, strict=True):
         if not rows:
             raise SltaError(f"The held-out records of {expert} have one token each: there is nothing to predict.")
@@ -90,25 +90,6 @@ def evaluate(experiment: Experiment, merged: Path, samples: int = 100) -> list[T
             merged=after[i],
         )
         for i in range(experts)
-    ]
-
-
-def held_out_data(experiment: Experiment, samples: int) -> list[CalibrationData]:
-    """Each expert's next records after those that calibration takes."""
-    settings, experts = experiment.recipe.settings, experiment.recipe.experts
-    tokenizer = experiment.tokenizer(experiment.recipe.base)
-    return [
-        held_out(
-            expert.calibration,
-            template=expert.template,
-            tokenizer=tokenizer,
-            expert_tokenizer=functools.partial(experiment.tokenizer, expert.reference),
-            samples=samples,
-            max_tokens=settings.max_tokens,
-            seed=settings.seed,
-            skip=used,
-        )
-        for expert, used in zip(experts, experiment.load_data(experts), strict=True)
     ]
 
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations, product
 
 import torch
@@ -294,20 +293,17 @@ def plan_linearity(
     """
     if problems := calibration_problems(experiment.recipe, takes_statistics=False):
         raise SltaError("\n".join(problems))
-    settings = experiment.recipe.settings
-    opened = copy(experiment)
-    opened.recipe = replace(experiment.recipe, settings=settings.model_copy(update={"samples": samples}))
-    names = [published_name(expert.reference) for expert in opened.recipe.experts]
+    names = [published_name(expert.reference) for expert in experiment.recipe.experts]
     if len(set(names)) < len(names):
         raise SltaError(f"Two experts would get the same name ({', '.join(names)}): rename a folder.")
     return Plan(
         Decoder(experiment.base.config, experiment.trust_remote_code, experiment.device),
         [experiment.base, *experiment.experts],
         names,
-        [data.token_ids for data in opened.load_data(opened.recipe.experts)],
+        [data.token_ids for data in experiment.load_data(experiment.recipe.experts, samples)],
         levels,
         plan_studies(len(names), pairs, triples),
-        settings.batch_tokens,
+        experiment.recipe.settings.batch_tokens,
     )
 
 

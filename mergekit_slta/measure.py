@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from mergekit.common import ModelReference
 from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mergekit_slta.calibrate import Grams, calibrate
 from mergekit_slta.checkpoint import Checkpoint
-from mergekit_slta.data import CalibrationData, load_calibration
+from mergekit_slta.data import CalibrationData
 from mergekit_slta.decoder import Decoder
-from mergekit_slta.errors import SltaError, first_line
+from mergekit_slta.errors import SltaError
 from mergekit_slta.ranks import Ranks
 from mergekit_slta.recipe import Expert, Recipe, calibration_problems
 from mergekit_slta.resume import Partial
-from mergekit_slta.sources import DATASET_PREFIX, source_name
+from mergekit_slta.samples import Samples, repeated_data
+from mergekit_slta.sources import source_name
 from mergekit_slta.statistics import (
     CalibrationInfo,
     Fingerprint,
@@ -67,8 +65,7 @@ class Experiment:
         self.cache_dir = cache_dir
         self.quiet = quiet
         self.ranks = ranks or Ranks()
-        self._drawn: dict[tuple[Expert, int, int, int], CalibrationData] = {}
-        self._tokenizers: dict[ModelReference, PreTrainedTokenizerBase] = {}
+        self.samples = Samples(recipe.base, recipe.settings, trust_remote_code, cache_dir, quiet)
         self.base = Checkpoint(recipe.base, trust_remote_code)
         self.experts = [Checkpoint(expert.reference, trust_remote_code) for expert in recipe.experts]
         self._merge_adapters()
@@ -251,38 +248,16 @@ class Experiment:
             for name in decoder.edge_tensors():
                 model.read({name: name}, decoder.base_model_prefix)
 
-    def load_data(self, experts: Sequence[Expert]) -> list[CalibrationData]:
-        """The calibration samples of experts that have a source."""
-        data = [self._samples(expert) for expert in experts]
+    def load_data(self, experts: Sequence[Expert], samples: int | None = None) -> list[CalibrationData]:
+        """The calibration samples of experts that have a source: as many as the recipe says, or ``samples``.
+
+        Raises:
+            SltaError: a source gives no samples, or the same ones as another's.
+        """
+        data = [self.samples.of(expert, samples) for expert in experts]
         if problems := repeated_data(zip(experts, data, strict=True)):
             raise SltaError("\n".join(problems))
         return data
-
-    def _samples(self, expert: Expert) -> CalibrationData:
-        """One expert's samples, drawn once."""
-        settings = self.recipe.settings
-        how = (expert, settings.samples, settings.max_tokens, settings.seed)
-        if how not in self._drawn:
-            if self.quiet and expert.calibration.startswith(DATASET_PREFIX):
-                import datasets  # slow to import, and most recipes name files
-
-                datasets.disable_progress_bars()
-            self._drawn[how] = load_calibration(
-                expert.calibration,
-                template=expert.template,
-                tokenizer=self.tokenizer(self.recipe.base),
-                expert_tokenizer=functools.partial(self.tokenizer, expert.reference),
-                samples=settings.samples,
-                max_tokens=settings.max_tokens,
-                seed=settings.seed,
-            )
-        return self._drawn[how]
-
-    def tokenizer(self, reference: ModelReference) -> PreTrainedTokenizerBase:
-        """The tokenizer of the model itself, loaded once."""
-        if reference not in self._tokenizers:
-            self._tokenizers[reference] = load_tokenizer(reference, self.trust_remote_code, self.cache_dir)
-        return self._tokenizers[reference]
 
     def fingerprint(self, data: Sequence[CalibrationData]) -> Fingerprint:
         """What the models, the samples and how they were drawn are, by content."""
@@ -323,42 +298,10 @@ class Experiment:
         )
 
 
-def repeated_data(drawn: Iterable[tuple[Expert, CalibrationData]]) -> list[str]:
-    """Experts whose sources give the same tokens as another's, one sentence each."""
-    seen: dict[str, Expert] = {}
-    return [
-        f"'{other.calibration}' of {other} and '{expert.calibration}' of {expert} give the same tokens: "
-        "give each expert the data of its own task."
-        for expert, samples in drawn
-        if (other := seen.setdefault(samples.sha256, expert)) is not expert
-    ]
-
-
 def _assemble(grams: Grams, data: Sequence[CalibrationData], info: Info) -> Statistics:
     task = torch.tensor([index for index, samples in enumerate(data) for _ in samples.token_ids])
     tokens = torch.tensor([len(ids) for samples in data for ids in samples.token_ids])
     return Statistics(grams, task, tokens, info)
-
-
-def load_tokenizer(
-    reference: ModelReference, trust_remote_code: bool, cache_dir: str | None
-) -> PreTrainedTokenizerBase:
-    """A model's own tokenizer; the folder with a merged adapter has none.
-
-    Raises:
-        SltaError: it has none that can be loaded.
-    """
-    try:
-        return AutoTokenizer.from_pretrained(
-            reference.model.path,
-            revision=reference.model.revision,
-            trust_remote_code=trust_remote_code,
-            cache_dir=cache_dir,
-        )
-    except Exception as error:  # a tokenizer's own code may raise anything
-        raise SltaError(
-            f"{reference.model} has no usable tokenizer, which calibration needs: {first_line(error)}."
-        ) from error
 
 
 def partial_folder(path: Path) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import shutil
@@ -18,7 +17,6 @@ from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.merge_methods import MergeMethodSpec
 from mergekit.options import MergeOptions
-from transformers import PreTrainedTokenizerBase
 
 from mergekit_slta.compatibility import (
     architecture_problem,
@@ -33,13 +31,12 @@ from mergekit_slta.compatibility import (
     tied_problem,
     vocabulary_problem,
 )
-from mergekit_slta.data import CalibrationData, load_calibration
+from mergekit_slta.data import CalibrationData
 from mergekit_slta.decoder import Decoder
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal import Needs, needs
 from mergekit_slta.headers import Headers, Model, adapter_headers, listed, open_model, weight_map
 from mergekit_slta.maps import output_head
-from mergekit_slta.measure import load_tokenizer, repeated_data
 from mergekit_slta.recipe import (
     CalibrationSettings,
     Expert,
@@ -54,6 +51,7 @@ from mergekit_slta.recipe import (
     slice_problems,
 )
 from mergekit_slta.records import template_fields
+from mergekit_slta.samples import Samples, repeated_data
 from mergekit_slta.solved import ANCHOR_LEVEL, scratch_root
 from mergekit_slta.sources import DATASET_PREFIX, read_records, source_key
 from mergekit_slta.statistics import load, resolve_statistics
@@ -252,28 +250,20 @@ class Case:
     @cached_property
     def drawn(self) -> dict[Expert, CalibrationData | SltaError]:
         """The calibration samples of every expert whose source is a file, or why there are none."""
-        base = self.base
-        if not self.calibrates or base is None:
+        if not self.calibrates or self.base is None:
             return {}
         files = [expert for expert in self.experts if expert.calibration and not is_dataset(expert)]
         with silenced("mergekit_slta.data"):  # it warns again when the data are used
-            return {expert: attempt(self._draw, expert, base) for expert in files}
-
-    def _draw(self, expert: Expert, base: Model) -> CalibrationData:
-        return load_calibration(
-            expert.calibration,
-            template=expert.template,
-            tokenizer=self._tokenizer(base.reference),
-            expert_tokenizer=lambda: self._tokenizer(expert.reference),
-            samples=self.shared("samples"),
-            max_tokens=self.shared("max_tokens"),
-            seed=self.shared("seed"),
-        )
+            return {expert: attempt(self.samples.of, expert) for expert in files}
 
     @cached_property
-    def _tokenizer(self) -> Callable[[ModelReference], PreTrainedTokenizerBase]:
+    def samples(self) -> Samples:
+        """What draws the samples; for a recipe with a base model."""
+        assert self.config.base_model is not None
+        asked = {name: self.shared(name) for name in ("samples", "max_tokens", "seed")}
+        settings = CalibrationSettings.model_validate({k: value for k, value in asked.items() if value is not None})
         options = self.options
-        return functools.cache(lambda r: load_tokenizer(r, options.trust_remote_code, options.transformers_cache))
+        return Samples(self.config.base_model, settings, options.trust_remote_code, options.transformers_cache)
 
 
 Check = Callable[[Case], list[str]]
@@ -356,7 +346,7 @@ def changes_rows(case: Case) -> bool:
         return True
     if made and (made.tokens or made.pad_to_multiple_of):
         return True
-    tokenizer = attempt(case._tokenizer, base.reference)
+    tokenizer = attempt(case.samples.tokenizer, base.reference)
     return isinstance(tokenizer, SltaError) or len(tokenizer) != size(base, "vocab_size")
 
 

@@ -105,7 +105,8 @@ def test_every_model_is_measured_on_the_held_out_records(family: Family) -> None
 
 def test_no_calibration_sample_is_used(family: Family) -> None:
     experiment = experiment_of(family)
-    for task, data in enumerate(module.held_out_data(experiment, 100)):
+    for task, expert in enumerate(experiment.recipe.experts):
+        data = experiment.samples.held_out(expert, 100)
         assert not set(data.token_ids) & {tuple(row) for row in family.token_ids(SAMPLES, 12)[task]}
         assert len(data.token_ids) == 10 - SAMPLES
 
