@@ -82,12 +82,8 @@ class _Calibration:
             [name for level in self.levels for name in layer_submodules(self.decoder, level, layer)]
             for layer in range(len(self.decoder))
         ]
-        partial = self.partial
-        self.layers = partial.finished_layers() if partial else 0
-        if partial:
-            self.ranks.require_equal(self.layers, partial.folder)
-        self.grams: Grams = partial.tensors(self.layers) if partial and self.layers else {}
-        self.hidden = partial.hidden(self.layers - 1) if partial and self.layers else None
+        self.layers, self.hidden = self.partial.take_up(self.ranks) if self.partial else (0, None)
+        self.grams: Grams = self.partial.tensors(self.layers) if self.partial else {}
         self.reported = 0
 
     def run(self, positions: int) -> Grams:
@@ -129,12 +125,7 @@ class _Calibration:
             self._report(len(batch.rows))
         grams = {name: self.ranks.sum(gram) for name, gram in grams.items()}
         self._refuse_infinite(grams)
-        if self.partial is not None:
-            streams.keep(self.partial)
-            self.ranks.wait()
-            if self.ranks.first:
-                self.partial.finish_layer(layer, grams)
-        streams.advance()
+        streams.finish_layer(self.partial, grams)
         return grams
 
     def _report(self, samples: int) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mergekit_slta import __version__
+from mergekit_slta import __version__, files
 from mergekit_slta.errors import SltaError
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ def solve(
     elif not quiet:
         click.echo(solution_table(names, solutions, deviations))
     if json_file and json_file != "-":
-        _write(Path(json_file), solution_json(level, names, solutions, deviations))
+        files.write(Path(json_file), solution_json(level, names, solutions, deviations).encode())
     if recipe_file:
         from mergekit_slta.plain_recipe import plain_recipe
 
@@ -267,7 +267,7 @@ def solve(
             | ({"task weights": ":".join(map(str, weights))} if task_weights else {}),
             trust_remote_code=trust_remote_code,
         )
-        _write(Path(recipe_file), text)
+        files.write(Path(recipe_file), text.encode())
 
 
 @main.command(short_help="Measure how well a merged model does each task.")
@@ -300,7 +300,7 @@ def evaluate(recipe: Path, out: Path, samples: int, json_file: str | None, **opt
         return
     click.echo(evaluation_table(results))
     if json_file:
-        _write(Path(json_file), evaluation_json(results))
+        files.write(Path(json_file), evaluation_json(results).encode())
 
 
 @main.command(short_help="Measure how linear a recipe's models are in their weights.")
@@ -619,14 +619,3 @@ def _describe(statistics: Statistics, path: Path) -> str:
         f"{path.stat().st_size / 1e6:.2f} MB, {len(statistics.task)} samples of {len(statistics.info.models)} tasks "
         f"({int(statistics.tokens.sum())} tokens), submodules: {submodules}"
     )
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a text file, beside and then in place."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)

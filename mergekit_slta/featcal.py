@@ -137,9 +137,7 @@ class _FeatureMerge:
 
     def __post_init__(self) -> None:
         self.maps = groups_by_layer(self.decoder)
-        self.layers = self.partial.finished_layers()
-        self.ranks.require_equal(self.layers, self.partial.folder)
-        self.hidden = self.partial.hidden(self.layers - 1) if self.layers else None
+        self.layers, self.hidden = self.partial.take_up(self.ranks)
         self.reported = 0
         for kept in dict.fromkeys(maps.kept for maps in self.maps if maps.kept):
             numbered = any(part.isdigit() for name in kept for part in name.split("."))  # most of a mixture's weights
@@ -152,11 +150,7 @@ class _FeatureMerge:
         self._report("embeddings", done * streams.samples - self.reported)
         for layer in range(self.layers, len(self.decoder)):
             tensors = self._solve_layer(layer, streams)
-            streams.keep(self.partial)
-            self.ranks.wait()
-            if self.ranks.first:
-                self.partial.finish_layer(layer, tensors)
-            streams.advance()
+            streams.finish_layer(self.partial, tensors)
             self.layers, self.hidden = layer + 1, streams.state
         tensors = self._solve_head(streams) if self.head else {}
         if self.ranks.first:

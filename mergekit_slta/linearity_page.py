@@ -9,10 +9,11 @@ from pathlib import Path
 
 import torch
 
+from mergekit_slta import files
 from mergekit_slta.analysis import kinds_of, place_of, short_names
 from mergekit_slta.figures import Bar, Line, Matrix, Panel, bar_chart, heat_map, line_chart
 from mergekit_slta.linearity import STEPS, Linearity, Value, distance_metric, pooled
-from mergekit_slta.page import Chart, Page, Section, Table, enumerated, plain_number, write_file
+from mergekit_slta.page import Chart, Page, Section, Table, enumerated, plain_number
 
 # What a group of submodules is called, by the level and then by the kind.
 GROUPS = {"model": "model", "layer": "layer", "attn": "attention", "mlp": "MLP", "head": "head"}
@@ -35,7 +36,7 @@ def write_linearity(result: Linearity, folder: Path) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     content = json.dumps(result.to_json(), indent=1, allow_nan=False, ensure_ascii=False)
-    write_file(folder / "linearity.json", f"{content}\n".encode())
+    files.write(folder / "linearity.json", f"{content}\n".encode())
     return linearity_page(result).write(folder, "report.html")
 
 

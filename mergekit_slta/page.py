@@ -5,12 +5,11 @@ from __future__ import annotations
 import base64
 import html
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mergekit_slta import __version__
+from mergekit_slta import __version__, files
 
 
 def percent(share: float) -> str:
@@ -102,21 +101,10 @@ class Page:
 
     def write(self, folder: Path, name: str) -> Path:
         """Write the page and every chart's picture into a folder; returns the page's path."""
-        folder.mkdir(parents=True, exist_ok=True)
         for chart in (chart for section in self.sections for chart in section.charts):
-            write_file(folder / f"{chart.name}.png", chart.png)
-        write_file(folder / name, self.html().encode())
+            files.write(folder / f"{chart.name}.png", chart.png)
+        files.write(folder / name, self.html().encode())
         return folder / name
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file, beside and then in place."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_bytes(content)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 _HEAD = """<meta charset="utf-8">

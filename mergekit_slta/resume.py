@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from mergekit_slta import files
 from mergekit_slta.errors import SltaError
 from mergekit_slta.ranks import Ranks
 
@@ -23,6 +24,9 @@ except ImportError:  # Windows
 
 STATE = "state.json"
 EDGES = "edges.safetensors"
+
+# Hidden states [S, D] on the host, without padding, by stream and row.
+Hidden = dict[tuple[int, int], torch.Tensor]
 
 
 class Partial:
@@ -82,9 +86,7 @@ class Partial:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / STATE
         if not path.exists():
-            beside = path.with_suffix(f".{os.getpid()}")
-            beside.write_text(json.dumps(self.fingerprint, sort_keys=True, indent=1))
-            os.replace(beside, path)
+            files.write(path, json.dumps(self.fingerprint, sort_keys=True, indent=1).encode())
 
     def claim(self) -> None:
         """Keep other processes out of the folder until ``release``, or until this process ends.
@@ -120,11 +122,21 @@ class Partial:
             layer += 1
         return layer if not layer or list(self.folder.glob(f"hidden-{layer - 1:04d}-*")) else 0
 
+    def take_up(self, ranks: Ranks) -> tuple[int, Hidden | None]:
+        """How many layers are finished, and the hidden states after the last of them, if there is one.
+
+        Raises:
+            SltaError: the ranks see different files.
+        """
+        layers = self.finished_layers()
+        ranks.require_equal(layers, self.folder)
+        return layers, self.hidden(layers - 1) if layers else None
+
     def tensors(self, layers: int) -> dict[str, torch.Tensor]:
         """What the first ``layers`` layers have come to."""
         return {name: gram for layer in range(layers) for name, gram in self._read(self.layer_file(layer)).items()}
 
-    def hidden(self, layer: int) -> dict[tuple[int, int], torch.Tensor]:
+    def hidden(self, layer: int) -> Hidden:
         """The hidden states after a layer, of all ranks' samples, by stream and row."""
         found = {}
         for file in self.folder.glob(f"hidden-{layer:04d}-*"):
@@ -139,7 +151,7 @@ class Partial:
         except SafetensorError as error:
             raise SltaError(f"{file} is damaged ({error}): delete the folder {self.folder}.") from error
 
-    def save_hidden(self, layer: int, rank: int, hidden: Mapping[tuple[int, int], torch.Tensor]) -> None:
+    def save_hidden(self, layer: int, rank: int, hidden: Hidden) -> None:
         """Write one rank's hidden states after a layer."""
         path = self.folder / f"hidden-{layer:04d}-{rank:04d}.safetensors"
         _write({f"{stream}.{row}": tensor for (stream, row), tensor in hidden.items()}, path)

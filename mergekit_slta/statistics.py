@@ -23,7 +23,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors.torch import save as serialize
 
-from mergekit_slta import __version__, hub
+from mergekit_slta import __version__, files, hub
 from mergekit_slta.errors import SltaError
 from mergekit_slta.solver import Solution, solve
 
@@ -161,17 +161,11 @@ class Statistics:
 
 
 def save(statistics: Statistics, path: Path) -> None:
-    """Write a statistics file, beside and then in place, so that no half-written file is ever seen."""
+    """Write a statistics file."""
     tensors = {_GRAM + name: gram.contiguous() for name, gram in statistics.grams.items()}
     tensors |= {"task": statistics.task, "tokens": statistics.tokens}
     text = json.dumps(statistics.info.model_dump(mode="json"), sort_keys=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.unfinished")
-    try:
-        beside.write_bytes(serialize(tensors, metadata={METADATA_KEY: text}))
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+    files.write(path, serialize(tensors, metadata={METADATA_KEY: text}))
 
 
 def load(path: Path) -> Statistics:

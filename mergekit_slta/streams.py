@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from mergekit_slta.decoder import Decoder, LayerCall
 from mergekit_slta.errors import SltaError
 from mergekit_slta.ranks import Ranks
-from mergekit_slta.resume import Partial
+from mergekit_slta.resume import Hidden, Partial
 
 LOG = logging.getLogger(__name__)
 
@@ -29,8 +29,6 @@ GPU_BATCH_TOKENS = 16384
 Result = TypeVar("Result")
 # The token ids of each task's samples.
 Tasks = Sequence[Sequence[Sequence[int]]]
-# Hidden states [S, D] on the host, without padding, by stream and row.
-Hidden = dict[tuple[int, int], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -210,6 +208,15 @@ class Streams:
         for row in (row for batch in self.batches for row in batch.rows):
             yield row, {stream: states for (stream, other), states in self._hidden.items() if other == row}
 
+    def finish_layer(self, partial: Partial | None, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write what the next layer has come to and made of the samples, and go on to the layer after it."""
+        if partial is not None:
+            partial.save_hidden(self.layer, self._ranks.index, self._following)
+            self._ranks.wait()
+            if self._ranks.first:
+                partial.finish_layer(self.layer, tensors)
+        self.advance()
+
     def advance(self) -> None:
         """Go on to the layer after the next."""
         self._hidden, self._following = self._following, {}
@@ -219,10 +226,6 @@ class Streams:
         """Take the place before ``layer``, with hidden states that were kept."""
         self._hidden = {key: hidden[key] for key in self._hidden}
         self.layer = layer
-
-    def keep(self, partial: Partial) -> None:
-        """Write what the next layer has made of this process's samples."""
-        partial.save_hidden(self.layer, self._ranks.index, self._following)
 
     @property
     def state(self) -> Hidden:

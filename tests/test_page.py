@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mergekit_slta.page import Chart, Page, Section, Table, enumerated, percent, plain_number, write_file
+from mergekit_slta.page import Chart, Page, Section, Table, enumerated, percent, plain_number
 
 EVIL = "<script>alert('x')</script> & \"quotes\""
 VOID = {"meta", "link", "img"}
@@ -78,20 +78,6 @@ def test_pictures_are_in_the_page_and_beside_it(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "chart.png").read_bytes() == b"\x89PNG"
     assert base64.b64encode(b"\x89PNG").decode() in path.read_text()
     assert sorted(file.name for file in path.parent.iterdir()) == ["chart.png", "report.html"]
-
-
-def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "report.html"
-    path.write_text("old")
-
-    def fail(*args: object) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr("os.replace", fail)
-    with pytest.raises(OSError, match="disk full"):
-        write_file(path, b"new")
-    assert path.read_text() == "old"
-    assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,25 @@
+"""Files that are whole or not there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file beside its place and then move it there, so that nobody ever sees half of it.
+
+    Args:
+        path: where it goes; the folder is made.
+        content: what it holds.
+
+    Raises:
+        OSError: it cannot be written; what was there is still there.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_bytes(content)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
