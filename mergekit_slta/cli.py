@@ -7,7 +7,7 @@ import errno
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from mergekit_slta import __version__, files
 from mergekit_slta.errors import SltaError
 
 if TYPE_CHECKING:
+    import torch
     from mergekit.config import MergeConfiguration
     from mergekit.options import MergeOptions
 
@@ -229,7 +230,6 @@ def solve(
     feature change that the merge keeps.
     """
     from mergekit_slta.output import solution_json, solution_table
-    from mergekit_slta.solver import bootstrap as bootstrap_weights
     from mergekit_slta.statistics import load, resolve_statistics
 
     with _one_thread():
@@ -240,12 +240,7 @@ def solve(
         level = level or ("attn_mlp" if "attn_mlp" in statistics.info.levels else statistics.info.levels[0])
         how: dict[str, Any] = {"balance": balance, "ridge": ridge, "task_weights": weights}
         solutions = statistics.solve(level, **how)
-        deviations = None
-        if bootstrap:
-            deviations = {
-                name: bootstrap_weights(statistics.grams[name], statistics.task, bootstrap, **how).std(0)
-                for name in solutions
-            }
+        deviations = _bootstrap_errors(statistics, solutions, bootstrap, how) if bootstrap else None
     if json_file == "-":
         click.echo(solution_json(level, names, solutions, deviations), nl=False)
     elif not quiet:
@@ -593,6 +588,15 @@ def _task_weights(entries: Sequence[str], names: Sequence[str]) -> list[float]:
     if not any(weights.values()):
         raise SltaError("Every --task-weight is zero: at least one task must count.")
     return list(weights.values())
+
+
+def _bootstrap_errors(
+    statistics: Statistics, names: Iterable[str], repeats: int, how: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """The standard errors [T] of each submodule's merging weights."""
+    from mergekit_slta.solver import bootstrap
+
+    return {name: bootstrap(statistics.grams[name], statistics.task, repeats, **how).std(0) for name in names}
 
 
 def _first_samples(statistics: Statistics, count: int | None) -> Statistics:

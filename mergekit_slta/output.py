@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mergekit_slta.page import Table
 from mergekit_slta.solver import Solution
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def solution_table(
 ) -> str:
     """A solution as an aligned table, one submodule per line; the arguments are those of ``solution_json``."""
     header = ["submodule", *(f"alpha {name}" for name in models), *(f"keeps {name}" for name in models), "condition"]
-    rows = [header]
+    rows = []
     for name, solution in solutions.items():
         alpha = [f"{weight:.3f}" for weight in solution.alpha.tolist()]
         if deviations is not None and not deviations[name].isnan().any():
@@ -56,7 +57,7 @@ def solution_table(
             alpha = [f"{weight} ±{error:.3f}" for weight, error in zip(alpha, errors, strict=True)]
         retained = [_percent(share) for share in solution.retained.tolist()]
         rows.append([name, *alpha, *retained, _short(solution.condition)])
-    table = _aligned(rows)
+    table = str(Table(header, rows))
     dependent = sum(solution.rank < len(models) for solution in solutions.values())
     if dependent:
         table += (
@@ -78,24 +79,15 @@ def evaluation_json(results: Sequence[TaskEvaluation]) -> str:
 
 def evaluation_table(results: Sequence[TaskEvaluation]) -> str:
     """An evaluation as an aligned table, one task per line."""
-    rows = [["task of", "records", "tokens", "base", "expert", "merged", "gain kept"]]
+    header = ["task of", "records", "tokens", "base", "expert", "merged", "gain kept"]
+    rows = []
     for result in results:
         losses = [f"{loss:.4f}" for loss in (result.base, result.expert, result.merged)]
         rows.append([result.model, str(result.records), str(result.tokens), *losses, _percent(result.kept)])
-    lines = ["Negative log-likelihood per token, lower is better", "", _aligned(rows)]
+    lines = ["Negative log-likelihood per token, lower is better", "", str(Table(header, rows))]
     idle = [result.model for result in results if result.kept is None]
     if idle:
         lines += ["", f"No better than the base model on their own task, so no gain to keep: {', '.join(idle)}."]
-    return "\n".join(lines)
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Columns side by side, the first one to the left and the numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join([row[0].ljust(widths[0]), *cells[1:]]).rstrip())
     return "\n".join(lines)
 
 

@@ -91,7 +91,16 @@ def plain_recipe(
         config = _read_config(info, paths[info.base_model], trust_remote_code)
         planned = planned_tensors(config, TensorWeights(Decoder(config, trust_remote_code), level, alpha, edges))
         settings = weight_settings(planned)
-    content: dict[str, Any] = {
+    content = _content(info, paths, settings) | ({"tokenizer_source": tokenizer_source} if tokenizer_source else {})
+    _verify(content, planned)
+    body = yaml.dump(content, Dumper=ConfigYamlDumper, sort_keys=False, width=120, allow_unicode=True)
+    settings_said = ({} if level == "model" else {"edges": edges}) | dict(solved_with or {})
+    return _header(statistics, level, solutions, settings_said) + body
+
+
+def _content(info: Info, paths: Mapping[str, str], settings: Sequence[Any]) -> dict[str, Any]:
+    """The recipe with one weight setting per expert."""
+    return {
         "merge_method": "task_arithmetic",
         "base_model": paths[info.base_model],
         "models": [
@@ -101,12 +110,6 @@ def plain_recipe(
         "dtype": "float32",
         "out_dtype": info.dtype,
     }
-    if tokenizer_source:
-        content["tokenizer_source"] = tokenizer_source
-    _verify(content, planned)
-    body = yaml.dump(content, Dumper=ConfigYamlDumper, sort_keys=False, width=120, allow_unicode=True)
-    settings_said = ({} if level == "model" else {"edges": edges}) | dict(solved_with or {})
-    return _header(statistics, level, solutions, settings_said) + body
 
 
 def planned_tensors(config: transformers.PretrainedConfig, weights: TensorWeights) -> list[PlannedTensor]:
