@@ -101,7 +101,8 @@ def parameter_specs(shared: type[BaseModel], per_expert: type[BaseModel]) -> tup
 
 def _annotated(field: FieldInfo) -> Any:
     """A field's type with its bounds."""
-    return Annotated[(field.annotation, *field.metadata, Field())]
+    arguments = (field.annotation, *field.metadata, Field())
+    return Annotated[arguments]
 
 
 def calibrates(spec: MergeMethodSpec) -> bool:
