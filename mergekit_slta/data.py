@@ -49,129 +49,98 @@ class CalibrationData:
         return digest.hexdigest()
 
 
-def load_calibration(
-    source: str,
-    *,
-    template: str = "",
-    tokenizer: PreTrainedTokenizerBase,
-    expert_tokenizer: Callable[[], PreTrainedTokenizerBase],
-    samples: int,
-    max_tokens: int,
-    seed: int,
-) -> CalibrationData:
-    """Draw an expert's calibration samples.
+@dataclass(frozen=True)
+class CalibrationSource:
+    """A source's records, and how they become samples.
 
-    Records are taken in the order of ``random.Random(seed).sample(range(n), n)`` until enough are usable; empty ones
-    are skipped. Records that are not needed are not tokenized.
-
-    Args:
+    Attributes:
         source: what the recipe gives as ``calibration``.
         template: a ``str.format`` string over a record's fields, or "" to go by the shape of the record.
         tokenizer: the base model's; it tokenizes everything.
         expert_tokenizer: loads the expert's tokenizer; called only for a chat template that the base does not have.
-        samples: how many samples to draw. Fewer than that are a warning.
         max_tokens: how many tokens of a sample to keep, from its beginning.
-        seed: decides the order.
-
-    Raises:
-        SltaError: the source cannot be read, a record cannot be turned into text, or no record is usable.
+        seed: decides the order in which records are taken, ``random.Random(seed).sample(range(n), n)``.
     """
-    encoder = _Encoder(source, template, tokenizer, expert_tokenizer, max_tokens)
-    records = read_records(source)
-    drawn = _draw(encoder, records, _order(len(records), seed), samples)
-    if not drawn.records:
-        raise SltaError(f"Calibration source {source!r} has no usable record: all {len(records)} are empty.")
-    if drawn.skipped:
-        LOG.warning("Calibration source %r: skipped %d empty records.", source, drawn.skipped)
-    if len(drawn.records) < samples:
-        LOG.warning("Calibration source %r has %d usable records of %d asked.", source, len(drawn.records), samples)
-    return drawn
-
-
-def held_out(
-    source: str,
-    *,
-    template: str = "",
-    tokenizer: PreTrainedTokenizerBase,
-    expert_tokenizer: Callable[[], PreTrainedTokenizerBase],
-    samples: int,
-    max_tokens: int,
-    seed: int,
-    skip: CalibrationData,
-) -> CalibrationData:
-    """Draw records that calibration did not use: the next usable ones in the order that it took them in.
-
-    A record that repeats a calibration sample, token by token, is passed over too.
-
-    Args:
-        skip: what ``load_calibration`` drew from the same source.
-        samples: how many records to draw. Fewer than that are a warning.
-
-    The other arguments and errors are those of ``load_calibration``.
-
-    Raises:
-        SltaError: also when calibration left no usable record.
-    """
-    encoder = _Encoder(source, template, tokenizer, expert_tokenizer, max_tokens)
-    records = read_records(source)
-    used = set(skip.records)
-    order = [index for index in _order(len(records), seed) if index not in used]
-    drawn = _draw(encoder, records, order, samples, exclude=set(skip.token_ids))
-    if not drawn.records:
-        raise SltaError(
-            f"Calibration source {source!r} has no record to hold out: calibration used every usable one. "
-            "Add records to it, or calibrate with fewer 'samples'."
-        )
-    if len(drawn.records) < samples:
-        LOG.warning(
-            "Calibration source %r has only %d records that calibration did not use, %d were asked for.",
-            source,
-            len(drawn.records),
-            samples,
-        )
-    return drawn
-
-
-def _order(count: int, seed: int) -> list[int]:
-    return random.Random(seed).sample(range(count), count)
-
-
-def _draw(
-    encoder: _Encoder,
-    records: Sequence[Record],
-    order: Iterable[int],
-    samples: int,
-    exclude: Collection[tuple[int, ...]] = (),
-) -> CalibrationData:
-    rows: list[tuple[int, ...]] = []
-    indices: list[int] = []
-    skipped = 0
-    for index in order:
-        if len(rows) == samples:
-            break
-        row = encoder.encode(index, records[index])
-        if not row:
-            skipped += 1
-        elif row not in exclude:
-            rows.append(row)
-            indices.append(index)
-    return CalibrationData(encoder.source, encoder.template, tuple(rows), tuple(indices), skipped)
-
-
-# From a record to token ids
-
-
-@dataclass(frozen=True)
-class _Encoder:
-    """Turns the records of one source into token ids."""
 
     source: str
     template: str
     tokenizer: PreTrainedTokenizerBase
     expert_tokenizer: Callable[[], PreTrainedTokenizerBase]
     max_tokens: int
+    seed: int
 
-    def encode(self, index: int, record: Record) -> tuple[int, ...]:
+    def draw(self, samples: int) -> CalibrationData:
+        """Draw calibration samples.
+
+        Records are taken in the seed's order until enough are usable; empty ones are skipped. Records that are not
+        needed are not tokenized. Fewer than ``samples`` are a warning.
+
+        Raises:
+            SltaError: the source cannot be read, a record cannot be turned into text, or no record is usable.
+        """
+        records = read_records(self.source)
+        drawn = self._draw(records, self._order(len(records)), samples)
+        if not drawn.records:
+            raise SltaError(f"Calibration source {self.source!r} has no usable record: all {len(records)} are empty.")
+        if drawn.skipped:
+            LOG.warning("Calibration source %r: skipped %d empty records.", self.source, drawn.skipped)
+        if len(drawn.records) < samples:
+            usable = len(drawn.records)
+            LOG.warning("Calibration source %r has %d usable records of %d asked.", self.source, usable, samples)
+        return drawn
+
+    def held_out(self, samples: int, used: CalibrationData) -> CalibrationData:
+        """Draw records that calibration did not use: the next usable ones in the order that it took them in.
+
+        A record that repeats a calibration sample, token by token, is passed over too. Fewer than ``samples`` are a
+        warning.
+
+        Raises:
+            SltaError: as for ``draw``, and when calibration left no usable record.
+        """
+        records = read_records(self.source)
+        seen = set(used.records)
+        order = [index for index in self._order(len(records)) if index not in seen]
+        drawn = self._draw(records, order, samples, exclude=set(used.token_ids))
+        if not drawn.records:
+            raise SltaError(
+                f"Calibration source {self.source!r} has no record to hold out: calibration used every usable one. "
+                "Add records to it, or calibrate with fewer 'samples'."
+            )
+        if len(drawn.records) < samples:
+            LOG.warning(
+                "Calibration source %r has only %d records that calibration did not use, %d were asked for.",
+                self.source,
+                len(drawn.records),
+                samples,
+            )
+        return drawn
+
+    def _order(self, count: int) -> list[int]:
+        return random.Random(self.seed).sample(range(count), count)
+
+    def _draw(
+        self,
+        records: Sequence[Record],
+        order: Iterable[int],
+        samples: int,
+        exclude: Collection[tuple[int, ...]] = (),
+    ) -> CalibrationData:
+        rows: list[tuple[int, ...]] = []
+        indices: list[int] = []
+        skipped = 0
+        for index in order:
+            if len(rows) == samples:
+                break
+            row = self._encode(index, records[index])
+            if not row:
+                skipped += 1
+            elif row not in exclude:
+                rows.append(row)
+                indices.append(index)
+        return CalibrationData(self.source, self.template, tuple(rows), tuple(indices), skipped)
+
+    def _encode(self, index: int, record: Record) -> tuple[int, ...]:
         """The record's token ids, or an empty tuple for one that has no text or no token but the special ones."""
         where = f"Record {index + 1} of calibration source {self.source!r}"
         text, is_chat = record_text(record, self.template, where=where, render_chat=self._render_chat)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from mergekit.common import ModelReference
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mergekit_slta.data import CalibrationData, held_out, load_calibration
+from mergekit_slta.data import CalibrationData, CalibrationSource
 from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.recipe import CalibrationSettings, Expert
 from mergekit_slta.sources import DATASET_PREFIX
@@ -48,7 +47,7 @@ class Samples:
         """
         key = expert, count or self._settings.samples
         if key not in self._drawn:
-            self._drawn[key] = load_calibration(expert.calibration, samples=key[1], **self._how(expert))
+            self._drawn[key] = self._source(expert).draw(key[1])
         return self._drawn[key]
 
     def held_out(self, expert: Expert, count: int) -> CalibrationData:
@@ -57,8 +56,7 @@ class Samples:
         Raises:
             SltaError: calibration left none.
         """
-        used = self.of(expert)
-        return held_out(expert.calibration, samples=count, skip=used, **self._how(expert))
+        return self._source(expert).held_out(count, self.of(expert))
 
     def tokenizer(self, reference: ModelReference) -> PreTrainedTokenizerBase:
         """The tokenizer of the model itself, since the folder with a merged adapter has none; loaded once.
@@ -83,19 +81,19 @@ class Samples:
                 f"{reference.model} has no usable tokenizer, which calibration needs: {first_line(error)}."
             ) from error
 
-    def _how(self, expert: Expert) -> dict[str, Any]:
-        """The arguments of ``load_calibration`` and ``held_out`` that are the same for all of an expert's samples."""
+    def _source(self, expert: Expert) -> CalibrationSource:
         if self._quiet and expert.calibration.startswith(DATASET_PREFIX):
             import datasets  # slow to import, and most recipes name files
 
             datasets.disable_progress_bars()
-        return {
-            "template": expert.template,
-            "tokenizer": self.tokenizer(self._base),
-            "expert_tokenizer": lambda: self.tokenizer(expert.reference),
-            "max_tokens": self._settings.max_tokens,
-            "seed": self._settings.seed,
-        }
+        return CalibrationSource(
+            expert.calibration,
+            expert.template,
+            self.tokenizer(self._base),
+            lambda: self.tokenizer(expert.reference),
+            self._settings.max_tokens,
+            self._settings.seed,
+        )
 
 
 def repeated_data(drawn: Iterable[tuple[Expert, CalibrationData]]) -> list[str]:

@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers import models, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from mergekit_slta.data import CalibrationData, load_calibration
+from mergekit_slta.data import CalibrationData, CalibrationSource
 from mergekit_slta.errors import SltaError
 
 BOS, EOS = 0, 1
@@ -66,12 +66,13 @@ def not_needed() -> PreTrainedTokenizerBase:
     raise AssertionError("the expert's tokenizer was loaded although nothing needs it")
 
 
-DEFAULTS: dict[str, Any] = {"expert_tokenizer": not_needed, "samples": 4, "max_tokens": 100, "seed": 0}
+def source_of(source: str, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> CalibrationSource:
+    defaults: dict[str, Any] = {"template": "", "expert_tokenizer": not_needed, "max_tokens": 100, "seed": 0}
+    return CalibrationSource(source, tokenizer=tokenizer, **defaults | settings)
 
 
-def load(source: str, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> CalibrationData:
-    settings = DEFAULTS | settings
-    return load_calibration(source, tokenizer=tokenizer, **settings)
+def load(source: str, tokenizer: PreTrainedTokenizerBase, samples: int = 4, **settings: Any) -> CalibrationData:
+    return source_of(source, tokenizer, **settings).draw(samples)
 
 
 def refused(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:

@@ -12,11 +12,11 @@ import pytest
 from calibration_samples import (
     BOS,
     CHARACTERS,
-    DEFAULTS,
     SHAREGPT,
     TURNS,
     load,
     refused,
+    source_of,
     spelled,
     with_special,
     write_jsonl,
@@ -24,7 +24,7 @@ from calibration_samples import (
 )
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mergekit_slta.data import CalibrationData, held_out
+from mergekit_slta.data import CalibrationData
 
 pytestmark = pytest.mark.usefixtures("dataset_cache")
 
@@ -38,9 +38,10 @@ def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokeni
     return write_tokenizer(tmp_path_factory.mktemp("chat"), CHAT_TEMPLATE)
 
 
-def hold_out(source: str, tokenizer: PreTrainedTokenizerBase, skip: CalibrationData, **settings: Any) -> Any:
-    settings = DEFAULTS | settings
-    return held_out(source, tokenizer=tokenizer, skip=skip, **settings)
+def hold_out(
+    source: str, tokenizer: PreTrainedTokenizerBase, skip: CalibrationData, samples: int = 4, **settings: Any
+) -> CalibrationData:
+    return source_of(source, tokenizer, **settings).held_out(samples, skip)
 
 
 # Tokens

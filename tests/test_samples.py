@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from families import Family
 from mergekit.common import ModelReference
 
-from mergekit_slta import samples as module
+from mergekit_slta.data import CalibrationData, CalibrationSource
 from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe import CalibrationSettings, Expert
 from mergekit_slta.samples import Samples, repeated_data
@@ -29,13 +28,13 @@ def experts_of(family: Family) -> list[Expert]:
 
 def test_samples_are_drawn_once(llama: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     draws: list[str] = []
-    load = module.load_calibration
+    draw = CalibrationSource.draw
 
-    def counted(source: str, **how: Any) -> Any:
-        draws.append(source)
-        return load(source, **how)
+    def counted(source: CalibrationSource, samples: int) -> CalibrationData:
+        draws.append(source.source)
+        return draw(source, samples)
 
-    monkeypatch.setattr(module, "load_calibration", counted)
+    monkeypatch.setattr(CalibrationSource, "draw", counted)
     samples, (first, second, _) = samples_of(llama.base), experts_of(llama)
     drawn = samples.of(first)
     assert samples.of(first) is drawn

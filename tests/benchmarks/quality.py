@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import family
 import quickstart
 
-from mergekit_slta.data import load_calibration
+from mergekit_slta.data import CalibrationSource
 
 SAMPLES = (3, 10, 30, 100)
 MASSIVE = 1000.0
@@ -166,15 +166,9 @@ def _score(folder: Path, name: str, recipe: dict[str, Any], seed: int) -> float:
 def _regmean(models: family.Family, folder: Path, count: int) -> float:
     tokenizer = AutoTokenizer.from_pretrained(models.base)
     tasks = [
-        load_calibration(
-            str(models.calibration[task]),
-            template="",
-            tokenizer=tokenizer,
-            expert_tokenizer=lambda: tokenizer,
-            samples=count,
-            max_tokens=512,
-            seed=0,
-        ).token_ids
+        CalibrationSource(str(models.calibration[task]), "", tokenizer, lambda: tokenizer, max_tokens=512, seed=0)
+        .draw(count)
+        .token_ids
         for task in models.experts
     ]
     experts = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in models.experts.values()]
