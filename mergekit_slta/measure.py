@@ -23,7 +23,7 @@ from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.ranks import Ranks
 from mergekit_slta.recipe import Expert, Recipe, calibration_problems
 from mergekit_slta.resume import Partial
-from mergekit_slta.sources import DATASET_PREFIX, source_name
+from mergekit_slta.sources import is_dataset, source_name
 from mergekit_slta.statistics import (
     CalibrationInfo,
     Fingerprint,
@@ -263,7 +263,7 @@ class Experiment:
         settings = self.recipe.settings
         how = (expert, settings.samples, settings.max_tokens, settings.seed)
         if how not in self._drawn:
-            if self.quiet and expert.calibration.startswith(DATASET_PREFIX):
+            if self.quiet and is_dataset(expert.calibration):
                 import datasets  # slow to import, and most recipes name files
 
                 datasets.disable_progress_bars()
