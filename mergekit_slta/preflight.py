@@ -20,6 +20,7 @@ from mergekit.merge_methods import MergeMethodSpec
 from mergekit.options import MergeOptions
 from transformers import PreTrainedTokenizerBase
 
+from mergekit_slta.adapters import adapter_headers, merged_folder
 from mergekit_slta.compatibility import (
     architecture_problem,
     dropped_tensors,
@@ -36,10 +37,10 @@ from mergekit_slta.compatibility import (
 from mergekit_slta.data import CalibrationData, load_calibration
 from mergekit_slta.decoder import Decoder
 from mergekit_slta.errors import SltaError
-from mergekit_slta.featcal import Needs, needs
-from mergekit_slta.headers import Headers, Model, adapter_headers, listed, open_model, weight_map
+from mergekit_slta.headers import Headers, Model, listed, open_model, weight_map
 from mergekit_slta.maps import output_head
 from mergekit_slta.measure import load_tokenizer, repeated_data
+from mergekit_slta.needs import Needs, needs
 from mergekit_slta.recipe import (
     CalibrationSettings,
     Expert,
@@ -55,7 +56,7 @@ from mergekit_slta.recipe import (
 )
 from mergekit_slta.records import template_fields
 from mergekit_slta.solved import ANCHOR_LEVEL, scratch_root
-from mergekit_slta.sources import DATASET_PREFIX, read_records, source_key
+from mergekit_slta.sources import check_source, is_dataset
 from mergekit_slta.statistics import load, resolve_statistics
 from mergekit_slta.submodules import layer_submodules
 
@@ -255,7 +256,7 @@ class Case:
         base = self.base
         if not self.calibrates or base is None:
             return {}
-        files = [expert for expert in self.experts if expert.calibration and not is_dataset(expert)]
+        files = [expert for expert in self.experts if expert.calibration and not is_dataset(expert.calibration)]
         with silenced("mergekit_slta.data"):  # it warns again when the data are used
             return {expert: attempt(self._draw, expert, base) for expert in files}
 
@@ -419,12 +420,6 @@ def adapter_cache_problems(reference: ModelReference, cache: str | None) -> list
     return []
 
 
-def merged_folder(reference: ModelReference, cache: str) -> Path:
-    """Where mergekit keeps a merged adapter, which it tells by the paths alone."""
-    assert reference.lora is not None
-    return Path(cache) / f"{reference.model._unique_id()}_{reference.lora._unique_id()}"
-
-
 # Calibration
 
 
@@ -492,7 +487,7 @@ def calibration_data(case: Case) -> list[str]:
             problems += sample_problems(case, drawn)
             problems += unknown_ids(case, expert, drawn)
         elif expert.calibration:
-            unread = attempt(check_source, expert)
+            unread = attempt(check_unread, expert)
             problems += [unread.message] if isinstance(unread, SltaError) else []
     return problems
 
@@ -503,12 +498,7 @@ def same_samples(case: Case) -> list[str]:
     return [] if calibration_sources(case) else repeated_data(drawn)
 
 
-def is_dataset(expert: Expert) -> bool:
-    """Whether an expert's calibration is a dataset, which may have to be downloaded, rather than a file."""
-    return expert.calibration.startswith(DATASET_PREFIX)
-
-
-def check_source(expert: Expert) -> None:
+def check_unread(expert: Expert) -> None:
     """Check what can be checked of a dataset, or of a file without a tokenizer.
 
     Raises:
@@ -516,13 +506,7 @@ def check_source(expert: Expert) -> None:
     """
     if expert.template:
         template_fields(expert.template)
-    if not is_dataset(expert):
-        read_records(expert.calibration)
-        return
-    source_key(expert.calibration)
-    path = expert.calibration.removeprefix(DATASET_PREFIX).partition("?")[0]
-    if path.startswith((".", "~", "/")) and not os.path.isdir(os.path.expanduser(path)):
-        raise SltaError(f"Calibration source {expert.calibration!r}: there is no folder {path!r}.")
+    check_source(expert.calibration)
 
 
 def sample_problems(case: Case, drawn: CalibrationData) -> list[str]:

@@ -28,8 +28,8 @@ from safetensors.torch import load_file, save_file
 
 from mergekit_slta import methods
 from mergekit_slta import preflight as preflight_module
-from mergekit_slta.featcal import Needs
 from mergekit_slta.methods import FeatcalMethod, SltaMethod
+from mergekit_slta.needs import Needs
 from mergekit_slta.preflight import Findings, examine, preflight
 from mergekit_slta.sftm import SftmMethod
 
