@@ -68,6 +68,12 @@ def adapter_weights(folder: Path) -> Path:
     return files[0]
 
 
+def last_change(path: ModelPath) -> float:
+    """When an adapter's files last changed, in seconds since 1970; 0 for one that is not in a folder here."""
+    files = [Path(path.path) / name for name in (*ADAPTER_FILES, ADAPTER_CONFIG)]
+    return max((file.stat().st_mtime for file in files if file.exists()), default=0)
+
+
 def merged_folder(reference: ModelReference, cache: str) -> Path:
     """Where mergekit keeps a merged adapter, which it tells by the paths alone."""
     assert reference.lora is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from mergekit.common import ModelPath, ModelReference
 from safetensors.torch import save_file
 from test_checkpoint import write_adapter
 
-from mergekit_slta.adapters import adapter_folder, adapter_headers, adapter_weights, merged_folder
+from mergekit_slta.adapters import adapter_folder, adapter_headers, adapter_weights, last_change, merged_folder
 from mergekit_slta.errors import SltaError
 from mergekit_slta.headers import TensorHeader
 
@@ -74,6 +75,14 @@ def test_the_weights_of_an_adapter(tmp_path: Path) -> None:
     for name in ("adapter_model.bin", "adapter_model.safetensors"):  # the second is preferred
         (tmp_path / name).write_text("")
         assert adapter_weights(folder) == tmp_path / name
+
+
+def test_an_adapter_changes_with_its_files(tmp_path: Path) -> None:
+    assert last_change(ModelPath(path="org/adapter")) == 0
+    for number, name in enumerate(("adapter_config.json", "adapter_model.safetensors", "README.md")):
+        (tmp_path / name).write_text("")
+        os.utime(tmp_path / name, (number + 5, number + 5))
+    assert last_change(ModelPath(path=str(tmp_path))) == 6
 
 
 def test_the_folder_of_a_merged_adapter_is_mergekits(llama: Family, tmp_path: Path) -> None:
