@@ -26,8 +26,9 @@ from mergekit.scripts.run_yaml import main as mergekit_yaml
 from safetensors.torch import load_file
 
 from mergekit_slta import methods
+from mergekit_slta.errors import SltaError
 from mergekit_slta.methods import SltaMethod
-from mergekit_slta.preflight import examine
+from mergekit_slta.preflight import examine, examined, refuse_problems
 
 # What is sound
 
@@ -157,6 +158,16 @@ def test_mergekit_yaml_refuses_a_feature_merge_before_it_solves(family: Family, 
     assert "has no 'calibration'" in done.output
     assert not (tmp_path / "out").exists()
     assert not list(Path(os.environ["XDG_CACHE_HOME"]).iterdir())
+
+
+def test_only_the_recipe_that_was_examined_is_merged_without_a_second_look(family: Family) -> None:
+    one, other = (MergeConfiguration.model_validate(families.recipe(family, sampels=2)) for _ in range(2))
+    with examined(one):
+        refuse_problems(one, MergeOptions(), SltaMethod.spec)
+        with pytest.raises(SltaError, match="sampels"):
+            refuse_problems(other, MergeOptions(), SltaMethod.spec)
+    with pytest.raises(SltaError, match="sampels"):
+        refuse_problems(one, MergeOptions(), SltaMethod.spec)
 
 
 def take_base(recipe: dict[str, Any], family: Family, tmp_path: Path) -> str:
