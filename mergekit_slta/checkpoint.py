@@ -12,15 +12,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import torch
 import transformers
 from mergekit.architecture.conversion import convert_checkpoint_tensors
-from mergekit.common import ModelPath, ModelReference
+from mergekit.common import ModelReference
 from mergekit.io.lazy_tensor_loader import ShardedTensorIndex
 from mergekit.io.tasks import LoaderCache
 
+from mergekit_slta.adapters import adapter_folder, adapter_weights
 from mergekit_slta.errors import SltaError
+from mergekit_slta.headers import ADAPTER_CONFIG
 from mergekit_slta.skeleton import computation, model_tensor_name
 
 SAMPLED_SPOTS = 8
@@ -162,7 +163,7 @@ class Checkpoint:
         if self.reference.lora is None:
             return _folder_fingerprint(self.folder)
         base = ModelReference(model=self.reference.model).local_path(cache_dir=cache_dir)
-        adapter = _adapter_folder(self.reference.lora, cache_dir)
+        adapter = adapter_folder(self.reference.lora, cache_dir)
         return hashlib.sha256(f"{_folder_fingerprint(base)}+{_adapter_fingerprint(adapter)}".encode()).hexdigest()
 
 
@@ -229,24 +230,8 @@ def _spots(content: memoryview) -> bytes:
     return b"".join(bytes(content[start : start + SAMPLED_BYTES]) for start in starts)
 
 
-def _adapter_folder(adapter: ModelPath, cache_dir: str | None) -> Path:
-    if Path(adapter.path).exists():
-        return Path(adapter.path)
-    return Path(
-        huggingface_hub.snapshot_download(
-            adapter.path,
-            revision=adapter.revision,
-            cache_dir=cache_dir,
-            allow_patterns=["adapter_model.*", "adapter_config.json"],
-        )
-    )
-
-
 def _adapter_fingerprint(folder: Path) -> str:
-    files = [folder / name for name in ("adapter_model.safetensors", "adapter_model.bin") if (folder / name).exists()]
-    if not files:
-        raise SltaError(f"{folder} holds no LoRA adapter (adapter_model.safetensors).")
-    config = json.loads((folder / "adapter_config.json").read_text())
+    tensors = _digest(_sampled_tensors(adapter_weights(folder)))
+    config = json.loads((folder / ADAPTER_CONFIG).read_text())
     scaling = {key: config.get(key) for key in ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")}
-    tensors = _digest(_sampled_tensors(files[0]))
     return hashlib.sha256((tensors + json.dumps(scaling, sort_keys=True)).encode()).hexdigest()

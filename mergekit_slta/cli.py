@@ -378,7 +378,7 @@ def merge(recipe: Path, out: str, **options: Any) -> None:
     from mergekit.merge import run_merge
 
     from mergekit_slta import methods
-    from mergekit_slta.compatibility import silenced
+    from mergekit_slta.preflight import examined
 
     methods.register()
     methods.watch_planner()
@@ -392,7 +392,7 @@ def merge(recipe: Path, out: str, **options: Any) -> None:
         if ranks.count > 1:
             _share_work(source, merge_options, ranks)
     if ranks.first:
-        with silenced("mergekit_slta.preflight"):  # the notes are said above
+        with examined(source.config):
             run_merge(source.config, out, options=merge_options, config_source=source.text)
 
 

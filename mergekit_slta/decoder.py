@@ -376,11 +376,29 @@ class Decoder:
         Raises:
             SltaError: the layer does not split into an attention and an MLP branch.
         """
+        found = self._structure(layer)
+        if found is None:
+            raise SltaError(f"{self._unsplit(layer)}: use 'level: layer'.")
+        return found
+
+    def split_problem(self, layer: int) -> str | None:
+        """That the layer does not split into an attention and an MLP branch, without what to do about it.
+
+        Raises:
+            SltaError: the model's layers cannot be run one at a time.
+        """
+        return self._unsplit(layer) if self._structure(layer) is None else None
+
+    def _structure(self, layer: int) -> LayerStructure | None:
         return self.once_per_kind(layer, Decoder._find_structure)
 
     @torch.no_grad()
-    def _find_structure(self, layer: int) -> LayerStructure:
-        return _branches(self.trace(layer), type(self.layers[layer]).__name__, layer)
+    def _find_structure(self, layer: int) -> LayerStructure | None:
+        return _branches(self.trace(layer))
+
+    def _unsplit(self, layer: int) -> str:
+        kind = type(self.layers[layer]).__name__
+        return f"Layer {layer} ({kind}) does not split into an attention and an MLP branch"
 
     def _zeros(self, state: Weights) -> Weights:
         """Zeros in place of tensors; on the host they take no memory, since numpy leaves their pages unmapped."""
@@ -564,8 +582,11 @@ def _summands(result: torch.Tensor) -> dict[str, torch.Tensor] | None:
     return terms
 
 
-def _branches(run: LayerRun, layer_name: str, layer: int) -> LayerStructure:
-    """Follow each summand of the layer's output back to where its branch reads the residual stream."""
+def _branches(run: LayerRun) -> LayerStructure | None:
+    """Follow each summand of the layer's output back to where its branch reads the residual stream.
+
+    Returns ``None`` where these are not an attention and an MLP branch.
+    """
     branches: dict[str, frozenset[str]] = {"attn": frozenset(), "mlp": frozenset()}
     entries: dict[str, set[frozenset[str]]] = {"attn": set(), "mlp": set()}
     for source in run.terms or {}:
@@ -581,9 +602,7 @@ def _branches(run: LayerRun, layer_name: str, layer: int) -> LayerStructure:
         or first != {frozenset({INPUT})}
         or second not in ({frozenset({INPUT})}, {frozenset({INPUT, *added})})
     ):
-        raise SltaError(
-            f"Layer {layer} ({layer_name}) does not split into an attention and an MLP branch: use 'level: layer'."
-        )
+        return None
     return LayerStructure(branches, second.pop(), next(iter(mixers)))
 
 

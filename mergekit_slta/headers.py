@@ -24,8 +24,7 @@ from mergekit_slta.skeleton import model_tensor_name
 
 # In mergekit's order of preference.
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
-ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
-ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_CONFIG = "adapter_config.json"  # tells an adapter from a model
 _LFS_POINTER = b"version https://git-lfs"
 _LONGEST_HEADER = 100_000_000  # as in the safetensors library
 
@@ -263,7 +262,7 @@ def hub_headers(path: ModelPath) -> Headers | None:
         raise SltaError(f"{path} has no weights: mergekit needs {' or '.join(WEIGHT_FILES)}.") from None
     except hub.ERRORS as error:
         raise hub_problem(path, error) from error
-    return {name: header for file in files.values() for name, header in _hub_file(file).items()}
+    return {name: header for file in files.values() for name, header in hub_file_headers(file).items()}
 
 
 def hub_files(path: ModelPath) -> list[str]:
@@ -278,32 +277,9 @@ def hub_files(path: ModelPath) -> list[str]:
         raise hub_problem(path, error) from error
 
 
-def _hub_file(file: SafetensorsFileMetadata) -> Headers:
+def hub_file_headers(file: SafetensorsFileMetadata) -> Headers:
+    """The tensors of a file on the Hub."""
     return {name: _header(tensor.shape, *tensor.data_offsets) for name, tensor in file.tensors.items()}
-
-
-# LoRA adapters
-
-
-def adapter_headers(path: ModelPath) -> Headers | None:
-    """The tensors of a LoRA adapter, or None where only a download would tell.
-
-    Raises:
-        SltaError: files are missing or damaged, or the Hub cannot be asked.
-    """
-    folder = Path(path.path) if os.path.isdir(path.path) else None
-    files = [file.name for file in folder.iterdir()] if folder else hub_files(path)
-    weights = next((name for name in ADAPTER_FILES if name in files), ADAPTER_FILES[0])
-    if missing := [name for name in (ADAPTER_CONFIG, weights) if name not in files]:
-        raise SltaError(f"{path} is no LoRA adapter: it lacks {listed(missing)}.")
-    if folder:
-        return file_headers(folder / weights)
-    if not weights.endswith(".safetensors"):
-        return None
-    try:
-        return _hub_file(huggingface_hub.parse_safetensors_file_metadata(path.path, weights, revision=path.revision))
-    except hub.ERRORS as error:
-        raise hub_problem(path, error) from error
 
 
 def listed(names: list[str], most: int = 3) -> str:

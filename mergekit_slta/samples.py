@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mergekit_slta.data import CalibrationData, CalibrationSource
 from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.recipe import CalibrationSettings, Expert
-from mergekit_slta.sources import DATASET_PREFIX
+from mergekit_slta.sources import is_dataset
 
 
 class Samples:
@@ -82,7 +82,7 @@ class Samples:
             ) from error
 
     def _source(self, expert: Expert) -> CalibrationSource:
-        if self._quiet and expert.calibration.startswith(DATASET_PREFIX):
+        if self._quiet and is_dataset(expert.calibration):
             import datasets  # slow to import, and most recipes name files
 
             datasets.disable_progress_bars()

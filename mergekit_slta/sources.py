@@ -16,6 +16,11 @@ DATASET_PREFIX = "hf:"
 CSV_FIELD_LIMIT = 2**31 - 1
 
 
+def is_dataset(source: str) -> bool:
+    """Whether a source is a dataset, which may have to be downloaded, rather than a file."""
+    return source.startswith(DATASET_PREFIX)
+
+
 def read_records(source: str) -> Sequence[Record]:
     """Read all records of a calibration source.
 
@@ -29,10 +34,22 @@ def read_records(source: str) -> Sequence[Record]:
     Raises:
         SltaError: the source is missing, unknown, broken or has no records.
     """
-    records = _read_dataset(source) if source.startswith(DATASET_PREFIX) else _read_file(source)
+    records = _read_dataset(source) if is_dataset(source) else _read_file(source)
     if not len(records):
         raise SltaError(f"Calibration source {source!r} has no records.")
     return records
+
+
+def check_source(source: str) -> None:
+    """Check what can be checked of a source without a download: all of a file, a dataset's spelling and its folder.
+
+    Raises:
+        SltaError: a file is missing, unknown, broken or has no records; a dataset is malformed or has no folder.
+    """
+    if is_dataset(source):
+        _find_dataset(source)
+    else:
+        read_records(source)
 
 
 def source_key(source: str) -> tuple[str, ...]:
@@ -43,7 +60,7 @@ def source_key(source: str) -> tuple[str, ...]:
     Raises:
         SltaError: the query of a dataset is malformed.
     """
-    if not source.startswith(DATASET_PREFIX):
+    if not is_dataset(source):
         return ("file", _real_path(source))
     dataset = _parse_dataset(source)
     name = _real_path(dataset.name) if _is_folder(dataset.name) else dataset.name.lower()
@@ -52,7 +69,7 @@ def source_key(source: str) -> tuple[str, ...]:
 
 def source_name(source: str) -> str:
     """How published files name a source: as the recipe spells it, but a path of this machine by its last part."""
-    if not source.startswith(DATASET_PREFIX):
+    if not is_dataset(source):
         return _path_name(source)
     name, mark, query = source.removeprefix(DATASET_PREFIX).partition("?")
     return DATASET_PREFIX + _path_name(name) + mark + query
@@ -205,28 +222,34 @@ def _parse_dataset(source: str) -> _Dataset:
     return _Dataset(name, **settings)
 
 
-def _read_dataset(source: str) -> Sequence[Record]:
+def _find_dataset(source: str) -> _Dataset:
+    """A dataset whose name is spelled out; a name that can only be a path must be that of a folder."""
     dataset = _parse_dataset(source)
     name = os.path.expanduser(dataset.name)
     is_path = dataset.name.startswith((".", "~")) or os.path.isabs(name)
     if is_path and not os.path.isdir(name):
         raise SltaError(f"Calibration source {source!r}: there is no folder {dataset.name!r}.")
+    return dataset._replace(name=name)
+
+
+def _read_dataset(source: str) -> Sequence[Record]:
+    dataset = _find_dataset(source)
     try:
-        loaded = _load_dataset(name, dataset)
+        loaded = _load_dataset(dataset)
     except Exception as error:  # datasets raises what its readers and the Hub raise, without a common base
         raise SltaError(f"Calibration source {source!r} cannot be read ({one_line(error)}).") from error
     return _choose_split(source, loaded, dataset.split) if isinstance(loaded, dict) else loaded
 
 
-def _load_dataset(name: str, dataset: _Dataset) -> Any:
+def _load_dataset(dataset: _Dataset) -> Any:
     """One split where the source names it, else all of them by name."""
     import datasets  # slow to import
 
-    if not _was_saved_to_disk(name):
-        return datasets.load_dataset(name, dataset.config, split=dataset.split)
+    if not _was_saved_to_disk(dataset.name):
+        return datasets.load_dataset(dataset.name, dataset.config, split=dataset.split)
     if dataset.config:
         raise ValueError("a folder that save_to_disk wrote has no configurations")
-    loaded = datasets.load_from_disk(name)
+    loaded = datasets.load_from_disk(dataset.name)
     return loaded if isinstance(loaded, dict) else {str(loaded.split or "train"): loaded}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from multiprocessing import forkserver
@@ -51,6 +52,18 @@ def make_family(tmp_path_factory: pytest.TempPathFactory) -> MakeFamily:
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Family:
     """A float32 Llama with grouped heads and three experts, shared by all tests: not to be changed."""
     return families.make_family(tmp_path_factory.mktemp("llama"), experts=3)
+
+
+@pytest.fixture
+def family(llama: Family, tmp_path: Path) -> Family:
+    """A family that a test may change."""
+    root = Path(shutil.copytree(llama.base.parent, tmp_path / "models"))
+    return Family(
+        root / "base",
+        tuple(root / folder.name for folder in llama.experts),
+        tuple(root / file.name for file in llama.data),
+        llama.config,
+    )
 
 
 @pytest.fixture(scope="session")

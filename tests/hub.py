@@ -15,6 +15,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+COMMIT = "c" * 40
+
 
 @dataclass
 class Hub:
@@ -76,7 +78,8 @@ class Handler(BaseHTTPRequestHandler):
         self.answer()
 
     def answer(self) -> None:
-        """Paths are /api/models/ORG/NAME[/tree/REVISION[/FOLDER]] and /ORG/NAME/resolve/REVISION/FILE."""
+        """Paths are /api/models/ORG/NAME[/revision/REVISION], the same with /tree/REVISION[/FOLDER], and
+        /ORG/NAME/resolve/REVISION/FILE."""
         parts = self.path.partition("?")[0].strip("/").split("/")
         if listing := parts[:2] == ["api", "models"]:
             parts = parts[2:]
@@ -87,7 +90,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send(404, error="RepoNotFound")
         elif listing:
             self.list_files(repository, parts[2:])
-        elif parts[3] != "main":
+        elif parts[3] not in ("main", COMMIT):
             self.send(404, error="RevisionNotFound")
         elif not (repository / file).is_file():
             self.send(404, error="EntryNotFound")
@@ -98,8 +101,11 @@ class Handler(BaseHTTPRequestHandler):
         if len(what) > 2:  # a folder, and the repositories have none
             self.send(404, error="EntryNotFound")
             return
-        files = [{"type": "file", "path": file.name, "size": 1, "oid": "0"} for file in repository.iterdir()]
-        answer: Any = files if what else {"id": repository.name, "tags": [], "siblings": []}
+        names = [file.name for file in repository.iterdir()]
+        siblings = [{"rfilename": name} for name in names]
+        answer: Any = {"id": repository.name, "tags": [], "siblings": siblings, "sha": COMMIT}
+        if what[:1] == ["tree"]:
+            answer = [{"type": "file", "path": name, "size": 1, "oid": "0"} for name in names]
         self.send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
 
     def send_file(self, file: Path) -> None:
@@ -109,7 +115,7 @@ class Handler(BaseHTTPRequestHandler):
             content, status = content[int(begin) : int(end) + 1], 206
         elif self.command == "GET":
             self.hub.fetched.append(file.name)
-        self.send(status, content, {"ETag": f'"{file.parent.name}-{file.name}"', "X-Repo-Commit": "c" * 40})
+        self.send(status, content, {"ETag": f'"{file.parent.name}-{file.name}"', "X-Repo-Commit": COMMIT})
 
     def send(self, status: int, content: bytes = b"", headers: dict[str, str] | None = None, error: str = "") -> None:
         self.send_response(status)

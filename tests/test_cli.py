@@ -26,7 +26,7 @@ from mergekit.config import MergeConfiguration
 from mergekit.scripts.run_yaml import main as mergekit_yaml
 from safetensors.torch import load_file
 
-from mergekit_slta import __version__, measure
+from mergekit_slta import __version__, measure, preflight
 from mergekit_slta.cli import main
 from mergekit_slta.solver import bootstrap
 from mergekit_slta.statistics import Statistics, load
@@ -619,6 +619,38 @@ def test_merge_checks_the_recipe_before_anything_is_written(
     text = run("merge", write_recipe(llama, levle="layer"), tmp_path / "out", code=1).output
     assert "did you mean 'level'?" in text
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def examinations(monkeypatch: pytest.MonkeyPatch) -> list[MergeConfiguration]:
+    """The recipes that are examined, in that order."""
+    examine, seen = preflight.examine, []
+
+    def look(config: MergeConfiguration, *arguments: Any, **purpose: Any) -> preflight.Findings:
+        seen.append(config)
+        return examine(config, *arguments, **purpose)
+
+    monkeypatch.setattr(preflight, "examine", look)
+    return seen
+
+
+@pytest.mark.parametrize("method", ["slta", "sftm"])
+def test_every_merge_is_examined_once(
+    method: str,
+    examinations: list[MergeConfiguration],
+    llama: Family,
+    stats: Path,
+    write_recipe: WriteRecipe,
+    tmp_path: Path,
+) -> None:
+    parameters = {"statistics": str(stats)} if method == "slta" else {}
+    recipe = write_recipe(llama, method, calibration=False, **parameters)
+    for count in (1, 2):
+        run("merge", recipe, tmp_path / f"out{count}", "--quiet", "--no-write-model-card")
+        assert len(examinations) == count
+    for count in (3, 4):
+        families.merge(yaml.safe_load(recipe.read_text()), tmp_path / f"out{count}")
+        assert len(examinations) == count
 
 
 def test_the_module_is_the_command(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:

@@ -165,6 +165,12 @@ def test_a_layer_that_does_not_split_is_refused_by_name_with_what_to_use_instead
     _, decoder, _ = opened(UNSPLIT)
     with pytest.raises(SltaError, match=r"Layer 0 \(BloomBlock\).*level: layer"):
         decoder.structure(0)
+    problem = decoder.split_problem(1)
+    assert problem is not None and problem.startswith("Layer 1 (BloomBlock)") and "level" not in problem
+
+
+def test_a_layer_that_splits_has_no_problem_with_it() -> None:
+    assert families.skeleton("llama").split_problem(0) is None
 
 
 T5 = transformers.T5Config(d_model=16, num_layers=2, architectures=["T5ForConditionalGeneration"])

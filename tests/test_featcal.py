@@ -25,11 +25,11 @@ from mergekit_slta import normal
 from mergekit_slta.anchor import Anchor
 from mergekit_slta.decoder import Decoder
 from mergekit_slta.errors import SltaError
-from mergekit_slta.featcal import needs, stages
+from mergekit_slta.featcal import stages
 from mergekit_slta.layer_solver import ENOUGH_TOKENS, Regression
 from mergekit_slta.map_groups import find_groups
 from mergekit_slta.maps import output_head
-from mergekit_slta.resume import Partial
+from mergekit_slta.needs import needs
 
 # Of a tensor's norm; float32 features and products against float64 ones.
 TOLERANCE = 1e-4
@@ -569,23 +569,3 @@ def test_memory_does_not_grow_with_the_number_of_layers(
     print(f"peaks {[peak / 2**20 for peak in peaks]} MiB, said {expected / 2**20} MiB")
     assert peaks[1] < 1.25 * peaks[0]
     assert max(peaks) < 1.25 * expected + ALWAYS
-
-
-def test_the_disk_space_is_what_was_said(
-    make_family: MakeFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    family = make_family(families.config_of("llama", hidden_size=128, intermediate_size=256))
-    tasks = wide_tasks(2, samples=3)
-    finish_layer = Partial.finish_layer
-    sizes: list[int] = []
-
-    def look(self: Partial, layer: int, tensors: State) -> None:
-        """While the hidden states before the layer and those after it are there."""
-        sizes.append(sum(file.stat().st_size for file in tmp_path.iterdir()))
-        finish_layer(self, layer, tensors)
-
-    monkeypatch.setattr(Partial, "finish_layer", look)
-    families.feature_merge(family, tmp_path, tasks=tasks, compare=True)
-    sizes.append(sum(file.stat().st_size for file in tmp_path.iterdir()))
-    said = needs(Decoder(family.config), 2, sum(len(ids) for task in tasks for ids in task), True, True).disk
-    assert 0.7 * said < max(sizes) < 1.02 * said

@@ -23,7 +23,6 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.headers import (
     Model,
     TensorHeader,
-    adapter_headers,
     file_headers,
     folder_headers,
     local_folder,
@@ -199,17 +198,6 @@ def test_a_pickled_checkpoint_that_runs_code(folder: Path) -> None:
     assert "pytorch_model.bin cannot be read" in refusal(folder)
 
 
-@pytest.mark.parametrize("left_out", ["adapter_config.json", "adapter_model.safetensors"])
-def test_an_incomplete_adapter(tmp_path: Path, left_out: str) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    save_file({"x": torch.ones(1)}, tmp_path / "adapter_model.safetensors")
-    path = ModelPath(path=str(tmp_path))
-    assert adapter_headers(path) == {"x": TensorHeader((1,), 4)}
-    (tmp_path / left_out).unlink()
-    with pytest.raises(SltaError, match=f"is no LoRA adapter: it lacks {left_out}"):
-        adapter_headers(path)
-
-
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
     (tmp_path / "hub").mkdir()
@@ -219,21 +207,18 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 
 OPEN_ALL = """
 import json, sys
-from mergekit.common import ModelPath, ModelReference
+from mergekit.common import ModelReference
 from mergekit_slta.errors import SltaError
-from mergekit_slta.headers import adapter_headers, open_model
+from mergekit_slta.headers import open_model
 
 def attempt(function, argument):
     try:
         found = function(argument)
     except SltaError as error:
         return error.message
-    tensors = getattr(found, "tensors", found)
-    return tensors and {name: list(header.shape) for name, header in tensors.items()}
+    return found.tensors and {name: list(header.shape) for name, header in found.tensors.items()}
 
-models = {name: attempt(open_model, ModelReference.parse(name)) for name in sys.argv[1].split(",")}
-adapters = {name: attempt(adapter_headers, ModelPath(path=name)) for name in sys.argv[2].split(",")}
-print(json.dumps([models, adapters]))
+print(json.dumps({name: attempt(open_model, ModelReference.parse(name)) for name in sys.argv[1].split(",")}))
 """
 
 
@@ -245,12 +230,9 @@ def test_models_on_the_hub_are_seen_without_a_download(hub: Hub, make_family: Ma
     shard(organization / "sharded")
     pickle(organization / "pickled")
     (organization / "empty" / "model.safetensors").unlink()
-    (organization / "adapter").mkdir()
-    (organization / "adapter" / "adapter_config.json").write_text("{}")
-    save_file({"x": torch.ones(2, 3)}, organization / "adapter" / "adapter_model.safetensors")
 
     models = "org/whole,org/sharded,org/pickled,org/empty,org/none,org/whole@v2,gated/model"
-    found, adapters = json.loads(hub.run(OPEN_ALL, models, "org/adapter,org/empty").splitlines()[-1])
+    found = json.loads(hub.run(OPEN_ALL, models).splitlines()[-1])
     shapes = {name: list(header.shape) for name, header in folder_headers(family.base).items()}
     assert found["org/whole"] == found["org/sharded"] == shapes
     assert found["org/pickled"] is None
@@ -261,8 +243,6 @@ def test_models_on_the_hub_are_seen_without_a_download(hub: Hub, make_family: Ma
     )
     assert found["org/whole@v2"] == "org/whole@v2 cannot be used: the repository has no such revision."
     assert found["gated/model"].startswith("gated/model cannot be used: the repository is gated; ask for access")
-    assert adapters["org/adapter"] == {"x": [2, 3]}
-    assert adapters["org/empty"].startswith("org/empty is no LoRA adapter: it lacks adapter_config.json,")
     assert "config.json" in hub.fetched
     assert not any("model" in name for name in hub.fetched if name != "model.safetensors.index.json")
 

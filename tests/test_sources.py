@@ -15,7 +15,7 @@ import pytest
 from calibration_samples import load, refused, with_special, write_jsonl
 from transformers import PreTrainedTokenizerBase
 
-from mergekit_slta.sources import read_records, source_key, source_name
+from mergekit_slta.sources import check_source, read_records, source_key, source_name
 
 pytestmark = pytest.mark.usefixtures("dataset_cache")
 
@@ -151,6 +151,24 @@ def test_sources_that_cannot_be_read_are_named(
     message = refused(read_records, source)
     for words in (repr(source), *said):
         assert words in message
+
+
+@pytest.mark.parametrize("source", ["missing.jsonl", "folder", "hf:", "hf:./missing", "hf:folder?split="])
+def test_a_check_finds_what_reading_would(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_folder(tmp_path / "folder")
+    assert refused(check_source, source) == refused(read_records, source)
+
+
+def test_a_check_downloads_nothing_and_reads_no_dataset(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "train.jsonl").write_text("{")
+    code = (
+        "import sys; from mergekit_slta import sources; list(map(sources.check_source, sys.argv[1:])); "
+        "assert not {'datasets', 'huggingface_hub'} & set(sys.modules)"
+    )
+    sources = ["hf:org/data", "hf:org/data?config=main&split=train[:5]", f"hf:{tmp_path}/folder"]
+    subprocess.run([sys.executable, "-c", code, *sources], check=True)
 
 
 def test_unreachable_dataset_repository_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

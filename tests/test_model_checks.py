@@ -1,0 +1,224 @@
+"""Models that cannot be merged with each other, each problem provoked with real checkpoints."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+import torch
+import transformers
+from conftest import MakeFamily
+from examining import edit_config, edit_tensors, look, only, problems, save_random, with_expert
+from families import Family
+
+
+def test_models_that_are_not_there(family: Family) -> None:
+    recipe = with_expert(family, family.base / "none")
+    assert only(recipe) == f"{family.base}/none cannot be used: there is no such folder here."
+    recipe["base_model"] = "org/none"
+    assert [problem.split(" cannot")[0] for problem in problems(recipe)] == ["org/none", f"{family.base}/none"]
+
+
+def test_a_damaged_checkpoint(family: Family) -> None:
+    os.truncate(family.experts[2] / "model.safetensors", 5000)
+    assert only(families.recipe(family)).startswith(f"{family.experts[2]}/model.safetensors cannot be read")
+
+
+@pytest.mark.parametrize("method", ["slta", "sftm"])
+def test_an_expert_of_another_architecture(family: Family, tmp_path: Path, method: str) -> None:
+    other = save_random(families.config_of("mistral"), tmp_path / "other")
+    problem = only(with_expert(family, other, method))
+    assert problem == (
+        f"The expert {other} is a MistralForCausalLM (mistral), the base model {family.base} a LlamaForCausalLM "
+        "(llama): only models of one architecture can be merged."
+    )
+
+
+def test_mixed_architectures_are_allowed_where_nothing_is_run(family: Family, tmp_path: Path) -> None:
+    config = families.config_of("mistral", head_dim=8)
+    other = save_random(config, tmp_path / "other")
+    crimes = {"allow_crimes": True}
+    assert problems(with_expert(family, other, "sftm"), options=crimes) == []
+    assert "only models of one architecture" in only(with_expert(family, other), options=crimes)
+
+
+@pytest.mark.parametrize("method", ["slta", "sftm"])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_hidden_layers": 4}, "num_hidden_layers 4 instead of 3"),
+        (
+            {"hidden_size": 16, "num_attention_heads": 2},
+            "hidden_size 16 instead of 32, num_attention_heads 2 instead of 4",
+        ),
+        ({"num_key_value_heads": 4}, "num_key_value_heads 4 instead of 2"),
+    ],
+)
+def test_an_expert_of_another_size(
+    family: Family, tmp_path: Path, method: str, change: dict[str, int], words: str
+) -> None:
+    other = save_random(families.config_of("llama", **change), tmp_path / "other")
+    assert only(with_expert(family, other, method)) == (
+        f"The expert {other} has {words}: it was not fine-tuned from the base model {family.base}, leave it out."
+    )
+
+
+def test_a_tensor_of_another_shape(family: Family) -> None:
+    def shorten(tensors: dict[str, torch.Tensor]) -> None:
+        for name in ("model.norm.weight", "model.layers.1.mlp.up_proj.weight"):
+            tensors[name] = tensors[name][:-1]
+
+    edit_tensors(family.experts[0], shorten)
+    problem = only(families.recipe(family))
+    assert problem.startswith(f"The tensor model.layers.1.mlp.up_proj.weight of the expert {family.experts[0]} has")
+    assert "the shape [47, 32] instead of [48, 32], and so do 1 more: " in problem
+
+
+@pytest.mark.parametrize("method", ["slta", "sftm"])
+@pytest.mark.parametrize("tied_base", [True, False])
+def test_a_tied_head_beside_an_untied_one(
+    make_family: MakeFamily, tmp_path: Path, method: str, tied_base: bool
+) -> None:
+    family = make_family(families.config_of("llama", tie_word_embeddings=tied_base), experts=1)
+    other = save_random(families.config_of("llama", tie_word_embeddings=not tied_base), tmp_path / "other")
+    recipe = families.recipe(family, method, calibration=method == "slta")
+    assert problems(recipe) == []
+    recipe["models"][0]["model"] = str(other)
+    tied, untied = (family.base, other) if tied_base else (other, family.base)
+    assert only(recipe).startswith(f"{tied} ties its output head to its embedding and {untied} does not")
+
+
+@pytest.mark.parametrize("method", ["slta", "sftm"])
+def test_a_quantized_checkpoint(family: Family, method: str) -> None:
+    edit_config(family.experts[0], quantization_config={"quant_method": "gptq", "bits": 4})
+    problem = only(families.recipe(family, method, calibration=method == "slta"))
+    assert problem == f"{family.experts[0]} is quantized (gptq): name the original checkpoint, or dequantize it first."
+
+
+# What mergekit asks for
+
+
+def test_tensors_missing_from_an_expert(family: Family) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    edit_tensors(family.experts[0], lambda tensors: tensors.pop(name))
+    problem = only(families.recipe(family))
+    assert problem.startswith(f"{family.experts[0]}: the checkpoint lacks {name}, which mergekit asks for")
+
+
+def test_names_with_and_without_the_prefix_are_the_same(family: Family) -> None:
+    def bare(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    edit_tensors(family.experts[0], bare)
+    assert problems(families.recipe(family), merging=False) == []
+    assert "the checkpoint lacks model.embed_tokens.weight" in only(families.recipe(family))
+
+
+@pytest.fixture
+def inferred(make_family: MakeFamily) -> dict[str, Any]:
+    """A recipe for models of which mergekit has no definition; they tie their heads and do not store them."""
+    family = make_family(transformers.OlmoConfig(**families.config_of("llama").to_diff_dict() | OLMO))
+    return families.recipe(family, level="layer")
+
+
+OLMO = {"model_type": "olmo", "architectures": None, "tie_word_embeddings": True}
+
+
+def folders(recipe: dict[str, Any]) -> list[Path]:
+    return [Path(recipe["base_model"]), *(Path(entry["model"]) for entry in recipe["models"])]
+
+
+def test_tensors_missing_where_mergekit_infers_the_architecture(inferred: dict[str, Any]) -> None:
+    assert problems(inferred) == []
+    name = "model.layers.1.mlp.up_proj.weight"
+    edit_tensors(folders(inferred)[1], lambda tensors: tensors.pop(name))
+    assert only(inferred).startswith(f"{folders(inferred)[1]}: the checkpoint lacks {name}")
+
+
+def test_a_head_that_only_some_store(inferred: dict[str, Any], tmp_path: Path) -> None:
+    """mergekit then plans it for all, and fails in the middle of the merge."""
+    embedding = "model.embed_tokens.weight"
+    edit_tensors(folders(inferred)[1], lambda t: t.update({"lm_head.weight": t[embedding].clone()}))
+    assert "the checkpoint lacks lm_head.weight" in only(inferred)
+    models = [{"model": str(folder), "parameters": {"weight": 0.5}} for folder in folders(inferred)[1:]]
+    with pytest.raises(ValueError, match="Base input is not present"):
+        families.merge(inferred | {"merge_method": "task_arithmetic", "models": models}, tmp_path / "out")
+
+
+def test_buffers_of_old_checkpoints_need_not_be_in_all(inferred: dict[str, Any]) -> None:
+    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    edit_tensors(folders(inferred)[0], lambda tensors: tensors.update(buffer))
+    assert problems(inferred) == []
+
+
+DENSE_FIRST = transformers.DeepseekV3Config(
+    vocab_size=families.VOCABULARY,
+    hidden_size=32,
+    intermediate_size=48,
+    moe_intermediate_size=16,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    n_routed_experts=4,
+    n_group=1,
+    topk_group=1,
+    num_experts_per_tok=2,
+    first_k_dense_replace=1,
+    kv_lora_rank=16,
+    q_lora_rank=16,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=8,
+    v_head_dim=8,
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "tensor"),
+    [
+        (families.config_of("llama", attention_bias=True), "model.layers.0.self_attn.k_proj.bias"),
+        (DENSE_FIRST, "model.layers.1.mlp.experts.gate_up_proj"),
+    ],
+    ids=["biases", "experts of a mixture in some layers"],
+)
+def test_what_mergekit_would_leave_out_is_said(
+    config: transformers.PretrainedConfig, tensor: str, make_family: MakeFamily, tmp_path: Path
+) -> None:
+    family = make_family(config, experts=1)
+    problem = only(families.recipe(family, "sftm", calibration=False))
+    assert problem.startswith("mergekit leaves ") and tensor in problem
+    recipe = families.recipe(family, "task_arithmetic", calibration=False, per_expert={"weight": 0.5})
+    merged = families.merge(recipe, tmp_path / "out")
+    opened: Any = transformers.AutoModelForCausalLM.from_pretrained(merged, output_loading_info=True)
+    assert tensor in opened[1]["missing_keys"]
+
+
+# What is worth knowing
+
+
+def test_an_expert_that_computes_something_else_from_the_same_weights(make_family: MakeFamily) -> None:
+    family = make_family()
+    recipe = families.recipe(family, samples=6)
+    edit_config(family.experts[1], max_position_embeddings=4096, use_cache=False, eos_token_id=0, attention_dropout=0.5)
+    assert look(recipe).notes == []
+    edit_config(family.experts[1], rope_parameters={"rope_type": "default", "rope_theta": 7e5}, rms_norm_eps=1e-3)
+    (note,) = look(recipe).notes
+    assert note.startswith(f"The configuration of the expert {family.experts[1]} differs from that of the base model")
+    assert (
+        "in rms_norm_eps, rope_parameters: the merged model gets the base model's, and the expert is measured" in note
+    )
+    (note,) = look(families.recipe(family, "sftm", calibration=False)).notes
+    assert note.endswith("the merged model gets the base model's.")
+
+
+def test_a_base_model_without_tokenizer_to_copy(family: Family) -> None:
+    for file in family.base.glob("tokenizer*"):
+        file.unlink()
+    recipe = families.recipe(family, "sftm", calibration=False)
+    assert problems(recipe) == []
+    (note,) = look(recipe).notes
+    assert note.startswith(f"{family.base} has no tokenizer, so the merged model gets none")
+    assert look(recipe, options={"copy_tokenizer": False}).notes == []

@@ -1,0 +1,125 @@
+"""Vocabularies that differ, and what can be merged of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+import transformers
+from conftest import MakeFamily
+from examining import feature_recipe, larger_vocabulary, only, problems, save_random, swap_ids, with_expert
+from families import Family
+from safetensors.torch import load_file
+
+from mergekit_slta import methods
+
+
+@pytest.mark.parametrize("method", ["slta", "sftm"])
+def test_vocabularies_of_different_sizes(family: Family, tmp_path: Path, method: str) -> None:
+    other = larger_vocabulary(tmp_path / "other")
+    recipe = with_expert(family, other, method)
+    assert only(recipe) == (
+        f"The expert {other} has a vocabulary of 66 tokens, the base model {family.base} one of 64: add "
+        "'tokenizer: {source: base}' to the recipe, so that mergekit aligns them."
+    )
+    assert problems(recipe | {"tokenizer": {"source": "base"}}) == []
+    assert problems(recipe | {"tokenizer_source": "union"}) == []
+    assert problems(recipe, merging=False) == []
+
+
+def test_logits_of_different_sizes(family: Family, tmp_path: Path) -> None:
+    recipe = with_expert(family, larger_vocabulary(tmp_path / "other")) | {"tokenizer": {"source": "base"}}
+    recipe["parameters"]["level"] = "model"
+    assert only(recipe).startswith("'level: model' compares logits, but the expert")
+
+
+def test_vocabularies_with_other_ids(family: Family) -> None:
+    swap_ids(family.experts[0])
+    recipe = families.recipe(family)
+    problem = only(recipe)
+    assert problem.startswith(f"The tokenizer of the expert {family.experts[0]} has other ids than that of the base")
+    assert "for 2 tokens (such as 'a'): add 'tokenizer: {source: base}'" in problem
+    assert problems(recipe | {"tokenizer": {"source": "base"}}) == []
+
+
+def test_other_ids_in_a_list_of_tokens_with_scores(family: Family) -> None:
+    recipe = families.recipe(family, "sftm", experts=[0], calibration=False)
+    for folder, tokens in zip(family.folders, ("abc", "acb"), strict=False):
+        vocabulary = [[token, -1.0] for token in tokens]
+        (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+    assert "for 2 tokens (such as 'b')" in only(recipe)
+
+
+def test_a_token_added_in_a_free_place_is_no_difference(family: Family) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(family.experts[0])
+    tokenizer.add_tokens(["<turn>"])
+    tokenizer.save_pretrained(family.experts[0])
+    assert problems(families.recipe(family)) == []
+
+
+# Feature merges
+
+
+def other_vocabulary(family: Family, tmp_path: Path, **parameters: Any) -> list[str]:
+    """What is wrong with an expert of a larger vocabulary that mergekit is to align."""
+    recipe = feature_recipe(family, experts=[0, 1], **parameters) | {"tokenizer": {"source": "base"}}
+    recipe["models"][1]["model"] = str(larger_vocabulary(tmp_path / "other"))
+    return problems(recipe)
+
+
+def test_a_head_of_another_vocabulary_cannot_be_solved(family: Family, tmp_path: Path) -> None:
+    found = other_vocabulary(family, tmp_path)
+    assert found[0] == (
+        f"The expert {tmp_path}/other has a vocabulary of 66 tokens and the base model one of 64: set 'head: false'."
+    )
+
+
+def test_embeddings_of_another_vocabulary_cannot_be_averaged(family: Family, tmp_path: Path) -> None:
+    for head in (True, False):
+        found = other_vocabulary(family, tmp_path, head=head, anchor="average")
+        assert "and the base model one of 64: choose another 'anchor'." in found[0]
+
+
+def test_another_vocabulary_is_no_problem_without_the_head(family: Family, tmp_path: Path) -> None:
+    assert other_vocabulary(family, tmp_path, head=False) == []
+
+
+def test_a_tied_head_may_have_another_vocabulary(make_family: MakeFamily, tmp_path: Path) -> None:
+    family = make_family("gemma", experts=2)
+    recipe = feature_recipe(family) | {"tokenizer": {"source": "base"}}
+    larger = families.config_of("gemma", vocab_size=families.VOCABULARY + 2)
+    recipe["models"][1]["model"] = str(save_random(larger, tmp_path / "other"))
+    assert problems(recipe) == []
+
+
+@pytest.mark.parametrize("source", ["base", "union"])
+def test_a_head_that_mergekit_gives_other_rows_cannot_be_solved(source: str, family: Family, tmp_path: Path) -> None:
+    """It has a row for each token of the new tokenizer, without those that pad the models' own to a round number."""
+    recipe = feature_recipe(family) | {"tokenizer": {"source": source}}
+    assert "'head: false'" in only(recipe)
+    recipe["parameters"]["head"] = False
+    assert problems(recipe) == []
+    methods.register()
+    methods.watch_planner()
+    merged = load_file(next(families.merge(recipe, tmp_path / "out").glob("*.safetensors")))
+    assert merged["lm_head.weight"].shape == merged["model.embed_tokens.weight"].shape
+
+
+def test_a_head_may_be_solved_if_the_base_models_tokenizer_changes_no_row(make_family: MakeFamily) -> None:
+    tokens = len(transformers.AutoTokenizer.from_pretrained(make_family().base))
+    recipe = feature_recipe(make_family(families.config_of("llama", vocab_size=tokens)))
+    base: dict[str, Any] = {"source": "base"}
+    assert problems(recipe | {"tokenizer_source": "base"}) == problems(recipe | {"tokenizer": base}) == []
+    assert "'head: false'" in only(recipe | {"tokenizer_source": "union"})
+    assert "'head: false'" in only(recipe | {"tokenizer": base | {"pad_to_multiple_of": 64}})
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_an_expert_with_other_ids_cannot_run_on_the_base_models(head: bool, family: Family) -> None:
+    """Its own stream would read the base model's token ids; mergekit aligns its tensors, not its samples."""
+    swap_ids(family.experts[0])
+    found = problems(feature_recipe(family, head=head) | {"tokenizer": {"source": "base"}})
+    assert any("has other ids than that of the base model" in problem for problem in found)
