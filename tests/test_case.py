@@ -11,9 +11,11 @@ from examining import SPECS, problems, save_adapter, save_random, with_data, wit
 from families import Family
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
+from transformers import AutoTokenizer
 
 from mergekit_slta import case as case_module
 from mergekit_slta.case import Case, attempt, failures, of_decoder, of_models, of_siblings
+from mergekit_slta.data import CalibrationSource
 from mergekit_slta.decoder import Decoder
 from mergekit_slta.errors import SltaError
 
@@ -43,21 +45,23 @@ def test_what_cannot_be_opened_does_not_keep_the_rest_from_it(family: Family, tm
 def test_everything_is_opened_once(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
 
-    def count(name: str) -> None:
-        function = getattr(case_module, name)
+    def count(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
 
         def counted(*arguments: Any, **more: Any) -> Any:
             opened.append(name)
             return function(*arguments, **more)
 
-        monkeypatch.setattr(case_module, name, counted)
+        monkeypatch.setattr(owner, name, counted)
 
-    for name in ("open_model", "load_tokenizer", "load_calibration", "needs"):
-        count(name)
+    for name in ("open_model", "needs"):
+        count(case_module, name)
+    count(AutoTokenizer, "from_pretrained")
+    count(CalibrationSource, "draw")
     case = case_of(families.recipe(family, "featcal", experts=[0, 1]))
     for _ in range(2):
         assert case.models and case.samples and case.needs
-    assert opened == ["open_model"] * 3 + ["load_tokenizer"] + ["load_calibration"] * 2 + ["needs"]
+    assert opened == ["open_model"] * 3 + ["from_pretrained"] + ["draw"] * 2 + ["needs"]
 
 
 def test_the_models_that_are_adapters(family: Family, tmp_path: Path) -> None:
