@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from mergekit_slta.decoder import Decoder
 from mergekit_slta.statistics import (
     CalibrationInfo,
     Fingerprint,
@@ -14,6 +15,7 @@ from mergekit_slta.statistics import (
     settings_fingerprint,
     tokens_fingerprint,
 )
+from mergekit_slta.submodules import layer_submodules
 
 # Submodules of one layer, by level.
 INSIDE: dict[str, Sequence[str]] = {
@@ -100,3 +102,10 @@ def info(models: Sequence[str], levels: Sequence[str], layers: int, samples: int
             settings=settings_fingerprint(samples, 512, 0),
         ),
     )
+
+
+def random_alpha(decoder: Decoder, level: str, experts: int = 2) -> dict[str, torch.Tensor]:
+    """Merging weights [T] of all submodules of a decoder at a level."""
+    names = [name for layer in range(len(decoder)) for name in layer_submodules(decoder, level, layer)] or ["model"]
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(experts, generator=generator, dtype=torch.float64) for name in names}

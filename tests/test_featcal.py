@@ -5,21 +5,19 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+import depths
 import families
 import featcal_reference
-import memory
 import pytest
 import torch
 from conftest import MakeFamily
+from copies import edit_tensors
 from families import ARCHITECTURES, LAYERS, UNSPLIT, VOCABULARY, Family
 from mergekit.io.tasks import LoaderCache
-from safetensors.torch import load_file, save_file
-from test_calibrate import WIDE, deeper
 
 from mergekit_slta import normal
 from mergekit_slta.anchor import Anchor
@@ -326,10 +324,12 @@ def test_enough_tokens_leave_nothing_to_say(
 
 def with_massive_dimension(family: Family, dimension: int = 5, size: float = 1e3) -> Family:
     """Give the residual stream a dimension that is a thousand times as large as the others, at every token."""
-    for folder in family.folders:
-        tensors = load_file(folder / "model.safetensors")
+
+    def plant(tensors: State) -> None:
         tensors["model.embed_tokens.weight"][:, dimension] = size
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    for folder in family.folders:
+        edit_tensors(folder, plant)
     return family
 
 
@@ -520,21 +520,19 @@ def test_batches_that_a_recipe_asks_for_are_not_halved(small_memory: list[int], 
         families.feature_merge(llama, tmp_path, batch_tokens=100)
 
 
-def peak_of(family: Family, tasks: Tasks, folder: Path, answer: Connection) -> None:
-    """What a process does: report how much memory a merge takes at most, above what it took before."""
-    families.feature_merge(families.make_family(folder / "warm"), folder / "warm" / "state")
-    answer.send(memory.peak_of(lambda: families.feature_merge(family, folder / "state", tasks=tasks, compare=True)))
-
-
 def test_tokens_without_features_have_no_relative_error(make_family: MakeFamily, tmp_path: Path) -> None:
     """The first expert's embedding of the first token is zero, and everything about the second expert is."""
     family = make_family(experts=2)
-    for index, folder in enumerate(family.experts):
-        tensors = load_file(folder / "model.safetensors")
-        for name, tensor in tensors.items():
-            if index or "embed" in name:
-                tensor[slice(None) if index else families.BOS] = 0
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    def forget_first_token(tensors: State) -> None:
+        tensors["model.embed_tokens.weight"][families.BOS] = 0
+
+    def forget_everything(tensors: State) -> None:
+        for tensor in tensors.values():
+            tensor.zero_()
+
+    edit_tensors(family.experts[0], forget_first_token)
+    edit_tensors(family.experts[1], forget_everything)
     LoaderCache.loaders.clear()
     errors = families.feature_merge(family, tmp_path, compare=True).errors()["error.merged"]
     assert errors[:, 0].isfinite().all() and errors[:, 0].all()
@@ -549,23 +547,18 @@ def test_the_head_is_solved_whatever_token_pads(pad: int | None, make_family: Ma
     assert not torch.equal(head.double(), family.model(0).state_dict()["lm_head.weight"])
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's account of anonymous memory")
-def test_memory_does_not_grow_with_the_number_of_layers(
-    make_family: MakeFamily, forks: ForkServerContext, tmp_path: Path
-) -> None:
-    family = make_family(families.config_of("llama", **WIDE), dtype=torch.bfloat16, scale=0.01)
-    folders = [deeper(folder, tmp_path / folder.name, times=2) for folder in family.folders]
-    deep = Family(folders[0], tuple(folders[1:]), (), families.checkpoints(folders)[0].config)
-    tasks = [[[3 + (i * j) % 50 for i in range(16)] for j in range(4 * task + 1, 4 * task + 5)] for task in range(2)]
-    peaks = []
-    for number, one in enumerate((family, deep)):
-        receive, answer = forks.Pipe(duplex=False)
-        process = forks.Process(target=peak_of, args=(one, tasks, tmp_path / str(number), answer))
-        process.start()
-        process.join()
-        assert process.exitcode == 0
-        peaks.append(receive.recv())
-    expected = needs(Decoder(deep.config), 2, sum(len(ids) for task in tasks for ids in task), True, True).memory
+def merge_tasks(family: Family, folder: Path) -> None:
+    families.feature_merge(family, folder, tasks=depths.TASKS, compare=True)
+
+
+@depths.needs_account
+def test_memory_does_not_grow_with_the_number_of_layers(forks: ForkServerContext, tmp_path: Path) -> None:
+    both = depths.shallow_and_deep(tmp_path, times=2)
+    peaks = [
+        depths.peak_in_a_process(forks, merge_tasks, family, tmp_path / str(number))
+        for number, family in enumerate(both)
+    ]
+    expected = needs(Decoder(both[1].config), 2, depths.TOKENS, True, True).memory
     print(f"peaks {[peak / 2**20 for peak in peaks]} MiB, said {expected / 2**20} MiB")
     assert peaks[1] < 1.25 * peaks[0]
     assert max(peaks) < 1.25 * expected + ALWAYS

@@ -20,6 +20,7 @@ from families import Family
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration, evaluate_setting
 from safetensors.torch import load_file
+from synthetic import random_alpha
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from mergekit_slta import plain_recipe as module
@@ -172,10 +173,7 @@ def config_of(architecture: str) -> PretrainedConfig:
 
 def random_weights(config: PretrainedConfig, level: str, edges: str) -> TensorWeights:
     decoder = Decoder(config)
-    generator = torch.Generator().manual_seed(0)
-    names = [name for layer in range(len(decoder)) for name in layer_submodules(decoder, level, layer)]
-    alpha = {name: torch.randn(2, generator=generator, dtype=torch.float64) for name in names}
-    return TensorWeights(decoder, level, alpha, edges)
+    return TensorWeights(decoder, level, random_alpha(decoder, level), edges)
 
 
 def mergekit_weight(setting: Any, tensor: PlannedTensor, layers: int) -> float:
