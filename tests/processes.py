@@ -11,10 +11,10 @@ ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT = 300  # seconds, a hundred times what any of them takes: it ends what hangs
 
 
-def run_module(module: str, *arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run ``python -m module`` with this process's packages and return how it ended and what it said."""
+def run_python(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run Python with this process's packages and return how it ended and what it said."""
     return subprocess.run(
-        [sys.executable, "-m", module, *map(str, arguments)],
+        [sys.executable, *map(str, arguments)],
         cwd=cwd,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         capture_output=True,
@@ -26,4 +26,4 @@ def run_module(module: str, *arguments: str | Path, cwd: Path | None = None) -> 
 def torchrun(count: int, *arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run a script, or ``-m`` and a module, in as many processes as torchrun starts on this machine."""
     launch = ("--standalone", f"--nproc-per-node={count}")
-    return run_module("torch.distributed.run", *launch, *arguments, cwd=cwd)
+    return run_python("-m", "torch.distributed.run", *launch, *arguments, cwd=cwd)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,9 +21,10 @@ from click.testing import CliRunner, Result
 from conftest import MakeFamily, WriteRecipe
 from families import Family
 from gram_difference import largest_difference
+from hub import serve
 from mergekit.config import MergeConfiguration
 from mergekit.scripts.run_yaml import main as mergekit_yaml
-from processes import ROOT, run_module, torchrun
+from processes import ROOT, run_python, torchrun
 from safetensors.torch import load_file
 
 from mergekit_slta import __version__, measure
@@ -414,53 +413,21 @@ def test_solve_says_where_statistics_come_from(tmp_path: Path) -> None:
 # Statistics on the Hub
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
-    """Serves one file of one revision of one repository, as the Hub does."""
-
-    content = b""
-    path_of_file = "/org/stats/resolve/v1/sub/llama.safetensors"
-
-    def do_HEAD(self) -> None:
-        problem = None
-        if not self.path.startswith("/org/stats/"):
-            problem = "RepoNotFound"
-        elif not self.path.startswith("/org/stats/resolve/v1/"):
-            problem = "RevisionNotFound"
-        elif self.path != self.path_of_file:
-            problem = "EntryNotFound"
-        self.send_response(404 if problem else 200)
-        if problem:
-            self.send_header("X-Error-Code", problem)
-        self.send_header("X-Repo-Commit", "0" * 40)
-        self.send_header("ETag", '"tag"')
-        self.send_header("Content-Length", str(0 if problem else len(self.content)))
-        self.end_headers()
-
-    def do_GET(self) -> None:
-        self.do_HEAD()
-        if self.path == self.path_of_file:
-            self.wfile.write(self.content)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
 @pytest.fixture
 def hub(stats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A local stand-in for the Hub that holds the statistics, and an empty cache."""
-    monkeypatch.setattr(Hub, "content", stats.read_bytes())
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
-        endpoint = f"http://127.0.0.1:{server.server_port}"
+    repository = tmp_path / "repositories" / "org" / "stats" / "sub"
+    repository.mkdir(parents=True)
+    shutil.copy(stats, repository)
+    with serve(tmp_path / "repositories", tmp_path / "hub", revision="v1") as hub:
         constants = huggingface_hub.constants
-        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(constants, "ENDPOINT", hub.address)
         monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.address + "/{repo_id}/resolve/{revision}/{filename}"
         )
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub.cache))
         yield
-        server.shutdown()
 
 
 PUBLISHED = "hf:org/stats/sub/llama.safetensors@v1"
@@ -606,7 +573,7 @@ def test_merge_checks_the_recipe_before_anything_is_written(
 
 
 def test_the_module_is_the_command(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
-    done = run_module("mergekit_slta", "check", write_recipe(llama, levle="layer"), cwd=tmp_path)
+    done = run_python("-m", "mergekit_slta", "check", write_recipe(llama, levle="layer"), cwd=tmp_path)
     assert done.returncode == 1
     assert "did you mean 'level'?" in done.stderr
     assert "Traceback" not in done.stderr

@@ -247,16 +247,27 @@ def test_an_error_on_one_rank_ends_all_of_them(llama: Family, write_recipe: Writ
 
 CHECKING_LATE_ON_RANK_1 = """
 import os, pathlib, sys, time
+import torch.distributed as dist
 from mergekit_slta import preflight
 
 examine = preflight.examine
+waiting = pathlib.Path(__file__).with_name("waiting")
 
 def late(*arguments, **purpose):
     if os.environ["RANK"] == "1":
-        time.sleep(4)
+        while not waiting.exists():
+            time.sleep(0.01)
         assert not any(map(pathlib.Path.exists, map(pathlib.Path, (sys.argv[3], sys.argv[5])))), "rank 0 writes already"
     return examine(*arguments, **purpose)
 
+def marked(operation):
+    def run(*arguments, **more):
+        waiting.touch()
+        return operation(*arguments, **more)
+    return run
+
+if os.environ["RANK"] == "0":
+    dist.broadcast, dist.barrier = marked(dist.broadcast), marked(dist.barrier)
 preflight.examine = late
 from mergekit_slta.cli import main
 main()
