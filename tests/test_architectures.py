@@ -9,8 +9,6 @@ import functools
 import logging
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +26,7 @@ from conftest import MakeFamily
 from families import Family
 from gram_difference import gram_difference, largest_difference
 from mergekit.io.tasks import LoaderCache
+from processes import ROOT, run_python
 from safetensors.torch import load_file, save_file
 from synthetic import random_alpha
 from transformers import AutoModelForCausalLM
@@ -37,7 +36,6 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.solver import solve
 from mergekit_slta.submodules import TensorWeights, weighted_sum
 
-ROOT = Path(__file__).resolve().parents[1]
 RECORDS = 3
 LONGEST = 12
 # Features of size one are known to 6e-8 in float32 and their deltas are a tenth of them: after the sums inside a layer
@@ -217,12 +215,7 @@ def test_mergekit_yaml_in_a_process_of_its_own(name: str, case: Callable[[str], 
     recipe = families.write_recipe(tmp_path / "recipe.yml", families.recipe(found.family, samples=RECORDS))
     # What the start-up file does wherever the package is installed.
     command = "from mergekit_slta.startup import install; install(); from mergekit.scripts.run_yaml import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", command, str(recipe), str(tmp_path / "merged"), "--no-copy-tokenizer"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    done = run_python("-c", command, recipe, tmp_path / "merged", "--no-copy-tokenizer")
     assert done.returncode == 0, done.stderr
     assert_tensors_equal(loaded(tmp_path / "merged"), found.merged("attn_mlp", "base"))
 
