@@ -13,6 +13,7 @@ import memory
 import pytest
 import torch
 from families import Family
+from processes import TIMEOUT
 
 WIDTH = 384
 WIDE = {
@@ -45,9 +46,9 @@ def shallow_and_deep(folder: Path, times: int) -> tuple[Family, Family]:
 def peak_in_a_process(forks: ForkServerContext, work: Work, family: Family, folder: Path) -> int:
     """Bytes that the work takes at most in a process of its own, above what a little such work leaves."""
     receive, answer = forks.Pipe(duplex=False)
-    process = forks.Process(target=_report, args=(work, family, folder, answer))
+    process = forks.Process(target=_report, args=(work, family, folder, answer), daemon=True)
     process.start()
-    process.join()
+    process.join(TIMEOUT)
     assert process.exitcode == 0
     peak: int = receive.recv()
     return peak

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TIMEOUT = 300  # seconds, a hundred times what any of them takes: it ends what hangs
+TIMEOUT = 300  # seconds after which what hangs is ended; none of them takes a tenth of it
 
 
 def run_python(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

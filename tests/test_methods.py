@@ -139,14 +139,19 @@ def test_a_weight_of_zero_leaves_the_base_as_it_is() -> None:
 @pytest.fixture
 def calibrations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each calibration that is run."""
+    return counted(monkeypatch, measure, "calibrate")
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[int]:
+    """One entry for each call of a module's function, the calling thread."""
     calls: list[int] = []
-    calibrate = measure.calibrate
+    function = getattr(module, name)
 
     def count(*args: Any, **kwargs: Any) -> Any:
         calls.append(threading.get_ident())
-        return calibrate(*args, **kwargs)
+        return function(*args, **kwargs)
 
-    monkeypatch.setattr(measure, "calibrate", count)
+    monkeypatch.setattr(module, name, count)
     return calls
 
 
@@ -457,15 +462,7 @@ def test_a_feature_merge_in_bfloat16_rounds_and_no_more(make_family: MakeFamily,
 @pytest.fixture
 def feature_merges(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each feature merge that is solved."""
-    calls: list[int] = []
-    compute = solved_module.feature_merge
-
-    def count(*args: Any, **kwargs: Any) -> None:
-        calls.append(threading.get_ident())
-        compute(*args, **kwargs)
-
-    monkeypatch.setattr(solved_module, "feature_merge", count)
-    return calls
+    return counted(monkeypatch, solved_module, "feature_merge")
 
 
 def test_many_threads_solve_once_and_agree_with_one(
