@@ -14,6 +14,8 @@ from typing import Any
 
 # Before torch, transformers and huggingface_hub read them; subprocesses inherit them.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# The stand-in for the Hub is on this machine, whatever proxy there is.
+os.environ["no_proxy"] = ",".join(filter(None, ["127.0.0.1", os.environ.get("no_proxy", os.environ.get("NO_PROXY"))]))
 os.environ["OMP_NUM_THREADS"] = "1"  # on tensors as small as these, threads only wait for each other
 
 import calibration_samples

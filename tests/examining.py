@@ -13,7 +13,6 @@ import transformers
 from families import Family
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from mergekit_slta.methods import FeatcalMethod, SltaMethod
@@ -79,12 +78,6 @@ def feature_recipe(family: Family, **parameters: Any) -> dict[str, Any]:
 
 def adapted(family: Family, adapter: Path) -> dict[str, Any]:
     return with_expert(family, f"{family.base}+{adapter}")
-
-
-def save_adapter(base: Path, folder: Path, *targets: str) -> Path:
-    model = transformers.AutoModelForCausalLM.from_pretrained(base)
-    get_peft_model(model, LoraConfig(r=2, target_modules=list(targets))).save_pretrained(str(folder))
-    return folder
 
 
 def larger_vocabulary(folder: Path) -> Path:

@@ -291,6 +291,17 @@ def write_records(path: Path, task: int, records: int = 6, longest: int = 20, se
     return path
 
 
+def wide_tasks(tasks: int, samples: int = 15, seed: int = 0) -> list[list[list[int]]]:
+    """Samples of random tokens of the whole vocabulary."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def sample(length: int) -> list[int]:
+        ids: list[int] = torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+        return ids
+
+    return [[sample(40 + 5 * (index % 5)) for index in range(samples)] for _ in range(tasks)]
+
+
 def write_tokenizer(folder: Path, chat_template: str | None = None) -> None:
     """A character-level tokenizer that adds <s> and </s>."""
     vocabulary = {"<pad>": PAD, "<s>": BOS, "</s>": EOS} | {letter: i for i, letter in enumerate(CHARACTERS, 3)}

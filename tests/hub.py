@@ -25,11 +25,13 @@ class Hub:
     Attributes:
         root: the folder with the repositories.
         cache: the cache of the programs that use it.
+        revision: the one that every repository has.
         fetched: the names of the files that were fetched whole.
     """
 
     root: Path
     cache: Path
+    revision: str = "main"
     address: str = ""
     fetched: list[str] = field(default_factory=list)
 
@@ -44,12 +46,12 @@ class Hub:
 
 
 @contextmanager
-def serve(root: Path, cache: Path) -> Iterator[Hub]:
+def serve(root: Path, cache: Path, revision: str = "main") -> Iterator[Hub]:
     """Serve the repositories below ``root`` until the block ends."""
-    hub = Hub(root, cache)
+    hub = Hub(root, cache, revision)
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, hub))
     hub.address = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=[0.01])
     thread.start()
     try:
         yield hub
@@ -90,7 +92,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send(404, error="RepoNotFound")
         elif listing:
             self.list_files(repository, parts[2:])
-        elif parts[3] not in ("main", COMMIT):
+        elif parts[3] not in (self.hub.revision, COMMIT):
             self.send(404, error="RevisionNotFound")
         elif not (repository / file).is_file():
             self.send(404, error="EntryNotFound")

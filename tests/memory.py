@@ -2,32 +2,75 @@
 
 from __future__ import annotations
 
-import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
-def anonymous_memory() -> int:
-    """Bytes that belong to this process alone; what is mapped from files is not counted."""
-    status = Path("/proc/self/status").read_text()
-    return int(re.findall(r"RssAnon:\s+(\d+) kB", status)[0]) * 1024
+def memory_of_this_process(kind: str = "RssAnon") -> int:
+    """A line of the kernel's account of this process, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{kind}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"This kernel does not report {kind}.")
+
+
+class PeakMemory:
+    """The largest memory of this process while the block runs, above that at its start; looked at every 2 ms.
+
+    Args:
+        kind: ``RssAnon``, where mapped checkpoint files do not count, or ``VmRSS``, where they do.
+
+    Attributes:
+        bytes: the peak.
+    """
+
+    def __init__(self, kind: str = "RssAnon") -> None:
+        self.kind = kind
+        self.bytes = 0
+
+    def __enter__(self) -> PeakMemory:
+        self._start = memory_of_this_process(self.kind)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def look(self) -> None:
+        """Look now."""
+        self.bytes = max(self.bytes, memory_of_this_process(self.kind) - self._start)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.002):
+            self.look()
+
+    def __exit__(self, *exception: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+class _LookAfterOperations(TorchDispatchMode):
+    def __init__(self, peak: PeakMemory) -> None:
+        super().__init__()
+        self.peak = peak
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = operation(*args, **kwargs or {})
+        self.peak.look()
+        return result
 
 
 def peak_of(action: Callable[[], object]) -> int:
-    """Bytes that the action takes at most, above what the process took before."""
-    before, peak, ended = anonymous_memory(), 0, threading.Event()
+    """Bytes that the action takes at most, above what the process took before.
 
-    def sample() -> None:
-        nonlocal peak
-        while not ended.wait(0.002):
-            peak = max(peak, anonymous_memory())
-
-    sampler = threading.Thread(target=sample)
-    sampler.start()
-    try:
+    The process is looked at after every operation of torch as well, because a busy machine may not let the thread that
+    looks every 2 ms run.
+    """
+    with PeakMemory() as peak, _LookAfterOperations(peak):
         action()
-    finally:
-        ended.set()
-        sampler.join()
-    return peak - before
+    return peak.bytes

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
+from mergekit_slta.decoder import Decoder
 from mergekit_slta.statistics import (
     CalibrationInfo,
     Fingerprint,
@@ -14,6 +16,7 @@ from mergekit_slta.statistics import (
     settings_fingerprint,
     tokens_fingerprint,
 )
+from mergekit_slta.submodules import layer_submodules
 
 # Submodules of one layer, by level.
 INSIDE: dict[str, Sequence[str]] = {
@@ -54,6 +57,7 @@ def statistics(
     layers: int = 3,
     samples: int = 4,
     grams: Mapping[str, torch.Tensor] | Callable[[str, int], torch.Tensor] | None = None,
+    **described: Any,
 ) -> Statistics:
     """Statistics of some experts.
 
@@ -63,6 +67,7 @@ def statistics(
         layers: the number of decoder layers.
         samples: of each task.
         grams: the submodules' [T * samples, T, T], or what gives them by name and number; random by default.
+        described: other entries of the metadata than ``info``'s.
     """
     names = submodules(levels, layers)
     if grams is None:
@@ -70,12 +75,14 @@ def statistics(
     elif not isinstance(grams, Mapping):
         grams = {name: grams(name, number) for number, name in enumerate(names)}
     task = torch.arange(len(models)).repeat_interleave(samples)
-    return Statistics(dict(grams), task, torch.full_like(task, 7), info(models, levels, layers, samples))
+    return Statistics(dict(grams), task, torch.full_like(task, 7), info(models, levels, layers, samples, **described))
 
 
-def info(models: Sequence[str], levels: Sequence[str], layers: int, samples: int) -> Info:
+def info(models: Sequence[str], levels: Sequence[str], layers: int, samples: int, **described: Any) -> Info:
     """The metadata of statistics that nobody measured."""
     hashes = [f"{index:064x}" for index in range(len(models))]
+    settings = {"samples": samples, "max_tokens": 512, "seed": 0}
+    settings |= {name: described.pop(name) for name in settings if name in described}
     return Info(
         format_version=1,
         levels=tuple(levels),
@@ -85,18 +92,23 @@ def info(models: Sequence[str], levels: Sequence[str], layers: int, samples: int
             CalibrationInfo(source=f"task{index}.jsonl", template="", sha256=digest)
             for index, digest in enumerate(hashes)
         ),
-        samples=samples,
-        max_tokens=512,
-        seed=0,
+        **settings,
         inputs="base",
         architecture="LlamaForCausalLM",
         num_layers=layers,
         dtype="float32",
         versions={"mergekit-slta": "0.1.0"},
         fingerprint=Fingerprint(
-            base="base",
-            experts=tuple(f"expert{index}" for index in range(len(models))),
+            base="b" * 64,
+            experts=tuple(f"{index}" * 64 for index in range(len(models))),
             tokens=tokens_fingerprint(hashes),
-            settings=settings_fingerprint(samples, 512, 0),
+            settings=settings_fingerprint(**settings),
         ),
-    )
+    ).model_copy(update=described)
+
+
+def random_alpha(decoder: Decoder, level: str, experts: int = 2) -> dict[str, torch.Tensor]:
+    """Merging weights [T] of all submodules of a decoder at a level."""
+    names = [name for layer in range(len(decoder)) for name in layer_submodules(decoder, level, layer)] or ["model"]
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(experts, generator=generator, dtype=torch.float64) for name in names}

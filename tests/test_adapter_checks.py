@@ -7,8 +7,9 @@ from pathlib import Path
 
 import families
 import pytest
+from adapters import write_adapter
 from conftest import MakeFamily
-from examining import adapted, only, problems, save_adapter, save_random
+from examining import adapted, only, problems, save_random
 from families import Family
 from mergekit.config import MergeConfiguration
 
@@ -16,7 +17,7 @@ from mergekit.config import MergeConfiguration
 @pytest.fixture
 def adapter(family: Family, tmp_path: Path) -> Path:
     """A LoRA adapter for the family's base model."""
-    return save_adapter(family.base, tmp_path / "adapter", "q_proj", "down_proj")
+    return write_adapter(family.base, tmp_path / "adapter", "q_proj", "down_proj")
 
 
 def test_an_adapter_needs_a_folder_to_be_merged_in(family: Family, adapter: Path, tmp_path: Path) -> None:
@@ -38,21 +39,21 @@ def test_an_incomplete_adapter(family: Family, adapter: Path, tmp_path: Path) ->
 
 def test_an_adapter_of_a_wider_model(family: Family, tmp_path: Path) -> None:
     config = families.config_of("llama", hidden_size=64)
-    other = save_adapter(save_random(config, tmp_path / "wide"), tmp_path / "other", "q_proj")
+    other = write_adapter(save_random(config, tmp_path / "wide"), tmp_path / "other", "q_proj")
     problem = only(adapted(family, other), options={"lora_merge_cache": str(tmp_path)})
     assert problem.startswith(f"The adapter {other} was not trained on {family.base} (its matrices for")
 
 
 def test_an_adapter_of_another_architecture(family: Family, tmp_path: Path) -> None:
     gpt2 = save_random(families.config_of("gpt2"), tmp_path / "gpt2")
-    other = save_adapter(gpt2, tmp_path / "other", "c_attn")
+    other = write_adapter(gpt2, tmp_path / "other", "c_attn")
     problem = only(adapted(family, other), options={"lora_merge_cache": str(tmp_path)})
     assert f"was not trained on {family.base} (it adapts transformer.h." in problem
 
 
 def test_an_adapter_of_transposed_maps_fits(make_family: MakeFamily, tmp_path: Path) -> None:
     family = make_family("gpt2")
-    adapter = save_adapter(family.base, tmp_path / "adapter", "c_attn")
+    adapter = write_adapter(family.base, tmp_path / "adapter", "c_attn")
     assert problems(adapted(family, adapter), options={"lora_merge_cache": str(tmp_path)}) == []
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapters import write_adapter
 from families import Family
 from hub import serve
 from mergekit.common import ModelPath, ModelReference
 from safetensors.torch import save_file
-from test_checkpoint import write_adapter
 
 from mergekit_slta.adapters import adapter_folder, adapter_headers, adapter_weights, last_change, merged_folder
 from mergekit_slta.errors import SltaError
@@ -86,5 +86,5 @@ def test_an_adapter_changes_with_its_files(tmp_path: Path) -> None:
 
 
 def test_the_folder_of_a_merged_adapter_is_mergekits(llama: Family, tmp_path: Path) -> None:
-    reference = ModelReference.parse(f"{llama.base}+{write_adapter(tmp_path / 'adapter')}")
+    reference = ModelReference.parse(f"{llama.base}+{write_adapter(llama.base, tmp_path / 'adapter')}")
     assert merged_folder(reference, str(tmp_path)) == Path(reference.merged(cache_dir=str(tmp_path)).model.path)

@@ -7,7 +7,8 @@ from typing import Any
 
 import families
 import pytest
-from examining import SPECS, problems, save_adapter, save_random, with_data, with_expert
+from adapters import write_adapter
+from examining import SPECS, problems, save_random, with_data, with_expert
 from families import Family
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
@@ -65,7 +66,7 @@ def test_everything_is_opened_once(family: Family, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_models_that_are_adapters(family: Family, tmp_path: Path) -> None:
-    adapter = save_adapter(family.base, tmp_path / "adapter", "q_proj")
+    adapter = write_adapter(family.base, tmp_path / "adapter", "q_proj")
     case = case_of(with_expert(family, f"{family.base}+{adapter}"))
     assert [str(model) for model in case.adapted] == [f"{family.base}+{adapter}"]
 

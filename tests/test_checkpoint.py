@@ -1,17 +1,18 @@
 """Weights as mergekit's loader gives them, whatever the files look like, and the fingerprint that goes by content."""
 
-import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import families
 import pytest
 import torch
+from adapters import write_adapter
+from conftest import MakeFamily
+from copies import edited, pickled, pickled_shards, sharded
 from families import Family
 from mergekit.common import ModelReference
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM
 
 from mergekit_slta.checkpoint import Checkpoint
@@ -25,42 +26,6 @@ def opened(folder: Path | str) -> Checkpoint:
     return Checkpoint(ModelReference.model_validate(str(folder)))
 
 
-def edited(source: Path, folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> Path:
-    """A copy of a model with its tensors changed."""
-    shutil.copytree(source, folder)
-    tensors = load_file(folder / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-def sharded(source: Path, folder: Path) -> Path:
-    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
-    model.save_pretrained(folder, max_shard_size="20KB")
-    assert (folder / "model.safetensors.index.json").exists()
-    return folder
-
-
-def pickled(source: Path, folder: Path) -> Path:
-    shutil.copytree(source, folder)
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-    return folder
-
-
-def pickled_shards(source: Path, folder: Path) -> Path:
-    pickled(source, folder)
-    tensors = torch.load(folder / "pytorch_model.bin")
-    names = sorted(tensors)
-    parts = {"pytorch_model-00001-of-00002.bin": names[::2], "pytorch_model-00002-of-00002.bin": names[1::2]}
-    for file, own in parts.items():
-        torch.save({name: tensors[name] for name in own}, folder / file)
-    weight_map = {name: file for file, own in parts.items() for name in own}
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    (folder / "pytorch_model.bin").unlink()
-    return folder
-
-
 LAYOUTS = [sharded, pickled, pickled_shards]
 
 
@@ -69,7 +34,7 @@ LAYOUTS = [sharded, pickled, pickled_shards]
 def test_the_layout_of_the_files_changes_neither_values_nor_fingerprint(
     layout: Callable[[Path, Path], Path],
     dtype: torch.dtype,
-    make_family: Callable[..., Family],
+    make_family: MakeFamily,
     tmp_path: Path,
 ) -> None:
     base = make_family(experts=0, dtype=dtype).base
@@ -140,7 +105,7 @@ def test_a_missing_tensor_is_named(llama: Family, tmp_path: Path) -> None:
     assert "incomplete" in caught.value.message
 
 
-def test_a_checkpoint_of_the_bare_body_lacks_the_prefix(make_family: Callable[..., Family], tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_bare_body_lacks_the_prefix(make_family: MakeFamily, tmp_path: Path) -> None:
     base = make_family("gpt2", experts=0).base
     AutoModel.from_pretrained(base, dtype=torch.float32).save_pretrained(tmp_path / "bare")
     name = "transformer.h.0.attn.c_attn.weight"
@@ -151,9 +116,7 @@ def test_a_checkpoint_of_the_bare_body_lacks_the_prefix(make_family: Callable[..
 
 
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "glm4_moe", "granite_moe_hybrid"])
-def test_fused_mixtures_are_read_as_transformers_loads_them(
-    architecture: str, make_family: Callable[..., Family]
-) -> None:
+def test_fused_mixtures_are_read_as_transformers_loads_them(architecture: str, make_family: MakeFamily) -> None:
     base = make_family(architecture, experts=0).base
     expected = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).state_dict()
     checkpoint = opened(base)
@@ -163,30 +126,16 @@ def test_fused_mixtures_are_read_as_transformers_loads_them(
             assert torch.equal(tensor, expected[f"{decoder.layers_path}.{layer}.{name}"])
 
 
-def write_adapter(folder: Path, seed: int = 0, alpha: int = 8) -> Path:
-    """A LoRA of rank 2 on every query projection, as peft writes it."""
-    folder.mkdir()
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for layer in range(families.LAYERS):
-        for part, shape in (("A", (2, 32)), ("B", (32, 2))):
-            name = f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{part}.weight"
-            tensors[name] = torch.randn(shape, generator=generator)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": alpha, "target_modules": ["q_proj"]}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
-
-
 def test_a_lora_is_known_by_its_base_and_its_adapter(llama: Family, tmp_path: Path) -> None:
     def fingerprint(base: Path, adapter: Path) -> str:
         return opened(f"{base}+{adapter}").fingerprint()
 
-    first = write_adapter(tmp_path / "first")
+    first = write_adapter(llama.base, tmp_path / "first")
     copy = shutil.copytree(first, tmp_path / "copy")
     assert fingerprint(llama.base, first) == fingerprint(llama.base, copy)
-    others = [write_adapter(tmp_path / "retrained", seed=1), write_adapter(tmp_path / "rescaled", alpha=16)]
-    prints = [fingerprint(llama.base, adapter) for adapter in (first, *others)]
+    retrained = write_adapter(llama.base, tmp_path / "retrained", seed=1)
+    rescaled = write_adapter(llama.base, tmp_path / "rescaled", alpha=16)
+    prints = [fingerprint(llama.base, adapter) for adapter in (first, retrained, rescaled)]
     prints += [fingerprint(llama.experts[0], first), opened(llama.base).fingerprint()]
     assert len(set(prints)) == len(prints)
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,11 @@ import yaml
 from click.testing import CliRunner, Result
 from conftest import MakeFamily, WriteRecipe
 from families import Family
+from gram_difference import largest_difference
+from hub import serve
 from mergekit.config import MergeConfiguration
 from mergekit.scripts.run_yaml import main as mergekit_yaml
+from processes import ROOT, run_python, torchrun
 from safetensors.torch import load_file
 
 from mergekit_slta import __version__, measure, preflight
@@ -31,7 +32,6 @@ from mergekit_slta.cli import main
 from mergekit_slta.solver import bootstrap
 from mergekit_slta.statistics import Statistics, load
 
-ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = ["calibrate", "check", "evaluate", "linearity", "merge", "report", "solve"]
 
 
@@ -41,22 +41,6 @@ def run(*arguments: str | Path, code: int = 0) -> Result:
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
     assert result.exit_code == code, result.output
     return result
-
-
-def process(*arguments: str | Path, module: str = "mergekit_slta", cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", module, *map(str, arguments)],
-        cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
-def torchrun(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    launch = ("--standalone", "--nproc-per-node", "2", "-m", "mergekit_slta")
-    return process(*launch, *arguments, module="torch.distributed.run", cwd=cwd)
 
 
 @pytest.fixture(scope="session")
@@ -289,13 +273,11 @@ def test_torchrun_shares_the_samples_and_talks_once(
 ) -> None:
     file = tmp_path / "stats.safetensors"
     recipe = write_recipe(llama, samples=4, batch_tokens=40)
-    done = torchrun("calibrate", recipe, "-o", file, "--level", "layer", cwd=tmp_path)
+    done = torchrun(2, "-m", "mergekit_slta", "calibrate", recipe, "-o", file, "--level", "layer", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(str(file)) == 1
-    found, expected = load(file), load(stats)
-    for name, gram in found.grams.items():
-        scale = expected.grams[name].diagonal(dim1=1, dim2=2).sqrt()
-        assert ((gram - expected.grams[name]).abs() <= 1e-6 * scale[:, :, None] * scale[:, None, :]).all()
+    found, expected = load(file).grams, load(stats).grams
+    assert largest_difference(found, {name: expected[name] for name in found}) <= 1e-6
 
 
 # solve
@@ -431,53 +413,21 @@ def test_solve_says_where_statistics_come_from(tmp_path: Path) -> None:
 # Statistics on the Hub
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
-    """Serves one file of one revision of one repository, as the Hub does."""
-
-    content = b""
-    path_of_file = "/org/stats/resolve/v1/sub/llama.safetensors"
-
-    def do_HEAD(self) -> None:
-        problem = None
-        if not self.path.startswith("/org/stats/"):
-            problem = "RepoNotFound"
-        elif not self.path.startswith("/org/stats/resolve/v1/"):
-            problem = "RevisionNotFound"
-        elif self.path != self.path_of_file:
-            problem = "EntryNotFound"
-        self.send_response(404 if problem else 200)
-        if problem:
-            self.send_header("X-Error-Code", problem)
-        self.send_header("X-Repo-Commit", "0" * 40)
-        self.send_header("ETag", '"tag"')
-        self.send_header("Content-Length", str(0 if problem else len(self.content)))
-        self.end_headers()
-
-    def do_GET(self) -> None:
-        self.do_HEAD()
-        if self.path == self.path_of_file:
-            self.wfile.write(self.content)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
 @pytest.fixture
 def hub(stats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A local stand-in for the Hub that holds the statistics, and an empty cache."""
-    monkeypatch.setattr(Hub, "content", stats.read_bytes())
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
-        endpoint = f"http://127.0.0.1:{server.server_port}"
+    repository = tmp_path / "repositories" / "org" / "stats" / "sub"
+    repository.mkdir(parents=True)
+    shutil.copy(stats, repository)
+    with serve(tmp_path / "repositories", tmp_path / "hub", revision="v1") as hub:
         constants = huggingface_hub.constants
-        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(constants, "ENDPOINT", hub.address)
         monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.address + "/{repo_id}/resolve/{revision}/{filename}"
         )
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub.cache))
         yield
-        server.shutdown()
 
 
 PUBLISHED = "hf:org/stats/sub/llama.safetensors@v1"
@@ -587,7 +537,8 @@ def test_merge_under_torchrun_shares_the_calibration(
 ) -> None:
     one = families.merge(families.recipe(llama, calibration=False, statistics=str(stats)), tmp_path / "one")
     recipe = write_recipe(llama, samples=4, batch_tokens=40, statistics=str(tmp_path / "stats.safetensors"))
-    done = torchrun("merge", recipe, tmp_path / "two", "--no-write-model-card", "--quiet", cwd=tmp_path)
+    command = ("-m", "mergekit_slta", "merge", recipe, tmp_path / "two", "--no-write-model-card", "--quiet")
+    done = torchrun(2, *command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert load(tmp_path / "stats.safetensors").info.levels == ("attn_mlp",)
     found = load_file(tmp_path / "two" / "model.safetensors")
@@ -654,7 +605,7 @@ def test_every_merge_is_examined_once(
 
 
 def test_the_module_is_the_command(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
-    done = process("check", write_recipe(llama, levle="layer"), cwd=tmp_path)
+    done = run_python("-m", "mergekit_slta", "check", write_recipe(llama, levle="layer"), cwd=tmp_path)
     assert done.returncode == 1
     assert "did you mean 'level'?" in done.stderr
     assert "Traceback" not in done.stderr

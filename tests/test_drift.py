@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_page import Elements, assert_self_contained
+from html_elements import Elements, assert_self_contained
 
 from mergekit_slta.drift import ANCHORS, MEANING, drift_page
 from mergekit_slta.page import Page, percent

@@ -14,7 +14,7 @@ import featcal_reference
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
+from copies import edit_tensors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 MODULES = {"mergekit-yaml": "run_yaml", "mergekit-pytorch": "merge_raw_pytorch"}
@@ -38,6 +38,15 @@ def run(command: str, *arguments: str | Path, folder: Path) -> subprocess.Comple
     return subprocess.run([*program, *map(str, arguments)], cwd=folder, capture_output=True, text=True)
 
 
+def loaded(folder: Path) -> Any:
+    """A merged model in bfloat16 that transformers loads without complaint."""
+    opened: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    model, report = opened
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert model.dtype == torch.bfloat16
+    return model
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder as a user has it: models, data and a recipe that names them by relative paths."""
@@ -55,10 +64,7 @@ def test_a_merge_that_transformers_loads(folder: Path) -> None:
     done = run("mergekit-yaml", "recipe.yml", "merged", folder=folder)
     assert done.returncode == 0, done.stderr
     assert "Calibrating attn_mlp" in done.stderr
-    loaded: Any = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype="auto", output_loading_info=True)
-    model, report = loaded
-    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert model.dtype == torch.bfloat16
+    model = loaded(folder / "merged")
     ids = AutoTokenizer.from_pretrained(folder / "merged")("abc 123", return_tensors="pt")["input_ids"]
     assert model(ids).logits.isfinite().all()
     assert "stats.safetensors" in os.listdir(folder)
@@ -79,10 +85,7 @@ def test_a_feature_merge_that_transformers_loads(folder: Path) -> None:
     done = run("mergekit-yaml", "features.yml", "merged", folder=folder)
     assert done.returncode == 0, done.stderr
     assert "Solving" in done.stderr
-    loaded: Any = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype="auto", output_loading_info=True)
-    model, report = loaded
-    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert model.dtype == torch.bfloat16
+    model = loaded(folder / "merged")
     data = tuple(folder / f"task{index}.jsonl" for index in range(2))
     family = families.Family(folder / "base", (folder / "expert0", folder / "expert1"), data, model.config)
     base, *experts = family.models()
@@ -108,9 +111,10 @@ def test_a_feature_merge_without_data_ends_in_one_sentence(folder: Path) -> None
 
 
 def test_a_broken_checkpoint_ends_it_in_one_sentence_without_output(folder: Path) -> None:
-    tensors = load_file(folder / "expert1" / "model.safetensors")
-    tensors["model.layers.1.mlp.gate_proj.weight"][0, 0] = torch.nan
-    save_file(tensors, folder / "expert1" / "model.safetensors", metadata={"format": "pt"})
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.1.mlp.gate_proj.weight"][0, 0] = torch.nan
+
+    edit_tensors(folder / "expert1", spoil)
     done = run("mergekit-yaml", "recipe.yml", "merged", folder=folder)
     assert done.returncode == 1
     errors = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]

@@ -5,21 +5,19 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+import depths
 import families
 import featcal_reference
-import memory
 import pytest
 import torch
 from conftest import MakeFamily
-from families import ARCHITECTURES, LAYERS, UNSPLIT, VOCABULARY, Family
+from copies import edit_tensors
+from families import ARCHITECTURES, LAYERS, UNSPLIT, Family
 from mergekit.io.tasks import LoaderCache
-from safetensors.torch import load_file, save_file
-from test_calibrate import WIDE, deeper
 
 from mergekit_slta import normal
 from mergekit_slta.anchor import Anchor
@@ -82,17 +80,6 @@ def mean_state(family: Family) -> State:
     """Every tensor's mean over the experts, in float64."""
     _, *experts = (model.state_dict() for model in family.models())
     return {name: torch.stack([own[name] for own in experts]).mean(0) for name in experts[0]}
-
-
-def wide_tasks(tasks: int, samples: int = 15, seed: int = 0) -> Tasks:
-    """Samples of random tokens of the whole vocabulary."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def sample(length: int) -> list[int]:
-        ids: list[int] = torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
-        return ids
-
-    return [[sample(40 + 5 * (index % 5)) for index in range(samples)] for _ in range(tasks)]
 
 
 def solved_names(decoder: Decoder) -> set[str]:
@@ -171,7 +158,7 @@ def test_an_endless_ridge_gives_the_anchor(architecture: str, make_family: MakeF
 def test_one_expert_and_no_ridge_give_what_that_expert_does(
     architecture: str, make_family: MakeFamily, tmp_path: Path
 ) -> None:
-    decoder, tasks = families.skeleton(architecture), wide_tasks(1)
+    decoder, tasks = families.skeleton(architecture), families.wide_tasks(1)
     family = make_family(architecture, experts=1, touch=solved_names(decoder).__contains__)
     found = merged_tensors(family, tmp_path, tasks=tasks, regression=EXACT)
     base, expert = family.models()
@@ -192,7 +179,7 @@ def test_one_expert_and_no_ridge_give_that_expert(
 ) -> None:
     touched = solved_names(families.skeleton(architecture))
     family = make_family(architecture, experts=1, touch=touched.__contains__)
-    found = merged_tensors(family, tmp_path, tasks=wide_tasks(1), regression=regression)
+    found = merged_tensors(family, tmp_path, tasks=families.wide_tasks(1), regression=regression)
     base, expert = (model.state_dict() for model in family.models())
     assert expert_change_missed(found, base, expert) < 1e-3
 
@@ -202,7 +189,7 @@ def test_equal_experts_give_that_expert(architecture: str, make_family: MakeFami
     touched = solved_names(families.skeleton(architecture))
     one = make_family(architecture, experts=1, touch=touched.__contains__)
     family = Family(one.base, one.experts * 3, one.data * 3, one.config)
-    found = merged_tensors(family, tmp_path, tasks=wide_tasks(3, samples=6), regression=EXACT)
+    found = merged_tensors(family, tmp_path, tasks=families.wide_tasks(3, samples=6), regression=EXACT)
     base, expert = (one.model(index).state_dict() for index in (0, 1))
     assert expert_change_missed(found, base, expert) < 1e-3
 
@@ -317,7 +304,7 @@ def test_enough_tokens_leave_nothing_to_say(
     make_family: MakeFamily, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="mergekit_slta"):
-        merged_tensors(make_family("mixtral"), tmp_path, tasks=wide_tasks(2, samples=4))
+        merged_tensors(make_family("mixtral"), tmp_path, tasks=families.wide_tasks(2, samples=4))
     assert not caplog.records
 
 
@@ -326,10 +313,12 @@ def test_enough_tokens_leave_nothing_to_say(
 
 def with_massive_dimension(family: Family, dimension: int = 5, size: float = 1e3) -> Family:
     """Give the residual stream a dimension that is a thousand times as large as the others, at every token."""
-    for folder in family.folders:
-        tensors = load_file(folder / "model.safetensors")
+
+    def plant(tensors: State) -> None:
         tensors["model.embed_tokens.weight"][:, dimension] = size
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    for folder in family.folders:
+        edit_tensors(folder, plant)
     return family
 
 
@@ -520,21 +509,19 @@ def test_batches_that_a_recipe_asks_for_are_not_halved(small_memory: list[int], 
         families.feature_merge(llama, tmp_path, batch_tokens=100)
 
 
-def peak_of(family: Family, tasks: Tasks, folder: Path, answer: Connection) -> None:
-    """What a process does: report how much memory a merge takes at most, above what it took before."""
-    families.feature_merge(families.make_family(folder / "warm"), folder / "warm" / "state")
-    answer.send(memory.peak_of(lambda: families.feature_merge(family, folder / "state", tasks=tasks, compare=True)))
-
-
 def test_tokens_without_features_have_no_relative_error(make_family: MakeFamily, tmp_path: Path) -> None:
     """The first expert's embedding of the first token is zero, and everything about the second expert is."""
     family = make_family(experts=2)
-    for index, folder in enumerate(family.experts):
-        tensors = load_file(folder / "model.safetensors")
-        for name, tensor in tensors.items():
-            if index or "embed" in name:
-                tensor[slice(None) if index else families.BOS] = 0
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    def forget_first_token(tensors: State) -> None:
+        tensors["model.embed_tokens.weight"][families.BOS] = 0
+
+    def forget_everything(tensors: State) -> None:
+        for tensor in tensors.values():
+            tensor.zero_()
+
+    edit_tensors(family.experts[0], forget_first_token)
+    edit_tensors(family.experts[1], forget_everything)
     LoaderCache.loaders.clear()
     errors = families.feature_merge(family, tmp_path, compare=True).errors()["error.merged"]
     assert errors[:, 0].isfinite().all() and errors[:, 0].all()
@@ -549,23 +536,18 @@ def test_the_head_is_solved_whatever_token_pads(pad: int | None, make_family: Ma
     assert not torch.equal(head.double(), family.model(0).state_dict()["lm_head.weight"])
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's account of anonymous memory")
-def test_memory_does_not_grow_with_the_number_of_layers(
-    make_family: MakeFamily, forks: ForkServerContext, tmp_path: Path
-) -> None:
-    family = make_family(families.config_of("llama", **WIDE), dtype=torch.bfloat16, scale=0.01)
-    folders = [deeper(folder, tmp_path / folder.name, times=2) for folder in family.folders]
-    deep = Family(folders[0], tuple(folders[1:]), (), families.checkpoints(folders)[0].config)
-    tasks = [[[3 + (i * j) % 50 for i in range(16)] for j in range(4 * task + 1, 4 * task + 5)] for task in range(2)]
-    peaks = []
-    for number, one in enumerate((family, deep)):
-        receive, answer = forks.Pipe(duplex=False)
-        process = forks.Process(target=peak_of, args=(one, tasks, tmp_path / str(number), answer))
-        process.start()
-        process.join()
-        assert process.exitcode == 0
-        peaks.append(receive.recv())
-    expected = needs(Decoder(deep.config), 2, sum(len(ids) for task in tasks for ids in task), True, True).memory
+def merge_tasks(family: Family, folder: Path) -> None:
+    families.feature_merge(family, folder, tasks=depths.TASKS, compare=True)
+
+
+@depths.needs_account
+def test_memory_does_not_grow_with_the_number_of_layers(forks: ForkServerContext, tmp_path: Path) -> None:
+    both = depths.shallow_and_deep(tmp_path, times=2)
+    peaks = [
+        depths.peak_in_a_process(forks, merge_tasks, family, tmp_path / str(number))
+        for number, family in enumerate(both)
+    ]
+    expected = needs(Decoder(both[1].config), 2, depths.TOKENS, True, True).memory
     print(f"peaks {[peak / 2**20 for peak in peaks]} MiB, said {expected / 2**20} MiB")
     assert peaks[1] < 1.25 * peaks[0]
     assert max(peaks) < 1.25 * expected + ALWAYS

@@ -1,8 +1,8 @@
 """Really built distributions in really fresh environments: what an install does to Python and to mergekit.
 
-Dependencies are not installed anew. A fresh environment sees the running one's through a folder of links to everything
-in its site-packages except this package, added to the search path by a ``.pth`` file; Python runs no start-up file
-that lies in such a folder.
+Dependencies are not installed anew, nor is hatchling. A fresh environment sees the running one's through a folder of
+links to everything in its site-packages except this package, added to the search path by a ``.pth`` file; Python runs
+no start-up file that lies in such a folder.
 """
 
 import os
@@ -119,8 +119,10 @@ class Environment:
         return (out / "model.safetensors").read_bytes()
 
     def install(self, *what: str, installer: str = "pip") -> None:
-        """Install this package alone, from one of `distributions`."""
-        self._call(installer, "install", "--no-deps", *what)
+        """Install this package alone, from one of `distributions`; only an editable one needs a package index."""
+        # hatchling makes an editable wheel with `editables`, which is no dependency of developers.
+        local = [] if any("--editable" in option for option in what) else ["--no-index", "--no-build-isolation"]
+        self._call(installer, "install", "--no-deps", *local, *what)
 
     def uninstall(self, installer: str = "pip") -> None:
         self._call(installer, "uninstall", *(["-y"] if installer == "pip" else []), "mergekit-slta")

@@ -6,7 +6,7 @@ import base64
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,11 @@ import pytest
 import reference
 import torch
 from click.testing import CliRunner
+from conftest import MakeFamily, WriteRecipe
 from families import LAYERS, Family
+from html_elements import Elements, assert_self_contained
+from linearity_values import all_values, assert_same
 from safetensors.torch import load_file, save_file
-from test_page import Elements, assert_self_contained
 
 from mergekit_slta import interpolation
 from mergekit_slta.cli import main
@@ -46,32 +48,12 @@ from mergekit_slta.linearity_page import linearity_page, merge_sentence, score_s
 
 NAMES = ("one", "two", "three")
 SUBMODULE_LEVELS = ("layer", "attn_mlp", "head_mlp")
-MakeFamily = Callable[..., Family]
 Tasks = list[list[list[int]]]
 
 
 def plan(family: Family, levels: Sequence[str], studies: Sequence[Study], tasks: Tasks, **arguments: Any) -> Plan:
     models = families.checkpoints(family.folders)
     return Plan(Decoder(family.config), models, NAMES[: len(models) - 1], tasks, levels, studies, **arguments)
-
-
-def all_values(result: Linearity) -> dict[tuple[str, str, str, str], Value]:
-    return {
-        (metric, level, group, name): value
-        for metric, by_level in result.metrics.items()
-        for level, by_group in by_level.items()
-        for group, submodules in by_group.items()
-        for name, value in submodules.items()
-    }
-
-
-def assert_same(first: Linearity, second: Linearity, tolerance: float) -> None:
-    other = all_values(second)
-    assert all_values(first).keys() == other.keys()
-    for key, value in all_values(first).items():
-        assert value.n == other[key].n, key
-        assert value.mean == pytest.approx(other[key].mean, abs=tolerance, nan_ok=True), key
-        assert value.std == pytest.approx(other[key].std, abs=tolerance, nan_ok=True), key
 
 
 # From Gram matrices to scores
@@ -465,7 +447,7 @@ def test_one_expert_alone_has_a_page(make_family: MakeFamily, tmp_path: Path) ->
     assert write_linearity(result, tmp_path / "new" / "folder").is_file()
 
 
-def test_the_command_says_the_passes_first(llama: Family, write_recipe: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_command_says_the_passes_first(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
     arguments = ["linearity", str(write_recipe(llama)), "-o", str(tmp_path / "new"), "--samples", "1", "--no-pairs"]
     result = CliRunner().invoke(main, [*arguments, "--level", "layer", "--level", "model", "--quiet"])
     assert result.exit_code == 0, result.output

@@ -10,11 +10,10 @@ from typing import Any
 import families
 import pytest
 import torch
+from copies import edited, sharded
 from families import Family
 from mergekit.io.tasks import LoaderCache
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from test_checkpoint import sharded
 
 from mergekit_slta import measure, statistics
 from mergekit_slta.errors import SltaError
@@ -167,11 +166,10 @@ def change_base(content: dict[str, Any], llama: Family, tmp_path: Path) -> None:
 
 
 def change_expert(content: dict[str, Any], llama: Family, tmp_path: Path) -> None:
-    other = shutil.copytree(llama.experts[1], tmp_path / "retrained")
-    tensors = load_file(other / "model.safetensors")
-    tensors["model.layers.0.mlp.up_proj.weight"] += 0.01
-    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-    content["models"][1]["model"] = str(other)
+    def retrain(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.0.mlp.up_proj.weight"] += 0.01
+
+    content["models"][1]["model"] = str(edited(llama.experts[1], tmp_path / "retrained", retrain))
 
 
 def change_records(content: dict[str, Any], llama: Family, tmp_path: Path) -> None:

@@ -5,29 +5,30 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import families
 import featcal_reference
-import peft
 import pytest
 import reference
 import torch
 import yaml
+from adapters import write_adapter
 from click.testing import CliRunner, Result
+from conftest import MakeFamily
+from copies import edited
 from families import Family
+from html_elements import assert_self_contained
 from mergekit import merge_methods
 from mergekit.io.tasks import LoaderCache
 from mergekit.merge_methods import merge_tensors
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.plan import MergePlanner
 from mergekit.scripts import merge_raw_pytorch, multimerge
-from safetensors.torch import load_file, save_file
-from test_page import assert_self_contained
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
 
 from mergekit_slta import measure, methods, statistics
 from mergekit_slta import solved as solved_module
@@ -38,7 +39,6 @@ from mergekit_slta.submodules import weighted_sum
 LEVELS = ("layer", "attn_mlp")
 
 State = dict[str, torch.Tensor]
-MakeFamily = Callable[..., Family]
 
 
 @pytest.fixture(autouse=True)
@@ -139,14 +139,19 @@ def test_a_weight_of_zero_leaves_the_base_as_it_is() -> None:
 @pytest.fixture
 def calibrations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each calibration that is run."""
+    return counted(monkeypatch, measure, "calibrate")
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[int]:
+    """One entry for each call of a module's function, the calling thread."""
     calls: list[int] = []
-    calibrate = measure.calibrate
+    function = getattr(module, name)
 
     def count(*args: Any, **kwargs: Any) -> Any:
         calls.append(threading.get_ident())
-        return calibrate(*args, **kwargs)
+        return function(*args, **kwargs)
 
-    monkeypatch.setattr(measure, "calibrate", count)
+    monkeypatch.setattr(module, name, count)
     return calls
 
 
@@ -160,7 +165,7 @@ class ThreadedExecutor:
         self.tasks = [task for task in tasks if isinstance(task, ExecuteMergeMethodTask)]
 
     def run(self, quiet: bool) -> list[Any]:
-        together = threading.Barrier(len(self.tasks))
+        together = threading.Barrier(len(self.tasks), timeout=300)  # if one fails, all do
 
         def merge(task: ExecuteMergeMethodTask) -> torch.Tensor | Exception:
             tensors = _run(task.gather_tensors)
@@ -290,24 +295,12 @@ def test_mergekit_multi_runs_several_merges(llama: Family, tmp_path: Path) -> No
 # Experts that touch only some submodules
 
 
-def write_adapter(base: Path, folder: Path, seed: int) -> Path:
-    """A LoRA on two projections of the attention."""
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"]))
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in adapted.named_parameters():
-        if "lora_" in name:
-            parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator)
-    adapted.save_pretrained(str(folder))
-    return folder
-
-
 def test_loras_of_the_attention_leave_everything_else_alone(
     llama: Family, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     content = families.recipe(llama, experts=[0, 1], statistics=str(tmp_path / "stats"))
     for index, entry in enumerate(content["models"]):
-        adapter = write_adapter(llama.base, tmp_path / f"adapter{index}", seed=index)
+        adapter = write_adapter(llama.base, tmp_path / f"adapter{index}", "q_proj", "v_proj", seed=index)
         entry["model"] = f"{llama.base}+{adapter}"
     with caplog.at_level(logging.WARNING, logger="mergekit_slta"):
         out = families.merge(content, tmp_path / "out", lora_merge_cache=str(tmp_path / "merged"))
@@ -330,7 +323,7 @@ def test_loras_of_the_attention_leave_everything_else_alone(
 
 def test_the_same_lora_is_known_by_content(calibrations: list[int], llama: Family, tmp_path: Path) -> None:
     content = families.recipe(llama, experts=[0, 1], statistics=str(tmp_path / "stats"))
-    adapter = write_adapter(llama.base, tmp_path / "adapter", seed=0)
+    adapter = write_adapter(llama.base, tmp_path / "adapter")
     content["models"][0]["model"] = f"{llama.base}+{adapter}"
     families.merge(content, tmp_path / "out", lora_merge_cache=str(tmp_path / "merged"))
     copy = shutil.copytree(adapter, tmp_path / "copy")
@@ -469,15 +462,7 @@ def test_a_feature_merge_in_bfloat16_rounds_and_no_more(make_family: MakeFamily,
 @pytest.fixture
 def feature_merges(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each feature merge that is solved."""
-    calls: list[int] = []
-    compute = solved_module.feature_merge
-
-    def count(*args: Any, **kwargs: Any) -> None:
-        calls.append(threading.get_ident())
-        compute(*args, **kwargs)
-
-    monkeypatch.setattr(solved_module, "feature_merge", count)
-    return calls
+    return counted(monkeypatch, solved_module, "feature_merge")
 
 
 def test_many_threads_solve_once_and_agree_with_one(
@@ -510,7 +495,7 @@ def test_every_feature_merge_of_a_process_has_its_own_tensors(
 def test_a_feature_merge_of_loras_of_the_attention(llama: Family, tmp_path: Path) -> None:
     content = feature_recipe(llama, experts=[0, 1])
     for index, entry in enumerate(content["models"]):
-        adapter = write_adapter(llama.base, tmp_path / f"adapter{index}", seed=index)
+        adapter = write_adapter(llama.base, tmp_path / f"adapter{index}", "q_proj", "v_proj", seed=index)
         entry["model"] = f"{llama.base}+{adapter}"
     out = families.merge(content, tmp_path / "out", lora_merge_cache=str(tmp_path / "merged"))
     found, base = merged_state(out), merged_state(llama.base)
@@ -586,11 +571,10 @@ def nothing_measured() -> bool:
 
 
 def spoiled(source: Path, folder: Path, tensor: str) -> Path:
-    shutil.copytree(source, folder)
-    tensors = load_file(folder / "model.safetensors")
-    tensors[tensor].view(-1)[-1] = torch.inf
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    def spoil(tensors: State) -> None:
+        tensors[tensor].view(-1)[-1] = torch.inf
+
+    return edited(source, folder, spoil)
 
 
 @pytest.mark.parametrize("tensor", ["model.layers.2.mlp.down_proj.weight", "model.layers.0.input_layernorm.weight"])

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import families
 import pytest
+import torch
 from conftest import MakeFamily
-from test_featcal import State, wide_tasks
 
 from mergekit_slta.decoder import Decoder
 from mergekit_slta.needs import needs
@@ -18,11 +18,11 @@ def test_the_disk_space_is_what_was_said(
     make_family: MakeFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family = make_family(families.config_of("llama", hidden_size=128, intermediate_size=256))
-    tasks = wide_tasks(2, samples=3)
+    tasks = families.wide_tasks(2, samples=3)
     finish_layer = Partial.finish_layer
     sizes: list[int] = []
 
-    def look(self: Partial, layer: int, tensors: State) -> None:
+    def look(self: Partial, layer: int, tensors: dict[str, torch.Tensor]) -> None:
         """While the hidden states before the layer and those after it are there."""
         sizes.append(sum(file.stat().st_size for file in tmp_path.iterdir()))
         finish_layer(self, layer, tensors)

@@ -14,6 +14,7 @@ from typing import Any
 
 import families
 import pytest
+import synthetic
 import torch
 import yaml
 from families import Family
@@ -29,15 +30,10 @@ from mergekit_slta.measure import Experiment
 from mergekit_slta.plain_recipe import PlannedTensor, plain_recipe, planned_tensors, weight_settings
 from mergekit_slta.recipe import Expert, Recipe, SltaSettings
 from mergekit_slta.statistics import (
-    CalibrationInfo,
-    Fingerprint,
-    Info,
     Statistics,
     load,
-    settings_fingerprint,
-    tokens_fingerprint,
 )
-from mergekit_slta.submodules import TensorWeights, layer_submodules
+from mergekit_slta.submodules import TensorWeights
 
 # Runs merges where mergekit-slta cannot be imported: arguments are recipe, output, recipe, output ...
 STOCK = """
@@ -172,10 +168,7 @@ def config_of(architecture: str) -> PretrainedConfig:
 
 def random_weights(config: PretrainedConfig, level: str, edges: str) -> TensorWeights:
     decoder = Decoder(config)
-    generator = torch.Generator().manual_seed(0)
-    names = [name for layer in range(len(decoder)) for name in layer_submodules(decoder, level, layer)]
-    alpha = {name: torch.randn(2, generator=generator, dtype=torch.float64) for name in names}
-    return TensorWeights(decoder, level, alpha, edges)
+    return TensorWeights(decoder, level, synthetic.random_alpha(decoder, level), edges)
 
 
 def mergekit_weight(setting: Any, tensor: PlannedTensor, layers: int) -> float:
@@ -280,39 +273,11 @@ def test_the_only_layer_is_told_from_the_edges() -> None:
 # What the recipe says
 
 
-def statistics_of(config: PretrainedConfig, level: str, experts: int = 2) -> Statistics:
-    """Random statistics of one level, as a calibration of ``config`` could have measured them."""
-    decoder = Decoder(config)
-    names = [name for layer in range(len(decoder)) for name in layer_submodules(decoder, level, layer)] or [level]
-    generator = torch.Generator().manual_seed(0)
-    features = torch.randn(len(names), 4 * experts, experts, 6, generator=generator, dtype=torch.float64)
-    hashes = [f"{index:064x}" for index in range(experts)]
-    info = Info(
-        format_version=1,
-        levels=(level,),
-        base_model="org/base",
-        models=tuple(f"org/expert{index}" for index in range(experts)),
-        calibration=tuple(CalibrationInfo(source="data", template="", sha256=digest) for digest in hashes),
-        samples=4,
-        max_tokens=99,
-        seed=7,
-        inputs="base",
-        architecture=(config.architectures or [""])[0],
-        num_layers=config.num_hidden_layers,
-        dtype="bfloat16",
-        versions={},
-        fingerprint=Fingerprint(
-            base="b" * 64,
-            experts=tuple(f"{index}" * 64 for index in range(experts)),
-            tokens=tokens_fingerprint(hashes),
-            settings=settings_fingerprint(4, 99, 7),
-        ),
-    )
-    return Statistics(
-        dict(zip(names, features @ features.mT, strict=True)),
-        torch.arange(experts).repeat_interleave(4),
-        torch.full((4 * experts,), 5),
-        info,
+def statistics_of(level: str, experts: int = 2) -> Statistics:
+    """Statistics of one level of a model like the families' llama."""
+    models = [f"org/expert{index}" for index in range(experts)]
+    return synthetic.statistics(
+        models, [level], layers=families.LAYERS, base_model="org/base", max_tokens=99, seed=7, dtype="bfloat16"
     )
 
 
@@ -324,7 +289,7 @@ def base(tmp_path: Path) -> Path:
 
 
 def test_a_recipe_names_models_dtypes_and_tokenizer(base: Path) -> None:
-    statistics = statistics_of(config_of("llama"), "attn_mlp")
+    statistics = statistics_of("attn_mlp")
     text = plain_recipe(
         statistics,
         "attn_mlp",
@@ -340,7 +305,7 @@ def test_a_recipe_names_models_dtypes_and_tokenizer(base: Path) -> None:
 
 
 def test_the_header_says_what_the_weights_come_from(base: Path) -> None:
-    statistics = statistics_of(config_of("llama"), "layer", experts=3).select([2, 0])
+    statistics = statistics_of("layer", experts=3).select([2, 0])
     solutions = statistics.solve("layer")
     text = plain_recipe(
         statistics, "layer", solutions, models={"org/base": str(base)}, solved_with={"ridge": 0.25, "balance": "true"}
@@ -353,13 +318,14 @@ def test_the_header_says_what_the_weights_come_from(base: Path) -> None:
     for index, name in enumerate(["org/expert2", "org/expert0"]):
         mean = torch.stack([solution.retained for solution in solutions.values()]).mean(0)[index]
         assert f"{name}: {float(mean):.1%} on average over 3 submodules" in said
-    for part in ("b" * 64, "2" * 64, "0" * 64, f"{2:064x}", statistics.info.fingerprint.settings):
+    fingerprint = statistics.info.fingerprint
+    for part in (fingerprint.base, *fingerprint.experts, f"{2:064x}", fingerprint.settings):
         assert part in said
     assert "expert1" not in text
 
 
 def test_an_expert_that_changes_nothing_is_said_to(base: Path) -> None:
-    statistics = statistics_of(config_of("llama"), "layer")
+    statistics = statistics_of("layer")
     for gram in statistics.grams.values():
         gram[:, 1, :] = gram[:, :, 1] = 0
     text = plain_recipe(statistics, "layer", statistics.solve("layer"), models={"org/base": str(base)})
@@ -367,7 +333,7 @@ def test_an_expert_that_changes_nothing_is_said_to(base: Path) -> None:
 
 
 def test_the_model_level_needs_no_configuration() -> None:
-    statistics = statistics_of(config_of("llama"), "model")
+    statistics = statistics_of("model")
     solution = statistics.solve("model")["model"]
     content = yaml.safe_load(plain_recipe(statistics, "model", {"model": solution}))
     weights = [entry["parameters"]["weight"] for entry in content["models"]]
@@ -375,26 +341,26 @@ def test_the_model_level_needs_no_configuration() -> None:
 
 
 def test_heads_are_refused() -> None:
-    statistics = statistics_of(config_of("llama"), "head_mlp")
+    statistics = statistics_of("head_mlp")
     with pytest.raises(SltaError, match=r"'head_mlp'.*'merge_method: slta'"):
         plain_recipe(statistics, "head_mlp", statistics.solve("head_mlp"))
 
 
 def test_a_base_model_that_cannot_be_had_is_asked_for(tmp_path: Path) -> None:
-    statistics = statistics_of(config_of("llama"), "layer")
+    statistics = statistics_of("layer")
     with pytest.raises(SltaError, match=r"cannot be read.*--model org/base=PATH"):
         plain_recipe(statistics, "layer", statistics.solve("layer"), models={"org/base": str(tmp_path / "none")})
 
 
 def test_another_base_model_is_refused(tmp_path: Path) -> None:
     config_of("qwen2").save_pretrained(tmp_path)
-    statistics = statistics_of(config_of("llama"), "layer")
+    statistics = statistics_of("layer")
     with pytest.raises(SltaError, match=r"not the base model.*LlamaForCausalLM of 3 layers.*--model org/base=PATH"):
         plain_recipe(statistics, "layer", statistics.solve("layer"), models={"org/base": str(tmp_path)})
 
 
 def test_a_recipe_that_mergekit_would_read_otherwise_is_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    statistics = statistics_of(config_of("llama"), "layer")
+    statistics = statistics_of("layer")
     monkeypatch.setattr(module, "weight_settings", lambda planned: [0.5, 0.5])
     with pytest.raises(SltaError, match="Filters cannot give"):
         plain_recipe(statistics, "layer", statistics.solve("layer"), models={"org/base": str(base)})

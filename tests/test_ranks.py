@@ -1,9 +1,7 @@
 """Processes that share a calibration measure what one alone measures, and fail together."""
 
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -13,10 +11,13 @@ import families
 import pytest
 import torch
 import torch.distributed as dist
+from adapters import write_adapter
+from conftest import MakeFamily, WriteRecipe
 from families import Family
+from gram_difference import largest_difference
 from mergekit.io.tasks import LoaderCache
+from processes import TIMEOUT, torchrun
 from safetensors.torch import load_file, save_file
-from test_methods import write_adapter
 
 from mergekit_slta import ranks, statistics
 from mergekit_slta.decoder import Decoder
@@ -28,45 +29,43 @@ from mergekit_slta.streams import make_batches
 
 LEVELS = ("layer", "attn_mlp")
 BATCH_TOKENS = 40
-TIMEOUT = 120
 
 Grams = Mapping[str, torch.Tensor]
 
 
-def relative_difference(first: Grams, second: Grams) -> float:
-    """The largest |dG_bc| / sqrt(G_bb G_cc)."""
-    assert set(first) == set(second)
-    worst = 0.0
-    for name, gram in second.items():
-        power = gram.diagonal(dim1=1, dim2=2).sqrt()
-        error = (first[name] - gram).abs() / (power[:, :, None] * power[:, None, :])
-        worst = max(worst, float(error.max()))
-    return worst
+@contextmanager
+def joined(folder: Path, index: int, count: int) -> Iterator[Ranks]:
+    """One of several processes, while they know of each other."""
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", store, timedelta(seconds=TIMEOUT), rank=index, world_size=count)
+    yield Ranks(index, count)
+    dist.destroy_process_group()
+
+
+def run_together(forks: ForkServerContext, count: int, work: Callable[..., object], *arguments: Any) -> None:
+    """Run ``work(*arguments, index, count)`` in several processes at once."""
+    processes = [forks.Process(target=work, args=(*arguments, index, count), daemon=True) for index in range(count)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(TIMEOUT)
+    assert [process.exitcode for process in processes] == [0] * count
 
 
 def share(family: Family, levels: tuple[str, ...], batch_tokens: int, folder: Path, index: int, count: int) -> None:
     """What one of several processes does."""
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", store, timedelta(seconds=TIMEOUT), rank=index, world_size=count)
     partial = Partial(folder / "state", {})
     partial.begin()
-    grams = families.measure(family, *levels, batch_tokens=batch_tokens, ranks=Ranks(index, count), partial=partial)
+    with joined(folder, index, count) as ranks:
+        grams = families.measure(family, *levels, batch_tokens=batch_tokens, ranks=ranks, partial=partial)
     save_file(grams, folder / f"rank{index}.safetensors")
-    dist.destroy_process_group()
 
 
 def measured_together(
     forks: ForkServerContext, family: Family, levels: tuple[str, ...], batch_tokens: int, folder: Path, count: int
 ) -> list[Grams]:
     """What each of ``count`` processes ends up with."""
-    processes = [
-        forks.Process(target=share, args=(family, levels, batch_tokens, folder, index, count)) for index in range(count)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(TIMEOUT)
-    assert [process.exitcode for process in processes] == [0] * count
+    run_together(forks, count, share, family, levels, batch_tokens, folder)
     return [load_file(folder / f"rank{index}.safetensors") for index in range(count)]
 
 
@@ -77,17 +76,15 @@ def test_every_process_ends_up_with_what_one_alone_measures(
 ) -> None:
     alone = families.measure(llama, *levels, batch_tokens=BATCH_TOKENS)
     for grams in measured_together(forks, llama, levels, BATCH_TOKENS, tmp_path, count):
-        assert relative_difference(grams, alone) < 1e-8
+        assert largest_difference(grams, alone) < 1e-8
 
 
-def test_more_processes_than_batches(
-    forks: ForkServerContext, make_family: Callable[..., Family], tmp_path: Path
-) -> None:
+def test_more_processes_than_batches(forks: ForkServerContext, make_family: MakeFamily, tmp_path: Path) -> None:
     family = make_family(experts=2, records=3)
     assert len(make_batches(family.token_ids(), 10000)) == 2
     alone = families.measure(family, *LEVELS, batch_tokens=10000)
     for grams in measured_together(forks, family, LEVELS, 10000, tmp_path, 4):
-        assert relative_difference(grams, alone) < 1e-8
+        assert largest_difference(grams, alone) < 1e-8
 
 
 def test_alone_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,10 +101,8 @@ def test_alone_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def share_features(family: Family, batch_tokens: int, folder: Path, index: int, count: int) -> None:
     """What one of several processes does."""
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", store, timedelta(seconds=TIMEOUT), rank=index, world_size=count)
-    families.feature_merge(family, folder / "state", batch_tokens=batch_tokens, compare=True, ranks=Ranks(index, count))
-    dist.destroy_process_group()
+    with joined(folder, index, count) as ranks:
+        families.feature_merge(family, folder / "state", batch_tokens=batch_tokens, compare=True, ranks=ranks)
 
 
 @pytest.mark.parametrize(
@@ -118,21 +113,13 @@ def test_processes_that_share_a_feature_merge_write_what_one_alone_writes(
     count: int,
     batch_tokens: int,
     forks: ForkServerContext,
-    make_family: Callable[..., Family],
+    make_family: MakeFamily,
     tmp_path: Path,
 ) -> None:
     """Also with more processes than batches."""
     family = make_family(architecture, experts=3)
     errors = families.feature_merge(family, tmp_path / "alone", batch_tokens=batch_tokens, compare=True).errors()
-    processes = [
-        forks.Process(target=share_features, args=(family, batch_tokens, tmp_path, index, count))
-        for index in range(count)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(TIMEOUT)
-    assert [process.exitcode for process in processes] == [0] * count
+    run_together(forks, count, share_features, family, batch_tokens, tmp_path)
     alone, together = (families.solved_tensors(tmp_path / name) for name in ("alone", "state"))
     assert set(alone) == set(together)
     for name, tensor in alone.items():
@@ -145,7 +132,7 @@ def test_processes_that_share_a_feature_merge_write_what_one_alone_writes(
 
 @pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_torchrun_merge_writes_the_same_tensors(
-    resumed: bool, llama: Family, write_recipe: Callable[..., Path], tmp_path: Path
+    resumed: bool, llama: Family, write_recipe: WriteRecipe, tmp_path: Path
 ) -> None:
     """Also where one process alone has begun, and several finish."""
     settings: dict[str, Any] = {"samples": 6, "batch_tokens": BATCH_TOKENS, "scratch": str(tmp_path / "scratch")}
@@ -170,9 +157,7 @@ def test_torchrun_merge_writes_the_same_tensors(
 
 
 @pytest.mark.parametrize("method", ["slta", "featcal"])
-def test_torchrun_merges_adapters_once(
-    method: str, llama: Family, write_recipe: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_torchrun_merges_adapters_once(method: str, llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
     adapters = [write_adapter(llama.base, tmp_path / f"adapter{index}", seed=index) for index in range(2)]
     family = Family(llama.base, tuple(Path(f"{llama.base}+{folder}") for folder in adapters), llama.data, llama.config)
     recipe = write_recipe(family, method, samples=6)
@@ -192,24 +177,17 @@ def interrupt_after_the_second_layer(partial: Partial, layer: int, tensors: Gram
         raise InterruptedError
 
 
-def look_at_own_disk(folder: Path, index: int) -> None:
-    """What one of two processes does: it sees as many files as its index says."""
-    dist.init_process_group("gloo", f"file://{folder}/store", timedelta(seconds=TIMEOUT), rank=index, world_size=2)
-    ranks = Ranks(index, 2)
-    ranks.require_equal(3, folder)
-    try:
-        ranks.require_equal(index, folder)
-    except SltaError as error:
-        (folder / f"said{index}").write_text(error.message)
-    dist.destroy_process_group()
+def look_at_own_disk(folder: Path, index: int, count: int) -> None:
+    """What one of several processes does: it sees as many files as its index says."""
+    with joined(folder, index, count) as ranks:
+        ranks.require_equal(3, folder)
+        with pytest.raises(SltaError) as caught:
+            ranks.require_equal(index, folder)
+    (folder / f"said{index}").write_text(caught.value.message)
 
 
 def test_processes_that_see_different_files_refuse_to_go_on(forks: ForkServerContext, tmp_path: Path) -> None:
-    processes = [forks.Process(target=look_at_own_disk, args=(tmp_path, index)) for index in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(TIMEOUT)
+    run_together(forks, 2, look_at_own_disk, tmp_path)
     said = {(tmp_path / f"said{index}").read_text() for index in range(2)}
     assert said == {f"The processes see different files in {tmp_path}: it must be a folder that all of them share."}
 
@@ -217,20 +195,9 @@ def test_processes_that_see_different_files_refuse_to_go_on(forks: ForkServerCon
 # The command itself
 
 
-def torchrun(count: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", *arguments]
-    return subprocess.run(
-        list(map(str, command)),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-
-
 @pytest.mark.parametrize("count", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_torchrun_calibrate_writes_the_same_file(
-    count: int, llama: Family, write_recipe: Callable[..., Path], tmp_path: Path
+    count: int, llama: Family, write_recipe: WriteRecipe, tmp_path: Path
 ) -> None:
     recipe = write_recipe(llama, samples=6, batch_tokens=BATCH_TOKENS)
     alone, together = tmp_path / "alone.safetensors", tmp_path / "together.safetensors"
@@ -238,7 +205,7 @@ def test_torchrun_calibrate_writes_the_same_file(
     done = torchrun(count, "-m", "mergekit_slta", "calibrate", recipe, "-o", together)
     assert done.returncode == 0, done.stderr
     one, other = statistics.load(alone), statistics.load(together)
-    assert relative_difference(other.grams, one.grams) < 1e-8
+    assert largest_difference(other.grams, one.grams) < 1e-8
     assert other.info == one.info
     assert torch.equal(other.task, one.task)
     assert torch.equal(other.tokens, one.tokens)
@@ -263,9 +230,7 @@ main()
 """
 
 
-def test_an_error_on_one_rank_ends_all_of_them(
-    llama: Family, write_recipe: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_an_error_on_one_rank_ends_all_of_them(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
     script = tmp_path / "failing.py"
     script.write_text(FAILING_ON_RANK_1)
     stats = tmp_path / "stats.safetensors"
@@ -277,21 +242,32 @@ def test_an_error_on_one_rank_ends_all_of_them(
     content = families.recipe(llama, samples=6, batch_tokens=BATCH_TOKENS)
     went_on = families.experiment(content).statistics(["attn_mlp"], stats)
     alone = families.measure(llama, "attn_mlp", batch_tokens=BATCH_TOKENS)
-    assert relative_difference(went_on.grams, alone) < 1e-8
+    assert largest_difference(went_on.grams, alone) < 1e-8
 
 
 CHECKING_LATE_ON_RANK_1 = """
 import os, pathlib, sys, time
+import torch.distributed as dist
 from mergekit_slta import preflight
 
 examine = preflight.examine
+waiting = pathlib.Path(__file__).with_name("waiting")
 
 def late(*arguments, **purpose):
     if os.environ["RANK"] == "1":
-        time.sleep(4)
+        while not waiting.exists():
+            time.sleep(0.01)
         assert not any(map(pathlib.Path.exists, map(pathlib.Path, (sys.argv[3], sys.argv[5])))), "rank 0 writes already"
     return examine(*arguments, **purpose)
 
+def marked(operation):
+    def run(*arguments, **more):
+        waiting.touch()
+        return operation(*arguments, **more)
+    return run
+
+if os.environ["RANK"] == "0":
+    dist.broadcast, dist.barrier = marked(dist.broadcast), marked(dist.barrier)
 preflight.examine = late
 from mergekit_slta.cli import main
 main()
@@ -299,12 +275,12 @@ main()
 
 
 def test_no_process_writes_before_all_have_checked_the_recipe(
-    llama: Family, write_recipe: Callable[..., Path], tmp_path: Path
+    llama: Family, write_recipe: WriteRecipe, tmp_path: Path
 ) -> None:
     """What the first one has half written, such as a merged adapter, must not look damaged to another."""
     script = tmp_path / "late.py"
     script.write_text(CHECKING_LATE_ON_RANK_1)
-    adapter = write_adapter(llama.base, tmp_path / "adapter", seed=0)
+    adapter = write_adapter(llama.base, tmp_path / "adapter")
     family = Family(llama.base, (Path(f"{llama.base}+{adapter}"), llama.experts[1]), llama.data, llama.config)
     recipe, out, cache = write_recipe(family, "featcal", samples=4), tmp_path / "out", tmp_path / "cache"
     done = torchrun(2, script, "merge", recipe, out, "--lora-merge-cache", cache, "--no-write-model-card")
@@ -331,7 +307,7 @@ main()
 
 
 def test_what_one_process_finds_wrong_ends_all_before_anything_is_written(
-    llama: Family, write_recipe: Callable[..., Path], tmp_path: Path
+    llama: Family, write_recipe: WriteRecipe, tmp_path: Path
 ) -> None:
     script = tmp_path / "refusing.py"
     script.write_text(REFUSING_ON_RANK_1)

@@ -12,7 +12,7 @@ import synthetic
 import torch
 from click.testing import CliRunner
 from families import Family
-from test_page import Elements, assert_self_contained
+from html_elements import Elements, assert_self_contained
 
 from mergekit_slta.analysis import MOST_CONDITION, PLAUSIBLE_ALPHA, WIDEST_INTERVAL, analyse
 from mergekit_slta.cli import main

@@ -10,10 +10,10 @@ import pytest
 import torch
 from conftest import MakeFamily
 from families import Family
+from linearity_values import assert_same
 from mergekit.io.tasks import LoaderCache
 from safetensors.torch import load_file
 from separate_device import separate_device
-from test_linearity import assert_same
 
 from mergekit_slta.decoder import Decoder
 from mergekit_slta.features import LayerFeatures

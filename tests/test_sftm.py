@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 from mergekit.common import ModelReference
 from mergekit.merge_methods import TensorGroup, merge_state_dicts
 from mergekit.scripts.run_yaml import main as mergekit_yaml
-from test_singular import dense_merge
+from sftm_reference import dense_merge
 
 from mergekit_slta import methods, sftm
 from mergekit_slta.errors import SltaError

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from sftm_reference import dense_features, dense_merge
 
 from mergekit_slta import singular
 from mergekit_slta.singular import (
@@ -91,28 +92,6 @@ def large(m: int, n: int) -> Matrices:
 
 FULL_RANK = [random, five, low_rank, some_zero, alike, minute, large]
 ALL_KINDS = [*FULL_RANK, identical, identical_and_another, contradictory, opposite, orthogonal, all_zero]
-
-
-def dense_features(matrices: Sequence[torch.Tensor], rank: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """U [m, r], σ [r] and V [n, r] of all matrices, by float64 SVDs."""
-    parts = []
-    for matrix in matrices:
-        left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
-        kept = values > max(matrix.shape) * torch.finfo(matrix.dtype).eps * values[0]
-        kept[rank or len(kept) :] = False
-        parts.append((left[:, kept], values[kept], right[kept].T))
-    left, values, right = zip(*parts, strict=True)
-    return torch.cat(left, 1), torch.cat(values), torch.cat(right, 1)
-
-
-def dense_merge(matrices: Sequence[torch.Tensor], rank: int = 0) -> torch.Tensor:
-    """The r x r system of Eq. 4 formed in float64 and solved by least squares."""
-    left, values, right = dense_features(matrices, rank)
-    if not len(values):
-        return torch.zeros_like(matrices[0]).double()
-    system = (left.T @ left) * (right.T @ right)
-    beta = torch.linalg.lstsq(system, values[:, None], rcond=1e-9, driver="gelsd").solution[:, 0]
-    return (left * beta) @ right.T
 
 
 def error(matrix: torch.Tensor, reference: torch.Tensor, matrices: Sequence[torch.Tensor]) -> float:

@@ -33,7 +33,6 @@ DEEP = 6
 
 State = dict[str, torch.Tensor]
 Recipe = dict[str, Any]
-Solve = Callable[..., tuple[SolvedModel, Path]]
 
 
 class Interrupted(Exception):

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import families
 import pytest
-from examining import adapted, feature_recipe, grow, look, only, problems, save_adapter
+from adapters import write_adapter
+from examining import adapted, feature_recipe, grow, look, only, problems
 from families import Family
 
 from mergekit_slta.needs import Needs
@@ -46,7 +47,7 @@ def test_a_disk_that_is_too_small_for_the_output(family: Family, tmp_path: Path)
 
 @pytest.mark.usefixtures("disk")
 def test_output_and_merged_adapters_share_a_disk(family: Family, tmp_path: Path) -> None:
-    adapter = save_adapter(family.base, tmp_path / "adapter", "q_proj", "down_proj")
+    adapter = write_adapter(family.base, tmp_path / "adapter", "q_proj", "down_proj")
     grow(family.base, 40 * 10**9)
     recipe = adapted(family, adapter) | {"out_dtype": "float32"}
     cache = {"lora_merge_cache": str(tmp_path / "cache")}

@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from processes import run_python
 
 from mergekit_slta import startup
 
@@ -251,4 +251,5 @@ import mergekit.plan
 from mergekit import merge_methods
 assert merge_methods.get("slta").spec.name == "slta"
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = run_python("-c", code)
+    assert done.returncode == 0, done.stderr

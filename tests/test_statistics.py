@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import synthetic
 import torch
 from mergekit.common import ModelReference
 from safetensors import safe_open
@@ -17,68 +18,28 @@ from safetensors.torch import load_file, save_file
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.statistics import (
-    CalibrationInfo,
-    Fingerprint,
-    Info,
     Statistics,
     load,
     published_name,
     save,
-    settings_fingerprint,
-    tokens_fingerprint,
-    versions,
 )
 
-EXPERTS, LAYERS, SAMPLES = 3, 4, 5
-SUBMODULES = {
-    "model": ["model"],
-    "layer": [f"layer.{i}" for i in range(LAYERS)],
-    "attn_mlp": [f"layer.{i}.{branch}" for i in range(LAYERS) for branch in ("attn", "mlp")],
-    "head_mlp": [f"layer.{i}.{part}" for i in range(LAYERS) for part in ("head.0", "head.1", "mlp")],
-    "linear": [f"layer.{i}.self_attn.{part}_proj" for i in range(LAYERS) for part in "kq"],
-}
+MODELS = [f"org/expert{index}" for index in range(3)]
+LAYERS, SAMPLES = 4, 5
 
 
-def synthetic(
-    names: list[str], levels: tuple[str, ...], experts: int = EXPERTS, samples: int = SAMPLES, layers: int = LAYERS
-) -> Statistics:
-    """Random statistics; each task's number of samples is its own where there are several."""
-    counts = [samples - (index == 1) for index in range(experts)]
-    task = torch.arange(experts).repeat_interleave(torch.tensor(counts))
-    generator = torch.Generator().manual_seed(0)
-    grams = {}
-    for name in names:
-        deltas = torch.randn(len(task), experts, 2 * experts, generator=generator, dtype=torch.float64)
-        gram = deltas @ deltas.mT
-        grams[name] = (gram + gram.mT) / 2
-    hashes = [f"{index:064x}" for index in range(experts)]
-    info = Info(
-        format_version=1,
-        levels=levels,
-        base_model="org/base",
-        models=tuple(f"org/expert{index}" for index in range(experts)),
-        calibration=tuple(CalibrationInfo(source="a.jsonl", template="", sha256=sha256) for sha256 in hashes),
-        samples=samples,
-        max_tokens=512,
-        seed=0,
-        inputs="base",
-        architecture="LlamaForCausalLM",
-        num_layers=layers,
-        dtype="bfloat16",
-        versions=versions(),
-        fingerprint=Fingerprint(
-            base="b",
-            experts=tuple(f"e{index}" for index in range(experts)),
-            tokens=tokens_fingerprint(hashes),
-            settings=settings_fingerprint(samples, 512, 0),
-        ),
-    )
-    return Statistics(grams, task, torch.randint(1, 512, task.shape, generator=generator), info)
+def uneven(*levels: str) -> Statistics:
+    """Random statistics whose second task has a sample less than the others; samples differ in their lengths."""
+    even = synthetic.statistics(MODELS, levels, layers=LAYERS, samples=SAMPLES)
+    kept = torch.arange(len(even.task)) != 2 * SAMPLES - 1
+    tokens = torch.randint(1, 512, even.task.shape, generator=torch.Generator().manual_seed(0))
+    grams = {name: gram[kept] for name, gram in even.grams.items()}
+    return Statistics(grams, even.task[kept], tokens[kept], even.info)
 
 
 @pytest.fixture
 def found() -> Statistics:
-    return synthetic(SUBMODULES["layer"] + SUBMODULES["attn_mlp"], ("layer", "attn_mlp"))
+    return uneven("layer", "attn_mlp")
 
 
 @pytest.fixture
@@ -100,10 +61,11 @@ def same(first: Statistics, second: Statistics) -> bool:
 # Round trip
 
 
-@pytest.mark.parametrize("levels", [["model"], ["attn_mlp"], ["head_mlp", "attn_mlp"], list(SUBMODULES)], ids=str)
+@pytest.mark.parametrize(
+    "levels", [["model"], ["attn_mlp"], ["head_mlp", "attn_mlp"], ["model", *synthetic.INSIDE]], ids=str
+)
 def test_what_is_written_is_what_is_read(levels: list[str], tmp_path: Path) -> None:
-    names = list(dict.fromkeys(itertools.chain.from_iterable(SUBMODULES[level] for level in levels)))
-    written = synthetic(names, tuple(levels))
+    written = uneven(*levels)
     save(written, tmp_path / "stats.safetensors")
     assert same(load(tmp_path / "stats.safetensors"), written)
 
@@ -132,8 +94,7 @@ def test_equal_statistics_are_equal_files(path: Path, found: Statistics, tmp_pat
 
 
 def test_sixty_layers_five_experts_and_150_samples_are_small(tmp_path: Path) -> None:
-    names = [f"layer.{i}.{branch}" for i in range(60) for branch in ("attn", "mlp")]
-    large = synthetic(names, ("attn_mlp",), experts=5, samples=30, layers=60)
+    large = synthetic.statistics(list("abcde"), ["attn_mlp"], layers=60, samples=30)
     save(large, tmp_path / "stats.safetensors")
     assert (tmp_path / "stats.safetensors").stat().st_size < 5e6
     begin = time.perf_counter()
@@ -313,7 +274,7 @@ def test_more_metadata(path: Path) -> None:
 def test_a_subset_in_another_order(found: Statistics) -> None:
     part = found.select([2, 0])
     assert part.info.models == ("org/expert2", "org/expert0")
-    assert part.info.fingerprint.experts == ("e2", "e0")
+    assert part.info.fingerprint.experts == ("2" * 64, "0" * 64)
     assert part.task.tolist() == [0] * 5 + [1] * 5
     rows = [*range(9, 14), *range(5)]
     assert torch.equal(part.tokens, found.tokens[rows])
@@ -341,7 +302,8 @@ def test_the_first_samples_of_each_task(found: Statistics) -> None:
 
 def test_submodules_come_in_the_order_of_the_forward_pass() -> None:
     names = [f"layer.{i}.{part}" for i in range(12) for part in ("head.0", "head.1", "head.10", "mlp")]
-    deep = synthetic(sorted(names), ("head_mlp",), layers=12)
+    grams = {name: synthetic.random_grams(3, SAMPLES) for name in sorted(names)}
+    deep = synthetic.statistics(MODELS, ["head_mlp"], layers=12, samples=SAMPLES, grams=grams)
     assert deep.submodules("head_mlp") == names
 
 

@@ -6,6 +6,7 @@ import families
 import pytest
 import reference
 import torch
+from synthetic import random_alpha
 
 from mergekit_slta.decoder import Decoder
 from mergekit_slta.errors import SltaError
@@ -19,12 +20,6 @@ def opened(architecture: str) -> tuple[Any, Decoder]:
     model = families.random_model(config)
     config.architectures = [type(model).__name__]
     return model, Decoder(config)
-
-
-def random_alpha(decoder: Decoder, level: str) -> dict[str, torch.Tensor]:
-    names = [name for layer in range(len(decoder)) for name in layer_submodules(decoder, level, layer)] or ["model"]
-    generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(EXPERTS, generator=generator, dtype=torch.float64) for name in names}
 
 
 def has_heads(layer: torch.nn.Module, split: reference.Split) -> bool:

@@ -19,23 +19,16 @@ from typing import Any
 
 import click
 import torch
-import transformers
-from common import CACHE, SHAPES, PeakMemory, in_subprocess, make_family, make_recipe, timed
+from common import Setting, load, print_peak_memory, timed, wait_for, with_setting
 from mergekit.io.tasks import LoaderCache
-from transformers import AutoModelForCausalLM
 
-from mergekit_slta import products
 from mergekit_slta.measure import Experiment
 from mergekit_slta.recipe import Recipe, SltaSettings
 from mergekit_slta.streams import Batch, fitting_batch, make_batches
 
 
 @click.command()
-@click.option("--size", default="60m", show_default=True)
-@click.option("--layers", default=0, help="Another depth than the size's own.")
-@click.option("--experts", default=3, show_default=True)
-@click.option("--samples", default=10, show_default=True)
-@click.option("--tokens", default=128, show_default=True)
+@with_setting(samples=10)
 @click.option(
     "--level",
     "level_sets",
@@ -44,34 +37,14 @@ from mergekit_slta.streams import Batch, fitting_batch, make_batches
     show_default=True,
     help="Measured in one pass; several with commas; may be given several times.",
 )
-@click.option("--device", default="cpu", show_default=True)
-@click.option("--repeats", default=3, show_default=True)
-@click.option("--default-products", is_flag=True, help="Without the faster kernel for float32 products on CPUs.")
 @click.option("--memory", type=click.Choice(["calibration", "naive"]), help="Measure only this, in this process.")
-def main(
-    size: str,
-    layers: int,
-    experts: int,
-    samples: int,
-    tokens: int,
-    level_sets: tuple[str, ...],
-    device: str,
-    repeats: int,
-    default_products: bool,
-    memory: str | None,
-) -> None:
+def main(setting: Setting, level_sets: tuple[str, ...], memory: str | None) -> None:
     """Compare calibration with its floor on synthetic Llama-shaped checkpoints."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    if default_products:
-        products._settings = lambda: None
-    CACHE.mkdir(parents=True, exist_ok=True)
-    folders = make_family(CACHE, size, experts, layers)
-    recipe = make_recipe(folders, SltaSettings(samples=samples, max_tokens=tokens))
+    folders, recipe = setting.write(SltaSettings)
+    device = setting.device
     if memory:
-        with torch.no_grad(), PeakMemory() as peak:
-            _naive(recipe, folders, device) if memory == "naive" else _calibrate(recipe, level_sets[0], device)
-        print(json.dumps({"bytes": peak.bytes}))
+        naively = functools.partial(_naive, recipe, folders, device)
+        print_peak_memory(naively if memory == "naive" else lambda: _calibrate(recipe, level_sets[0], device))
         return
     models = [load(folder, device) for folder in folders]
     token_ids = [data.token_ids for data in Experiment(recipe).load_data(recipe.experts)]
@@ -80,27 +53,18 @@ def main(
     actions: dict[str, Callable[[], object]] = {"floor": lambda: _forward(models, batches, device)}
     for levels in level_sets:
         actions[levels] = functools.partial(_measure, read, recipe, levels, device)
-    times = timed(actions, repeats)
+    times = timed(actions, setting.repeats)
     layer_bytes = sum(
         parameter.numel() * 2 for model in models for parameter in model.base_model.layers.parameters()
     )  # the checkpoints are bfloat16
     models.clear()  # the processes below need the memory
-    arguments = [f"--size={size}", f"--layers={layers}", f"--experts={experts}", f"--samples={samples}"]
-    arguments += [f"--tokens={tokens}", f"--device={device}"]
-    naive = in_subprocess(__file__, [*arguments, "--memory=naive"])["bytes"]
+    naive = setting.peak_memory(__file__, "--memory=naive")
     for levels in level_sets:
-        peak_bytes = in_subprocess(__file__, [*arguments, f"--level={levels}", "--memory=calibration"])["bytes"]
+        peak_bytes = setting.peak_memory(__file__, f"--level={levels}", "--memory=calibration")
         result = {
             "benchmark": "calibration",
-            "size": size,
-            "layers": layers or SHAPES[size][-1],
-            "experts": experts,
-            "samples": samples,
-            "tokens": tokens,
+            **setting.described(),
             "levels": levels,
-            "device": device,
-            "threads": torch.get_num_threads(),
-            "default_products": default_products,
             "floor_s": round(times["floor"], 3),
             "calibration_s": round(times[levels], 3),
             "time_ratio": round(times[levels] / times["floor"], 3),
@@ -110,11 +74,6 @@ def main(
             "bytes_ratio": round(read[levels] / layer_bytes, 4),
         }
         print(json.dumps(result), flush=True)
-
-
-def load(folder: Path, device: str) -> Any:
-    """A whole model in float32."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map=device).eval()
 
 
 def _calibrate(recipe: Recipe, levels: str, device: str) -> Experiment:
@@ -136,10 +95,10 @@ def _forward(models: list[Any], batches: list[Batch], device: str) -> None:
     for batch in batches:
         for model in models:
             model.base_model(batch.token_ids.to(device), use_cache=False)
-    if device != "cpu":
-        torch.cuda.synchronize()
+    wait_for(device)
 
 
+@torch.no_grad()
 def _naive(recipe: Recipe, folders: list[Path], device: str) -> None:
     """Every model resident in float32, every submodule's output hooked, one batch after the other."""
     models = [load(folder, device) for folder in folders]

@@ -1,22 +1,34 @@
-"""What the benchmarks share: synthetic families on disk, peak memory, medians."""
+"""What the benchmarks share: their options, synthetic families on disk, medians.
+
+Whatever imports this finds the modules of tests/ too, such as the meter of peak memory.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import os
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import click
 import torch
+import transformers
 from mergekit.common import ModelReference
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+from mergekit_slta import products
 from mergekit_slta.recipe import CalibrationSettings, Expert, Recipe
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from memory import PeakMemory
 
 # Hidden size, MLP size, heads, key/value heads, layers: Llama's proportions.
 SHAPES = {
@@ -87,42 +99,88 @@ def make_recipe(folders: Sequence[Path], settings: CalibrationSettings) -> Recip
     return Recipe(base, chosen, settings)
 
 
-class PeakMemory:
-    """The largest memory of this process while the block runs, above that at its start, in bytes.
+@dataclass(frozen=True)
+class Setting:
+    """What a benchmark of a whole calibration or merge runs on, by the names of its options."""
 
-    Args:
-        kind: ``RssAnon``, where mapped checkpoint files do not count, or ``VmRSS``, where they do.
-    """
+    size: str
+    layers: int
+    experts: int
+    samples: int
+    tokens: int
+    device: str
+    repeats: int
+    default_products: bool
 
-    def __init__(self, kind: str = "RssAnon") -> None:
-        self.kind = kind
+    def write(self, settings: type[CalibrationSettings]) -> tuple[list[Path], Recipe]:
+        """Write the family and its data, once; returns the models' folders and the recipe."""
+        folders = make_family(CACHE, self.size, self.experts, self.layers)
+        return folders, make_recipe(folders, settings(samples=self.samples, max_tokens=self.tokens))
 
-    def __enter__(self) -> PeakMemory:
-        self.start = self.peak = memory_of_this_process(self.kind)
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
+    def peak_memory(self, script: str, *arguments: str) -> float:
+        """The bytes that a benchmark prints in a process of its own, with these options and further ones."""
+        names = ("size", "layers", "experts", "samples", "tokens", "device")
+        same = [f"--{name}={getattr(self, name)}" for name in names]
+        same += ["--default-products"] if self.default_products else []
+        return in_subprocess(script, [*same, *arguments])["bytes"]
 
-    def _watch(self) -> None:
-        while not self._done.wait(0.005):
-            self.peak = max(self.peak, memory_of_this_process(self.kind))
-
-    def __exit__(self, *exception: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    @property
-    def bytes(self) -> int:
-        return self.peak - self.start
+    def described(self) -> dict[str, Any]:
+        """What a result says about it."""
+        entries = dataclasses.asdict(self) | {"layers": self.layers or SHAPES[self.size][-1]}
+        return entries | {"threads": torch.get_num_threads()}
 
 
-def memory_of_this_process(kind: str) -> int:
-    """A line of the kernel's account of this process, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{kind}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"This kernel does not report {kind}")
+def with_setting(samples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of a ``Setting``, its first argument; ``samples`` is their default number."""
+    options = [
+        click.option("--size", default="60m", show_default=True),
+        click.option("--layers", default=0, help="Another depth than the size's own."),
+        click.option("--experts", default=3, show_default=True),
+        click.option("--samples", default=samples, show_default=True),
+        click.option("--tokens", default=128, show_default=True),
+        click.option("--device", default="cpu", show_default=True),
+        click.option("--repeats", default=3, show_default=True),
+        click.option(
+            "--default-products", is_flag=True, help="Without the faster kernel for float32 products on CPUs."
+        ),
+    ]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            setting = Setting(**{field.name: values.pop(field.name) for field in dataclasses.fields(Setting)})
+            be_quiet()
+            if setting.default_products:
+                products._settings = lambda: None
+            command(setting, **values)
+
+        return functools.reduce(lambda function, option: option(function), reversed(options), run)
+
+    return decorate
+
+
+def print_peak_memory(action: Callable[[], object]) -> None:
+    """Print the bytes that the action takes at most, for ``Setting.peak_memory``."""
+    with PeakMemory() as peak:
+        action()
+    print(json.dumps({"bytes": peak.bytes}))
+
+
+def be_quiet() -> None:
+    """Keep transformers from saying what it loads."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def load(folder: Path, device: str) -> Any:
+    """A whole model in float32."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map=device).eval()
+
+
+def wait_for(device: str) -> None:
+    """Go on when the device has done what it was told."""
+    if device != "cpu":
+        torch.cuda.synchronize()
 
 
 def timed(actions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:

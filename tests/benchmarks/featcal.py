@@ -17,13 +17,10 @@ from collections.abc import Iterator
 
 import click
 import torch
-import transformers
-from calibration import load
-from common import CACHE, PeakMemory, in_subprocess, make_family, make_recipe, timed
+from common import Setting, load, print_peak_memory, timed, wait_for, with_setting
 from mergekit.io.tasks import LoaderCache
 from torch.nn import Module
 
-from mergekit_slta import products
 from mergekit_slta.decoder import Decoder
 from mergekit_slta.map_groups import groups_by_layer
 from mergekit_slta.measure import Experiment
@@ -33,38 +30,14 @@ from mergekit_slta.streams import Batch, fitting_batch, make_batches
 
 
 @click.command()
-@click.option("--size", default="60m", show_default=True)
-@click.option("--layers", default=0, help="Another depth than the size's own.")
-@click.option("--experts", default=3, show_default=True)
-@click.option("--samples", default=30, show_default=True)
-@click.option("--tokens", default=128, show_default=True)
-@click.option("--device", default="cpu", show_default=True)
-@click.option("--repeats", default=3, show_default=True)
-@click.option("--default-products", is_flag=True, help="Without the faster kernel for float32 products on CPUs.")
+@with_setting(samples=30)
 @click.option("--memory", is_flag=True, help="Measure only the peak memory, in this process.")
-def main(
-    size: str,
-    layers: int,
-    experts: int,
-    samples: int,
-    tokens: int,
-    device: str,
-    repeats: int,
-    default_products: bool,
-    memory: bool,
-) -> None:
+def main(setting: Setting, memory: bool) -> None:
     """Compare a feature merge with its floor on synthetic Llama-shaped checkpoints."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    if default_products:
-        products._settings = lambda: None
-    CACHE.mkdir(parents=True, exist_ok=True)
-    folders = make_family(CACHE, size, experts, layers)
-    recipe = make_recipe(folders, FeatcalSettings(samples=samples, max_tokens=tokens))
+    folders, recipe = setting.write(FeatcalSettings)
+    device = setting.device
     if memory:
-        with PeakMemory() as peak:
-            _solve(recipe, device)
-        print(json.dumps({"bytes": peak.bytes}))
+        print_peak_memory(lambda: _solve(recipe, device))
         return
     models = [load(folder, device) for folder in folders]
     experiment = Experiment(recipe)
@@ -76,20 +49,12 @@ def main(
         "products": functools.partial(_products, decoder, [len(b.rows) * max(b.lengths) for b in batches], device),
         "solves": functools.partial(_solves, decoder, device),
     }
-    times = timed({**parts, "featcal": functools.partial(_solve, recipe, device)}, repeats)
+    times = timed({**parts, "featcal": functools.partial(_solve, recipe, device)}, setting.repeats)
     models.clear()  # the process below needs the memory
-    arguments = [f"--size={size}", f"--layers={layers}", f"--experts={experts}", f"--samples={samples}"]
-    peak_bytes = in_subprocess(__file__, [*arguments, f"--tokens={tokens}", f"--device={device}", "--memory"])["bytes"]
+    peak_bytes = setting.peak_memory(__file__, "--memory")
     result = {
         "benchmark": "featcal",
-        "size": size,
-        "layers": len(decoder),
-        "experts": experts,
-        "samples": samples,
-        "tokens": tokens,
-        "device": device,
-        "threads": torch.get_num_threads(),
-        "default_products": default_products,
+        **setting.described(),
         **{f"{name}_s": round(seconds, 3) for name, seconds in times.items()},
         "time_ratio": round(times["featcal"] / sum(times[name] for name in parts), 3),
         "memory_mb": round(peak_bytes / 2**20, 1),
@@ -110,7 +75,7 @@ def _forward(models: list[Module], batches: list[Batch], device: str) -> None:
     for batch in batches:
         for model in (models[0], models[1 + batch.task]):
             model(batch.token_ids.to(device), use_cache=False)
-    _wait(device)
+    wait_for(device)
 
 
 def _products(decoder: Decoder, sizes: list[int], device: str) -> None:
@@ -119,14 +84,14 @@ def _products(decoder: Decoder, sizes: list[int], device: str) -> None:
         for size in sizes:
             features[:size].T @ features[:size]
             features[:size].T @ targets[:size]
-    _wait(device)
+    wait_for(device)
 
 
 def _solves(decoder: Decoder, device: str) -> None:
     for inputs, outputs in _groups(decoder):
         factor = torch.linalg.cholesky(torch.eye(inputs, dtype=torch.float64, device=device))
         torch.cholesky_solve(torch.ones(inputs, outputs, dtype=torch.float64, device=device), factor)
-    _wait(device)
+    wait_for(device)
 
 
 def _groups(decoder: Decoder) -> Iterator[tuple[int, int]]:
@@ -138,11 +103,6 @@ def _groups(decoder: Decoder) -> Iterator[tuple[int, int]]:
             yield shapes[0][1], sum(shape[0] for shape in shapes)
     head = decoder.model.get_output_embeddings().weight
     yield head.shape[1], head.shape[0]
-
-
-def _wait(device: str) -> None:
-    if device != "cpu":
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

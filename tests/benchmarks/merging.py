@@ -17,8 +17,8 @@ from pathlib import Path
 
 import click
 import torch
-import transformers
-from common import CACHE, PeakMemory, in_subprocess, make_family, make_recipe
+from common import CACHE, be_quiet, in_subprocess, make_family, make_recipe
+from memory import PeakMemory
 from mergekit.config import MergeConfiguration
 from mergekit.merge import run_merge
 from mergekit.options import MergeOptions
@@ -39,11 +39,9 @@ LEVEL = "attn_mlp"
 @click.option("--method", type=click.Choice(METHODS), help="Run only this one, in this process.")
 def main(size: str, experts: int, threads: int, repeats: int, method: str | None) -> None:
     """Compare merging by slta with task_arithmetic and linear."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    be_quiet()
     if threads:
         torch.set_num_threads(threads)
-    CACHE.mkdir(parents=True, exist_ok=True)
     folders = make_family(CACHE, size, experts)
     file = folders[0].parent / f"{experts}-experts.slta.safetensors"
     if method:

@@ -18,8 +18,7 @@ from unittest import mock
 
 import click
 import torch
-import transformers
-from common import CACHE
+from common import CACHE, be_quiet
 from mergekit.common import ModelReference
 from quality import family
 from transformers import AutoTokenizer
@@ -41,8 +40,7 @@ Measure = Callable[[Sequence[torch.Tensor], Sequence[int]], torch.Tensor]
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=CACHE / "quality")
 def main(seeds: tuple[int, ...], out: Path) -> None:
     """Compare merging weights from all positions with those from some."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    be_quiet()
     for seed in seeds:
         models = family.train_family(out / f"seed{seed}" / "family", seed, short=False)
         checkpoints = [Checkpoint(ModelReference.parse(str(path))) for path in (models.base, *models.experts.values())]

@@ -20,8 +20,7 @@ from typing import Any
 
 import click
 import torch
-import transformers
-from common import CACHE
+from common import CACHE, be_quiet
 from regmean import regmean_plus_plus
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -47,8 +46,7 @@ MAPS_BY_PRODUCER = {
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=CACHE / "quality")
 def main(seeds: tuple[int, ...], massive: bool, out: Path) -> None:
     """Merge the family of each seed by every method and compare the averages."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    be_quiet()
     torch.set_num_threads(quickstart.THREADS)
     for seed in seeds:
         folder = out / f"seed{seed}"

@@ -20,9 +20,9 @@ from typing import Any
 import click
 import numpy as np
 import torch
-import transformers
 import yaml
-from common import CACHE, PeakMemory, in_subprocess, make_family, make_recipe, write_samples
+from common import CACHE, be_quiet, in_subprocess, make_family, make_recipe, write_samples
+from memory import PeakMemory
 
 from mergekit_slta.measure import Experiment
 from mergekit_slta.recipe import SltaSettings
@@ -39,9 +39,7 @@ RANKS = (1, 2)
 @click.option("--one", help="Run one calibration with these values, as JSON, in this process.")
 def main(size: str, level: str, only: str | None, one: str | None) -> None:
     """Fit how calibration scales."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    CACHE.mkdir(parents=True, exist_ok=True)
+    be_quiet()
     if one:
         print(json.dumps(_run(size, level, json.loads(one))))
         return

@@ -13,13 +13,14 @@ import ctypes
 import gc
 import json
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from common import timed
+from memory import memory_of_this_process
 
 from mergekit_slta.singular import SingularFeatures, feature_coefficients, singular_features, superpose, trim
 
@@ -35,28 +36,14 @@ def dense_coefficients(left: torch.Tensor, values: torch.Tensor, right: torch.Te
     return torch.linalg.solve(system, values)
 
 
-def timed(function: Callable[[], Any]) -> tuple[float, Any]:
-    start = time.perf_counter()
-    result = function()
-    return time.perf_counter() - start, result
-
-
-def status(field: str) -> float:
-    """A field of /proc/self/status in MiB."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) / 1024
-    raise KeyError(field)
-
-
 def peak(function: Callable[[], Any]) -> float:
     """The most resident memory that a call adds, in MiB, once it has run before."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what was freed must not serve the call unseen
     Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
-    before = status("VmRSS")
+    before = memory_of_this_process("VmRSS")
     function()
-    return status("VmHWM") - before
+    return (memory_of_this_process("VmHWM") - before) / 2**20
 
 
 def decompositions(matrices: list[torch.Tensor]) -> dict[str, float]:
@@ -66,11 +53,8 @@ def decompositions(matrices: list[torch.Tensor]) -> dict[str, float]:
         "svd_float32": lambda matrix: torch.linalg.svd(matrix, full_matrices=False),
         "svd_float64": lambda matrix: torch.linalg.svd(matrix.double(), full_matrices=False),
     }
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
-    for matrix in matrices:
-        for way, decompose in ways.items():
-            seconds[way].append(timed(partial(decompose, matrix))[0])
-    return {way: EXPERTS * statistics.median(taken) for way, taken in seconds.items()}
+    seconds = [timed({way: partial(decompose, matrix) for way, decompose in ways.items()}, 1) for matrix in matrices]
+    return {way: EXPERTS * statistics.median(taken[way] for taken in seconds) for way in ways}
 
 
 def benchmark(rows: int, columns: int, repeats: int, with_svd: bool) -> dict[str, Any]:
@@ -91,17 +75,11 @@ def benchmark(rows: int, columns: int, repeats: int, with_svd: bool) -> dict[str
         "blocks_superpose": lambda: superpose(features, coefficients),
         "dense_superpose": lambda: (joined.left * beta) @ joined.right.T,
     }
-    taken: dict[str, list[float]] = {step: [] for step in steps}
-    results: dict[str, Any] = {}
-    for _ in range(repeats):
-        for step, function in steps.items():
-            seconds, results[step] = timed(function)
-            taken[step].append(seconds)
-    merged, reference = results["blocks_superpose"], results["dense_superpose"]
-    error = float((merged.double() - reference).norm() / reference.norm())
-    results.clear()
+    seconds_of = timed(steps, repeats)
+    reference = steps["dense_superpose"]()
+    error = float((steps["blocks_superpose"]().double() - reference).norm() / reference.norm())
+    del reference
     memory = {step: peak(function) for step, function in steps.items()}
-    seconds_of = {step: statistics.median(values) for step, values in taken.items()}
     ours = seconds_of["blocks_solve"] + seconds_of["blocks_superpose"]
     theirs = seconds_of["dense_solve"] + seconds_of["dense_superpose"]
     summary = {

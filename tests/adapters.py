@@ -1,0 +1,32 @@
+"""Random LoRA adapters on disk, as peft writes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import peft
+import torch
+from transformers import AutoModelForCausalLM
+
+RANK = 2
+
+
+def write_adapter(base: Path, folder: Path, *targets: str, seed: int = 0, alpha: int = 4) -> Path:
+    """Write a LoRA of a base model's maps; returns its folder.
+
+    Args:
+        base: the base model's folder.
+        folder: the adapter's.
+        targets: the last parts of the maps' names; the query projections by default.
+        seed: decides its matrices, none of which is zero.
+        alpha: ``RANK`` times what their product counts by.
+    """
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = peft.LoraConfig(r=RANK, lora_alpha=alpha, target_modules=list(targets or ["q_proj"]))
+    adapted = peft.get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator)
+    adapted.save_pretrained(str(folder))
+    return folder

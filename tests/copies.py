@@ -1,0 +1,73 @@
+"""Copies of a model's folder: the same tensors in other files, or changed ones."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+
+def sharded(source: Path, folder: Path) -> Path:
+    """A copy in several safetensors files, without a tokenizer."""
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    model.save_pretrained(folder, max_shard_size="20KB")
+    assert (folder / "model.safetensors.index.json").exists()
+    return folder
+
+
+def pickled(source: Path, folder: Path) -> Path:
+    """A copy in one pickled file."""
+    shutil.copytree(source, folder)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+def pickled_shards(source: Path, folder: Path) -> Path:
+    """A copy in two pickled files."""
+    pickled(source, folder)
+    tensors = torch.load(folder / "pytorch_model.bin")
+    names = sorted(tensors)
+    parts = {"pytorch_model-00001-of-00002.bin": names[::2], "pytorch_model-00002-of-00002.bin": names[1::2]}
+    for file, own in parts.items():
+        torch.save({name: tensors[name] for name in own}, folder / file)
+    weight_map = {name: file for file, own in parts.items() for name in own}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "pytorch_model.bin").unlink()
+    return folder
+
+
+def edited(source: Path, folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    """A copy with its tensors changed."""
+    shutil.copytree(source, folder)
+    edit_tensors(folder, edit)
+    return folder
+
+
+def edit_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Change a model's tensors where they are."""
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def deeper(source: Path, folder: Path, times: int) -> Path:
+    """A copy with its layers repeated, without a tokenizer."""
+    config = AutoConfig.from_pretrained(source)
+    tensors = load_file(source / "model.safetensors")
+    repeated = {name: tensor for name, tensor in tensors.items() if ".layers." not in name}
+    for name, tensor in tensors.items():
+        if ".layers." in name:
+            for turn in range(times):
+                number = int(name.split(".")[2]) + turn * config.num_hidden_layers
+                repeated[re.sub(r"layers\.\d+", f"layers.{number}", name)] = tensor.clone()
+    config.num_hidden_layers *= times
+    config.save_pretrained(folder)
+    save_file(repeated, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
