@@ -75,6 +75,7 @@ def forks() -> ForkServerContext:
     context.set_forkserver_preload(["pytest", "families", "transformers.models.llama.modeling_llama"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the preload knows no other
+        patch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # glibc gives back what is freed, so memory can be measured
         forkserver.ensure_running()
     return context
 

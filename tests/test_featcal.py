@@ -47,7 +47,6 @@ DETERMINED = (
     "falcon_h1",
 )
 EXACT = Regression(ridge=1e-9)
-ALWAYS = 48 * 2**20  # bytes of work space that a process takes whatever the size of the model
 
 State = dict[str, torch.Tensor]
 Tasks = list[list[list[int]]]
@@ -549,5 +548,5 @@ def test_memory_does_not_grow_with_the_number_of_layers(forks: ForkServerContext
     ]
     expected = needs(Decoder(both[1].config), 2, depths.TOKENS, True, True).memory
     print(f"peaks {[peak / 2**20 for peak in peaks]} MiB, said {expected / 2**20} MiB")
-    assert peaks[1] < 1.25 * peaks[0]
-    assert max(peaks) < 1.25 * expected + ALWAYS
+    assert peaks[1] < 1.1 * peaks[0]
+    assert max(peaks) < 1.4 * expected
