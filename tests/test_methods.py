@@ -271,8 +271,8 @@ def test_mergekit_multi_runs_several_merges(llama: Family, tmp_path: Path) -> No
     own = {"calibration": str(families.write_records(tmp_path / "both.jsonl", task=3))}
     second["models"].append({"model": "first", "parameters": own})
     (tmp_path / "recipes.yml").write_text(yaml.safe_dump_all([first, second]))
-    for folder in (parts := tmp_path / "parts",):
-        families.write_tokenizer(folder / "first")
+    parts = tmp_path / "parts"
+    families.write_tokenizer(parts / "first")
     done = run(
         multimerge.main,
         tmp_path / "recipes.yml",
