@@ -119,10 +119,8 @@ class Environment:
         return (out / "model.safetensors").read_bytes()
 
     def install(self, *what: str, installer: str = "pip") -> None:
-        """Install this package alone, from one of `distributions`; only an editable one needs a package index."""
-        # hatchling makes an editable wheel with `editables`, which is no dependency of developers.
-        local = [] if any("--editable" in option for option in what) else ["--no-index", "--no-build-isolation"]
-        self._call(installer, "install", "--no-deps", *local, *what)
+        """Install this package alone, from one of `distributions`, with what is there and no package index."""
+        self._call(installer, "install", "--no-deps", "--no-index", "--no-build-isolation", *what)
 
     def uninstall(self, installer: str = "pip") -> None:
         self._call(installer, "uninstall", *(["-y"] if installer == "pip" else []), "mergekit-slta")
