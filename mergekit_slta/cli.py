@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mergekit.config import MergeConfiguration
     from mergekit.options import MergeOptions
 
-    from mergekit_slta.measure import Experiment
+    from mergekit_slta.experiment import Experiment
     from mergekit_slta.preflight import Findings
     from mergekit_slta.ranks import Ranks
     from mergekit_slta.statistics import Statistics
@@ -138,6 +138,7 @@ def calibrate(recipe: Path, stats: str, levels: Sequence[str], **options: Any) -
     the same command goes on where it was; a finished file that fits is left as it is, and one that lacks a level gets
     it. On several GPUs: torchrun --nproc-per-node N -m mergekit_slta calibrate RECIPE -o STATS
     """
+    from mergekit_slta.measure import measured_statistics
     from mergekit_slta.recipe import SltaSettings, shared_settings
 
     merge_options = _merge_options(options)
@@ -149,7 +150,8 @@ def calibrate(recipe: Path, stats: str, levels: Sequence[str], **options: Any) -
             _refuse(_examine(source, merge_options, merging=False), ranks)
             experiment = _experiment(source, merge_options, ranks)
             before = _identity(path)
-            statistics = experiment.statistics(levels or [shared_settings(source.config, SltaSettings).level], path)
+            wanted = levels or [shared_settings(source.config, SltaSettings).level]
+            statistics = measured_statistics(experiment, wanted, path)
     except KeyboardInterrupt:
         click.echo(f"\nInterrupted. To go on where it was, run the same command again ({path}.partial).", err=True)
         raise click.exceptions.Exit(INTERRUPTED) from None
@@ -476,7 +478,7 @@ def _experiment(source: _Source, options: MergeOptions, ranks: Ranks | None = No
     import transformers
     from mergekit.io.tasks import LoaderCache
 
-    from mergekit_slta.measure import Experiment
+    from mergekit_slta.experiment import Experiment
     from mergekit_slta.recipe import from_config
 
     if options.quiet or (ranks and not ranks.first):
@@ -494,6 +496,7 @@ def _experiment(source: _Source, options: MergeOptions, ranks: Ranks | None = No
 
 def _share_work(source: _Source, options: MergeOptions, ranks: Ranks) -> None:
     """Compute with all processes what the merge would compute with one before its first tensor."""
+    from mergekit_slta.measure import measured_statistics
     from mergekit_slta.recipe import FeatcalSettings, SltaSettings, shared_settings
     from mergekit_slta.solved import solve_model
     from mergekit_slta.statistics import PUBLISHED_PREFIX, resolve_statistics
@@ -505,7 +508,7 @@ def _share_work(source: _Source, options: MergeOptions, ranks: Ranks) -> None:
         settings = shared_settings(source.config, SltaSettings)
         if not settings.statistics.startswith(PUBLISHED_PREFIX):
             path = resolve_statistics(settings.statistics) if settings.statistics else None
-            _experiment(source, options, ranks).statistics([settings.level], path)
+            measured_statistics(_experiment(source, options, ranks), [settings.level], path)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from mergekit.common import get_auto_cls
 from tqdm import tqdm
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.measure import Experiment
+from mergekit_slta.experiment import Experiment
 from mergekit_slta.recipe import calibration_problems
 from mergekit_slta.statistics import published_name
 from mergekit_slta.streams import make_batches

@@ -18,8 +18,8 @@ import torch
 from mergekit_slta.checkpoint import Checkpoint
 from mergekit_slta.decoder import Decoder
 from mergekit_slta.errors import SltaError
+from mergekit_slta.experiment import Experiment
 from mergekit_slta.interpolation import Grams, Study, count_passes, measure
-from mergekit_slta.measure import Experiment
 from mergekit_slta.recipe import calibration_problems
 from mergekit_slta.statistics import published_name
 from mergekit_slta.streams import Tasks

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
+from mergekit_slta.cache import cache_folder, digest
 from mergekit_slta.calibrate import Grams, calibrate
 from mergekit_slta.checkpoint import Checkpoint
 from mergekit_slta.data import CalibrationData
 from mergekit_slta.decoder import Decoder
 from mergekit_slta.errors import SltaError
+from mergekit_slta.experiment import Experiment
 from mergekit_slta.ranks import Ranks
-from mergekit_slta.recipe import Expert, Recipe, calibration_problems
+from mergekit_slta.recipe import calibration_problems
 from mergekit_slta.resume import Partial
-from mergekit_slta.samples import Samples, repeated_data
 from mergekit_slta.sources import source_name
 from mergekit_slta.statistics import (
     CalibrationInfo,
@@ -30,93 +29,63 @@ from mergekit_slta.statistics import (
     load,
     published_name,
     save,
-    settings_fingerprint,
-    tokens_fingerprint,
     versions,
 )
 from mergekit_slta.streams import share
 from mergekit_slta.submodules import LEVELS
 
 
-class Experiment:
-    """A recipe's models and data, opened; what is costly is done once and only when it is needed.
+def measured_statistics(
+    experiment: Experiment, levels: Sequence[str], path: Path | None = None, *, published: bool = False
+) -> Statistics:
+    """The statistics of the recipe's experts, in the recipe's order.
+
+    An existing file is matched by content and used; a level that it lacks is measured and added. Without a file
+    everything is measured and written to ``path``, or to the cache folder.
 
     Args:
-        recipe: the recipe.
-        device: where the layers run.
-        trust_remote_code, cache_dir: mergekit's options ``--trust-remote-code`` and ``--transformers-cache``.
-        quiet: no progress bar.
-        ranks: the processes that share the work.
+        experiment: the recipe's models and data.
+        levels: the levels that are wanted.
+        path: the statistics file.
+        published: the file is a copy of a published one, to which nothing is added.
+
+    Raises:
+        SltaError: an existing file does not fit the recipe, or something about models or data is wrong.
     """
+    if path is not None and _exists(path, experiment.ranks):
+        return _Measurement(experiment, path).reuse(levels, published)
+    if problems := calibration_problems(experiment.recipe, statistics_exist=False):
+        raise SltaError("\n".join(problems))
+    data = experiment.load_data(experiment.recipe.experts)
+    fingerprint = experiment.fingerprint(data)
+    path = path or cache_file(fingerprint, experiment.base.settings, levels)
+    measurement = _Measurement(experiment, path)
+    if _exists(path, experiment.ranks):
+        return measurement.reuse(levels, published)
+    return measurement.measure(_info(experiment, levels, data, fingerprint), experiment.experts, data, levels)
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        *,
-        device: str = "cpu",
-        trust_remote_code: bool = False,
-        cache_dir: str | None = None,
-        quiet: bool = False,
-        ranks: Ranks | None = None,
-    ) -> None:
-        self.recipe = recipe
-        self.device = device
-        self.trust_remote_code = trust_remote_code
-        self.cache_dir = cache_dir
-        self.quiet = quiet
-        self.ranks = ranks or Ranks()
-        self.samples = Samples(recipe.base, recipe.settings, trust_remote_code, cache_dir, quiet)
-        self.base = Checkpoint(recipe.base, trust_remote_code)
-        self.experts = [Checkpoint(expert.reference, trust_remote_code) for expert in recipe.experts]
-        self._merge_adapters()
 
-    def _merge_adapters(self) -> None:
-        """Have the first rank alone merge the adapters that mergekit has not merged yet."""
-        adapted = [expert for expert in (self.base, *self.experts) if expert.reference.lora is not None]
-        if not adapted or self.ranks.count == 1:
-            return
-        if self.ranks.first:
-            for checkpoint in adapted:
-                checkpoint.open()
-        self.ranks.wait()
+def _exists(path: Path, ranks: Ranks) -> bool:
+    exists = path.is_file()
+    ranks.require_equal(exists, path.parent)
+    return exists
 
-    def statistics(self, levels: Sequence[str], path: Path | None = None, *, published: bool = False) -> Statistics:
-        """The statistics of the recipe's experts, in the recipe's order.
 
-        An existing file is matched by content and used; a level that it lacks is measured and added. Without a file
-        everything is measured and written to ``path``, or to the cache folder.
+@dataclass(frozen=True)
+class _Measurement:
+    """An experiment with its statistics file, which is there or is to be written."""
 
-        Args:
-            levels: the levels that are wanted.
-            path: the statistics file.
-            published: the file is a copy of a published one, to which nothing is added.
+    experiment: Experiment
+    path: Path
 
-        Raises:
-            SltaError: an existing file does not fit the recipe, or something about models or data is wrong.
-        """
-        if path is not None and self._exists(path):
-            return self._reuse(load(path), levels, path, published)
-        if problems := calibration_problems(self.recipe, statistics_exist=False):
-            raise SltaError("\n".join(problems))
-        data = self.load_data(self.recipe.experts)
-        fingerprint = self.fingerprint(data)
-        path = path or cache_file(fingerprint, self.base.settings, levels)
-        if self._exists(path):
-            return self._reuse(load(path), levels, path, published)
-        return self._measure(self._info(levels, data, fingerprint), self.experts, data, levels, path)
-
-    def _exists(self, path: Path) -> bool:
-        exists = path.is_file()
-        self.ranks.require_equal(exists, path.parent)
-        return exists
-
-    def _reuse(self, found: Statistics, levels: Sequence[str], path: Path, published: bool) -> Statistics:
-        """Match a file's content with the recipe, add the levels that it lacks, and take the recipe's experts."""
-        given = [expert for expert in self.recipe.experts if expert.calibration]
-        data = self.load_data(given) if len(given) == len(self.recipe.experts) else None
-        order = self._match_models(found, path, data)
+    def reuse(self, levels: Sequence[str], published: bool) -> Statistics:
+        """Match the file's content with the recipe, add the levels that it lacks, and take the recipe's experts."""
+        found, experts = load(self.path), self.experiment.recipe.experts
+        given = [expert for expert in experts if expert.calibration]
+        data = self.experiment.load_data(given) if len(given) == len(experts) else None
+        order = self._match_models(found, data)
         if data is not None:
-            self._match_data(found, order, data, path)
+            self._match_data(found, order, data)
         missing = [level for level in levels if level not in found.info.levels]
         if missing and published:
             raise SltaError(
@@ -124,26 +93,27 @@ class Experiment:
                 f"{', '.join(found.info.levels)}): use one that they hold, or measure into a file of your own."
             )
         if missing:
-            found = self._add_levels(found, order, data, missing, path)
-        elif not published and Partial.levels(partial_folder(path)) <= set(found.info.levels):
-            self._finish(path)  # what a process that was killed after writing the file has left
+            found = self._add_levels(found, order, data, missing)
+        elif not published and Partial.levels(partial_folder(self.path)) <= set(found.info.levels):
+            self._finish()  # what a process that was killed after writing the file has left
         return found.select(order)
 
-    def _match_models(self, found: Statistics, path: Path, data: Sequence[CalibrationData] | None) -> list[int]:
+    def _match_models(self, found: Statistics, data: Sequence[CalibrationData] | None) -> list[int]:
         """The index in the file of each of the recipe's experts; of equal ones, that with the same data."""
-        if self.base.fingerprint(self.cache_dir) != found.info.fingerprint.base:
+        base, cache_dir = self.experiment.base, self.experiment.cache_dir
+        if base.fingerprint(cache_dir) != found.info.fingerprint.base:
             raise SltaError(
-                f"The base model {self.base} is not the one that {path} was measured on ('{found.info.base_model}', "
+                f"The base model {base} is not the one that {self.path} was measured on ('{found.info.base_model}', "
                 "other content): use that base model or other statistics."
             )
         unused = dict(enumerate(found.info.fingerprint.experts))
         order = []
-        for number, expert in enumerate(self.experts):
-            content = expert.fingerprint(self.cache_dir)
+        for number, expert in enumerate(self.experiment.experts):
+            content = expert.fingerprint(cache_dir)
             equal = [index for index, known in unused.items() if known == content]
             if not equal:
                 raise SltaError(
-                    f"The expert {expert} is none of the models that {path} was measured on "
+                    f"The expert {expert} is none of the models that {self.path} was measured on "
                     f"({', '.join(found.info.models)}; other content): use those or measure anew into another file."
                 )
             same_data = [i for i in equal if data and found.info.calibration[i].sha256 == data[number].sha256]
@@ -151,60 +121,55 @@ class Experiment:
             del unused[order[-1]]
         return order
 
-    def _match_data(self, found: Statistics, order: Sequence[int], data: Sequence[CalibrationData], path: Path) -> None:
-        settings, info = self.recipe.settings, found.info
+    def _match_data(self, found: Statistics, order: Sequence[int], data: Sequence[CalibrationData]) -> None:
+        recipe, info = self.experiment.recipe, found.info
         for name in ("samples", "max_tokens", "seed"):
-            if getattr(settings, name) != getattr(info, name):
+            if getattr(recipe.settings, name) != getattr(info, name):
                 raise SltaError(
-                    f"The recipe has {name} {getattr(settings, name)}, but {path} was measured with "
+                    f"The recipe has {name} {getattr(recipe.settings, name)}, but {self.path} was measured with "
                     f"{getattr(info, name)}: set it so, or measure into another file."
                 )
-        for expert, index, samples in zip(self.recipe.experts, order, data, strict=True):
+        for expert, index, samples in zip(recipe.experts, order, data, strict=True):
             if samples.sha256 != info.calibration[index].sha256:
                 raise SltaError(
                     f"The calibration data '{expert.calibration}' of {expert} gives other tokens than "
-                    f"'{info.calibration[index].source}', on which {path} was measured: use that data, leave "
+                    f"'{info.calibration[index].source}', on which {self.path} was measured: use that data, leave "
                     "'calibration' out to use the file as it is, or measure into another file."
                 )
 
     def _add_levels(
-        self,
-        found: Statistics,
-        order: Sequence[int],
-        data: Sequence[CalibrationData] | None,
-        levels: Sequence[str],
-        path: Path,
+        self, found: Statistics, order: Sequence[int], data: Sequence[CalibrationData] | None, levels: Sequence[str]
     ) -> Statistics:
         if data is None or len(order) != len(found.info.models):
             raise SltaError(
-                f"{path} lacks the level {', '.join(levels)}, which can be added only by a recipe with all of the "
+                f"{self.path} lacks the level {', '.join(levels)}, which can be added only by a recipe with all of the "
                 f"file's experts ({', '.join(found.info.models)}) and their calibration data."
             )
         position = [order.index(index) for index in range(len(order))]
-        experts, data = [self.experts[i] for i in position], [data[i] for i in position]
+        experts, data = [self.experiment.experts[i] for i in position], [data[i] for i in position]
         known = [level for level in LEVELS if level in found.info.levels or level in levels]
         info = found.info.model_copy(update={"levels": tuple(known)})
-        return self._measure(info, experts, data, levels, path, known=found.grams)
+        return self.measure(info, experts, data, levels, known=found.grams)
 
-    def _measure(
+    def measure(
         self,
         info: Info,
         experts: Sequence[Checkpoint],
         data: Sequence[CalibrationData],
         levels: Sequence[str],
-        path: Path,
         known: Grams | None = None,
     ) -> Statistics:
         """Measure levels, and write the statistics file with them and with what is known."""
-        content = info.fingerprint.model_dump(mode="json") | {"levels": list(levels), "config": self.base.settings}
-        partial = Partial(partial_folder(path), content)
-        partial.enter(self.ranks)
+        content = info.fingerprint.model_dump(mode="json")
+        content |= {"levels": list(levels), "config": self.experiment.base.settings}
+        partial = Partial(partial_folder(self.path), content)
+        partial.enter(self.experiment.ranks)
         try:
             grams = self._calibrate(experts, data, levels, partial)
             statistics = _assemble({**(known or {}), **grams}, data, info)
-            if self.ranks.first:
-                save(statistics, path)
-            self._finish(path)
+            if self.experiment.ranks.first:
+                save(statistics, self.path)
+            self._finish()
         finally:
             partial.release()
         return statistics
@@ -212,90 +177,63 @@ class Experiment:
     def _calibrate(
         self, experts: Sequence[Checkpoint], data: Sequence[CalibrationData], levels: Sequence[str], partial: Partial
     ) -> Grams:
-        decoder = Decoder(self.base.config, self.trust_remote_code, self.device)
+        experiment, ranks = self.experiment, self.experiment.ranks
+        decoder = Decoder(experiment.base.config, experiment.trust_remote_code, experiment.device)
         tasks = [samples.token_ids for samples in data]
-        batch_tokens = self.recipe.settings.batch_tokens
+        batch_tokens = experiment.recipe.settings.batch_tokens
         with tqdm(
-            total=share(decoder, tasks, batch_tokens, self.ranks) * len(decoder),
+            total=share(decoder, tasks, batch_tokens, ranks) * len(decoder),
             desc=f"Calibrating {', '.join(levels)}",
             unit="sample",
             unit_scale=1 / len(decoder),
             leave=False,
-            disable=self.quiet or not self.ranks.first,
+            disable=experiment.quiet or not ranks.first,
         ) as bar:
             return calibrate(
                 decoder,
-                [self.base, *experts],
+                [experiment.base, *experts],
                 tasks,
                 levels,
                 batch_tokens=batch_tokens,
                 partial=partial,
-                ranks=self.ranks,
+                ranks=ranks,
                 progress=bar.update,
             )
 
-    def _finish(self, path: Path) -> None:
-        self.ranks.wait()
-        shutil.rmtree(partial_folder(path), ignore_errors=True)
+    def _finish(self) -> None:
+        self.experiment.ranks.wait()
+        shutil.rmtree(partial_folder(self.path), ignore_errors=True)
 
-    def check_edges(self, decoder: Decoder, experts: bool) -> None:
-        """Read the tensors outside the decoder layers, the base model's and perhaps the experts', for their values.
 
-        Raises:
-            SltaError: a tensor is missing, or holds NaN or Inf.
-        """
-        for model in [self.base, *self.experts] if experts else [self.base]:
-            for name in decoder.edge_tensors():
-                model.read({name: name}, decoder.base_model_prefix)
-
-    def load_data(self, experts: Sequence[Expert], samples: int | None = None) -> list[CalibrationData]:
-        """The calibration samples of experts that have a source: as many as the recipe says, or ``samples``.
-
-        Raises:
-            SltaError: a source gives no samples, or the same ones as another's.
-        """
-        data = [self.samples.of(expert, samples) for expert in experts]
-        if problems := repeated_data(zip(experts, data, strict=True)):
-            raise SltaError("\n".join(problems))
-        return data
-
-    def fingerprint(self, data: Sequence[CalibrationData]) -> Fingerprint:
-        """What the models, the samples and how they were drawn are, by content."""
-        settings = self.recipe.settings
-        return Fingerprint(
-            base=self.base.fingerprint(self.cache_dir),
-            experts=tuple(expert.fingerprint(self.cache_dir) for expert in self.experts),
-            tokens=tokens_fingerprint([samples.sha256 for samples in data]),
-            settings=settings_fingerprint(settings.samples, settings.max_tokens, settings.seed),
+def _info(
+    experiment: Experiment, levels: Sequence[str], data: Sequence[CalibrationData], fingerprint: Fingerprint
+) -> Info:
+    recipe, config = experiment.recipe, experiment.base.config
+    names = [published_name(reference) for reference in (recipe.base, *(e.reference for e in recipe.experts))]
+    if len(set(names)) < len(names):
+        raise SltaError(
+            f"Two models would get the same name in the statistics ({', '.join(names)}): rename a folder, or "
+            "give relative paths."
         )
-
-    def _info(self, levels: Sequence[str], data: Sequence[CalibrationData], fingerprint: Fingerprint) -> Info:
-        recipe, config = self.recipe, self.base.config
-        names = [published_name(reference) for reference in (recipe.base, *(e.reference for e in recipe.experts))]
-        if len(set(names)) < len(names):
-            raise SltaError(
-                f"Two models would get the same name in the statistics ({', '.join(names)}): rename a folder, or "
-                "give relative paths."
-            )
-        return Info(
-            format_version=1,
-            levels=tuple(level for level in LEVELS if level in levels),
-            base_model=names[0],
-            models=tuple(names[1:]),
-            calibration=tuple(
-                CalibrationInfo(source=source_name(samples.source), template=samples.template, sha256=samples.sha256)
-                for samples in data
-            ),
-            samples=recipe.settings.samples,
-            max_tokens=recipe.settings.max_tokens,
-            seed=recipe.settings.seed,
-            inputs="base",
-            architecture=(config.architectures or [""])[0],
-            num_layers=config.num_hidden_layers,
-            dtype=self.base.dtype,
-            versions=versions(),
-            fingerprint=fingerprint,
-        )
+    return Info(
+        format_version=1,
+        levels=tuple(level for level in LEVELS if level in levels),
+        base_model=names[0],
+        models=tuple(names[1:]),
+        calibration=tuple(
+            CalibrationInfo(source=source_name(samples.source), template=samples.template, sha256=samples.sha256)
+            for samples in data
+        ),
+        samples=recipe.settings.samples,
+        max_tokens=recipe.settings.max_tokens,
+        seed=recipe.settings.seed,
+        inputs="base",
+        architecture=(config.architectures or [""])[0],
+        num_layers=config.num_hidden_layers,
+        dtype=experiment.base.dtype,
+        versions=versions(),
+        fingerprint=fingerprint,
+    )
 
 
 def _assemble(grams: Grams, data: Sequence[CalibrationData], info: Info) -> Statistics:
@@ -313,13 +251,3 @@ def cache_file(fingerprint: Fingerprint, config: object, levels: Sequence[str]) 
     """Where statistics go that a recipe names no file for; another configuration computes other features."""
     content = [fingerprint.model_dump(mode="json"), config, sorted(levels)]
     return cache_folder() / f"{digest(content)}.safetensors"
-
-
-def digest(content: object) -> str:
-    """A short name for what JSON can hold, equal for equal content."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def cache_folder() -> Path:
-    """Where everything goes that a recipe names no place for."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mergekit-slta"

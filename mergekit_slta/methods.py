@@ -21,9 +21,10 @@ from mergekit.options import MergeOptions
 
 from mergekit_slta.decoder import Decoder
 from mergekit_slta.errors import SltaError
+from mergekit_slta.experiment import Experiment
 from mergekit_slta.featcal import ANCHOR, ERRORS
 from mergekit_slta.layer_solver import MERGED
-from mergekit_slta.measure import Experiment
+from mergekit_slta.measure import measured_statistics
 from mergekit_slta.preflight import refuse_problems
 from mergekit_slta.recipe import (
     CalibrationSettings,
@@ -256,7 +257,7 @@ def solve_weights(experiment: Experiment, settings: SltaSettings) -> TensorWeigh
     experiment.check_edges(decoder, experts=settings.edges == "mean" or settings.level == "model")
     path = resolve_statistics(settings.statistics, experiment.cache_dir) if settings.statistics else None
     published = settings.statistics.startswith(PUBLISHED_PREFIX)
-    statistics = experiment.statistics([settings.level], path, published=published)
+    statistics = measured_statistics(experiment, [settings.level], path, published=published)
     solutions = statistics.solve(settings.level, balance=settings.balance, ridge=settings.ridge)
     singular = [name for name, solution in solutions.items() if solution.rank < len(experiment.experts)]
     if singular:

@@ -12,12 +12,14 @@ from safetensors import safe_open
 from tqdm import tqdm
 
 from mergekit_slta.anchor import Anchor
+from mergekit_slta.cache import cache_folder, digest
 from mergekit_slta.decoder import Decoder
 from mergekit_slta.errors import SltaError
+from mergekit_slta.experiment import Experiment
 from mergekit_slta.featcal import ERRORS, feature_merge, stages
 from mergekit_slta.layer_solver import Regression
 from mergekit_slta.maps import output_head
-from mergekit_slta.measure import Experiment, cache_folder, digest
+from mergekit_slta.measure import measured_statistics
 from mergekit_slta.recipe import FeatcalSettings, calibration_problems
 from mergekit_slta.resume import Partial
 from mergekit_slta.streams import Tasks, share
@@ -149,7 +151,7 @@ def _anchor(experiment: Experiment, settings: FeatcalSettings, decoder: Decoder)
     if settings.anchor == "average":
         equal = torch.full((len(experiment.experts),), 1 / len(experiment.experts), dtype=torch.float64)
         return Anchor(models, lambda name: equal)
-    solutions = experiment.statistics([ANCHOR_LEVEL]).solve(ANCHOR_LEVEL)
+    solutions = measured_statistics(experiment, [ANCHOR_LEVEL]).solve(ANCHOR_LEVEL)
     return Anchor(models, TensorWeights(decoder, ANCHOR_LEVEL, {n: s.alpha for n, s in solutions.items()}).__getitem__)
 
 

@@ -30,8 +30,8 @@ from mergekit_slta.anchor import Anchor
 from mergekit_slta.calibrate import calibrate
 from mergekit_slta.checkpoint import Checkpoint
 from mergekit_slta.decoder import Decoder
+from mergekit_slta.experiment import Experiment
 from mergekit_slta.featcal import feature_merge as solve_features
-from mergekit_slta.measure import Experiment
 from mergekit_slta.recipe import from_config
 from mergekit_slta.resume import Partial
 from mergekit_slta.solved import SolvedModel

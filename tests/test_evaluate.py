@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mergekit_slta import evaluate as module
 from mergekit_slta.errors import SltaError
 from mergekit_slta.evaluate import TaskEvaluation, evaluate, negative_log_likelihood
-from mergekit_slta.measure import Experiment
+from mergekit_slta.experiment import Experiment
 from mergekit_slta.recipe import Expert, Recipe, SltaSettings
 
 SAMPLES = 2

@@ -17,6 +17,7 @@ from safetensors import safe_open
 
 from mergekit_slta import measure, statistics
 from mergekit_slta.errors import SltaError
+from mergekit_slta.measure import measured_statistics
 from mergekit_slta.statistics import Statistics
 
 SETTINGS = {"samples": 5, "max_tokens": 12, "seed": 3}
@@ -28,13 +29,13 @@ def recipe(family: Family, **arguments: Any) -> dict[str, Any]:
 
 def measured(content: dict[str, Any], path: Path | None, *levels: str) -> Statistics:
     LoaderCache.loaders.clear()
-    return families.experiment(content).statistics(levels or ("attn_mlp",), path)
+    return measured_statistics(families.experiment(content), levels or ("attn_mlp",), path)
 
 
 @pytest.fixture(scope="module")
 def measured_once(llama: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("measured") / "stats.safetensors"
-    families.experiment(recipe(llama)).statistics(["attn_mlp"], path)
+    measured_statistics(families.experiment(recipe(llama)), ["attn_mlp"], path)
     return path
 
 

@@ -26,7 +26,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from mergekit_slta import plain_recipe as module
 from mergekit_slta.decoder import Decoder
 from mergekit_slta.errors import SltaError
-from mergekit_slta.measure import Experiment
+from mergekit_slta.experiment import Experiment
+from mergekit_slta.measure import measured_statistics
 from mergekit_slta.plain_recipe import PlannedTensor, plain_recipe, planned_tensors, weight_settings
 from mergekit_slta.recipe import Expert, Recipe, SltaSettings
 from mergekit_slta.statistics import (
@@ -110,7 +111,7 @@ def measure(folder: Path, architecture: str, changes: dict[str, Any], levels: Se
         for path, data in zip(family.experts, family.data, strict=True)
     )
     recipe = Recipe(ModelReference.parse(str(family.base)), experts, SltaSettings(samples=2))
-    Experiment(recipe, quiet=True).statistics(levels, folder / "stats.safetensors")
+    measured_statistics(Experiment(recipe, quiet=True), levels, folder / "stats.safetensors")
     return family, folder / "stats.safetensors"
 
 

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from mergekit_slta import ranks, statistics
 from mergekit_slta.decoder import Decoder
 from mergekit_slta.errors import SltaError
+from mergekit_slta.measure import measured_statistics
 from mergekit_slta.ranks import Ranks
 from mergekit_slta.resume import Partial
 from mergekit_slta.solved import SolvedModel
@@ -201,7 +202,9 @@ def test_torchrun_calibrate_writes_the_same_file(
 ) -> None:
     recipe = write_recipe(llama, samples=6, batch_tokens=BATCH_TOKENS)
     alone, together = tmp_path / "alone.safetensors", tmp_path / "together.safetensors"
-    families.experiment(families.recipe(llama, samples=6, batch_tokens=BATCH_TOKENS)).statistics(["attn_mlp"], alone)
+    measured_statistics(
+        families.experiment(families.recipe(llama, samples=6, batch_tokens=BATCH_TOKENS)), ["attn_mlp"], alone
+    )
     done = torchrun(count, "-m", "mergekit_slta", "calibrate", recipe, "-o", together)
     assert done.returncode == 0, done.stderr
     one, other = statistics.load(alone), statistics.load(together)
@@ -240,7 +243,7 @@ def test_an_error_on_one_rank_ends_all_of_them(llama: Family, write_recipe: Writ
     assert "Error: the disk of rank 1 is gone" in done.stderr
     assert not stats.exists()
     content = families.recipe(llama, samples=6, batch_tokens=BATCH_TOKENS)
-    went_on = families.experiment(content).statistics(["attn_mlp"], stats)
+    went_on = measured_statistics(families.experiment(content), ["attn_mlp"], stats)
     alone = families.measure(llama, "attn_mlp", batch_tokens=BATCH_TOKENS)
     assert largest_difference(went_on.grams, alone) < 1e-8
 

@@ -17,6 +17,7 @@ from html_elements import Elements, assert_self_contained
 from mergekit_slta.analysis import MOST_CONDITION, PLAUSIBLE_ALPHA, WIDEST_INTERVAL, analyse
 from mergekit_slta.cli import main
 from mergekit_slta.errors import SltaError
+from mergekit_slta.measure import measured_statistics
 from mergekit_slta.page import percent, plain_number
 from mergekit_slta.report import reliability, report_page, verdict, write_report
 from mergekit_slta.statistics import Statistics, load, save
@@ -195,7 +196,9 @@ def test_one_expert_and_one_sample() -> None:
 
 
 def test_a_report_on_measured_statistics(llama: Family, tmp_path: Path) -> None:
-    statistics = families.experiment(families.recipe(llama)).statistics(["attn_mlp"], tmp_path / "s.safetensors")
+    statistics = measured_statistics(
+        families.experiment(families.recipe(llama)), ["attn_mlp"], tmp_path / "s.safetensors"
+    )
     path = write_report(statistics, tmp_path / "report")
     assert_self_contained(path.read_text())
     assert verdict(analyse(statistics, "attn_mlp")) in " ".join(Elements(path.read_text()).text.split())

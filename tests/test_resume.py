@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 
 from mergekit_slta import resume
 from mergekit_slta.errors import SltaError
+from mergekit_slta.measure import measured_statistics
 from mergekit_slta.resume import Partial
 
 LEVELS = ("layer", "attn_mlp")
@@ -142,7 +143,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
 def uninterrupted(family: Family, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     path = tmp_path_factory.mktemp("whole") / "stats.safetensors"
     LoaderCache.loaders.clear()
-    families.experiment(recipe(family)).statistics(LEVELS, path)
+    measured_statistics(families.experiment(recipe(family)), LEVELS, path)
     return path.read_bytes()
 
 
@@ -151,7 +152,7 @@ def recipe(family: Family, **changes: Any) -> dict[str, Any]:
 
 
 def measure(content: dict[str, Any], path: Path) -> None:
-    families.experiment(content).statistics(LEVELS, path)
+    measured_statistics(families.experiment(content), LEVELS, path)
 
 
 @pytest.fixture
@@ -189,11 +190,11 @@ def test_another_process_is_kept_out_until_the_first_has_ended(
     process = families.started(forks, measure, recipe(family), path, stop_after=2)
     before = {file: file.read_bytes() for file in partial_of(path).iterdir()}
     with pytest.raises(SltaError, match="Another process is at work in .*partial: wait until it has ended"):
-        families.experiment(recipe(family)).statistics(LEVELS, path)
+        measured_statistics(families.experiment(recipe(family)), LEVELS, path)
     assert {file: file.read_bytes() for file in partial_of(path).iterdir()} == before
     process.kill()
     process.join()
-    families.experiment(recipe(family)).statistics(LEVELS, path)
+    measured_statistics(families.experiment(recipe(family)), LEVELS, path)
     assert path.read_bytes() == uninterrupted
 
 
@@ -245,7 +246,7 @@ def interrupted(family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with monkeypatch.context() as patch:
         patch.setattr(Partial, "finish_layer", interrupt)
         with pytest.raises(Interrupted):
-            families.experiment(recipe(family)).statistics(LEVELS, path)
+            measured_statistics(families.experiment(recipe(family)), LEVELS, path)
     return path
 
 
@@ -255,7 +256,7 @@ def test_another_configuration_of_the_base_model_is_refused(family: Family, inte
     (base / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
     other = Family(base, family.experts, family.data, family.config)
     with pytest.raises(SltaError, match="other config"):
-        families.experiment(recipe(other)).statistics(LEVELS, interrupted)
+        measured_statistics(families.experiment(recipe(other)), LEVELS, interrupted)
 
 
 def test_a_damaged_state_is_named(family: Family, interrupted: Path) -> None:
@@ -263,7 +264,7 @@ def test_a_damaged_state_is_named(family: Family, interrupted: Path) -> None:
     with pytest.raises(
         SltaError, match=f"state.json is damaged .*: delete the folder {re.escape(str(partial_of(interrupted)))}"
     ):
-        families.experiment(recipe(family)).statistics(LEVELS, interrupted)
+        measured_statistics(families.experiment(recipe(family)), LEVELS, interrupted)
 
 
 def test_a_damaged_file_is_named(family: Family, interrupted: Path) -> None:
@@ -272,7 +273,7 @@ def test_a_damaged_file_is_named(family: Family, interrupted: Path) -> None:
     with pytest.raises(
         SltaError, match=f"{hidden.name} is damaged .*: delete the folder {re.escape(str(partial_of(interrupted)))}"
     ):
-        families.experiment(recipe(family)).statistics(LEVELS, interrupted)
+        measured_statistics(families.experiment(recipe(family)), LEVELS, interrupted)
 
 
 def test_a_full_disk_loses_nothing(
@@ -289,10 +290,10 @@ def test_a_full_disk_loses_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(resume, "save_file", save_until_full)
         with pytest.raises(SltaError, match="layer-0003.safetensors cannot be written .*No space left.*: make room"):
-            families.experiment(recipe(family)).statistics(LEVELS, path)
+            measured_statistics(families.experiment(recipe(family)), LEVELS, path)
     assert len(list(partial_of(path).glob("layer-*"))) == 3
     LoaderCache.loaders.clear()
-    families.experiment(recipe(family)).statistics(LEVELS, path)
+    measured_statistics(families.experiment(recipe(family)), LEVELS, path)
     assert path.read_bytes() == uninterrupted
 
 
@@ -311,7 +312,7 @@ def test_the_state_of_another_calibration_is_refused_and_left_alone(
 ) -> None:
     before = {file: file.read_bytes() for file in partial_of(interrupted).iterdir()}
     with pytest.raises(SltaError, match=f"unfinished calibration of something else.*{words}"):
-        families.experiment(recipe(family, **changes)).statistics(levels, interrupted)
+        measured_statistics(families.experiment(recipe(family, **changes)), levels, interrupted)
     assert {file: file.read_bytes() for file in partial_of(interrupted).iterdir()} == before
     assert not interrupted.exists()
 
@@ -319,21 +320,21 @@ def test_the_state_of_another_calibration_is_refused_and_left_alone(
 def test_another_base_model_is_refused(family: Family, interrupted: Path) -> None:
     other = Family(family.experts[0], (family.base, family.experts[1]), family.data, family.config)
     with pytest.raises(SltaError, match="other base"):
-        families.experiment(recipe(other)).statistics(LEVELS, interrupted)
+        measured_statistics(families.experiment(recipe(other)), LEVELS, interrupted)
 
 
 def test_the_same_calibration_goes_on(family: Family, interrupted: Path, uninterrupted: bytes) -> None:
-    families.experiment(recipe(family)).statistics(LEVELS, interrupted)
+    measured_statistics(families.experiment(recipe(family)), LEVELS, interrupted)
     assert interrupted.read_bytes() == uninterrupted
     assert not partial_of(interrupted).exists()
 
 
 def test_what_a_kill_after_the_last_write_leaves_is_removed(family: Family, interrupted: Path) -> None:
     left = shutil.copytree(partial_of(interrupted), interrupted.with_name("left"))
-    families.experiment(recipe(family)).statistics(LEVELS, interrupted)
+    measured_statistics(families.experiment(recipe(family)), LEVELS, interrupted)
     left.rename(partial_of(interrupted))
     LoaderCache.loaders.clear()
     before = interrupted.stat()
-    families.experiment(recipe(family)).statistics(LEVELS, interrupted)
+    measured_statistics(families.experiment(recipe(family)), LEVELS, interrupted)
     assert not partial_of(interrupted).exists()
     assert interrupted.stat().st_mtime_ns == before.st_mtime_ns

@@ -22,7 +22,8 @@ import torch
 from common import Setting, load, print_peak_memory, timed, wait_for, with_setting
 from mergekit.io.tasks import LoaderCache
 
-from mergekit_slta.measure import Experiment
+from mergekit_slta.experiment import Experiment
+from mergekit_slta.measure import measured_statistics
 from mergekit_slta.recipe import Recipe, SltaSettings
 from mergekit_slta.streams import Batch, fitting_batch, make_batches
 
@@ -80,7 +81,7 @@ def _calibrate(recipe: Recipe, levels: str, device: str) -> Experiment:
     LoaderCache.loaders.clear()
     experiment = Experiment(recipe, device=device, quiet=True)
     with tempfile.TemporaryDirectory() as folder:
-        experiment.statistics(levels.split(","), Path(folder) / "statistics.safetensors")
+        measured_statistics(experiment, levels.split(","), Path(folder) / "statistics.safetensors")
     return experiment
 
 

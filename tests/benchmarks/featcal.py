@@ -22,8 +22,8 @@ from mergekit.io.tasks import LoaderCache
 from torch.nn import Module
 
 from mergekit_slta.decoder import Decoder
+from mergekit_slta.experiment import Experiment
 from mergekit_slta.map_groups import groups_by_layer
-from mergekit_slta.measure import Experiment
 from mergekit_slta.recipe import FeatcalSettings, Recipe
 from mergekit_slta.solved import solve_model
 from mergekit_slta.streams import Batch, fitting_batch, make_batches

@@ -24,7 +24,8 @@ from mergekit.merge import run_merge
 from mergekit.options import MergeOptions
 
 import mergekit_slta.methods
-from mergekit_slta.measure import Experiment
+from mergekit_slta.experiment import Experiment
+from mergekit_slta.measure import measured_statistics
 from mergekit_slta.recipe import SltaSettings
 
 METHODS = ("slta", "task_arithmetic", "linear")
@@ -69,7 +70,7 @@ def main(size: str, experts: int, threads: int, repeats: int, method: str | None
 def _measure(folders: list[Path], file: Path) -> None:
     """Make the statistics, once."""
     recipe = make_recipe(folders, SltaSettings(samples=2, max_tokens=16))
-    Experiment(recipe, quiet=True).statistics([LEVEL], file)
+    measured_statistics(Experiment(recipe, quiet=True), [LEVEL], file)
 
 
 def _merge(method: str, folders: list[Path], file: Path) -> dict[str, float]:

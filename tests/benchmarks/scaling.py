@@ -24,7 +24,8 @@ import yaml
 from common import CACHE, be_quiet, in_subprocess, make_family, make_recipe, write_samples
 from memory import PeakMemory
 
-from mergekit_slta.measure import Experiment
+from mergekit_slta.experiment import Experiment
+from mergekit_slta.measure import measured_statistics
 from mergekit_slta.recipe import SltaSettings
 
 DEFAULTS = {"samples": 8, "tokens": 128, "experts": 3, "layers": 4}
@@ -74,7 +75,7 @@ def _run(size: str, level: str, values: dict[str, Any]) -> dict[str, float]:
     recipe = make_recipe(folders, SltaSettings(samples=values["samples"], max_tokens=values["tokens"]))
     with tempfile.TemporaryDirectory() as folder, PeakMemory() as peak:
         start = time.perf_counter()
-        Experiment(recipe, quiet=True).statistics([level], Path(folder) / "statistics.safetensors")
+        measured_statistics(Experiment(recipe, quiet=True), [level], Path(folder) / "statistics.safetensors")
         seconds = time.perf_counter() - start
     return {"seconds": seconds, "anonymous_mb": peak.bytes / 2**20}
 
