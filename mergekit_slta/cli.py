@@ -107,7 +107,7 @@ def main() -> None:
 def check(recipe: Path, **options: Any) -> None:
     """Say everything that is wrong with RECIPE, before anything is computed.
 
-    Reads configurations and file headers only, no weights. Exit code 1 if something is wrong.
+    Reads configurations, file headers and calibration data, no weights. Exit code 1 if something is wrong.
     """
     merge_options = _merge_options(options)
     found = _examine(_read_recipe(recipe), merge_options, running=False)

@@ -1,4 +1,4 @@
-"""Everything about a recipe that can be known to be wrong from configs and file headers, all at once."""
+"""Everything about a recipe that can be known to be wrong before weights are read, all at once."""
 
 from __future__ import annotations
 
