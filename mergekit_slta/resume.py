@@ -80,6 +80,7 @@ class Partial:
             self.begin()
             self.claim()
         ranks.wait()
+        self.begin()  # for a rank with a disk of its own
 
     def begin(self) -> None:
         """Make the folder, and write what it belongs to."""

@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from mergekit_slta import resume
 from mergekit_slta.errors import SltaError
 from mergekit_slta.measure import measured_statistics
+from mergekit_slta.ranks import Ranks
 from mergekit_slta.resume import Partial
 
 LEVELS = ("layer", "attn_mlp")
@@ -128,6 +129,18 @@ def test_a_folder_without_a_state_is_taken(tmp_path: Path) -> None:
     partial = Partial(tmp_path / "state", {"base": "a"})
     partial.begin()
     assert partial.finished_layers() == 0
+
+
+def test_only_the_first_rank_keeps_others_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ranks, "wait", lambda self: None)
+    first, second = (Partial(tmp_path / "state", {}) for _ in range(2))
+    first.enter(Ranks(0, 2))
+    second.enter(Ranks(1, 2))
+    with pytest.raises(SltaError, match="Another process is at work in"):
+        Partial(tmp_path / "state", {}).enter(Ranks(0, 2))
+    first.release()
+    Partial(tmp_path / "own", {}).enter(Ranks(1, 2))
+    assert {file.name for file in (tmp_path / "own").iterdir()} == {resume.STATE}
 
 
 # Killed
