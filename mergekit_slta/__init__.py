@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 # Public name -> the module that defines it, loaded on first use.
 _EXPORTS = {
     "Decoder": "mergekit_slta.decoder",
-    "Experiment": "mergekit_slta.measure",
+    "Experiment": "mergekit_slta.experiment",
     "Recipe": "mergekit_slta.recipe",
     "SltaError": "mergekit_slta.errors",
     "Solution": "mergekit_slta.solver",
@@ -17,6 +17,7 @@ _EXPORTS = {
     "TensorWeights": "mergekit_slta.submodules",
     "calibrate": "mergekit_slta.calibrate",
     "load": "mergekit_slta.statistics",
+    "measured_statistics": "mergekit_slta.measure",
     "plan_linearity": "mergekit_slta.linearity",
     "save": "mergekit_slta.statistics",
     "solve_model": "mergekit_slta.solved",

@@ -1,4 +1,4 @@
-"""The folder for everything that a recipe names no place for."""
+"""The folder for what a recipe names no place for, and names in it that tell by content."""
 
 from __future__ import annotations
 

@@ -380,12 +380,12 @@ def merge(recipe: Path, out: str, **options: Any) -> None:
     from mergekit.merge import run_merge
 
     from mergekit_slta import methods
-    from mergekit_slta.preflight import examined
+    from mergekit_slta.preflight import Findings, examined
 
     methods.register()
     methods.watch_planner()
     merge_options = _merge_options(options)
-    source = _read_recipe(recipe)
+    source, found = _read_recipe(recipe), Findings([], [])
     with _joined_ranks() as ranks:
         if source.config.merge_method in [method.spec.name for method in methods.METHODS]:
             found = _examine(source, merge_options, out_path=out)
@@ -394,7 +394,7 @@ def merge(recipe: Path, out: str, **options: Any) -> None:
         if ranks.count > 1:
             _share_work(source, merge_options, ranks)
     if ranks.first:
-        with examined(source.config):
+        with examined(source.config, found):
             run_merge(source.config, out, options=merge_options, config_source=source.text)
 
 
@@ -459,13 +459,15 @@ def _examine(source: _Source, options: MergeOptions, **purpose: Any) -> Findings
 
 def _refuse(found: Findings, ranks: Ranks | None = None) -> None:
     """End with the problems; all processes end where one has found some, before any writes what another checks."""
+    refusal = SltaError("\n".join(found.problems))
     having = ranks.gather(bool(found.problems)) if ranks else [bool(found.problems)]
     if not any(having):
         return
-    if ranks is None or ranks.index == having.index(True):
-        SltaError("\n".join(found.problems)).show()
-    if ranks is not None:
-        ranks.wait()  # torchrun ends the others as soon as one has ended
+    if ranks is None:
+        raise refusal
+    if ranks.index == having.index(True):
+        refusal.show()
+    ranks.wait()  # torchrun ends the others as soon as one has ended
     raise click.exceptions.Exit(1)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mergekit_slta.errors import SltaError, one_line
+from mergekit_slta.errors import SltaError
 from mergekit_slta.records import Record, record_text
 from mergekit_slta.sources import read_records
 
@@ -57,7 +57,8 @@ class CalibrationSource:
         source: what the recipe gives as ``calibration``.
         template: a ``str.format`` string over a record's fields, or "" to go by the shape of the record.
         tokenizer: the base model's; it tokenizes everything.
-        expert_tokenizer: loads the expert's tokenizer; called only for a chat template that the base does not have.
+        expert_tokenizer: loads the expert's tokenizer, or raises an SltaError; called only for a chat template that
+            the base does not have.
         max_tokens: how many tokens of a sample to keep, from its beginning.
         seed: decides the order in which records are taken, ``random.Random(seed).sample(range(n), n)``.
     """
@@ -171,10 +172,11 @@ class CalibrationSource:
     def _load_expert_tokenizer(self) -> PreTrainedTokenizerBase:
         try:
             return self.expert_tokenizer()
-        except (OSError, ValueError) as error:
+        except SltaError as error:
+            reason = error.message.rstrip(".")
             raise SltaError(
                 f"Calibration source {self.source!r} holds conversations, the base model's tokenizer has no chat "
-                f"template, and the expert's cannot be loaded ({one_line(error)}): give the expert a 'template'."
+                f"template, and the expert's cannot be loaded ({reason}): give the expert a 'template'."
             ) from error
 
 

@@ -17,7 +17,7 @@ class SltaError(click.ClickException):
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, or its type if it has none; without a full stop."""
-    return (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".:")
+    return (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(" .:")
 
 
 def one_line(error: BaseException) -> str:

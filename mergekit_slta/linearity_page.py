@@ -34,7 +34,6 @@ def write_linearity(result: Linearity, folder: Path) -> Path:
     Returns:
         The path of ``report.html``.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     content = json.dumps(result.to_json(), indent=1, allow_nan=False, ensure_ascii=False)
     files.write(folder / "linearity.json", f"{content}\n".encode())
     return linearity_page(result).write(folder, "report.html")

@@ -81,10 +81,12 @@ class Findings:
     Attributes:
         problems: what keeps it from being merged.
         notes: what is worth knowing before it is.
+        seen: whether the tensors of all models could be looked at without a download.
     """
 
     problems: list[str]
     notes: list[str]
+    seen: bool = True
 
 
 def examine(
@@ -111,7 +113,8 @@ def examine(
     case = Case(config, options, spec, source, None if out_path is None else Path(out_path))
     checks = [*CHECKS, *(MERGE_CHECKS if merging else ())]
     notes = [*(() if running else (few_records,)), *NOTES, *(MERGE_NOTES if merging else ())]
-    return Findings(_sentences(checks, case), _sentences(notes, case))
+    seen = all(model.tensors is not None for model in case.models)
+    return Findings(_sentences(checks, case), _sentences(notes, case), seen)
 
 
 def _sentences(checks: Sequence[Check], case: Case) -> list[str]:
@@ -119,17 +122,20 @@ def _sentences(checks: Sequence[Check], case: Case) -> list[str]:
     return list(dict.fromkeys(sentence for check in checks for sentence in check(case)))
 
 
+_EXAMINED: ContextVar[tuple[MergeConfiguration, Findings] | None] = ContextVar("examined", default=None)
+
+
 @contextlib.contextmanager
-def examined(config: MergeConfiguration) -> Iterator[None]:
-    """Merge a recipe, the same object, that has just been found sound, without a second look and a second word."""
-    token = _SOUND.set(config)
+def examined(config: MergeConfiguration, findings: Findings) -> Iterator[None]:
+    """Merge a recipe, the same object, whose findings have been said: they are not said again.
+
+    It is looked at again only if a download now shows what did not show before.
+    """
+    token = _EXAMINED.set((config, findings))
     try:
         yield
     finally:
-        _SOUND.reset(token)
-
-
-_SOUND: ContextVar[MergeConfiguration | None] = ContextVar("sound", default=None)
+        _EXAMINED.reset(token)
 
 
 def refuse_problems(config: MergeConfiguration, options: MergeOptions, spec: MergeMethodSpec) -> None:
@@ -138,10 +144,13 @@ def refuse_problems(config: MergeConfiguration, options: MergeOptions, spec: Mer
     Raises:
         SltaError: everything that is wrong with it.
     """
-    if config is _SOUND.get():
+    of, said = _EXAMINED.get() or (None, None)
+    if of is not config:
+        said = None
+    if said is not None and said.seen:
         return
     findings = examine(config, options, spec)
     if findings.problems:
         raise SltaError("\n".join(findings.problems))
-    for note in findings.notes if not options.quiet else ():
+    for note in findings.notes if said is None and not options.quiet else ():
         LOG.warning(note)

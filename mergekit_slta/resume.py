@@ -35,7 +35,7 @@ class Partial:
     A layer counts as finished once its file exists, which is written after every rank's hidden states.
 
     Args:
-        folder: where the state lives; made on the first use.
+        folder: where the state lives; ``enter`` makes it.
         fingerprint: identifies what is being measured.
 
     Raises:

@@ -22,9 +22,10 @@ from calibration_samples import (
     write_jsonl,
     write_tokenizer,
 )
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from mergekit_slta.data import CalibrationData
+from mergekit_slta.errors import SltaError
 
 pytestmark = pytest.mark.usefixtures("dataset_cache")
 
@@ -95,9 +96,10 @@ def test_conversation_without_any_chat_template_is_refused(
     assert repr(source) in message and "'template'" in message
 
     def missing() -> PreTrainedTokenizerBase:
-        return AutoTokenizer.from_pretrained(str(tmp_path))
+        raise SltaError("The expert has no usable tokenizer.")
 
-    assert repr(source) in refused(load, source, plain_tokenizer, expert_tokenizer=missing)
+    message = refused(load, source, plain_tokenizer, expert_tokenizer=missing)
+    assert repr(source) in message and "(The expert has no usable tokenizer): give the expert a 'template'." in message
     drawn = load(source, plain_tokenizer, template="{messages[1][content]}", samples=1)
     assert drawn.token_ids == (with_special("ho"),)
 

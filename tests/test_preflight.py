@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from mergekit_slta import methods
 from mergekit_slta.errors import SltaError
 from mergekit_slta.methods import SltaMethod
-from mergekit_slta.preflight import examine, examined, refuse_problems
+from mergekit_slta.preflight import Findings, examine, examined, refuse_problems
 
 # What is sound
 
@@ -107,6 +107,29 @@ def test_models_on_the_hub_are_examined_without_a_download(family: Family, tmp_p
     assert not {"model.safetensors", "pytorch_model.bin"} & set(hub.fetched)
 
 
+MERGE = """
+import sys
+from click.testing import CliRunner
+from mergekit_slta.cli import main
+print(CliRunner().invoke(main, sys.argv[1:]).output)
+"""
+
+
+def test_a_model_that_shows_itself_only_after_its_download_is_looked_at_then(family: Family, tmp_path: Path) -> None:
+    recipe = families.recipe(family, experts=[0], samples=2)
+    recipe["models"][0]["model"] = "org/pickled"
+    folder = shutil.copytree(family.experts[0], tmp_path / "hub" / "org" / "pickled")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"][:-4].clone()
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    file = families.write_recipe(tmp_path / "recipe.yml", recipe)
+    with serve(tmp_path / "hub", tmp_path / "cache") as hub:
+        said = hub.run(MERGE, "merge", str(file), str(tmp_path / "out"), "--no-write-model-card", "--quiet")
+    assert "Error: The tensor model.layers.1.mlp.up_proj.weight of the expert org/pickled has the shape" in said
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
 # All at once, and through mergekit's own command
 
 
@@ -162,12 +185,26 @@ def test_mergekit_yaml_refuses_a_feature_merge_before_it_solves(family: Family, 
 
 def test_only_the_recipe_that_was_examined_is_merged_without_a_second_look(family: Family) -> None:
     one, other = (MergeConfiguration.model_validate(families.recipe(family, sampels=2)) for _ in range(2))
-    with examined(one):
+    with examined(one, Findings([], [])):
         refuse_problems(one, MergeOptions(), SltaMethod.spec)
         with pytest.raises(SltaError, match="sampels"):
             refuse_problems(other, MergeOptions(), SltaMethod.spec)
     with pytest.raises(SltaError, match="sampels"):
         refuse_problems(one, MergeOptions(), SltaMethod.spec)
+
+
+def test_what_only_a_download_shows_is_looked_at_again_and_not_said_again(
+    family: Family, caplog: pytest.LogCaptureFixture
+) -> None:
+    fine, wrong = (families.recipe(family, **changes) for changes in ({"dtype": "bfloat16"}, {"sampels": 2}))
+    fine, wrong = map(MergeConfiguration.model_validate, (fine, wrong))
+    with examined(fine, Findings([], [], seen=False)):
+        refuse_problems(fine, MergeOptions(), SltaMethod.spec)
+    assert not caplog.records
+    refuse_problems(fine, MergeOptions(), SltaMethod.spec)
+    assert "Merging in bfloat16 rounds at every step" in caplog.text
+    with examined(wrong, Findings([], [], seen=False)), pytest.raises(SltaError, match="sampels"):
+        refuse_problems(wrong, MergeOptions(), SltaMethod.spec)
 
 
 def take_base(recipe: dict[str, Any], family: Family, tmp_path: Path) -> str:
