@@ -66,13 +66,13 @@ class Experiment:
             for name in decoder.edge_tensors():
                 model.read({name: name}, decoder.base_model_prefix)
 
-    def load_data(self, experts: Sequence[Expert], samples: int | None = None) -> list[CalibrationData]:
-        """The calibration samples of experts that have a source: as many as the recipe says, or ``samples``.
+    def load_data(self, experts: Sequence[Expert], count: int | None = None) -> list[CalibrationData]:
+        """The calibration samples of experts that have a source: as many as the recipe says, or ``count``.
 
         Raises:
             SltaError: a source gives no samples, or the same ones as another's.
         """
-        data = [self.samples.of(expert, samples) for expert in experts]
+        data = [self.samples.of(expert, count) for expert in experts]
         if problems := repeated_data(zip(experts, data, strict=True)):
             raise SltaError("\n".join(problems))
         return data

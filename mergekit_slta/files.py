@@ -1,7 +1,9 @@
-"""Files that are whole or not there."""
+"""Files that are whole or not there, and the folder of those that a recipe names no place for."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from pathlib import Path
 
@@ -23,3 +25,13 @@ def write(path: Path, content: bytes) -> None:
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def digest(content: object) -> str:
+    """A short name for what JSON can hold, equal for equal content."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def cache_folder() -> Path:
+    """Where everything goes that a recipe names no place for."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mergekit-slta"

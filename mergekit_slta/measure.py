@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from mergekit_slta.cache import cache_folder, digest
 from mergekit_slta.calibrate import Grams, calibrate
 from mergekit_slta.checkpoint import Checkpoint
 from mergekit_slta.data import CalibrationData
 from mergekit_slta.decoder import Decoder
 from mergekit_slta.errors import SltaError
 from mergekit_slta.experiment import Experiment
+from mergekit_slta.files import cache_folder, digest
 from mergekit_slta.ranks import Ranks
 from mergekit_slta.recipe import calibration_problems
 from mergekit_slta.resume import Partial

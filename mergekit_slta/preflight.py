@@ -25,25 +25,26 @@ from mergekit_slta.calibration_checks import (
 )
 from mergekit_slta.case import Case, Check, of_decoder, of_models, of_siblings
 from mergekit_slta.compatibility import quantization_problem, shape_problem, tied_problem
-from mergekit_slta.decoder_checks import (
-    anchor_branches,
-    known_decoder,
-    level_submodules,
-    solvable_layers,
-    whole_depth,
-)
 from mergekit_slta.errors import SltaError
 from mergekit_slta.model_checks import (
+    anchor_branches,
+    compared_logits,
+    compared_outputs,
+    head_rows,
+    known_decoder,
+    level_submodules,
     no_tokenizer,
     one_architecture,
     openable_models,
     other_configurations,
     planned_tensors,
+    solvable_layers,
     unseen_tensors,
+    vocabularies,
+    whole_depth,
 )
 from mergekit_slta.recipe_checks import card_lookup, precision, recipe_text, tensor_types
 from mergekit_slta.space import disk_space, feature_merge_needs, folders
-from mergekit_slta.vocabulary_checks import compared_logits, compared_outputs, head_rows, vocabularies
 
 LOG = logging.getLogger(__name__)
 

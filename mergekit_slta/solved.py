@@ -12,11 +12,11 @@ from safetensors import safe_open
 from tqdm import tqdm
 
 from mergekit_slta.anchor import Anchor
-from mergekit_slta.cache import cache_folder, digest
 from mergekit_slta.decoder import Decoder
 from mergekit_slta.errors import SltaError
 from mergekit_slta.experiment import Experiment
 from mergekit_slta.featcal import ERRORS, feature_merge, stages
+from mergekit_slta.files import cache_folder, digest
 from mergekit_slta.layer_solver import Regression
 from mergekit_slta.maps import output_head
 from mergekit_slta.measure import measured_statistics

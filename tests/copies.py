@@ -54,7 +54,8 @@ def edit_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]
     """Change a model's tensors where they are."""
     tensors = load_file(folder / "model.safetensors")
     edit(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    stored = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def deeper(source: Path, folder: Path, times: int) -> Path:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import families
-import torch
 import transformers
 from families import Family
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
-from safetensors.torch import load_file, save_file
 
 from mergekit_slta.methods import FeatcalMethod, SltaMethod
 from mergekit_slta.preflight import Findings, examine
@@ -42,12 +39,6 @@ def only(recipe: dict[str, Any], **arguments: Any) -> str:
 def edit_config(folder: Path, **changes: Any) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
-def edit_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    edit(tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
 
 
 def save_random(config: transformers.PretrainedConfig, folder: Path, model: str = "AutoModelForCausalLM") -> Path:

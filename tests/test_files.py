@@ -1,4 +1,4 @@
-"""A file is written whole or not at all."""
+"""A file is written whole or not at all, and what a recipe names no place for goes where its content says."""
 
 from pathlib import Path
 
@@ -26,3 +26,16 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: p
         files.write(path, b"new")
     assert path.read_text() == "old"
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_digest_follows_the_content_and_not_its_order() -> None:
+    assert files.digest({"a": 1, "b": [2, 3]}) == files.digest({"b": [2, 3], "a": 1})
+    assert files.digest({"a": 1, "b": [2, 3]}) != files.digest({"a": 1, "b": [3, 2]})
+
+
+def test_the_folder_is_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert files.cache_folder() == tmp_path / "cache" / "mergekit-slta"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert files.cache_folder() == tmp_path / ".cache" / "mergekit-slta"

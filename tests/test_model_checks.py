@@ -1,8 +1,10 @@
-"""Models that cannot be merged with each other, each problem provoked with real checkpoints."""
+"""Models that cannot be used or do not fit each other, their vocabularies, and the layers that are run."""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,23 @@ import pytest
 import torch
 import transformers
 from conftest import MakeFamily
-from examining import edit_config, edit_tensors, look, only, problems, save_random, with_expert
+from copies import edit_tensors
+from examining import (
+    edit_config,
+    feature_recipe,
+    larger_vocabulary,
+    look,
+    only,
+    problems,
+    save_random,
+    swap_ids,
+    t5,
+    with_expert,
+)
 from families import Family
+from safetensors.torch import load_file
+
+from mergekit_slta import methods
 
 
 def test_models_that_are_not_there(family: Family) -> None:
@@ -222,3 +239,195 @@ def test_a_base_model_without_tokenizer_to_copy(family: Family) -> None:
     (note,) = look(recipe).notes
     assert note.startswith(f"{family.base} has no tokenizer, so the merged model gets none")
     assert look(recipe, options={"copy_tokenizer": False}).notes == []
+
+
+# Vocabularies
+
+
+@pytest.mark.parametrize("method", ["slta", "sftm"])
+def test_vocabularies_of_different_sizes(family: Family, tmp_path: Path, method: str) -> None:
+    other = larger_vocabulary(tmp_path / "other")
+    recipe = with_expert(family, other, method)
+    assert only(recipe) == (
+        f"The expert {other} has a vocabulary of 66 tokens, the base model {family.base} one of 64: add "
+        "'tokenizer: {source: base}' to the recipe, so that mergekit aligns them."
+    )
+    assert problems(recipe | {"tokenizer": {"source": "base"}}) == []
+    assert problems(recipe | {"tokenizer_source": "union"}) == []
+    assert problems(recipe, merging=False) == []
+
+
+def test_logits_of_different_sizes(family: Family, tmp_path: Path) -> None:
+    recipe = with_expert(family, larger_vocabulary(tmp_path / "other")) | {"tokenizer": {"source": "base"}}
+    recipe["parameters"]["level"] = "model"
+    assert only(recipe).startswith("'level: model' compares logits, but the expert")
+
+
+def test_vocabularies_with_other_ids(family: Family) -> None:
+    swap_ids(family.experts[0])
+    recipe = families.recipe(family)
+    problem = only(recipe)
+    assert problem.startswith(f"The tokenizer of the expert {family.experts[0]} has other ids than that of the base")
+    assert "for 2 tokens (such as 'a'): add 'tokenizer: {source: base}'" in problem
+    assert problems(recipe | {"tokenizer": {"source": "base"}}) == []
+
+
+def test_other_ids_in_a_list_of_tokens_with_scores(family: Family) -> None:
+    recipe = families.recipe(family, "sftm", experts=[0], calibration=False)
+    for folder, tokens in zip(family.folders, ("abc", "acb"), strict=False):
+        vocabulary = [[token, -1.0] for token in tokens]
+        (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+    assert "for 2 tokens (such as 'b')" in only(recipe)
+
+
+def test_a_token_added_in_a_free_place_is_no_difference(family: Family) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(family.experts[0])
+    tokenizer.add_tokens(["<turn>"])
+    tokenizer.save_pretrained(family.experts[0])
+    assert problems(families.recipe(family)) == []
+
+
+# Feature merges
+
+
+def other_vocabulary(family: Family, tmp_path: Path, **parameters: Any) -> list[str]:
+    """What is wrong with an expert of a larger vocabulary that mergekit is to align."""
+    recipe = feature_recipe(family, experts=[0, 1], **parameters) | {"tokenizer": {"source": "base"}}
+    recipe["models"][1]["model"] = str(larger_vocabulary(tmp_path / "other"))
+    return problems(recipe)
+
+
+def test_a_head_of_another_vocabulary_cannot_be_solved(family: Family, tmp_path: Path) -> None:
+    found = other_vocabulary(family, tmp_path)
+    assert found[0] == (
+        f"The expert {tmp_path}/other has a vocabulary of 66 tokens and the base model one of 64: set 'head: false'."
+    )
+
+
+def test_embeddings_of_another_vocabulary_cannot_be_averaged(family: Family, tmp_path: Path) -> None:
+    for head in (True, False):
+        found = other_vocabulary(family, tmp_path, head=head, anchor="average")
+        assert "and the base model one of 64: choose another 'anchor'." in found[0]
+
+
+def test_another_vocabulary_is_no_problem_without_the_head(family: Family, tmp_path: Path) -> None:
+    assert other_vocabulary(family, tmp_path, head=False) == []
+
+
+def test_a_tied_head_may_have_another_vocabulary(make_family: MakeFamily, tmp_path: Path) -> None:
+    family = make_family("gemma", experts=2)
+    recipe = feature_recipe(family) | {"tokenizer": {"source": "base"}}
+    larger = families.config_of("gemma", vocab_size=families.VOCABULARY + 2)
+    recipe["models"][1]["model"] = str(save_random(larger, tmp_path / "other"))
+    assert problems(recipe) == []
+
+
+@pytest.mark.parametrize("source", ["base", "union"])
+def test_a_head_that_mergekit_gives_other_rows_cannot_be_solved(source: str, family: Family, tmp_path: Path) -> None:
+    """It has a row for each token of the new tokenizer, without those that pad the models' own to a round number."""
+    recipe = feature_recipe(family) | {"tokenizer": {"source": source}}
+    assert "'head: false'" in only(recipe)
+    recipe["parameters"]["head"] = False
+    assert problems(recipe) == []
+    methods.register()
+    methods.watch_planner()
+    merged = load_file(next(families.merge(recipe, tmp_path / "out").glob("*.safetensors")))
+    assert merged["lm_head.weight"].shape == merged["model.embed_tokens.weight"].shape
+
+
+def test_a_head_may_be_solved_if_the_base_models_tokenizer_changes_no_row(make_family: MakeFamily) -> None:
+    tokens = len(transformers.AutoTokenizer.from_pretrained(make_family().base))
+    recipe = feature_recipe(make_family(families.config_of("llama", vocab_size=tokens)))
+    base: dict[str, Any] = {"source": "base"}
+    assert problems(recipe | {"tokenizer_source": "base"}) == problems(recipe | {"tokenizer": base}) == []
+    assert "'head: false'" in only(recipe | {"tokenizer_source": "union"})
+    assert "'head: false'" in only(recipe | {"tokenizer": base | {"pad_to_multiple_of": 64}})
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_an_expert_with_other_ids_cannot_run_on_the_base_models(head: bool, family: Family) -> None:
+    """Its own stream would read the base model's token ids; mergekit aligns its tensors, not its samples."""
+    swap_ids(family.experts[0])
+    found = problems(feature_recipe(family, head=head) | {"tokenizer": {"source": "base"}})
+    assert any("has other ids than that of the base model" in problem for problem in found)
+
+
+# The layers that are run
+
+
+def bert(folder: Path) -> Path:
+    config = transformers.RobertaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    return save_random(config, folder, "RobertaForMaskedLM")
+
+
+def clip(folder: Path) -> Path:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.CLIPConfig(
+        text_config=sizes | {"vocab_size": 64},
+        vision_config=sizes | {"image_size": 16, "patch_size": 8},
+        projection_dim=8,
+    )
+    return save_random(config, folder, "CLIPModel")
+
+
+@pytest.mark.parametrize(
+    ("save", "words"),
+    [
+        (t5, "T5ForConditionalGeneration is an encoder-decoder"),
+        (bert, "RobertaForMaskedLM is no decoder-only language model"),
+        (clip, "CLIPModel has several modules"),
+    ],
+)
+def test_models_that_are_no_decoder(family: Family, tmp_path: Path, save: Callable[[Path], Path], words: str) -> None:
+    recipe = with_expert(family, save(tmp_path / "expert")) | {"base_model": str(save(tmp_path / "base"))}
+    del recipe["models"][0]
+    assert only(recipe, merging=False) == (
+        f"{words}, which calibration does not cover: use 'merge_method: sftm' instead."
+    )
+
+
+def test_a_feature_merge_of_what_is_no_decoder(family: Family, tmp_path: Path) -> None:
+    recipe = feature_recipe(family, experts=[0]) | {"base_model": str(t5(tmp_path / "base"))}
+    recipe["models"][0]["model"] = str(t5(tmp_path / "expert"))
+    assert "T5ForConditionalGeneration is an encoder-decoder" in only(recipe, merging=False)
+
+
+def test_a_slice_that_is_not_the_whole_depth(family: Family) -> None:
+    recipe = families.recipe(family)
+    models = [{"model": recipe["base_model"]}, *recipe.pop("models")]
+    recipe["slices"] = [{"sources": [entry | {"layer_range": [0, families.LAYERS]} for entry in models]}]
+    assert problems(recipe) == []
+    recipe["slices"][0]["sources"][1]["layer_range"] = [0, 2]
+    assert "takes layers 0-2 of 3" in only(recipe)
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters"), [("slta", {}), ("featcal", {"anchor": "base"}), ("featcal", {"anchor": "slta"})]
+)
+def test_layers_that_cannot_be_run_one_at_a_time(
+    method: str, parameters: dict[str, Any], make_family: MakeFamily
+) -> None:
+    family = make_family(
+        transformers.RwkvConfig(vocab_size=families.VOCABULARY, hidden_size=32, num_hidden_layers=3), experts=2
+    )
+    problem = only(families.recipe(family, method, **parameters))
+    assert problem.startswith("The layers of RwkvForCausalLM cannot be run one at a time (ValueError: ")
+    assert problem.endswith("it can be merged with 'merge_method: sftm'.")
+
+
+def test_a_level_that_the_layers_do_not_have(make_family: MakeFamily) -> None:
+    family = make_family("lfm2")
+    assert problems(families.recipe(family)) == []
+    problem = only(families.recipe(family, level="head_mlp"))
+    assert problem == "Layer 0 mixes tokens by Lfm2ShortConv, which has no heads: use attn_mlp."
+
+
+def test_an_slta_anchor_needs_layers_with_branches(make_family: MakeFamily) -> None:
+    family = make_family("opt")
+    problem = only(feature_recipe(family, anchor="slta"))
+    assert "does not split into an attention and an MLP branch" in problem
+    assert "'anchor'" in problem and "'level" not in problem  # which this method does not have
+    for anchor in ("base", "average"):
+        assert problems(feature_recipe(family, anchor=anchor)) == []

@@ -17,7 +17,8 @@ import torch
 import transformers
 from click.testing import CliRunner
 from conftest import MakeFamily
-from examining import edit_tensors, feature_recipe, grow, larger_vocabulary, problems, save_random, t5
+from copies import edit_tensors
+from examining import feature_recipe, grow, larger_vocabulary, problems, save_random, t5
 from families import Family
 from hub import serve
 from mergekit.config import MergeConfiguration
