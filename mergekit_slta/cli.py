@@ -458,17 +458,10 @@ def _examine(source: _Source, options: MergeOptions, **purpose: Any) -> Findings
 
 
 def _refuse(found: Findings, ranks: Ranks | None = None) -> None:
-    """End with the problems; all processes end where one has found some, before any writes what another checks."""
-    refusal = SltaError("\n".join(found.problems))
-    having = ranks.gather(bool(found.problems)) if ranks else [bool(found.problems)]
-    if not any(having):
-        return
-    if ranks is None:
-        raise refusal
-    if ranks.index == having.index(True):
-        refusal.show()
-    ranks.wait()  # torchrun ends the others as soon as one has ended
-    raise click.exceptions.Exit(1)
+    """End with the problems, before any process writes what another has yet to check."""
+    from mergekit_slta.ranks import Ranks
+
+    (ranks or Ranks()).refuse_together(SltaError("\n".join(found.problems)) if found.problems else None)
 
 
 def _say(notes: Sequence[str], quiet: bool) -> None:

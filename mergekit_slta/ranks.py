@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import click
 import torch
 import torch.distributed as dist
 
@@ -63,6 +64,23 @@ class Ranks:
             raise SltaError(
                 f"The processes see different files in {place}: it must be a folder that all of them share."
             )
+
+    def refuse_together(self, refusal: SltaError | None) -> None:
+        """Go on when every rank has come here and none refuses to; else all end, and the first that does says why.
+
+        Raises:
+            SltaError: the refusal of a rank that is alone.
+            click.exceptions.Exit: one of several ranks has refused and said it.
+        """
+        if self.count == 1 and refusal is not None:
+            raise refusal
+        refusing = self.gather(refusal is not None)
+        if not any(refusing):
+            return
+        if refusal is not None and self.index == refusing.index(True):
+            refusal.show()
+        self.wait()  # torchrun ends the others as soon as one has ended
+        raise click.exceptions.Exit(1)
 
     def wait(self) -> None:
         """Go on when every rank has come here."""

@@ -72,14 +72,17 @@ class Partial:
     def enter(self, ranks: Ranks) -> None:
         """Make the folder when all ranks have looked at what is there, and keep other processes out of it.
 
+        Until ``release``, or until this process ends.
+
         Raises:
-            SltaError: another process is at work in it.
+            SltaError: another process is at work in it; see ``Ranks.refuse_together`` for several ranks.
         """
         ranks.wait()
+        refusal = None
         if ranks.first:
             self.begin()
-            self.claim()
-        ranks.wait()
+            refusal = self._claim()
+        ranks.refuse_together(refusal)
         self.begin()  # for a rank with a disk of its own
 
     def begin(self) -> None:
@@ -89,23 +92,20 @@ class Partial:
         if not path.exists():
             files.write(path, json.dumps(self.fingerprint, sort_keys=True, indent=1).encode())
 
-    def claim(self) -> None:
-        """Keep other processes out of the folder until ``release``, or until this process ends.
-
-        Raises:
-            SltaError: another process is at work in it.
-        """
+    def _claim(self) -> SltaError | None:
+        """Keep other processes out of the folder, unless one is at work in it."""
         if fcntl is None:
-            return
+            return None
         descriptor = os.open(self.folder, os.O_RDONLY)
         self._release = weakref.finalize(self, os.close, descriptor)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        except BlockingIOError:
             self.release()
-            raise SltaError(f"Another process is at work in {self.folder}: wait until it has ended.") from error
+            return SltaError(f"Another process is at work in {self.folder}: wait until it has ended.")
         except OSError:  # not every file system has locks
             self.release()
+        return None
 
     def release(self) -> None:
         """Let other processes into the folder again."""

@@ -10,6 +10,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+import click
 import families
 import pytest
 import torch
@@ -131,13 +132,18 @@ def test_a_folder_without_a_state_is_taken(tmp_path: Path) -> None:
     assert partial.finished_layers() == 0
 
 
-def test_only_the_first_rank_keeps_others_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_rank_keeps_others_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever comes second hears it from its own first rank."""
     monkeypatch.setattr(Ranks, "wait", lambda self: None)
+    monkeypatch.setattr(Ranks, "gather", lambda self, number: [number, 0.0])
     first, second = (Partial(tmp_path / "state", {}) for _ in range(2))
     first.enter(Ranks(0, 2))
     second.enter(Ranks(1, 2))
-    with pytest.raises(SltaError, match="Another process is at work in"):
+    with pytest.raises(click.exceptions.Exit):
         Partial(tmp_path / "state", {}).enter(Ranks(0, 2))
+    assert "Error: Another process is at work in" in capsys.readouterr().err
     first.release()
     Partial(tmp_path / "own", {}).enter(Ranks(1, 2))
     assert {file.name for file in (tmp_path / "own").iterdir()} == {resume.STATE}
