@@ -14,14 +14,7 @@ from pathlib import Path
 import huggingface_hub
 import torch
 import transformers
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    NotASafetensorsRepoError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-)
+from huggingface_hub.errors import HFValidationError, NotASafetensorsRepoError
 from huggingface_hub.utils import SafetensorsFileMetadata
 from mergekit.common import ModelPath, ModelReference
 
@@ -33,7 +26,6 @@ from mergekit_slta.skeleton import model_tensor_name
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 ADAPTER_CONFIG = "adapter_config.json"  # tells an adapter from a model
 _LFS_POINTER = b"version https://git-lfs"
-_NOT_FOUND = (RepositoryNotFoundError, LocalEntryNotFoundError, OfflineModeIsEnabled)
 _LONGEST_HEADER = 100_000_000  # as in the safetensors library
 
 
@@ -164,8 +156,7 @@ def hub_problem(path: ModelPath, error: Exception) -> SltaError:
     """What a failed request to the Hub means to a user."""
     if isinstance(error, HFValidationError):
         return SltaError(f"{path} cannot be used: there is no such folder here.")
-    nowhere = isinstance(error, _NOT_FOUND) and not isinstance(error, GatedRepoError)
-    here = "there is no such folder here, and " if nowhere else ""
+    here = "there is no such folder here, and " if hub.is_missing(error) else ""
     return SltaError(f"{path} cannot be used: {here}{hub.reason(error)}.")
 
 

@@ -7,6 +7,7 @@ from huggingface_hub import errors as hub
 from mergekit_slta.errors import first_line
 
 ERRORS = (OSError, ValueError, hub.HTTPError, hub.EntryNotFoundError)
+_MISSING = (hub.RepositoryNotFoundError, hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled)
 _UNREACHABLE = "the Hub cannot be reached"
 # From the special to the general: the first kind that fits is said.
 _REASONS: tuple[tuple[type[Exception], str], ...] = (
@@ -22,3 +23,8 @@ _REASONS: tuple[tuple[type[Exception], str], ...] = (
 def reason(error: Exception) -> str:
     """Why a request failed, without a full stop; for one of ``ERRORS``."""
     return next((words for kind, words in _REASONS if isinstance(error, kind)), first_line(error))
+
+
+def is_missing(error: Exception) -> bool:
+    """Whether there is no such repository, as far as can be seen from here; a gated one is there."""
+    return isinstance(error, _MISSING) and not isinstance(error, hub.GatedRepoError)

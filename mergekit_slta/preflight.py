@@ -145,9 +145,8 @@ def refuse_problems(config: MergeConfiguration, options: MergeOptions, spec: Mer
     Raises:
         SltaError: everything that is wrong with it.
     """
-    of, said = _EXAMINED.get() or (None, None)
-    if of is not config:
-        said = None
+    known = _EXAMINED.get()
+    said = known[1] if known and known[0] is config else None
     if said is not None and said.seen:
         return
     findings = examine(config, options, spec)
