@@ -24,8 +24,8 @@ import yaml
 from family import TASKS, Family, evaluate, train_family, write_bytes
 from tqdm import tqdm
 
-from mergekit_slta import statistics
-from mergekit_slta.figures import Matrix, heat_map
+from mergekit_slta.reports.figures import Matrix, heat_map
+from mergekit_slta.slta import statistics
 
 STATISTICS = "statistics.safetensors"
 HEAT_MAP = "alpha.png"

@@ -8,22 +8,22 @@ if TYPE_CHECKING:
 
 # Public name -> the module that defines it, loaded on first use.
 _EXPORTS = {
-    "Decoder": "mergekit_slta.decoder",
-    "Experiment": "mergekit_slta.experiment",
-    "Recipe": "mergekit_slta.recipe",
+    "Decoder": "mergekit_slta.layers.decoder",
+    "Experiment": "mergekit_slta.recipe.experiment",
+    "Recipe": "mergekit_slta.recipe.recipe",
     "SltaError": "mergekit_slta.errors",
-    "Solution": "mergekit_slta.solver",
-    "Statistics": "mergekit_slta.statistics",
-    "TensorWeights": "mergekit_slta.submodules",
-    "calibrate": "mergekit_slta.calibrate",
-    "load": "mergekit_slta.statistics",
-    "measured_statistics": "mergekit_slta.measure",
-    "plan_linearity": "mergekit_slta.linearity",
-    "save": "mergekit_slta.statistics",
-    "solve_model": "mergekit_slta.solved",
-    "solve": "mergekit_slta.solver",
-    "write_linearity": "mergekit_slta.linearity_page",
-    "write_report": "mergekit_slta.report",
+    "Solution": "mergekit_slta.slta.solver",
+    "Statistics": "mergekit_slta.slta.statistics",
+    "TensorWeights": "mergekit_slta.layers.submodules",
+    "calibrate": "mergekit_slta.slta.calibrate",
+    "load": "mergekit_slta.slta.statistics",
+    "measured_statistics": "mergekit_slta.slta.measure",
+    "plan_linearity": "mergekit_slta.linearity.scores",
+    "save": "mergekit_slta.slta.statistics",
+    "solve_model": "mergekit_slta.featcal.scratch",
+    "solve": "mergekit_slta.slta.solver",
+    "write_linearity": "mergekit_slta.reports.linearity",
+    "write_report": "mergekit_slta.reports.merge",
 }
 
 

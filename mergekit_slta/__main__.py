@@ -1,6 +1,6 @@
 """``python -m mergekit_slta``, and with it ``torchrun -m mergekit_slta``: the command line."""
 
-from mergekit_slta.cli import main
+from mergekit_slta.cli.commands import main
 
 if __name__ == "__main__":
     main()

@@ -12,11 +12,11 @@ import transformers
 from mergekit.common import get_auto_cls
 from tqdm import tqdm
 
+from mergekit_slta.engine.streams import make_batches
 from mergekit_slta.errors import SltaError
-from mergekit_slta.experiment import Experiment
-from mergekit_slta.recipe import calibration_problems
-from mergekit_slta.statistics import published_name
-from mergekit_slta.streams import make_batches
+from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.recipe.recipe import calibration_problems
+from mergekit_slta.slta.statistics import published_name
 
 # The logits of a batch, positions times vocabulary, outgrow everything else.
 BATCH_TOKENS = 1024

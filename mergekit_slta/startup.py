@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-# Host module -> the function of mergekit_slta.methods to call once it is imported. mergekit.plan is a host of its own
+# Host module -> the function of methods/registry.py to call once it is imported. mergekit.plan is a host of its own
 # because it imports mergekit.merge_methods and is not complete yet when that is.
 HOOKS = {"mergekit.merge_methods": "register", "mergekit.plan": "watch_planner"}
 
@@ -35,15 +35,15 @@ def call(hook: str) -> bool:
     if importing_this_package():  # its modules are not complete yet; mergekit.plan comes later and registers too
         return True
     try:
-        from mergekit_slta import methods
+        from mergekit_slta.methods import registry
 
-        getattr(methods, hook)()
+        getattr(registry, hook)()
     except Exception as error:
         from warnings import warn
 
         warn(
             f"mergekit-slta does not work here, mergekit's own merge methods do ({type(error).__name__}: {error}); "
-            f"`python -c 'import mergekit_slta.methods as m; m.{hook}()'` shows where it fails",
+            f"`python -c 'import mergekit_slta.methods.registry as m; m.{hook}()'` shows where it fails",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -18,12 +18,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["no_proxy"] = ",".join(filter(None, ["127.0.0.1", os.environ.get("no_proxy", os.environ.get("NO_PROXY"))]))
 os.environ["OMP_NUM_THREADS"] = "1"  # on tensors as small as these, threads only wait for each other
 
-import calibration_samples
-import families
 import pytest
 import transformers
-from families import Family
 from mergekit.io.tasks import LoaderCache
+from support import calibration_samples, families
+from support.families import Family
 from transformers import PreTrainedTokenizerBase
 
 transformers.logging.set_verbosity_error()

@@ -14,27 +14,25 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import architecture_table
-import families
 import pytest
-import reference
 import torch
 import transformers
-from adapters import write_adapter
-from architecture_table import LEVELS, NONE, ROWS, WITHOUT_HEADS
 from conftest import MakeFamily
-from families import Family
-from gram_difference import gram_difference, largest_difference
 from mergekit.io.tasks import LoaderCache
-from processes import ROOT, run_python
 from safetensors.torch import load_file, save_file
-from synthetic import random_alpha
+from support import architecture_table, families, reference
+from support.adapters import write_adapter
+from support.architecture_table import LEVELS, NONE, ROWS, WITHOUT_HEADS
+from support.families import Family
+from support.gram_difference import gram_difference, largest_difference
+from support.processes import ROOT, run_python
+from support.synthetic import random_alpha
 from transformers import AutoModelForCausalLM
 
-from mergekit_slta.decoder import Decoder
 from mergekit_slta.errors import SltaError
-from mergekit_slta.solver import solve
-from mergekit_slta.submodules import TensorWeights, weighted_sum
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.submodules import TensorWeights, weighted_sum
+from mergekit_slta.slta.solver import solve
 
 RECORDS = 3
 LONGEST = 12

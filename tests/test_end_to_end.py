@@ -9,12 +9,11 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-import families
-import featcal_reference
 import pytest
 import torch
 import yaml
-from copies import edit_tensors
+from support import families, featcal_reference
+from support.copies import edit_tensors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 MODULES = {"mergekit-yaml": "run_yaml", "mergekit-pytorch": "merge_raw_pytorch"}

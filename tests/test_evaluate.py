@@ -9,21 +9,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import families
 import pytest
 import torch
 from conftest import MakeFamily
-from families import Family
 from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
+from support import families
+from support.families import Family
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mergekit_slta import evaluate as module
 from mergekit_slta.errors import SltaError
 from mergekit_slta.evaluate import TaskEvaluation, evaluate, negative_log_likelihood
-from mergekit_slta.experiment import Experiment
-from mergekit_slta.recipe import Expert, Recipe, SltaSettings
+from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.recipe.recipe import Expert, Recipe, SltaSettings
 
 SAMPLES = 2
 

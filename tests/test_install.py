@@ -18,10 +18,10 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import families
 import pytest
 from conftest import WriteRecipe
-from families import Family
+from support import families
+from support.families import Family
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = Path(sysconfig.get_path("scripts"))
@@ -187,7 +187,7 @@ def broken(tmp_path: Path, dependencies: Path, distributions: dict[str, str]) ->
     """An environment in which importing the merge methods fails."""
     environment = fresh(tmp_path, dependencies)
     environment.install(distributions["wheel"])
-    (environment.site_packages / "mergekit_slta" / "methods.py").write_text("raise OSError('damaged')\n")
+    (environment.site_packages / "mergekit_slta" / "methods" / "registry.py").write_text("raise OSError('damaged')\n")
     return environment
 
 
@@ -266,7 +266,7 @@ def test_a_broken_plugin_costs_nothing_outside_mergekit(broken: Environment, dam
 def test_the_wheel_holds_the_package_and_its_startup_file(distributions: dict[str, str]) -> None:
     with zipfile.ZipFile(distributions["wheel"]) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    modules = {f"mergekit_slta/{file.name}" for file in (ROOT / "mergekit_slta").glob("*.py")}
+    modules = {str(file.relative_to(ROOT)) for file in (ROOT / "mergekit_slta").rglob("*.py")}
     assert names == modules | {"mergekit_slta.pth"}
 
 

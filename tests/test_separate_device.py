@@ -5,20 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import families
 import pytest
 import torch
 from conftest import MakeFamily
-from families import Family
-from linearity_values import assert_same
 from mergekit.io.tasks import LoaderCache
 from safetensors.torch import load_file
-from separate_device import separate_device
+from support import families
+from support.families import Family
+from support.linearity_values import assert_same
+from support.separate_device import separate_device
 
-from mergekit_slta.decoder import Decoder
-from mergekit_slta.features import LayerFeatures
-from mergekit_slta.linearity import Plan, plan_studies
-from mergekit_slta.submodules import LEVELS
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.submodules import LEVELS
+from mergekit_slta.linearity.scores import Plan, plan_studies
+from mergekit_slta.slta.features import LayerFeatures
 
 State = dict[str, torch.Tensor]
 # Grouped heads, transposed maps with biases, masks per layer, mixtures, convolutions.

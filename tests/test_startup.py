@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from processes import run_python
+from support.processes import run_python
 
 from mergekit_slta import startup
 
@@ -246,7 +246,7 @@ import warnings
 from mergekit_slta import startup
 startup.install()
 warnings.simplefilter("error", RuntimeWarning)
-import mergekit_slta.measure
+import mergekit_slta.slta.measure
 import mergekit.plan
 from mergekit import merge_methods
 assert merge_methods.get("slta").spec.name == "slta"

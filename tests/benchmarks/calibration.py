@@ -22,10 +22,10 @@ import torch
 from common import Setting, load, print_peak_memory, timed, wait_for, with_setting
 from mergekit.io.tasks import LoaderCache
 
-from mergekit_slta.experiment import Experiment
-from mergekit_slta.measure import measured_statistics
-from mergekit_slta.recipe import Recipe, SltaSettings
-from mergekit_slta.streams import Batch, fitting_batch, make_batches
+from mergekit_slta.engine.streams import Batch, fitting_batch, make_batches
+from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.recipe.recipe import Recipe, SltaSettings
+from mergekit_slta.slta.measure import measured_statistics
 
 
 @click.command()

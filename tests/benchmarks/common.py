@@ -24,11 +24,11 @@ import transformers
 from mergekit.common import ModelReference
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from mergekit_slta import products
-from mergekit_slta.recipe import CalibrationSettings, Expert, Recipe
+from mergekit_slta.layers import products
+from mergekit_slta.recipe.recipe import CalibrationSettings, Expert, Recipe
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from memory import PeakMemory
+from support.memory import PeakMemory
 
 # Hidden size, MLP size, heads, key/value heads, layers: Llama's proportions.
 SHAPES = {

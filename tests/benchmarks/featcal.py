@@ -21,12 +21,12 @@ from common import Setting, load, print_peak_memory, timed, wait_for, with_setti
 from mergekit.io.tasks import LoaderCache
 from torch.nn import Module
 
-from mergekit_slta.decoder import Decoder
-from mergekit_slta.experiment import Experiment
-from mergekit_slta.map_groups import groups_by_layer
-from mergekit_slta.recipe import FeatcalSettings, Recipe
-from mergekit_slta.solved import solve_model
-from mergekit_slta.streams import Batch, fitting_batch, make_batches
+from mergekit_slta.engine.streams import Batch, fitting_batch, make_batches
+from mergekit_slta.featcal.groups import groups_by_layer
+from mergekit_slta.featcal.scratch import solve_model
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.recipe.recipe import FeatcalSettings, Recipe
 
 
 @click.command()

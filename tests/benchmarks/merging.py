@@ -18,15 +18,15 @@ from pathlib import Path
 import click
 import torch
 from common import CACHE, be_quiet, in_subprocess, make_family, make_recipe
-from memory import PeakMemory
 from mergekit.config import MergeConfiguration
 from mergekit.merge import run_merge
 from mergekit.options import MergeOptions
+from support.memory import PeakMemory
 
-import mergekit_slta.methods
-from mergekit_slta.experiment import Experiment
-from mergekit_slta.measure import measured_statistics
-from mergekit_slta.recipe import SltaSettings
+import mergekit_slta.methods.registry
+from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.recipe.recipe import SltaSettings
+from mergekit_slta.slta.measure import measured_statistics
 
 METHODS = ("slta", "task_arithmetic", "linear")
 LEVEL = "attn_mlp"
@@ -46,7 +46,7 @@ def main(size: str, experts: int, threads: int, repeats: int, method: str | None
     folders = make_family(CACHE, size, experts)
     file = folders[0].parent / f"{experts}-experts.slta.safetensors"
     if method:
-        mergekit_slta.methods.register()
+        mergekit_slta.methods.registry.register()
         print(json.dumps(_merge(method, folders, file)))
         return
     _measure(folders, file)

@@ -23,11 +23,11 @@ from mergekit.common import ModelReference
 from quality import family
 from transformers import AutoTokenizer
 
-from mergekit_slta.calibrate import calibrate
-from mergekit_slta.checkpoint import Checkpoint
-from mergekit_slta.decoder import Decoder
-from mergekit_slta.gram import sample_grams
-from mergekit_slta.solver import bootstrap, solve
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.models.checkpoint import Checkpoint
+from mergekit_slta.slta.calibrate import calibrate
+from mergekit_slta.slta.gram import sample_grams
+from mergekit_slta.slta.solver import bootstrap, solve
 
 SAMPLES, LENGTH = 30, 64
 DRAWS = 200
@@ -78,7 +78,7 @@ def _samples(file: Path, base: Path) -> list[list[int]]:
 def _mlp_grams(
     decoder: Decoder, models: Sequence[Checkpoint], tasks: Sequence[Sequence[Sequence[int]]], measure: Measure
 ) -> list[torch.Tensor]:
-    with mock.patch("mergekit_slta.features.sample_grams", measure):
+    with mock.patch("mergekit_slta.slta.features.sample_grams", measure):
         grams = calibrate(decoder, models, tasks, ["attn_mlp"])
     return [gram for name, gram in grams.items() if name.endswith(".mlp")]
 

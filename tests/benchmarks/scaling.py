@@ -22,11 +22,11 @@ import numpy as np
 import torch
 import yaml
 from common import CACHE, be_quiet, in_subprocess, make_family, make_recipe, write_samples
-from memory import PeakMemory
+from support.memory import PeakMemory
 
-from mergekit_slta.experiment import Experiment
-from mergekit_slta.measure import measured_statistics
-from mergekit_slta.recipe import SltaSettings
+from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.recipe.recipe import SltaSettings
+from mergekit_slta.slta.measure import measured_statistics
 
 DEFAULTS = {"samples": 8, "tokens": 128, "experts": 3, "layers": 4}
 GRIDS = {"samples": (4, 8, 16, 32), "tokens": (64, 128, 256, 512), "experts": (1, 2, 3, 4), "layers": (2, 4, 8, 16)}

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from common import timed
-from memory import memory_of_this_process
+from support.memory import memory_of_this_process
 
-from mergekit_slta.singular import SingularFeatures, feature_coefficients, singular_features, superpose, trim
+from mergekit_slta.sftm.superpose import SingularFeatures, feature_coefficients, singular_features, superpose, trim
 
 EXPERTS = 3
 DENSITY = 0.2

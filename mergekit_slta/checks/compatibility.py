@@ -1,0 +1,275 @@
+"""Whether models can be merged with each other, by their configurations and the headers of their files."""
+
+from __future__ import annotations
+
+import contextlib
+import filecmp
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mergekit.architecture import ModelArchitecture, WeightInfo, arch_info_for_config
+from mergekit.architecture.conversion import can_convert_checkpoint_keys
+
+from mergekit_slta.errors import SltaError
+from mergekit_slta.models.headers import Model, TensorHeader, listed
+from mergekit_slta.models.skeleton import computation, meta_model, model_tensor_name
+
+LAYER_NUMBER = re.compile(r"\.(\d+)\.")
+SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+
+
+def architecture_problem(base: Model, expert: Model, *, mixed: bool = False) -> str | None:
+    """Why an expert cannot have been fine-tuned from the base model, by their configurations.
+
+    Args:
+        base: the base model.
+        expert: the expert.
+        mixed: the architectures may have different names.
+    """
+    if not mixed and (expert.architecture, expert.config.model_type) != (base.architecture, base.config.model_type):
+        return (
+            f"The expert {expert} is a {expert.architecture} ({expert.config.model_type}), the base model {base} a "
+            f"{base.architecture} ({base.config.model_type}): only models of one architecture can be merged."
+        )
+    sizes = [(name, size(expert, name), size(base, name)) for name in SIZES]
+    sizes = [entry for entry in sizes if None not in entry]  # a size that one configuration leaves out is a default
+    differing = [f"{name} {own} instead of {wanted}" for name, own, wanted in sizes if own != wanted]
+    if differing:
+        return (
+            f"The expert {expert} has {', '.join(differing)}: it was not fine-tuned from the base model {base}, "
+            "leave it out."
+        )
+    return None
+
+
+def other_settings(base: Model, expert: Model) -> list[str]:
+    """The entries of the configurations by which an expert of the base model's sizes computes something else."""
+    own, theirs = computation(base.config), computation(expert.config)
+    return sorted(name for name in own.keys() & theirs.keys() if own[name] != theirs[name])
+
+
+def size(model: Model, name: str) -> Any:
+    """A size by the configuration of the language model, or of the only one."""
+    return getattr(model.config.get_text_config(), name, None)
+
+
+def shape_problem(base: Model, expert: Model) -> str | None:
+    """The tensors of an expert that differ in shape from the base model's, but for the size of the vocabulary."""
+    shapes = [(name, stored.shape, other.shape) for name, stored, other in both_have(base, expert)]
+    unequal = [(name, own, others) for name, own, others in shapes if own != others]
+    unequal = [entry for entry in unequal if not is_vocabulary(base, expert, *entry[1:])]
+    if not unequal:
+        return None
+    name, own, others = unequal[0]
+    more = f", and so do {len(unequal) - 1} more" if len(unequal) > 1 else ""
+    return (
+        f"The tensor {name} of the expert {expert} has the shape {list(others)} instead of {list(own)}{more}: "
+        f"it was not fine-tuned from the base model {base}, leave it out."
+    )
+
+
+def both_have(base: Model, expert: Model) -> Iterator[tuple[str, TensorHeader, TensorHeader]]:
+    """The base model's tensors that an expert has too: name, the base model's and the expert's."""
+    for name, stored in (base.tensors or {}).items():
+        other = expert.tensor(name)
+        if other is not None:
+            yield name, stored, other
+
+
+def is_vocabulary(base: Model, expert: Model, shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether a tensor's rows are tokens, in both models, and all else about it is equal."""
+    sizes = (size(base, "vocab_size"), size(expert, "vocab_size"))
+    return (*shape[:1], *other[:1]) == sizes and shape[1:] == other[1:]
+
+
+def tied_problem(base: Model, expert: Model) -> str | None:
+    """Whether one of two models ties its output head to its embedding and the other does not."""
+    if is_tied(expert) == is_tied(base):
+        return None
+    tied, untied = (base, expert) if is_tied(base) else (expert, base)
+    return (
+        f"{tied} ties its output head to its embedding and {untied} does not (tie_word_embeddings): the merged "
+        f"head would fit neither, save {expert} in the way of the base model {base}."
+    )
+
+
+def is_tied(model: Model) -> bool:
+    """Whether the output head is the embedding."""
+    return bool(getattr(model.config, "tie_word_embeddings", False))
+
+
+def quantization_problem(model: Model) -> str | None:
+    """Whether a model's weights are codes, which cannot be averaged."""
+    quantization = getattr(model.config, "quantization_config", None)
+    if not quantization:
+        return None
+    given = quantization if isinstance(quantization, Mapping) else vars(quantization)
+    return (
+        f"{model} is quantized ({given.get('quant_method', 'quantization_config')}): "
+        "name the original checkpoint, or dequantize it first."
+    )
+
+
+def vocabulary_problem(base: Model, expert: Model) -> str | None:
+    """How the vocabularies of an expert and the base model differ."""
+    own, others = size(base, "vocab_size"), size(expert, "vocab_size")
+    if own != others:
+        return f"The expert {expert} has a vocabulary of {others} tokens, the base model {base} one of {own}"
+    return moved_tokens_problem(base, expert)
+
+
+def moved_tokens_problem(base: Model, expert: Model) -> str | None:
+    """How an expert's token ids differ from the base model's."""
+    known, theirs = token_ids(base, expert)
+    moved = [token for token, index in known.items() if theirs.get(token, index) != index]
+    if moved:
+        return (
+            f"The tokenizer of the expert {expert} has other ids than that of the base model {base} for "
+            f"{len(moved)} tokens (such as {moved[0]!r})"
+        )
+    return None
+
+
+def token_ids(base: Model, expert: Model) -> tuple[dict[str, int], dict[str, int]]:
+    """The tokens of two models' tokenizers but those added later; none where files are equal or not at hand."""
+    if base.folder is None or expert.folder is None:
+        return {}, {}
+    own, theirs = base.folder / "tokenizer.json", expert.folder / "tokenizer.json"
+    if not own.is_file() or not theirs.is_file() or filecmp.cmp(own, theirs, shallow=False):
+        return {}, {}
+    return tokens_of(own), tokens_of(theirs)
+
+
+def tokens_of(file: Path) -> dict[str, int]:
+    """The tokens of a ``tokenizer.json``; none if it is damaged, which loading it tells."""
+    try:
+        tokens = json.loads(file.read_text(encoding="utf-8"))["model"]["vocab"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return tokens if isinstance(tokens, dict) else {token: index for index, (token, *_) in enumerate(tokens)}
+
+
+# What mergekit will ask for
+
+
+def missing_tensors(models: Sequence[Model], trust_remote_code: bool = False) -> list[str]:
+    """The tensors that mergekit will ask for and a checkpoint lacks, one sentence for models that lack the same."""
+    lost: dict[tuple[str, ...], list[str]] = {}
+    for model in models:
+        planned = plan(model, models, trust_remote_code)
+        lost.setdefault(tuple(weight.name for weight in planned if not can_load(model, weight)), []).append(str(model))
+    return [
+        f"{listed(stripped)}: the checkpoint lacks {listed(list(names))}, which mergekit asks for; it is incomplete, "
+        "or of a variant of its architecture that mergekit cannot merge."
+        for names, stripped in lost.items()
+        if names
+    ]
+
+
+def plan(model: Model, models: Sequence[Model], trust_remote_code: bool) -> list[WeightInfo]:
+    """The tensors that mergekit needs of a model: by its definition of the architecture, else all that any has."""
+    if model.tensors is None:
+        return []
+    architecture = known_architecture(model)
+    if architecture is not None:
+        return [weight for weight in architecture.all_weights(model.config) if not weight.optional]
+    stored = dict.fromkeys(name for other in models for name in other.tensors or {})
+    try:
+        known = meta_model(model.config, trust_remote_code).state_dict()  # old checkpoints hold buffers too
+    except SltaError:
+        known = stored
+    return [WeightInfo(name=name) for name in stored if model_tensor_name(name, known, model.prefix)]
+
+
+def dropped_tensors(model: Model, trust_remote_code: bool = False) -> list[str]:
+    """The tensors that a checkpoint has and mergekit would leave out of the merged model, in one sentence."""
+    if model.tensors is None:
+        return []
+    architecture = known_architecture(model)
+    try:
+        if architecture is not None:
+            dropped = undefined_parameters(model, architecture, trust_remote_code)
+        else:
+            dropped = partial_conversions(model, trust_remote_code)
+    except SltaError:  # transformers cannot build the model
+        return []
+    if not dropped:
+        return []
+    return [
+        f"mergekit leaves {listed(dropped)} of {model} out of what it writes, so the merged model would get random "
+        "values there: it cannot merge this variant of the architecture."
+    ]
+
+
+def known_architecture(model: Model) -> ModelArchitecture | None:
+    """mergekit's definition of a model's architecture; None where it goes by the tensors instead, as it says itself."""
+    with silenced("mergekit.architecture"):
+        return arch_info_for_config(model.config)
+
+
+def undefined_parameters(model: Model, architecture: ModelArchitecture, trust_remote_code: bool) -> list[str]:
+    """The stored tensors that mergekit's definition lacks; what old checkpoints hold beside parameters is no loss."""
+    written = {name for weight in architecture.all_weights(model.config) for name in names_of(weight)}
+    undefined = [name for name in model.tensors or {} if not model_tensor_name(name, written, model.prefix)]
+    if not undefined:
+        return []
+    parameters = set(own_parameters(model, trust_remote_code))
+    return [name for name in undefined if model_tensor_name(name, parameters, model.prefix)]
+
+
+def partial_conversions(model: Model, trust_remote_code: bool) -> list[str]:
+    """The parameters of some layers that are stored under other names: mergekit converts those of every layer only."""
+    parameters = own_parameters(model, trust_remote_code)
+    layers: dict[str, set[str]] = {}
+    for name in parameters:
+        if number := LAYER_NUMBER.search(name):
+            layers.setdefault(template(name), set()).add(number[1])
+    count = max(map(len, layers.values()), default=0)
+    partial = {name for name, found in layers.items() if len(found) < count}
+    converted = [name for name in parameters if name not in (model.tensors or {}) and template(name) in partial]
+    return [name for name in converted if can_load(model, WeightInfo(name=name))]
+
+
+def template(name: str) -> str:
+    """A tensor's name without the number of its layer."""
+    return LAYER_NUMBER.sub(".*.", name, count=1)
+
+
+def own_parameters(model: Model, trust_remote_code: bool) -> list[str]:
+    """The names of a model's parameters, but for those that are another one's.
+
+    Raises:
+        SltaError: transformers cannot build the model.
+    """
+    return [name for name, _ in meta_model(model.config, trust_remote_code).named_parameters()]
+
+
+def names_of(weight: WeightInfo) -> list[str]:
+    """All names under which mergekit looks for a tensor."""
+    return [weight.name, *(weight.aliases or ()), *(weight.tied_names or ())]
+
+
+def can_load(model: Model, weight: WeightInfo) -> bool:
+    """Whether mergekit finds a tensor in a checkpoint, or can put it together from others (a mixture's experts)."""
+    names = [weight.name, *(weight.aliases or ())]
+    tensors = model.tensors or {}
+    if any(name in tensors for name in names_of(weight)):
+        return True
+    layers = {part for part in weight.name.split(".") if part.isdigit()}
+    sources = {name for name in tensors if layers <= set(name.split("."))}
+    return any(can_convert_checkpoint_keys(model.config.model_type, sources, name) for name in names)
+
+
+@contextlib.contextmanager
+def silenced(name: str) -> Iterator[None]:
+    """Keep a logger quiet meanwhile."""
+    logger = logging.getLogger(name)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before

@@ -1,0 +1,128 @@
+"""The checks of calibration data and of statistics files: what the experts are measured on, or have been."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from mergekit_slta.checks.case import Case, attempt, failures
+from mergekit_slta.checks.compatibility import size
+from mergekit_slta.checks.space import unwritable_folder
+from mergekit_slta.data.draw import CalibrationData
+from mergekit_slta.data.records import template_fields
+from mergekit_slta.data.sources import check_source
+from mergekit_slta.errors import SltaError
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.models.headers import Model
+from mergekit_slta.recipe.recipe import CalibrationSettings, Expert, Recipe, calibration_problems
+from mergekit_slta.recipe.samples import repeated_data
+from mergekit_slta.slta.statistics import load
+
+
+def calibration_sources(case: Case) -> list[str]:
+    """Experts without data and without statistics, and experts that share their data."""
+    if not case.calibrates or case.config.base_model is None:
+        return []
+    there = isinstance(case.statistics, Path) and case.statistics.exists()
+    recipe = Recipe(case.config.base_model, tuple(case.experts), CalibrationSettings())
+    known = there or isinstance(case.statistics, SltaError)
+    return calibration_problems(recipe, known, takes_statistics=case.shared("statistics") is not None)
+
+
+def same_samples(case: Case) -> list[str]:
+    """Experts whose sources differ but give the same tokens."""
+    return [] if calibration_sources(case) else repeated_data(case.samples.items())
+
+
+def calibration_data(case: Case) -> list[str]:
+    """Sources that cannot be read, records that cannot be turned into text, samples that the model cannot take."""
+    return [problem for expert in case.experts for problem in expert_data(case, expert)] if case.calibrates else []
+
+
+def expert_data(case: Case, expert: Expert) -> list[str]:
+    """What is wrong with one expert's source or samples."""
+    drawn = case.drawn.get(expert)
+    if isinstance(drawn, CalibrationData):
+        return sample_problems(case, drawn) + unknown_ids(case, expert, drawn)
+    if drawn is None and expert.calibration:
+        drawn = attempt(check_unread, expert)
+    return failures([drawn])
+
+
+def check_unread(expert: Expert) -> None:
+    """Check what can be checked of a dataset, or of a file without a tokenizer.
+
+    Raises:
+        SltaError: the template is no template, or the source is malformed or missing.
+    """
+    if expert.template:
+        template_fields(expert.template)
+    check_source(expert.calibration)
+
+
+def sample_problems(case: Case, drawn: CalibrationData) -> list[str]:
+    """Samples that are longer than a table of positions, or have tokens that the base model has no embedding for."""
+    decoder, base = case.decoder, case.base
+    if not isinstance(decoder, Decoder) or base is None:
+        return []
+    embedding, vocabulary = decoder.model.get_input_embeddings(), size(base, "vocab_size")
+    others = [module for module in decoder.model.modules() if module is not embedding]
+    positions = min(
+        (module.num_embeddings for module in others if isinstance(module, torch.nn.Embedding)), default=None
+    )
+    longest, highest = max(map(len, drawn.token_ids)), max(map(max, drawn.token_ids))
+    problems = []
+    if positions is not None and longest > positions:
+        problems.append(
+            f"Calibration source {drawn.source!r} has samples of {longest} tokens, but {base} has {positions} "
+            f"positions: set 'max_tokens: {positions}' or less."
+        )
+    if highest >= vocabulary:
+        problems.append(
+            f"The tokenizer of {base} gives the token id {highest}, but the model has only {vocabulary} embeddings: "
+            "it needs the tokenizer that it was trained with."
+        )
+    return problems
+
+
+def unknown_ids(case: Case, expert: Expert, drawn: CalibrationData) -> list[str]:
+    """Samples with tokens that the expert itself has no embedding for."""
+    model, highest = case.opened.get(expert.reference), max(map(max, drawn.token_ids))
+    if not case.runs_experts or not isinstance(model, Model) or highest < size(model, "vocab_size"):
+        return []
+    return [
+        f"The tokenizer of the base model gives the token id {highest}, but the expert {model} has only "
+        f"{size(model, 'vocab_size')} embeddings: choose one with the base model's vocabulary."
+    ]
+
+
+def statistics_file(case: Case) -> list[str]:
+    """Statistics that cannot be read, lack the level and cannot be completed, or cannot be written."""
+    path = case.statistics
+    if not isinstance(path, Path):
+        return failures([path])
+    if not path.exists():
+        parent = unwritable_folder(path)
+        said = f"The statistics file {path} cannot be written, {parent} is no folder to write to: name another."
+        return [said] if parent else []
+    found = attempt(load, path)
+    if isinstance(found, SltaError):
+        return [found.message]
+    level = case.shared("level")
+    if level not in found.info.levels and not all(expert.calibration for expert in case.experts):
+        return [
+            f"{path} holds {', '.join(found.info.levels)} but not 'level: {level}': choose one of these, or give every "
+            "expert its calibration, so that it can be measured."
+        ]
+    return []
+
+
+def few_records(case: Case) -> list[str]:
+    """Sources with fewer usable records than asked."""
+    asked = case.shared("samples")
+    return [
+        f"Calibration source {data.source!r} has {len(data.records)} usable records, 'samples' asks for {asked}."
+        for data in case.samples.values()
+        if len(data.records) < asked
+    ]

@@ -1,0 +1,117 @@
+"""The checks of disks, folders and memory: whether there is room for what a merge writes, and how much it takes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from mergekit_slta.checks.case import Case
+from mergekit_slta.featcal.needs import Needs
+from mergekit_slta.featcal.scratch import scratch_root
+from mergekit_slta.models.adapters import merged_folder
+from mergekit_slta.models.headers import Model
+
+WORTH_A_WORD = 100_000  # bytes that a finished part of a merge takes
+
+
+def folders(case: Case) -> list[str]:
+    """Folders for the report and for the layers of a feature merge that cannot be made or written to."""
+    problems = []
+    for name in ("scratch", "report"):
+        given = case.shared(name)
+        parent = unwritable_folder(Path(given).expanduser()) if given else None
+        if parent:
+            problems.append(f"'{name}: {given}' cannot be made, {parent} is no folder to write to: name another.")
+    return problems
+
+
+def disk_space(case: Case) -> list[str]:
+    """Disks that are too small for the output and for the adapters that mergekit merges first."""
+    needs: dict[int, list[tuple[Path, str, int]]] = {}
+    for folder, what, nbytes in [*output_need(case), *adapter_needs(case), *scratch_need(case)]:
+        needs.setdefault(nearest_folder(folder).stat().st_dev, []).append((folder, what, nbytes))
+    problems = []
+    for entries in needs.values():
+        free = shutil.disk_usage(nearest_folder(entries[0][0])).free
+        if sum(nbytes for *_, nbytes in entries) > free:
+            parts = " and ".join(f"{what} (about {gigabytes(nbytes)})" for _, what, nbytes in entries)
+            problems.append(
+                f"The disk with {entries[0][0]} has {gigabytes(free)} free, too little for {parts}: "
+                "make room or choose another."
+            )
+    return problems
+
+
+def output_need(case: Case) -> list[tuple[Path, str, int]]:
+    """The folder of the merged model, and its size by the base model's."""
+    if case.out_path is None or case.base is None:
+        return []
+    name = case.config.out_dtype or case.config.dtype
+    return [(case.out_path, "the merged model", stored_bytes(case.base, name))]
+
+
+def adapter_needs(case: Case) -> list[tuple[Path, str, int]]:
+    """The folders of adapters that are still to be merged, and their sizes."""
+    cache, name = case.options.lora_merge_cache, case.options.lora_merge_dtype
+    adapted = case.adapted if cache else []
+    folders = {model.reference: merged_folder(model.reference, str(cache)) for model in adapted}
+    return [
+        (folders[model.reference], f"the merged adapter {model}", stored_bytes(model, name))
+        for model in adapted
+        if not folders[model.reference].exists()
+    ]
+
+
+def scratch_need(case: Case) -> list[tuple[Path, str, int]]:
+    """The folder that a feature merge is solved into, and its size."""
+    needed = case.needs
+    if not isinstance(needed, Needs):
+        return []
+    return [(scratch_root(case.shared("scratch")), "the layers as they are solved", needed.disk)]
+
+
+def feature_merge_needs(case: Case) -> list[str]:
+    """The memory and the disk space that a feature merge takes while it runs."""
+    needed = case.needs
+    if not isinstance(needed, Needs):
+        return []
+    root = scratch_root(case.shared("scratch"))
+    said = [
+        f"'{case.spec.name}' takes about {gigabytes(needed.memory)} of memory while it solves, and "
+        f"{gigabytes(needed.disk)} on the disk with {root} until the output is written."
+    ]
+    left = sum(file.stat().st_size for file in root.glob("featcal-*/*"))
+    if left >= WORTH_A_WORD:
+        said.append(
+            f"{root} holds {gigabytes(left)} of merges that did not finish: this one goes on if it is among them; "
+            "delete the folders featcal-* of those that are not wanted."
+        )
+    return said
+
+
+def stored_bytes(model: Model, dtype: str | None) -> int:
+    """The bytes that a model's tensors take in a type, or in those that they have."""
+    tensors = (model.tensors or {}).values()
+    kind = getattr(torch, (dtype or "").removeprefix("torch."), None)
+    if not isinstance(kind, torch.dtype):
+        return sum(stored.nbytes for stored in tensors)
+    return sum(stored.count * kind.itemsize for stored in tensors)
+
+
+def nearest_folder(path: Path) -> Path:
+    """The path itself, or the nearest of the folders above it that is there."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+
+
+def unwritable_folder(path: Path) -> Path | None:
+    """What keeps a path from being made or written to: the nearest above it that is there, if it is no such folder."""
+    nearest = nearest_folder(path)
+    return None if nearest.is_dir() and os.access(nearest, os.W_OK) else nearest
+
+
+def gigabytes(nbytes: int) -> str:
+    """A size in words."""
+    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:,.1f} MB"

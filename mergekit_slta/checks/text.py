@@ -1,0 +1,55 @@
+"""The checks of what a recipe says: its parameters, its types, its spelling of paths."""
+
+from __future__ import annotations
+
+import os
+
+from mergekit_slta.checks.case import Case
+from mergekit_slta.recipe.recipe import key_problems, recipe_problems
+
+HALF = ("bfloat16", "float16")
+FLOATS = (*HALF, "float32", "float64")
+
+
+def recipe_text(case: Case) -> list[str]:
+    """Unknown, misplaced and wrong parameters, slices and modules, no base model, no expert."""
+    return key_problems(case.source, case.spec) + recipe_problems(case.config, case.spec)
+
+
+def tensor_types(case: Case) -> list[str]:
+    """Names of types that mergekit does not know; it would say so in the middle of the merge."""
+    given = {"dtype": case.config.dtype, "out_dtype": case.config.out_dtype}
+    return [
+        f"'{key}: {name}' is no type for a merge: write {', '.join(FLOATS[:-1])} or {FLOATS[-1]}."
+        for key, name in given.items()
+        if name is not None and name.removeprefix("torch.") not in FLOATS
+    ]
+
+
+def precision(case: Case) -> list[str]:
+    """Merges in half precision, and of models in several precisions; feature merges are solved in single precision."""
+    if case.runs_experts:
+        return []
+    config = case.config
+    given = (config.dtype or "").removeprefix("torch.")
+    stored = {str(getattr(model.config, "dtype", None)).removeprefix("torch.") for model in case.models}
+    if given in HALF or (not given and stored & set(HALF)):
+        half = given or next(name for name in HALF if name in stored)
+        return [
+            f"Merging in {half} rounds at every step: better round once, with 'dtype: float32' and "
+            f"'out_dtype: {config.out_dtype or half}'."
+        ]
+    return []
+
+
+def card_lookup(case: Case) -> list[str]:
+    """Relative paths that mergekit takes for names on the Hub when it writes the model card, after the weights."""
+    if not case.options.write_model_card:
+        return []
+    paths = [path.path for reference in case.opened for path in (reference.model, reference.lora) if path]
+    return [
+        f"mergekit looks {path} up on the Hub when it writes the model card, and fails there without a network: "
+        f"write ./{path}, or merge with --no-write-model-card."
+        for path in paths
+        if os.path.exists(path) and path[0] not in "./~" and path.count("/") <= 1
+    ]

@@ -1,0 +1,623 @@
+"""The command line. Everything heavy is imported inside the commands, so that ``--help`` is quick."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mergekit_slta import __version__, files
+from mergekit_slta.errors import SltaError
+
+if TYPE_CHECKING:
+    import torch
+    from mergekit.config import MergeConfiguration
+    from mergekit.options import MergeOptions
+
+    from mergekit_slta.checks.examine import Findings
+    from mergekit_slta.engine.ranks import Ranks
+    from mergekit_slta.recipe.experiment import Experiment
+    from mergekit_slta.slta.statistics import Statistics
+
+LEVELS_HELP = "model, layer, attn_mlp, head_mlp or linear"
+INTERRUPTED = 130
+
+
+class _Commands(click.Group):
+    """The commands; what files, the Hub and the network refuse ends one of them in a sentence, not in a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # the reader of a pipe has gone, which click handles
+                raise
+            raise SltaError(str(error)) from error
+
+
+class _MergeCommand(click.Command):
+    """A command with all of mergekit-yaml's options, read from there only when it is used."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        from mergekit.scripts.run_yaml import main as mergekit_yaml
+
+        return [*super().get_params(ctx), *(p for p in mergekit_yaml.params if isinstance(p, click.Option))]
+
+
+def _model_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options that say how models are had, with mergekit's names."""
+    options = [
+        click.option("--device", help="Where to compute: cpu, cuda, cuda:1 ... or auto.  [default: cpu]"),
+        click.option("--cuda/--no-cuda", default=False, help="Compute on the GPU."),
+        click.option(
+            "--trust-remote-code/--no-trust-remote-code",
+            default=False,
+            help="Run the Python code that comes with a model (dangerous).",
+        ),
+        click.option("--lora-merge-cache", help="Folder for models with their LoRA adapter merged in."),
+        click.option("--transformers-cache", help="Folder for downloaded models."),
+        click.option("--quiet/--no-quiet", default=False, help="No progress bars, nothing that is not needed."),
+        click.option("-v", "verbosity", count=True, help="More log messages; -vv for still more."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _existing_file(argument: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    return click.argument(argument, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+
+
+def _output_folder(command: Callable[..., None]) -> Callable[..., None]:
+    return click.option(
+        "-o",
+        "--output",
+        "folder",
+        required=True,
+        metavar="DIR",
+        type=click.Path(file_okay=False, path_type=Path),
+        help="Folder to write to.",
+    )(command)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="mergekit-slta")
+def main() -> None:
+    """Merge fine-tuned models with weights that are solved for, not searched for.
+
+    A recipe is a mergekit YAML file with 'merge_method: slta' or 'featcal'. `check` it, then `merge` it (or run
+    mergekit-yaml, which does the same). To look at the weights of slta first, or to solve several merges from one
+    measurement: `calibrate` writes a small statistics file, and `solve` gets merging weights and plain mergekit recipes
+    from it in a second, without models and without data; `report` shows what the merge keeps of each expert. `evaluate`
+    tells how well the merged model does, and `linearity` whether the experts are of a kind that can be merged.
+    """
+
+
+@main.command(short_help="Say everything that is wrong with a recipe.")
+@_existing_file("recipe")
+@_model_options
+def check(recipe: Path, **options: Any) -> None:
+    """Say everything that is wrong with RECIPE, before anything is computed.
+
+    Reads configurations, file headers and calibration data, no weights. Exit code 1 if something is wrong.
+    """
+    merge_options = _merge_options(options)
+    found = _examine(_read_recipe(recipe), merge_options, running=False)
+    _say(found.notes, merge_options.quiet)
+    if not found.problems:
+        click.echo(f"{recipe}: no problem found.")
+        return
+    count = len(found.problems)
+    click.echo("\n- ".join([f"{recipe}: {count} problem{'s' * (count > 1)} found.", *found.problems]), err=True)
+    raise click.exceptions.Exit(1)
+
+
+@main.command(short_help="Measure a recipe's models, write a statistics file.")
+@_existing_file("recipe")
+@click.option("-o", "--output", "stats", required=True, metavar="STATS", help="The statistics file to write.")
+@click.option(
+    "--level",
+    "levels",
+    multiple=True,
+    metavar="LEVEL",
+    help=f"What gets a merging weight of its own: {LEVELS_HELP}. May be given several times.  [default: the recipe's]",
+)
+@_model_options
+def calibrate(recipe: Path, stats: str, levels: Sequence[str], **options: Any) -> None:
+    """Measure RECIPE's models on its calibration data, and write the statistics file STATS.
+
+    The file is small, holds neither weights nor data, and is all that `solve` needs. After a crash or an interruption
+    the same command goes on where it was; a finished file that fits is left as it is, and one that lacks a level gets
+    it. On several GPUs: torchrun --nproc-per-node N -m mergekit_slta calibrate RECIPE -o STATS
+    """
+    from mergekit_slta.recipe.recipe import SltaSettings, shared_settings
+    from mergekit_slta.slta.measure import measured_statistics
+
+    merge_options = _merge_options(options)
+    path = _local_output(stats)
+    levels = _known_levels(levels)
+    source = _read_recipe(recipe)
+    try:
+        with _joined_ranks() as ranks:
+            _refuse(_examine(source, merge_options, merging=False), ranks)
+            experiment = _experiment(source, merge_options, ranks)
+            before = _identity(path)
+            wanted = levels or [shared_settings(source.config, SltaSettings).level]
+            statistics = measured_statistics(experiment, wanted, path)
+    except KeyboardInterrupt:
+        click.echo(f"\nInterrupted. To go on where it was, run the same command again ({path}.partial).", err=True)
+        raise click.exceptions.Exit(INTERRUPTED) from None
+    if ranks.first:
+        found = "fits already and was not touched" if before and before == _identity(path) else "written"
+        click.echo(f"{path} {found}: {_describe(statistics, path)}")
+
+
+@main.command(short_help="Get merging weights and recipes from a statistics file.")
+@click.argument("stats")
+@click.option("--level", metavar="LEVEL", help=f"{LEVELS_HELP}.  [default: attn_mlp if STATS has it]")
+@click.option("--models", metavar="A,B", help="Merge only these experts, named as in STATS.  [default: all]")
+@click.option(
+    "--task-weight",
+    "task_weights",
+    multiple=True,
+    metavar="A=2.0",
+    help="How much an expert's task counts against the others', 1.0 by default. May be given several times.",
+)
+@click.option(
+    "--ridge", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Draws the weights towards zero."
+)
+@click.option("--balance/--no-balance", default=True, show_default=True, help="Give every sample the same influence.")
+@click.option("--samples", type=click.IntRange(min=1), metavar="K", help="Use the first K samples of each task only.")
+@click.option(
+    "--bootstrap",
+    type=click.IntRange(min=2),
+    metavar="R",
+    help="Also the weights' standard errors, from R draws of the samples.",
+)
+@click.option("--json", "json_file", metavar="FILE", help="Write the solution as JSON; '-' for standard output.")
+@click.option("--recipe", "recipe_file", metavar="FILE", help="Write a mergekit recipe that runs without this package.")
+@click.option(
+    "--model",
+    "paths",
+    multiple=True,
+    metavar="NAME=PATH",
+    help="Path or Hub id to write in the recipe for a model, the base model included, that STATS calls NAME. "
+    "May be given several times.",
+)
+@click.option(
+    "--edges",
+    type=click.Choice(["base", "mean"]),
+    default="base",
+    show_default=True,
+    help="In the recipe, embeddings, final norm and output head: the base model's, or merged with the mean weights.",
+)
+@click.option("--tokenizer-source", metavar="X", help="mergekit's tokenizer_source, for the recipe.")
+@click.option(
+    "--trust-remote-code/--no-trust-remote-code",
+    default=False,
+    help="For --recipe: run the Python code that comes with the base model (dangerous).",
+)
+@click.option("--transformers-cache", help="Folder for downloaded files.")
+@click.option("--quiet/--no-quiet", default=False, help="No table.")
+def solve(
+    stats: str,
+    level: str | None,
+    models: str | None,
+    task_weights: tuple[str, ...],
+    ridge: float,
+    balance: bool,
+    samples: int | None,
+    bootstrap: int | None,
+    json_file: str | None,
+    recipe_file: str | None,
+    paths: tuple[str, ...],
+    edges: str,
+    tokenizer_source: str | None,
+    trust_remote_code: bool,
+    transformers_cache: str | None,
+    quiet: bool,
+) -> None:
+    """Solve for the merging weights from the statistics file STATS.
+
+    STATS is a file that `calibrate` wrote, or hf:ORG/REPO/FILE[@REVISION] on the Hugging Face Hub. Takes a second and
+    needs neither models nor data. Prints, for each submodule, the merging weight of each expert and the share of its
+    feature change that the merge keeps.
+    """
+    from mergekit_slta.reports.tables import solution_json, solution_table
+    from mergekit_slta.slta.statistics import load, resolve_statistics
+
+    with _one_thread():
+        measured = load(resolve_statistics(stats, transformers_cache))
+        statistics = _first_samples(_selected(measured, models), samples)
+        names = statistics.info.models
+        weights = _task_weights(task_weights, names)
+        level = level or ("attn_mlp" if "attn_mlp" in statistics.info.levels else statistics.info.levels[0])
+        how: dict[str, Any] = {"balance": balance, "ridge": ridge, "task_weights": weights}
+        solutions = statistics.solve(level, **how)
+        deviations = _bootstrap_errors(statistics, solutions, bootstrap, how) if bootstrap else None
+    if json_file == "-":
+        click.echo(solution_json(level, names, solutions, deviations), nl=False)
+    elif not quiet:
+        click.echo(solution_table(names, solutions, deviations))
+    if json_file and json_file != "-":
+        files.write(Path(json_file), solution_json(level, names, solutions, deviations).encode())
+    if recipe_file:
+        from mergekit_slta.slta.plain_recipe import plain_recipe
+
+        known = (statistics.info.base_model, *measured.info.models)
+        text = plain_recipe(
+            statistics,
+            level,
+            solutions,
+            edges=edges,
+            models=dict(_assignment(entry, known, "--model") for entry in paths),
+            tokenizer_source=tokenizer_source or "",
+            solved_with={"balance": str(balance).lower(), "ridge": ridge}
+            | ({"task weights": ":".join(map(str, weights))} if task_weights else {}),
+            trust_remote_code=trust_remote_code,
+        )
+        files.write(Path(recipe_file), text.encode())
+
+
+@main.command(short_help="Measure how well a merged model does each task.")
+@_existing_file("recipe")
+@click.argument("out", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option(
+    "--samples", type=click.IntRange(min=1), default=100, show_default=True, help="Held-out records of each task."
+)
+@click.option("--json", "json_file", metavar="FILE", help="Write the numbers as JSON; '-' for standard output.")
+@_model_options
+def evaluate(recipe: Path, out: Path, samples: int, json_file: str | None, **options: Any) -> None:
+    """Measure how well the merged model in OUT does the tasks of RECIPE's experts.
+
+    For each task: the negative log-likelihood per token (lower is better) of the base model, of the task's expert and
+    of the merged model, on records that calibration did not use, and the share of the expert's gain over the base
+    model that the merge keeps. One model is in memory at a time, in float32.
+    """
+    import transformers
+
+    from mergekit_slta.evaluate import evaluate as evaluate_merge
+    from mergekit_slta.reports.tables import evaluation_json, evaluation_table
+
+    merge_options = _merge_options(options)
+    source = _read_recipe(recipe)
+    _refuse(_examine(source, merge_options, merging=False))
+    transformers.utils.logging.disable_progress_bar()  # a bar of its own for every model
+    results = evaluate_merge(_experiment(source, merge_options), out, samples)
+    if json_file == "-":
+        click.echo(evaluation_json(results), nl=False)
+        return
+    click.echo(evaluation_table(results))
+    if json_file:
+        files.write(Path(json_file), evaluation_json(results).encode())
+
+
+@main.command(short_help="Measure how linear a recipe's models are in their weights.")
+@_existing_file("recipe")
+@_output_folder
+@click.option(
+    "--level",
+    "levels",
+    multiple=True,
+    metavar="LEVEL",
+    help=f"{LEVELS_HELP}. May be given several times.  [default: model, layer, attn_mlp]",
+)
+@click.option("--samples", type=click.IntRange(min=1), default=5, show_default=True, help="Samples of each task.")
+@click.option("--pairs/--no-pairs", default=True, show_default=True, help="25 merges of every two experts.")
+@click.option("--triples", is_flag=True, help="27 merges of every three experts.")
+@_model_options
+def linearity(
+    recipe: Path, folder: Path, levels: Sequence[str], samples: int, pairs: bool, triples: bool, **options: Any
+) -> None:
+    """Measure how linear RECIPE's models are in their weights, as the paper does, before merging them.
+
+    The non-linearity score of every expert, and how far merges of them are from adding up: linearity.json, and a page
+    with figures (report.html) in DIR. Takes as long as tens of calibrations; how many forward passes is said first.
+    """
+    from tqdm import tqdm
+
+    from mergekit_slta.linearity.scores import plan_linearity
+    from mergekit_slta.reports.linearity import score_table, write_linearity
+
+    merge_options = _merge_options(options)
+    chosen = _known_levels(levels) or ["model", "layer", "attn_mlp"]
+    source = _read_recipe(recipe)
+    _refuse(_examine(source, merge_options, merging=False))
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = plan_linearity(_experiment(source, merge_options), chosen, samples=samples, pairs=pairs, triples=triples)
+    click.echo(f"{plan}.")
+    layers = len(plan.decoder)
+    with tqdm(
+        total=plan.passes * layers,
+        desc="Measuring linearity",
+        unit="pass",
+        unit_scale=1 / layers,
+        leave=False,
+        disable=merge_options.quiet,
+    ) as bar:
+        result = plan.measure(bar.update)
+    path = write_linearity(result, folder)
+    click.echo(f"{score_table(result)}\n\n{path} written")
+
+
+@main.command(short_help="Show what a merge keeps and how sure its weights are.")
+@click.argument("stats")
+@_output_folder
+@click.option("--transformers-cache", help="Folder for downloaded files.")
+def report(stats: str, folder: Path, transformers_cache: str | None) -> None:
+    """Write a page with figures (report.html) on the merge that the statistics file STATS gives.
+
+    What it keeps of each expert, layer by layer, the merging weights with their intervals, where they are unreliable,
+    how the experts interfere, and whether fewer samples would have been enough; at every level that STATS holds.
+    STATS is a file that `calibrate` wrote, or hf:ORG/REPO/FILE[@REVISION] on the Hugging Face Hub.
+    """
+    from mergekit_slta.reports.merge import report_page
+    from mergekit_slta.slta.statistics import load, resolve_statistics
+
+    with _one_thread():
+        page = report_page(load(resolve_statistics(stats, transformers_cache)))
+        path = page.write(folder, "report.html")
+    click.echo(f"{page.verdict[0]}\n\n{path} written")
+
+
+@main.command(cls=_MergeCommand, short_help="Merge, as mergekit-yaml does.")
+@_existing_file("recipe")
+@click.argument("out")
+def merge(recipe: Path, out: str, **options: Any) -> None:
+    """Merge RECIPE's models into the folder OUT, as mergekit-yaml does, with a check first.
+
+    For places where Python's start-up files are off and mergekit-yaml does not know our methods; takes all of
+    mergekit-yaml's options. Under torchrun all processes calibrate, and the first one merges.
+    """
+    from mergekit.merge import run_merge
+
+    from mergekit_slta.checks.examine import Findings, examined
+    from mergekit_slta.methods import registry
+
+    registry.register()
+    registry.watch_planner()
+    merge_options = _merge_options(options)
+    source, found = _read_recipe(recipe), Findings([], [])
+    with _joined_ranks() as ranks:
+        if source.config.merge_method in [method.spec.name for method in registry.METHODS]:
+            found = _examine(source, merge_options, out_path=out)
+            _refuse(found, ranks)
+            _say(found.notes, merge_options.quiet or not ranks.first)
+        if ranks.count > 1:
+            _share_work(source, merge_options, ranks)
+    if ranks.first:
+        with examined(source.config, found):
+            run_merge(source.config, out, options=merge_options, config_source=source.text)
+
+
+# From the command line to what the package takes
+
+
+def _merge_options(options: Mapping[str, Any]) -> MergeOptions:
+    """mergekit's options, its logging set up; under torchrun the processes are spread over the GPUs."""
+    import torch
+    from mergekit.options import MergeOptions
+
+    merge_options = MergeOptions(**options)
+    if merge_options.device == "cuda" and "LOCAL_RANK" in os.environ:
+        index = int(os.environ["LOCAL_RANK"]) % max(1, torch.cuda.device_count())
+        merge_options = merge_options.model_copy(update={"device": f"cuda:{index}"})
+    merge_options.apply_global_options()
+    return merge_options
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A recipe: its text, what YAML makes of it, and what mergekit does."""
+
+    text: str
+    content: Any
+    config: MergeConfiguration
+
+
+def _read_recipe(path: Path) -> _Source:
+    import yaml
+    from mergekit.config import MergeConfiguration
+    from pydantic import ValidationError
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
+        return _Source(text, content, MergeConfiguration.model_validate(content))
+    except UnicodeDecodeError:
+        raise SltaError(f"{path} is no UTF-8 text.") from None
+    except yaml.YAMLError as error:
+        raise SltaError(f"{path} is no YAML: {' '.join(str(error).split())}.") from None
+    except ValidationError as error:
+        said = [f"'{'.'.join(map(str, entry['loc']))}': {entry['msg']}" for entry in error.errors()]
+        raise SltaError(f"{path} is no mergekit recipe: {'; '.join(said)}.") from None
+    except RuntimeError as error:  # what mergekit's own checks raise
+        raise SltaError(f"{path} is no mergekit recipe: {error}.") from None
+
+
+def _examine(source: _Source, options: MergeOptions, **purpose: Any) -> Findings:
+    """What there is to say about a recipe of ours; one for a measurement alone must have something to measure."""
+    from mergekit_slta.checks.examine import examine
+    from mergekit_slta.methods.registry import METHODS
+    from mergekit_slta.recipe.recipe import calibrates
+
+    merging = purpose.get("merging", True)
+    known = {method.spec.name: method.spec for method in METHODS if merging or calibrates(method.spec)}
+    name = source.config.merge_method
+    if name not in known:
+        raise SltaError(f"The recipe's merge_method is '{name}': this command knows {', '.join(known)}.")
+    return examine(source.config, options, known[name], source=source.content, **purpose)
+
+
+def _refuse(found: Findings, ranks: Ranks | None = None) -> None:
+    """End with the problems, before any process writes what another has yet to check."""
+    from mergekit_slta.engine.ranks import Ranks
+
+    (ranks or Ranks()).refuse_together(SltaError("\n".join(found.problems)) if found.problems else None)
+
+
+def _say(notes: Sequence[str], quiet: bool) -> None:
+    for note in notes if not quiet else ():
+        click.echo(f"Note: {note}", err=True)
+
+
+def _experiment(source: _Source, options: MergeOptions, ranks: Ranks | None = None) -> Experiment:
+    import transformers
+    from mergekit.io.tasks import LoaderCache
+
+    from mergekit_slta.recipe.experiment import Experiment
+    from mergekit_slta.recipe.recipe import from_config
+
+    if options.quiet or (ranks and not ranks.first):
+        transformers.utils.logging.disable_progress_bar()
+    LoaderCache().setup(options)
+    return Experiment(
+        from_config(source.config),
+        device=str(options.device),
+        trust_remote_code=options.trust_remote_code,
+        cache_dir=options.transformers_cache,
+        quiet=options.quiet,
+        ranks=ranks,
+    )
+
+
+def _share_work(source: _Source, options: MergeOptions, ranks: Ranks) -> None:
+    """Compute with all processes what the merge would compute with one before its first tensor."""
+    from mergekit_slta.featcal.scratch import solve_model
+    from mergekit_slta.recipe.recipe import FeatcalSettings, SltaSettings, shared_settings
+    from mergekit_slta.slta.measure import measured_statistics
+    from mergekit_slta.slta.statistics import PUBLISHED_PREFIX, resolve_statistics
+
+    method = source.config.merge_method
+    if method == "featcal":
+        solve_model(_experiment(source, options, ranks), shared_settings(source.config, FeatcalSettings)).release()
+    elif method == "slta":
+        settings = shared_settings(source.config, SltaSettings)
+        if not settings.statistics.startswith(PUBLISHED_PREFIX):
+            path = resolve_statistics(settings.statistics) if settings.statistics else None
+            measured_statistics(_experiment(source, options, ranks), [settings.level], path)
+
+
+@contextlib.contextmanager
+def _joined_ranks() -> Iterator[Ranks]:
+    """The processes that torchrun started; only the first one talks."""
+    from mergekit_slta.engine.ranks import join, leave
+
+    ranks = join()
+    if not ranks.first:
+        logging.disable(logging.WARNING)
+    try:
+        yield ranks
+    finally:
+        leave()
+
+
+def _known_levels(levels: Sequence[str]) -> list[str]:
+    from mergekit_slta.layers.submodules import LEVELS
+
+    for level in levels:
+        if level not in LEVELS:
+            raise click.BadParameter(f"'{level}' is none of {', '.join(LEVELS)}.", param_hint="--level")
+    return [level for level in LEVELS if level in levels]
+
+
+def _local_output(stats: str) -> Path:
+    path = Path(stats)
+    if stats.startswith("hf:"):
+        raise SltaError(f"-o {stats} is on the Hub: write a local file, then publish it with 'hf upload'.")
+    if path.is_dir():
+        raise SltaError(f"-o {stats} is a folder: name a file in it, such as {path / 'stats.safetensors'}.")
+    return path
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """For many tiny matrices, on which threads cost more than they give."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _selected(statistics: Statistics, models: str | None) -> Statistics:
+    """The statistics of the experts that --models names, in its order."""
+    if models is None:
+        return statistics
+    known = statistics.info.models
+    chosen = [name.strip() for name in models.split(",")]
+    for name in chosen:
+        if name not in known:
+            raise SltaError(f"The statistics hold no expert '{name}', only {', '.join(known)}.")
+        if chosen.count(name) > 1:
+            raise SltaError(f"--models {models} names '{name}' twice.")
+    return statistics.select([known.index(name) for name in chosen])
+
+
+def _assignment(entry: str, names: Sequence[str], option: str) -> tuple[str, str]:
+    """The two sides of NAME=VALUE, where a name may hold an equals sign itself."""
+    for name in sorted(names, key=len, reverse=True):
+        if entry.startswith(f"{name}=") and entry != f"{name}=":
+            return name, entry.removeprefix(f"{name}=")
+    raise SltaError(f"{option} {entry}: write NAME=VALUE, with a name that the statistics hold ({', '.join(names)}).")
+
+
+def _task_weights(entries: Sequence[str], names: Sequence[str]) -> list[float]:
+    weights = dict.fromkeys(names, 1.0)
+    for entry in entries:
+        name, value = _assignment(entry, names, "--task-weight")
+        try:
+            weights[name] = float(value)
+        except ValueError:
+            weights[name] = math.nan
+        if not 0 <= weights[name] < math.inf:
+            raise SltaError(f"--task-weight {entry}: '{value}' is no number of at least zero.")
+    if not any(weights.values()):
+        raise SltaError("Every --task-weight is zero: at least one task must count.")
+    return list(weights.values())
+
+
+def _bootstrap_errors(
+    statistics: Statistics, names: Iterable[str], repeats: int, how: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """The standard errors [T] of each submodule's merging weights."""
+    from mergekit_slta.slta.solver import bootstrap
+
+    return {name: bootstrap(statistics.grams[name], statistics.task, repeats, **how).std(0) for name in names}
+
+
+def _first_samples(statistics: Statistics, count: int | None) -> Statistics:
+    if count is None:
+        return statistics
+    most = int(statistics.task.bincount().max())
+    if count > most:
+        raise SltaError(f"--samples {count}: the statistics hold {most} samples per task.")
+    return statistics.first_samples(count)
+
+
+# What is printed and written
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What changes when a file is written anew."""
+    return (path.stat().st_ino, path.stat().st_mtime_ns) if path.is_file() else None
+
+
+def _describe(statistics: Statistics, path: Path) -> str:
+    levels = statistics.info.levels
+    submodules = ", ".join(f"{len(statistics.submodules(level))} at {level}" for level in levels)
+    return (
+        f"{path.stat().st_size / 1e6:.2f} MB, {len(statistics.task)} samples of {len(statistics.info.models)} tasks "
+        f"({int(statistics.tokens.sum())} tokens), submodules: {submodules}"
+    )

@@ -1,0 +1,1 @@
+"""Calibration data: from a file or a dataset to token ids."""

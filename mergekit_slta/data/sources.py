@@ -1,0 +1,278 @@
+"""Calibration sources: from the file or dataset that a recipe names to its records, and what sources are called."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from mergekit_slta.data.records import Record, joined, rows
+from mergekit_slta.errors import SltaError, one_line
+
+DATASET_PREFIX = "hf:"
+# The csv module refuses fields over 128 KiB by default, which a document may well have.
+CSV_FIELD_LIMIT = 2**31 - 1
+
+
+def is_dataset(source: str) -> bool:
+    """Whether a source is a dataset, which may have to be downloaded, rather than a file."""
+    return source.startswith(DATASET_PREFIX)
+
+
+def read_records(source: str) -> Sequence[Record]:
+    """Read all records of a calibration source.
+
+    Args:
+        source: a ``.jsonl``, ``.json``, ``.csv``, ``.parquet`` or ``.txt`` file (relative to the current directory), or
+            ``hf:DATASET[?config=...&split=...]``, where DATASET is a dataset repository or a local folder.
+
+    Returns:
+        The records in the order of the source, as dictionaries; a dataset reads them when they are asked for.
+
+    Raises:
+        SltaError: the source is missing, unknown, broken or has no records.
+    """
+    records = _read_dataset(source) if is_dataset(source) else _read_file(source)
+    if not len(records):
+        raise SltaError(f"Calibration source {source!r} has no records.")
+    return records
+
+
+def check_source(source: str) -> None:
+    """Check what can be checked of a source without a download: all of a file, a dataset's spelling and its folder.
+
+    Raises:
+        SltaError: a file is missing, unknown, broken or has no records; a dataset is malformed or has no folder.
+    """
+    if is_dataset(source):
+        _find_dataset(source)
+    else:
+        read_records(source)
+
+
+def source_key(source: str) -> tuple[str, ...]:
+    """What tells two calibration sources apart: equal for two spellings of the same file or dataset.
+
+    The template is no part of it, for it does not change which data are used.
+
+    Raises:
+        SltaError: the query of a dataset is malformed.
+    """
+    if not is_dataset(source):
+        return ("file", _real_path(source))
+    dataset = _parse_dataset(source)
+    name = _real_path(dataset.name) if _is_folder(dataset.name) else dataset.name.lower()
+    return ("dataset", name, dataset.config or "default", dataset.split or "train")
+
+
+def source_name(source: str) -> str:
+    """How published files name a source: as the recipe spells it, but a path of this machine by its last part."""
+    if not is_dataset(source):
+        return _path_name(source)
+    name, mark, query = source.removeprefix(DATASET_PREFIX).partition("?")
+    return DATASET_PREFIX + _path_name(name) + mark + query
+
+
+def _path_name(path: str) -> str:
+    return os.path.basename(os.path.normpath(path)) if path.startswith("~") or os.path.isabs(path) else path
+
+
+def _read_file(source: str) -> Sequence[Record]:
+    path = os.path.expanduser(source)
+    extension = os.path.splitext(path)[1].lower()
+    if os.path.isdir(path):
+        raise SltaError(f"Calibration source {source!r} is a folder: write '{DATASET_PREFIX}{source}' for a dataset.")
+    if extension not in READERS:
+        raise SltaError(
+            f"Calibration source {source!r} has an unknown extension: it must be {joined(READERS)}, "
+            f"or '{DATASET_PREFIX}DATASET' for a dataset."
+        )
+    if not os.path.exists(path):
+        raise SltaError(f"Calibration file {source!r} does not exist (the current directory is {os.getcwd()!r}).")
+    try:
+        return READERS[extension](source, path)
+    except UnicodeDecodeError as error:
+        raise SltaError(f"Calibration file {source!r} is not UTF-8 text: save it as UTF-8.") from error
+    except OSError as error:
+        raise SltaError(f"Calibration file {source!r} cannot be read ({one_line(error)}).") from error
+
+
+def _read_jsonl(source: str, path: str) -> list[Record]:
+    with _open_text(path) as file:
+        return list(_parse_json_lines(source, file))
+
+
+def _parse_json_lines(source: str, lines: Iterable[str]) -> Iterator[Record]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise SltaError(f"Line {number} of calibration file {source!r} is broken JSON ({error.msg}).") from error
+        if not isinstance(record, dict):
+            raise SltaError(f"Line {number} of calibration file {source!r} is no JSON object with named fields.")
+        yield record
+
+
+def _read_json(source: str, path: str) -> list[Record]:
+    with _open_text(path) as file:
+        text = file.read()
+    if not text.strip():
+        return []
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":  # JSON lines are often named .json
+            return list(_parse_json_lines(source, text.split("\n")))
+        raise SltaError(f"Line {error.lineno} of calibration file {source!r} is broken JSON ({error.msg}).") from error
+    return _json_records(source, content)
+
+
+def _json_records(source: str, content: Any) -> list[Record]:
+    if isinstance(content, dict):
+        data = content.get("data")
+        content = data if _is_list_of_records(data) else rows(content)
+    if not _is_list_of_records(content):
+        raise SltaError(
+            f"Calibration file {source!r} must be a list of records, an object with that list under 'data', "
+            "or an object with one list per field, all of one length."
+        )
+    return content
+
+
+def _is_list_of_records(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(record, dict) for record in value)
+
+
+def _read_csv(source: str, path: str) -> list[Record]:
+    previous = csv.field_size_limit(CSV_FIELD_LIMIT)
+    try:
+        with _open_text(path, newline="") as file:
+            return list(_parse_csv(source, csv.DictReader(file, strict=True)))
+    finally:
+        csv.field_size_limit(previous)
+
+
+def _parse_csv(source: str, reader: csv.DictReader[str]) -> Iterator[Record]:
+    try:
+        for record in reader:
+            if None in record:
+                raise SltaError(
+                    f"Line {reader.line_num} of calibration file {source!r} has more fields than its first line names."
+                )
+            yield record
+    except csv.Error as error:
+        raise SltaError(
+            f"Line {reader.reader.line_num} of calibration file {source!r} is broken CSV ({error})."
+        ) from error
+
+
+def _read_parquet(source: str, path: str) -> list[Record]:
+    import pyarrow.parquet  # comes with datasets; slow to import
+
+    try:
+        return pyarrow.parquet.read_table(path).to_pylist()
+    except pyarrow.ArrowException as error:
+        raise SltaError(f"Calibration file {source!r} is broken Parquet ({one_line(error)}).") from error
+
+
+def _read_txt(source: str, path: str) -> list[Record]:
+    with _open_text(path) as file:
+        return [{"text": line.rstrip("\n")} for line in file if line.strip()]
+
+
+def _open_text(path: str, newline: str | None = None) -> Any:
+    return open(path, encoding="utf-8-sig", newline=newline)  # spreadsheets write a byte order mark
+
+
+READERS: dict[str, Callable[[str, str], Sequence[Record]]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+    ".txt": _read_txt,
+}
+
+
+class _Dataset(NamedTuple):
+    """The parts of ``hf:NAME[?config=...&split=...]``."""
+
+    name: str
+    config: str | None = None
+    split: str | None = None
+
+
+def _parse_dataset(source: str) -> _Dataset:
+    name, _, query = source.removeprefix(DATASET_PREFIX).partition("?")
+    settings: dict[str, str] = {}
+    # Not urllib's parser: a split may hold a plus sign, which that one reads as a space.
+    for setting in query.split("&") if query else ():
+        key, _, value = setting.partition("=")
+        if key not in ("config", "split") or key in settings or not value:
+            raise SltaError(
+                f"Calibration source {source!r}: cannot use {setting!r}; "
+                "after the '?' may stand config=NAME and split=NAME, joined by '&'."
+            )
+        settings[key] = value
+    if not name:
+        raise SltaError(f"Calibration source {source!r} names no dataset: write '{DATASET_PREFIX}DATASET'.")
+    return _Dataset(name, **settings)
+
+
+def _find_dataset(source: str) -> _Dataset:
+    """A dataset whose name is spelled out; a name that can only be a path must be that of a folder."""
+    dataset = _parse_dataset(source)
+    name = os.path.expanduser(dataset.name)
+    is_path = dataset.name.startswith((".", "~")) or os.path.isabs(name)
+    if is_path and not os.path.isdir(name):
+        raise SltaError(f"Calibration source {source!r}: there is no folder {dataset.name!r}.")
+    return dataset._replace(name=name)
+
+
+def _read_dataset(source: str) -> Sequence[Record]:
+    dataset = _find_dataset(source)
+    try:
+        loaded = _load_dataset(dataset)
+    except Exception as error:  # datasets raises what its readers and the Hub raise, without a common base
+        raise SltaError(f"Calibration source {source!r} cannot be read ({one_line(error)}).") from error
+    return _choose_split(source, loaded, dataset.split) if isinstance(loaded, dict) else loaded
+
+
+def _load_dataset(dataset: _Dataset) -> Any:
+    """One split where the source names it, else all of them by name."""
+    import datasets  # slow to import
+
+    if not _was_saved_to_disk(dataset.name):
+        return datasets.load_dataset(dataset.name, dataset.config, split=dataset.split)
+    if dataset.config:
+        raise ValueError("a folder that save_to_disk wrote has no configurations")
+    loaded = datasets.load_from_disk(dataset.name)
+    return loaded if isinstance(loaded, dict) else {str(loaded.split or "train"): loaded}
+
+
+def _was_saved_to_disk(name: str) -> bool:
+    import datasets
+
+    markers = (datasets.config.DATASET_STATE_JSON_FILENAME, datasets.config.DATASETDICT_JSON_FILENAME)
+    return any(os.path.isfile(os.path.join(name, marker)) for marker in markers)
+
+
+def _choose_split(source: str, splits: Mapping[str, Any], split: str | None) -> Any:
+    if split is None:
+        split = "train" if len(splits) > 1 else next(iter(splits))
+    if split not in splits:
+        raise SltaError(
+            f"Calibration source {source!r} has no split {split!r}: choose one with '?split=', from {joined(splits)}."
+        )
+    return splits[split]
+
+
+def _is_folder(name: str) -> bool:
+    return os.path.isdir(os.path.expanduser(name))
+
+
+def _real_path(path: str) -> str:
+    return os.path.realpath(os.path.expanduser(path))

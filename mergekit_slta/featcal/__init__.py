@@ -1,0 +1,1 @@
+"""Every linear map by least squares on the experts' features. Begin with merge.py."""

@@ -1,0 +1,127 @@
+"""Which linear maps of a decoder layer are solved together, and in which order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch.nn.modules.conv import _ConvNd
+
+from mergekit_slta.layers.decoder import Decoder, LayerRun
+from mergekit_slta.layers.maps import LinearMap, is_fused, linear_maps
+
+
+@dataclass(frozen=True)
+class MapGroup:
+    """Linear maps with the same input, inside one child of the layer; or the routed experts of a mixture.
+
+    Attributes:
+        child: the direct child of the layer that holds them.
+        module: the path of the first module of them that the layer calls.
+        maps: the maps, in the order in which the layer calls them.
+        fused: whether they are routed experts in one module, each with an input of its own.
+        empty: where the only map's output is what the child returns, the number of empty values beside it; else None.
+    """
+
+    child: str
+    module: str
+    maps: tuple[LinearMap, ...]
+    fused: bool = False
+    empty: int | None = None
+
+    @property
+    def modules(self) -> list[str]:
+        """The paths of the modules that hold the maps."""
+        return list(dict.fromkeys(linear_map.module for linear_map in self.maps))
+
+    def __str__(self) -> str:
+        names = [module.removeprefix(f"{self.child}.") for module in self.modules]
+        return f"{self.child}.{'/'.join(names)}" if names != [self.child] else self.child
+
+
+@dataclass(frozen=True)
+class LayerMaps:
+    """The linear maps of a layer.
+
+    Attributes:
+        groups: those to be solved, in the order in which they feed each other.
+        kept: the names of those that stay the anchor's: routers, experts of a mixture that are modules of their own,
+            and what no forward pass calls as a module.
+        changed: the modules whose outputs the layer changes in place.
+    """
+
+    groups: tuple[MapGroup, ...]
+    kept: tuple[str, ...]
+    changed: frozenset[str]
+
+
+def groups_by_layer(decoder: Decoder) -> list[LayerMaps]:
+    """The groups of every layer; layers of the same kind are traced once."""
+    return [decoder.once_per_kind(layer, find_groups) for layer in range(len(decoder))]
+
+
+def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
+    """Trace a layer once to see which maps are given the same tensor, and when."""
+    by_module: dict[str, list[LinearMap]] = {}
+    for linear_map in linear_maps(decoder.layers[layer]):
+        by_module.setdefault(linear_map.module, []).append(linear_map)
+    with torch.no_grad():
+        trace = decoder.trace(layer, watch=by_module)
+    groups: list[MapGroup] = []
+    solved: set[str] = set()
+    previous: object = None
+    for module, given in trace.inputs.items():
+        maps, child = tuple(by_module[module]), module.partition(".")[0]
+        fused = is_fused(decoder.layers[layer].get_submodule(module))
+        solvable = _routed(given) if fused else _sees_all_tokens(module, given)
+        if not solvable or _is_router(maps[0], decoder.layers[layer]):
+            continue
+        solved |= {linear_map.name for linear_map in maps}
+        same = (child, given[0].data_ptr(), given[0].numel())
+        if not fused and groups and same == previous:
+            groups[-1] = MapGroup(child, groups[-1].module, groups[-1].maps + maps)
+        else:
+            groups.append(MapGroup(child, module, maps, fused))
+        previous = None if fused else same
+    groups = [replace(group, empty=_empty_beside(group, trace)) for group in groups]
+    kept = [m.name for maps in by_module.values() for m in maps if m.name not in solved]
+    known = {linear_map.weight for maps in by_module.values() for linear_map in maps}
+    kept += [name for name in _stacks(decoder.layers[layer]) if name not in known]
+    return LayerMaps(tuple(groups), tuple(kept), trace.changed)
+
+
+def _empty_beside(group: MapGroup, trace: LayerRun) -> int | None:
+    returned = trace.outputs[group.child]
+    first, *rest = returned if isinstance(returned, tuple) and len(returned) > 1 else [returned]
+    same = first is trace.outputs[group.module] and group.module not in trace.changed
+    return len(rest) if len(group.maps) == 1 and same and not any(part is not None for part in rest) else None
+
+
+def _sees_all_tokens(module: str, given: tuple[object, ...]) -> bool:
+    """Whether a map is given every token's features; the numbered modules of a mixture get some tokens only."""
+    return isinstance(given[0], torch.Tensor) and not any(part.isdigit() for part in module.split("."))
+
+
+def _routed(given: tuple[object, ...]) -> bool:
+    """Whether fused experts are called with the tokens and with the experts that each token goes to."""
+    return len(given) > 1 and isinstance(given[1], torch.Tensor) and not given[1].is_floating_point()
+
+
+def _is_router(linear_map: LinearMap, layer: torch.nn.Module) -> bool:
+    """Whether a map decides which experts of a mixture beside it a token goes to."""
+    if linear_map.expert is not None:
+        return False
+    child = linear_map.module.partition(".")[0]
+    rows = layer.state_dict()[linear_map.weight].shape[1 if linear_map.transposed else 0]
+    return rows in {len(stack) for name, stack in _stacks(layer).items() if name.partition(".")[0] == child}
+
+
+def _stacks(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters that hold the matrices of several experts; a convolution's are no such stack."""
+    return {
+        f"{path}.{name}": parameter
+        for path, module in layer.named_modules()
+        if not isinstance(module, _ConvNd)
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == 3
+    }

@@ -1,0 +1,325 @@
+"""Solve the linear maps of one decoder layer, one group after another, on streams that stop at each group.
+
+A layer runs once per stream and batch although its maps become known one after another: each run goes on where the one
+before stopped, with the outputs that it left on the host in place of the modules that made them. Only what lies between
+maps (norms, the attention's core, activations) may be computed twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from mergekit_slta.engine.ranks import Ranks
+from mergekit_slta.engine.streams import Streams
+from mergekit_slta.featcal.groups import LayerMaps, MapGroup
+from mergekit_slta.featcal.regression import NormalEquations
+from mergekit_slta.layers.decoder import Decoder, Weights
+from mergekit_slta.layers.maps import LinearMap, fused_hidden
+
+LOG = logging.getLogger(__name__)
+
+MERGED, EXPERT = range(2)  # the streams
+# A routed expert's map is solved if so many tokens per input dimension reach it.
+ENOUGH_TOKENS = 1 / 16
+
+# The merged model's inputs and the expert's own, [n, in] each.
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Regression:
+    """What is regressed on what.
+
+    Attributes:
+        ridge: how strongly the solution is drawn towards the anchor.
+        teacher: the share of the expert's own input, rather than the merged model's, in the targets.
+    """
+
+    ridge: float = 0.003
+    teacher: float = 1.0
+
+    def targets(self, matrix: torch.Tensor, inputs: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
+        """y [n, out] from the expert's matrix, the merged stream's inputs and the expert's own outputs without bias."""
+        return outputs if self.teacher == 1 else torch.lerp(inputs @ matrix.T, outputs, self.teacher)
+
+
+class LayerSolver:
+    """One layer of a merge in the making.
+
+    Args:
+        decoder: the models' common decoder.
+        layer: the layer's index.
+        maps: the layer's groups of maps.
+        anchor: the anchor's tensors by their names inside the layer.
+        experts: those of the ``T`` experts.
+        streams: the merged model's stream and the experts' own, before this layer.
+        regression: ridge and teacher.
+        ranks: the processes that share the batches.
+
+    Attributes:
+        merged: the layer's tensors; the anchor's where nothing is solved yet, or ever.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        layer: int,
+        maps: LayerMaps,
+        anchor: Weights,
+        experts: Sequence[Weights],
+        streams: Streams,
+        regression: Regression,
+        ranks: Ranks,
+    ) -> None:
+        self.decoder = decoder
+        self.layer = layer
+        self.maps = maps
+        self.merged = dict(anchor)
+        self.experts = experts
+        self.streams = streams
+        self.regression = regression
+        self.ranks = ranks
+        self._children = {group.child for group in maps.groups}
+        self._outputs: dict[tuple[int, int], dict[str, Any]] = defaultdict(dict)  # on the host, by stream and batch
+        self._inputs: dict[int, torch.Tensor] = {}  # of the group that is being solved, on the host, by batch
+        self._targets: dict[tuple[int, str], Any] = {}  # the expert's outputs, by batch and module
+        self._final: dict[tuple[int, int], torch.Tensor] = {}
+        self._kept: list[str] = []
+
+    def solve(self, group: MapGroup, progress: Callable[[int], object]) -> None:
+        """Solve the next group's maps.
+
+        Args:
+            group: the first group that is not solved.
+            progress: told how many samples have been used.
+        """
+        if group.fused:
+            self._solve_routed(group, progress)
+        else:
+            self._solve_shared(group, progress)
+        if self._kept:
+            LOG.warning("Layer %d: %s keep the anchor's weights", self.layer, ", ".join(self._kept))
+            self._kept = []
+
+    def output(self, stream: int, number: int) -> torch.Tensor:
+        """What the layer makes of a batch [B, S, D], on the host; for the merged stream once all groups are solved."""
+        if (stream, number) not in self._final:
+            weights = self.merged if stream == MERGED else self.experts[self.streams.batches[number].task]
+            self._go_on(stream, number, weights, None)
+        return self._final.pop((stream, number))
+
+    # Maps with one input
+
+    def _solve_shared(self, group: MapGroup, progress: Callable[[int], object]) -> None:
+        equations = self._equations(group.maps)
+        for task, expert in enumerate(self.experts):
+            for number, batch in self.streams.batches_of(task):
+                targets = self._take_targets(group, number)
+                given = self._merged_inputs(group, number)[0]
+                if group.empty is not None:
+                    self._inputs[number] = given.cpu()
+                inputs = batch.unpadded(given)
+                residuals = torch.cat([batch.unpadded(targets[linear_map.module]) for linear_map in group.maps], 1)
+                self._subtract(group.maps, expert, inputs, residuals)
+                equations.add(inputs, residuals)
+                progress(len(batch.rows))
+            equations.finish_task()
+        self._apply(group.maps, equations)
+        if group.empty is not None:
+            self._close(group)
+
+    def _close(self, group: MapGroup) -> None:
+        """Compute what a child returns from the inputs of its last map, so that it need not run again."""
+        for number in list(self._inputs):
+            inputs = self._inputs.pop(number).to(self.decoder.device)
+            output = _to_host(group.maps[0].apply(self.merged, inputs))
+            done = self._outputs[MERGED, number]
+            for name in [name for name in done if _inside(name, {group.child})]:
+                del done[name]
+            done[group.child] = (output, *[None] * group.empty) if group.empty else output
+
+    def _subtract(
+        self, maps: Sequence[LinearMap], expert: Weights, inputs: torch.Tensor, outputs: torch.Tensor
+    ) -> None:
+        """Turn the maps' outputs in the expert's own stream [n, out], biases included, into residuals, in place."""
+        start = 0
+        for linear_map in maps:
+            matrix = linear_map.matrix(expert)
+            part = outputs[:, start : start + len(matrix)]
+            if (offset := linear_map.offset(expert)) is not None:
+                part -= offset
+            if self.regression.teacher != 1:
+                part.copy_(self.regression.targets(matrix, inputs, part))
+            part.addmm_(inputs, linear_map.matrix(self.merged).T, alpha=-1)
+            start += len(matrix)
+
+    def _equations(self, maps: Sequence[LinearMap]) -> NormalEquations:
+        sizes = [linear_map.matrix(self.merged).shape for linear_map in maps]
+        return NormalEquations(
+            sizes[0][1],
+            sum(rows for rows, _ in sizes),
+            self.regression.ridge,
+            self.decoder.device,
+            ranks=self.ranks,
+        )
+
+    # Routed experts
+
+    def _solve_routed(self, group: MapGroup, progress: Callable[[int], object]) -> None:
+        """Solve a mixture's experts one by one, each on the tokens that the merged model sends to it."""
+        given: dict[int, tuple[torch.Tensor, ...]] = {}
+        for number, batch in enumerate(self.streams.batches):
+            own = self._take_targets(group, number)[group.module]
+            merged = self._merged_inputs(group, number)
+            given[number] = tuple(batch.unpadded(part).cpu() for part in (merged[0], merged[1], own[0]))
+            progress(len(batch.rows))
+        for name in {name for m in group.maps for name in (m.weight, m.bias) if name}:
+            self.merged[name] = self.merged[name].clone()
+        for index in sorted({m.expert for m in group.maps if m.expert is not None}):
+            first, down = (m for m in group.maps if m.expert == index)
+            reaching = functools.partial(self._reaching, given, index)
+            self._solve_routed_map(first, reaching)
+            self._solve_routed_map(down, functools.partial(self._hidden, first, reaching))
+
+    def _solve_routed_map(self, linear_map: LinearMap, inputs_of: Callable[[int], Iterator[Pair]]) -> None:
+        """Solve one map from pairs of the merged model's inputs and the expert's own [n, in], by task."""
+        equations, columns = self._equations([linear_map]), linear_map.matrix(self.merged).shape[1]
+        for task, expert in enumerate(self.experts):
+            for merged, own in inputs_of(task):
+                matrix = linear_map.matrix(expert)
+                outputs = self.regression.targets(matrix, merged, own @ matrix.T)
+                equations.add(merged, outputs - merged @ linear_map.matrix(self.merged).T)
+            equations.finish_task()
+        if equations.tokens < ENOUGH_TOKENS * columns:
+            self._kept.append(f"{linear_map.name} ({equations.tokens} tokens)")
+        else:
+            self._apply([linear_map], equations)
+
+    def _reaching(self, given: dict[int, tuple[torch.Tensor, ...]], index: int, task: int) -> Iterator[Pair]:
+        """The merged model's and the expert's own inputs [n, D] at the tokens that go to a mixture's expert."""
+        for number, _ in self.streams.batches_of(task):
+            merged, routes, own = given[number]
+            reached = (routes == index).any(-1)
+            if reached.any():
+                yield merged[reached].to(self.decoder.device), own[reached].to(self.decoder.device)
+
+    def _hidden(self, first: LinearMap, reaching: Callable[[int], Iterator[Pair]], task: int) -> Iterator[Pair]:
+        """What a mixture's expert feeds to its down projection, in the merged model and in the task's own expert."""
+        module = self.decoder.layers[self.layer].get_submodule(first.module)
+        for merged, own in reaching(task):
+            yield (
+                fused_hidden(module, first.apply(self.merged, merged)),
+                fused_hidden(module, first.apply(self.experts[task], own)),
+            )
+
+    # The solution
+
+    def _apply(self, maps: Sequence[LinearMap], equations: NormalEquations) -> None:
+        """Solve, and put the maps' new tensors in place."""
+        change = equations.solve()
+        names = ", ".join(linear_map.name for linear_map in maps)
+        if change.ridge is None:
+            self._kept.append(f"{names} (no solution at any ridge)")
+            return
+        if change.enlarged:
+            LOG.warning("Layer %d: %s needed a ridge of %g", self.layer, names, change.ridge)
+        start = 0
+        for linear_map in maps:
+            anchor = linear_map.matrix(self.merged)
+            rows = slice(start, start + len(anchor))
+            self._set(linear_map, (anchor + change.matrix[rows]).to(anchor.dtype))
+            if linear_map.bias is not None:
+                offset = linear_map.offset(self.merged)
+                own = torch.stack([linear_map.offset(expert) for expert in self.experts])  # type: ignore[misc]
+                self._set_offset(linear_map, change.offset(offset, own, rows))  # type: ignore[arg-type]
+            start = rows.stop
+
+    def _set(self, linear_map: LinearMap, matrix: torch.Tensor) -> None:
+        if linear_map.expert is not None:
+            linear_map.matrix(self.merged).copy_(matrix)
+        else:
+            self.merged[linear_map.weight] = (matrix.T if linear_map.transposed else matrix).contiguous()
+
+    def _set_offset(self, linear_map: LinearMap, offset: torch.Tensor) -> None:
+        assert linear_map.bias is not None
+        if linear_map.expert is not None:
+            self.merged[linear_map.bias][linear_map.expert] = offset
+        else:
+            self.merged[linear_map.bias] = offset
+
+    # The streams
+
+    def _merged_inputs(self, group: MapGroup, number: int) -> tuple[Any, ...]:
+        """What the merged model gives to a group."""
+        return self._go_on(MERGED, number, self.merged, group.module)[group.module]
+
+    def _take_targets(self, group: MapGroup, number: int) -> dict[str, Any]:
+        """What the expert's modules of a group return for a batch [B, S, out]; for routed experts, what they get."""
+        if (number, group.module) not in self._targets:
+            self._run_expert(group.child, number)
+        return {module: tree_map(self._to_device, self._targets.pop((number, module))) for module in group.modules}
+
+    def _run_expert(self, child: str, number: int) -> None:
+        """Run the expert's layer through one child, which is as far as the group's targets reach."""
+        groups = self.maps.groups
+        following = max(index for index, group in enumerate(groups) if group.child == child) + 1
+        until = groups[following].module if following < len(groups) else None
+        here = [group for group in groups if group.child == child]
+        routed = {group.module for group in here if group.fused}
+        weights = self.experts[self.streams.batches[number].task]
+        found = self._go_on(EXPERT, number, weights, until, capture=routed)
+        for module in (module for group in here for module in group.modules):
+            self._targets[number, module] = tree_map(_to_host, found[module])
+
+    def _go_on(
+        self, stream: int, number: int, weights: Weights, until: str | None, capture: Collection[str] = ()
+    ) -> dict[str, Any]:
+        """Run a stream's layer on, up to a module or to the end.
+
+        Returns:
+            By module: what ``until`` and those in ``capture`` are given, and what the groups' other modules that ran
+            returned.
+        """
+        done = self._outputs[stream, number]
+        modules = {module for group in self.maps.groups for module in group.modules}
+        closing = {group.child for group in self.maps.groups if group.empty is not None and group.module == until}
+        passage = self.decoder.run_until(
+            until,
+            self.layer,
+            weights,
+            self.streams.hidden(stream, number),
+            self.streams.call(stream, number),
+            replay=tree_map(self._to_device, done),
+            capture=capture,
+            keep=modules,
+            copy=self.maps.changed,
+        )
+        finished = self._children & set(passage.outputs)
+        inside = {name for name in modules & set(passage.outputs) if not _inside(name, finished | closing)}
+        for name in finished | inside:
+            done[name] = tree_map(_to_host, passage.outputs[name])
+        for name in [name for name in done if name not in finished and _inside(name, finished)]:
+            del done[name]
+        if passage.output is not None:
+            self._final[stream, number] = passage.output.cpu()
+            del self._outputs[stream, number]
+        return passage.outputs | passage.inputs
+
+    def _to_device(self, value: Any) -> Any:
+        return value.to(self.decoder.device) if isinstance(value, torch.Tensor) else value
+
+
+def _to_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def _inside(module: str, children: set[str]) -> bool:
+    return module.partition(".")[0] in children

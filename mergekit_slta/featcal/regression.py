@@ -1,0 +1,191 @@
+"""The ridge regression of one group of linear maps that share an input, from sums over tokens.
+
+Symbols, as in ``featcal.py``: inputs x [d_in] of the merged model, residuals r = y - W_a x [d_out] against the
+anchor's map W_a, tasks t with weights s_t, and the change D = W - W_a [d_out, d_in], which minimizes
+
+    sum_t s_t sum_x |D x - r|^2 + ridge * K(D),     s_t = 1 / |sum_x x x^T|_F
+
+with K(D) = kappa |D|^2 and kappa = trace(A) / d_in for A = sum_t s_t sum_x x x^T. Where a few dimensions of the input
+are so much larger than the others that kappa says nothing about these, K(D) = sum_j A_jj |D[:, j]|^2 instead, and where
+they would decide s_t, perhaps by a single token, s_t is taken from the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mergekit_slta.engine.ranks import Ranks
+
+# So many times the median of A's diagonal its mean must be for the ridge to follow the diagonal.
+MASSIVE = 10.0
+# So many times what nine in ten elements of a task's diagonal are at most one must be for s_t to leave it out.
+DECISIVE = 1000.0
+# The ridges to try, relative to the one asked for, before the anchor is kept.
+LARGER_RIDGES = (1.0, 10.0, 100.0, 1000.0, 10000.0)
+SMALLEST_RIDGE = 1e-10  # what a ridge of zero comes to; with less, inputs that were never seen decide
+BLOCK = 256  # rows of the inputs' products that are computed at once, from the diagonal on
+EXACT = 1e-4  # below this ridge the rounding of float32 products would be seen in the solution
+
+
+@dataclass(frozen=True)
+class Change:
+    """The solution of a regression.
+
+    Attributes:
+        matrix: D [d_out, d_in] float64; zero where there is no solution.
+        mean: the mean residual [d_out] that is left, weighted as in the regression.
+        shares: each task's weight [T] in that mean.
+        ridge: the ridge that was used; None where no ridge made the equations solvable.
+        enlarged: whether that is more than was asked for.
+    """
+
+    matrix: torch.Tensor
+    mean: torch.Tensor
+    shares: torch.Tensor
+    ridge: float | None
+    enlarged: bool
+
+    def offset(self, anchor: torch.Tensor, own: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
+        """The bias of some rows: the mean residual for any ridge in use, the anchor's for an endless one.
+
+        Args:
+            anchor: the anchor's bias [rows].
+            own: the experts' biases [T, rows].
+            rows: which rows of the regression.
+        """
+        if not self.shares.any():  # every input was zero
+            return anchor
+        mean = self.shares @ own.double() + self.mean[rows] - anchor
+        return (anchor + mean / (1 + (self.ridge or 0.0) ** 2)).to(anchor.dtype)
+
+
+class NormalEquations:
+    """Sums of a regression, gathered task by task in float64.
+
+    Args:
+        inputs, outputs: the numbers of dimensions d_in and d_out.
+        ridge: how strongly the change is drawn towards zero.
+        device: where the sums are.
+        ranks: the processes whose sums belong together.
+
+    Attributes:
+        tokens: how many tokens have been added by all processes.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        ridge: float,
+        device: torch.device | str = "cpu",
+        *,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.tokens = 0
+        self._ridge = ridge
+        self._ranks = ranks or Ranks()
+        shapes: list[tuple[int, ...]] = [(inputs, inputs), (inputs, outputs), (inputs,), (outputs,), ()]
+        self._sums = [torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes]
+        self._of_task = [torch.zeros_like(total) for total in self._sums]
+        self._masses: list[torch.Tensor] = []
+        # What a batch's inputs have in common would take up most digits of a float32 product, so each is summed up
+        # without its mean: this mean, the sums of the inputs without and with it, and the sum of the residuals.
+        self._centered: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def add(self, inputs: torch.Tensor, residuals: torch.Tensor) -> None:
+        """Add tokens of the current task: inputs [n, d_in] and residuals [n, d_out]."""
+        moments, cross, *_, tokens = self._of_task
+        if self._ridge < EXACT:
+            inputs, residuals = inputs.double(), residuals.double()
+        center = inputs.mean(0)
+        inputs = inputs - center
+        for start in range(0, inputs.shape[1], BLOCK):
+            moments[start : start + BLOCK, start:] += inputs[:, start : start + BLOCK].T @ inputs[:, start:]
+        cross += inputs.T @ residuals
+        center, centered_sum = center.double(), _sum(inputs)
+        self._centered.append((center, centered_sum, centered_sum + len(inputs) * center, _sum(residuals)))
+        tokens += len(inputs)
+
+    def _add_centers(self) -> None:
+        """Turn the current task's sums over inputs without their batch's mean into sums over inputs."""
+        if not self._centered:
+            return
+        moments, cross, input_sum, residual_sum, _ = self._of_task
+        centers, centered, whole, residuals = map(torch.stack, zip(*self._centered, strict=True))
+        moments.addmm_(centers.T, whole).addmm_(centered.T, centers)
+        cross.addmm_(centers.T, residuals)
+        input_sum += whole.sum(0)
+        residual_sum += residuals.sum(0)
+        self._centered.clear()
+
+    def finish_task(self) -> None:
+        """Weight the current task's sums and go on to the next task."""
+        self._add_centers()
+        for part in self._of_task:
+            self._ranks.sum(part)
+        tokens = self._of_task[-1]
+        norm = _mirrored_norm(_without_decisive(self._of_task[0]))
+        weight = torch.where(norm > 0, 1 / norm, 0.0)  # a task none of whose tokens came here has no say
+        for total, part in zip(self._sums, self._of_task, strict=True):
+            total.addcmul_(part, weight)
+        self._masses.append(weight * tokens)
+        self.tokens += int(tokens)
+        for part in self._of_task:
+            part.zero_()
+
+    def solve(self) -> Change:
+        """Solve for the change, with a larger ridge where the one asked for does not make the equations solvable."""
+        self._of_task.clear()  # its memory is needed
+        _, cross, input_sum, residual_sum, _ = self._sums
+        masses = torch.stack(self._masses)
+        mass = masses.sum().clamp_min(torch.finfo(torch.float64).tiny)
+        matrix, used, enlarged = torch.zeros_like(cross.T), None, False
+        for factor in LARGER_RIDGES:
+            ridge = max(self._ridge, SMALLEST_RIDGE) * factor
+            solution = self._try(ridge)
+            if solution is not None:
+                matrix, used, enlarged = solution, ridge, factor > 1
+                break
+        return Change(matrix, (residual_sum - matrix @ input_sum) / mass, masses / mass, used, enlarged)
+
+    def _try(self, ridge: float) -> torch.Tensor | None:
+        """D [d_out, d_in], or None where the equations are singular or not finite."""
+        moments, cross = self._sums[:2]
+        diagonal = moments.diagonal().clone()
+        mean = diagonal.mean()
+        penalty = diagonal if mean > MASSIVE * diagonal.median() else mean.expand_as(diagonal)
+        scale = (diagonal + ridge * penalty).rsqrt()  # to a unit diagonal, so that no dimension's unit matters
+        scale[diagonal == 0] = 0  # the change of a dimension that is always zero is zero
+        scaled = (moments * scale[:, None]).mul_(scale)
+        scaled.diagonal().fill_(1.0)
+        factor, failed = torch.linalg.cholesky_ex(scaled, upper=True)  # reads what is on and above the diagonal
+        del scaled
+        if int(failed):
+            return None
+        solution = torch.cholesky_solve(cross * scale[:, None], factor, upper=True).mul_(scale[:, None])
+        return solution.T if bool(torch.isfinite(solution).all()) else None
+
+
+def _sum(features: torch.Tensor) -> torch.Tensor:
+    """The sum over tokens [n, d] in float64; few are added up in float32 first, which is twenty times faster."""
+    return torch.stack([part.sum(0) for part in features.split(64)]).sum(0, dtype=torch.float64)
+
+
+def _without_decisive(moments: torch.Tensor) -> torch.Tensor:
+    """The moments with those of dimensions that would decide their norm alone set to zero."""
+    diagonal = moments.diagonal()
+    used = diagonal[diagonal > 0]
+    if not len(used):
+        return moments
+    decisive = diagonal > DECISIVE * used.quantile(0.9)
+    return moments.where(~(decisive | decisive[:, None]), 0.0) if bool(decisive.any()) else moments
+
+
+def _mirrored_norm(upper: torch.Tensor) -> torch.Tensor:
+    """The Frobenius norm of a symmetric matrix, of which only blocks from the diagonal on are there."""
+    starts = range(0, len(upper), BLOCK)
+    inside = torch.stack([upper[i : i + BLOCK, i : i + BLOCK].square().sum() for i in starts])
+    beside = torch.stack([upper[i : i + BLOCK, i + BLOCK :].square().sum() for i in starts])
+    return (inside.sum() + 2 * beside.sum()).sqrt()

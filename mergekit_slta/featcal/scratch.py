@@ -1,0 +1,164 @@
+"""A recipe's feature merge: solved into a scratch folder, from which mergekit takes the tensors."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from tqdm import tqdm
+
+from mergekit_slta.engine.partial import Partial
+from mergekit_slta.engine.streams import Tasks, share
+from mergekit_slta.errors import SltaError
+from mergekit_slta.featcal.anchor import Anchor
+from mergekit_slta.featcal.layer import Regression
+from mergekit_slta.featcal.merge import ERRORS, feature_merge, stages
+from mergekit_slta.files import cache_folder, digest
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.maps import output_head
+from mergekit_slta.layers.submodules import TensorWeights, resolve_name
+from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.recipe.recipe import FeatcalSettings, calibration_problems
+from mergekit_slta.slta.measure import measured_statistics
+
+LOG = logging.getLogger(__name__)
+
+FORMAT = 2  # of what is in the folder, and of how it is solved
+ANCHOR_LEVEL = "attn_mlp"  # of the merging weights of 'anchor: slta'
+
+
+class SolvedModel:
+    """The tensors of a finished feature merge.
+
+    Args:
+        decoder: the model's decoder.
+        partial: the folder that it was solved into.
+        anchor: the name of the anchor, which decides what is not in the folder.
+    """
+
+    def __init__(self, decoder: Decoder, partial: Partial, anchor: str) -> None:
+        self.decoder = decoder
+        self.anchor = anchor
+        self._partial = partial
+
+    def tensor(self, name: str) -> torch.Tensor | None:
+        """A float32 tensor by its name in mergekit's plan; None if it is the anchor's and lies outside the layers.
+
+        Raises:
+            SltaError: the plan wants the experts of a mixture one by one.
+        """
+        found, mixture_expert = resolve_name(self.decoder, name)
+        if mixture_expert is not None:
+            raise SltaError(f"'featcal' cannot write the experts of a mixture one by one, as mergekit asks for {name}.")
+        number = found.removeprefix(self.decoder.layers_path + ".").partition(".")[0]
+        inside = found.startswith(self.decoder.layers_path + ".")
+        file = self._partial.layer_file(int(number)) if inside else self._partial.edges_file
+        with safe_open(file, "pt") as tensors:
+            return tensors.get_tensor(found) if found in tensors.keys() else None  # noqa: SIM118
+
+    def errors(self) -> dict[str, torch.Tensor]:
+        """How far each layer's output is from the experts', by whose output it is and task [layers, T].
+
+        The mean over the task's tokens of |h - h_t| / |h_t|, with h_t what expert t's own forward pass gives. The
+        anchor's errors are there only if they were asked for.
+        """
+        found: dict[str, list[torch.Tensor]] = {name: [] for name in ERRORS.values()}
+        for layer in range(len(self.decoder)):
+            with safe_open(self._partial.layer_file(layer), "pt") as tensors:
+                for name in set(found) & set(tensors.keys()):
+                    found[name].append(tensors.get_tensor(name))
+        return {name: torch.stack(errors) for name, errors in found.items() if errors}
+
+    def remove(self) -> None:
+        """Delete the folder."""
+        shutil.rmtree(self._partial.folder, ignore_errors=True)
+        self.release()
+
+    def release(self) -> None:
+        """Let other processes go on with the folder."""
+        self._partial.release()
+
+
+def solve_model(experiment: Experiment, settings: FeatcalSettings) -> SolvedModel:
+    """Solve a recipe's feature merge, or go on with it, or find it finished.
+
+    Other processes are kept out of its folder until the solved model is removed or released.
+
+    Args:
+        experiment: the recipe's models and data.
+        settings: the recipe's settings.
+
+    Raises:
+        SltaError: something about models or data is wrong, memory does not suffice, or another process is solving it.
+    """
+    if problems := calibration_problems(experiment.recipe, takes_statistics=False):
+        raise SltaError("\n".join(problems))
+    decoder = Decoder(experiment.base.config, experiment.trust_remote_code, experiment.device)
+    data = experiment.load_data(experiment.recipe.experts)
+    tasks = [samples.token_ids for samples in data]
+    fingerprint = experiment.fingerprint(data).model_dump(mode="json")
+    asked = settings.model_dump(include={"ridge", "anchor", "teacher", "head"})
+    asked |= {"compare": bool(settings.report), "config": experiment.base.settings, "format": FORMAT}
+    partial = Partial(_folder(settings, fingerprint | asked), fingerprint | asked)
+    partial.enter(experiment.ranks)
+    try:
+        experiment.ranks.require_equal(partial.complete, partial.folder)
+        if not partial.complete:
+            _solve(experiment, settings, decoder, tasks, partial)
+    except BaseException:
+        partial.release()
+        raise
+    return SolvedModel(decoder, partial, settings.anchor)
+
+
+def _solve(experiment: Experiment, settings: FeatcalSettings, decoder: Decoder, tasks: Tasks, partial: Partial) -> None:
+    head = settings.head and output_head(decoder) is not None
+    experiment.check_edges(decoder, experts=head or settings.anchor == "average")
+    if settings.head and not head:
+        LOG.warning("The output head is the embedding too, so it stays the anchor's ('head' is off).")
+    anchor = _anchor(experiment, settings, decoder)
+    total = stages(decoder, settings.head) * share(decoder, tasks, settings.batch_tokens, experiment.ranks)
+    quiet = experiment.quiet or not experiment.ranks.first
+    with tqdm(total=total, desc="Solving", unit="sample", leave=False, disable=quiet) as bar:
+
+        def progress(stage: str, samples: int) -> None:
+            bar.set_description(f"Solving {stage}", refresh=False)
+            bar.update(samples)
+
+        feature_merge(
+            decoder,
+            anchor,
+            experiment.experts,
+            tasks,
+            partial,
+            regression=Regression(settings.ridge, settings.teacher),
+            head=settings.head,
+            compare=bool(settings.report),
+            batch_tokens=settings.batch_tokens,
+            ranks=experiment.ranks,
+            progress=progress,
+        )
+
+
+def _anchor(experiment: Experiment, settings: FeatcalSettings, decoder: Decoder) -> Anchor:
+    models = [experiment.base, *experiment.experts]
+    if settings.anchor == "base":
+        return Anchor(models)
+    if settings.anchor == "average":
+        equal = torch.full((len(experiment.experts),), 1 / len(experiment.experts), dtype=torch.float64)
+        return Anchor(models, lambda name: equal)
+    solutions = measured_statistics(experiment, [ANCHOR_LEVEL]).solve(ANCHOR_LEVEL)
+    return Anchor(models, TensorWeights(decoder, ANCHOR_LEVEL, {n: s.alpha for n, s in solutions.items()}).__getitem__)
+
+
+def scratch_root(scratch: str) -> Path:
+    """The folder that the folders of feature merges are in."""
+    return Path(scratch).expanduser() if scratch else cache_folder()
+
+
+def _folder(settings: FeatcalSettings, content: Mapping[str, object]) -> Path:
+    return scratch_root(settings.scratch) / f"featcal-{digest(content)}"

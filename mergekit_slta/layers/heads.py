@@ -1,0 +1,94 @@
+"""Which rows of an attention's linear maps belong to which head, found by asking the attention itself.
+
+Architectures store queries, keys and values apart or fused in several orders, share keys among heads, or transpose.
+All of that shows in one gradient: with the projections' outputs replaced by random numbers, a head's features depend
+on exactly the rows that belong to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from mergekit_slta.errors import SltaError
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.maps import LinearMap, linear_maps
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of one layer's attention.
+
+    Attributes:
+        count: the number of query heads, ``H``.
+        output: the map that takes all heads' features, o_proj.
+        rows: the other maps of the attention, by name, with [out, H] booleans: whether a head depends on a row.
+    """
+
+    count: int
+    output: LinearMap
+    rows: dict[str, torch.Tensor]
+
+
+def find_heads(decoder: Decoder, layer: int) -> Heads:
+    """Find the heads of a layer's attention, once for each kind of layer.
+
+    Raises:
+        SltaError: the layer mixes tokens by something that has no heads, or its heads cannot be told apart.
+    """
+    return decoder.once_per_kind(layer, _find_heads)
+
+
+@torch.enable_grad()
+def _find_heads(decoder: Decoder, layer: int) -> Heads:
+    mixer = decoder.structure(layer).mixer
+    module = decoder.layers[layer].get_submodule(mixer)
+    if "attention" not in type(module).__name__.lower():
+        raise SltaError(f"Layer {layer} mixes tokens by {type(module).__name__}, which has no heads: use attn_mlp.")
+    maps = {found.name: found for found in linear_maps(decoder.layers[layer]) if found.name.startswith(mixer + ".")}
+    with _random_projections(module) as calls:
+        decoder.trace(layer)
+    output = f"{mixer}.{list(calls)[-1]}"
+    features = calls.pop(list(calls)[-1])[0]
+    count = decoder.model.config.get_text_config().num_attention_heads
+    if features.shape[-1] % count:
+        raise SltaError(f"The attention of layer {layer} does not split into {count} heads of one size: use attn_mlp.")
+    rows = {f"{mixer}.{name}": torch.zeros(v.shape[-1], count, dtype=torch.bool) for name, (_, v) in calls.items()}
+    leaves = [values for _, values in calls.values()]
+    for head, part in enumerate(features.unflatten(-1, (count, -1)).unbind(-2)):
+        gradients = torch.autograd.grad(part.square().sum(), leaves, retain_graph=True, allow_unused=True)
+        for belongs, gradient in zip(rows.values(), gradients, strict=True):
+            if gradient is not None:
+                belongs[:, head] = gradient.abs().sum(dim=tuple(range(gradient.ndim - 1))) > 0
+    return Heads(count, maps[output], rows)
+
+
+@contextlib.contextmanager
+def _random_projections(attention: torch.nn.Module) -> Iterator[dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """Give every linear map of an attention random outputs, and make its norms let everything pass.
+
+    A norm over all heads would couple them; its rows are those of the map before it.
+    """
+    calls: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    generator = torch.Generator().manual_seed(0)
+    maps = {found.module for found in linear_maps(attention)}
+
+    def replace(name: str, inputs: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        values = torch.randn(output.shape, generator=generator).to(output.device).requires_grad_()
+        calls[name] = (inputs, values)
+        return values
+
+    handles = []
+    for name, module in attention.named_modules():
+        if name in maps:
+            handles.append(module.register_forward_hook(lambda _, args, out, name=name: replace(name, args[0], out)))
+        elif name and list(module.parameters(recurse=False)):
+            handles.append(module.register_forward_hook(lambda _, args, out: args[0]))
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()

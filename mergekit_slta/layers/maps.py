@@ -1,0 +1,160 @@
+"""The linear maps of a decoder layer, whatever module holds them: linear layers, routers, a mixture's fused experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from mergekit_slta.layers.decoder import Decoder, Weights
+
+FUSED = ("gate_up_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class LinearMap:
+    """One matrix of a layer that is multiplied with features.
+
+    Attributes:
+        name: its path in transformers' decoder layer, with the number of the mixture's expert for a fused one.
+        module: the path of the module that holds it.
+        weight, bias: the names of its tensors inside the layer.
+        transposed: whether the weight is stored as [in, out].
+        expert: the number of the mixture's expert, where the weight is [experts, ...].
+    """
+
+    name: str
+    module: str
+    weight: str
+    bias: str | None
+    transposed: bool
+    expert: int | None = None
+
+    def matrix(self, weights: Weights) -> torch.Tensor:
+        """The map as [out, in]."""
+        weight = weights[self.weight] if self.expert is None else weights[self.weight][self.expert]
+        return weight.mT if self.transposed else weight
+
+    def apply(self, weights: Weights, inputs: torch.Tensor) -> torch.Tensor:
+        """The map's outputs [n, out] for inputs [n, in]."""
+        outputs = inputs @ self.matrix(weights).T
+        offset = self.offset(weights)
+        return outputs if offset is None else outputs + offset
+
+    def offset(self, weights: Weights) -> torch.Tensor | None:
+        """The map's bias [out]."""
+        if self.bias is None:
+            return None
+        return weights[self.bias] if self.expert is None else weights[self.bias][self.expert]
+
+
+def linear_maps(layer: torch.nn.Module) -> list[LinearMap]:
+    """The linear maps of a decoder layer; convolutions and norms are none."""
+    return [found for path, module in layer.named_modules() for found in _maps_of(path, module)]
+
+
+def output_head(decoder: Decoder) -> LinearMap | None:
+    """The model's output head, by the model's names; None where it is the embedding too, or there is none."""
+    head = decoder.model.get_output_embeddings()
+    embedding = decoder.model.get_input_embeddings()
+    if head is None or head.weight is embedding.weight:
+        return None
+    path = next(name for name, module in decoder.model.named_modules() if module is head)
+    bias = f"{path}.bias" if getattr(head, "bias", None) is not None else None
+    return LinearMap(path, path, f"{path}.weight", bias, transposed=False)
+
+
+def is_fused(module: torch.nn.Module) -> bool:
+    """Whether a module holds the experts of a mixture as three-dimensional parameters."""
+    weight = getattr(module, "down_proj", None)
+    return isinstance(weight, torch.nn.Parameter) and weight.ndim == 3
+
+
+def fused_hidden(module: Any, projected: torch.Tensor) -> torch.Tensor:
+    """What fused experts feed to the down projection, by their own gate, from the first projection's output."""
+    hidden: torch.Tensor = module._apply_gate(projected) if module.has_gate else module.act_fn(projected)
+    return hidden
+
+
+def _maps_of(path: str, module: torch.nn.Module) -> Iterator[LinearMap]:
+    if is_fused(module):
+        for name in FUSED:
+            stacked = getattr(module, name, None)
+            bias = f"{path}.{name}_bias" if hasattr(module, f"{name}_bias") else None
+            transposed = bool(getattr(module, "is_transposed", False))
+            for expert in range(len(stacked) if stacked is not None else 0):
+                yield LinearMap(f"{path}.{expert}.{name}", path, f"{path}.{name}", bias, transposed, expert)
+        return
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, torch.nn.Parameter) and weight.ndim == 2 and not _only_scales(module):
+        bias = f"{path}.bias" if isinstance(getattr(module, "bias", None), torch.nn.Parameter) else None
+        yield LinearMap(path, path, f"{path}.weight", bias, isinstance(module, Conv1D))
+
+
+def _only_scales(module: torch.nn.Module) -> bool:
+    """Whether a module with a matrix for a weight multiplies no features with it: an embedding, a norm per head."""
+    return isinstance(module, torch.nn.Embedding) or "norm" in type(module).__name__.lower()
+
+
+class MapDeltas:
+    """A map's change from the base model to each expert, and the Gram matrices of its output's change.
+
+    The output changes by exactly x (W_t - W_0)^T, so that neither model has to run. With many tokens per input
+    dimension the inputs' second moments C = sum x x^T are cheaper: G[b, c] = <C, (W_b - W_0)^T (W_c - W_0)>.
+
+    Args:
+        linear_map: the map.
+        weights: the layer's tensors of the base model, then of each of the ``T`` experts.
+        tokens: how many tokens will be asked about in all, which decides the way.
+    """
+
+    def __init__(self, linear_map: LinearMap, weights: Sequence[Weights], tokens: int) -> None:
+        base = linear_map.matrix(weights[0])
+        self.matrices = [linear_map.matrix(expert) - base for expert in weights[1:]]
+        offset = linear_map.offset(weights[0])
+        offsets = [linear_map.offset(expert) for expert in weights[1:]]
+        self.biases = [None if offset is None or own is None else own - offset for own in offsets]
+        self.products: torch.Tensor | None = None
+        if self._moments_are_cheaper(tokens):
+            self.products = _products(self.matrices)
+            self.matrices = []  # all that is needed of them is in the products
+
+    def _moments_are_cheaper(self, tokens: int) -> bool:
+        """Compare multiplications; the second moments need float64, which counts twice."""
+        out_features, in_features = self.matrices[0].shape
+        experts = len(self.matrices)
+        pairs = experts * (experts + 1) // 2
+        moments = 2 * in_features**2 * (tokens + pairs * out_features)
+        return moments < experts * tokens * in_features * out_features and not any(b is not None for b in self.biases)
+
+    def gram(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The Gram matrix [T, T] float64 of one sample, from the map's inputs [S, D]; exactly symmetric."""
+        gram = self._direct(inputs) if self.products is None else self._by_moments(inputs, self.products)
+        return (gram + gram.T) / 2
+
+    def _direct(self, inputs: torch.Tensor) -> torch.Tensor:
+        deltas = []
+        for matrix, bias in zip(self.matrices, self.biases, strict=True):
+            delta = inputs @ matrix.T
+            deltas.append((delta if bias is None else delta + bias).flatten().double())
+        features = torch.stack(deltas)
+        return features @ features.T
+
+    @staticmethod
+    def _by_moments(inputs: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
+        moments = inputs.double().T @ inputs.double()
+        return torch.einsum("ij,bcij->bc", moments, products)
+
+
+def _products(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
+    """(W_b - W_0)^T (W_c - W_0) for all pairs, [T, T, D, D] float64."""
+    width = matrices[0].shape[1]
+    products = matrices[0].new_empty(len(matrices), len(matrices), width, width, dtype=torch.float64)
+    for b, left in enumerate(matrices):
+        for c, right in enumerate(matrices[: b + 1]):
+            product = left.double().T @ right.double()
+            products[b, c], products[c, b] = product, product.T
+    return products

@@ -1,0 +1,1 @@
+"""How linear models and their submodules are in their weights."""

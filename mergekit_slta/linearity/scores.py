@@ -1,0 +1,341 @@
+"""How linear models and their submodules are in their weights (arXiv 2504.10902: 2.2, 2.3, A.1.1, A.2 and A.5.9).
+
+Every score is arithmetic on Gram matrices of feature deltas: of settings on the way from the base model to an expert,
+or of merges and the experts that are merged.
+
+Shapes: ``g`` experts merged, ``n`` samples, ``K`` settings, ``N`` steps from the base model to an expert.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+
+import torch
+
+from mergekit_slta.engine.streams import Tasks
+from mergekit_slta.errors import SltaError
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.submodules import layer_submodules
+from mergekit_slta.linearity.interpolation import Grams, Study, count_passes, measure
+from mergekit_slta.models.checkpoint import Checkpoint
+from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.recipe.recipe import calibration_problems
+from mergekit_slta.slta.statistics import published_name
+
+STEPS = 10
+PAIR_WEIGHTS = (0.2, 0.4, 0.6, 0.8, 1.0)
+TRIPLE_WEIGHTS = (0.3, 0.5, 0.7)
+
+
+# From Gram matrices to scores
+
+
+def distances(grams: torch.Tensor) -> torch.Tensor:
+    """Distances between the features along the way from the base model to an expert, as in Figure 6.
+
+    Args:
+        grams: [..., N, N] of the feature deltas at 1/N, 2/N ... 1 of the task vector.
+
+    Returns:
+        [..., N + 1, N + 1], D(f_i, f_j) / D(f_N, f_0); NaN where the expert changes nothing.
+    """
+    steps = grams.shape[-1]
+    padded = grams.new_zeros(*grams.shape[:-2], steps + 1, steps + 1)
+    padded[..., 1:, 1:] = grams
+    power = padded.diagonal(dim1=-2, dim2=-1)
+    squares = power[..., :, None] + power[..., None, :] - 2 * padded
+    whole = power[..., -1, None, None]
+    return torch.where(whole > 0, (squares.clamp_min(0) / whole).sqrt(), torch.nan)
+
+
+def non_linearity(ratios: torch.Tensor) -> torch.Tensor:
+    """The Non-linearity Score [...] of ``distances``: squared deviations, summed over all i and j (Eq. 19)."""
+    steps = torch.arange(ratios.shape[-1], dtype=ratios.dtype) / (ratios.shape[-1] - 1)
+    return (ratios - (steps[:, None] - steps).abs()).square().sum((-2, -1))
+
+
+def projection(grams: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
+    """The merge's feature delta, projected on the sum of the experts' and relative to it (the fraction in Eq. 8).
+
+    Args:
+        grams: [..., 1 + g, 1 + g] of the merge's feature delta and the experts'.
+        alpha: [..., g], what the experts are merged with.
+
+    Returns:
+        [...], NaN where either delta is zero.
+    """
+    merged, along, planned = _merge_products(grams, alpha)
+    return torch.where((merged > 0) & (planned > 0), along / planned, torch.nan)
+
+
+def merge_cosine(grams: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
+    """Cosine similarity of the merge's feature delta and the sum of the experts' (Eq. 7, 15); as ``projection``."""
+    merged, along, planned = _merge_products(grams, alpha)
+    return torch.where((merged > 0) & (planned > 0), along / (merged * planned).sqrt(), torch.nan)
+
+
+def pair_cosine(grams: torch.Tensor) -> torch.Tensor:
+    """Mean cosine similarity of the experts' feature deltas over all pairs of them (in Eq. 17; the mean, not its half).
+
+    Args:
+        grams: [..., g, g] of the experts' feature deltas.
+
+    Returns:
+        [...], NaN where a delta is zero.
+    """
+    power = grams.diagonal(dim1=-2, dim2=-1)
+    cosine = grams / (power[..., :, None] * power[..., None, :]).sqrt()
+    rows, columns = torch.triu_indices(grams.shape[-1], grams.shape[-1], offset=1)
+    return cosine[..., rows, columns].mean(-1)
+
+
+def _merge_products(grams: torch.Tensor, alpha: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Squared norm of the merge's delta, its product with the experts' weighted sum, and the sum's squared norm."""
+    along = (grams[..., 0, 1:] * alpha).sum(-1)
+    planned = torch.einsum("...b,...bc,...c->...", alpha, grams[..., 1:, 1:], alpha)
+    return grams[..., 0, 0], along, planned
+
+
+# What is measured
+
+
+def path_study(expert: int, experts: int) -> Study:
+    """The way from the base model to one of ``experts`` experts, in ``N`` = 10 steps (A.2)."""
+    steps = torch.arange(1, STEPS + 1, dtype=torch.float64) / STEPS
+    direction = torch.eye(experts, dtype=torch.float64)[expert]
+    return Study((expert,), steps[:, None] * direction, (torch.zeros(0, experts, dtype=torch.float64),))
+
+
+def merge_study(group: Sequence[int], experts: int) -> Study:
+    """All merges of a pair with five weights each, or of a triple with three (Figure 3)."""
+    weights = PAIR_WEIGHTS if len(group) == 2 else TRIPLE_WEIGHTS
+    unit = torch.eye(experts, dtype=torch.float64)[list(group)]
+    grid = torch.tensor(list(product(weights, repeat=len(group))), dtype=torch.float64)
+    return Study(tuple(group), unit, (grid @ unit).split(1))
+
+
+def plan_studies(experts: int, pairs: bool = True, triples: bool = False) -> list[Study]:
+    """The studies of all experts and, when asked for, of all pairs and triples of them."""
+    sizes = [size for size, wanted in ((2, pairs), (3, triples)) if wanted]
+    groups = [group for size in sizes for group in combinations(range(experts), size)]
+    return [
+        *(path_study(expert, experts) for expert in range(experts)),
+        *(merge_study(group, experts) for group in groups),
+    ]
+
+
+# Scores
+
+
+@dataclass(frozen=True)
+class Value:
+    """Mean and (population) standard deviation of ``n`` numbers; NaN where there is none."""
+
+    mean: float
+    std: float
+    n: int
+
+    @staticmethod
+    def of(numbers: torch.Tensor) -> Value:
+        """Of those of the numbers [n] that are not NaN."""
+        found = numbers[~numbers.isnan()]
+        if not len(found):
+            return Value(math.nan, math.nan, 0)
+        return Value(float(found.mean()), float(found.std(correction=0)), len(found))
+
+
+def pooled(values: Sequence[Value]) -> Value:
+    """Mean and standard deviation of all the numbers that several values were made of."""
+    found = [value for value in values if value.n]
+    n = sum(value.n for value in found)
+    if not n:
+        return Value(math.nan, math.nan, 0)
+    mean = sum(value.n * value.mean for value in found) / n
+    variance = sum(value.n * (value.std**2 + (value.mean - mean) ** 2) for value in found) / n
+    return Value(mean, math.sqrt(variance), n)
+
+
+# metric -> level -> expert, or "A+B" -> submodule
+Metrics = dict[str, dict[str, dict[str, dict[str, Value]]]]
+
+
+@dataclass(frozen=True)
+class Linearity:
+    """How linear models and submodules are in their weights.
+
+    Attributes:
+        experts: the experts' names.
+        levels: the levels that were measured.
+        samples: how many samples each expert has.
+        metrics: ``non_linearity`` (Eq. 19; over samples), ``distance_0.0`` ... ``distance_1.0`` (Table 18; over
+            samples), ``projection_distance`` (Eq. 8) and ``cosine_merge`` (Eq. 16), both over the settings of a merge,
+            and ``cosine_base`` (Eq. 17; over samples).
+        maps: level -> expert -> submodule -> [N + 1, N + 1], the mean distances of Figure 6.
+        skipped: level -> expert or "A+B" -> how many times a sample was left out of a submodule, as a feature delta is
+            zero.
+        members: the experts' names of each "A+B".
+    """
+
+    experts: tuple[str, ...]
+    levels: tuple[str, ...]
+    samples: tuple[int, ...]
+    metrics: Metrics
+    maps: dict[str, dict[str, dict[str, torch.Tensor]]]
+    skipped: dict[str, dict[str, int]]
+    members: dict[str, tuple[str, ...]]
+
+    def to_json(self) -> dict[str, object]:
+        """The content of ``linearity.json``: the metrics, with null for what is undefined."""
+        return {
+            metric: {
+                level: {
+                    group: {
+                        name: {"mean": _finite(value.mean), "std": _finite(value.std), "n": value.n}
+                        for name, value in submodules.items()
+                    }
+                    for group, submodules in groups.items()
+                }
+                for level, groups in by_level.items()
+            }
+            for metric, by_level in self.metrics.items()
+        }
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+def distance_metric(step: int) -> str:
+    """The name of the metric for the distance to the expert at ``step`` of ``N`` steps."""
+    return f"distance_{step / STEPS:.1f}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A measurement of linearity that can be started.
+
+    Attributes:
+        decoder: the models' common decoder.
+        models: the base model, then the experts.
+        names: the experts' names.
+        tasks: the token ids of each expert's samples.
+        levels: the levels to measure.
+        studies: see ``plan_studies``.
+        batch_tokens: the most positions in one forward pass; 0 fits it to the device.
+    """
+
+    decoder: Decoder
+    models: Sequence[Checkpoint]
+    names: Sequence[str]
+    tasks: Tasks
+    levels: Sequence[str]
+    studies: Sequence[Study]
+    batch_tokens: int = 0
+
+    @property
+    def passes(self) -> int:
+        """How many forward passes of one sample it takes."""
+        return count_passes(self.studies, self.tasks, self.levels)
+
+    def __str__(self) -> str:
+        experts, samples = len(self.names), sum(map(len, self.tasks))
+        merges = sum(len(study.others) for study in self.studies if len(study.experts) > 1)
+        subject = f"{experts} expert{'s' * (experts > 1)}" + (f" and {merges} merges of them" if merges else "")
+        return (
+            f"Linearity of {subject} at {', '.join(self.levels)}: {self.passes} forward passes of one sample, where "
+            f"calibrating on the same {samples} samples takes {samples * len(self.models)}"
+        )
+
+    def measure(self, progress: Callable[[int], object] = lambda samples: None) -> Linearity:
+        """Measure; ``progress`` is told how many samples have passed another layer.
+
+        Raises:
+            SltaError: a level does not apply to the models, or a batch does not fit into memory.
+        """
+        submodules = {level: self._submodules(level) for level in self.levels}
+        measured = measure(
+            self.decoder,
+            self.models,
+            self.tasks,
+            self.levels,
+            self.studies,
+            batch_tokens=self.batch_tokens,
+            progress=progress,
+        )
+        members = {self._group(study): tuple(self.names[e] for e in study.experts) for study in self.studies}
+        samples = tuple(map(len, self.tasks))
+        result = Linearity(tuple(self.names), tuple(self.levels), samples, {}, {}, {}, members)
+        for level, names in submodules.items():
+            for study, grams in zip(self.studies, measured, strict=True):
+                _add_scores(result, level, self._group(study), study, {name: grams[name] for name in names})
+        return result
+
+    def _group(self, study: Study) -> str:
+        return "+".join(self.names[expert] for expert in study.experts)
+
+    def _submodules(self, level: str) -> list[str]:
+        if level == "model":
+            return ["model"]
+        layers = range(len(self.decoder))
+        return [name for layer in layers for name in layer_submodules(self.decoder, level, layer)]
+
+
+def plan_linearity(
+    experiment: Experiment, levels: Sequence[str], *, samples: int = 5, pairs: bool = True, triples: bool = False
+) -> Plan:
+    """Plan to measure how linear a recipe's models are, on ``samples`` records of each expert's calibration data.
+
+    Raises:
+        SltaError: an expert has no usable calibration data, or two experts have the same name.
+    """
+    if problems := calibration_problems(experiment.recipe, takes_statistics=False):
+        raise SltaError("\n".join(problems))
+    names = [published_name(expert.reference) for expert in experiment.recipe.experts]
+    if len(set(names)) < len(names):
+        raise SltaError(f"Two experts would get the same name ({', '.join(names)}): rename a folder.")
+    return Plan(
+        Decoder(experiment.base.config, experiment.trust_remote_code, experiment.device),
+        [experiment.base, *experiment.experts],
+        names,
+        [data.token_ids for data in experiment.load_data(experiment.recipe.experts, samples)],
+        levels,
+        plan_studies(len(names), pairs, triples),
+        experiment.recipe.settings.batch_tokens,
+    )
+
+
+def _add_scores(result: Linearity, level: str, group: str, study: Study, grams: Grams) -> None:
+    """Score one study at one level."""
+    skipped = 0
+    for name, gram in grams.items():
+        if len(study.experts) == 1:
+            ratios = distances(gram[:, 0])
+            scores = _path_scores(ratios)
+            result.maps.setdefault(level, {}).setdefault(group, {})[name] = ratios.nanmean(0)
+            skipped += int(ratios[:, 0, 0].isnan().sum())
+        else:
+            # A sample on which the merge or one of the experts changes nothing says nothing about them.
+            usable = (gram.diagonal(dim1=-2, dim2=-1) > 0).all(-1).all(-1)
+            scores = _merge_scores(gram[usable], torch.cat(study.others)[:, list(study.experts)])
+            skipped += int((~usable).sum())
+        for metric, value in scores.items():
+            result.metrics.setdefault(metric, {}).setdefault(level, {}).setdefault(group, {})[name] = value
+    result.skipped.setdefault(level, {})[group] = skipped
+
+
+def _path_scores(ratios: torch.Tensor) -> dict[str, Value]:
+    """The metrics of one expert's ``distances`` [n, N + 1, N + 1]."""
+    curve = {distance_metric(step): Value.of(ratios[:, step, -1]) for step in range(STEPS + 1)}
+    return {"non_linearity": Value.of(non_linearity(ratios)), **curve}
+
+
+def _merge_scores(grams: torch.Tensor, alpha: torch.Tensor) -> dict[str, Value]:
+    """The metrics of one merge, from [n, K, 1 + g, 1 + g] and its settings [K, g]; means over samples come first."""
+    return {
+        "projection_distance": Value.of((1 - projection(grams, alpha).mean(0)).abs()),
+        "cosine_merge": Value.of(merge_cosine(grams, alpha).mean(0)),
+        "cosine_base": Value.of(pair_cosine(grams[:, 0, 1:, 1:])),
+    }

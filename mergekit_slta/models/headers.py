@@ -1,0 +1,288 @@
+"""A model as its configuration and the headers of its files show it, in a folder or on the Hub: no weight is read."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import huggingface_hub
+import torch
+import transformers
+from huggingface_hub.errors import HFValidationError, NotASafetensorsRepoError
+from huggingface_hub.utils import SafetensorsFileMetadata
+from mergekit.common import ModelPath, ModelReference
+
+from mergekit_slta.errors import SltaError, first_line
+from mergekit_slta.models import hub
+from mergekit_slta.models.skeleton import model_tensor_name
+
+# In mergekit's order of preference.
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+ADAPTER_CONFIG = "adapter_config.json"  # tells an adapter from a model
+_LFS_POINTER = b"version https://git-lfs"
+_LONGEST_HEADER = 100_000_000  # as in the safetensors library
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """A stored tensor: its shape, and the bytes that it takes in the file."""
+
+    shape: tuple[int, ...]
+    nbytes: int
+
+    @property
+    def count(self) -> int:
+        """The number of its elements."""
+        return math.prod(self.shape)
+
+
+Headers = Mapping[str, TensorHeader]
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is known of a model without its weights; of a LoRA, the model that it adapts.
+
+    Attributes:
+        reference: the model as the recipe names it.
+        config: its configuration.
+        tensors: its checkpoint's tensors by name; None where only a download would tell.
+        folder: where its files are; None for a model on the Hub that has not been downloaded.
+    """
+
+    reference: ModelReference
+    config: transformers.PretrainedConfig
+    tensors: Headers | None
+    folder: Path | None
+
+    def __str__(self) -> str:
+        return str(self.reference)
+
+    @property
+    def architecture(self) -> str:
+        """The class of the model, by its configuration."""
+        return str((self.config.architectures or [""])[0])
+
+    @property
+    def prefix(self) -> str:
+        """The prefix that checkpoints of the bare base model lack."""
+        return getattr(getattr(transformers, self.architecture, None), "base_model_prefix", "") or "model"
+
+    def tensor(self, name: str) -> TensorHeader | None:
+        """A tensor by its name, with or without the base model's prefix."""
+        tensors = self.tensors or {}
+        stored = model_tensor_name(name, tensors, self.prefix)
+        return tensors[stored] if stored else None
+
+
+def open_model(reference: ModelReference, trust_remote_code: bool = False, cache_dir: str | None = None) -> Model:
+    """Read a model's configuration and the headers of its weight files.
+
+    Args:
+        reference: a local folder or a model on the Hub; an adapter is left aside.
+        trust_remote_code: mergekit's flag of that name.
+        cache_dir: mergekit's ``--transformers-cache``.
+
+    Raises:
+        SltaError: there is no such model, its configuration cannot be read, or files are missing or damaged.
+    """
+    folder = local_folder(reference.model, cache_dir)
+    config = _config(reference, folder, trust_remote_code)
+    tensors = folder_headers(folder) if folder else hub_headers(reference.model)
+    return Model(reference, config, tensors, folder)
+
+
+def local_folder(path: ModelPath, cache_dir: str | None = None) -> Path | None:
+    """The folder with a model's files: the one that the path names, or the download of a Hub model with weights.
+
+    Raises:
+        SltaError: the path is that of a file.
+    """
+    if os.path.isdir(path.path):
+        return Path(path.path)
+    if os.path.exists(path.path):
+        raise SltaError(f"{path} is a file: name the model's folder.")
+    if path.path.startswith("~"):
+        raise SltaError(f"{path}: mergekit does not replace '~', write the whole path.")
+    try:
+        folder = huggingface_hub.snapshot_download(
+            path.path, revision=path.revision, cache_dir=cache_dir, local_files_only=True
+        )
+        weight_map(Path(folder))
+    except (*hub.ERRORS, SltaError):
+        return None
+    return Path(folder)
+
+
+def _config(reference: ModelReference, folder: Path | None, trust_remote_code: bool) -> transformers.PretrainedConfig:
+    if folder is None:
+        fetch_file(reference.model, "config.json")
+    elif not (folder / "config.json").is_file():
+        if (folder / ADAPTER_CONFIG).is_file():
+            raise SltaError(f"{folder} is a LoRA adapter: write it behind its base model, 'BASE+{folder}'.")
+        raise SltaError(f"{folder} has no config.json: it is no model's folder, or its download is incomplete.")
+    try:
+        config = reference.config(trust_remote_code=trust_remote_code)
+    except Exception as error:  # a model's own code may raise anything
+        if "trust_remote_code" in str(error):
+            raise SltaError(f"{reference.model} brings its own code: allow it with --trust-remote-code.") from error
+        raise SltaError(
+            f"transformers cannot read the config.json of {reference.model} ({first_line(error)})."
+        ) from error
+    if len(config.architectures or []) != 1:
+        raise SltaError(f"The config.json of {reference.model} must name one class under 'architectures'.")
+    return config
+
+
+def fetch_file(path: ModelPath, name: str) -> Path:
+    """Fetch one small file of a repository on the Hub.
+
+    Raises:
+        SltaError: the Hub does not give it.
+    """
+    try:
+        return Path(huggingface_hub.hf_hub_download(path.path, name, revision=path.revision))
+    except hub.ERRORS as error:
+        raise hub_problem(path, error) from error
+
+
+def hub_problem(path: ModelPath, error: Exception) -> SltaError:
+    """What a failed request to the Hub means to a user."""
+    if isinstance(error, HFValidationError):
+        return SltaError(f"{path} cannot be used: there is no such folder here.")
+    here = "there is no such folder here, and " if hub.is_missing(error) else ""
+    return SltaError(f"{path} cannot be used: {here}{hub.reason(error)}.")
+
+
+# The headers of weight files
+
+
+def weight_map(folder: Path) -> dict[str, list[str] | None]:
+    """The weight files of a folder as mergekit finds them, each with its tensors' names where an index tells them.
+
+    Raises:
+        SltaError: there are none, or the index cannot be read or names files that are missing.
+    """
+    for name in WEIGHT_FILES:
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            return _indexed_files(index)
+        if (folder / name).is_file():
+            return {name: None}
+    raise SltaError(f"{folder} has no weights: mergekit needs {' or '.join(WEIGHT_FILES)}, whole or with an index.")
+
+
+def _indexed_files(index: Path) -> dict[str, list[str] | None]:
+    try:
+        entries = json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise SltaError(f"{index} cannot be read ({first_line(error)}): get a sound copy.") from error
+    files: dict[str, list[str] | None] = {}
+    for tensor, file in entries:
+        names = files.setdefault(file, [])
+        assert names is not None
+        names.append(tensor)
+    missing = [file for file in files if not (index.parent / file).is_file()]
+    if missing:
+        raise SltaError(f"{index.parent} lacks {listed(missing)}, which its index names: complete the download.")
+    return files
+
+
+def folder_headers(folder: Path) -> Headers:
+    """The tensors of a folder's weight files.
+
+    Raises:
+        SltaError: files are missing or damaged.
+    """
+    tensors: dict[str, TensorHeader] = {}
+    for file, names in weight_map(folder).items():
+        found = file_headers(folder / file)
+        lost = [name for name in names or [] if name not in found]
+        if lost:
+            raise SltaError(f"{folder / file} lacks {listed(lost)}, which the index expects there: get a sound copy.")
+        tensors.update(found if names is None else {name: found[name] for name in names})
+    return tensors
+
+
+def file_headers(path: Path) -> Headers:
+    """The tensors of a ``.safetensors`` file or a pickled checkpoint.
+
+    Raises:
+        SltaError: the file is damaged.
+    """
+    try:
+        return _safetensors_headers(path) if path.suffix == ".safetensors" else _pickled_headers(path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, pickle.UnpicklingError) as error:
+        raise SltaError(f"{path} cannot be read ({first_line(error)}): get a sound copy.") from error
+
+
+def _safetensors_headers(path: Path) -> Headers:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(len(_LFS_POINTER))
+        if start == _LFS_POINTER:
+            raise SltaError(f"{path} is a git-lfs pointer without the weights: run 'git lfs pull'.")
+        if len(start) < 8 or (length := struct.unpack("<Q", start[:8])[0]) > min(size - 8, _LONGEST_HEADER):
+            raise ValueError("it is truncated or no safetensors file")
+        file.seek(8)
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    if 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0) > size:
+        raise ValueError("it is truncated")
+    return {name: _header(entry["shape"], *entry["data_offsets"]) for name, entry in header.items()}
+
+
+def _header(shape: list[int], begin: int, end: int) -> TensorHeader:
+    return TensorHeader(tuple(shape), end - begin)
+
+
+def _pickled_headers(path: Path) -> Headers:
+    content = torch.load(path, map_location="meta", mmap=True, weights_only=True)
+    tensors = content.get("state_dict", content)
+    return {name: TensorHeader(tuple(tensor.shape), tensor.nbytes) for name, tensor in tensors.items()}
+
+
+def hub_headers(path: ModelPath) -> Headers | None:
+    """The tensors of a model on the Hub by ranged requests, or None where its weights are pickled.
+
+    Raises:
+        SltaError: the Hub cannot be asked, or the repository has no weights.
+    """
+    try:
+        files = huggingface_hub.get_safetensors_metadata(path.path, revision=path.revision).files_metadata
+    except NotASafetensorsRepoError:
+        if any(name.startswith(WEIGHT_FILES[1]) for name in hub_files(path)):
+            return None
+        raise SltaError(f"{path} has no weights: mergekit needs {' or '.join(WEIGHT_FILES)}.") from None
+    except hub.ERRORS as error:
+        raise hub_problem(path, error) from error
+    return {name: header for file in files.values() for name, header in hub_file_headers(file).items()}
+
+
+def hub_files(path: ModelPath) -> list[str]:
+    """The names of a repository's files.
+
+    Raises:
+        SltaError: the Hub cannot be asked.
+    """
+    try:
+        return huggingface_hub.list_repo_files(path.path, revision=path.revision)
+    except hub.ERRORS as error:
+        raise hub_problem(path, error) from error
+
+
+def hub_file_headers(file: SafetensorsFileMetadata) -> Headers:
+    """The tensors of a file on the Hub."""
+    return {name: _header(tensor.shape, *tensor.data_offsets) for name, tensor in file.tensors.items()}
+
+
+def listed(names: list[str], most: int = 3) -> str:
+    """A few names in words, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,107 @@
+"""The samples of a recipe's experts, each drawn once, and the tokenizers that they are made with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mergekit.common import ModelReference
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from mergekit_slta.data.draw import CalibrationData, CalibrationSource
+from mergekit_slta.data.sources import is_dataset
+from mergekit_slta.errors import SltaError, first_line
+from mergekit_slta.recipe.recipe import CalibrationSettings, Expert
+
+
+class Samples:
+    """Draws the samples of a recipe's experts.
+
+    Args:
+        base: the base model, whose tokenizer tokenizes everything.
+        settings: how many samples, of which length, drawn by which seed.
+        trust_remote_code, cache_dir: mergekit's options ``--trust-remote-code`` and ``--transformers-cache``.
+        quiet: no progress bar while a dataset is fetched.
+    """
+
+    def __init__(
+        self,
+        base: ModelReference,
+        settings: CalibrationSettings,
+        trust_remote_code: bool = False,
+        cache_dir: str | None = None,
+        quiet: bool = False,
+    ) -> None:
+        self._base = base
+        self._settings = settings
+        self._trust_remote_code = trust_remote_code
+        self._cache_dir = cache_dir
+        self._quiet = quiet
+        self._drawn: dict[tuple[Expert, int], CalibrationData] = {}
+        self._tokenizers: dict[ModelReference, PreTrainedTokenizerBase] = {}
+
+    def of(self, expert: Expert, count: int | None = None) -> CalibrationData:
+        """An expert's calibration samples: as many as the settings say, or the first ``count``.
+
+        Raises:
+            SltaError: there are none, or a tokenizer is missing.
+        """
+        key = expert, count or self._settings.samples
+        if key not in self._drawn:
+            self._drawn[key] = self._source(expert).draw(key[1])
+        return self._drawn[key]
+
+    def held_out(self, expert: Expert, count: int) -> CalibrationData:
+        """The expert's next ``count`` records after its calibration samples.
+
+        Raises:
+            SltaError: calibration left none.
+        """
+        return self._source(expert).held_out(count, self.of(expert))
+
+    def tokenizer(self, reference: ModelReference) -> PreTrainedTokenizerBase:
+        """The tokenizer of the model itself, since the folder with a merged adapter has none; loaded once.
+
+        Raises:
+            SltaError: the model has none that can be loaded.
+        """
+        if reference not in self._tokenizers:
+            self._tokenizers[reference] = self._load_tokenizer(reference)
+        return self._tokenizers[reference]
+
+    def _load_tokenizer(self, reference: ModelReference) -> PreTrainedTokenizerBase:
+        try:
+            return AutoTokenizer.from_pretrained(
+                reference.model.path,
+                revision=reference.model.revision,
+                trust_remote_code=self._trust_remote_code,
+                cache_dir=self._cache_dir,
+            )
+        except Exception as error:  # a tokenizer's own code may raise anything
+            raise SltaError(
+                f"{reference.model} has no usable tokenizer, which calibration needs: {first_line(error)}."
+            ) from error
+
+    def _source(self, expert: Expert) -> CalibrationSource:
+        if self._quiet and is_dataset(expert.calibration):
+            import datasets  # slow to import, and most recipes name files
+
+            datasets.disable_progress_bars()
+        return CalibrationSource(
+            expert.calibration,
+            expert.template,
+            self.tokenizer(self._base),
+            lambda: self.tokenizer(expert.reference),
+            self._settings.max_tokens,
+            self._settings.seed,
+        )
+
+
+def repeated_data(drawn: Iterable[tuple[Expert, CalibrationData]]) -> list[str]:
+    """Experts whose sources give the same tokens as another's, one sentence each."""
+    seen: dict[str, Expert] = {}
+    return [
+        f"'{other.calibration}' of {other} and '{expert.calibration}' of {expert} give the same tokens: "
+        "give each expert the data of its own task."
+        for expert, samples in drawn
+        if (other := seen.setdefault(samples.sha256, expert)) is not expert
+    ]

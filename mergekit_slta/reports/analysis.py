@@ -1,0 +1,275 @@
+"""What a statistics file says about a merge: where it keeps each expert's feature change, where it does not, and why.
+
+Everything here is arithmetic on Gram matrices: neither models nor data are needed. Like the merging weights themselves
+it takes features to change linearly with the weights, which holds exactly at level ``linear`` only.
+
+Shapes: ``S`` submodules of a level, ``T`` experts, and as many tasks, each named after its expert.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mergekit_slta.reports.page import plain_number
+from mergekit_slta.slta.solver import bootstrap, bootstrap_counts, merging_weights, retained_share, task_means
+from mergekit_slta.slta.statistics import Statistics
+
+DRAWS = 200
+INTERVAL = (0.05, 0.95)
+SAMPLE_COUNTS = (1, 3, 10, 30)
+SEED = 0
+# A merging weight is called unreliable beyond these; 100 is what two experts with a cosine similarity of 0.98 have.
+MOST_CONDITION = 100.0
+WIDEST_INTERVAL = 0.2
+PLAUSIBLE_ALPHA = (-0.25, 1.25)
+# With fewer samples per task than this the bootstrap's intervals come out too narrow.
+FEW_SAMPLES = 5
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a submodule stands: its layer, its kind, and its number where a layer has several of the kind."""
+
+    layer: int | None
+    kind: str
+    member: int | None
+
+
+def place_of(name: str) -> Place:
+    """The place of a submodule, by its canonical name."""
+    match = re.fullmatch(r"layer\.(\d+)(?:\.(.+))?", name)
+    if match is None:
+        return Place(None, name, None)
+    inside = match[2] or "layer"
+    number = re.search(r"(?<![^.])\d+(?![^.])", inside)
+    kind = inside.replace(f".{number[0]}", "", 1) if number else inside
+    return Place(int(match[1]), kind, int(number[0]) if number else None)
+
+
+def kinds_of(names: Sequence[str]) -> dict[str, dict[int, list[int]]]:
+    """The kinds of submodules among names, in their order: for each layer the places in ``names``."""
+    kinds: dict[str, dict[int, list[int]]] = {}
+    for index, name in enumerate(names):
+        place = place_of(name)
+        kinds.setdefault(place.kind, {}).setdefault(place.layer or 0, []).append(index)
+    return kinds
+
+
+@dataclass(frozen=True)
+class SampleEffect:
+    """What merging weights from fewer samples are worth, each [T].
+
+    Attributes:
+        alpha: their mean over submodules and draws.
+        spread: their standard deviation over draws, mean over submodules.
+        retained: the share of each expert's feature change that they keep, measured on all samples.
+    """
+
+    alpha: torch.Tensor
+    spread: torch.Tensor
+    retained: torch.Tensor
+
+
+@dataclass(frozen=True)
+class LevelAnalysis:
+    """A merge at one level.
+
+    Attributes:
+        level: the level.
+        experts: the experts' names, as short as they can be told apart.
+        submodules: their canonical names.
+        samples: the number of samples of the task that has fewest.
+        alpha: [S, T] merging weights.
+        low, high: [S, T], the ends of their 90 % bootstrap interval; NaN where a task has one sample.
+        retained: [S, T], the share of each expert's feature change that the merge keeps; NaN where there is none.
+        share: [S, T], how much of the feature change on a task's data is its own expert's: 1 where all experts change
+            as much, T where only that one does.
+        condition: [S], of the scaled A; NaN where A is zero.
+        cosine: [S, T, T], cosine similarity of the experts' feature changes over all tasks' data; NaN without change.
+        without: [T, T], the share of expert a's feature change that the merge keeps if expert b is left out of it.
+        by_samples: what fewer samples per task would give.
+        doubts: by submodule, why its merging weights are unreliable.
+    """
+
+    level: str
+    experts: tuple[str, ...]
+    submodules: tuple[str, ...]
+    samples: int
+    alpha: torch.Tensor
+    low: torch.Tensor
+    high: torch.Tensor
+    retained: torch.Tensor
+    share: torch.Tensor
+    condition: torch.Tensor
+    cosine: torch.Tensor
+    without: torch.Tensor
+    by_samples: dict[int, SampleEffect]
+    doubts: dict[str, list[str]]
+
+    @property
+    def kept(self) -> torch.Tensor:
+        """The share of each expert's feature change that the merge keeps in all submodules together, [T]."""
+        return pooled(self.retained, self.share)
+
+    def kept_by_layer(self) -> dict[int, torch.Tensor]:
+        """The same for each layer, [T]."""
+        layers: dict[int, list[int]] = {}
+        for index, name in enumerate(self.submodules):
+            layer = place_of(name).layer
+            if layer is not None:
+                layers.setdefault(layer, []).append(index)
+        return {layer: pooled(self.retained[rows], self.share[rows]) for layer, rows in layers.items()}
+
+
+def pooled(retained: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """Mean of retained shares over submodules [S, ...], each counting by how much of the change is the expert's own.
+
+    A submodule that an expert hardly changes may have any retained share, and should count for as little.
+    """
+    weight = torch.where(retained.isnan(), 0.0, share)
+    total = weight.sum(0)
+    return torch.where(total > 0, (weight * retained.nan_to_num()).sum(0) / total, torch.nan)
+
+
+# Analysis
+
+
+def analyse(statistics: Statistics, level: str, *, balance: bool = True, ridge: float = 0.0) -> LevelAnalysis:
+    """Analyse the merge that the statistics give at a level.
+
+    Args:
+        statistics: what calibration measured, of the experts that are merged.
+        level: the level.
+        balance, ridge: how the merging weights are solved for, as in ``solver.solve``.
+
+    Raises:
+        SltaError: the level was not measured.
+    """
+    names = statistics.submodules(level)
+    solutions = statistics.solve(level, balance=balance, ridge=ridge)
+    draws = [
+        bootstrap(statistics.grams[name], statistics.task, DRAWS, seed=SEED, balance=balance, ridge=ridge)
+        for name in names
+    ]
+    low, high = (torch.stack([alpha.quantile(q, dim=0) for alpha in draws]) for q in INTERVAL)
+    means = [task_means(statistics.grams[name], statistics.task, balance) for name in names]
+    alpha = torch.stack([solutions[name].alpha for name in names])
+    doubts = {
+        name: found
+        for index, name in enumerate(names)
+        if (found := _doubts(alpha[index], high[index] - low[index], solutions[name].condition, means[index], ridge))
+    }
+    return LevelAnalysis(
+        level=level,
+        experts=short_names(statistics.info.models),
+        submodules=tuple(names),
+        samples=int(statistics.task.bincount().min()),
+        alpha=alpha,
+        low=low,
+        high=high,
+        retained=torch.stack([solutions[name].retained for name in names]),
+        share=torch.stack([_own_share(mean) for mean in means]),
+        condition=torch.tensor([solutions[name].condition for name in names], dtype=torch.float64),
+        cosine=torch.stack([_cosine(mean.sum(0)) for mean in means]),
+        without=_kept_without(statistics, level, balance, ridge),
+        by_samples=_by_samples(statistics, dict(zip(names, means, strict=True)), balance, ridge),
+        doubts=doubts,
+    )
+
+
+def _doubts(alpha: torch.Tensor, width: torch.Tensor, condition: float, means: torch.Tensor, ridge: float) -> list[str]:
+    """Why the merging weights [T] of a submodule are unreliable, in words."""
+    if not bool(means.any()):
+        return ["no expert changes its features on any sample"]
+    found = []
+    changing = means.sum(0).diagonal() > 0
+    _, kept = merging_weights(means, ridge)
+    if int((kept > 0).sum()) < int(changing.sum()):
+        found.append("experts are linearly dependent")
+    if condition > MOST_CONDITION:
+        found.append(f"condition number {plain_number(condition)}")
+    if float(width.max()) > WIDEST_INTERVAL:
+        found.append(f"interval {plain_number(float(width.max()))} wide")
+    outside = [value for value in alpha.tolist() if not PLAUSIBLE_ALPHA[0] <= value <= PLAUSIBLE_ALPHA[1]]
+    if outside:
+        found.append(f"weight {', '.join(map(plain_number, outside))}")
+    return found
+
+
+def _own_share(means: torch.Tensor) -> torch.Tensor:
+    """B_a[a, a] over the mean of B_a's diagonal, [T]; free of the submodule's scale, balanced or not."""
+    power = means.diagonal(dim1=-2, dim2=-1)
+    own = power.diagonal()
+    return torch.where(own > 0, own / power.mean(-1).clamp_min(torch.finfo(own.dtype).tiny), 0.0)
+
+
+def _cosine(matrix: torch.Tensor) -> torch.Tensor:
+    norm = matrix.diagonal().sqrt()
+    product = norm[:, None] * norm
+    return torch.where(product > 0, matrix / product, torch.nan)
+
+
+def _kept_without(statistics: Statistics, level: str, balance: bool, ridge: float) -> torch.Tensor:
+    """[T, T]: what the merge without expert b keeps of expert a; NaN on the diagonal, and with one expert."""
+    experts = len(statistics.info.models)
+    kept = torch.full((experts, experts), torch.nan, dtype=torch.float64)
+    for left_out in range(experts) if experts > 1 else ():
+        others = [expert for expert in range(experts) if expert != left_out]
+        part = statistics.select(others)
+        solutions = part.solve(level, balance=balance, ridge=ridge)
+        retained = torch.stack([solution.retained for solution in solutions.values()])
+        share = torch.stack([_own_share(task_means(part.grams[name], part.task, balance)) for name in solutions])
+        kept[others, left_out] = pooled(retained, share)
+    return kept
+
+
+def _by_samples(
+    statistics: Statistics, means_by_name: Mapping[str, torch.Tensor], balance: bool, ridge: float
+) -> dict[int, SampleEffect]:
+    """What the merging weights would be with fewer samples per task, drawn with replacement."""
+    available = statistics.task.bincount()
+    most = int(available.max())
+    effects = {}
+    for count in sorted({*(count for count in SAMPLE_COUNTS if count < most), most}):
+        counts = bootstrap_counts(statistics.task, DRAWS // 2, SEED, most=count)
+        alphas, kept, shares = [], [], []
+        for name, means in means_by_name.items():
+            drawn_means = task_means(statistics.grams[name], statistics.task, balance, counts)
+            alpha, _ = merging_weights(drawn_means, ridge)
+            alphas.append(alpha)
+            kept.append(retained_share(means, alpha))
+            shares.append(_own_share(means).expand_as(alpha))
+        drawn = torch.stack(alphas)  # [S, draws, T]
+        effects[count] = SampleEffect(
+            drawn.mean((0, 1)), drawn.std(1).mean(0), pooled(torch.stack(kept), torch.stack(shares)).mean(0)
+        )
+    return effects
+
+
+def short_names(models: Sequence[str]) -> tuple[str, ...]:
+    """What tells the models' names apart: no folders, and nothing that all of them begin or end with.
+
+    ``org/llama-math-v1`` and ``org/llama-code-v1`` are ``math`` and ``code``.
+    """
+    last = [re.split(r"[/\\]", model.rstrip("/\\"))[-1] or model for model in models]
+    if len(set(last)) < len(last):
+        return tuple(models)
+    if len(last) == 1:
+        return tuple(last)
+    words = [re.split(r"([-_.])", name) for name in last]  # every other one is a separator
+    begin, end = _common(words), _common([list(reversed(name)) for name in words])
+    kept = ["".join(name[begin : len(name) - end]) for name in words]
+    are_words = all(sum(map(str.isalpha, name)) > 1 for name in kept)  # "1" and "7b" are no names
+    return tuple(kept if are_words and len(set(kept)) == len(kept) else last)
+
+
+def _common(names: Sequence[Sequence[str]]) -> int:
+    """How many words and separators all names begin with, whole pairs of them."""
+    count = 0
+    while all(name[count : count + 2] == names[0][count : count + 2] for name in names) and count < len(names[0]) - 2:
+        count += 2
+    return count

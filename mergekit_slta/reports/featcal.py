@@ -1,0 +1,100 @@
+"""The report on a feature merge: how far its features are from each expert's own, layer by layer.
+
+Shapes: ``L`` layers, ``T`` experts, and as many tasks, each named after its expert.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from mergekit_slta.recipe.recipe import FeatcalSettings
+from mergekit_slta.reports.analysis import short_names
+from mergekit_slta.reports.figures import Line, Panel, line_chart
+from mergekit_slta.reports.page import Chart, Page, Section, Table, enumerated, plain_number
+
+MEANING = (
+    "The error of a layer is the distance between its output and that of the expert's own forward pass, relative to "
+    "the size of the latter, on average over the tokens of the expert's calibration samples. The merge was fitted to "
+    "these samples: on others the distance is larger. It is a distance of features, not accuracy."
+)
+
+
+ANCHORS = {"base": "the base model", "slta": "the SLTA merge", "average": "the experts' average"}
+
+
+def drift_page(merged: torch.Tensor, anchor: torch.Tensor, models: Sequence[str], settings: FeatcalSettings) -> Page:
+    """The report on a feature merge.
+
+    Args:
+        merged: the merged model's relative errors [L, T].
+        anchor: those of the model that it was drawn towards.
+        models: the experts' names.
+        settings: what the merge was asked for.
+    """
+    names, anchor_name = short_names(models), ANCHORS[settings.anchor]
+    return Page(
+        title=f"How close a merge of {enumerated(names)} comes to each",
+        verdict=[_verdict(merged, anchor, names, anchor_name), MEANING],
+        facts={
+            "Experts": ", ".join(models),
+            "Samples": f"{settings.samples} of each task, seed {settings.seed}, at most {settings.max_tokens} tokens",
+            "Solved with": f"ridge {plain_number(settings.ridge)} towards {anchor_name}, teacher "
+            f"{plain_number(settings.teacher)}, output head {'solved' if settings.head else 'kept'}",
+        },
+        sections=[Section("Where the drift is", [], [_chart(merged, anchor, names, anchor_name)])],
+    )
+
+
+def percent(error: float) -> str:
+    """A relative error, of which small ones matter too; a dash for an expert whose features are all zero."""
+    if not math.isfinite(error):
+        return "–"
+    return f"{round(100 * error)} %" if error >= 0.01 else f"{plain_number(100 * error)} %"
+
+
+def _verdict(merged: torch.Tensor, anchor: torch.Tensor, names: Sequence[str], anchor_name: str) -> str:
+    clauses = [
+        f"{percent(float(merged[-1, index]))} away from {name}'s ({anchor_name}: {percent(float(anchor[-1, index]))})"
+        for index, name in enumerate(names)
+    ]
+    worst = int(merged.diff(dim=0, prepend=torch.zeros_like(merged[:1])).nan_to_num().mean(1).argmax())
+    return (
+        f"After the last layer the merged model's features are {enumerated(clauses)}; "
+        f"the distance grows most in layer {worst}."
+    )
+
+
+def _chart(merged: torch.Tensor, anchor: torch.Tensor, names: Sequence[str], anchor_name: str) -> Chart:
+    layers = list(range(len(merged)))
+    panels = [
+        Panel(
+            f"On {name}'s samples",
+            [
+                Line(f"before: {anchor_name}", layers, anchor[:, index].tolist()),
+                Line("after: the merged model", layers, merged[:, index].tolist()),
+            ],
+        )
+        for index, name in enumerate(names)
+    ]
+    columns = [f"{name}, {when}" for name in names for when in ("before", "after")]
+    pairs = torch.stack([anchor, merged], 2).flatten(1)
+    return Chart(
+        name="drift",
+        title="Relative error of the features by layer",
+        caption="How far what each layer gives is from the expert's own forward pass, before (the model that the merge "
+        "started from) and after. Lower is better.",
+        alt="Two lines per expert over the decoder layers, before and after. After the last layer: "
+        + "; ".join(
+            f"{name} {percent(float(anchor[-1, index]))} before and {percent(float(merged[-1, index]))} after"
+            for index, name in enumerate(names)
+        )
+        + ".",
+        png=line_chart(panels, x_label="decoder layer", y_label="relative error", y_percent=True, lines_at=(0.0,)),
+        table=Table(
+            ("layer", *columns),
+            [(str(layer), *(percent(error) for error in row)) for layer, row in enumerate(pairs.tolist())],
+        ),
+    )

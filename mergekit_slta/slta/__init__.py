@@ -1,0 +1,1 @@
+"""Submodule Linearity for Task Arithmetic: from feature deltas to merging weights. Begin with calibrate.py."""

@@ -1,0 +1,182 @@
+"""The Gram matrices of one decoder layer's submodules on one batch, per level (Eq. 14, A.3.3 and A.3.5)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from mergekit_slta.layers.decoder import Decoder, LayerCall, LayerRun, LayerStructure, Weights
+from mergekit_slta.layers.heads import Heads, find_heads
+from mergekit_slta.layers.maps import LinearMap, MapDeltas, fused_hidden, linear_maps
+from mergekit_slta.slta.gram import sample_grams
+
+
+@dataclass(frozen=True)
+class ExpertRun:
+    """A layer run with other weights than the base model's, on the base model's inputs.
+
+    Attributes:
+        weights: the layer's tensors.
+        own: the run on the layer's input, where level ``layer`` is wanted.
+        branches: the run whose MLP branch reads what the base model feeds it, where a level of branches is wanted.
+    """
+
+    weights: Weights
+    own: LayerRun | None
+    branches: LayerRun | None
+
+
+@dataclass
+class LayerFeatures:
+    """What the levels need of one layer, for all batches.
+
+    Args:
+        decoder: the decoder.
+        layer: the layer's index.
+        weights: the layer's tensors of the base model, then of each of the ``T`` experts.
+        levels: the levels whose submodules are wanted.
+        tokens: how many tokens the batches have in all.
+    """
+
+    decoder: Decoder
+    layer: int
+    weights: Sequence[Weights]
+    levels: Sequence[str]
+    tokens: int
+    structure: LayerStructure | None = field(init=False, default=None)
+    heads: Heads | None = field(init=False, default=None)
+    maps: dict[LinearMap, MapDeltas] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if {"attn_mlp", "head_mlp"} & set(self.levels):
+            self.structure = self.decoder.structure(self.layer)
+        if "head_mlp" in self.levels:
+            self.heads = find_heads(self.decoder, self.layer)
+        if "linear" in self.levels:
+            for linear_map in linear_maps(self.decoder.layers[self.layer]):
+                self.maps[linear_map] = MapDeltas(linear_map, self.weights, self.tokens)
+
+    def run_base(self, hidden: torch.Tensor, call: LayerCall) -> LayerRun:
+        """Run the base model's layer on a batch [B, S, D]."""
+        capture = {linear_map.module for linear_map in self.maps} | self._head_modules()
+        mlp_reads = self.structure.mlp_reads if self.structure else None
+        return self.decoder.run(self.layer, self.weights[0], hidden, call, mlp_reads=mlp_reads, capture=capture)
+
+    def grams(
+        self, base: LayerRun, hidden: torch.Tensor, call: LayerCall, lengths: Sequence[int]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each submodule's name and its Gram matrices [B, T, T] float64 on a batch.
+
+        Args:
+            base: the base model's run on the batch.
+            hidden: [B, S, D], what it ran on.
+            call: the layer's other arguments.
+            lengths: the samples' numbers of tokens.
+        """
+        runs = [self.run(weights, base, hidden, call) for weights in self.weights[1:]]
+        for name, deltas in self.deltas(base, runs):
+            yield name, sample_grams(deltas, lengths)
+        for linear_map, deltas_of_map in self.maps.items():
+            inputs = self._map_inputs(linear_map, base, len(lengths))
+            grams = [deltas_of_map.gram(x) for x in _per_sample(inputs, lengths)]
+            yield f"layer.{self.layer}.{linear_map.name}", torch.stack(grams).cpu()
+
+    def deltas(self, base: LayerRun, runs: Sequence[ExpertRun]) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        """Each submodule's name and its feature deltas, one [B, S, D] per run; linear maps are left out."""
+        prefix = f"layer.{self.layer}"
+        if "layer" in self.levels:
+            yield prefix, [_output_delta(run.own, base) for run in runs]
+        if self.structure is None:
+            return
+        for branch, children in self.structure.branches.items():
+            if branch == "mlp" or "attn_mlp" in self.levels:
+                yield f"{prefix}.{branch}", [_branch_delta(run.branches, base, children) for run in runs]
+        for head in range(self.heads.count if self.heads is not None else 0):
+            features = self._head_features(head, base, self.weights[0])
+            yield (
+                f"{prefix}.head.{head}",
+                [self._head_features(head, run.branches, run.weights) - features for run in runs],
+            )
+
+    def run(self, weights: Weights, base: LayerRun, hidden: torch.Tensor, call: LayerCall) -> ExpertRun:
+        """Run the layer with other weights on the base model's input, and its branches each on theirs."""
+        own = branches = None
+        if "layer" in self.levels:
+            own = self.decoder.run(self.layer, weights, hidden, call, capture=self._head_modules())
+        if self.structure is not None:
+            attention = self.structure.branches["attn"]
+            replay: Mapping[str, object] = {}
+            if own is not None:  # the attention branch has the same input in both runs
+                replay = {name: output for name, output in own.outputs.items() if name in attention}
+            branches = self.decoder.run(
+                self.layer,
+                weights,
+                hidden,
+                call,
+                mlp_reads=self.structure.mlp_reads,
+                mlp_input=base.mlp_input,
+                replay=replay,
+                capture=self._head_modules(),
+            )
+            if own is not None:
+                branches.inputs.update(own.inputs)
+        return ExpertRun(weights, own, branches)
+
+    def _head_modules(self) -> set[str]:
+        return {self.heads.output.module} if self.heads is not None else set()
+
+    def _head_features(self, head: int, run: LayerRun | None, weights: Weights) -> torch.Tensor:
+        """o_proj restricted to a head's columns, applied to that head's output (A.3.5)."""
+        assert self.heads is not None and run is not None
+        output = self.heads.output
+        part = run.inputs[output.module][0].unflatten(-1, (self.heads.count, -1))[..., head, :]
+        columns = output.matrix(weights).unflatten(-1, (self.heads.count, -1))[:, head, :]
+        return part @ columns.T
+
+    def _map_inputs(self, linear_map: LinearMap, base: LayerRun, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A map's inputs [B, S, D] in the base model, and which positions [B, S] reach it."""
+        captured = base.inputs.get(linear_map.module)
+        width = linear_map.matrix(self.weights[0]).shape[-1]
+        if captured is None:  # a mixture's expert that no token reached
+            device = self.decoder.device
+            return torch.zeros(batch, 1, width, device=device), torch.zeros(batch, 1, dtype=torch.bool, device=device)
+        flat = captured[0].reshape(-1, captured[0].shape[-1])
+        reached = torch.ones(len(flat), dtype=torch.bool, device=flat.device)
+        if linear_map.expert is not None:
+            reached = (captured[1] == linear_map.expert).any(-1)
+            if linear_map.name.endswith(".down_proj"):
+                flat = self._fused_hidden(linear_map, flat, reached)
+        return flat.unflatten(0, (batch, -1)), reached.unflatten(0, (batch, -1))
+
+    def _fused_hidden(self, down: LinearMap, flat: torch.Tensor, reached: torch.Tensor) -> torch.Tensor:
+        """What the base model feeds to a fused expert's down projection, by the module's own gate."""
+        module = self.decoder.layers[self.layer].get_submodule(down.module)
+        first = next(m for m in self.maps if m.module == down.module and m.expert == down.expert and m is not down)
+        hidden = fused_hidden(module, first.apply(self.weights[0], flat[reached]))
+        result = flat.new_zeros(len(flat), hidden.shape[-1])
+        result[reached] = hidden
+        return result
+
+
+def _per_sample(inputs: tuple[torch.Tensor, torch.Tensor], lengths: Sequence[int]) -> Iterator[torch.Tensor]:
+    """Each sample's inputs [S, D] at the positions that count."""
+    values, reached = inputs
+    for row, length in enumerate(lengths):
+        yield values[row, :length][reached[row, :length]]
+
+
+def _branch_delta(expert: LayerRun | None, base: LayerRun, children: frozenset[str]) -> torch.Tensor:
+    """What the branch adds to the residual stream, expert minus base."""
+    assert expert is not None and expert.terms is not None and base.terms is not None
+    parts = [expert.terms[name] - base.terms[name] for name in base.terms if name in children]
+    return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
+
+
+def _output_delta(expert: LayerRun | None, base: LayerRun) -> torch.Tensor:
+    """The difference of the layer's outputs, term by term where they are known: the input cancels exactly."""
+    assert expert is not None
+    if expert.terms is None or base.terms is None:
+        return expert.output - base.output
+    return _branch_delta(expert, base, frozenset(base.terms))

@@ -1,0 +1,326 @@
+"""A merge as a recipe that any mergekit runs: task_arithmetic with one table of weights per expert.
+
+In such a recipe a weight may depend on a tensor's name, through filters (substrings, of which the first match counts),
+and on its depth, through gradients: a list of L numbers over L layers gives layer i the i-th one. Tensors outside the
+layers are planned at depth 0, so that filters must keep them apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import transformers
+import yaml
+from mergekit.architecture import arch_info_for_config
+from mergekit.architecture.base import ConfiguredModelArchitecture
+from mergekit.common import ModelReference
+from mergekit.config import ConfigYamlDumper, MergeConfiguration, evaluate_setting
+
+from mergekit_slta import __version__
+from mergekit_slta.errors import SltaError, first_line
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.submodules import TensorWeights
+from mergekit_slta.models.skeleton import model_tensor_name
+from mergekit_slta.slta.solver import Solution
+from mergekit_slta.slta.statistics import Info, Statistics
+
+# Ten digits: two orders of magnitude below float32's rounding, and a table that one can still read.
+DIGITS = 10
+TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """A tensor as mergekit plans it.
+
+    Attributes:
+        name: the name that filters are matched with.
+        layer: the decoder layer's index, None outside the layers.
+        alpha: the merging weight of each expert, ``T`` in all.
+    """
+
+    name: str
+    layer: int | None
+    alpha: tuple[float, ...]
+
+
+def plain_recipe(
+    statistics: Statistics,
+    level: str,
+    solutions: Mapping[str, Solution],
+    *,
+    edges: str = "base",
+    models: Mapping[str, str] | None = None,
+    tokenizer_source: str = "",
+    solved_with: Mapping[str, object] | None = None,
+    trust_remote_code: bool = False,
+) -> str:
+    """Write a solution as a mergekit recipe that reproduces ``merge_method: slta`` without this package.
+
+    Args:
+        statistics: what the solution was made from.
+        level: the solution's level.
+        solutions: the merging weights of each submodule of the level.
+        edges: ``base`` or ``mean``, for the tensors outside the decoder layers.
+        models: the path or Hub id of models, by their names in the statistics; the others are written as they stand.
+        tokenizer_source: mergekit's setting of that name, left out when empty.
+        solved_with: further settings to name in the recipe's header.
+        trust_remote_code: mergekit's flag of that name.
+
+    Returns:
+        The recipe as YAML, with a header that says what it comes from.
+
+    Raises:
+        SltaError: a recipe cannot express the level, or the base model's configuration cannot be read.
+    """
+    if level == "head_mlp":
+        raise SltaError(
+            "A recipe gives a tensor one weight, but at level 'head_mlp' its rows differ: solve at another level, or "
+            "use 'merge_method: slta' with these statistics."
+        )
+    info = statistics.info
+    paths = {name: (models or {}).get(name, name) for name in (info.base_model, *info.models)}
+    alpha = {name: solution.alpha for name, solution in solutions.items()}
+    if level == "model":
+        planned = []
+        settings: list[Any] = [_rounded(float(weight)) for weight in alpha["model"]]
+    else:
+        config = _read_config(info, paths[info.base_model], trust_remote_code)
+        planned = planned_tensors(config, TensorWeights(Decoder(config, trust_remote_code), level, alpha, edges))
+        settings = weight_settings(planned)
+    content = _content(info, paths, settings) | ({"tokenizer_source": tokenizer_source} if tokenizer_source else {})
+    _verify(content, planned)
+    body = yaml.dump(content, Dumper=ConfigYamlDumper, sort_keys=False, width=120, allow_unicode=True)
+    settings_said = ({} if level == "model" else {"edges": edges}) | dict(solved_with or {})
+    return _header(statistics, level, solutions, settings_said) + body
+
+
+def _content(info: Info, paths: Mapping[str, str], settings: Sequence[Any]) -> dict[str, Any]:
+    """The recipe with one weight setting per expert."""
+    return {
+        "merge_method": "task_arithmetic",
+        "base_model": paths[info.base_model],
+        "models": [
+            {"model": paths[name], "parameters": {"weight": setting}}
+            for name, setting in zip(info.models, settings, strict=True)
+        ],
+        "dtype": "float32",
+        "out_dtype": info.dtype,
+    }
+
+
+def planned_tensors(config: transformers.PretrainedConfig, weights: TensorWeights) -> list[PlannedTensor]:
+    """Every tensor of a mergekit plan and its merging weights.
+
+    The names are those of mergekit's definition of the architecture; without one it plans transformers' own names.
+
+    Raises:
+        SltaError: the parts of one tensor take different weights, such as a mixture's fused experts, or mergekit
+            wants a tensor that the model does not have.
+    """
+    model_names = set(weights.decoder.model.state_dict())
+    planned = []
+    for name, layer, optional in _plan(config, weights.decoder):
+        known = model_tensor_name(name, model_names, weights.decoder.base_model_prefix) is not None
+        if optional and not known:  # older checkpoints hold buffers that the model no longer has
+            continue
+        try:
+            alpha = weights[name]
+        except SltaError:
+            if known:
+                raise
+            raise SltaError(
+                f"mergekit asks for the tensor {name}, which this {type(weights.decoder.model).__name__} does "
+                "not have: it cannot merge such a model."
+            ) from None
+        if alpha.ndim > 1:
+            raise SltaError(
+                f"A recipe gives a tensor one weight, but the parts of {name} differ (a mixture's fused experts): "
+                "solve at level 'attn_mlp', or use 'merge_method: slta' with these statistics."
+            )
+        planned.append(PlannedTensor(name, layer, tuple(alpha.tolist())))
+    return planned
+
+
+def _plan(config: transformers.PretrainedConfig, decoder: Decoder) -> Iterable[tuple[str, int | None, bool]]:
+    """Name, layer and whether it may be missing, of every tensor that mergekit plans."""
+    architecture = arch_info_for_config(config)
+    if architecture is None:
+        layers = decoder.layers_path + "."
+        for name in decoder.model.state_dict():
+            yield name, int(name.removeprefix(layers).split(".")[0]) if name.startswith(layers) else None, False
+        return
+    configured = ConfiguredModelArchitecture(info=architecture, config=config)
+    for module_name in architecture.modules:
+        module = configured.get_module(module_name)
+        for layer in range(module.num_layers()):
+            yield from ((weight.name, layer, weight.optional) for weight in module.layer_weights(layer))
+        for weight in (*module.pre_weights(), *module.post_weights()):
+            yield weight.name, None, weight.optional
+
+
+@dataclass
+class _Group:
+    """Tensors that take the same weights: those of each layer, and their names inside a layer."""
+
+    alpha: dict[int, tuple[float, ...]]
+    names: list[str] = field(default_factory=list)
+
+    def agrees(self, alpha: Mapping[int, tuple[float, ...]]) -> bool:
+        return all(self.alpha.get(layer, value) == value for layer, value in alpha.items())
+
+
+def weight_settings(planned: Sequence[PlannedTensor]) -> list[Any]:
+    """Each expert's ``weight`` in a mergekit recipe: a number, or filters with numbers and gradients.
+
+    Args:
+        planned: all tensors of the plan; those outside the layers take the same weights.
+    """
+    edges = {tensor.alpha for tensor in planned if tensor.layer is None}
+    (outside,) = edges
+    if {tensor.alpha for tensor in planned} == edges:
+        return [_rounded(weight) for weight in outside]
+    depth = 1 + max(tensor.layer for tensor in planned if tensor.layer is not None)
+    settings: list[list[dict[str, Any]]] = [[] for _ in outside]
+    for name, values in _filters(planned, depth):
+        for expert, setting in enumerate(settings):
+            numbers = [_rounded(value[expert]) for value in values]
+            setting.append({"filter": name, "value": numbers if len(set(numbers)) > 1 else numbers[0]})
+    for weight, setting in zip(outside, settings, strict=True):
+        setting.append({"value": _rounded(weight)})
+    return settings
+
+
+def _filters(planned: Sequence[PlannedTensor], depth: int) -> list[tuple[str, list[tuple[float, ...]]]]:
+    """Filters for the tensors inside the layers, each with the weights [T] of every layer.
+
+    A filter is the name of the layers, of a module in a layer or of a tensor, the first of these that no tensor with
+    other weights has in its name, so that the order of the filters does not matter. Where there is none, each tensor
+    gets its full name, before all others.
+    """
+    shared: list[tuple[str, list[tuple[float, ...]]]] = []
+    single: list[tuple[str, list[tuple[float, ...]]]] = []
+    for group in _groups(planned):
+        members = {tensor.name for tensor in planned if tensor.layer is not None and _inside(tensor) in group.names}
+        others = [tensor.name for tensor in planned if tensor.name not in members]
+        missing = next(iter(group.alpha.values()))  # of a layer that has no such tensor
+        values = [group.alpha.get(layer, missing) for layer in range(depth)]
+        found: list[str] = []
+        for tensor in planned:
+            if tensor.name not in members or any(name in tensor.name for name in found):
+                continue
+            name = next((c for c in _candidates(tensor) if not any(c in other for other in others)), None)
+            if name is None:
+                single.append((tensor.name, [tensor.alpha]))
+            else:
+                found.append(name)
+        shared += [(name, values) for name in found]
+    return sorted(single, key=lambda entry: -len(entry[0])) + shared
+
+
+def _groups(planned: Sequence[PlannedTensor]) -> list[_Group]:
+    by_name: dict[str, dict[int, tuple[float, ...]]] = {}
+    for tensor in planned:
+        if tensor.layer is not None:
+            by_name.setdefault(_inside(tensor), {})[tensor.layer] = tensor.alpha
+    groups: list[_Group] = []
+    for name, alpha in by_name.items():
+        group = next((group for group in groups if group.agrees(alpha)), None)
+        if group is None:
+            group = _Group({})
+            groups.append(group)
+        group.alpha |= alpha
+        group.names.append(name)
+    return groups
+
+
+def _inside(tensor: PlannedTensor) -> str:
+    """A tensor's name inside its layer."""
+    return tensor.name.partition(f".{tensor.layer}.")[2]
+
+
+def _candidates(tensor: PlannedTensor) -> list[str]:
+    """From the general to the special: the layers, each module around the tensor in its layer, the tensor."""
+    container = tensor.name.partition(f".{tensor.layer}.")[0] + "."
+    parts = _inside(tensor).split(".")
+    modules = ["." + ".".join(parts[:count]) + "." for count in range(1, len(parts))]
+    return [container, *modules, "." + ".".join(parts)]
+
+
+def _rounded(weight: float) -> float:
+    return float(f"{weight:.{DIGITS}g}")
+
+
+def _verify(content: dict[str, Any], planned: Sequence[PlannedTensor]) -> None:
+    """Ask mergekit which weight the recipe gives to every tensor.
+
+    Raises:
+        SltaError: another one than planned.
+    """
+    recipe = MergeConfiguration.model_validate(content)
+    depth = max((tensor.layer or 0 for tensor in planned), default=0)
+    for tensor in planned:
+        t = 0.0 if tensor.layer is None else tensor.layer / depth if depth else 1.0
+        for model, wanted in zip(recipe.models or [], tensor.alpha, strict=True):
+            found = evaluate_setting(tensor.name, (model.parameters or {})["weight"], t, validate=float)
+            if found is None or abs(found - wanted) > TOLERANCE * max(1.0, abs(wanted)):
+                raise SltaError(
+                    f"Filters cannot give {tensor.name} a weight of its own: use 'merge_method: slta' with these "
+                    "statistics."
+                )
+
+
+def _read_config(info: Info, path: str, trust_remote_code: bool) -> transformers.PretrainedConfig:
+    """The base model's configuration, which says which tensor belongs to which submodule."""
+    fix = f"give its folder or Hub id with --model {info.base_model}=PATH"
+    try:
+        config = ModelReference.parse(path).config(trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise SltaError(
+            f"The configuration of the base model '{path}' cannot be read ({first_line(error)}): {fix}."
+        ) from error
+    if (config.architectures or [""])[0] != info.architecture or config.num_hidden_layers != info.num_layers:
+        raise SltaError(
+            f"The model '{path}' is not the base model of the statistics, a {info.architecture} of {info.num_layers} "
+            f"layers: {fix}."
+        )
+    return config
+
+
+def _header(
+    statistics: Statistics, level: str, solutions: Mapping[str, Solution], solved_with: Mapping[str, object]
+) -> str:
+    """What the weights come from, as comments."""
+    info = statistics.info
+    settings = ", ".join(f"{name} {value}" for name, value in {"level": level, **solved_with}.items())
+    lines = [
+        f"Written by mergekit-slta {__version__}: merging weights solved in closed form (arXiv 2504.10902).",
+        "mergekit runs this recipe as it is, without that package and without the calibration data.",
+        "",
+        f"Solved with: {settings}.",
+        f"Measured on: {', '.join(str(int((statistics.task == i).sum())) for i in range(len(info.models)))} samples "
+        f"of at most {info.max_tokens} tokens, seed {info.seed}.",
+        "Share of each expert's feature change that the merge keeps, on the calibration samples:",
+        *(f"  {name}: {_kept(solutions, index)}" for index, name in enumerate(info.models)),
+        "Fingerprint of the statistics:",
+        f"  base {info.base_model}: {info.fingerprint.base}",
+        *(
+            f"  expert {name}: {content}, data {data.sha256}"
+            for name, content, data in zip(info.models, info.fingerprint.experts, info.calibration, strict=True)
+        ),
+        f"  settings: {info.fingerprint.settings}",
+    ]
+    return "".join(f"# {line}".rstrip() + "\n" for line in lines)
+
+
+def _kept(solutions: Mapping[str, Solution], expert: int) -> str:
+    shares = {name: float(solution.retained[expert]) for name, solution in solutions.items()}
+    shares = {name: share for name, share in shares.items() if not math.isnan(share)}
+    if not shares:
+        return "it changes nothing"
+    lowest = min(shares, key=lambda name: shares[name])
+    mean = sum(shares.values()) / len(shares)
+    return f"{mean:.1%} on average over {len(shares)} submodules, {shares[lowest]:.1%} at the lowest ({lowest})"

@@ -1,0 +1,71 @@
+"""LoRA adapters that mergekit would not merge, or would merge into the wrong model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from conftest import MakeFamily
+from mergekit.config import MergeConfiguration
+from support import families
+from support.adapters import write_adapter
+from support.examining import adapted, only, problems, save_random
+from support.families import Family
+
+
+@pytest.fixture
+def adapter(family: Family, tmp_path: Path) -> Path:
+    """A LoRA adapter for the family's base model."""
+    return write_adapter(family.base, tmp_path / "adapter", "q_proj", "down_proj")
+
+
+def test_an_adapter_needs_a_folder_to_be_merged_in(family: Family, adapter: Path, tmp_path: Path) -> None:
+    recipe = adapted(family, adapter)
+    assert only(recipe) == (
+        f"{family.base}+{adapter} is a LoRA adapter: give mergekit a folder to merge it in with "
+        "--lora-merge-cache FOLDER."
+    )
+    cache = {"lora_merge_cache": str(tmp_path / "cache")}
+    assert problems(recipe, options=cache, out_path=tmp_path / "out") == []
+    assert not (tmp_path / "cache").exists()
+
+
+def test_an_incomplete_adapter(family: Family, adapter: Path, tmp_path: Path) -> None:
+    (adapter / "adapter_model.safetensors").unlink()
+    problem = only(adapted(family, adapter), options={"lora_merge_cache": str(tmp_path)})
+    assert problem == f"{adapter} is no LoRA adapter: it lacks adapter_model.safetensors."
+
+
+def test_an_adapter_of_a_wider_model(family: Family, tmp_path: Path) -> None:
+    config = families.config_of("llama", hidden_size=64)
+    other = write_adapter(save_random(config, tmp_path / "wide"), tmp_path / "other", "q_proj")
+    problem = only(adapted(family, other), options={"lora_merge_cache": str(tmp_path)})
+    assert problem.startswith(f"The adapter {other} was not trained on {family.base} (its matrices for")
+
+
+def test_an_adapter_of_another_architecture(family: Family, tmp_path: Path) -> None:
+    gpt2 = save_random(families.config_of("gpt2"), tmp_path / "gpt2")
+    other = write_adapter(gpt2, tmp_path / "other", "c_attn")
+    problem = only(adapted(family, other), options={"lora_merge_cache": str(tmp_path)})
+    assert f"was not trained on {family.base} (it adapts transformer.h." in problem
+
+
+def test_an_adapter_of_transposed_maps_fits(make_family: MakeFamily, tmp_path: Path) -> None:
+    family = make_family("gpt2")
+    adapter = write_adapter(family.base, tmp_path / "adapter", "c_attn")
+    assert problems(adapted(family, adapter), options={"lora_merge_cache": str(tmp_path)}) == []
+
+
+def test_an_adapter_that_changed_after_it_was_merged(family: Family, adapter: Path, tmp_path: Path) -> None:
+    recipe, cache = adapted(family, adapter), {"lora_merge_cache": str(tmp_path / "cache")}
+    reference = MergeConfiguration.model_validate(recipe).models[1].model
+    merged = Path(reference.merged(cache_dir=cache["lora_merge_cache"]).model.path)
+    assert problems(recipe, options=cache) == []
+    time = (merged / "model.safetensors").stat().st_mtime + 10
+    os.utime(adapter / "adapter_model.safetensors", (time, time))
+    assert only(recipe, options=cache) == f"{merged} holds {reference} as it was before its adapter changed: delete it."
+    (merged / "model.safetensors").unlink()
+    assert only(recipe, options=cache) == (
+        f"An earlier merge of {reference} was interrupted and left {merged} without weights: delete it."
+    )

@@ -1,0 +1,221 @@
+"""Calibration data and statistics files that a merge could not use."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import transformers
+from conftest import MakeFamily
+from support import families
+from support.examining import feature_recipe, look, only, problems, save_random, with_data
+from support.families import Family
+
+CHAT = "{% for turn in messages %}{{ turn.content }}{% endfor %}"
+
+
+# Sources
+
+
+def test_an_expert_without_calibration(family: Family) -> None:
+    recipe = families.recipe(family, experts=[0, 1])
+    del recipe["models"][1]["parameters"]
+    assert only(recipe).startswith(f"The expert {family.experts[1]} has no 'calibration'")
+
+
+def test_a_feature_merge_needs_calibration_data(family: Family) -> None:
+    recipe = feature_recipe(family, experts=[0, 1])
+    del recipe["models"][1]["parameters"]
+    problem = only(recipe)
+    assert problem.startswith(f"The expert {family.experts[1]} has no 'calibration'")
+    assert "statistics" not in problem  # which this method does not read
+
+
+def test_two_experts_with_the_same_source(family: Family) -> None:
+    problem = only(with_data(family, f"{family.data[1].parent}/./{family.data[1].name}"))
+    assert problem.startswith(
+        f"The experts {family.experts[0]} and {family.experts[1]} have the same calibration source"
+    )
+
+
+def test_a_feature_merge_of_two_experts_with_the_same_source(family: Family) -> None:
+    recipe = feature_recipe(family, experts=[0, 1])
+    recipe["models"][1]["parameters"]["calibration"] = str(family.data[0])
+    assert only(recipe).startswith(
+        f"The experts {family.experts[0]} and {family.experts[1]} have the same calibration source"
+    )
+
+
+@pytest.mark.parametrize("method", ["slta", "featcal"])
+def test_two_sources_with_the_same_samples(method: str, family: Family, tmp_path: Path) -> None:
+    copy = shutil.copy(family.data[1], tmp_path / "copy.jsonl")
+    recipe = with_data(family, copy)
+    recipe["merge_method"] = method
+    assert only(recipe) == (
+        f"'{copy}' of {family.experts[0]} and '{family.data[1]}' of {family.experts[1]} give the same tokens: "
+        "give each expert the data of its own task."
+    )
+
+
+def test_calibration_as_a_list_is_the_only_problem(family: Family) -> None:
+    recipe = families.recipe(family)
+    recipe["models"][0]["parameters"]["calibration"] = [str(file) for file in family.data]
+    assert only(recipe).endswith("must be one value for the whole merge, not a list or a filter.")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("none.jsonl", None, "does not exist"),
+        ("data.xml", "x", "has an unknown extension"),
+        ("empty.jsonl", "", "has no records"),
+        ("blank.jsonl", '{"text": " "}\n', "has no usable record: all 1 are empty"),
+        ("broken.jsonl", '{"text": \n', "Line 1 of calibration file"),
+        ("latin.txt", b"caf\xe9", "is not UTF-8 text"),
+        ("shape.jsonl", '{"q": 1, "a": 2}', "has no known shape: its fields are q, a."),
+        ("mixed.jsonl", '{"text": "x"}\n{"q": 1}\n', "Record 2 of calibration source"),
+    ],
+)
+def test_data_that_cannot_be_used(
+    family: Family, tmp_path: Path, name: str, content: str | bytes | None, words: str
+) -> None:
+    file = tmp_path / name
+    if content is not None:
+        file.write_bytes(content.encode() if isinstance(content, str) else content)
+    problem = only(with_data(family, file))
+    assert words in problem and str(file) in problem
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{question}", "has no field 'question', which the template '{question}' names: its fields are text."),
+        ("{text", "is no format string"),
+        ("no field", "must name fields of a record"),
+    ],
+)
+def test_a_template_that_does_not_fit(family: Family, template: str, words: str) -> None:
+    assert words in only(with_data(family, family.data[0], template))
+
+
+def test_conversations_need_a_chat_template(family: Family, tmp_path: Path) -> None:
+    file = tmp_path / "chat.jsonl"
+    file.write_text(json.dumps({"messages": [{"role": "user", "content": "abc"}]}))
+    assert "neither the base model's tokenizer nor the expert's has a chat template" in only(with_data(family, file))
+    families.write_tokenizer(family.experts[0], CHAT)
+    assert problems(with_data(family, file)) == []
+
+
+def test_data_is_read_even_if_the_base_model_is_missing(family: Family, tmp_path: Path) -> None:
+    recipe = with_data(family, tmp_path / "none.txt") | {"base_model": str(tmp_path / "none")}
+    assert ["no such folder" in problem or "does not exist" in problem for problem in problems(recipe)] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("hf:", "names no dataset"),
+        ("hf:org/data?splt=train", "cannot use 'splt=train'"),
+        ("hf:./nowhere", "there is no folder './nowhere'"),
+    ],
+)
+def test_a_dataset_is_checked_for_its_spelling(family: Family, source: str, words: str) -> None:
+    assert words in only(with_data(family, source))
+    assert "is no format string" in only(with_data(family, "hf:org/data", "{question"))
+
+
+@pytest.mark.parametrize("source", ["hf:org/data", "hf:org/data?config=main&split=train[:5]"])
+def test_a_dataset_on_the_hub_is_not_asked_for(family: Family, source: str) -> None:
+    assert problems(with_data(family, source)) == []
+
+
+# Samples
+
+
+def test_a_base_model_without_tokenizer_is_named_once(family: Family) -> None:
+    for file in family.base.glob("tokenizer*"):
+        file.unlink()
+    assert only(families.recipe(family)).startswith(f"{family.base} has no usable tokenizer, which calibration needs")
+
+
+def test_samples_longer_than_the_table_of_positions(make_family: MakeFamily, tmp_path: Path) -> None:
+    family = make_family("gpt2")
+    (tmp_path / "long.txt").write_text("a" * 200)
+    problem = only(with_data(family, tmp_path / "long.txt"))
+    assert "has samples of 202 tokens" in problem and problem.endswith("128 positions: set 'max_tokens: 128' or less.")
+    assert problems(with_data(family, tmp_path / "long.txt", max_tokens=128)) == []
+
+
+def test_rotary_positions_have_no_end(family: Family, tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("a" * 200)
+    assert problems(with_data(family, tmp_path / "long.txt")) == []
+
+
+def test_a_tokenizer_with_more_tokens_than_embeddings(family: Family, tmp_path: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(family.base)
+    tokenizer.add_tokens([f"<{number}>" for number in range(families.VOCABULARY)])
+    tokenizer.save_pretrained(family.base)
+    (tmp_path / "task.txt").write_text("a<60>")
+    problem = only(with_data(family, tmp_path / "task.txt"))
+    assert problem.startswith(f"The tokenizer of {family.base} gives the token id")
+    assert "has only 64 embeddings" in problem
+
+
+def test_an_expert_needs_embeddings_for_the_base_models_ids(family: Family, tmp_path: Path) -> None:
+    recipe = feature_recipe(family, experts=[0, 1], head=False) | {"tokenizer": {"source": "base"}}
+    recipe["models"][1]["model"] = str(save_random(families.config_of("llama", vocab_size=12), tmp_path / "other"))
+    assert f"{tmp_path}/other" in only(recipe)
+
+
+def test_the_data_is_looked_at_without_a_word_in_the_log(family: Family, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        found = look(families.recipe(family, samples=30), running=False)
+    assert not caplog.records
+    assert found.notes == [
+        f"Calibration source '{file}' has 6 usable records, 'samples' asks for 30." for file in family.data
+    ]
+
+
+# Statistics
+
+
+def measured(family: Family, file: Path, level: str = "layer") -> Path:
+    """A statistics file of the family, written by a merge."""
+    families.merge(families.recipe(family, level=level, statistics=str(file)), file.parent / "merged")
+    return file
+
+
+def test_statistics_stand_for_calibration(family: Family, tmp_path: Path) -> None:
+    file = measured(family, tmp_path / "stats.safetensors")
+    recipe = families.recipe(family, calibration=False, level="layer", statistics=str(file))
+    assert problems(recipe) == []
+    recipe["parameters"]["level"] = "attn_mlp"
+    assert only(recipe).startswith(f"{file} holds layer but not 'level: attn_mlp'")
+    file.unlink()
+    assert len(problems(recipe)) == len(family.experts)
+    assert all("has no 'calibration'" in problem for problem in problems(recipe))
+
+
+def test_statistics_that_cannot_be_read(family: Family, tmp_path: Path) -> None:
+    file = tmp_path / "stats.safetensors"
+    file.write_text("nothing")
+    assert only(families.recipe(family, statistics=str(file))).startswith(f"{file} is truncated or no safetensors file")
+    assert "There is no statistics file" in only(families.recipe(family, statistics=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [("hf:org", "write hf:ORG/REPO/FILE"), ("hf:org/repo/file.safetensors", "the Hub cannot be reached")],
+)
+def test_published_statistics(family: Family, source: str, words: str) -> None:
+    assert words in only(families.recipe(family, calibration=False, statistics=source))
+
+
+def test_statistics_may_be_written_into_a_new_folder_but_not_into_a_file(family: Family, tmp_path: Path) -> None:
+    assert problems(families.recipe(family, statistics=str(tmp_path / "new" / "stats.safetensors"))) == []
+    (tmp_path / "file").write_text("")
+    problem = only(families.recipe(family, statistics=str(tmp_path / "file" / "stats.safetensors")))
+    assert f"{tmp_path}/file is no folder to write to" in problem

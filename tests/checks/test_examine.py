@@ -1,0 +1,293 @@
+"""A recipe examined as a whole, and the same through mergekit's own command."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from click.testing import CliRunner
+from conftest import MakeFamily
+from mergekit.config import MergeConfiguration
+from mergekit.options import MergeOptions
+from mergekit.scripts.run_yaml import main as mergekit_yaml
+from safetensors.torch import load_file
+from support import families
+from support.copies import edit_tensors
+from support.examining import feature_recipe, grow, larger_vocabulary, problems, save_random, t5
+from support.families import Family
+from support.hub import serve
+
+from mergekit_slta.checks.examine import Findings, examine, examined, refuse_problems
+from mergekit_slta.errors import SltaError
+from mergekit_slta.methods import registry
+from mergekit_slta.methods.registry import SltaMethod
+
+# What is sound
+
+
+@pytest.mark.parametrize("architecture", [*families.ARCHITECTURES])
+def test_finds_nothing_wrong_exactly_where_mergekit_can_merge(
+    architecture: str, make_family: MakeFamily, tmp_path: Path
+) -> None:
+    family = make_family(architecture)
+    found = problems(families.recipe(family), out_path=tmp_path / "out")
+    recipe = families.recipe(family, "task_arithmetic", calibration=False, per_expert={"weight": 0.5})
+    if found:
+        assert "which mergekit asks for" in found[0] and len(found) == 1
+        with pytest.raises(RuntimeError, match="required but not present"):
+            families.merge(recipe, tmp_path / "out")
+    else:
+        families.merge(recipe, tmp_path / "out")
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral", "opt", "lfm2"])
+def test_a_feature_merge_is_sound(architecture: str, make_family: MakeFamily, tmp_path: Path) -> None:
+    assert problems(feature_recipe(make_family(architecture)), out_path=tmp_path / "out") == []
+
+
+def test_a_recipe_without_data_is_sound_for_a_method_that_needs_none(family: Family) -> None:
+    assert problems(families.recipe(family, "sftm", calibration=False)) == []
+
+
+def test_a_method_that_needs_no_decoder_takes_other_models(tmp_path: Path) -> None:
+    config = transformers.CLIPVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8
+    )
+    folders = [save_random(config, tmp_path / name, "CLIPVisionModel") for name in ("base", "expert")]
+    recipe = {"merge_method": "sftm", "base_model": str(folders[0]), "models": [{"model": str(folders[1])}]}
+    assert problems(recipe) == []
+
+
+# What is looked at
+
+
+def test_looks_at_headers_and_not_at_weights(family: Family) -> None:
+    """A checkpoint whose weights are a hole in a file larger than any memory is examined like any other."""
+    for folder in family.folders:
+        grow(folder, 2**41)
+    assert problems(families.recipe(family)) == []
+
+
+EXAMINE = """
+import json, sys
+from mergekit.config import MergeConfiguration
+from mergekit.options import MergeOptions
+from mergekit_slta.methods.registry import SltaMethod
+from mergekit_slta.checks.examine import examine
+found = examine(MergeConfiguration.model_validate(json.loads(sys.argv[1])), MergeOptions(), SltaMethod.spec)
+print(json.dumps([found.problems, found.notes]))
+"""
+
+
+def test_models_on_the_hub_are_examined_without_a_download(family: Family, tmp_path: Path) -> None:
+    recipe = families.recipe(family, experts=[0, 1], samples=6)
+    recipe["base_model"] = "org/base"
+    for entry, name in zip(recipe["models"], ("pickled", "other"), strict=True):
+        entry["model"] = f"org/{name}"
+    organization = tmp_path / "hub" / "org"
+    shutil.copytree(family.base, organization / "base")
+    shutil.copytree(family.experts[0], organization / "pickled")
+    save_random(families.config_of("llama", num_hidden_layers=4), organization / "other")
+    weights = organization / "pickled" / "model.safetensors"
+    torch.save(load_file(weights), weights.with_name("pytorch_model.bin"))
+    weights.unlink()
+    with serve(tmp_path / "hub", tmp_path / "cache") as hub:
+        found, notes = json.loads(hub.run(EXAMINE, json.dumps(recipe)).splitlines()[-1])
+    (problem,) = found
+    assert "The expert org/other has num_hidden_layers 4 instead of 3" in problem
+    assert notes == ["The weights of org/pickled are pickled on the Hub: whether they fit shows after their download."]
+    assert not {"model.safetensors", "pytorch_model.bin"} & set(hub.fetched)
+
+
+MERGE = """
+import sys
+from click.testing import CliRunner
+from mergekit_slta.cli.commands import main
+print(CliRunner().invoke(main, sys.argv[1:]).output)
+"""
+
+
+def test_a_model_that_shows_itself_only_after_its_download_is_looked_at_then(family: Family, tmp_path: Path) -> None:
+    recipe = families.recipe(family, experts=[0], samples=2)
+    recipe["models"][0]["model"] = "org/pickled"
+    folder = shutil.copytree(family.experts[0], tmp_path / "hub" / "org" / "pickled")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"][:-4].clone()
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    file = families.write_recipe(tmp_path / "recipe.yml", recipe)
+    with serve(tmp_path / "hub", tmp_path / "cache") as hub:
+        said = hub.run(MERGE, "merge", str(file), str(tmp_path / "out"), "--no-write-model-card", "--quiet")
+    assert "Error: The tensor model.layers.1.mlp.up_proj.weight of the expert org/pickled has the shape" in said
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+# All at once, and through mergekit's own command
+
+
+def broken_recipe(family: Family, tmp_path: Path) -> dict[str, Any]:
+    """A recipe that mergekit itself starts to plan, with five problems."""
+    recipe = families.recipe(family, sampels=3, ridge=-1)
+    recipe["models"][0]["parameters"]["calibration"] = str(tmp_path / "none.jsonl")
+    del recipe["models"][1]["parameters"]["calibration"]
+    edit_tensors(family.experts[2], lambda tensors: tensors.pop("model.norm.weight"))
+    return recipe
+
+
+def test_all_problems_at_once(family: Family, tmp_path: Path) -> None:
+    recipe = broken_recipe(family, tmp_path)
+    config = MergeConfiguration.model_validate(recipe)
+    found = examine(config, MergeOptions(), SltaMethod.spec).problems
+    assert len(found) == 5
+    for words in ("'sampels'", "'ridge'", "none.jsonl", "has no 'calibration'", "lacks model.norm.weight"):
+        assert sum(words in problem for problem in found) == 1
+
+
+def test_mergekit_yaml_says_it_all_and_writes_nothing(family: Family, tmp_path: Path) -> None:
+    recipe = families.write_recipe(tmp_path / "recipe.yml", broken_recipe(family, tmp_path))
+    code = (
+        "from mergekit_slta.methods import registry; registry.register(); registry.watch_planner();"
+        "from mergekit.scripts.run_yaml import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(recipe), str(tmp_path / "out"), "--quiet"], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stdout + done.stderr
+    said = done.stderr[done.stderr.index("Error: ") :].splitlines()
+    assert len(said) == 5
+    assert not (tmp_path / "out").exists()
+    assert not list(Path(os.environ["XDG_CACHE_HOME"]).iterdir())
+
+
+def test_mergekit_yaml_refuses_a_feature_merge_before_it_solves(family: Family, tmp_path: Path) -> None:
+    registry.register()
+    registry.watch_planner()
+    recipe = feature_recipe(family, teacher=1.5)
+    del recipe["models"][0]["parameters"]["calibration"]
+    file = families.write_recipe(tmp_path / "recipe.yml", recipe)
+    done = CliRunner().invoke(mergekit_yaml, [str(file), str(tmp_path / "out"), "--quiet"])
+    assert done.exit_code == 1
+    assert isinstance(done.exception, SystemExit)
+    assert "'teacher' in the recipe's parameters should be less than or equal to 1" in done.output
+    assert "has no 'calibration'" in done.output
+    assert not (tmp_path / "out").exists()
+    assert not list(Path(os.environ["XDG_CACHE_HOME"]).iterdir())
+
+
+def test_only_the_recipe_that_was_examined_is_merged_without_a_second_look(family: Family) -> None:
+    one, other = (MergeConfiguration.model_validate(families.recipe(family, sampels=2)) for _ in range(2))
+    with examined(one, Findings([], [])):
+        refuse_problems(one, MergeOptions(), SltaMethod.spec)
+        with pytest.raises(SltaError, match="sampels"):
+            refuse_problems(other, MergeOptions(), SltaMethod.spec)
+    with pytest.raises(SltaError, match="sampels"):
+        refuse_problems(one, MergeOptions(), SltaMethod.spec)
+
+
+def test_what_only_a_download_shows_is_looked_at_again_and_not_said_again(
+    family: Family, caplog: pytest.LogCaptureFixture
+) -> None:
+    fine, wrong = (families.recipe(family, **changes) for changes in ({"dtype": "bfloat16"}, {"sampels": 2}))
+    fine, wrong = map(MergeConfiguration.model_validate, (fine, wrong))
+    with examined(fine, Findings([], [], seen=False)):
+        refuse_problems(fine, MergeOptions(), SltaMethod.spec)
+    assert not caplog.records
+    refuse_problems(fine, MergeOptions(), SltaMethod.spec)
+    assert "Merging in bfloat16 rounds at every step" in caplog.text
+    with examined(wrong, Findings([], [], seen=False)), pytest.raises(SltaError, match="sampels"):
+        refuse_problems(wrong, MergeOptions(), SltaMethod.spec)
+
+
+def take_base(recipe: dict[str, Any], family: Family, tmp_path: Path) -> str:
+    del recipe["base_model"]
+    return "The recipe has no base_model"
+
+
+def take_experts(recipe: dict[str, Any], family: Family, tmp_path: Path) -> str:
+    recipe["models"] = [{"model": recipe["base_model"]}]
+    return "The recipe has no expert"
+
+
+def take_calibration(recipe: dict[str, Any], family: Family, tmp_path: Path) -> str:
+    del recipe["models"][0]["parameters"]["calibration"]
+    return "has no 'calibration'"
+
+
+def share_source(recipe: dict[str, Any], family: Family, tmp_path: Path) -> str:
+    recipe["models"][0]["parameters"]["calibration"] = str(family.data[1])
+    return "have the same calibration source"
+
+
+def list_sources(recipe: dict[str, Any], family: Family, tmp_path: Path) -> str:
+    recipe["models"][0]["parameters"]["calibration"] = [str(file) for file in family.data]
+    return "must be one value for the whole merge"
+
+
+def empty_source(recipe: dict[str, Any], family: Family, tmp_path: Path) -> str:
+    family.data[0].write_text("")
+    return "has no records"
+
+
+def shapeless_record(recipe: dict[str, Any], family: Family, tmp_path: Path) -> str:
+    family.data[0].write_text('{"q": "a", "a": "b"}\n')
+    return "its fields are q, a."
+
+
+def misspell(recipe: dict[str, Any], family: Family, tmp_path: Path) -> str:
+    recipe["parameters"]["levl"] = "layer"
+    return "did you mean 'level'?"
+
+
+def deeper_expert(recipe: dict[str, Any], family: Family, tmp_path: Path) -> str:
+    recipe["models"][0]["model"] = str(save_random(families.config_of("llama", num_hidden_layers=4), tmp_path / "x"))
+    return "num_hidden_layers 4 instead of 3"
+
+
+def larger_expert(recipe: dict[str, Any], family: Family, tmp_path: Path) -> str:
+    recipe["models"][0]["model"] = str(larger_vocabulary(tmp_path / "x"))
+    return "has a vocabulary of 66 tokens"
+
+
+def two_slices(recipe: dict[str, Any], family: Family, tmp_path: Path) -> str:
+    models = [{"model": recipe["base_model"]}, *recipe.pop("models")]
+    recipe["slices"] = [{"sources": [model | {"layer_range": part} for model in models]} for part in ([0, 1], [1, 3])]
+    return "merges whole models, not 2 slices"
+
+
+def encoder_decoder(recipe: dict[str, Any], family: Family, tmp_path: Path) -> str:
+    recipe["base_model"] = str(t5(tmp_path / "t5"))
+    recipe["models"] = [{"model": str(t5(tmp_path / "t5x")), "parameters": {"calibration": str(family.data[0])}}]
+    return "is an encoder-decoder, which calibration does not cover: use 'merge_method: sftm' instead."
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        take_base, take_experts, take_calibration, share_source, list_sources, empty_source, shapeless_record, misspell,
+        deeper_expert, larger_expert, two_slices, encoder_decoder,
+    ],
+)  # fmt: skip
+def test_mergekit_yaml_refuses_in_one_sentence(
+    spoil: Callable[[dict[str, Any], Family, Path], str], family: Family, tmp_path: Path
+) -> None:
+    registry.register()
+    registry.watch_planner()
+    recipe = families.recipe(family)
+    words = spoil(recipe, family, tmp_path)
+    file = families.write_recipe(tmp_path / "recipe.yml", recipe)
+    done = CliRunner().invoke(mergekit_yaml, [str(file), str(tmp_path / "out"), "--quiet"])
+    assert done.exit_code == 1
+    assert isinstance(done.exception, SystemExit)
+    (said,) = [line for line in done.output.splitlines() if line.startswith("Error: ")]
+    assert words in said
+    assert not (tmp_path / "out").exists()

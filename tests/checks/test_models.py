@@ -1,0 +1,433 @@
+"""Models that cannot be used or do not fit each other, their vocabularies, and the layers that are run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from conftest import MakeFamily
+from safetensors.torch import load_file
+from support import families
+from support.copies import edit_tensors
+from support.examining import (
+    edit_config,
+    feature_recipe,
+    larger_vocabulary,
+    look,
+    only,
+    problems,
+    save_random,
+    swap_ids,
+    t5,
+    with_expert,
+)
+from support.families import Family
+
+from mergekit_slta.methods import registry
+
+
+def test_models_that_are_not_there(family: Family) -> None:
+    recipe = with_expert(family, family.base / "none")
+    assert only(recipe) == f"{family.base}/none cannot be used: there is no such folder here."
+    recipe["base_model"] = "org/none"
+    assert [problem.split(" cannot")[0] for problem in problems(recipe)] == ["org/none", f"{family.base}/none"]
+
+
+def test_a_damaged_checkpoint(family: Family) -> None:
+    os.truncate(family.experts[2] / "model.safetensors", 5000)
+    assert only(families.recipe(family)).startswith(f"{family.experts[2]}/model.safetensors cannot be read")
+
+
+@pytest.mark.parametrize("method", ["slta", "sftm"])
+def test_an_expert_of_another_architecture(family: Family, tmp_path: Path, method: str) -> None:
+    other = save_random(families.config_of("mistral"), tmp_path / "other")
+    problem = only(with_expert(family, other, method))
+    assert problem == (
+        f"The expert {other} is a MistralForCausalLM (mistral), the base model {family.base} a LlamaForCausalLM "
+        "(llama): only models of one architecture can be merged."
+    )
+
+
+def test_mixed_architectures_are_allowed_where_nothing_is_run(family: Family, tmp_path: Path) -> None:
+    config = families.config_of("mistral", head_dim=8)
+    other = save_random(config, tmp_path / "other")
+    crimes = {"allow_crimes": True}
+    assert problems(with_expert(family, other, "sftm"), options=crimes) == []
+    assert "only models of one architecture" in only(with_expert(family, other), options=crimes)
+
+
+@pytest.mark.parametrize("method", ["slta", "sftm"])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_hidden_layers": 4}, "num_hidden_layers 4 instead of 3"),
+        (
+            {"hidden_size": 16, "num_attention_heads": 2},
+            "hidden_size 16 instead of 32, num_attention_heads 2 instead of 4",
+        ),
+        ({"num_key_value_heads": 4}, "num_key_value_heads 4 instead of 2"),
+    ],
+)
+def test_an_expert_of_another_size(
+    family: Family, tmp_path: Path, method: str, change: dict[str, int], words: str
+) -> None:
+    other = save_random(families.config_of("llama", **change), tmp_path / "other")
+    assert only(with_expert(family, other, method)) == (
+        f"The expert {other} has {words}: it was not fine-tuned from the base model {family.base}, leave it out."
+    )
+
+
+def test_a_tensor_of_another_shape(family: Family) -> None:
+    def shorten(tensors: dict[str, torch.Tensor]) -> None:
+        for name in ("model.norm.weight", "model.layers.1.mlp.up_proj.weight"):
+            tensors[name] = tensors[name][:-1]
+
+    edit_tensors(family.experts[0], shorten)
+    problem = only(families.recipe(family))
+    assert problem.startswith(f"The tensor model.layers.1.mlp.up_proj.weight of the expert {family.experts[0]} has")
+    assert "the shape [47, 32] instead of [48, 32], and so do 1 more: " in problem
+
+
+@pytest.mark.parametrize("method", ["slta", "sftm"])
+@pytest.mark.parametrize("tied_base", [True, False])
+def test_a_tied_head_beside_an_untied_one(
+    make_family: MakeFamily, tmp_path: Path, method: str, tied_base: bool
+) -> None:
+    family = make_family(families.config_of("llama", tie_word_embeddings=tied_base), experts=1)
+    other = save_random(families.config_of("llama", tie_word_embeddings=not tied_base), tmp_path / "other")
+    recipe = families.recipe(family, method, calibration=method == "slta")
+    assert problems(recipe) == []
+    recipe["models"][0]["model"] = str(other)
+    tied, untied = (family.base, other) if tied_base else (other, family.base)
+    assert only(recipe).startswith(f"{tied} ties its output head to its embedding and {untied} does not")
+
+
+@pytest.mark.parametrize("method", ["slta", "sftm"])
+def test_a_quantized_checkpoint(family: Family, method: str) -> None:
+    edit_config(family.experts[0], quantization_config={"quant_method": "gptq", "bits": 4})
+    problem = only(families.recipe(family, method, calibration=method == "slta"))
+    assert problem == f"{family.experts[0]} is quantized (gptq): name the original checkpoint, or dequantize it first."
+
+
+# What mergekit asks for
+
+
+def test_tensors_missing_from_an_expert(family: Family) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    edit_tensors(family.experts[0], lambda tensors: tensors.pop(name))
+    problem = only(families.recipe(family))
+    assert problem.startswith(f"{family.experts[0]}: the checkpoint lacks {name}, which mergekit asks for")
+
+
+def test_names_with_and_without_the_prefix_are_the_same(family: Family) -> None:
+    def bare(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    edit_tensors(family.experts[0], bare)
+    assert problems(families.recipe(family), merging=False) == []
+    assert "the checkpoint lacks model.embed_tokens.weight" in only(families.recipe(family))
+
+
+@pytest.fixture
+def inferred(make_family: MakeFamily) -> dict[str, Any]:
+    """A recipe for models of which mergekit has no definition; they tie their heads and do not store them."""
+    family = make_family(transformers.OlmoConfig(**families.config_of("llama").to_diff_dict() | OLMO))
+    return families.recipe(family, level="layer")
+
+
+OLMO = {"model_type": "olmo", "architectures": None, "tie_word_embeddings": True}
+
+
+def folders(recipe: dict[str, Any]) -> list[Path]:
+    return [Path(recipe["base_model"]), *(Path(entry["model"]) for entry in recipe["models"])]
+
+
+def test_tensors_missing_where_mergekit_infers_the_architecture(inferred: dict[str, Any]) -> None:
+    assert problems(inferred) == []
+    name = "model.layers.1.mlp.up_proj.weight"
+    edit_tensors(folders(inferred)[1], lambda tensors: tensors.pop(name))
+    assert only(inferred).startswith(f"{folders(inferred)[1]}: the checkpoint lacks {name}")
+
+
+def test_a_head_that_only_some_store(inferred: dict[str, Any], tmp_path: Path) -> None:
+    """mergekit then plans it for all, and fails in the middle of the merge."""
+    embedding = "model.embed_tokens.weight"
+    edit_tensors(folders(inferred)[1], lambda t: t.update({"lm_head.weight": t[embedding].clone()}))
+    assert "the checkpoint lacks lm_head.weight" in only(inferred)
+    models = [{"model": str(folder), "parameters": {"weight": 0.5}} for folder in folders(inferred)[1:]]
+    with pytest.raises(ValueError, match="Base input is not present"):
+        families.merge(inferred | {"merge_method": "task_arithmetic", "models": models}, tmp_path / "out")
+
+
+def test_buffers_of_old_checkpoints_need_not_be_in_all(inferred: dict[str, Any]) -> None:
+    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    edit_tensors(folders(inferred)[0], lambda tensors: tensors.update(buffer))
+    assert problems(inferred) == []
+
+
+DENSE_FIRST = transformers.DeepseekV3Config(
+    vocab_size=families.VOCABULARY,
+    hidden_size=32,
+    intermediate_size=48,
+    moe_intermediate_size=16,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    n_routed_experts=4,
+    n_group=1,
+    topk_group=1,
+    num_experts_per_tok=2,
+    first_k_dense_replace=1,
+    kv_lora_rank=16,
+    q_lora_rank=16,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=8,
+    v_head_dim=8,
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "tensor"),
+    [
+        (families.config_of("llama", attention_bias=True), "model.layers.0.self_attn.k_proj.bias"),
+        (DENSE_FIRST, "model.layers.1.mlp.experts.gate_up_proj"),
+    ],
+    ids=["biases", "experts of a mixture in some layers"],
+)
+def test_what_mergekit_would_leave_out_is_said(
+    config: transformers.PretrainedConfig, tensor: str, make_family: MakeFamily, tmp_path: Path
+) -> None:
+    family = make_family(config, experts=1)
+    problem = only(families.recipe(family, "sftm", calibration=False))
+    assert problem.startswith("mergekit leaves ") and tensor in problem
+    recipe = families.recipe(family, "task_arithmetic", calibration=False, per_expert={"weight": 0.5})
+    merged = families.merge(recipe, tmp_path / "out")
+    opened: Any = transformers.AutoModelForCausalLM.from_pretrained(merged, output_loading_info=True)
+    assert tensor in opened[1]["missing_keys"]
+
+
+# What is worth knowing
+
+
+def test_an_expert_that_computes_something_else_from_the_same_weights(make_family: MakeFamily) -> None:
+    family = make_family()
+    recipe = families.recipe(family, samples=6)
+    edit_config(family.experts[1], max_position_embeddings=4096, use_cache=False, eos_token_id=0, attention_dropout=0.5)
+    assert look(recipe).notes == []
+    edit_config(family.experts[1], rope_parameters={"rope_type": "default", "rope_theta": 7e5}, rms_norm_eps=1e-3)
+    (note,) = look(recipe).notes
+    assert note.startswith(f"The configuration of the expert {family.experts[1]} differs from that of the base model")
+    assert (
+        "in rms_norm_eps, rope_parameters: the merged model gets the base model's, and the expert is measured" in note
+    )
+    (note,) = look(families.recipe(family, "sftm", calibration=False)).notes
+    assert note.endswith("the merged model gets the base model's.")
+
+
+def test_a_base_model_without_tokenizer_to_copy(family: Family) -> None:
+    for file in family.base.glob("tokenizer*"):
+        file.unlink()
+    recipe = families.recipe(family, "sftm", calibration=False)
+    assert problems(recipe) == []
+    (note,) = look(recipe).notes
+    assert note.startswith(f"{family.base} has no tokenizer, so the merged model gets none")
+    assert look(recipe, options={"copy_tokenizer": False}).notes == []
+
+
+# Vocabularies
+
+
+@pytest.mark.parametrize("method", ["slta", "sftm"])
+def test_vocabularies_of_different_sizes(family: Family, tmp_path: Path, method: str) -> None:
+    other = larger_vocabulary(tmp_path / "other")
+    recipe = with_expert(family, other, method)
+    assert only(recipe) == (
+        f"The expert {other} has a vocabulary of 66 tokens, the base model {family.base} one of 64: add "
+        "'tokenizer: {source: base}' to the recipe, so that mergekit aligns them."
+    )
+    assert problems(recipe | {"tokenizer": {"source": "base"}}) == []
+    assert problems(recipe | {"tokenizer_source": "union"}) == []
+    assert problems(recipe, merging=False) == []
+
+
+def test_logits_of_different_sizes(family: Family, tmp_path: Path) -> None:
+    recipe = with_expert(family, larger_vocabulary(tmp_path / "other")) | {"tokenizer": {"source": "base"}}
+    recipe["parameters"]["level"] = "model"
+    assert only(recipe).startswith("'level: model' compares logits, but the expert")
+
+
+def test_vocabularies_with_other_ids(family: Family) -> None:
+    swap_ids(family.experts[0])
+    recipe = families.recipe(family)
+    problem = only(recipe)
+    assert problem.startswith(f"The tokenizer of the expert {family.experts[0]} has other ids than that of the base")
+    assert "for 2 tokens (such as 'a'): add 'tokenizer: {source: base}'" in problem
+    assert problems(recipe | {"tokenizer": {"source": "base"}}) == []
+
+
+def test_other_ids_in_a_list_of_tokens_with_scores(family: Family) -> None:
+    recipe = families.recipe(family, "sftm", experts=[0], calibration=False)
+    for folder, tokens in zip(family.folders, ("abc", "acb"), strict=False):
+        vocabulary = [[token, -1.0] for token in tokens]
+        (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+    assert "for 2 tokens (such as 'b')" in only(recipe)
+
+
+def test_a_token_added_in_a_free_place_is_no_difference(family: Family) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(family.experts[0])
+    tokenizer.add_tokens(["<turn>"])
+    tokenizer.save_pretrained(family.experts[0])
+    assert problems(families.recipe(family)) == []
+
+
+# Feature merges
+
+
+def other_vocabulary(family: Family, tmp_path: Path, **parameters: Any) -> list[str]:
+    """What is wrong with an expert of a larger vocabulary that mergekit is to align."""
+    recipe = feature_recipe(family, experts=[0, 1], **parameters) | {"tokenizer": {"source": "base"}}
+    recipe["models"][1]["model"] = str(larger_vocabulary(tmp_path / "other"))
+    return problems(recipe)
+
+
+def test_a_head_of_another_vocabulary_cannot_be_solved(family: Family, tmp_path: Path) -> None:
+    found = other_vocabulary(family, tmp_path)
+    assert found[0] == (
+        f"The expert {tmp_path}/other has a vocabulary of 66 tokens and the base model one of 64: set 'head: false'."
+    )
+
+
+def test_embeddings_of_another_vocabulary_cannot_be_averaged(family: Family, tmp_path: Path) -> None:
+    for head in (True, False):
+        found = other_vocabulary(family, tmp_path, head=head, anchor="average")
+        assert "and the base model one of 64: choose another 'anchor'." in found[0]
+
+
+def test_another_vocabulary_is_no_problem_without_the_head(family: Family, tmp_path: Path) -> None:
+    assert other_vocabulary(family, tmp_path, head=False) == []
+
+
+def test_a_tied_head_may_have_another_vocabulary(make_family: MakeFamily, tmp_path: Path) -> None:
+    family = make_family("gemma", experts=2)
+    recipe = feature_recipe(family) | {"tokenizer": {"source": "base"}}
+    larger = families.config_of("gemma", vocab_size=families.VOCABULARY + 2)
+    recipe["models"][1]["model"] = str(save_random(larger, tmp_path / "other"))
+    assert problems(recipe) == []
+
+
+@pytest.mark.parametrize("source", ["base", "union"])
+def test_a_head_that_mergekit_gives_other_rows_cannot_be_solved(source: str, family: Family, tmp_path: Path) -> None:
+    """It has a row for each token of the new tokenizer, without those that pad the models' own to a round number."""
+    recipe = feature_recipe(family) | {"tokenizer": {"source": source}}
+    assert "'head: false'" in only(recipe)
+    recipe["parameters"]["head"] = False
+    assert problems(recipe) == []
+    registry.register()
+    registry.watch_planner()
+    merged = load_file(next(families.merge(recipe, tmp_path / "out").glob("*.safetensors")))
+    assert merged["lm_head.weight"].shape == merged["model.embed_tokens.weight"].shape
+
+
+def test_a_head_may_be_solved_if_the_base_models_tokenizer_changes_no_row(make_family: MakeFamily) -> None:
+    tokens = len(transformers.AutoTokenizer.from_pretrained(make_family().base))
+    recipe = feature_recipe(make_family(families.config_of("llama", vocab_size=tokens)))
+    base: dict[str, Any] = {"source": "base"}
+    assert problems(recipe | {"tokenizer_source": "base"}) == problems(recipe | {"tokenizer": base}) == []
+    assert "'head: false'" in only(recipe | {"tokenizer_source": "union"})
+    assert "'head: false'" in only(recipe | {"tokenizer": base | {"pad_to_multiple_of": 64}})
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_an_expert_with_other_ids_cannot_run_on_the_base_models(head: bool, family: Family) -> None:
+    """Its own stream would read the base model's token ids; mergekit aligns its tensors, not its samples."""
+    swap_ids(family.experts[0])
+    found = problems(feature_recipe(family, head=head) | {"tokenizer": {"source": "base"}})
+    assert any("has other ids than that of the base model" in problem for problem in found)
+
+
+# The layers that are run
+
+
+def bert(folder: Path) -> Path:
+    config = transformers.RobertaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    return save_random(config, folder, "RobertaForMaskedLM")
+
+
+def clip(folder: Path) -> Path:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.CLIPConfig(
+        text_config=sizes | {"vocab_size": 64},
+        vision_config=sizes | {"image_size": 16, "patch_size": 8},
+        projection_dim=8,
+    )
+    return save_random(config, folder, "CLIPModel")
+
+
+@pytest.mark.parametrize(
+    ("save", "words"),
+    [
+        (t5, "T5ForConditionalGeneration is an encoder-decoder"),
+        (bert, "RobertaForMaskedLM is no decoder-only language model"),
+        (clip, "CLIPModel has several modules"),
+    ],
+)
+def test_models_that_are_no_decoder(family: Family, tmp_path: Path, save: Callable[[Path], Path], words: str) -> None:
+    recipe = with_expert(family, save(tmp_path / "expert")) | {"base_model": str(save(tmp_path / "base"))}
+    del recipe["models"][0]
+    assert only(recipe, merging=False) == (
+        f"{words}, which calibration does not cover: use 'merge_method: sftm' instead."
+    )
+
+
+def test_a_feature_merge_of_what_is_no_decoder(family: Family, tmp_path: Path) -> None:
+    recipe = feature_recipe(family, experts=[0]) | {"base_model": str(t5(tmp_path / "base"))}
+    recipe["models"][0]["model"] = str(t5(tmp_path / "expert"))
+    assert "T5ForConditionalGeneration is an encoder-decoder" in only(recipe, merging=False)
+
+
+def test_a_slice_that_is_not_the_whole_depth(family: Family) -> None:
+    recipe = families.recipe(family)
+    models = [{"model": recipe["base_model"]}, *recipe.pop("models")]
+    recipe["slices"] = [{"sources": [entry | {"layer_range": [0, families.LAYERS]} for entry in models]}]
+    assert problems(recipe) == []
+    recipe["slices"][0]["sources"][1]["layer_range"] = [0, 2]
+    assert "takes layers 0-2 of 3" in only(recipe)
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters"), [("slta", {}), ("featcal", {"anchor": "base"}), ("featcal", {"anchor": "slta"})]
+)
+def test_layers_that_cannot_be_run_one_at_a_time(
+    method: str, parameters: dict[str, Any], make_family: MakeFamily
+) -> None:
+    family = make_family(
+        transformers.RwkvConfig(vocab_size=families.VOCABULARY, hidden_size=32, num_hidden_layers=3), experts=2
+    )
+    problem = only(families.recipe(family, method, **parameters))
+    assert problem.startswith("The layers of RwkvForCausalLM cannot be run one at a time (ValueError: ")
+    assert problem.endswith("it can be merged with 'merge_method: sftm'.")
+
+
+def test_a_level_that_the_layers_do_not_have(make_family: MakeFamily) -> None:
+    family = make_family("lfm2")
+    assert problems(families.recipe(family)) == []
+    problem = only(families.recipe(family, level="head_mlp"))
+    assert problem == "Layer 0 mixes tokens by Lfm2ShortConv, which has no heads: use attn_mlp."
+
+
+def test_an_slta_anchor_needs_layers_with_branches(make_family: MakeFamily) -> None:
+    family = make_family("opt")
+    problem = only(feature_recipe(family, anchor="slta"))
+    assert "does not split into an attention and an MLP branch" in problem
+    assert "'anchor'" in problem and "'level" not in problem  # which this method does not have
+    for anchor in ("base", "average"):
+        assert problems(feature_recipe(family, anchor=anchor)) == []

@@ -1,0 +1,125 @@
+"""What a merge is said to take, and folders and disks that have no room for it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from support import families
+from support.adapters import write_adapter
+from support.examining import adapted, feature_recipe, grow, look, only, problems
+from support.families import Family
+
+from mergekit_slta.featcal.needs import Needs
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk with 50 GB free."""
+    usage = shutil.disk_usage("/")._replace(free=50 * 10**9)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+
+
+def test_a_report_needs_a_folder(family: Family, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for recipe in (feature_recipe, families.recipe):
+        assert f"'report: {tmp_path}/file'" in only(recipe(family, samples=6, report=str(tmp_path / "file")))
+
+
+def test_layers_may_be_solved_into_a_new_folder_but_not_into_a_file(family: Family, tmp_path: Path) -> None:
+    assert problems(feature_recipe(family, scratch=str(tmp_path / "new" / "scratch"))) == []
+    (tmp_path / "file").write_text("")
+    assert f"{tmp_path}/file" in only(feature_recipe(family, scratch=str(tmp_path / "file")))
+    assert f"{tmp_path}/file" in only(feature_recipe(family, scratch=str(tmp_path / "file" / "scratch")))
+
+
+@pytest.mark.usefixtures("disk")
+def test_a_disk_that_is_too_small_for_the_output(family: Family, tmp_path: Path) -> None:
+    grow(family.base, 100 * 10**9)
+    recipe = families.recipe(family, experts=[0], dtype="float32")
+    assert problems(recipe) == []
+    assert only(recipe, out_path=tmp_path / "a" / "b").startswith(f"The disk with {tmp_path}/a/b has ")
+    assert "too little for the merged model (about" in only(recipe, out_path=tmp_path)
+    assert problems(recipe, out_path=tmp_path, merging=False) == []
+
+
+@pytest.mark.usefixtures("disk")
+def test_output_and_merged_adapters_share_a_disk(family: Family, tmp_path: Path) -> None:
+    adapter = write_adapter(family.base, tmp_path / "adapter", "q_proj", "down_proj")
+    grow(family.base, 40 * 10**9)
+    recipe = adapted(family, adapter) | {"out_dtype": "float32"}
+    cache = {"lora_merge_cache": str(tmp_path / "cache")}
+    (problem,) = [
+        problem for problem in problems(recipe, options=cache, out_path=tmp_path / "out") if "disk" in problem
+    ]
+    assert "the merged model" in problem and f"the merged adapter {family.base}+{adapter}" in problem
+    halved = problems(
+        recipe | {"out_dtype": "bfloat16"},
+        options=cache | {"lora_merge_dtype": "bfloat16"},
+        out_path=tmp_path / "out",
+    )
+    assert not any("disk" in problem for problem in halved)
+
+
+# Feature merges
+
+
+@pytest.fixture
+def large_needs(disk: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Feature merges take much memory and disk space, on a disk that has 50 GB free."""
+    monkeypatch.setattr("mergekit_slta.checks.case.needs", lambda *arguments: Needs(memory=12 * 10**9, disk=34 * 10**9))
+
+
+@pytest.mark.usefixtures("large_needs")
+def test_what_a_feature_merge_takes_is_said(family: Family, tmp_path: Path) -> None:
+    default = Path(os.environ["XDG_CACHE_HOME"]) / "mergekit-slta"
+    for folder, parameters in ((default, {}), (tmp_path / "scratch", {"scratch": str(tmp_path / "scratch")})):
+        (note,) = look(feature_recipe(family, **parameters)).notes
+        assert note == (
+            f"'featcal' takes about 12.0 GB of memory while it solves, and 34.0 GB on the disk with {folder} until the "
+            "output is written."
+        )
+        assert not folder.exists()
+    assert look(feature_recipe(family), merging=False).notes == []
+
+
+@pytest.mark.usefixtures("large_needs")
+def test_a_disk_that_is_too_small_for_the_layers(
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = feature_recipe(family, scratch=str(tmp_path / "scratch"))
+    assert problems(recipe) == []
+    monkeypatch.setattr("mergekit_slta.checks.case.needs", lambda *arguments: Needs(memory=0, disk=60 * 10**9))
+    assert only(recipe) == (
+        f"The disk with {tmp_path}/scratch has 50.0 GB free, too little for the layers as they are solved "
+        "(about 60.0 GB): make room or choose another."
+    )
+
+
+@pytest.mark.usefixtures("large_needs")
+def test_the_layers_and_the_output_share_a_disk(family: Family, tmp_path: Path) -> None:
+    grow(family.base, 20 * 10**9)
+    recipe = feature_recipe(family, experts=[0], scratch=str(tmp_path / "scratch"))
+    problem = only(recipe, out_path=tmp_path / "out")
+    assert "the merged model (about 20.0 GB) and the layers as they are solved (about 34.0 GB)" in problem
+    assert problems(recipe) == []
+
+
+def test_what_unfinished_merges_left_is_said(family: Family, tmp_path: Path) -> None:
+    left = tmp_path / "scratch" / "featcal-0123" / "layer-0000.safetensors"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(bytes(2 * 10**6))
+    notes = look(feature_recipe(family, scratch=str(tmp_path / "scratch"))).notes
+    assert notes[1].startswith(f"{tmp_path}/scratch holds 2.0 MB of merges that did not finish")
+
+
+def test_what_hardly_takes_space_is_not_worth_a_word(family: Family, tmp_path: Path) -> None:
+    left = tmp_path / "featcal-0123" / "state.json"
+    left.parent.mkdir()
+    left.write_text("{}")
+    recipe = families.recipe(family, "featcal", samples=6, scratch=str(tmp_path))
+    assert len(look(recipe).notes) == 1
+    left.write_bytes(bytes(1_000_000))
+    assert "holds 1.0 MB of merges that did not finish" in look(recipe).notes[-1]

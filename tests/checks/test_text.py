@@ -1,0 +1,66 @@
+"""What a recipe's text is found to say wrongly, and what its types and paths are noted for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import MakeFamily
+from support import families
+from support.examining import feature_recipe, look, only, problems
+from support.families import Family
+
+
+def test_the_recipe_text_and_keys_without_effect(family: Family) -> None:
+    recipe = families.recipe(family, sampels=3)
+    recipe["models"][0]["template"] = "{text}"
+    dropped, unknown = problems(recipe)
+    assert dropped.startswith("'template' in the entry of") and "put it under 'parameters'" in dropped
+    assert unknown.endswith("did you mean 'samples'?")
+
+
+@pytest.mark.parametrize("method", ["slta", "sftm"])
+def test_no_base_model(family: Family, method: str) -> None:
+    recipe = families.recipe(family, method, calibration=method == "slta")
+    del recipe["base_model"]
+    assert only(recipe).startswith("The recipe has no base_model")
+
+
+def test_types_that_mergekit_does_not_know(family: Family) -> None:
+    first, second = problems(families.recipe(family, dtype="fp32", out_dtype="int8"))
+    assert first.startswith("'dtype: fp32' is no type for a merge: write bfloat16,")
+    assert second.startswith("'out_dtype: int8'")
+    assert problems(families.recipe(family, dtype="fp32"), merging=False) == []
+
+
+def test_wrong_values_of_a_feature_merge(family: Family) -> None:
+    found = problems(feature_recipe(family, teacher=1.5, anchor="foo", ridge=-1, head="perhaps"))
+    assert [problem.split("'")[1] for problem in found] == ["teacher", "anchor", "ridge", "head"]
+
+
+def test_half_precision_is_advised_against(make_family: MakeFamily) -> None:
+    family = make_family(dtype=torch.bfloat16)
+    recipe = families.recipe(family, samples=6)
+    assert look(recipe).notes == []
+    for dtype in ("bfloat16", None):
+        (note,) = look(recipe | {"dtype": dtype}).notes
+        assert "with 'dtype: float32' and 'out_dtype: bfloat16'" in note
+    assert look(recipe | {"dtype": None}, merging=False).notes == []
+
+
+def test_a_feature_merge_rounds_once_in_any_type(make_family: MakeFamily) -> None:
+    recipe = families.recipe(make_family(dtype=torch.bfloat16), "featcal", samples=6)
+    notes = [look(recipe | {"dtype": dtype}).notes for dtype in ("float32", "bfloat16")]
+    assert notes[0] == notes[1]
+
+
+def test_relative_paths_that_look_like_names_on_the_hub(
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = families.recipe(family, samples=6) | {"base_model": "models/base"}
+    (note,) = look(recipe).notes
+    assert "write ./models/base, or merge with --no-write-model-card" in note
+    assert look(recipe, options={"write_model_card": False}).notes == []
+    assert look(recipe | {"base_model": "./models/base"}).notes == []

@@ -1,0 +1,614 @@
+"""The command line, through click's runner, and through real processes where that matters."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import huggingface_hub
+import pytest
+import torch
+import yaml
+from click.testing import CliRunner, Result
+from conftest import MakeFamily, WriteRecipe
+from mergekit.config import MergeConfiguration
+from mergekit.scripts.run_yaml import main as mergekit_yaml
+from safetensors.torch import load_file
+from support import families
+from support.families import Family
+from support.gram_difference import largest_difference
+from support.hub import serve
+from support.processes import ROOT, run_python, torchrun
+
+from mergekit_slta import __version__
+from mergekit_slta.checks import examine
+from mergekit_slta.checks.examine import Findings
+from mergekit_slta.cli.commands import main
+from mergekit_slta.slta import measure
+from mergekit_slta.slta.solver import bootstrap
+from mergekit_slta.slta.statistics import Statistics, load
+
+COMMANDS = ["calibrate", "check", "evaluate", "linearity", "merge", "report", "solve"]
+
+
+def run(*arguments: str | Path, code: int = 0) -> Result:
+    """Run a command; whatever happens, nobody sees a traceback."""
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
+    assert result.exit_code == code, result.output
+    return result
+
+
+@pytest.fixture(scope="session")
+def stats(llama: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Statistics of the three experts at two levels."""
+    folder = tmp_path_factory.mktemp("stats")
+    recipe = families.write_recipe(folder / "recipe.yml", families.recipe(llama, samples=4))
+    run("calibrate", recipe, "-o", folder / "llama.safetensors", "--level", "attn_mlp", "--level", "layer", "--quiet")
+    return folder / "llama.safetensors"
+
+
+def solution(*arguments: str | Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(run("solve", *arguments, "--json", "-").stdout)
+    return content
+
+
+def alphas(statistics: Statistics, level: str = "attn_mlp", **how: Any) -> dict[str, list[float]]:
+    return {name: found.alpha.tolist() for name, found in statistics.solve(level, **how).items()}
+
+
+# Help
+
+
+def test_every_command_explains_itself() -> None:
+    text = run("--help").output
+    for command in COMMANDS:
+        assert command in text
+        assert "Usage:" in run(command, "--help").output
+    assert __version__ in run("--version").output
+
+
+def test_help_and_solve_do_not_wait_for_heavy_imports(stats: Path, tmp_path: Path) -> None:
+    code = """
+import sys
+from mergekit_slta.cli.commands import main
+
+def run(*arguments):
+    try:
+        main(arguments)
+    except SystemExit as end:
+        assert not end.code
+
+run("--help")
+assert not {"torch", "transformers", "mergekit"} & set(sys.modules)
+run("solve", sys.argv[1])
+assert not {"transformers", "mergekit"} & set(sys.modules)
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-S", "-c", code, str(stats)]
+    environment["PYTHONPATH"] += os.pathsep + os.pathsep.join(path for path in sys.path if path.endswith("packages"))
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_options_are_called_as_in_mergekit() -> None:
+    theirs = {option: parameter for parameter in mergekit_yaml.params for option in parameter.opts}
+    shared = [
+        "--device",
+        "--cuda",
+        "--trust-remote-code",
+        "--lora-merge-cache",
+        "--transformers-cache",
+        "--quiet",
+        "-v",
+    ]
+    for command in ("check", "calibrate", "evaluate"):
+        ours = {option: parameter for parameter in main.commands[command].params for option in parameter.opts}
+        for option in shared:
+            assert ours[option].name == theirs[option].name
+            assert ours[option].multiple == theirs[option].multiple
+            assert ours[option].secondary_opts == theirs[option].secondary_opts
+
+
+def test_merge_takes_all_options_of_mergekit_yaml() -> None:
+    context = click.Context(main.commands["merge"])
+    ours = {option for parameter in main.commands["merge"].get_params(context) for option in parameter.opts}
+    assert {option for parameter in mergekit_yaml.params for option in parameter.opts} - {
+        "config_file",
+        "out_path",
+    } <= ours
+
+
+# check
+
+
+def test_check_finds_nothing_wrong(llama: Family, write_recipe: WriteRecipe) -> None:
+    assert "no problem found" in run("check", write_recipe(llama)).output
+
+
+def test_check_adds_what_is_worth_knowing(llama: Family, write_recipe: WriteRecipe) -> None:
+    recipe = write_recipe(llama, dtype="bfloat16")
+    assert "Note: Merging in bfloat16" in run("check", recipe).output
+    assert "Note:" not in run("check", recipe, "--quiet").output
+
+
+def test_check_lists_everything_at_once(llama: Family, write_recipe: WriteRecipe) -> None:
+    recipe = write_recipe(llama, levle="layer", samples=0, per_expert={"templat": "{text}"})
+    text = run("check", recipe, code=1).output
+    assert "did you mean 'level'?" in text
+    assert "'samples'" in text
+    assert text.count("did you mean 'template'?") == 3
+
+
+@pytest.mark.parametrize("command", ["check", "calibrate", "evaluate", "merge"])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: [", "is no YAML"),
+        ("merge_method: slta", "is no mergekit recipe"),
+        ("merge_method: [slta]\nmodels: []", "'merge_method'"),
+        ("just text", "is no mergekit recipe"),
+        (b"\xff\xfe", "is no UTF-8 text"),
+    ],
+)
+def test_what_is_no_recipe_is_refused(tmp_path: Path, command: str, text: str | bytes, said: str) -> None:
+    recipe = tmp_path / "recipe.yml"
+    recipe.write_bytes(text if isinstance(text, bytes) else text.encode())
+    more: dict[str, list[str | Path]] = {
+        "calibrate": ["-o", tmp_path / "stats"],
+        "evaluate": [tmp_path],
+        "merge": [tmp_path / "out"],
+        "check": [],
+    }
+    assert said in run(command, recipe, *more[command], code=1).output
+
+
+def test_a_missing_recipe_is_a_usage_error(tmp_path: Path) -> None:
+    assert "does not exist" in run("check", tmp_path / "none.yml", code=2).output
+
+
+def test_check_looks_at_feature_merges_too(llama: Family, write_recipe: WriteRecipe) -> None:
+    text = run("check", write_recipe(llama, "featcal")).output
+    assert "no problem found" in text
+    assert "Note: 'featcal' takes about" in text
+    wrong = write_recipe(llama, "featcal", teacher=2, anchr="base", level="layer")
+    text = run("check", wrong, code=1).output
+    assert "3 problems found" in text
+    assert "did you mean 'anchor'?" in text
+
+
+def test_check_knows_no_other_methods(llama: Family, write_recipe: WriteRecipe) -> None:
+    recipe = write_recipe(llama, method="linear", calibration=False)
+    assert "merge_method is 'linear'" in run("check", recipe, code=1).output
+
+
+# calibrate
+
+
+def test_calibrate_ends_with_one_line_about_the_file(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
+    file = tmp_path / "new" / "stats.safetensors"
+    result = run("calibrate", write_recipe(llama, samples=2, level="layer"), "-o", file, "--quiet")
+    (line,) = result.stdout.splitlines()
+    assert line.startswith(f"{file} written: {file.stat().st_size / 1e6:.2f} MB")
+    assert "6 samples of 3 tasks" in line
+    assert "3 at layer" in line
+    assert load(file).info.levels == ("layer",)
+    assert not (tmp_path / "new" / "stats.safetensors.partial").exists()
+
+
+def test_a_file_that_fits_is_left_untouched(
+    llama: Family, stats: Path, write_recipe: WriteRecipe, tmp_path: Path
+) -> None:
+    file = Path(shutil.copy2(stats, tmp_path / "copy.safetensors"))
+    before = (file.stat().st_mtime_ns, file.stat().st_ino)
+    result = run("calibrate", write_recipe(llama, samples=4), "-o", file, "--quiet")
+    assert "fits already and was not touched" in result.stdout
+    assert (file.stat().st_mtime_ns, file.stat().st_ino) == before
+
+
+def test_a_level_is_added(llama: Family, write_recipe: WriteRecipe, tmp_path: Path, stats: Path) -> None:
+    file, recipe = tmp_path / "stats.safetensors", write_recipe(llama, samples=4)
+    run("calibrate", recipe, "-o", file, "--level", "layer", "--quiet")
+    assert "written" in run("calibrate", recipe, "-o", file, "--level", "attn_mlp", "--quiet").stdout
+    assert solution(file) == solution(stats)
+    assert solution(file, "--level", "layer") == solution(stats, "--level", "layer")
+
+
+def test_a_file_that_does_not_fit_is_not_overwritten(
+    llama: Family, stats: Path, write_recipe: WriteRecipe, tmp_path: Path
+) -> None:
+    file = Path(shutil.copy2(stats, tmp_path / "copy.safetensors"))
+    result = run("calibrate", write_recipe(llama, samples=3), "-o", file, "--quiet", code=1)
+    assert "samples 3" in result.output
+    assert file.read_bytes() == stats.read_bytes()
+
+
+def test_an_interrupted_calibration_goes_on(
+    llama: Family, stats: Path, write_recipe: WriteRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, recipe = tmp_path / "stats.safetensors", write_recipe(llama, samples=4)
+    command: list[str | Path] = ["calibrate", recipe, "-o", file, "--level", "attn_mlp", "--level", "layer", "--quiet"]
+    whole = measure.calibrate
+
+    def interrupted(*arguments: Any, progress: Callable[[int], object], **more: Any) -> Any:
+        done: list[int] = []
+
+        def stop(samples: int) -> None:
+            done.append(samples)
+            if sum(done) > 12:  # the first layer is finished, the second is not
+                raise KeyboardInterrupt
+
+        return whole(*arguments, progress=stop, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(measure, "calibrate", interrupted)
+        result = run(*command, code=130)
+    assert "run the same command again" in result.output
+    assert not file.exists()
+    assert list((tmp_path / "stats.safetensors.partial").glob("layer-*"))
+    run(*command)
+    assert file.read_bytes() == stats.read_bytes()
+
+
+def test_calibrate_refuses_what_it_cannot_write(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
+    recipe = write_recipe(llama)
+    assert "'hf upload'" in run("calibrate", recipe, "-o", "hf:org/repo/stats.safetensors", code=1).output
+    assert "is a folder" in run("calibrate", recipe, "-o", tmp_path, code=1).output
+    assert (
+        "is none of model, layer" in run("calibrate", recipe, "-o", tmp_path / "s", "--level", "heads", code=2).output
+    )
+
+
+def test_calibrate_checks_the_recipe_first(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
+    recipe = write_recipe(llama, sampels=3)
+    assert "did you mean 'samples'?" in run("calibrate", recipe, "-o", tmp_path / "s", code=1).output
+
+
+def test_torchrun_shares_the_samples_and_talks_once(
+    llama: Family, stats: Path, write_recipe: WriteRecipe, tmp_path: Path
+) -> None:
+    file = tmp_path / "stats.safetensors"
+    recipe = write_recipe(llama, samples=4, batch_tokens=40)
+    done = torchrun(2, "-m", "mergekit_slta", "calibrate", recipe, "-o", file, "--level", "layer", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(str(file)) == 1
+    found, expected = load(file).grams, load(stats).grams
+    assert largest_difference(found, {name: expected[name] for name in found}) <= 1e-6
+
+
+# solve
+
+
+def test_the_solution_as_json(stats: Path) -> None:
+    content = solution(stats)
+    statistics = load(stats)
+    solved = statistics.solve("attn_mlp")
+    assert list(content) == ["level", "models", "alpha", "retained", "condition"]
+    assert content["level"] == "attn_mlp"
+    assert content["models"] == ["expert0", "expert1", "expert2"]
+    names = [f"layer.{layer}.{branch}" for layer in range(3) for branch in ("attn", "mlp")]
+    for key in ("alpha", "retained", "condition"):
+        assert list(content[key]) == names
+    assert content["alpha"] == alphas(statistics)
+    assert content["retained"] == {name: found.retained.tolist() for name, found in solved.items()}
+    assert content["condition"] == {name: found.condition for name, found in solved.items()}
+
+
+def test_every_option_of_solve_changes_the_solution_as_it_should(stats: Path) -> None:
+    statistics = load(stats)
+    for options, expected in [
+        (["--level", "layer"], alphas(statistics, "layer")),
+        (["--models", "expert2, expert0"], alphas(statistics.select([2, 0]))),
+        (["--task-weight", "expert1=2.5"], alphas(statistics, task_weights=[1, 2.5, 1])),
+        (["--models", "expert1", "--task-weight", "expert1=3"], alphas(statistics.select([1]))),
+        (["--ridge", "0.5"], alphas(statistics, ridge=0.5)),
+        (["--no-balance"], alphas(statistics, balance=False)),
+        (["--samples", "2"], alphas(statistics.first_samples(2))),
+    ]:
+        found = solution(stats, *options)["alpha"]
+        assert list(found) == list(expected)
+        for name, weights in expected.items():
+            assert found[name] == pytest.approx(weights, rel=1e-12)
+
+
+def test_bootstrap_adds_standard_errors(stats: Path) -> None:
+    statistics = load(stats)
+    content = solution(stats, "--bootstrap", "20", "--ridge", "0.1")
+    for name, deviations in content["alpha_std"].items():
+        expected = bootstrap(statistics.grams[name], statistics.task, 20, ridge=0.1).std(0)
+        assert deviations == expected.tolist()
+    assert "±" in run("solve", stats, "--bootstrap", "20").stdout
+
+
+def test_the_table_shows_what_the_json_holds(stats: Path) -> None:
+    content = solution(stats)
+    header, *lines = run("solve", stats).stdout.splitlines()
+    names = content["models"]
+    assert " ".join(header.split()) == " ".join(
+        ["submodule", *(f"alpha {name}" for name in names), *(f"keeps {name}" for name in names), "condition"]
+    )
+    assert len({len(line) for line in (header, *lines)}) == 1
+    for line, (name, alpha) in zip(lines, content["alpha"].items(), strict=True):
+        cells = line.split()
+        assert cells[0] == name
+        assert cells[1:4] == [f"{weight:.3f}" for weight in alpha]
+        assert cells[4:7] == [f"{share:.1%}" for share in content["retained"][name]]
+        assert float(cells[7]) == pytest.approx(content["condition"][name], rel=0.01)
+    assert run("solve", stats, "--quiet").stdout == ""
+
+
+def test_what_is_undefined_is_null(make_family: MakeFamily, write_recipe: WriteRecipe, tmp_path: Path) -> None:
+    family = make_family(touch=lambda name: "self_attn" in name)
+    run("calibrate", write_recipe(family, samples=2), "-o", tmp_path / "stats", "--quiet")
+    content = solution(tmp_path / "stats")
+    assert content["retained"]["layer.0.mlp"] == [None, None]
+    assert content["condition"]["layer.0.mlp"] is None
+    assert content["alpha"]["layer.0.mlp"] == [0, 0]
+    text = run("solve", tmp_path / "stats").stdout
+    assert "In 3 of 6 submodules" in text and "minimum-norm" in text
+
+
+def test_json_and_recipe_are_written_into_new_folders(stats: Path, llama: Family, tmp_path: Path) -> None:
+    files = tmp_path / "a" / "solution.json", tmp_path / "b" / "recipe.yml"
+    run("solve", stats, "--json", files[0], "--recipe", files[1], "--model", f"base={llama.base}", "--quiet")
+    assert json.loads(files[0].read_text()) == solution(stats)
+    for file in files:
+        assert list(file.parent.iterdir()) == [file]
+
+
+def test_the_recipe_says_how_it_was_solved(stats: Path, llama: Family, tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yml"
+    run(
+        *("solve", stats, "--recipe", file, "--models", "expert2,expert1", "--task-weight", "expert1=2"),
+        *("--ridge", "0.25", "--no-balance", "--samples", "3", "--edges", "mean", "--tokenizer-source", "base"),
+        *("--model", f"base={llama.base}", "--model", "expert1=org/a=b"),
+    )
+    text = file.read_text()
+    for said in ["level attn_mlp", "edges mean", "ridge 0.25", "balance false", "task weights 1.0:2.0", "3, 3 samples"]:
+        assert said in text
+    content = yaml.safe_load(text)
+    assert [entry["model"] for entry in content["models"]] == ["expert2", "org/a=b"]
+    assert content["tokenizer_source"] == "base"
+    expected = alphas(load(stats).select([2, 1]).first_samples(3), ridge=0.25, balance=False, task_weights=[1, 2])
+    mean = torch.tensor(list(expected.values()), dtype=torch.float64).mean(0).tolist()
+    edges = [entry["parameters"]["weight"][-1]["value"] for entry in content["models"]]
+    assert edges == pytest.approx(mean, rel=1e-9)
+    MergeConfiguration.model_validate(content)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--models", "expert0,math"], "no expert 'math', only expert0, expert1, expert2"),
+        (["--models", "expert0,expert0"], "names 'expert0' twice"),
+        (["--models", "expert0", "--task-weight", "expert1=2"], "write NAME=VALUE"),
+        (["--task-weight", "expert1"], "write NAME=VALUE"),
+        (["--task-weight", "expert1=much"], "'much' is no number"),
+        (["--task-weight", "expert1=-1"], "'-1' is no number of at least zero"),
+        (["--task-weight", "expert1=nan"], "'nan' is no number"),
+        (["--models", "expert0", "--task-weight", "expert0=0"], "at least one task must count"),
+        (["--level", "linear"], "no level 'linear', only layer, attn_mlp"),
+        (["--samples", "5"], "hold 4 samples per task"),
+        (["--recipe", "x.yml", "--model", "expert9=a"], "(base, expert0, expert1, expert2)"),
+        (["--recipe", "x.yml", "--model", "base=/nowhere"], "--model base=PATH"),
+    ],
+)
+def test_solve_refuses_in_words(
+    stats: Path, options: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run("solve", stats, *options, code=1)
+    assert said in result.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_solve_says_where_statistics_come_from(tmp_path: Path) -> None:
+    assert "mergekit-slta calibrate" in run("solve", tmp_path / "none.safetensors", code=1).output
+
+
+# Statistics on the Hub
+
+
+@pytest.fixture
+def hub(stats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A local stand-in for the Hub that holds the statistics, and an empty cache."""
+    repository = tmp_path / "repositories" / "org" / "stats" / "sub"
+    repository.mkdir(parents=True)
+    shutil.copy(stats, repository)
+    with serve(tmp_path / "repositories", tmp_path / "hub", revision="v1") as hub:
+        constants = huggingface_hub.constants
+        monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.address + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub.cache))
+        yield
+
+
+PUBLISHED = "hf:org/stats/sub/llama.safetensors@v1"
+
+
+@pytest.mark.usefixtures("hub")
+def test_published_statistics_solve_as_local_ones(stats: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    assert solution(PUBLISHED, "--transformers-cache", cache) == solution(stats)
+    assert list(cache.rglob("llama.safetensors"))
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("hf:org/other/llama.safetensors", "no such repository, or it is private"),
+        ("hf:org/stats/sub/llama.safetensors@v2", "no such revision"),
+        ("hf:org/stats/llama.safetensors@v1", "no such file"),
+        ("hf:org/stats", "write hf:ORG/REPO/FILE"),
+        ("hf:org/stats/a@b@c", "write hf:ORG/REPO/FILE"),
+    ],
+)
+def test_what_the_hub_does_not_have_is_said(source: str, said: str) -> None:
+    assert said in run("solve", source, code=1).output
+
+
+def test_an_unreachable_hub_is_said(tmp_path: Path) -> None:
+    result = run("solve", PUBLISHED, "--transformers-cache", tmp_path, code=1)
+    assert "the Hub cannot be reached" in result.output
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_recipe_may_name_published_statistics(llama: Family, stats: Path, tmp_path: Path) -> None:
+    experts = [2, 0]
+    outputs = []
+    for number, source in enumerate([PUBLISHED, str(stats)]):
+        content = families.recipe(llama, experts=experts, calibration=False, statistics=source)
+        recipe = families.write_recipe(tmp_path / f"{number}.yml", content)
+        run("merge", recipe, tmp_path / f"out{number}", "--quiet", "--no-write-model-card", "--no-copy-tokenizer")
+        outputs.append(load_file(tmp_path / f"out{number}" / "model.safetensors"))
+    assert all(torch.equal(tensor, outputs[1][name]) for name, tensor in outputs[0].items())
+
+
+@pytest.mark.usefixtures("hub")
+def test_nothing_is_added_to_published_statistics(llama: Family, tmp_path: Path) -> None:
+    recipe = families.write_recipe(
+        tmp_path / "recipe.yml", families.recipe(llama, samples=4, level="linear", statistics=PUBLISHED)
+    )
+    result = run("merge", recipe, tmp_path / "out", "--quiet", code=1)
+    assert "published statistics lack the level linear (they hold layer, attn_mlp)" in result.output
+
+
+# evaluate
+
+
+def test_evaluate_prints_and_writes_what_it_measured(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
+    recipe, file = write_recipe(llama, samples=2), tmp_path / "evaluation.json"
+    text = run("evaluate", recipe, llama.experts[0], "--samples", "3", "--json", file, "--quiet").stdout
+    tasks = json.loads(file.read_text())["tasks"]
+    assert [task["model"] for task in tasks] == ["expert0", "expert1", "expert2"]
+    for task in tasks:
+        gain = task["base"] - task["expert"]
+        assert task["records"] == 3
+        assert task["kept"] == (pytest.approx((task["base"] - task["merged"]) / gain) if gain > 0 else None)
+        (line,) = [line for line in text.splitlines() if line.split()[:1] == [task["model"]]]
+        share = "-" if task["kept"] is None else f"{task['kept']:.1%}"
+        losses = [f"{task[name]:.4f}" for name in ("base", "expert", "merged")]
+        assert line.split() == [task["model"], "3", str(task["tokens"]), *losses, share]
+    idle = [task["model"] for task in tasks if task["kept"] is None]
+    assert idle and f"no gain to keep: {', '.join(idle)}." in text
+    assert (
+        json.loads(run("evaluate", recipe, llama.experts[0], "--samples", "3", "--json", "-").stdout)["tasks"] == tasks
+    )
+
+
+def test_evaluate_wants_a_merged_model(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
+    assert "no config.json" in run("evaluate", write_recipe(llama), tmp_path, code=1).output
+    assert "does not exist" in run("evaluate", write_recipe(llama), tmp_path / "none", code=2).output
+
+
+def test_evaluate_takes_the_recipe_of_a_feature_merge(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
+    recipe = write_recipe(llama, "featcal", samples=3)
+    out = families.merge(families.recipe(llama, "featcal", samples=3), tmp_path / "out")
+    text = run("evaluate", recipe, out, "--samples", "3", "--quiet").stdout
+    assert all(f"expert{index}" in text for index in range(3))
+
+
+# merge
+
+
+def test_merge_does_what_mergekit_yaml_does(
+    llama: Family, stats: Path, write_recipe: WriteRecipe, tmp_path: Path
+) -> None:
+    content = families.recipe(llama, calibration=False, statistics=str(stats))
+    families.merge(content, tmp_path / "theirs")
+    recipe = families.write_recipe(tmp_path / "recipe.yml", content)
+    run("merge", recipe, tmp_path / "ours", "--quiet")
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    assert (tmp_path / "ours" / "mergekit_config.yml").read_text() == recipe.read_text()
+
+
+def test_merge_under_torchrun_shares_the_calibration(
+    llama: Family, stats: Path, write_recipe: WriteRecipe, tmp_path: Path
+) -> None:
+    one = families.merge(families.recipe(llama, calibration=False, statistics=str(stats)), tmp_path / "one")
+    recipe = write_recipe(llama, samples=4, batch_tokens=40, statistics=str(tmp_path / "stats.safetensors"))
+    command = ("-m", "mergekit_slta", "merge", recipe, tmp_path / "two", "--no-write-model-card", "--quiet")
+    done = torchrun(2, *command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert load(tmp_path / "stats.safetensors").info.levels == ("attn_mlp",)
+    found = load_file(tmp_path / "two" / "model.safetensors")
+    for name, tensor in load_file(one / "model.safetensors").items():
+        assert (found[name] - tensor).abs().max() <= 1e-5 * tensor.abs().max(), name
+
+
+def test_merge_solves_features_as_mergekit_yaml_does(
+    llama: Family, write_recipe: WriteRecipe, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs = families.merge(families.recipe(llama, "featcal", samples=4), tmp_path / "theirs")
+    caplog.clear()
+    text = run("merge", write_recipe(llama, "featcal", samples=4), tmp_path / "ours", "--no-write-model-card").output
+    assert "Note: 'featcal' takes about" in text
+    assert "takes about" not in caplog.text  # once is enough
+    ours = load_file(tmp_path / "ours" / "model.safetensors")
+    assert all(torch.equal(ours[name], tensor) for name, tensor in load_file(theirs / "model.safetensors").items())
+
+
+def test_merge_runs_other_methods_too(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
+    recipe = write_recipe(llama, method="task_arithmetic", calibration=False, weight=0.5)
+    run("merge", recipe, tmp_path / "out", "--quiet", "--no-write-model-card")
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_merge_checks_the_recipe_before_anything_is_written(
+    llama: Family, write_recipe: WriteRecipe, tmp_path: Path
+) -> None:
+    text = run("merge", write_recipe(llama, levle="layer"), tmp_path / "out", code=1).output
+    assert "did you mean 'level'?" in text
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def examinations(monkeypatch: pytest.MonkeyPatch) -> list[MergeConfiguration]:
+    """The recipes that are examined, in that order."""
+    original, seen = examine.examine, []
+
+    def look(config: MergeConfiguration, *arguments: Any, **purpose: Any) -> Findings:
+        seen.append(config)
+        return original(config, *arguments, **purpose)
+
+    monkeypatch.setattr(examine, "examine", look)
+    return seen
+
+
+@pytest.mark.parametrize("method", ["slta", "sftm"])
+def test_every_merge_is_examined_once(
+    method: str,
+    examinations: list[MergeConfiguration],
+    llama: Family,
+    stats: Path,
+    write_recipe: WriteRecipe,
+    tmp_path: Path,
+) -> None:
+    parameters = {"statistics": str(stats)} if method == "slta" else {}
+    recipe = write_recipe(llama, method, calibration=False, **parameters)
+    for count in (1, 2):
+        run("merge", recipe, tmp_path / f"out{count}", "--quiet", "--no-write-model-card")
+        assert len(examinations) == count
+    for count in (3, 4):
+        families.merge(yaml.safe_load(recipe.read_text()), tmp_path / f"out{count}")
+        assert len(examinations) == count
+
+
+def test_the_module_is_the_command(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
+    done = run_python("-m", "mergekit_slta", "check", write_recipe(llama, levle="layer"), cwd=tmp_path)
+    assert done.returncode == 1
+    assert "did you mean 'level'?" in done.stderr
+    assert "Traceback" not in done.stderr

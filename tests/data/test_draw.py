@@ -1,0 +1,228 @@
+"""Calibration data: which token ids are drawn, in which order, and how problems are worded."""
+
+import hashlib
+import logging
+import random
+import struct
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from support.calibration_samples import (
+    BOS,
+    CHARACTERS,
+    SHAREGPT,
+    TURNS,
+    load,
+    refused,
+    source_of,
+    spelled,
+    with_special,
+    write_jsonl,
+    write_tokenizer,
+)
+from transformers import PreTrainedTokenizerBase
+
+from mergekit_slta.data.draw import CalibrationData
+from mergekit_slta.errors import SltaError
+
+pytestmark = pytest.mark.usefixtures("dataset_cache")
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}\n{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    return write_tokenizer(tmp_path_factory.mktemp("chat"), CHAT_TEMPLATE)
+
+
+def hold_out(
+    source: str, tokenizer: PreTrainedTokenizerBase, skip: CalibrationData, samples: int = 4, **settings: Any
+) -> CalibrationData:
+    return source_of(source, tokenizer, **settings).held_out(samples, skip)
+
+
+# Tokens
+
+
+def test_text_gets_special_tokens_and_keeps_its_beginning(
+    tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "abcdefgh" * 20}])
+    assert load(source, plain_tokenizer, samples=1, max_tokens=500).token_ids == (with_special("abcdefgh" * 20),)
+    assert load(source, plain_tokenizer, samples=1, max_tokens=6).token_ids == ((BOS, *spelled("abcde")),)
+
+
+def test_chat_template_has_its_beginning_of_text_token_once(
+    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [{"messages": TURNS}])
+    expected = (BOS, *spelled("[user]hi\n[assistant]ho\n"))
+    assert load(source, chat_tokenizer, samples=1).token_ids == (expected,)
+    assert load(source, chat_tokenizer, samples=1, max_tokens=9).token_ids == (expected[:9],)
+
+
+def test_chat_of_a_dataset_is_that_of_a_file(tmp_path: Path, chat_tokenizer: PreTrainedTokenizerBase) -> None:
+    records = [{"conversations": SHAREGPT}]
+    source = write_jsonl(tmp_path / "a.jsonl", records)
+    datasets.Dataset.from_list(records).save_to_disk(str(tmp_path / "saved"))
+    from_dataset = load(f"hf:{tmp_path / 'saved'}", chat_tokenizer, samples=1)
+    assert from_dataset.token_ids == load(source, chat_tokenizer, samples=1).token_ids
+
+
+def test_expert_chat_template_is_loaded_once_and_only_if_the_base_has_none(
+    tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase, chat_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [{"messages": TURNS}, {"text": "a"}, {"messages": TURNS[:1]}])
+    loads = []
+
+    def expert() -> PreTrainedTokenizerBase:
+        loads.append(1)
+        return chat_tokenizer
+
+    by_expert = load(source, plain_tokenizer, expert_tokenizer=expert, samples=3)
+    assert by_expert.token_ids == load(source, chat_tokenizer, samples=3).token_ids
+    assert len(loads) == 1
+
+
+def test_conversation_without_any_chat_template_is_refused(
+    tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [{"messages": TURNS}])
+    message = refused(load, source, plain_tokenizer, expert_tokenizer=lambda: plain_tokenizer)
+    assert repr(source) in message and "'template'" in message
+
+    def missing() -> PreTrainedTokenizerBase:
+        raise SltaError("The expert has no usable tokenizer.")
+
+    message = refused(load, source, plain_tokenizer, expert_tokenizer=missing)
+    assert repr(source) in message and "(The expert has no usable tokenizer): give the expert a 'template'." in message
+    drawn = load(source, plain_tokenizer, template="{messages[1][content]}", samples=1)
+    assert drawn.token_ids == (with_special("ho"),)
+
+
+def test_what_a_chat_template_refuses_is_said(tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path / "strict", "{{ raise_exception('roles must alternate') }}")
+    source = write_jsonl(tmp_path / "a.jsonl", [{"messages": TURNS}])
+    message = refused(load, source, tokenizer)
+    assert repr(source) in message and "roles must alternate" in message
+
+
+# Drawing
+
+
+def expected_order(count: int, seed: int) -> list[int]:
+    return random.Random(seed).sample(range(count), count)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_order_is_the_seeds_and_empty_records_are_counted(
+    seed: int, tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    empty = expected_order(26, seed)[1::3]
+    nothing = [" ", None, "\u00e9"]  # the tokenizer knows no accents: the last is only <s> and </s>
+    records = [{"text": nothing[i % 3] if i in empty else CHARACTERS[i]} for i in range(26)]
+    source = write_jsonl(tmp_path / "a.jsonl", records)
+    with caplog.at_level(logging.INFO, logger="mergekit_slta"):
+        drawn = load(source, plain_tokenizer, samples=5, seed=seed)
+    usable = [index for index in expected_order(26, seed) if index not in empty]
+    assert drawn.records == tuple(usable[:5])
+    assert drawn.token_ids == tuple(with_special(CHARACTERS[index]) for index in usable[:5])
+    assert drawn.skipped == 2  # at places 1 and 4 of the first seven
+    assert source in caplog.text and "2 empty" in caplog.text
+    assert load(source, plain_tokenizer, samples=5, seed=seed) == drawn
+
+
+def test_records_that_are_not_needed_are_not_looked_at(
+    tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    first = expected_order(10, 0)[:3]
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"} if i in first else {"no": "shape"} for i in range(10)])
+    assert load(source, plain_tokenizer, samples=3).records == tuple(first)
+    assert repr(source) in refused(load, source, plain_tokenizer, samples=4)
+
+
+def test_fewer_than_asked_is_a_warning(
+    tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in ("a", "", "b")])
+    drawn = load(source, plain_tokenizer, samples=30)
+    assert sorted(drawn.records) == [0, 2]
+    assert drawn.skipped == 1
+    (shortage,) = [record.getMessage() for record in caplog.records if "of 30 asked" in record.getMessage()]
+    assert source in shortage and "2 usable" in shortage
+
+
+def test_enough_samples_are_no_warning(
+    tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in "abcdefgh"])
+    hold_out(source, plain_tokenizer, load(source, plain_tokenizer))
+    assert not [record for record in caplog.records if record.name.startswith("mergekit_slta")]
+
+
+def test_no_usable_record_is_refused(tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": ""}, {"text": None}])
+    message = refused(load, source, plain_tokenizer)
+    assert source in message and "all 2 are empty" in message
+
+
+def test_sha256_is_that_of_lengths_and_ids() -> None:
+    rows = ((5, 2**40), (7,), (1, 2, 3))
+    packed = b"".join(struct.pack(f"<{len(row) + 1}q", len(row), *row) for row in rows)
+    assert CalibrationData("a", "", rows, (0, 1, 2), 0).sha256 == hashlib.sha256(packed).hexdigest()
+
+
+def test_sha256_depends_on_the_token_ids_alone() -> None:
+    digest = CalibrationData("a.txt", "", ((1, 2), (3,)), (0, 1), 0).sha256
+    assert CalibrationData("b.txt", "{x}", ((1, 2), (3,)), (4, 5), 6).sha256 == digest
+    for rows in (((1,), (2, 3)), ((3,), (1, 2)), ((1, 2, 3),), ((1, 2), (3,), ())):
+        assert CalibrationData("a.txt", "", rows, (0, 1), 0).sha256 != digest
+
+
+# Held-out records
+
+
+def test_held_out_goes_on_where_calibration_stopped(tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase) -> None:
+    records = [{"text": CHARACTERS[i] if i % 4 else ""} for i in range(26)]
+    source = write_jsonl(tmp_path / "a.jsonl", records)
+    calibration = load(source, plain_tokenizer, samples=6)
+    rest = hold_out(source, plain_tokenizer, calibration, samples=5)
+    together = load(source, plain_tokenizer, samples=11)
+    assert calibration.records + rest.records == together.records
+    assert calibration.token_ids + rest.token_ids == together.token_ids
+
+
+def test_held_out_is_disjoint_also_when_it_cuts_elsewhere(
+    tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": CHARACTERS[i:]} for i in range(10)])
+    calibration = load(source, plain_tokenizer, samples=4, max_tokens=5)
+    rest = hold_out(source, plain_tokenizer, calibration, samples=6, max_tokens=7)
+    assert calibration.records + rest.records == tuple(expected_order(10, 0))
+
+
+def test_held_out_leaves_out_copies_of_calibration_samples(
+    tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    texts = ["a", "b", "c", "d"] * 3
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    calibration = load(source, plain_tokenizer, samples=2)
+    rest = hold_out(source, plain_tokenizer, calibration, samples=12)
+    assert not set(rest.token_ids) & set(calibration.token_ids)
+    seen = {texts[index] for index in calibration.records}
+    assert sorted(rest.records) == [index for index, text in enumerate(texts) if text not in seen]
+
+
+def test_held_out_shortage_is_a_warning_and_none_an_error(
+    tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in "abcde"])
+    rest = hold_out(source, plain_tokenizer, load(source, plain_tokenizer, samples=4), samples=3)
+    assert len(rest.records) == 1
+    assert source in caplog.text and "only 1 " in caplog.text and "3 were asked" in caplog.text
+    message = refused(hold_out, source, plain_tokenizer, load(source, plain_tokenizer, samples=5))
+    assert source in message and "calibration used every" in message

@@ -1,0 +1,359 @@
+"""A calibration that is interrupted goes on where it was and ends in the same file, byte for byte."""
+
+import json
+import random
+import re
+import shutil
+import time
+from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import torch
+from conftest import MakeFamily
+from mergekit.io.tasks import LoaderCache
+from safetensors import SafetensorError
+from support import families
+from support.families import Family
+
+from mergekit_slta.engine import partial
+from mergekit_slta.engine.partial import Partial
+from mergekit_slta.engine.ranks import Ranks
+from mergekit_slta.errors import SltaError
+from mergekit_slta.slta.measure import measured_statistics
+
+LEVELS = ("layer", "attn_mlp")
+DEEP = 8
+
+Hidden = dict[tuple[int, int], torch.Tensor]
+
+
+class Interrupted(Exception):
+    """Stands for whatever ends a process."""
+
+
+def partial_of(path: Path) -> Path:
+    return path.with_name(path.name + ".partial")
+
+
+# In this process
+
+
+@pytest.mark.parametrize("levels", [LEVELS, ("model",), ("model", "linear")], ids=str)
+@pytest.mark.parametrize("steps", [1, 8, 20, 48])
+def test_goes_on_from_the_last_finished_layer(
+    levels: tuple[str, ...], steps: int, make_family: MakeFamily, tmp_path: Path
+) -> None:
+    family = make_family(families.config_of("llama", num_hidden_layers=4))
+    seen: list[int] = []
+
+    def interrupt(samples: int) -> None:
+        seen.append(samples)
+        if len(seen) == steps:
+            raise Interrupted
+
+    def partial() -> Partial:
+        opened = Partial(tmp_path / "state", {"what": "this"})
+        opened.begin()
+        return opened
+
+    with pytest.raises(Interrupted):
+        families.measure(family, *levels, batch_tokens=1, partial=partial(), progress=interrupt)
+    finished = partial().finished_layers()
+    assert finished == max(0, sum(seen) - 1) // 12  # the last sample's layer is measured, but not yet written
+    again: list[int] = []
+    LoaderCache.loaders.clear()
+    grams = families.measure(family, *levels, batch_tokens=1, partial=partial(), progress=again.append)
+    assert again[0] == finished * 12
+    assert sum(again) == 4 * 12
+    expected = families.measure(family, *levels, batch_tokens=1)
+    assert set(grams) == set(expected)
+    assert all(torch.equal(grams[name], expected[name]) for name in expected)
+
+
+def states(*keys: tuple[int, int]) -> Hidden:
+    return {key: torch.randn(3, 4) for key in keys}
+
+
+def test_a_layer_counts_once_its_grams_are_written(tmp_path: Path) -> None:
+    partial = Partial(tmp_path / "state", {})
+    partial.begin()
+    hidden = states((0, 0), (0, 1), (1, 0))
+    partial.save_hidden(0, 0, hidden)
+    assert partial.finished_layers() == 0
+    grams = {"layer.0": torch.randn(2, 3, 3, dtype=torch.float64)}
+    partial.finish_layer(0, grams)
+    reopened = Partial(tmp_path / "state", {})
+    assert reopened.finished_layers() == 1
+    assert torch.equal(reopened.tensors(1)["layer.0"], grams["layer.0"])
+    assert set(reopened.hidden(0)) == set(hidden)
+    assert all(torch.equal(reopened.hidden(0)[key], tensor) for key, tensor in hidden.items())
+
+
+def test_only_the_last_hidden_states_are_kept(tmp_path: Path) -> None:
+    partial = Partial(tmp_path / "state", {})
+    partial.begin()
+    sizes = []
+    for layer in range(4):
+        partial.save_hidden(layer, 0, states((0, 0)))
+        partial.finish_layer(layer, {f"layer.{layer}": torch.zeros(1, 1, 1, dtype=torch.float64)})
+        sizes.append(len(list(partial.folder.glob("hidden-*"))))
+    assert sizes == [1, 1, 1, 1]
+
+
+def test_finishing_a_layer_keeps_what_a_faster_rank_has_written_after_it(tmp_path: Path) -> None:
+    partial = Partial(tmp_path / "state", {})
+    partial.begin()
+    for rank in (0, 1):
+        partial.save_hidden(0, rank, states((0, rank)))
+    partial.save_hidden(1, 1, states((0, 1)))
+    partial.finish_layer(0, {"layer.0": torch.zeros(2, 1, 1, dtype=torch.float64)})
+    partial.save_hidden(1, 0, states((0, 0)))
+    partial.finish_layer(1, {"layer.1": torch.zeros(2, 1, 1, dtype=torch.float64)})
+    assert set(partial.hidden(1)) == {(0, 0), (0, 1)}
+
+
+def test_lost_hidden_states_start_it_over(tmp_path: Path) -> None:
+    partial = Partial(tmp_path / "state", {})
+    partial.begin()
+    partial.save_hidden(0, 0, states((0, 0)))
+    partial.finish_layer(0, {"layer.0": torch.zeros(1, 1, 1, dtype=torch.float64)})
+    next(partial.folder.glob("hidden-*")).unlink()
+    assert Partial(tmp_path / "state", {}).finished_layers() == 0
+
+
+def test_a_folder_without_a_state_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    partial = Partial(tmp_path / "state", {"base": "a"})
+    partial.begin()
+    assert partial.finished_layers() == 0
+
+
+def test_only_the_first_rank_keeps_others_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever comes second hears it from its own first rank."""
+    monkeypatch.setattr(Ranks, "wait", lambda self: None)
+    monkeypatch.setattr(Ranks, "gather", lambda self, number: [number, 0.0])
+    first, second = (Partial(tmp_path / "state", {}) for _ in range(2))
+    first.enter(Ranks(0, 2))
+    second.enter(Ranks(1, 2))
+    with pytest.raises(click.exceptions.Exit):
+        Partial(tmp_path / "state", {}).enter(Ranks(0, 2))
+    assert "Error: Another process is at work in" in capsys.readouterr().err
+    first.release()
+    Partial(tmp_path / "own", {}).enter(Ranks(1, 2))
+    assert {file.name for file in (tmp_path / "own").iterdir()} == {partial.STATE}
+
+
+# Killed
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    config = families.config_of("llama", num_hidden_layers=DEEP)
+    return families.make_family(tmp_path_factory.mktemp("deep"), config, records=30)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(family: Family, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("whole") / "stats.safetensors"
+    LoaderCache.loaders.clear()
+    measured_statistics(families.experiment(recipe(family)), LEVELS, path)
+    return path.read_bytes()
+
+
+def recipe(family: Family, **changes: Any) -> dict[str, Any]:
+    return families.recipe(family, samples=30, batch_tokens=40, **changes)
+
+
+def measure(content: dict[str, Any], path: Path) -> None:
+    measured_statistics(families.experiment(content), LEVELS, path)
+
+
+@pytest.fixture
+def finish(forks: ForkServerContext, family: Family) -> Callable[[Path], bytes]:
+    def run(path: Path) -> bytes:
+        process = families.started(forks, measure, recipe(family), path)
+        process.join(120)
+        assert process.exitcode == 0
+        return path.read_bytes()
+
+    return run
+
+
+def test_killed_between_layers(
+    forks: ForkServerContext,
+    family: Family,
+    finish: Callable[[Path], bytes],
+    uninterrupted: bytes,
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "stats.safetensors"
+    process = families.started(forks, measure, recipe(family), path, stop_after=2)
+    process.kill()
+    process.join()
+    assert not path.exists()
+    assert Partial(partial_of(path), {}).finished_layers() == 3
+    assert finish(path) == uninterrupted
+    assert not partial_of(path).exists()
+
+
+def test_another_process_is_kept_out_until_the_first_has_ended(
+    forks: ForkServerContext, family: Family, uninterrupted: bytes, tmp_path: Path
+) -> None:
+    path = tmp_path / "stats.safetensors"
+    process = families.started(forks, measure, recipe(family), path, stop_after=2)
+    before = {file: file.read_bytes() for file in partial_of(path).iterdir()}
+    with pytest.raises(SltaError, match="Another process is at work in .*partial: wait until it has ended"):
+        measured_statistics(families.experiment(recipe(family)), LEVELS, path)
+    assert {file: file.read_bytes() for file in partial_of(path).iterdir()} == before
+    process.kill()
+    process.join()
+    measured_statistics(families.experiment(recipe(family)), LEVELS, path)
+    assert path.read_bytes() == uninterrupted
+
+
+def kill_at_random(
+    moments: random.Random, forks: ForkServerContext, family: Family, path: Path, duration: float
+) -> None:
+    process = families.started(forks, measure, recipe(family), path)
+    process.join(moments.uniform(0, duration))
+    process.kill()
+    process.join()
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)], ids=lambda kills: f"{kills} kills")
+def test_killed_at_any_moment(
+    kills: int,
+    forks: ForkServerContext,
+    family: Family,
+    finish: Callable[[Path], bytes],
+    uninterrupted: bytes,
+    tmp_path: Path,
+) -> None:
+    process = families.started(forks, measure, recipe(family), tmp_path / "timed.safetensors")
+    begin = time.perf_counter()
+    process.join()
+    duration = time.perf_counter() - begin
+    moments = random.Random(0)
+    for kill in range(kills):
+        path = tmp_path / f"stats{kill}.safetensors"
+        for _ in range(1 + kill % 3):  # some are killed again while they go on
+            kill_at_random(moments, forks, family, path, duration)
+        assert finish(path) == uninterrupted
+        assert not partial_of(path).exists()
+
+
+# Foreign states
+
+
+@pytest.fixture
+def interrupted(family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The path of a statistics file whose calibration was interrupted."""
+    path = tmp_path / "stats.safetensors"
+    finish_layer = Partial.finish_layer
+
+    def interrupt(self: Partial, layer: int, grams: dict[str, torch.Tensor]) -> None:
+        finish_layer(self, layer, grams)
+        if layer == 2:
+            raise Interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Partial, "finish_layer", interrupt)
+        with pytest.raises(Interrupted):
+            measured_statistics(families.experiment(recipe(family)), LEVELS, path)
+    return path
+
+
+def test_another_configuration_of_the_base_model_is_refused(family: Family, interrupted: Path, tmp_path: Path) -> None:
+    base = shutil.copytree(family.base, tmp_path / "other base")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    other = Family(base, family.experts, family.data, family.config)
+    with pytest.raises(SltaError, match="other config"):
+        measured_statistics(families.experiment(recipe(other)), LEVELS, interrupted)
+
+
+def test_a_damaged_state_is_named(family: Family, interrupted: Path) -> None:
+    (partial_of(interrupted) / "state.json").write_text("{")
+    with pytest.raises(
+        SltaError, match=f"state.json is damaged .*: delete the folder {re.escape(str(partial_of(interrupted)))}"
+    ):
+        measured_statistics(families.experiment(recipe(family)), LEVELS, interrupted)
+
+
+def test_a_damaged_file_is_named(family: Family, interrupted: Path) -> None:
+    (hidden,) = partial_of(interrupted).glob("hidden-*")
+    hidden.write_bytes(hidden.read_bytes()[:1000])
+    with pytest.raises(
+        SltaError, match=f"{hidden.name} is damaged .*: delete the folder {re.escape(str(partial_of(interrupted)))}"
+    ):
+        measured_statistics(families.experiment(recipe(family)), LEVELS, interrupted)
+
+
+def test_a_full_disk_loses_nothing(
+    family: Family, uninterrupted: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "stats.safetensors"
+    save = partial.save_file
+
+    def save_until_full(tensors: dict[str, torch.Tensor], file: Path) -> None:
+        if "layer-0003" in file.name:
+            raise SafetensorError("No space left on device")
+        save(tensors, file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(partial, "save_file", save_until_full)
+        with pytest.raises(SltaError, match="layer-0003.safetensors cannot be written .*No space left.*: make room"):
+            measured_statistics(families.experiment(recipe(family)), LEVELS, path)
+    assert len(list(partial_of(path).glob("layer-*"))) == 3
+    LoaderCache.loaders.clear()
+    measured_statistics(families.experiment(recipe(family)), LEVELS, path)
+    assert path.read_bytes() == uninterrupted
+
+
+@pytest.mark.parametrize(
+    ("changes", "levels", "words"),
+    [
+        ({"seed": 1}, LEVELS, "settings"),
+        ({"max_tokens": 5}, LEVELS, "tokens"),
+        ({"experts": [1, 0]}, LEVELS, "experts"),
+        ({}, ("layer",), "levels"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_the_state_of_another_calibration_is_refused_and_left_alone(
+    changes: dict[str, Any], levels: tuple[str, ...], words: str, family: Family, interrupted: Path
+) -> None:
+    before = {file: file.read_bytes() for file in partial_of(interrupted).iterdir()}
+    with pytest.raises(SltaError, match=f"unfinished calibration of something else.*{words}"):
+        measured_statistics(families.experiment(recipe(family, **changes)), levels, interrupted)
+    assert {file: file.read_bytes() for file in partial_of(interrupted).iterdir()} == before
+    assert not interrupted.exists()
+
+
+def test_another_base_model_is_refused(family: Family, interrupted: Path) -> None:
+    other = Family(family.experts[0], (family.base, family.experts[1]), family.data, family.config)
+    with pytest.raises(SltaError, match="other base"):
+        measured_statistics(families.experiment(recipe(other)), LEVELS, interrupted)
+
+
+def test_the_same_calibration_goes_on(family: Family, interrupted: Path, uninterrupted: bytes) -> None:
+    measured_statistics(families.experiment(recipe(family)), LEVELS, interrupted)
+    assert interrupted.read_bytes() == uninterrupted
+    assert not partial_of(interrupted).exists()
+
+
+def test_what_a_kill_after_the_last_write_leaves_is_removed(family: Family, interrupted: Path) -> None:
+    left = shutil.copytree(partial_of(interrupted), interrupted.with_name("left"))
+    measured_statistics(families.experiment(recipe(family)), LEVELS, interrupted)
+    left.rename(partial_of(interrupted))
+    LoaderCache.loaders.clear()
+    before = interrupted.stat()
+    measured_statistics(families.experiment(recipe(family)), LEVELS, interrupted)
+    assert not partial_of(interrupted).exists()
+    assert interrupted.stat().st_mtime_ns == before.st_mtime_ns

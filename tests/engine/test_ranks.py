@@ -1,0 +1,324 @@
+"""Processes that share a calibration measure what one alone measures, and fail together."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import MakeFamily, WriteRecipe
+from mergekit.io.tasks import LoaderCache
+from safetensors.torch import load_file, save_file
+from support import families
+from support.adapters import write_adapter
+from support.families import Family
+from support.gram_difference import largest_difference
+from support.processes import TIMEOUT, torchrun
+
+from mergekit_slta.engine import ranks
+from mergekit_slta.engine.partial import Partial
+from mergekit_slta.engine.ranks import Ranks
+from mergekit_slta.engine.streams import make_batches
+from mergekit_slta.errors import SltaError
+from mergekit_slta.featcal.scratch import SolvedModel
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.slta import statistics
+from mergekit_slta.slta.measure import measured_statistics
+
+LEVELS = ("layer", "attn_mlp")
+BATCH_TOKENS = 40
+
+Grams = Mapping[str, torch.Tensor]
+
+
+@contextmanager
+def joined(folder: Path, index: int, count: int) -> Iterator[Ranks]:
+    """One of several processes, while they know of each other."""
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", store, timedelta(seconds=TIMEOUT), rank=index, world_size=count)
+    yield Ranks(index, count)
+    dist.destroy_process_group()
+
+
+def run_together(forks: ForkServerContext, count: int, work: Callable[..., object], *arguments: Any) -> None:
+    """Run ``work(*arguments, index, count)`` in several processes at once."""
+    processes = [forks.Process(target=work, args=(*arguments, index, count), daemon=True) for index in range(count)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(TIMEOUT)
+    assert [process.exitcode for process in processes] == [0] * count
+
+
+def share(family: Family, levels: tuple[str, ...], batch_tokens: int, folder: Path, index: int, count: int) -> None:
+    """What one of several processes does."""
+    partial = Partial(folder / "state", {})
+    partial.begin()
+    with joined(folder, index, count) as ranks:
+        grams = families.measure(family, *levels, batch_tokens=batch_tokens, ranks=ranks, partial=partial)
+    save_file(grams, folder / f"rank{index}.safetensors")
+
+
+def measured_together(
+    forks: ForkServerContext, family: Family, levels: tuple[str, ...], batch_tokens: int, folder: Path, count: int
+) -> list[Grams]:
+    """What each of ``count`` processes ends up with."""
+    run_together(forks, count, share, family, levels, batch_tokens, folder)
+    return [load_file(folder / f"rank{index}.safetensors") for index in range(count)]
+
+
+@pytest.mark.parametrize("levels", [LEVELS, ("model", "linear")], ids=str)
+@pytest.mark.parametrize("count", [2, 3])
+def test_every_process_ends_up_with_what_one_alone_measures(
+    count: int, levels: tuple[str, ...], forks: ForkServerContext, llama: Family, tmp_path: Path
+) -> None:
+    alone = families.measure(llama, *levels, batch_tokens=BATCH_TOKENS)
+    for grams in measured_together(forks, llama, levels, BATCH_TOKENS, tmp_path, count):
+        assert largest_difference(grams, alone) < 1e-8
+
+
+def test_more_processes_than_batches(forks: ForkServerContext, make_family: MakeFamily, tmp_path: Path) -> None:
+    family = make_family(experts=2, records=3)
+    assert len(make_batches(family.token_ids(), 10000)) == 2
+    alone = families.measure(family, *LEVELS, batch_tokens=10000)
+    for grams in measured_together(forks, family, LEVELS, 10000, tmp_path, 4):
+        assert largest_difference(grams, alone) < 1e-8
+
+
+def test_alone_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    joined = ranks.join()
+    assert (joined.index, joined.count, joined.first) == (0, 1, True)
+    assert torch.equal(joined.sum(torch.ones(2).double()), torch.ones(2).double())
+    joined.wait()
+    ranks.leave()
+
+
+# Feature merges
+
+
+def share_features(family: Family, batch_tokens: int, folder: Path, index: int, count: int) -> None:
+    """What one of several processes does."""
+    with joined(folder, index, count) as ranks:
+        families.feature_merge(family, folder / "state", batch_tokens=batch_tokens, compare=True, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "count", "batch_tokens"), [("llama", 2, 40), ("mixtral", 3, 40), ("gpt2", 4, 10000)]
+)
+def test_processes_that_share_a_feature_merge_write_what_one_alone_writes(
+    architecture: str,
+    count: int,
+    batch_tokens: int,
+    forks: ForkServerContext,
+    make_family: MakeFamily,
+    tmp_path: Path,
+) -> None:
+    """Also with more processes than batches."""
+    family = make_family(architecture, experts=3)
+    errors = families.feature_merge(family, tmp_path / "alone", batch_tokens=batch_tokens, compare=True).errors()
+    run_together(forks, count, share_features, family, batch_tokens, tmp_path)
+    alone, together = (families.solved_tensors(tmp_path / name) for name in ("alone", "state"))
+    assert set(alone) == set(together)
+    for name, tensor in alone.items():
+        assert (together[name] - tensor).norm() <= 1e-6 * tensor.norm(), name
+    assert not list((tmp_path / "state").glob("hidden-*"))
+    decoder = Decoder(family.config)
+    found = SolvedModel(decoder, Partial(tmp_path / "state", {}), "base").errors()
+    assert all(torch.allclose(found[name], error, rtol=1e-5) for name, error in errors.items())
+
+
+@pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_torchrun_merge_writes_the_same_tensors(
+    resumed: bool, llama: Family, write_recipe: WriteRecipe, tmp_path: Path
+) -> None:
+    """Also where one process alone has begun, and several finish."""
+    settings: dict[str, Any] = {"samples": 6, "batch_tokens": BATCH_TOKENS, "scratch": str(tmp_path / "scratch")}
+    content = families.recipe(llama, "featcal", **settings)
+    alone = load_file(families.merge(content, tmp_path / "alone") / "model.safetensors")
+    if resumed:
+        LoaderCache.loaders.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Partial, "finish_layer", interrupt_after_the_second_layer)
+            with pytest.raises(InterruptedError):
+                families.merge(content, tmp_path / "interrupted")
+        assert len(list((tmp_path / "scratch").glob("featcal-*/layer-*"))) == 2
+    recipe = write_recipe(llama, "featcal", **settings)
+    done = torchrun(2, "-m", "mergekit_slta", "merge", recipe, tmp_path / "together", "--no-write-model-card")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("'featcal' takes about") == 1
+    together = load_file(tmp_path / "together" / "model.safetensors")
+    assert set(together) == set(alone)
+    for name, tensor in alone.items():
+        assert (together[name] - tensor).norm() <= 1e-6 * tensor.norm(), name
+    assert not list((tmp_path / "scratch").glob("featcal-*"))
+
+
+@pytest.mark.parametrize("method", ["slta", "featcal"])
+def test_torchrun_merges_adapters_once(method: str, llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
+    adapters = [write_adapter(llama.base, tmp_path / f"adapter{index}", seed=index) for index in range(2)]
+    family = Family(llama.base, tuple(Path(f"{llama.base}+{folder}") for folder in adapters), llama.data, llama.config)
+    recipe = write_recipe(family, method, samples=6)
+    cache: list[str | Path] = ["--lora-merge-cache", tmp_path / "cache"]
+    done = torchrun(2, "-m", "mergekit_slta", "merge", recipe, tmp_path / "out", "--no-write-model-card", *cache)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+FINISH_LAYER = Partial.finish_layer
+
+
+def interrupt_after_the_second_layer(partial: Partial, layer: int, tensors: Grams) -> None:
+    FINISH_LAYER(partial, layer, tensors)
+    if layer == 1:
+        raise InterruptedError
+
+
+def look_at_own_disk(folder: Path, index: int, count: int) -> None:
+    """What one of several processes does: it sees as many files as its index says."""
+    with joined(folder, index, count) as ranks:
+        ranks.require_equal(3, folder)
+        with pytest.raises(SltaError) as caught:
+            ranks.require_equal(index, folder)
+    (folder / f"said{index}").write_text(caught.value.message)
+
+
+def test_processes_that_see_different_files_refuse_to_go_on(forks: ForkServerContext, tmp_path: Path) -> None:
+    run_together(forks, 2, look_at_own_disk, tmp_path)
+    said = {(tmp_path / f"said{index}").read_text() for index in range(2)}
+    assert said == {f"The processes see different files in {tmp_path}: it must be a folder that all of them share."}
+
+
+# The command itself
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_torchrun_calibrate_writes_the_same_file(
+    count: int, llama: Family, write_recipe: WriteRecipe, tmp_path: Path
+) -> None:
+    recipe = write_recipe(llama, samples=6, batch_tokens=BATCH_TOKENS)
+    alone, together = tmp_path / "alone.safetensors", tmp_path / "together.safetensors"
+    measured_statistics(
+        families.experiment(families.recipe(llama, samples=6, batch_tokens=BATCH_TOKENS)), ["attn_mlp"], alone
+    )
+    done = torchrun(count, "-m", "mergekit_slta", "calibrate", recipe, "-o", together)
+    assert done.returncode == 0, done.stderr
+    one, other = statistics.load(alone), statistics.load(together)
+    assert largest_difference(other.grams, one.grams) < 1e-8
+    assert other.info == one.info
+    assert torch.equal(other.task, one.task)
+    assert torch.equal(other.tokens, one.tokens)
+    assert [path.name for path in tmp_path.iterdir() if "together" in path.name] == [together.name]
+
+
+FAILING_ON_RANK_1 = """
+import os
+from mergekit_slta.slta.calibrate import _Calibration
+from mergekit_slta.errors import SltaError
+
+measure = _Calibration._measure_layer
+
+def failing(self, layer, *rest):
+    if layer == 1 and os.environ["RANK"] == "1":
+        raise SltaError("the disk of rank 1 is gone")
+    return measure(self, layer, *rest)
+
+_Calibration._measure_layer = failing
+from mergekit_slta.cli.commands import main
+main()
+"""
+
+
+def test_an_error_on_one_rank_ends_all_of_them(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING_ON_RANK_1)
+    stats = tmp_path / "stats.safetensors"
+    recipe = write_recipe(llama, samples=6, batch_tokens=BATCH_TOKENS)
+    done = torchrun(2, script, "calibrate", recipe, "-o", stats)
+    assert done.returncode != 0
+    assert "Error: the disk of rank 1 is gone" in done.stderr
+    assert not stats.exists()
+    content = families.recipe(llama, samples=6, batch_tokens=BATCH_TOKENS)
+    went_on = measured_statistics(families.experiment(content), ["attn_mlp"], stats)
+    alone = families.measure(llama, "attn_mlp", batch_tokens=BATCH_TOKENS)
+    assert largest_difference(went_on.grams, alone) < 1e-8
+
+
+CHECKING_LATE_ON_RANK_1 = """
+import os, pathlib, sys, time
+import torch.distributed as dist
+from mergekit_slta.checks import examine
+
+examine = examine.examine
+waiting = pathlib.Path(__file__).with_name("waiting")
+
+def late(*arguments, **purpose):
+    if os.environ["RANK"] == "1":
+        while not waiting.exists():
+            time.sleep(0.01)
+        assert not any(map(pathlib.Path.exists, map(pathlib.Path, (sys.argv[3], sys.argv[5])))), "rank 0 writes already"
+    return examine(*arguments, **purpose)
+
+def marked(operation):
+    def run(*arguments, **more):
+        waiting.touch()
+        return operation(*arguments, **more)
+    return run
+
+if os.environ["RANK"] == "0":
+    dist.broadcast, dist.barrier = marked(dist.broadcast), marked(dist.barrier)
+examine.examine = late
+from mergekit_slta.cli.commands import main
+main()
+"""
+
+
+def test_no_process_writes_before_all_have_checked_the_recipe(
+    llama: Family, write_recipe: WriteRecipe, tmp_path: Path
+) -> None:
+    """What the first one has half written, such as a merged adapter, must not look damaged to another."""
+    script = tmp_path / "late.py"
+    script.write_text(CHECKING_LATE_ON_RANK_1)
+    adapter = write_adapter(llama.base, tmp_path / "adapter")
+    family = Family(llama.base, (Path(f"{llama.base}+{adapter}"), llama.experts[1]), llama.data, llama.config)
+    recipe, out, cache = write_recipe(family, "featcal", samples=4), tmp_path / "out", tmp_path / "cache"
+    done = torchrun(2, script, "merge", recipe, out, "--lora-merge-cache", cache, "--no-write-model-card")
+    assert done.returncode == 0, done.stderr
+    assert (out / "model.safetensors").exists()
+
+
+REFUSING_ON_RANK_1 = """
+import os
+from mergekit_slta.checks import examine
+
+examine = examine.examine
+
+def full(*arguments, **purpose):
+    found = examine(*arguments, **purpose)
+    if os.environ["RANK"] == "1":
+        found.problems.append("the disk of rank 1 is full")
+    return found
+
+examine.examine = full
+from mergekit_slta.cli.commands import main
+main()
+"""
+
+
+def test_what_one_process_finds_wrong_ends_all_before_anything_is_written(
+    llama: Family, write_recipe: WriteRecipe, tmp_path: Path
+) -> None:
+    script = tmp_path / "refusing.py"
+    script.write_text(REFUSING_ON_RANK_1)
+    done = torchrun(2, script, "merge", write_recipe(llama, samples=4), tmp_path / "out")
+    assert done.returncode != 0
+    assert done.stderr.count("Error: the disk of rank 1 is full") == 1
+    assert not (tmp_path / "out").exists()
+    done = torchrun(2, "-m", "mergekit_slta", "merge", write_recipe(llama, levle="layer"), tmp_path / "out")
+    assert done.returncode != 0
+    assert done.stderr.count("did you mean 'level'?") == 1

@@ -1,0 +1,171 @@
+"""Which maps of a layer are solved together, and in which order, against a table made by hand."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import transformers
+from support import families
+
+from mergekit_slta.featcal.groups import MapGroup, find_groups, groups_by_layer
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.maps import LinearMap, is_fused, linear_maps
+
+Names = tuple[str, ...]
+
+ATTENTION = ("self_attn.q_proj/k_proj/v_proj", "self_attn.o_proj")
+GATED = ("mlp.gate_proj/up_proj", "mlp.down_proj")
+LLAMA = (*ATTENTION, *GATED)
+NEOX = ("attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+FALCON = ("self_attention.query_key_value", "self_attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+MIXTURE = (*ATTENTION, "mlp.experts")
+GRANITE_MAMBA = ("mamba.in_proj", "mamba.out_proj")
+GRANITE_SHARED = ("shared_mlp.input_linear", "shared_mlp.output_linear")
+LFM2_MLP = ("feed_forward.w1/w3", "feed_forward.w2")
+
+# Architecture -> the groups of its layers in their order; where layers differ, one entry for each of them.
+GROUPS: dict[str, Names | list[Names]] = {
+    **dict.fromkeys(
+        (
+            "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "olmo", "olmo2", "cohere",
+            "cohere_without_qk_norm", "cohere2", "stablelm", "stablelm_parallel", "granite",
+        ),
+        LLAMA,
+    ),
+    "phi": ("self_attn.q_proj/k_proj/v_proj", "self_attn.dense", "mlp.fc1", "mlp.fc2"),
+    "phi3": ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"),
+    "glm4": (*ATTENTION, "mlp.gate_up_proj", "mlp.down_proj"),
+    "gpt2": ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"),
+    **dict.fromkeys(("gpt_neox", "gpt_neox_sequential"), NEOX),
+    **dict.fromkeys(("falcon_7b", "falcon_new", "falcon_one_norm", "falcon_alibi", "bloom"), FALCON),
+    "starcoder2": (*ATTENTION, "mlp.c_fc", "mlp.c_proj"),
+    **dict.fromkeys(("arcee", "apertus"), (*ATTENTION, "mlp.up_proj", "mlp.down_proj")),
+    **dict.fromkeys(("mixtral", "qwen3_moe", "gpt_oss"), MIXTURE),
+    "glm4_moe": [
+        LLAMA,
+        *[(*MIXTURE, "mlp.shared_experts.gate_proj/shared_experts.up_proj", "mlp.shared_experts.down_proj")] * 2,
+    ],
+    "lfm2": [
+        ("conv.in_proj", "conv.out_proj", *LFM2_MLP),
+        ("self_attn.q_proj/k_proj/v_proj", "self_attn.out_proj", *LFM2_MLP),
+        ("conv.in_proj", "conv.out_proj", *LFM2_MLP),
+    ],
+    "granite_moe_hybrid": [
+        (*GRANITE_MAMBA, "block_sparse_moe.experts", *GRANITE_SHARED),
+        (*ATTENTION, "block_sparse_moe.experts", *GRANITE_SHARED),
+        (*GRANITE_MAMBA, "block_sparse_moe.experts", *GRANITE_SHARED),
+    ],
+    "granite_hybrid_dense": [
+        (*GRANITE_MAMBA, *GRANITE_SHARED),
+        (*ATTENTION, *GRANITE_SHARED),
+        (*GRANITE_MAMBA, *GRANITE_SHARED),
+    ],
+    "opt": ("self_attn.q_proj/k_proj/v_proj", "self_attn.out_proj", "fc1", "fc2"),
+    "llama4": (
+        *ATTENTION,
+        "feed_forward.shared_expert.gate_proj/shared_expert.up_proj",
+        "feed_forward.shared_expert.down_proj",
+    ),
+    "falcon_h1": (*GRANITE_MAMBA, *ATTENTION, "feed_forward.up_proj/gate_proj", "feed_forward.down_proj"),
+}  # fmt: skip
+
+# The maps that stay the anchor's in some layer, by name; routed experts by their module.
+KEPT = {
+    **{name: {"mlp.gate"} for name in ("mixtral", "qwen3_moe", "glm4_moe")},
+    "gpt_oss": {"mlp.router"},
+    "granite_moe_hybrid": {"block_sparse_moe.router"},
+    "llama4": {"feed_forward.router", "feed_forward.experts"},
+}
+
+skeleton = functools.cache(families.skeleton)
+
+
+def test_every_decoder_is_in_the_table() -> None:
+    """The one that is not hands its layers several hidden states per token, which no stream carries."""
+    assert set(families.ARCHITECTURES | families.UNSPLIT) - set(GROUPS) == {"gemma3n"}
+
+
+@pytest.mark.parametrize("architecture", GROUPS)
+def test_groups_are_those_of_the_table(architecture: str) -> None:
+    expected = GROUPS[architecture]
+    for layer in range(families.LAYERS):
+        groups = find_groups(skeleton(architecture), layer).groups
+        assert tuple(map(str, groups)) == (expected[layer] if isinstance(expected, list) else expected)
+
+
+@pytest.mark.parametrize("architecture", GROUPS)
+def test_what_is_kept_are_routers_and_experts_that_cannot_be_called(architecture: str) -> None:
+    decoder = skeleton(architecture)
+    names = {m.name: m.module for layer in decoder.layers for m in linear_maps(layer)}
+    kept = {names[name] for layer in range(families.LAYERS) for name in find_groups(decoder, layer).kept}
+    assert kept == KEPT.get(architecture, set())
+
+
+@pytest.mark.parametrize("architecture", GROUPS)
+def test_layers_of_the_same_modules_have_the_same_groups(architecture: str) -> None:
+    decoder = skeleton(architecture)
+    assert groups_by_layer(decoder) == [find_groups(decoder, layer) for layer in range(families.LAYERS)]
+
+
+@pytest.mark.parametrize("architecture", GROUPS)
+def test_every_map_is_in_one_group_or_kept(architecture: str) -> None:
+    decoder = skeleton(architecture)
+    for layer in range(families.LAYERS):
+        found = find_groups(decoder, layer)
+        names = [m.name for group in found.groups for m in group.maps] + list(found.kept)
+        assert sorted(names) == sorted(m.name for m in linear_maps(decoder.layers[layer]))
+
+
+def in_features(decoder: Decoder, layer: int, linear_map: LinearMap) -> int:
+    return linear_map.matrix(decoder.layers[layer].state_dict()).shape[1]
+
+
+@pytest.mark.parametrize("architecture", GROUPS)
+def test_a_group_is_entered_by_its_first_module_and_has_one_input(architecture: str) -> None:
+    decoder = skeleton(architecture)
+    for layer in range(families.LAYERS):
+        for group in find_groups(decoder, layer).groups:
+            assert group.module == group.modules[0]
+            assert {module.partition(".")[0] for module in group.modules} == {group.child}
+            assert group.fused == is_fused(decoder.layers[layer].get_submodule(group.module))
+            assert group.fused or len({in_features(decoder, layer, m) for m in group.maps}) == 1
+
+
+def test_routed_experts_are_one_group_with_two_maps_each() -> None:
+    group = find_groups(skeleton("mixtral"), 0).groups[-1]
+    names = [f"mlp.experts.{expert}.{name}" for expert in range(4) for name in ("gate_up_proj", "down_proj")]
+    assert sorted(m.name for m in group.maps) == sorted(names)
+
+
+def test_maps_of_equal_sizes_that_are_given_different_tensors_stay_apart() -> None:
+    """Whatever the sizes: here every matrix of the layer is square."""
+    decoder = families.skeleton("llama", intermediate_size=32, num_key_value_heads=4)
+    assert tuple(map(str, find_groups(decoder, 0).groups)) == LLAMA
+
+
+def test_tracing_leaves_the_weights_without_values() -> None:
+    decoder = families.skeleton("llama")
+    find_groups(decoder, 1)
+    assert all(parameter.device == torch.device("meta") for parameter in decoder.model.parameters())
+
+
+def test_a_group_names_its_modules_inside_the_child_once() -> None:
+    maps = [LinearMap(name, name, f"{name}.weight", None, False) for name in ("a.x", "a.b.y")]
+    assert str(MapGroup("a", "a.x", tuple(maps))) == "a.x/b.y"
+    assert str(MapGroup("fc1", "fc1", (LinearMap("fc1", "fc1", "fc1.weight", "fc1.bias", False),))) == "fc1"
+
+
+def test_a_mixture_of_another_layout_keeps_its_experts_and_its_router() -> None:
+    config = transformers.JetMoeConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_key_value_heads=2, kv_channels=8,
+        num_local_experts=4, architectures=["JetMoeForCausalLM"],
+    )  # fmt: skip
+    found = find_groups(Decoder(config), 0)
+    assert [str(group) for group in found.groups] == ["self_attention.kv_proj"]
+    assert set(found.kept) == {
+        f"{mixture}.{name}"
+        for mixture in ("self_attention.experts", "mlp")
+        for name in ("router.layer", "input_linear.weight", "output_linear.weight")
+    }

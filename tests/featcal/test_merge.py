@@ -1,0 +1,550 @@
+"""The feature merge against explicit least squares on whole models, its limits, and what must not change it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import MakeFamily
+from mergekit.io.tasks import LoaderCache
+from support import depths, families, featcal_reference
+from support.copies import edit_tensors
+from support.families import ARCHITECTURES, LAYERS, UNSPLIT, Family
+
+from mergekit_slta.errors import SltaError
+from mergekit_slta.featcal import regression
+from mergekit_slta.featcal.anchor import Anchor
+from mergekit_slta.featcal.groups import find_groups
+from mergekit_slta.featcal.layer import ENOUGH_TOKENS, Regression
+from mergekit_slta.featcal.merge import stages
+from mergekit_slta.featcal.needs import needs
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.maps import output_head
+
+# Of a tensor's norm; float32 features and products against float64 ones.
+TOLERANCE = 1e-4
+DECODERS = [name for name in (*ARCHITECTURES, *UNSPLIT) if name != "gemma3n"]
+BIASES = ("gpt2", "gpt_neox", "gpt_oss", "opt", "qwen2", "starcoder2")
+# Every input of every map has full rank, so that the calibration data alone decide the maps.
+DETERMINED = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "phi3",
+    "glm4_moe",
+    "mixtral",
+    "gpt_oss",
+    "lfm2",
+    "granite_moe_hybrid",
+    "falcon_h1",
+)
+EXACT = Regression(ridge=1e-9)
+
+State = dict[str, torch.Tensor]
+Tasks = list[list[list[int]]]
+
+
+def merged_tensors(family: Family, folder: Path, **arguments: Any) -> State:
+    """What a feature merge solves; ``arguments`` are those of ``families.feature_merge``."""
+    families.feature_merge(family, folder, **arguments)
+    return families.solved_tensors(folder)
+
+
+def relative_errors(found: State, expected: State) -> dict[str, float]:
+    """Each found tensor's error relative to its norm."""
+    norms = {name: float(expected[name].norm()) for name in found}
+    return {name: float((found[name] - expected[name]).norm()) / (norms[name] or 1.0) for name in found}
+
+
+def worst(found: State, expected: State) -> float:
+    return max(relative_errors(found, expected).values())
+
+
+def average(family: Family) -> Anchor:
+    """The anchor that is the mean of the experts."""
+    count = len(family.experts)
+    equal = torch.full((count,), 1 / count, dtype=torch.float64)
+    return Anchor(families.checkpoints(family.folders), lambda name: equal)
+
+
+def mean_state(family: Family) -> State:
+    """Every tensor's mean over the experts, in float64."""
+    _, *experts = (model.state_dict() for model in family.models())
+    return {name: torch.stack([own[name] for own in experts]).mean(0) for name in experts[0]}
+
+
+def solved_names(decoder: Decoder) -> set[str]:
+    """The tensors that are solved, by the model's names."""
+    head = output_head(decoder)
+    found = {name for name in (head.weight, head.bias) if name} if head else set()
+    for layer in range(len(decoder)):
+        names, groups = decoder.layer_tensors(layer), find_groups(decoder, layer).groups
+        found |= {names[name] for group in groups for m in group.maps for name in (m.weight, m.bias) if name}
+    return found
+
+
+def logits(model: Any, state: State, tasks: Tasks) -> torch.Tensor:
+    """The logits [tokens, V] of a model with other tensors, in float64."""
+    model.load_state_dict(model.state_dict() | {name: tensor.double() for name, tensor in state.items()})
+    with torch.no_grad():
+        return torch.cat([model(torch.tensor([ids])).logits[0] for task in tasks for ids in task])
+
+
+# The reference
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [
+        *((name, {}) for name in featcal_reference.GROUPS),
+        ("llama", {"teacher": 0.6}),
+        ("mixtral", {"teacher": 0.0}),
+        ("gpt_neox", {"teacher": 0.25, "ridge": 0.1}),
+        ("llama", {"head": False}),
+    ],
+    ids=str,
+)
+def test_equals_the_reference(
+    architecture: str, settings: dict[str, Any], make_family: MakeFamily, tmp_path: Path
+) -> None:
+    family = make_family(architecture, records=4, longest=16)
+    base, *experts = family.models()
+    tasks, groups = family.token_ids(), featcal_reference.GROUPS[architecture]
+    expected = featcal_reference.merge(base, experts, tasks, groups, **settings)
+    head = settings.get("head", True)
+    regression = Regression(settings.get("ridge", 0.003), settings.get("teacher", 1.0))
+    found = merged_tensors(family, tmp_path, regression=regression, head=head, batch_tokens=50)
+    assert worst(base.state_dict() | found, expected) < TOLERANCE
+    # Not the anchor that a solution is compared with, either.
+    changed = {name for name, tensor in base.state_dict().items() if not torch.equal(tensor, expected[name])}
+    assert changed == solved_names(Decoder(family.config)) - (set() if head else {"lm_head.weight"})
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_equals_the_reference_with_the_average_as_anchor(
+    architecture: str, make_family: MakeFamily, tmp_path: Path
+) -> None:
+    family = make_family(architecture, records=4, longest=16)
+    base, *experts = family.models()
+    anchor, groups = mean_state(family), featcal_reference.GROUPS[architecture]
+    expected = featcal_reference.merge(base, experts, family.token_ids(), groups, ridge=0.05, anchor=anchor)
+    found = merged_tensors(family, tmp_path, regression=Regression(0.05), anchor=average(family))
+    assert worst(anchor | found, expected) < TOLERANCE
+
+
+# Limits
+
+
+@pytest.mark.parametrize("architecture", ["llama", "glm4_moe", *BIASES])
+def test_an_endless_ridge_gives_the_anchor(architecture: str, make_family: MakeFamily, tmp_path: Path) -> None:
+    family = make_family(architecture, records=3)
+    anchors = {"base": None, "average": average(family)}
+    expected = {"base": family.model(0).state_dict(), "average": mean_state(family)}
+    for name, anchor in anchors.items():
+        found = merged_tensors(family, tmp_path / name, regression=Regression(1e12), anchor=anchor)
+        assert worst(found, expected[name]) < 1e-7
+
+
+@pytest.mark.parametrize("architecture", DECODERS)
+def test_one_expert_and_no_ridge_give_what_that_expert_does(
+    architecture: str, make_family: MakeFamily, tmp_path: Path
+) -> None:
+    decoder, tasks = families.skeleton(architecture), families.wide_tasks(1)
+    family = make_family(architecture, experts=1, touch=solved_names(decoder).__contains__)
+    found = merged_tensors(family, tmp_path, tasks=tasks, regression=EXACT)
+    base, expert = family.models()
+    before, wanted = logits(base, {}, tasks), logits(expert, {}, tasks)
+    assert (logits(base, found, tasks) - wanted).norm() < TOLERANCE * (before - wanted).norm()
+
+
+def expert_change_missed(found: State, base: State, expert: State) -> float:
+    """The largest error of a tensor relative to the expert's change of it."""
+    moved = [name for name in found if not torch.equal(expert[name], base[name])]
+    return max(float((found[name] - expert[name]).norm() / (expert[name] - base[name]).norm()) for name in moved)
+
+
+@pytest.mark.parametrize("regression", [Regression(0.0), EXACT, Regression(1e-9, teacher=0.5)], ids=str)
+@pytest.mark.parametrize("architecture", DETERMINED)
+def test_one_expert_and_no_ridge_give_that_expert(
+    architecture: str, regression: Regression, make_family: MakeFamily, tmp_path: Path
+) -> None:
+    touched = solved_names(families.skeleton(architecture))
+    family = make_family(architecture, experts=1, touch=touched.__contains__)
+    found = merged_tensors(family, tmp_path, tasks=families.wide_tasks(1), regression=regression)
+    base, expert = (model.state_dict() for model in family.models())
+    assert expert_change_missed(found, base, expert) < 1e-3
+
+
+@pytest.mark.parametrize("architecture", ["llama", "phi3", "gpt_oss", "falcon_h1"])
+def test_equal_experts_give_that_expert(architecture: str, make_family: MakeFamily, tmp_path: Path) -> None:
+    touched = solved_names(families.skeleton(architecture))
+    one = make_family(architecture, experts=1, touch=touched.__contains__)
+    family = Family(one.base, one.experts * 3, one.data * 3, one.config)
+    found = merged_tensors(family, tmp_path, tasks=families.wide_tasks(3, samples=6), regression=EXACT)
+    base, expert = (one.model(index).state_dict() for index in (0, 1))
+    assert expert_change_missed(found, base, expert) < 1e-3
+
+
+# What must not matter
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "mixtral", "falcon_alibi", "granite_moe_hybrid", "llama4"])
+def test_batches_and_their_padding_do_not_matter(architecture: str, make_family: MakeFamily, tmp_path: Path) -> None:
+    family = make_family(architecture, longest=30)
+    assert len({len(ids) for task in family.token_ids() for ids in task}) > 3
+    one_by_one, *others = (
+        merged_tensors(family, tmp_path / str(positions), batch_tokens=positions) for positions in (1, 70, 10000)
+    )
+    assert all(worst(other, one_by_one) < TOLERANCE for other in others)
+
+
+def test_the_order_of_the_samples_does_not_matter(llama: Family, tmp_path: Path) -> None:
+    tasks = llama.token_ids()
+    first = merged_tensors(llama, tmp_path / "forwards", tasks=tasks, batch_tokens=60)
+    backwards = [samples[::-1] for samples in tasks]
+    assert worst(merged_tensors(llama, tmp_path / "backwards", tasks=backwards, batch_tokens=60), first) < 1e-5
+
+
+def test_the_order_of_the_experts_does_not_matter(llama: Family, tmp_path: Path) -> None:
+    tasks, order = llama.token_ids(), (2, 0, 1)
+    other = Family(llama.base, tuple(llama.experts[i] for i in order), (), llama.config)
+    first = merged_tensors(llama, tmp_path / "first", tasks=tasks)
+    assert worst(merged_tensors(other, tmp_path / "second", tasks=[tasks[i] for i in order]), first) < 1e-5
+
+
+def test_two_runs_are_identical_bit_for_bit(llama: Family, tmp_path: Path) -> None:
+    first, second = (merged_tensors(llama, tmp_path / name) for name in ("first", "second"))
+    assert list(first) == list(second)
+    assert all(torch.equal(first[name], tensor) for name, tensor in second.items())
+
+
+def test_following_the_anchor_changes_nothing(llama: Family, tmp_path: Path) -> None:
+    first, second = (merged_tensors(llama, tmp_path / str(compare), compare=compare) for compare in (False, True))
+    assert all(torch.equal(first[name], tensor) for name, tensor in second.items())
+
+
+# Every architecture
+
+
+@pytest.mark.parametrize("architecture", DECODERS)
+def test_every_architecture_gives_finite_tensors_of_its_shapes(
+    architecture: str, make_family: MakeFamily, tmp_path: Path
+) -> None:
+    family = make_family(architecture, records=3, longest=12)
+    found = merged_tensors(family, tmp_path)
+    model: Any = family.model(0)
+    state, decoder = model.state_dict(), Decoder(family.config)
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    layers = {name for layer in range(LAYERS) for name in decoder.layer_tensors(layer).values()}
+    assert set(found) == (
+        layers if tied else layers | {name for name in solved_names(decoder) if ".layers." not in name}
+    )
+    for name, tensor in found.items():
+        assert tensor.shape == state[name].shape
+        assert tensor.dtype == torch.float32
+        assert tensor.isfinite().all()
+    changed = {name for name in found if not torch.equal(found[name].double(), state[name])}
+    assert changed == solved_names(decoder)
+
+
+@pytest.mark.parametrize(("architecture", "head"), [("llama", False), ("gemma", True)])
+def test_a_head_that_is_off_or_tied_is_not_written(
+    architecture: str, head: bool, make_family: MakeFamily, tmp_path: Path
+) -> None:
+    family = make_family(architecture, records=3)
+    found = merged_tensors(family, tmp_path, head=head)
+    assert not [name for name in found if ".layers." not in name]
+
+
+def test_the_head_in_parts_is_the_same(llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = merged_tensors(llama, tmp_path / "whole")
+    monkeypatch.setattr("mergekit_slta.featcal.merge.HEAD_ELEMENTS", 32 * 7)
+    assert worst(merged_tensors(llama, tmp_path / "parts"), whole) < 1e-6
+
+
+# Routed experts
+
+
+def test_routed_experts_that_few_tokens_reach_keep_the_anchors_maps_and_are_named(
+    make_family: MakeFamily, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    family = make_family("mixtral")
+    with caplog.at_level(logging.WARNING, logger="mergekit_slta"):
+        found = merged_tensors(family, tmp_path, tasks=[[[1, 5]], [[1, 9]]])
+    named = {
+        (int(layer), int(expert), name, int(tokens))
+        for record in caplog.records
+        if (layer := (re.findall(r"^Layer (\d+): .* keep the anchor's weights$", record.message) or [None])[0])
+        for expert, name, tokens in re.findall(r"mlp\.experts\.(\d+)\.(\w+) \((\d+) tokens\)", record.message)
+    }
+    assert any(tokens == 0 for *_, tokens in named)
+    assert all(tokens < ENOUGH_TOKENS * {"gate_up_proj": 32, "down_proj": 48}[name] for _, _, name, tokens in named)
+    base = family.model(0).state_dict()
+    kept = set()
+    for layer in range(LAYERS):
+        for expert in range(4):
+            for name in ("gate_up_proj", "down_proj"):
+                full = f"model.layers.{layer}.mlp.experts.{name}"
+                if torch.equal(found[full][expert].double(), base[full][expert]):
+                    kept.add((layer, expert, name))
+    assert kept == {entry[:3] for entry in named}
+    assert len(kept) < LAYERS * 4 * 2
+
+
+def test_enough_tokens_leave_nothing_to_say(
+    make_family: MakeFamily, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="mergekit_slta"):
+        merged_tensors(make_family("mixtral"), tmp_path, tasks=families.wide_tasks(2, samples=4))
+    assert not caplog.records
+
+
+# Numerics
+
+
+def with_massive_dimension(family: Family, dimension: int = 5, size: float = 1e3) -> Family:
+    """Give the residual stream a dimension that is a thousand times as large as the others, at every token."""
+
+    def plant(tensors: State) -> None:
+        tensors["model.embed_tokens.weight"][:, dimension] = size
+
+    for folder in family.folders:
+        edit_tensors(folder, plant)
+    return family
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_massive_activations_do_not_make_the_solution_useless(
+    architecture: str, make_family: MakeFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = with_massive_dimension(make_family(architecture, records=20))
+
+    def share_of_the_anchors_error(folder: Path) -> float:
+        errors = families.feature_merge(family, folder, compare=True).errors()
+        return float((errors["error.merged"] / errors["error.anchor"])[-1].max())
+
+    found = share_of_the_anchors_error(tmp_path / "found")
+    monkeypatch.setattr(regression, "MASSIVE", torch.inf)
+    assert found < 0.5 < share_of_the_anchors_error(tmp_path / "ridge by the mean")
+
+
+def test_a_layer_that_cannot_be_solved_keeps_the_anchors_maps_and_says_so(
+    llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(regression.NormalEquations, "_try", lambda self, ridge: None)
+    with caplog.at_level(logging.WARNING, logger="mergekit_slta"):
+        found = merged_tensors(llama, tmp_path)
+    base = llama.model(0).state_dict()
+    assert all(torch.equal(tensor.double(), base[name]) for name, tensor in found.items())
+    said = [record.message for record in caplog.records]
+    assert len(said) == LAYERS * 4 + 1
+    assert said[0].startswith(
+        "Layer 0: self_attn.q_proj, self_attn.k_proj, self_attn.v_proj (no solution at any ridge)"
+    )
+    assert "output head" in said[-1]
+
+
+def test_a_larger_ridge_than_asked_for_is_named(
+    llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    attempt = regression.NormalEquations._try
+
+    def fail(self: regression.NormalEquations, ridge: float) -> torch.Tensor | None:
+        return attempt(self, ridge) if ridge >= 0.25 else None
+
+    monkeypatch.setattr(regression.NormalEquations, "_try", fail)
+    with caplog.at_level(logging.WARNING, logger="mergekit_slta"):
+        found = merged_tensors(llama, tmp_path / "enlarged", regression=Regression(0.003))
+    said = [record.message for record in caplog.records if record.message.endswith("needed a ridge of 0.3")]
+    assert said[1] == "Layer 0: self_attn.o_proj needed a ridge of 0.3"
+    assert len(said) == LAYERS * 4 + 1 and "output head" in said[-1]
+    assert worst(found, merged_tensors(llama, tmp_path / "asked for", regression=Regression(0.3))) < 1e-6
+
+
+# How far the features are
+
+
+def layer_outputs(model: Any, ids: list[int]) -> list[torch.Tensor]:
+    """What each layer gives [S, D] on a sample."""
+    outputs: list[torch.Tensor] = []
+
+    def note(module: Any, arguments: Any, output: Any) -> None:
+        outputs.append((output[0] if isinstance(output, tuple) else output)[0])
+
+    hooks = [layer.register_forward_hook(note) for layer in model.model.layers]
+    with torch.no_grad():
+        model(torch.tensor([ids]), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return outputs
+
+
+def errors_by_hand(models: list[Any], state: State, tasks: Tasks) -> torch.Tensor:
+    """The mean relative error [L, T] of a model with the tensors ``state``, from whole models in float64."""
+    merged, *experts = models
+    merged.load_state_dict(merged.state_dict() | {name: tensor.double() for name, tensor in state.items()})
+    errors = []
+    for expert, samples in zip(experts, tasks, strict=True):
+        tokens = []
+        for ids in samples:
+            pairs = zip(layer_outputs(merged, ids), layer_outputs(expert, ids), strict=True)
+            tokens.append(torch.stack([(found - own).norm(dim=1) / own.norm(dim=1) for found, own in pairs]))
+        errors.append(torch.cat(tokens, 1).mean(1))
+    return torch.stack(errors, 1)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "mixtral"])
+def test_errors_are_those_of_whole_models(architecture: str, make_family: MakeFamily, tmp_path: Path) -> None:
+    family = make_family(architecture, records=20)
+    errors = families.feature_merge(family, tmp_path, compare=True, batch_tokens=70).errors()
+    tasks, state = family.token_ids(), families.solved_tensors(tmp_path)
+    assert torch.allclose(errors["error.merged"], errors_by_hand(family.models(), state, tasks), rtol=1e-4)
+    assert torch.allclose(errors["error.anchor"], errors_by_hand(family.models(), {}, tasks), rtol=1e-4)
+    assert (errors["error.merged"] < 0.8 * errors["error.anchor"]).all()
+
+
+def test_without_a_comparison_only_the_merged_models_errors_are_known(llama: Family, tmp_path: Path) -> None:
+    errors = families.feature_merge(llama, tmp_path).errors()
+    assert set(errors) == {"error.merged"}
+    assert errors["error.merged"].shape == (LAYERS, 3)
+
+
+# Progress, interruptions, memory
+
+
+@pytest.mark.parametrize(
+    ("architecture", "head"), [("llama", True), ("llama", False), ("gemma", True), ("mixtral", True)]
+)
+def test_progress_counts_every_sample_at_every_stage(
+    architecture: str, head: bool, make_family: MakeFamily, tmp_path: Path
+) -> None:
+    family = make_family(architecture)
+    seen: list[tuple[str, int]] = []
+    families.feature_merge(family, tmp_path, head=head, progress=lambda *step: seen.append(step))
+    decoder = Decoder(family.config)
+    assert sum(samples for _, samples in seen) == stages(decoder, head) * sum(map(len, family.token_ids()))
+    named = [stage for stage, _ in seen]
+    assert f"layer 0 of {LAYERS}, self_attn.q_proj/k_proj/v_proj" in named
+    assert ("output head" in named) == (head and output_head(decoder) is not None)
+
+
+class Interrupted(Exception):
+    """Stands for whatever ends a process."""
+
+
+@pytest.mark.parametrize("batch_tokens", [40, 1])
+@pytest.mark.parametrize(
+    "stage", ["layer 0 of 3, mlp", "layer 1 of 3, self_attn.q", "layer 2 of 3, mlp.down", "output head"]
+)
+def test_goes_on_from_the_last_finished_layer(stage: str, batch_tokens: int, llama: Family, tmp_path: Path) -> None:
+    def interrupt(name: str, samples: int) -> None:
+        if name.startswith(stage):
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        families.feature_merge(llama, tmp_path / "cut", batch_tokens=40, compare=True, progress=interrupt)
+    kept = {file: file.stat().st_mtime_ns for file in (tmp_path / "cut").glob("layer-*")}
+    assert len(kept) == (3 if stage == "output head" else int(stage.split()[1]))
+    LoaderCache.loaders.clear()
+    seen: list[int] = []
+    went_on = functools.partial(families.feature_merge, llama, tmp_path / "cut", batch_tokens=batch_tokens)
+    errors = went_on(compare=True, progress=lambda name, samples: seen.append(samples)).errors()
+    assert seen[0] == len(kept) * 4 * 18
+    assert sum(seen) == stages(Decoder(llama.config), True) * 18
+    assert kept == {file: file.stat().st_mtime_ns for file in kept}
+    whole = families.feature_merge(llama, tmp_path / "whole", batch_tokens=40, compare=True)
+    files = sorted(path.name for path in (tmp_path / "whole").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "cut").iterdir())
+    if batch_tokens == 40:
+        assert all((tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes() for name in files)
+    else:
+        tensors = families.solved_tensors(tmp_path / "whole")
+        assert worst(families.solved_tensors(tmp_path / "cut"), tensors) < TOLERANCE
+    assert torch.allclose(errors["error.merged"], whole.errors()["error.merged"], rtol=1e-4)
+
+
+@pytest.fixture
+def small_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A device on which more than 40 token positions do not fit in layer 1; collects the positions that were tried."""
+    tried: list[int] = []
+    run_until = Decoder.run_until
+
+    def limited(
+        self: Decoder, module: str | None, layer: int, weights: Any, hidden: torch.Tensor, *a: Any, **k: Any
+    ) -> Any:
+        positions = hidden.shape[0] * hidden.shape[1]
+        if layer == 1:
+            tried.append(positions)
+            if positions > 40:
+                raise torch.OutOfMemoryError("no memory left")
+        return run_until(self, module, layer, weights, hidden, *a, **k)
+
+    monkeypatch.setattr(Decoder, "run_until", limited)
+    return tried
+
+
+def test_batches_are_halved_until_they_fit(small_memory: list[int], llama: Family, tmp_path: Path) -> None:
+    halved: list[int] = []
+    small: list[int] = []
+    tensors = merged_tensors(llama, tmp_path / "halved", progress=lambda stage, samples: halved.append(samples))
+    assert max(small_memory) > 40 >= small_memory[-1]
+    expected = merged_tensors(
+        llama, tmp_path / "small", batch_tokens=1, progress=lambda stage, samples: small.append(samples)
+    )
+    assert worst(tensors, expected) < TOLERANCE
+    assert sum(halved) == sum(small)
+
+
+def test_batches_that_a_recipe_asks_for_are_not_halved(small_memory: list[int], llama: Family, tmp_path: Path) -> None:
+    with pytest.raises(SltaError, match="100 token positions.*'batch_tokens'"):
+        families.feature_merge(llama, tmp_path, batch_tokens=100)
+
+
+def test_tokens_without_features_have_no_relative_error(make_family: MakeFamily, tmp_path: Path) -> None:
+    """The first expert's embedding of the first token is zero, and everything about the second expert is."""
+    family = make_family(experts=2)
+
+    def forget_first_token(tensors: State) -> None:
+        tensors["model.embed_tokens.weight"][families.BOS] = 0
+
+    def forget_everything(tensors: State) -> None:
+        for tensor in tensors.values():
+            tensor.zero_()
+
+    edit_tensors(family.experts[0], forget_first_token)
+    edit_tensors(family.experts[1], forget_everything)
+    LoaderCache.loaders.clear()
+    errors = families.feature_merge(family, tmp_path, compare=True).errors()["error.merged"]
+    assert errors[:, 0].isfinite().all() and errors[:, 0].all()
+    assert errors[:, 1].isnan().all()
+
+
+@pytest.mark.parametrize("pad", [None, 2, -1])
+def test_the_head_is_solved_whatever_token_pads(pad: int | None, make_family: MakeFamily, tmp_path: Path) -> None:
+    family = make_family(families.config_of("llama", pad_token_id=pad))
+    head = families.feature_merge(family, tmp_path).tensor("lm_head.weight")
+    assert head is not None and head.isfinite().all()
+    assert not torch.equal(head.double(), family.model(0).state_dict()["lm_head.weight"])
+
+
+def merge_tasks(family: Family, folder: Path) -> None:
+    families.feature_merge(family, folder, tasks=depths.TASKS, compare=True)
+
+
+@depths.needs_account
+def test_memory_does_not_grow_with_the_number_of_layers(forks: ForkServerContext, tmp_path: Path) -> None:
+    both = depths.shallow_and_deep(tmp_path, times=2)
+    peaks = [
+        depths.peak_in_a_process(forks, merge_tasks, family, tmp_path / str(number))
+        for number, family in enumerate(both)
+    ]
+    expected = needs(Decoder(both[1].config), 2, depths.TOKENS, True, True).memory
+    print(f"peaks {[peak / 2**20 for peak in peaks]} MiB, said {expected / 2**20} MiB")
+    assert peaks[1] < 1.1 * peaks[0]
+    assert max(peaks) < 1.4 * expected

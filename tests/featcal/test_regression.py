@@ -1,0 +1,325 @@
+"""The regression against explicit least squares in float64, and where its equations have no or no good solution."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from mergekit_slta.featcal import regression
+from mergekit_slta.featcal.regression import (
+    DECISIVE,
+    EXACT,
+    LARGER_RIDGES,
+    MASSIVE,
+    SMALLEST_RIDGE,
+    Change,
+    NormalEquations,
+)
+
+INPUTS, OUTPUTS = 12, 5
+# Sums of float32 products, against sums of float64 ones.
+TOLERANCE = 2e-6
+
+# The inputs [n, INPUTS] and residuals [n, OUTPUTS] of a task.
+Task = tuple[torch.Tensor, torch.Tensor]
+
+
+def draws(seed: int = 0) -> Callable[..., torch.Tensor]:
+    """``torch.randn`` with a seed."""
+    return functools.partial(torch.randn, generator=torch.Generator().manual_seed(seed))
+
+
+def random_tasks(tokens: Sequence[int] = (40, 25, 60), noise: float = 0.3, seed: int = 0) -> list[Task]:
+    """Tasks of different sizes, each with a linear map of its own, which noise hides a little."""
+    draw = draws(seed)
+    tasks = []
+    for task, count in enumerate(tokens):
+        inputs = (task + 1) * (draw(count, INPUTS) + 0.5)
+        tasks.append((inputs, inputs @ draw(INPUTS, OUTPUTS) + noise * (draw(count, OUTPUTS) + task)))
+    return tasks
+
+
+def solve(tasks: Sequence[Task], ridge: float = 0.003, batch: int = 1000) -> Change:
+    """The solution from batches of at most ``batch`` tokens."""
+    equations = NormalEquations(INPUTS, OUTPUTS, ridge)
+    for inputs, residuals in tasks:
+        for start in range(0, len(inputs), batch):
+            equations.add(inputs[start : start + batch], residuals[start : start + batch])
+        equations.finish_task()
+    return equations.solve()
+
+
+def scales(tasks: Sequence[Task]) -> list[float]:
+    """s_t of every task, without the dimensions that would decide it alone."""
+    found = []
+    for inputs, _ in tasks:
+        energy = inputs.double().square().sum(0)
+        others = inputs.double()[:, energy <= DECISIVE * energy[energy > 0].quantile(0.9)]
+        found.append(float(1 / (others.T @ others).norm()))
+    return found
+
+
+def explicit(tasks: Sequence[Task], ridge: float, *, diagonal: bool = False) -> torch.Tensor:
+    """D [OUTPUTS, INPUTS] by least squares on every token's row, held by a row for each input dimension."""
+    roots = [scale**0.5 for scale in scales(tasks)]
+    rows = torch.cat([root * inputs.double() for root, (inputs, _) in zip(roots, tasks, strict=True)])
+    targets = torch.cat([root * residuals.double() for root, (_, residuals) in zip(roots, tasks, strict=True)])
+    energy = rows.square().sum(0)
+    hold = (ridge * (energy if diagonal else energy.mean().expand_as(energy))).sqrt().diag()
+    design, wanted = torch.cat([rows, hold]), torch.cat([targets, torch.zeros(INPUTS, OUTPUTS).double()])
+    solution: torch.Tensor = torch.linalg.lstsq(design, wanted, driver="gelsd").solution.T
+    return solution
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+# The solution
+
+
+@pytest.mark.parametrize("ridge", [0.0, 1e-6, 0.003, 1.0])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_equals_explicit_least_squares(count: int, ridge: float) -> None:
+    tasks = random_tasks()[:count]
+    change = solve(tasks, ridge)
+    assert change.ridge == max(ridge, SMALLEST_RIDGE)
+    assert difference(change.matrix, explicit(tasks, ridge)) < (TOLERANCE if ridge >= EXACT else 1e-8)
+
+
+def test_a_larger_ridge_changes_less() -> None:
+    sizes = [float(solve(random_tasks(), ridge).matrix.norm()) for ridge in (0.0, 0.1, 10.0, 1e6, 1e12)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] < 1e-11 * sizes[0]
+
+
+@pytest.mark.parametrize("batch", [1, 7])
+def test_batches_do_not_matter(batch: int) -> None:
+    tasks = random_tasks()
+    assert difference(solve(tasks, batch=batch).matrix, solve(tasks).matrix) < TOLERANCE
+
+
+def test_the_order_of_the_tokens_and_of_the_tasks_does_not_matter() -> None:
+    tasks = random_tasks()
+    backwards = [(inputs.flip(0), residuals.flip(0)) for inputs, residuals in reversed(tasks)]
+    first, second = solve(tasks, batch=8), solve(backwards, batch=8)
+    assert difference(second.matrix, first.matrix) < TOLERANCE
+    assert difference(second.mean, first.mean) < TOLERANCE
+    assert torch.allclose(second.shares.flip(0), first.shares, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("block", [1, 5, INPUTS])
+def test_products_in_blocks_are_the_same(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = solve(random_tasks()).matrix
+    monkeypatch.setattr(regression, "BLOCK", block)
+    assert difference(solve(random_tasks()).matrix, whole) < TOLERANCE
+
+
+def test_what_all_inputs_have_in_common_costs_no_digits() -> None:
+    tasks = [(inputs + 30 * (task + 1), residuals) for task, (inputs, residuals) in enumerate(random_tasks())]
+    assert difference(solve(tasks, 1e-4, batch=16).matrix, explicit(tasks, 1e-4)) < 1e-5
+
+
+def test_every_task_counts_alike_whatever_the_size_of_its_inputs() -> None:
+    """The maps of two tasks on inputs of one distribution are averaged, although one task's inputs are larger."""
+    draw = draws()
+    maps = [draw(INPUTS, OUTPUTS) for _ in range(2)]
+    inputs = draw(400, INPUTS)
+    change = solve([(scale * inputs, scale * inputs @ own) for scale, own in zip((1, 100), maps, strict=True)], 0.0)
+    assert difference(change.matrix, (maps[0] + maps[1]).double().T / 2) < TOLERANCE
+
+
+def test_tokens_of_all_tasks_are_counted() -> None:
+    equations = NormalEquations(INPUTS, OUTPUTS, 0.003)
+    for inputs, residuals in random_tasks((40, 25)):
+        equations.add(inputs, residuals)
+        equations.finish_task()
+    assert equations.tokens == 65
+
+
+# What the tokens do not tell
+
+
+def test_a_task_without_tokens_has_no_say() -> None:
+    tasks = random_tasks()
+    with_empty = solve([tasks[0], (torch.zeros(0, INPUTS), torch.zeros(0, OUTPUTS)), *tasks[1:]])
+    without = solve(tasks)
+    assert torch.equal(with_empty.matrix, without.matrix)
+    assert torch.equal(with_empty.mean, without.mean)
+    assert torch.equal(with_empty.shares[[0, 2, 3]], without.shares)
+    assert with_empty.shares[1] == 0
+
+
+@pytest.mark.parametrize("ridge", [0.0, 0.003])
+def test_input_dimensions_that_are_always_zero_keep_the_anchors_columns(ridge: float) -> None:
+    tasks = random_tasks()
+    for inputs, _ in tasks:
+        inputs[:, [2, 7]] = 0
+    change = solve(tasks, ridge)
+    assert change.ridge == max(ridge, SMALLEST_RIDGE)
+    assert not change.matrix[:, [2, 7]].any()
+    assert difference(change.matrix, explicit(tasks, ridge)) < TOLERANCE
+
+
+@pytest.mark.parametrize("tokens", [INPUTS // 2, INPUTS - 1])
+@pytest.mark.parametrize("ridge", [0.0, 1e-9, 1e-6])
+def test_fewer_tokens_than_dimensions_are_followed_with_the_smallest_change(ridge: float, tokens: int) -> None:
+    """What only the rounding of products speaks for is not learnt."""
+    for seed in range(20):
+        tasks = random_tasks((tokens,), noise=0.0, seed=seed)
+        inputs, residuals = (part.double() for part in tasks[0])
+        smallest = torch.linalg.lstsq(inputs, residuals, driver="gelsd").solution.T
+        change = solve(tasks, ridge)
+        assert change.ridge is not None and change.ridge < 1e-4
+        assert difference(inputs @ change.matrix.T, residuals) < 1e-3
+        assert difference(change.matrix, smallest) < 0.1
+
+
+def test_a_ridge_that_suffices_is_not_enlarged() -> None:
+    tasks = random_tasks((INPUTS // 2,))
+    change = solve(tasks, 0.01)
+    assert change.ridge == 0.01
+    assert difference(change.matrix, explicit(tasks, 0.01)) < 1e-4
+
+
+def test_the_first_ridge_that_suffices_is_taken_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt = NormalEquations._try
+
+    def fail(self: NormalEquations, ridge: float) -> torch.Tensor | None:
+        return attempt(self, ridge) if ridge >= 0.25 else None
+
+    monkeypatch.setattr(NormalEquations, "_try", fail)
+    tasks = random_tasks()
+    change = solve(tasks, 0.003)
+    assert change.ridge == pytest.approx(0.3)
+    assert difference(change.matrix, explicit(tasks, 0.3)) < TOLERANCE
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("part", [0, 1], ids=["inputs", "residuals"])
+def test_what_is_not_finite_keeps_the_anchor(part: int, value: float) -> None:
+    tasks = random_tasks()
+    tasks[1][part][3, 2] = value
+    change = solve(tasks)
+    assert change.ridge is None
+    assert torch.equal(change.matrix, torch.zeros(OUTPUTS, INPUTS).double())
+
+
+def test_all_larger_ridges_are_tried_before_the_anchor_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[float] = []
+    monkeypatch.setattr(NormalEquations, "_try", lambda self, ridge: tried.append(ridge))
+    assert solve(random_tasks(), 0.5).ridge is None
+    assert tried == [0.5 * factor for factor in LARGER_RIDGES]
+
+
+# Massive dimensions
+
+
+def massive_tasks(dimension: int, size: float) -> list[Task]:
+    """Tasks with one input dimension that is ``size`` times as large as the others."""
+    tasks = random_tasks((200, 200))
+    for inputs, _ in tasks:
+        inputs[:, dimension] *= size
+    return tasks
+
+
+@pytest.mark.parametrize("size", [30.0, 1e3, 1e5])
+def test_the_ridge_follows_the_diagonal_where_a_dimension_is_massive(size: float) -> None:
+    tasks = massive_tasks(4, size)
+    expected = explicit(tasks, 0.05, diagonal=True)
+    found = solve(tasks, 0.05).matrix
+    assert difference(found, explicit(tasks, 0.05)) > 0.01
+    # Column by column: that of the massive dimension is as much smaller as the dimension is larger.
+    assert all(difference(found[:, j], expected[:, j]) < 1e-5 for j in range(INPUTS))
+
+
+def test_the_ridge_follows_the_mean_where_no_dimension_is_massive() -> None:
+    tasks = massive_tasks(4, (0.5 * MASSIVE) ** 0.5)
+    assert difference(solve(tasks, 0.05).matrix, explicit(tasks, 0.05)) < TOLERANCE
+
+
+def test_the_unit_of_a_massive_dimension_changes_no_function() -> None:
+    """A thousand times the input and a thousandth of the anchor's column: the residuals are what they were."""
+    (inputs, residuals), *_ = massive_tasks(4, 1e3)
+    unit = torch.ones(INPUTS)
+    unit[4] = 1e3
+    first, second = (solve([(inputs * scale, residuals)], 0.01) for scale in (torch.ones(INPUTS), unit))
+    outputs = inputs.double() @ first.matrix.T
+    assert difference((inputs * unit).double() @ second.matrix.T, outputs) < 1e-5
+    assert difference(second.mean, first.mean) < 1e-5
+
+
+def test_a_massive_dimension_does_not_hold_the_others_at_the_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ridge by the mean of the diagonal would: what a regression without any massive dimension leaves tells."""
+    (inputs, residuals), *_ = random_tasks((200,), noise=0.0)
+    inputs = inputs.clone()
+    inputs[:, 4] *= 1e3
+
+    def left(ridge: float) -> float:
+        return difference(inputs.double() @ solve([(inputs, residuals)], ridge).matrix.T, residuals.double())
+
+    assert left(0.003) < 0.02
+    monkeypatch.setattr(regression, "MASSIVE", torch.inf)
+    assert left(0.003) > 0.5
+
+
+def test_a_few_massive_tokens_do_not_decide_what_a_task_counts() -> None:
+    """One token in twenty of the first task is massive in a dimension that is zero at all others."""
+    tasks = [(inputs.clone(), residuals) for inputs, residuals in random_tasks((200, 200), noise=0.0)]
+    for inputs, _ in tasks:
+        inputs[:, 4] = 0
+    expected = solve(tasks, 0.01).matrix
+    tasks[0][0][::20, 4] = 1e3
+    found = solve(tasks, 0.01).matrix
+    others = [j for j in range(INPUTS) if j != 4]
+    assert difference(found[:, others], expected[:, others]) < 0.1
+    (inputs, residuals), own = tasks[0], [j for j in range(200) if j % 20]
+    left = difference(inputs[own].double() @ found.T, residuals[own].double())
+    assert left < 1.5 * difference(inputs[own].double() @ expected.T, residuals[own].double())
+
+
+def test_dimensions_that_are_always_zero_make_no_other_decisive() -> None:
+    tasks = random_tasks((200, 200))
+    for inputs, _ in tasks:
+        inputs[:, 3:] = 0
+    assert difference(solve(tasks, 0.05).matrix, explicit(tasks, 0.05, diagonal=True)) < TOLERANCE
+
+
+# The bias
+
+
+def test_the_mean_is_what_the_solution_leaves_of_the_residuals() -> None:
+    tasks = random_tasks()
+    change = solve(tasks, 0.2)
+    masses = torch.tensor([s * len(inputs) for s, (inputs, _) in zip(scales(tasks), tasks, strict=True)]).double()
+    means = torch.stack([(r.double() - x.double() @ change.matrix.T).mean(0) for x, r in tasks])
+    assert torch.allclose(change.shares, masses / masses.sum(), rtol=1e-6)
+    assert difference(change.mean, masses @ means / masses.sum()) < 1e-5
+
+
+def test_the_bias_takes_the_mean_residual_for_any_ridge_in_use() -> None:
+    change = solve(random_tasks(), 0.003)
+    draw = draws()
+    anchor, own = draw(OUTPUTS), draw(3, OUTPUTS)
+    expected = change.shares @ own.double() + change.mean
+    assert torch.allclose(change.offset(anchor, own).double(), expected, rtol=1e-4, atol=1e-5)
+    part = change.offset(anchor[1:3], own[:, 1:3], slice(1, 3))
+    assert torch.equal(part, change.offset(anchor, own)[1:3])
+
+
+def test_the_bias_is_the_anchors_for_an_endless_ridge() -> None:
+    draw = draws()
+    anchor, own = draw(OUTPUTS), draw(3, OUTPUTS)
+    assert torch.equal(solve(random_tasks(), 1e12).offset(anchor, own), anchor)
+
+
+def test_the_bias_is_the_anchors_where_every_input_is_zero() -> None:
+    """Then no task has any weight, and none of the experts' biases counts."""
+    draw = draws()
+    change = solve([(torch.zeros(9, INPUTS), draw(9, OUTPUTS)) for _ in range(2)])
+    anchor, own = draw(OUTPUTS), draw(2, OUTPUTS)
+    assert not change.matrix.any()
+    assert torch.equal(change.offset(anchor, own), anchor)

@@ -1,0 +1,418 @@
+"""The scratch folder: what it is called, what it saves after an interruption or a failure, and when it goes away."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import MakeFamily
+from mergekit.config import MergeConfiguration
+from mergekit.io.tasks import LoaderCache
+from mergekit.io.tensor_writer import TensorWriter
+from safetensors.torch import load_file
+from support import families
+from support.families import Family
+
+from mergekit_slta.engine.partial import Partial
+from mergekit_slta.errors import SltaError
+from mergekit_slta.featcal import merge, scratch
+from mergekit_slta.featcal.scratch import SolvedModel, solve_model
+from mergekit_slta.methods import registry
+from mergekit_slta.recipe.recipe import FeatcalSettings, shared_settings
+from mergekit_slta.reports.page import Page
+
+DEEP = 6
+
+State = dict[str, torch.Tensor]
+Recipe = dict[str, Any]
+
+
+class Interrupted(Exception):
+    """Stands for whatever ends a process."""
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    registry.register()
+    registry.watch_planner()
+
+
+def cache() -> Path:
+    """The folder that scratch folders are in unless a recipe names another."""
+    return Path(os.environ["XDG_CACHE_HOME"]) / "mergekit-slta"
+
+
+def scratch_folders(root: Path | None = None) -> list[Path]:
+    return sorted((root or cache()).glob("featcal-*"))
+
+
+def solve(content: Recipe, **arguments: Any) -> SolvedModel:
+    """Solve a recipe as a merge does before its first tensor."""
+    settings = shared_settings(MergeConfiguration.model_validate(content), FeatcalSettings)
+    return solve_model(families.experiment(content, **arguments), settings)
+
+
+def recipe(family: Family, **changes: Any) -> Recipe:
+    return families.recipe(family, "featcal", **{"samples": 6, "batch_tokens": 40} | changes)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def merged(out: Path) -> State:
+    return {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def equal(first: State, second: State) -> bool:
+    return set(first) == set(second) and all(torch.equal(first[name], tensor) for name, tensor in second.items())
+
+
+@pytest.fixture
+def merges(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The folder of each feature merge that is computed."""
+    folders: list[Path] = []
+    compute = merge.feature_merge
+
+    def count(*arguments: Any, **more: Any) -> None:
+        folders.append(arguments[4].folder)
+        compute(*arguments, **more)
+
+    monkeypatch.setattr(scratch, "feature_merge", count)
+    return folders
+
+
+def test_the_data_is_drawn_once(llama: Family, caplog: pytest.LogCaptureFixture) -> None:
+    solve(recipe(llama, samples=30, anchor="slta"))
+    said = [record.getMessage() for record in caplog.records if "of 30 asked" in record.getMessage()]
+    assert len(said) == len(llama.data)
+
+
+# The folder
+
+
+def test_it_is_in_the_cache_folder(llama: Family) -> None:
+    solve(recipe(llama))
+    (folder,) = scratch_folders()
+    layers = [f"layer-{layer:04d}.safetensors" for layer in range(families.LAYERS)]
+    assert sorted(contents(folder)) == ["edges.safetensors", *layers, "state.json"]
+
+
+def test_it_is_where_the_recipe_says(llama: Family, tmp_path: Path) -> None:
+    solve(recipe(llama, scratch=str(tmp_path / "new" / "scratch")))
+    assert len(scratch_folders(tmp_path / "new" / "scratch")) == 1
+    assert not cache().exists()
+
+
+def test_a_finished_merge_is_not_computed_again(llama: Family, merges: list[Path]) -> None:
+    solve(recipe(llama))
+    LoaderCache.loaders.clear()
+    first = contents(scratch_folders()[0])
+    found = solve(recipe(llama, batch_tokens=7))
+    assert len(merges) == 1
+    assert contents(scratch_folders()[0]) == first
+    assert found.tensor("lm_head.weight") is not None
+
+
+def another_expert(family: Family, content: Recipe) -> None:
+    content["models"][0]["model"] = str(family.experts[2])
+
+
+def other_data(family: Family, content: Recipe) -> None:
+    content["models"][0]["parameters"]["calibration"] = str(family.data[2])
+
+
+def another_base(family: Family, content: Recipe) -> None:
+    content["base_model"] = str(family.experts[2])
+
+
+def another_order(family: Family, content: Recipe) -> None:
+    content["models"].reverse()
+
+
+def one_expert(family: Family, content: Recipe) -> None:
+    content["models"].pop()
+
+
+def setting(name: str, value: Any) -> Callable[[Family, Recipe], None]:
+    def change(family: Family, content: Recipe) -> None:
+        content["parameters"][name] = value
+
+    change.__name__ = f"{name} {value}"
+    return change
+
+
+OTHER_MERGES = [
+    another_expert, other_data, another_base, another_order, one_expert,
+    setting("ridge", 0.1), setting("teacher", 0.5), setting("anchor", "average"), setting("head", False),
+    setting("samples", 3), setting("max_tokens", 4), setting("seed", 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", OTHER_MERGES, ids=lambda change: change.__name__)
+def test_another_merge_has_another_folder(
+    change: Callable[[Family, Recipe], None], llama: Family, merges: list[Path]
+) -> None:
+    first, second = (recipe(llama, experts=[0, 1]) for _ in range(2))
+    change(llama, second)
+    solve(first)
+    solve(second)
+    assert len(merges) == len(set(merges)) == 2
+
+
+def test_another_configuration_is_another_merge(llama: Family, merges: list[Path], tmp_path: Path) -> None:
+    base = shutil.copytree(llama.base, tmp_path / "base")
+    family = Family(base, llama.experts, llama.data, llama.config)
+    solve(recipe(family))
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    LoaderCache.loaders.clear()
+    solve(recipe(family))
+    assert len(set(merges)) == 2
+
+
+def test_the_home_folder(llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    solve(recipe(llama, scratch="~/scratch"))
+    assert len(scratch_folders(tmp_path / "scratch")) == 1
+
+
+def test_a_report_follows_the_anchor_too_which_is_another_merge(
+    llama: Family, merges: list[Path], tmp_path: Path
+) -> None:
+    assert set(solve(recipe(llama)).errors()) == {"error.merged"}
+    errors = solve(recipe(llama, report=str(tmp_path / "report"))).errors()
+    assert {name: tuple(error.shape) for name, error in errors.items()} == {
+        "error.merged": (families.LAYERS, 3),
+        "error.anchor": (families.LAYERS, 3),
+    }
+    assert len(set(merges)) == 2
+
+
+def test_what_changes_nothing_is_the_same_merge(llama: Family, merges: list[Path], tmp_path: Path) -> None:
+    """The number of positions at once, copies of the models, and how a default is written."""
+    solve(recipe(llama))
+    LoaderCache.loaders.clear()
+    copies = [Path(shutil.copytree(folder, tmp_path / f"copy of {folder.name}")) for folder in llama.folders]
+    family = Family(copies[0], tuple(copies[1:]), llama.data, llama.config)
+    solve(recipe(family, batch_tokens=0, ridge="0.003", anchor="base", head=True))
+    assert len(merges) == 1
+
+
+# Tensors
+
+
+def test_tensors_by_mergekits_names(llama: Family) -> None:
+    found = solve(recipe(llama))
+    tensors = families.solved_tensors(scratch_folders()[0])
+    for name, tensor in tensors.items():
+        assert torch.equal(found.tensor(name), tensor)  # type: ignore[arg-type]
+        assert torch.equal(found.tensor(name.removeprefix("model.")), tensor)  # type: ignore[arg-type]
+    for name in ("model.embed_tokens.weight", "model.norm.weight"):
+        assert found.tensor(name) is None
+
+
+def test_a_mixtures_experts_have_no_tensors_of_their_own(make_family: MakeFamily) -> None:
+    found = solve(recipe(make_family("mixtral", records=3)))
+    assert found.tensor("model.layers.0.mlp.experts.down_proj") is not None
+    with pytest.raises(SltaError, match="cannot write the experts of a mixture one by one"):
+        found.tensor("model.layers.0.block_sparse_moe.experts.1.w2.weight")
+
+
+@pytest.mark.parametrize(("architecture", "said"), [("gemma", 1), ("llama", 0)])
+def test_a_tied_head_is_said_once(
+    architecture: str, said: int, make_family: MakeFamily, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="mergekit_slta"):
+        solve(recipe(make_family(architecture)))
+        solve(recipe(make_family(architecture, seed=1), head=False))
+    assert sum("The output head is the embedding too" in record.message for record in caplog.records) == said
+
+
+def test_calibration_is_needed(llama: Family) -> None:
+    with pytest.raises(SltaError, match="has no 'calibration'"):
+        solve(recipe(llama, calibration=False))
+    content = recipe(llama, experts=[0, 1])
+    content["models"][1]["parameters"] = content["models"][0]["parameters"]
+    with pytest.raises(SltaError, match="have the same calibration source"):
+        solve(content)
+    assert not cache().exists()
+
+
+# Removed, or kept
+
+
+def test_it_is_removed_when_the_output_is_written(llama: Family, tmp_path: Path, merges: list[Path]) -> None:
+    families.merge(recipe(llama), tmp_path / "out")
+    assert len(merges) == 1
+    assert not scratch_folders()
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """mergekit cannot write any more after some tensors, until it is undone."""
+    saved: list[str] = []
+    save = TensorWriter.save_tensor
+
+    def fail(self: TensorWriter, name: str, *arguments: Any, **more: Any) -> None:
+        saved.append(name)
+        if len(saved) > 5:
+            raise OSError("No space left on device")
+        save(self, name, *arguments, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TensorWriter, "save_tensor", fail)
+        yield patch
+
+
+def test_it_is_kept_if_the_output_cannot_be_written(
+    full_disk: pytest.MonkeyPatch, llama: Family, tmp_path: Path, merges: list[Path]
+) -> None:
+    with pytest.raises(OSError, match="No space left"):
+        families.merge(recipe(llama), tmp_path / "failed")
+    assert len(scratch_folders()) == 1
+    full_disk.undo()
+    out = families.merge(recipe(llama), tmp_path / "out")
+    assert len(merges) == 1
+    assert not scratch_folders()
+    LoaderCache.loaders.clear()
+    assert equal(merged(families.merge(recipe(llama), tmp_path / "again")), merged(out))
+    assert len(merges) == 2
+
+
+def test_what_a_failed_merge_left_is_no_business_of_another_method(
+    full_disk: pytest.MonkeyPatch, llama: Family, tmp_path: Path
+) -> None:
+    with pytest.raises(OSError, match="No space left"):
+        families.merge(recipe(llama), tmp_path / "failed")
+    full_disk.undo()
+    families.merge(families.recipe(llama, "sftm", calibration=False), tmp_path / "other")
+    assert len(scratch_folders()) == 1
+
+
+def test_it_is_kept_if_the_report_cannot_be_written(llama: Family, tmp_path: Path, merges: list[Path]) -> None:
+    def full(page: Page, folder: Path, name: str) -> Path:
+        raise OSError("No space left")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Page, "write", full)
+        with pytest.raises(SltaError, match="The report cannot be written to .*: name another folder"):
+            families.merge(recipe(llama, report=str(tmp_path / "other")), tmp_path / "out")
+    assert len(scratch_folders()) == 1
+    families.merge(recipe(llama, report=str(tmp_path / "folder")), tmp_path / "out")
+    assert len(merges) == 1
+
+
+# Interrupted
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    config = families.config_of("llama", num_hidden_layers=DEEP)
+    return families.make_family(tmp_path_factory.mktemp("deep"), config, records=12)
+
+
+def deep_recipe(family: Family, scratch: Path) -> Recipe:
+    return recipe(family, samples=12, scratch=str(scratch), report="report")
+
+
+@pytest.fixture
+def uninterrupted(deep: Family, tmp_path: Path) -> dict[str, bytes]:
+    """The content of the finished folder."""
+    solve(deep_recipe(deep, tmp_path / "whole"))
+    LoaderCache.loaders.clear()
+    return contents(scratch_folders(tmp_path / "whole")[0])
+
+
+@pytest.mark.parametrize("layer", [0, 2, DEEP - 1])
+def test_an_interrupted_merge_goes_on(
+    layer: int, deep: Family, uninterrupted: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish_layer = Partial.finish_layer
+
+    def interrupt(self: Partial, number: int, tensors: State) -> None:
+        finish_layer(self, number, tensors)
+        if number == layer:
+            raise Interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Partial, "finish_layer", interrupt)
+        with pytest.raises(Interrupted):
+            solve(deep_recipe(deep, tmp_path))
+    (folder,) = scratch_folders(tmp_path)
+    finished = {file: file.stat().st_mtime_ns for file in folder.glob("layer-*")}
+    assert len(finished) == layer + 1
+    LoaderCache.loaders.clear()
+    solve(deep_recipe(deep, tmp_path))
+    assert contents(folder) == uninterrupted
+    assert finished == {file: file.stat().st_mtime_ns for file in finished}
+
+
+def assert_finished(folder: Path, expected: dict[str, bytes]) -> None:
+    """The folder has what it should, and no hidden states; what was being written when a process died may lie by."""
+    found = contents(folder)
+    assert {name: found.get(name) for name in expected} == expected
+    assert not [name for name in found if name.startswith("hidden")]
+
+
+@pytest.mark.parametrize("layer", [0, DEEP // 2, DEEP - 1])
+def test_a_killed_merge_goes_on(
+    layer: int, forks: ForkServerContext, deep: Family, uninterrupted: dict[str, bytes], tmp_path: Path
+) -> None:
+    process = families.started(forks, solve, deep_recipe(deep, tmp_path), stop_after=layer)
+    process.kill()
+    process.join()
+    (folder,) = scratch_folders(tmp_path)
+    assert len(list(folder.glob("layer-*"))) == layer + 1
+    solve(deep_recipe(deep, tmp_path))
+    assert_finished(folder, uninterrupted)
+
+
+def test_a_solved_model_is_kept_for_its_merge(llama: Family, tmp_path: Path) -> None:
+    content = recipe(llama, scratch=str(tmp_path))
+    first = solve(content)
+    with pytest.raises(SltaError, match="Another process is at work in .*featcal-"):
+        solve(content)
+    first.release()
+    solve(content).remove()
+    assert not scratch_folders(tmp_path)
+
+
+def test_a_merge_that_fails_keeps_nobody_out(llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = recipe(llama, scratch=str(tmp_path), report=str(tmp_path / "report"))
+
+    def fail(*arguments: Any) -> None:
+        raise SltaError("The report cannot be written.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(registry, "_report", fail)
+        with pytest.raises(SltaError, match="cannot be written"):
+            families.merge(content, tmp_path / "failed")
+    families.merge(content, tmp_path / "out")
+    assert not scratch_folders(tmp_path)
+
+
+def test_killed_again_and_again(
+    forks: ForkServerContext, deep: Family, uninterrupted: dict[str, bytes], tmp_path: Path
+) -> None:
+    process = families.started(forks, solve, deep_recipe(deep, tmp_path / "timed"))
+    begin = time.perf_counter()
+    process.join()
+    duration = time.perf_counter() - begin
+    for part in (0.2, 0.5, 0.35, 0.7):
+        process = families.started(forks, solve, deep_recipe(deep, tmp_path))
+        process.join(part * duration)
+        process.kill()
+        process.join()
+    solve(deep_recipe(deep, tmp_path))
+    (folder,) = scratch_folders(tmp_path)
+    assert_finished(folder, uninterrupted)

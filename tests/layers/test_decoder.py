@@ -1,0 +1,194 @@
+"""Layers run one at a time against the model's own forward pass, and how they split against a table made by hand."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support import families, reference
+from support.families import LAYERS, PAD
+
+from mergekit_slta.errors import SltaError
+from mergekit_slta.layers.decoder import Decoder, LayerCall
+from mergekit_slta.layers.residual import INPUT
+
+LENGTHS = (9, 5)
+TOLERANCE = 2e-5
+
+State = dict[str, torch.Tensor]
+
+
+def opened(config: transformers.PretrainedConfig) -> tuple[Any, Decoder, State]:
+    """A random model, its decoder without weights, and the weights."""
+    model = families.random_model(config)
+    config.architectures = [type(model).__name__]
+    return model, Decoder(config), dict(model.state_dict())
+
+
+def padded_ids() -> torch.Tensor:
+    ids = torch.randint(3, families.VOCABULARY, (2, max(LENGTHS)), generator=torch.Generator().manual_seed(0))
+    ids[1, LENGTHS[1] :] = PAD
+    return ids
+
+
+def edges_of(decoder: Decoder, state: State) -> State:
+    return {name: state[name] for name in decoder.edge_tensors()}
+
+
+def weights_of(decoder: Decoder, state: State, layer: int) -> State:
+    return {name: state[full] for name, full in decoder.layer_tensors(layer).items()}
+
+
+def embedded(decoder: Decoder, state: State, ids: torch.Tensor) -> tuple[torch.Tensor, list[LayerCall]]:
+    return decoder.embed(ids, edges_of(decoder, state))
+
+
+def layer_outputs(model: Any, path: str, ids: torch.Tensor) -> list[torch.Tensor]:
+    """The output of each layer in the model's own forward pass on one sample."""
+    found: list[torch.Tensor] = []
+
+    def keep(module: Any, args: Any, output: Any) -> None:
+        found.append(output[0] if isinstance(output, tuple) else output)
+
+    hooks = [layer.register_forward_hook(keep) for layer in model.get_submodule(path)]
+    with torch.no_grad():
+        model(ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+@pytest.mark.parametrize("architecture", families.ARCHITECTURES)
+@torch.no_grad()
+def test_layer_by_layer_equals_the_models_own_forward_pass(architecture: str) -> None:
+    """On a padded batch, in which each sample is compared with its own unpadded run."""
+    model, decoder, state = opened(families.config_of(architecture))
+    ids = padded_ids()
+    expected = [layer_outputs(model, decoder.layers_path, ids[i : i + 1, :n]) for i, n in enumerate(LENGTHS)]
+    hidden, calls = embedded(decoder, state, ids)
+    assert len(decoder) == len(calls) == LAYERS
+    for layer in range(LAYERS):
+        run = decoder.run(layer, weights_of(decoder, state, layer), hidden, calls[layer])
+        assert run.terms is not None
+        total = hidden + torch.stack(list(run.terms.values())).sum(0)
+        assert torch.allclose(total, run.output, atol=TOLERANCE)
+        hidden = run.output
+        for row, length in enumerate(LENGTHS):
+            assert torch.allclose(hidden[row, :length], expected[row][layer][0], atol=TOLERANCE)
+    logits = decoder.logits(hidden[:1, : LENGTHS[0]], edges_of(decoder, state))
+    assert torch.allclose(logits, model(ids[:1, : LENGTHS[0]]).logits, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("architecture", families.ARCHITECTURES)
+def test_the_split_into_branches_is_the_one_in_the_table(architecture: str) -> None:
+    model, decoder, _ = opened(families.config_of(architecture))
+    split = reference.SPLITS[architecture]
+    assert decoder.layers_path == split.layers
+    for layer, module in enumerate(model.get_submodule(split.layers)):
+        children = {name for name, child in module.named_children() if child.state_dict()}  # what tensors belong to
+        structure = decoder.structure(layer)
+        assert structure.branches["attn"] & children == children & set(split.attn)
+        assert structure.branches["mlp"] & children == children & set(split.mlp)
+        assert (structure.mlp_reads == {INPUT}) == split.parallel
+
+
+@torch.no_grad()
+def test_the_mlp_branch_can_be_given_another_input() -> None:
+    model, decoder, state = opened(families.config_of("llama"))
+    hidden, calls = embedded(decoder, state, padded_ids())
+    weights = weights_of(decoder, state, 0)
+    mlp_reads = decoder.structure(0).mlp_reads
+    own = decoder.run(0, weights, hidden, calls[0], mlp_reads=mlp_reads)
+    assert own.terms is not None and own.mlp_input is not None
+    assert torch.allclose(own.mlp_input, hidden + own.terms["self_attn"], atol=TOLERANCE)
+    other = torch.randn_like(hidden)
+    run = decoder.run(0, weights, hidden, calls[0], mlp_reads=mlp_reads, mlp_input=other)
+    assert run.terms is not None
+    layer = model.model.layers[0]
+    assert torch.equal(run.terms["self_attn"], own.terms["self_attn"])
+    assert torch.allclose(run.terms["mlp"], layer.mlp(layer.post_attention_layernorm(other)), atol=TOLERANCE)
+
+
+@torch.no_grad()
+def test_replayed_children_give_the_same_run() -> None:
+    _, decoder, state = opened(families.config_of("gemma2"))
+    hidden, calls = embedded(decoder, state, padded_ids())
+    weights = weights_of(decoder, state, 1)
+    attention = decoder.structure(1).branches["attn"]
+    first = decoder.run(1, weights, hidden, calls[1])
+    without_attention = {
+        name: torch.full_like(tensor, torch.nan) if name.partition(".")[0] in attention else tensor
+        for name, tensor in weights.items()
+    }
+    replay = {name: first.outputs[name] for name in attention}
+    assert torch.equal(decoder.run(1, without_attention, hidden, calls[1], replay=replay).output, first.output)
+
+
+def test_layers_of_other_shapes_are_of_another_kind() -> None:
+    asked: list[int] = []
+
+    def ask(decoder: Decoder, layer: int) -> int:
+        asked.append(layer)
+        return len(asked)
+
+    decoder = families.skeleton("llama", num_hidden_layers=4)
+    wide: Any = decoder.layers[2]
+    wide.self_attn.k_proj = torch.nn.Linear(32, 64, device="meta")
+    assert decoder.one_of_each_kind() == [0, 2]
+    assert [decoder.once_per_kind(layer, ask) for layer in range(4)] == [1, 1, 2, 1]
+    assert asked == [0, 2]
+
+
+def test_tied_weights_are_read_once() -> None:
+    for tied in (True, False):
+        _, decoder, _ = opened(families.config_of("llama", tie_word_embeddings=tied))
+        heads = [name for name in decoder.edge_tensors() if "lm_head" in name or "embed" in name]
+        assert len(heads) == (1 if tied else 2)
+
+
+# A stack that a layer's children do not split: Bloom adds to the residual stream inside its attention module.
+UNSPLIT = transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=families.VOCABULARY)
+
+
+@torch.no_grad()
+def test_a_layer_that_does_not_split_runs_whole() -> None:
+    model, decoder, state = opened(UNSPLIT)
+    ids = padded_ids()[:1]
+    hidden, calls = embedded(decoder, state, ids)
+    for layer, expected in enumerate(layer_outputs(model, decoder.layers_path, ids)):
+        hidden = decoder.run(layer, weights_of(decoder, state, layer), hidden, calls[layer]).output
+        assert torch.allclose(hidden, expected, atol=TOLERANCE)
+
+
+def test_a_layer_that_does_not_split_is_refused_by_name_with_what_to_use_instead() -> None:
+    _, decoder, _ = opened(UNSPLIT)
+    with pytest.raises(SltaError, match=r"Layer 0 \(BloomBlock\).*level: layer"):
+        decoder.structure(0)
+    problem = decoder.split_problem(1)
+    assert problem is not None and problem.startswith("Layer 1 (BloomBlock)") and "level" not in problem
+
+
+def test_a_layer_that_splits_has_no_problem_with_it() -> None:
+    assert families.skeleton("llama").split_problem(0) is None
+
+
+T5 = transformers.T5Config(d_model=16, num_layers=2, architectures=["T5ForConditionalGeneration"])
+BERT = transformers.BertConfig(hidden_size=16, num_hidden_layers=2, architectures=["BertForMaskedLM"])
+LLAVA = transformers.LlavaConfig(architectures=["LlavaForConditionalGeneration"])
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [(T5, "encoder-decoder"), (BERT, "no decoder-only"), (LLAVA, "several modules")],
+    ids=["t5", "bert", "llava"],
+)
+def test_other_kinds_of_models_are_refused_and_pointed_to_sftm(
+    config: transformers.PretrainedConfig, words: str
+) -> None:
+    with pytest.raises(SltaError, match=f"{words}.*sftm"):
+        Decoder(config)
+
+
+def test_a_config_without_architectures_is_refused() -> None:
+    with pytest.raises(SltaError, match="architectures"):
+        Decoder(transformers.LlamaConfig(architectures=None))

@@ -1,0 +1,109 @@
+"""The linear maps of a layer, and the two ways to their Gram matrices."""
+
+import itertools
+
+import pytest
+import torch
+from support import families, reference
+from torch.utils.flop_counter import FlopCounterMode
+
+from mergekit_slta.layers.maps import LinearMap, MapDeltas, linear_maps
+
+EXPERTS = 3
+FORCE_DIRECT, FORCE_MOMENTS = 0, 10**9  # the number of tokens decides, where the map is wide enough
+
+
+def random_map(
+    out_features: int, in_features: int, *, kind: str = "matrix", experts: int = EXPERTS
+) -> tuple[LinearMap, list[dict[str, torch.Tensor]]]:
+    """A map, and its tensors in the base model and in each expert."""
+    generator = torch.Generator().manual_seed(out_features * in_features)
+    shape: tuple[int, ...] = (in_features, out_features) if kind == "transposed" else (out_features, in_features)
+    if kind == "mixture":
+        shape = (2, *shape)
+    bias = "bias" if kind == "bias" else None
+    found = LinearMap("map", "map", "weight", bias, kind == "transposed", 1 if kind == "mixture" else None)
+    weights = []
+    for _ in range(experts + 1):
+        tensors = {
+            "weight": torch.randn(shape, generator=generator),
+            "bias": torch.randn(shape[0], generator=generator),
+        }
+        weights.append(tensors if bias else {"weight": tensors["weight"]})
+    return found, weights
+
+
+def inputs(tokens: int, width: int) -> torch.Tensor:
+    return torch.randn(tokens, width, generator=torch.Generator().manual_seed(tokens))
+
+
+@pytest.mark.parametrize("kind", ["matrix", "transposed", "mixture", "bias"])
+@pytest.mark.parametrize("tokens", [0, 1, 40])
+def test_direct_deltas_are_the_outputs_difference(kind: str, tokens: int) -> None:
+    found, weights = random_map(24, 8, kind=kind)
+    features = inputs(tokens, 8)
+    outputs = []
+    for own in weights:
+        output = features.double() @ found.matrix(own).double().T
+        offset = found.offset(own)
+        outputs.append(output if offset is None else output + offset.double())
+    deltas = torch.stack([(own - outputs[0]).flatten() for own in outputs[1:]])
+    direct = MapDeltas(found, weights, FORCE_DIRECT)
+    assert direct.products is None
+    assert torch.allclose(direct.gram(features), deltas @ deltas.T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["matrix", "transposed", "mixture"])
+@pytest.mark.parametrize("tokens", [0, 1, 5, 200])
+def test_second_moments_give_the_direct_gram(kind: str, tokens: int) -> None:
+    found, weights = random_map(96, 16, kind=kind)
+    direct, moments = MapDeltas(found, weights, FORCE_DIRECT), MapDeltas(found, weights, FORCE_MOMENTS)
+    assert direct.products is None and moments.products is not None
+    expected = direct.gram(inputs(tokens, 16))
+    assert torch.allclose(moments.gram(inputs(tokens, 16)), expected, rtol=1e-5, atol=1e-6)
+    assert bool(expected.any()) == (tokens > 0)
+
+
+def test_a_map_with_a_bias_is_never_measured_by_second_moments() -> None:
+    """They do not hold the inputs' sum, with which a bias is multiplied."""
+    assert MapDeltas(*random_map(96, 16, kind="bias"), FORCE_MOMENTS).products is None
+
+
+def flops(found: LinearMap, weights: list[dict[str, torch.Tensor]], samples: int, length: int, decide_by: int) -> int:
+    """What measuring costs, by torch's own count; float64 counts twice."""
+    width = found.matrix(weights[0]).shape[1]
+    with FlopCounterMode(display=False) as counter:
+        deltas = MapDeltas(found, weights, decide_by)
+        for _ in range(samples):
+            deltas.gram(inputs(length, width))
+    return counter.get_total_flops() * (1 if deltas.products is None else 2)
+
+
+@pytest.mark.parametrize("experts", [2, 5])
+def test_the_cheaper_way_is_chosen(experts: int) -> None:
+    """Within a factor of two, since only the leading terms are compared."""
+    chosen_ways = set()
+    for out_features, in_features, samples in itertools.product((8, 64, 256), (8, 64), (2, 16, 128)):
+        found, weights = random_map(out_features, in_features, experts=experts)
+        length = 64
+        ways = [flops(found, weights, samples, length, way) for way in (FORCE_DIRECT, FORCE_MOMENTS)]
+        chosen = flops(found, weights, samples, length, samples * length)
+        assert chosen <= 2 * min(ways)
+        chosen_ways.add(MapDeltas(found, weights, samples * length).products is None)
+    assert chosen_ways == {True, False}
+
+
+@pytest.mark.parametrize("architecture", families.ARCHITECTURES)
+def test_the_maps_of_a_layer_are_those_of_the_reference(architecture: str) -> None:
+    model = families.random_model(families.config_of(architecture))
+    for layer in model.get_submodule(reference.SPLITS[architecture].layers):
+        maps = linear_maps(layer)
+        assert {found.module for found in maps} == set(reference.linear_maps(layer))
+        state = layer.state_dict()
+        for found in maps:
+            assert found.matrix(state).ndim == 2
+            offset = found.offset(state)
+            assert offset is None or offset.shape == found.matrix(state).shape[:1]
+        owned = {name for found in maps for name in (found.weight, found.bias) if name}
+        # What is left belongs to norms, convolutions and state space parameters.
+        assert not [name for name in set(state) - owned if name.endswith(("proj.weight", "proj.bias"))]

@@ -1,0 +1,400 @@
+"""``merge_method: sftm`` in stock mergekit, against the formulas of the paper written out tensor by tensor."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import yaml
+from click.testing import CliRunner, Result
+from mergekit.common import ModelReference
+from mergekit.merge_methods import TensorGroup, merge_state_dicts
+from mergekit.scripts.run_yaml import main as mergekit_yaml
+from support.sftm_reference import dense_merge
+
+from mergekit_slta.errors import SltaError
+from mergekit_slta.methods import registry, sftm
+from mergekit_slta.methods.sftm import Role, SftmMethod, role_by_shape, tensor_roles
+from mergekit_slta.models.skeleton import meta_model
+
+Config = transformers.PretrainedConfig
+VOCABULARY: dict[str, Any] = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+TEXT: dict[str, Any] = VOCABULARY | {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 8,
+}
+T5 = VOCABULARY | {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+GATED: dict[str, Any] = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+
+# Key -> the class of the model and its configuration.
+MODELS: dict[str, tuple[str, Callable[[], Config]]] = {
+    "llama": ("LlamaForCausalLM", lambda: transformers.LlamaConfig(**TEXT)),
+    "t5": ("T5ForConditionalGeneration", lambda: transformers.T5Config(**T5, **GATED)),
+    "clip_vision": ("CLIPVisionModel", lambda: transformers.CLIPVisionConfig(**VISION)),
+    "mixtral": ("MixtralForCausalLM", lambda: transformers.MixtralConfig(**TEXT, num_local_experts=3)),
+    "gpt2": ("GPT2LMHeadModel", lambda: transformers.GPT2Config(**VOCABULARY, n_embd=32, n_layer=2, n_head=4)),
+    "mamba": ("MambaForCausalLM", lambda: transformers.MambaConfig(**VOCABULARY, hidden_size=32, num_hidden_layers=1)),
+    "vit": ("ViTModel", lambda: transformers.ViTConfig(**VISION)),
+}
+
+# The roles by hand, the first pattern that is found in a tensor's name.
+ROLES = [
+    (r"patch_embedding.*weight|conv1d\.weight", Role.CONVOLUTION),
+    (r"norm|ln_\d|ln_f|layrnorm", Role.NORM),
+    (r"bias|embed|shared|lm_head|wte|wpe|cls_token|A_log|mixer\.D", Role.OTHER),
+    (r"", Role.LINEAR),
+]
+
+Family = tuple[Path, list[Path]]
+
+
+def role_by_hand(name: str) -> Role:
+    return next(role for pattern, role in ROLES if re.search(pattern, name))
+
+
+def config_of(key: str) -> Config:
+    architecture, config = MODELS[key]
+    made = config()
+    made.architectures = [architecture]
+    return made
+
+
+def load(key: str, folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a model from its folder, which has to have all of them and no other."""
+    model, report = getattr(transformers, MODELS[key][0]).from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values()), report
+    return model.state_dict()
+
+
+def write_family(key: str, folder: Path, experts: int = 2, dtype: torch.dtype = torch.float32) -> Family:
+    """A random base model and experts that differ from it in every tensor, on disk."""
+    generator = torch.Generator().manual_seed(0)
+    model = getattr(transformers, MODELS[key][0])(config_of(key))
+    for index in range(experts + 1):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+        model.to(dtype).save_pretrained(folder / f"model{index}")
+        model.float()
+    return folder / "model0", [folder / f"model{index}" for index in range(1, experts + 1)]
+
+
+@pytest.fixture(autouse=True)
+def known() -> None:
+    """The method as the plugin makes it known, which is done once."""
+    registry.register()
+    registry.watch_planner()
+
+
+def recipe(family: Family, *own: dict[str, Any], **parameters: Any) -> dict[str, Any]:
+    base, experts = family
+    models = [{"model": str(expert)} for expert in experts]
+    for entry, more in zip(models, own, strict=False):
+        entry["parameters"] = more  # type: ignore[assignment]
+    return {
+        "merge_method": "sftm",
+        "base_model": str(base),
+        "models": models,
+        "parameters": parameters,
+        "dtype": "float32",
+    }
+
+
+def run(content: dict[str, Any], folder: Path) -> Result:
+    """The stock ``mergekit-yaml`` command in this process, its output in ``folder / "merged"``."""
+    file = folder / "recipe.yml"
+    file.write_text(yaml.safe_dump(content))
+    options = ["--no-write-model-card", "--no-copy-tokenizer", "--quiet"]
+    return CliRunner().invoke(mergekit_yaml, [str(file), str(folder / "merged"), *options])
+
+
+def keep_largest(task: torch.Tensor, density: float) -> torch.Tensor:
+    smallest = task.abs().flatten().sort(descending=True).values[max(1, int(density * task.numel())) - 1]
+    return torch.where(task.abs() >= smallest, task, 0)
+
+
+def expected(
+    role: Role, base: torch.Tensor, experts: list[torch.Tensor], weight: list[float], density: list[float], scale: float
+) -> torch.Tensor:
+    """Algorithm 2 for one tensor, in float64."""
+    tasks = [share * (expert.double() - base.double()) for expert, share in zip(experts, weight, strict=True)]
+    if role is Role.LINEAR and base.ndim == 3:
+        rows = [
+            expected(role, base[i], [expert[i] for expert in experts], weight, density, scale) for i in range(len(base))
+        ]
+        return torch.stack(rows)
+    tasks = [keep_largest(task, share) for task, share in zip(tasks, density, strict=True)]
+    if role is Role.NORM:
+        return base.double() + torch.stack(tasks).mean(0)
+    if role is Role.OTHER:
+        return base.double() + scale * torch.stack(tasks).sum(0)
+    return base.double() + scale * dense_merge([task.flatten(1) for task in tasks]).view_as(base)
+
+
+@pytest.mark.parametrize("key", ["llama", "t5", "clip_vision", "mixtral", "gpt2"])
+def test_stock_mergekit_merges_every_tensor_as_the_paper_says(key: str, tmp_path: Path) -> None:
+    family = write_family(key, tmp_path)
+    own = {"weight": 1.5, "density": 0.5}
+    result = run(recipe(family, {}, own, **{"lambda": 0.7}), tmp_path)
+    assert result.exit_code == 0, result.output
+    merged = load(key, tmp_path / "merged")
+    base, *experts = [load(key, folder) for folder in (family[0], *family[1])]
+    assert set(merged) == set(base)
+    for name, tensor in merged.items():
+        if tensor.is_floating_point():
+            inputs = [expert[name] for expert in experts]
+            wanted = expected(role_by_hand(name), base[name], inputs, [1.0, 1.5], [0.2, 0.5], 0.7)
+            torch.testing.assert_close(tensor.double(), wanted, rtol=0, atol=1e-6, msg=name)
+
+
+def test_the_defaults_are_the_paper_s(tmp_path: Path) -> None:
+    family = write_family("llama", tmp_path)
+    assert run(recipe(family), tmp_path).exit_code == 0
+    name = "model.layers.1.self_attn.q_proj.weight"
+    base, *experts = [load("llama", folder)[name] for folder in (family[0], *family[1])]
+    wanted = expected(Role.LINEAR, base, experts, [1.0, 1.0], [0.2, 0.2], 0.6)
+    torch.testing.assert_close(load("llama", tmp_path / "merged")[name].double(), wanted, rtol=0, atol=1e-6)
+
+
+def test_one_whole_expert_comes_back(tmp_path: Path) -> None:
+    family = write_family("llama", tmp_path, experts=1)
+    assert run(recipe(family, {"density": 1.0}, **{"lambda": 1.0}), tmp_path).exit_code == 0
+    torch.testing.assert_close(load("llama", tmp_path / "merged"), load("llama", family[1][0]), rtol=0, atol=2e-7)
+
+
+def test_an_expert_that_did_not_touch_a_linear_map_does_not_change_its_merge(tmp_path: Path) -> None:
+    base, (expert, other) = write_family("llama", tmp_path)
+    model = transformers.LlamaForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        model.model.norm.weight.add_(0.1)
+    model.save_pretrained(other)
+    assert run(recipe((base, [expert])), tmp_path).exit_code == 0
+    alone = load("llama", tmp_path / "merged")
+    assert run(recipe((base, [expert, other])), tmp_path).exit_code == 0
+    for name, tensor in load("llama", tmp_path / "merged").items():
+        assert torch.equal(tensor, alone[name]) or role_by_hand(name) is Role.NORM
+
+
+def test_filters_and_gradients_set_parameters_by_tensor(tmp_path: Path) -> None:
+    family = write_family("llama", tmp_path)
+    density = [{"filter": "mlp", "value": [1.0, 0.5]}, {"value": 0.2}]
+    assert run(recipe(family, density=density, rank=3), tmp_path).exit_code == 0
+
+
+def test_works_on_bfloat16_checkpoints(tmp_path: Path) -> None:
+    family = write_family("llama", tmp_path, dtype=torch.bfloat16)
+    content = recipe(family)
+    del content["dtype"]
+    assert run(content, tmp_path).exit_code == 0
+    merged = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
+    assert merged.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("own", "shared", "words"),
+    [
+        ({"density": 0}, {}, r"'density'.*above 0 and at most 1, not 0"),
+        ({"density": 1.2}, {}, r"'density'.*not 1\.2"),
+        ({"density": "some"}, {}, r"'density'.*not 'some'"),
+        ({"weight": float("nan")}, {}, r"'weight'.*finite number, not nan"),
+        ({}, {"lambda": float("inf")}, r"'lambda'.*finite number, not inf"),
+        ({}, {"rank": -1}, r"'rank'.*whole number.*not -1"),
+        ({}, {"rank": 2.5}, r"'rank'.*whole number.*not 2\.5"),
+    ],
+)
+def test_refuses_a_wrong_value_in_one_sentence(
+    own: dict[str, Any], shared: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    result = run(recipe(write_family("llama", tmp_path), own, **shared), tmp_path)
+    assert result.exit_code == 1
+    assert re.search(f"^Error: {words}", result.output, re.MULTILINE), result.output
+    assert not list((tmp_path / "merged").glob("*.safetensors"))
+
+
+def test_needs_a_base_model(tmp_path: Path) -> None:
+    content = recipe(write_family("llama", tmp_path))
+    del content["base_model"]
+    result = run(content, tmp_path)
+    assert result.exit_code == 1 and "no base_model" in result.output
+    with pytest.raises(SltaError, match="needs base_model"):
+        merge_state_dicts([{"weight": torch.ones(2, 2)}] * 2, SftmMethod())
+
+
+def test_names_what_is_not_finite(tmp_path: Path) -> None:
+    base, experts = write_family("llama", tmp_path)
+    model = transformers.LlamaForCausalLM.from_pretrained(experts[1])
+    with torch.no_grad():
+        model.model.norm.weight[3] = float("nan")
+    model.save_pretrained(experts[1])
+    result = run(recipe((base, experts)), tmp_path)
+    assert result.exit_code == 1
+    assert f"'model.norm.weight' of {experts[1]} has NaN or infinite values" in result.output
+
+
+def test_refuses_parameters_that_mergekit_would_ignore(tmp_path: Path) -> None:
+    content = recipe(write_family("llama", tmp_path), {"densty": 0.1}, gamma=0.3)
+    result = run(content, tmp_path)
+    assert result.exit_code == 1
+    assert "'densty'" in result.output and "did you mean 'density'" in result.output
+    assert "'gamma'" in result.output
+
+
+def test_sees_the_parameters_of_slices_and_modules(tmp_path: Path) -> None:
+    base, experts = write_family("llama", tmp_path)
+    sources = [{"model": str(folder), "layer_range": [0, 2]} for folder in (base, *experts)]
+    sources[1]["parameters"] = {"wieght": 2.0}  # type: ignore[assignment]
+    slices = [{"sources": sources, "parameters": {"rnk": 3}}]
+    for content in ({"slices": slices}, {"modules": {"default": {"slices": slices, "parameters": {"lamda": 1.0}}}}):
+        whole = {"merge_method": "sftm", "base_model": str(base), "dtype": "float32"} | content
+        result = run(whole, tmp_path)
+        assert result.exit_code == 1 and "'wieght'" in result.output and "'rnk'" in result.output
+        assert ("'lamda'" in result.output) == ("modules" in content)
+
+
+def test_merges_slices_into_more_layers_than_the_base_model_has(tmp_path: Path) -> None:
+    base, experts = write_family("llama", tmp_path)
+    sources = [{"model": str(folder), "layer_range": [0, 2]} for folder in (base, *experts)]
+    content = {
+        "merge_method": "sftm",
+        "base_model": str(base),
+        "slices": [{"sources": sources}, {"sources": sources}],
+        "dtype": "float32",
+    }
+    result = run(content, tmp_path)
+    assert result.exit_code == 0, result.output
+    merged = load("llama", tmp_path / "merged")
+    for part in ("input_layernorm.weight", "mlp.up_proj.weight"):
+        assert torch.equal(merged[f"model.layers.3.{part}"], merged[f"model.layers.1.{part}"])
+
+
+@pytest.mark.parametrize("key", MODELS)
+def test_roles_are_read_off_the_model(key: str) -> None:
+    model = meta_model(config_of(key))
+    roles = tensor_roles(model)
+    by_hand = {name: role_by_hand(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    if key == "vit":  # a table of positions and a token, parameters of the embeddings themselves
+        assert by_hand["embeddings.position_embeddings"] is by_hand["embeddings.cls_token"] is Role.OTHER
+    assert {name: roles[name] for name in by_hand} == by_hand
+
+
+def test_roles_are_found_for_other_prefixes_and_further_layers() -> None:
+    roles = tensor_roles(meta_model(config_of("llama")))
+    method = SftmMethod()
+    method._roles["base"] = roles
+    for name, role in [
+        ("layers.0.mlp.up_proj.weight", Role.LINEAR),
+        ("language_model.model.layers.1.input_layernorm.weight", Role.NORM),
+        ("model.layers.17.self_attn.o_proj.weight", Role.LINEAR),
+        ("text.embed_tokens.weight", Role.OTHER),
+    ]:
+        group = TensorGroup.from_tensors([torch.zeros(3)], name=name)
+        assert method._role("base", group.metadata, torch.zeros(3)) is role
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "role"),
+    [
+        ((), None, Role.OTHER),
+        ((8,), None, Role.OTHER),
+        ((8, 4), None, Role.LINEAR),
+        ((8, 4), 0, Role.OTHER),
+        ((2, 8, 4), None, Role.OTHER),
+        ((8, 3, 2, 2), None, Role.CONVOLUTION),
+    ],
+)
+def test_shapes_decide_where_no_model_is_known(shape: tuple[int, ...], axis: int | None, role: Role) -> None:
+    assert role_by_shape(torch.zeros(shape), axis) is role
+
+
+@pytest.mark.parametrize("density", [0.01, 0.3, 1.0])
+def test_tensors_without_a_model_merge_by_their_shapes(density: float, caplog: pytest.LogCaptureFixture) -> None:
+    """As in mergekit's own functions, and in mergekit-pytorch, which only has checkpoint files."""
+    torch.manual_seed(0)
+    shapes = {"scale": (), "norm": (5,), "map": (6, 4), "row": (1, 7), "tokens": (1, 1, 4), "kernel": (4, 3, 2, 2)}
+    models = [{name: torch.randn(shape) for name, shape in shapes.items()} for _ in range(3)]
+    with caplog.at_level(logging.WARNING):
+        merged = merge_state_dicts(models, SftmMethod(), parameters={"density": density}, base=0)
+    assert len([line for line in caplog.messages if "goes by the shapes" in line]) == 1
+    for name, tensor in merged.items():
+        inputs = [model[name] for model in models]
+        wanted = expected(role_by_shape(tensor, None), inputs[0], inputs[1:], [1.0, 1.0], [density, density], 0.6)
+        torch.testing.assert_close(tensor.double(), wanted, rtol=0, atol=1e-5)
+
+
+def test_a_model_that_transformers_cannot_build_merges_by_shapes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise SltaError("no such architecture")
+
+    monkeypatch.setattr(sftm, "meta_model", refuse)
+    family = write_family("llama", tmp_path)
+    with caplog.at_level(logging.WARNING):
+        assert run(recipe(family), tmp_path).exit_code == 0
+    assert len([line for line in caplog.messages if "no such architecture" in line]) == 1
+    merged, base = load("llama", tmp_path / "merged"), load("llama", family[0])
+    experts = [load("llama", folder) for folder in family[1]]
+    for name, role in [("model.norm.weight", Role.OTHER), ("model.layers.0.mlp.up_proj.weight", Role.LINEAR)]:
+        wanted = expected(role, base[name], [expert[name] for expert in experts], [1.0, 1.0], [0.2, 0.2], 0.6)
+        torch.testing.assert_close(merged[name].double(), wanted, rtol=0, atol=1e-6)
+
+
+def test_threads_share_one_look_at_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, experts = write_family("llama", tmp_path)
+    built = []
+
+    def build(*arguments: Any) -> transformers.PreTrainedModel:
+        built.append(threading.get_ident())
+        return meta_model(*arguments)
+
+    monkeypatch.setattr(sftm, "meta_model", build)
+    references = [ModelReference.parse(str(folder)) for folder in (base, *experts)]
+    models = [load("llama", folder) for folder in (base, *experts)]
+    method = SftmMethod()
+    method.validate_inputs(references, references[0], group_name="default.slices[0]")
+
+    def merge(name: str) -> torch.Tensor:
+        tensors = [model[name] for model in models]
+        (merged,) = method([TensorGroup.from_tensors(tensors, ids=references, base_index=0, name=name)])
+        return merged
+
+    with ThreadPoolExecutor(4) as pool:
+        merged = dict(zip(models[0], pool.map(merge, models[0]), strict=True))
+    assert len(built) == 1
+    alone = {name: merge(name) for name in models[0]}
+    assert all(torch.equal(merged[name], alone[name]) for name in alone)
+
+
+def test_the_next_merge_looks_at_its_model_anew(tmp_path: Path) -> None:
+    method, reference = SftmMethod(), ModelReference.parse(str(tmp_path))
+    method._roles[reference] = {"weight": Role.NORM}
+    other = ModelReference.parse("expert")
+    method.validate_inputs([reference, other], reference, group_name="model.layers.0.weight")
+    assert reference in method._roles
+    method.validate_inputs([reference, other], reference, group_name="default.slices[0]")
+    assert reference not in method._roles
+
+
+def test_integers_pass_through() -> None:
+    models = [{"weight": torch.randn(3, 3), "ids": torch.arange(4), "mask": torch.ones(2, dtype=torch.bool)}] * 2
+    merged = merge_state_dicts(models, SftmMethod(), base=0)
+    assert torch.equal(merged["ids"], torch.arange(4)) and merged["mask"].dtype == torch.bool

@@ -1,0 +1,175 @@
+"""Weights as mergekit's loader gives them, whatever the files look like, and the fingerprint that goes by content."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import MakeFamily
+from mergekit.common import ModelReference
+from safetensors.torch import load_file
+from support.adapters import write_adapter
+from support.copies import edited, pickled, pickled_shards, sharded
+from support.families import Family
+from transformers import AutoModel, AutoModelForCausalLM
+
+from mergekit_slta.errors import SltaError
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.models.checkpoint import Checkpoint
+
+ATTENTION = "model.layers.1.self_attn.q_proj.weight"
+
+
+def opened(folder: Path | str) -> Checkpoint:
+    return Checkpoint(ModelReference.model_validate(str(folder)))
+
+
+LAYOUTS = [sharded, pickled, pickled_shards]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_layout_of_the_files_changes_neither_values_nor_fingerprint(
+    layout: Callable[[Path, Path], Path],
+    dtype: torch.dtype,
+    make_family: MakeFamily,
+    tmp_path: Path,
+) -> None:
+    base = make_family(experts=0, dtype=dtype).base
+    one, other = opened(base), opened(layout(base, tmp_path / "other"))
+    stored = load_file(base / "model.safetensors")
+    names = {name: name for name in stored}
+    for checkpoint in (one, other):
+        read = checkpoint.read(names, "model")
+        assert set(read) == set(stored)
+        for name, tensor in read.items():
+            assert tensor.dtype == torch.float32
+            assert torch.equal(tensor, stored[name].float())
+        assert checkpoint.bytes_read == sum(tensor.nbytes for tensor in stored.values())
+        assert checkpoint.dtype == str(dtype).removeprefix("torch.")
+    assert one.fingerprint() == other.fingerprint()
+
+
+def test_the_folder_does_not_enter_the_fingerprint(llama: Family, tmp_path: Path) -> None:
+    copy = shutil.copytree(llama.base, tmp_path / "elsewhere")
+    assert opened(copy).fingerprint() == opened(llama.base).fingerprint()
+
+
+def test_other_content_has_another_fingerprint(llama: Family, tmp_path: Path) -> None:
+    def scale(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[ATTENTION] *= 1.001
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["other"] = tensors.pop(ATTENTION)
+
+    def reshape(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[ATTENTION] = tensors[ATTENTION].view(16, 64)
+
+    def round_off(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[ATTENTION] = tensors[ATTENTION].bfloat16()
+
+    folders = [edited(llama.base, tmp_path / edit.__name__, edit) for edit in (scale, rename, reshape, round_off)]
+    prints = [opened(folder).fingerprint() for folder in (*llama.folders, *folders)]
+    assert len(set(prints)) == len(prints)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_is_refused_with_model_and_tensor(value: float, llama: Family, tmp_path: Path) -> None:
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[ATTENTION][3, 5] = value
+
+    broken = edited(llama.base, tmp_path / "broken", spoil)
+    with pytest.raises(SltaError, match="broken") as caught:
+        opened(broken).read({"q": ATTENTION}, "model")
+    assert ATTENTION in caught.value.message
+    opened(broken).read({"k": ATTENTION.replace("q_proj", "k_proj")}, "model")
+
+
+def test_large_values_that_overflow_only_in_a_sum_are_read(llama: Family, tmp_path: Path) -> None:
+    def enlarge(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[ATTENTION] = torch.full((32, 32), 6e4, dtype=torch.float16)
+
+    read = opened(edited(llama.base, tmp_path / "large", enlarge)).read({"q": ATTENTION}, "model")
+    assert torch.equal(read["q"], torch.tensor(6e4).half().float().expand(32, 32))
+
+
+def test_a_missing_tensor_is_named(llama: Family, tmp_path: Path) -> None:
+    def drop(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[ATTENTION]
+
+    with pytest.raises(SltaError, match="lacks the tensor") as caught:
+        opened(edited(llama.base, tmp_path / "incomplete", drop)).read({"q": ATTENTION}, "model")
+    assert ATTENTION in caught.value.message
+    assert "incomplete" in caught.value.message
+
+
+def test_a_checkpoint_of_the_bare_body_lacks_the_prefix(make_family: MakeFamily, tmp_path: Path) -> None:
+    base = make_family("gpt2", experts=0).base
+    AutoModel.from_pretrained(base, dtype=torch.float32).save_pretrained(tmp_path / "bare")
+    name = "transformer.h.0.attn.c_attn.weight"
+    assert name.removeprefix("transformer.") in opened(tmp_path / "bare").tensor_names
+    for folder in (base, tmp_path / "bare"):
+        read = opened(folder).read({"w": name}, "transformer")
+        assert torch.equal(read["w"], load_file(base / "model.safetensors")[name])
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "glm4_moe", "granite_moe_hybrid"])
+def test_fused_mixtures_are_read_as_transformers_loads_them(architecture: str, make_family: MakeFamily) -> None:
+    base = make_family(architecture, experts=0).base
+    expected = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).state_dict()
+    checkpoint = opened(base)
+    decoder = Decoder(checkpoint.config)
+    for layer in range(len(decoder)):
+        for name, tensor in checkpoint.read(decoder.layer_tensors(layer), decoder.base_model_prefix).items():
+            assert torch.equal(tensor, expected[f"{decoder.layers_path}.{layer}.{name}"])
+
+
+def test_a_lora_is_known_by_its_base_and_its_adapter(llama: Family, tmp_path: Path) -> None:
+    def fingerprint(base: Path, adapter: Path) -> str:
+        return opened(f"{base}+{adapter}").fingerprint()
+
+    first = write_adapter(llama.base, tmp_path / "first")
+    copy = shutil.copytree(first, tmp_path / "copy")
+    assert fingerprint(llama.base, first) == fingerprint(llama.base, copy)
+    retrained = write_adapter(llama.base, tmp_path / "retrained", seed=1)
+    rescaled = write_adapter(llama.base, tmp_path / "rescaled", alpha=16)
+    prints = [fingerprint(llama.base, adapter) for adapter in (first, retrained, rescaled)]
+    prints += [fingerprint(llama.experts[0], first), opened(llama.base).fingerprint()]
+    assert len(set(prints)) == len(prints)
+
+
+def test_a_folder_without_an_adapter_is_refused(llama: Family, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SltaError, match="no LoRA adapter"):
+        opened(f"{llama.base}+{tmp_path / 'empty'}").fingerprint()
+
+
+@pytest.mark.parametrize("layout", [lambda source, folder: source, sharded])
+def test_reading_ahead_asks_for_the_bytes_of_one_layer(
+    layout: Callable[[Path, Path], Path], llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = layout(llama.base, tmp_path / "copy")
+    asked: list[bytes] = []
+
+    def advise(descriptor: int, begin: int, length: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_WILLNEED
+        asked.append(os.pread(descriptor, length, begin))
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    opened(folder).prefetch(1)
+    tensors = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
+    expected = [tensor.numpy().tobytes() for name, tensor in tensors.items() if name.startswith("model.layers.1.")]
+    assert sum(map(len, asked)) == sum(map(len, expected))
+    assert all(any(content in part for part in asked) for content in expected)
+    opened(folder).prefetch(len(tensors))  # there is no such layer
+    assert sum(map(len, asked)) == sum(map(len, expected))
+
+
+def test_reading_ahead_changes_nothing_where_it_cannot_be_asked_for(
+    llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened(pickled(llama.base, tmp_path / "pickled")).prefetch(1)
+    monkeypatch.delattr(os, "posix_fadvise")
+    opened(llama.base).prefetch(1)

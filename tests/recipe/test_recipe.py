@@ -1,0 +1,339 @@
+"""Recipes as text: what they name, and what is wrong with their parameters; no model is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mergekit.common import ModelReference
+from mergekit.config import MergeConfiguration
+
+from mergekit_slta.errors import SltaError
+from mergekit_slta.methods.registry import FeatcalMethod, SltaMethod
+from mergekit_slta.methods.sftm import SftmMethod
+from mergekit_slta.recipe.recipe import (
+    CalibrationSettings,
+    Expert,
+    FeatcalSettings,
+    SltaSettings,
+    calibration_problems,
+    expert_parameters,
+    from_config,
+    key_problems,
+    recipe_problems,
+    shared_settings,
+    slice_problems,
+)
+
+SLTA = SltaMethod.spec
+SPECS = {method.spec.name: method.spec for method in (SltaMethod, FeatcalMethod, SftmMethod)}
+
+
+def content(method: str = "slta", **changes: Any) -> dict[str, Any]:
+    """A sound recipe for two experts, with changed top-level keys."""
+    models: list[dict[str, Any]] = [{"model": name} for name in ("org/math", "org/code")]
+    if method != "sftm":
+        models = [{**entry, "parameters": {"calibration": f"{entry['model'][4:]}.jsonl"}} for entry in models]
+    return {"merge_method": method, "base_model": "org/base", "models": models} | changes
+
+
+def parse(recipe: dict[str, Any]) -> MergeConfiguration:
+    return MergeConfiguration.model_validate(recipe)
+
+
+def problems(recipe: dict[str, Any]) -> list[str]:
+    return recipe_problems(parse(recipe), SPECS[recipe["merge_method"]])
+
+
+def under_expert(**parameters: Any) -> dict[str, Any]:
+    return content(models=[{"model": "org/math", "parameters": {"calibration": "math.jsonl", **parameters}}])
+
+
+def whole_slice(**changes: Any) -> dict[str, Any]:
+    """The recipe as one slice of three layers."""
+    recipe = content()
+    sources = [{**entry, "layer_range": [0, 3]} for entry in [{"model": "org/base"}, *recipe.pop("models")]]
+    return recipe | {"slices": [{"sources": sources} | changes]}
+
+
+@pytest.mark.parametrize("recipe", [content(), content("featcal"), content("sftm"), whole_slice()])
+def test_a_sound_recipe_has_no_problems(recipe: dict[str, Any]) -> None:
+    assert problems(recipe) == []
+
+
+@pytest.mark.parametrize("recipe", [content(), whole_slice()])
+def test_reads_what_the_recipe_names(recipe: dict[str, Any]) -> None:
+    read = from_config(parse(recipe | {"parameters": {"template": "{q}", "samples": "7"}}))
+    assert read.base == ModelReference.parse("org/base")
+    assert read.experts == tuple(
+        Expert(ModelReference.parse(f"org/{task}"), f"{task}.jsonl", "{q}") for task in ("math", "code")
+    )
+    assert read.settings == CalibrationSettings(samples=7)
+    assert shared_settings(parse(recipe | {"parameters": {"samples": "7"}}), SltaSettings) == SltaSettings(samples=7)
+
+
+def test_a_slice_sets_parameters_over_the_recipe() -> None:
+    recipe = whole_slice(parameters={"samples": 3}) | {"parameters": {"samples": 5, "seed": 1}}
+    assert from_config(parse(recipe)).settings == CalibrationSettings(samples=3, seed=1)
+    assert shared_settings(parse(recipe), SltaSettings) == SltaSettings(samples=3, seed=1)
+
+
+def test_each_method_reads_its_own_settings() -> None:
+    given = {"level": "layer", "edges": "mean", "teacher": "0.5", "head": "false", "ridge": 0.2, "max_tokens": 9}
+    config = parse(content(parameters=given))
+    assert shared_settings(config, SltaSettings) == SltaSettings(level="layer", edges="mean", ridge=0.2, max_tokens=9)
+    assert shared_settings(config, FeatcalSettings) == FeatcalSettings(teacher=0.5, head=False, ridge=0.2, max_tokens=9)
+    assert shared_settings(config, CalibrationSettings) == CalibrationSettings(max_tokens=9)
+
+
+def test_an_experts_own_parameter_comes_before_the_shared_one() -> None:
+    recipe = under_expert(template="{own}") | {"parameters": {"template": "{all}"}}
+    (parameters,) = expert_parameters(parse(recipe)).values()
+    assert parameters == {"calibration": "math.jsonl", "template": "{own}"}
+
+
+def test_the_base_model_among_the_models_is_no_expert() -> None:
+    recipe = content()
+    recipe["models"].insert(1, {"model": "org/base"})
+    assert problems(recipe) == []
+    assert len(from_config(parse(recipe)).experts) == 2
+
+
+def test_reading_a_wrong_value_is_no_traceback() -> None:
+    with pytest.raises(SltaError, match="'samples' has a wrong value"):
+        from_config(parse(content(parameters={"samples": "many"})))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "sentence"),
+    [
+        ({"sample": 3}, "Unknown parameter 'sample' in the recipe's parameters, did you mean 'samples'?"),
+        ({"Max_Tokens": 3}, "Unknown parameter 'Max_Tokens' in the recipe's parameters, did you mean 'max_tokens'?"),
+        ({"samples": 0}, "'samples' in the recipe's parameters should be greater than or equal to 1, not 0."),
+        ({"seed": 1.5}, "'seed' in the recipe's parameters should be a valid integer"),
+        ({"balance": "perhaps"}, "'balance' in the recipe's parameters should be a valid boolean"),
+        ({"ridge": -1}, "'ridge' in the recipe's parameters should be greater than or equal to 0, not -1."),
+        ({"ridge": "nan"}, "'ridge' in the recipe's parameters should be a finite number"),
+        ({"samples": [3, 4]}, "'samples' in the recipe's parameters must be one value for the whole merge"),
+        ({"level": [{"filter": "mlp", "value": "layer"}]}, "'level' in the recipe's parameters must be one value"),
+    ],
+)
+def test_wrong_shared_parameters(parameters: dict[str, Any], sentence: str) -> None:
+    (problem,) = problems(content(parameters=parameters))
+    assert problem.startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "sentence"),
+    [
+        ({"techer": 1}, "Unknown parameter 'techer' in the recipe's parameters, did you mean 'teacher'?"),
+        (
+            {"level": "attn_mlp"},
+            "Unknown parameter 'level' in the recipe's parameters; known are anchor, batch_tokens,",
+        ),
+        ({"statistics": "x.safetensors"}, "Unknown parameter 'statistics' in the recipe's parameters"),
+        ({"teacher": 1.5}, "'teacher' in the recipe's parameters should be less than or equal to 1, not 1.5."),
+        ({"teacher": -0.1}, "'teacher' in the recipe's parameters should be greater than or equal to 0, not -0.1."),
+        ({"teacher": "nan"}, "'teacher' in the recipe's parameters should be"),
+        (
+            {"anchor": "foo"},
+            "'anchor' in the recipe's parameters should be 'base', 'slta' or 'average', not 'foo'.",
+        ),
+        ({"ridge": -1}, "'ridge' in the recipe's parameters should be greater than or equal to 0, not -1."),
+        ({"ridge": "inf"}, "'ridge' in the recipe's parameters should be a finite number"),
+        ({"head": "perhaps"}, "'head' in the recipe's parameters should be a valid boolean"),
+        ({"batch_tokens": -1}, "'batch_tokens' in the recipe's parameters should be greater than or equal to 0"),
+        ({"scratch": 3}, "'scratch' in the recipe's parameters should be a valid string, not 3."),
+        ({"ridge": [0.1, 0.2]}, "'ridge' in the recipe's parameters must be one value for the whole merge"),
+    ],
+)
+def test_wrong_parameters_of_a_feature_merge(parameters: dict[str, Any], sentence: str) -> None:
+    (problem,) = problems(content("featcal", parameters=parameters))
+    assert problem.startswith(sentence)
+
+
+def test_misplaced_parameters_of_a_feature_merge() -> None:
+    recipe = content("featcal")
+    recipe["models"][0]["parameters"]["teacher"] = 0.5
+    recipe["models"].append({"model": "org/base", "parameters": {"template": "{text}"}})
+    assert problems(recipe) == [
+        "'teacher' in the parameters of org/math has no effect: it is one value for the whole merge, move it to the "
+        "'parameters' of the recipe.",
+        "'template' in the parameters of org/base has no effect: it belongs to an expert, not to the base model.",
+    ]
+    assert key_problems(content("featcal", anchor="slta"), SPECS["featcal"]) == [
+        "'anchor' in the recipe has no effect: put it under 'parameters'."
+    ]
+
+
+def test_a_name_that_resembles_none_is_answered_with_all_names() -> None:
+    (problem,) = problems(content(parameters={"zzz": 1}))
+    assert problem.startswith("Unknown parameter 'zzz' in the recipe's parameters; known are balance, batch_tokens,")
+
+
+def test_a_wrong_choice_is_answered_with_the_choices() -> None:
+    (problem,) = problems(content(parameters={"edges": "all"}))
+    assert problem == "'edges' in the recipe's parameters should be 'base' or 'mean', not 'all'."
+
+
+@pytest.mark.parametrize(
+    ("parameters", "sentence"),
+    [
+        (
+            {"calibraton": "x"},
+            "Unknown parameter 'calibraton' in the parameters of org/math, did you mean 'calibration'?",
+        ),
+        (
+            {"level": "layer"},
+            "'level' in the parameters of org/math has no effect: it is one value for the whole merge",
+        ),
+        ({"calibration": ["a", "b"]}, "'calibration' in the parameters of org/math must be one value"),
+        ({"template": 3}, "'template' in the parameters of org/math should be a valid string, not 3."),
+    ],
+)
+def test_wrong_parameters_of_an_expert(parameters: dict[str, Any], sentence: str) -> None:
+    (problem,) = problems(under_expert(**parameters))
+    assert problem.startswith(sentence)
+
+
+def test_an_experts_parameter_may_stand_among_the_shared_ones() -> None:
+    assert problems(content(parameters={"template": "{question}"})) == []
+
+
+def test_an_experts_parameter_under_the_base_model() -> None:
+    recipe = content()
+    recipe["models"].append({"model": "org/base", "parameters": {"calibration": "base.jsonl"}})
+    assert problems(recipe) == [
+        "'calibration' in the parameters of org/base has no effect: it belongs to an expert, not to the base model."
+    ]
+
+
+def test_a_method_without_calibration_takes_gradients_and_filters() -> None:
+    density = [{"filter": "mlp", "value": [0.1, 0.3]}, {"value": 0.2}]
+    assert problems(content("sftm", parameters={"density": density, "weight": [0.0, 1.0]})) == []
+
+
+def test_every_value_of_a_gradient_is_checked() -> None:
+    density = [{"filter": "mlp", "value": [0.1, 3]}, {"value": 0.2}]
+    (problem,) = problems(content("sftm", parameters={"density": density}))
+    assert "'density'" in problem and "at most 1" in problem and "not 3" in problem
+    assert "the recipe's parameters" in problem
+
+
+@pytest.mark.parametrize("method", SPECS)
+def test_no_base_model(method: str) -> None:
+    (problem,) = problems(content(method, base_model=None))
+    assert problem.startswith(f"The recipe has no base_model: '{method}' needs")
+
+
+def test_no_expert() -> None:
+    assert problems(content(models=[{"model": "org/base"}])) == [
+        "The recipe has no expert: it names nothing but the base model."
+    ]
+
+
+def test_a_model_listed_twice() -> None:
+    recipe = content()
+    recipe["models"].append(recipe["models"][0])
+    assert problems(recipe) == ["org/math is listed 2 times: list it once."]
+
+
+def test_the_base_model_in_another_spelling(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    recipe = content(base_model=str(tmp_path / "base"))
+    recipe["models"].append({"model": f"{tmp_path}/./base", "parameters": {"calibration": "x.txt"}})
+    assert problems(recipe) == [
+        f"{tmp_path}/./base is the base model {tmp_path}/base: spell it alike, or leave it out."
+    ]
+
+
+def test_modules_and_slices_are_refused_where_whole_models_are_needed() -> None:
+    slices = whole_slice()["slices"]
+    for recipe, sentence in [
+        (content(models=None, modules={"default": {"slices": slices}}), "'slta' does not take 'modules'"),
+        (content(models=None, slices=slices * 2), "'slta' merges whole models, not 2 slices"),
+        (whole_slice(base_model="org/other"), "The slice has a base_model of its own"),
+        (whole_slice(sources=slices[0]["sources"][1:]), "The slice lacks the base model org/base"),
+    ]:
+        (problem,) = problems(recipe)
+        assert problem.startswith(sentence)
+        with pytest.raises(SltaError, match=sentence):
+            from_config(parse(recipe))
+
+
+def test_a_method_that_works_tensor_by_tensor_takes_modules_and_slices() -> None:
+    slices = [
+        {"sources": [{"model": name, "layer_range": [0, 2]} for name in ("org/base", "org/math")]} for _ in range(2)
+    ]
+    assert problems(content("sftm", models=None, slices=slices)) == []
+    assert problems(content("sftm", models=None, modules={"default": {"slices": slices}})) == []
+
+
+def test_misspelt_parameters_are_found_wherever_they_stand() -> None:
+    source = {"model": "org/math", "layer_range": [0, 2], "parameters": {"weigt": 1}}
+    base = {"model": "org/base", "layer_range": [0, 2]}
+    piece = {"sources": [base, source], "parameters": {"rnk": 1}}
+    modules = {"vision": {"slices": [piece], "parameters": {"lamda": 1}}}
+    found = problems(content("sftm", models=None, modules=modules, parameters={"densty": 1}))
+    assert [problem.split("'")[1] for problem in found] == ["densty", "lamda", "rnk", "weigt"]
+    assert [problem.split("'")[-2] for problem in found] == ["density", "lambda", "rank", "weight"]
+
+
+def test_a_slice_must_be_the_whole_depth() -> None:
+    config = parse(whole_slice())
+    assert slice_problems(config, 3) == []
+    short = slice_problems(config, 4)
+    assert len(short) == 3
+    assert short[1].startswith("The slice of org/math takes layers 0-3 of 4")
+
+
+def test_all_problems_at_once() -> None:
+    recipe = content(base_model=None, parameters={"sampels": 1, "ridge": -1})
+    recipe["models"][0]["parameters"]["level"] = "layer"
+    assert len(problems(recipe)) == 4
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sentence"),
+    [
+        (content(level="layer"), "'level' in the recipe has no effect: put it under 'parameters'."),
+        (
+            content(models=[{"model": "org/math", "calibration": "math.jsonl"}]),
+            "'calibration' in the entry of org/math has no effect: put it under 'parameters'.",
+        ),
+        (content(parametres={"level": "layer"}), "Unknown key 'parametres' in the recipe, did you mean 'parameters'?"),
+        (
+            whole_slice(layer_rang=[0, 1], parameter={}),
+            "Unknown key 'parameter' in a slice, did you mean 'parameters'?",
+        ),
+    ],
+)
+def test_keys_that_mergekit_drops(recipe: dict[str, Any], sentence: str) -> None:
+    assert key_problems(recipe, SLTA) == [sentence]
+
+
+@pytest.mark.parametrize("recipe", [content(), whole_slice(), content(name="mine", description="for the fair"), None])
+def test_keys_that_mean_nothing_are_left_alone(recipe: Any) -> None:
+    assert key_problems(recipe, SLTA) == []
+
+
+def test_an_expert_without_calibration() -> None:
+    recipe = from_config(parse(content(models=[{"model": "org/math"}])))
+    (problem,) = calibration_problems(recipe, statistics_exist=False)
+    assert problem.startswith("The expert org/math has no 'calibration'")
+    assert calibration_problems(recipe, statistics_exist=True) == []
+
+
+def test_two_experts_with_the_same_source(tmp_path: Path) -> None:
+    recipe = content()
+    for entry, spelling in zip(recipe["models"], ("task.jsonl", "./task.jsonl"), strict=True):
+        entry["parameters"]["calibration"] = f"{tmp_path}/{spelling}"
+    (problem,) = calibration_problems(from_config(parse(recipe)), statistics_exist=False)
+    assert problem.startswith("The experts org/math and org/code have the same calibration source")
+
+
+def test_one_source_for_all_experts() -> None:
+    recipe = content(models=[{"model": "org/math"}, {"model": "org/code"}], parameters={"calibration": "all.jsonl"})
+    (problem,) = calibration_problems(from_config(parse(recipe)), statistics_exist=False)
+    assert "have the same calibration source 'all.jsonl'" in problem

@@ -1,0 +1,71 @@
+"""An expert's samples are drawn once, with the base model's tokenizer, and what is held out is none of them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from mergekit.common import ModelReference
+from support.families import Family
+
+from mergekit_slta.data.draw import CalibrationData, CalibrationSource
+from mergekit_slta.errors import SltaError
+from mergekit_slta.recipe.recipe import CalibrationSettings, Expert
+from mergekit_slta.recipe.samples import Samples, repeated_data
+
+SETTINGS = CalibrationSettings(samples=3, max_tokens=12, seed=1)
+
+
+def samples_of(base: Path) -> Samples:
+    return Samples(ModelReference.parse(str(base)), SETTINGS)
+
+
+def experts_of(family: Family) -> list[Expert]:
+    pairs = zip(family.experts, family.data, strict=True)
+    return [Expert(ModelReference.parse(str(folder)), str(file)) for folder, file in pairs]
+
+
+def test_samples_are_drawn_once(llama: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    draws: list[str] = []
+    draw = CalibrationSource.draw
+
+    def counted(source: CalibrationSource, samples: int) -> CalibrationData:
+        draws.append(source.source)
+        return draw(source, samples)
+
+    monkeypatch.setattr(CalibrationSource, "draw", counted)
+    samples, (first, second, _) = samples_of(llama.base), experts_of(llama)
+    drawn = samples.of(first)
+    assert samples.of(first) is drawn
+    assert len(drawn.token_ids) == 3 and max(map(len, drawn.token_ids)) <= 12
+    assert samples.of(first, 2).token_ids == drawn.token_ids[:2]
+    samples.of(second)
+    assert draws == [first.calibration, first.calibration, second.calibration]
+
+
+def test_what_is_held_out_was_not_drawn(llama: Family) -> None:
+    samples, (expert, *_) = samples_of(llama.base), experts_of(llama)
+    rest = samples.held_out(expert, 100)
+    assert rest.token_ids and not set(rest.token_ids) & set(samples.of(expert).token_ids)
+
+
+def test_a_model_with_an_adapter_has_its_own_tokenizer(llama: Family, tmp_path: Path) -> None:
+    samples = samples_of(llama.base)
+    reference = ModelReference.parse(f"{llama.base}+{tmp_path}")
+    assert samples.tokenizer(reference) is samples.tokenizer(reference)
+    assert samples.tokenizer(reference).name_or_path == str(llama.base)
+
+
+def test_a_base_without_a_tokenizer_is_named(llama: Family, tmp_path: Path) -> None:
+    bare = shutil.copytree(llama.base, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    with pytest.raises(SltaError, match=r"bare has no usable tokenizer, which calibration needs: .*[^.]\.$"):
+        samples_of(bare).of(experts_of(llama)[0])
+
+
+def test_equal_data_is_named_with_both_experts(llama: Family) -> None:
+    samples, (first, second, _) = samples_of(llama.base), experts_of(llama)
+    twin = Expert(second.reference, first.calibration)
+    assert repeated_data([(first, samples.of(first)), (second, samples.of(second))]) == []
+    (problem,) = repeated_data([(first, samples.of(first)), (twin, samples.of(twin))])
+    assert str(first) in problem and str(twin) in problem

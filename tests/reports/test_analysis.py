@@ -1,0 +1,233 @@
+"""What statistics say about a merge, against dense features and against solving anew."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support import reference, synthetic
+
+from mergekit_slta.errors import SltaError
+from mergekit_slta.reports import analysis as module
+from mergekit_slta.reports.analysis import Place, analyse, kinds_of, place_of, pooled, short_names
+from mergekit_slta.slta.solver import bootstrap_counts, solve
+from mergekit_slta.slta.statistics import Statistics
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("model", Place(None, "model", None)),
+        ("layer.12", Place(12, "layer", None)),
+        ("layer.0.attn", Place(0, "attn", None)),
+        ("layer.3.head.11", Place(3, "head", 11)),
+        ("layer.3.self_attn.q_proj", Place(3, "self_attn.q_proj", None)),
+        ("layer.3.mlp.experts.7.down_proj", Place(3, "mlp.experts.down_proj", 7)),
+    ],
+)
+def test_places(name: str, place: Place) -> None:
+    assert place_of(name) == place
+
+
+def test_kinds_keep_the_order() -> None:
+    names = ["layer.0.head.0", "layer.0.head.1", "layer.0.mlp", "layer.1.head.0", "layer.1.head.1", "layer.1.mlp"]
+    assert kinds_of(names) == {"head": {0: [0, 1], 1: [3, 4]}, "mlp": {0: [2], 1: [5]}}
+
+
+@pytest.mark.parametrize(
+    ("models", "names"),
+    [
+        (["org/llama-math", "org/llama-code"], ("math", "code")),
+        (["WizardMath-7B-V1.0", "./WizardCoder-7B-V1.0"], ("WizardMath", "WizardCoder")),
+        (["org/llama-math"], ("llama-math",)),
+        (["a/x", "b/x"], ("a/x", "b/x")),
+        (["expert-1", "expert-2"], ("expert-1", "expert-2")),
+        (["llama-7b-x", "llama-13b-x"], ("llama-7b-x", "llama-13b-x")),
+        (["model", "model-code"], ("model", "model-code")),
+        (["C:\\models\\math\\", "code/"], ("math", "code")),
+    ],
+)
+def test_short_names_tell_experts_apart(models: list[str], names: tuple[str, ...]) -> None:
+    assert short_names(models) == names
+
+
+def random_deltas(experts: int, samples: int, seed: int) -> reference.Deltas:
+    generator = torch.Generator().manual_seed(seed)
+    found = reference.Deltas()
+    for task in range(experts):
+        for sample in range(samples):
+            size = 5 * (sample + 2)
+            common = torch.randn(size, generator=generator, dtype=torch.float64)
+            found.samples.append(torch.randn(experts, size, generator=generator).double() + (seed % 3) * common)
+            found.task.append(task)
+    return found
+
+
+@pytest.fixture(scope="module")
+def measured() -> tuple[Statistics, dict[str, reference.Deltas]]:
+    """Statistics of three experts, and the features that they come from."""
+    names = synthetic.submodules(["attn_mlp"], 3)
+    deltas = {name: random_deltas(3, 4, seed) for seed, name in enumerate(names)}
+    return synthetic.statistics(grams={name: found.grams() for name, found in deltas.items()}), deltas
+
+
+def dense_kept(deltas: list[reference.Deltas], alpha: list[torch.Tensor], task: int) -> float:
+    """1 - sum J(alpha) / sum J(0) of one task over submodules, every sample balanced."""
+    lost = before = 0.0
+    for found, weights in zip(deltas, alpha, strict=True):
+        for delta, own in zip(found.samples, found.task, strict=True):
+            if own == task:
+                power = delta.square().sum(1).mean()
+                lost += float((weights @ delta - delta[task]).square().sum() / power)
+                before += float(delta[task].square().sum() / power)
+    return 1 - lost / before
+
+
+def test_what_is_kept_is_the_share_of_the_squared_feature_change(
+    measured: tuple[Statistics, dict[str, reference.Deltas]],
+) -> None:
+    statistics, deltas = measured
+    found = analyse(statistics, "attn_mlp")
+    alpha = {name: reference.merging_weights(own) for name, own in deltas.items()}
+    for task in range(3):
+        expected = dense_kept(list(deltas.values()), list(alpha.values()), task)
+        assert found.kept[task].item() == pytest.approx(expected, abs=1e-9)
+        for layer, kept in found.kept_by_layer().items():
+            names = [f"layer.{layer}.attn", f"layer.{layer}.mlp"]
+            expected = dense_kept([deltas[name] for name in names], [alpha[name] for name in names], task)
+            assert kept[task].item() == pytest.approx(expected, abs=1e-9)
+    assert list(found.kept_by_layer()) == [0, 1, 2]
+
+
+def test_the_scale_of_a_submodule_does_not_matter_without_balance() -> None:
+    statistics = synthetic.statistics()
+    before = analyse(statistics, "attn_mlp", balance=False).kept
+    statistics.grams["layer.1.mlp"] *= 1e6
+    assert torch.allclose(analyse(statistics, "attn_mlp", balance=False).kept, before)
+
+
+def test_a_submodule_that_an_expert_hardly_changes_counts_for_little() -> None:
+    retained = torch.tensor([[0.9], [-1e3], [math.nan]]).double()
+    share = torch.tensor([[2.0], [1e-6], [0.0]]).double()
+    assert pooled(retained, share).item() == pytest.approx(0.9, abs=1e-3)
+    assert pooled(retained[2:], share[2:]).isnan()
+
+
+@pytest.mark.parametrize("settings", [{}, {"balance": False}, {"ridge": 0.3}])
+def test_leaving_an_expert_out_is_solving_without_it(settings: dict[str, object]) -> None:
+    statistics = synthetic.statistics()
+    found = analyse(statistics, "attn_mlp", **settings)  # type: ignore[arg-type]
+    for left_out in range(3):
+        others = [expert for expert in range(3) if expert != left_out]
+        alone = analyse(statistics.select(others), "attn_mlp", **settings)  # type: ignore[arg-type]
+        assert torch.allclose(found.without[others, left_out], alone.kept)
+    assert found.without.diagonal().isnan().all()
+    assert analyse(statistics.select([0]), "attn_mlp").without.isnan().all()
+
+
+def test_two_experts_alone_cost_each_other_all_that_is_lost() -> None:
+    found = analyse(synthetic.statistics().select([0, 1]), "attn_mlp")
+    assert found.without[0, 1].item() == pytest.approx(1)
+    assert found.without[1, 0].item() == pytest.approx(1)
+
+
+def test_cosines_are_those_of_the_features(measured: tuple[Statistics, dict[str, reference.Deltas]]) -> None:
+    statistics, deltas = measured
+    found = analyse(statistics, "attn_mlp")
+    for row, own in enumerate(deltas.values()):
+        design, _ = reference.stacked(own)
+        expected = torch.nn.functional.cosine_similarity(design[:, 0], design[:, 2], dim=0)
+        assert found.cosine[row, 0, 2].item() == pytest.approx(expected.item())
+
+
+def test_equal_samples_leave_no_doubt_about_the_weights() -> None:
+    gram = synthetic.random_grams(3, 1).sum(0)
+    statistics = synthetic.statistics(grams=lambda name, number: gram.expand(12, 3, 3))
+    found = analyse(statistics, "attn_mlp")
+    assert torch.allclose(found.low, found.alpha)
+    assert torch.allclose(found.high, found.alpha)
+    assert list(found.by_samples) == [1, 3, 4]
+    for effect in found.by_samples.values():
+        assert effect.spread.max() < 1e-12
+        assert torch.allclose(effect.alpha, found.alpha.mean(0))
+        assert torch.allclose(effect.retained, found.kept)
+
+
+def test_intervals_hold_the_weights_and_narrow_with_more_samples() -> None:
+    few, many = (analyse(synthetic.statistics(samples=samples), "attn_mlp") for samples in (5, 60))
+    assert ((few.low <= few.alpha) & (few.alpha <= few.high)).double().mean() > 0.9
+    assert (many.high - many.low).mean() < 0.6 * (few.high - few.low).mean()
+    spreads = [float(effect.spread.mean()) for effect in many.by_samples.values()]
+    assert list(many.by_samples) == [1, 3, 10, 30, 60]
+    assert spreads == sorted(spreads, reverse=True)
+
+
+def test_weights_from_fewer_samples_solve_those_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "DRAWS", 4)
+    statistics = synthetic.statistics()
+    effect = analyse(statistics, "attn_mlp").by_samples[3]
+    counts = bootstrap_counts(statistics.task, 2, module.SEED, most=3)
+    rows = [torch.arange(12).repeat_interleave(drawn.long()) for drawn in counts]
+    assert all(statistics.task[drawn].bincount().tolist() == [3, 3, 3] for drawn in rows)
+    alpha = torch.stack(
+        [torch.stack([solve(gram[r], statistics.task[r]).alpha for r in rows]) for gram in statistics.grams.values()]
+    )
+    assert torch.allclose(effect.alpha, alpha.mean((0, 1)))
+    assert torch.allclose(effect.spread, alpha.std(1).mean(0))
+
+
+# Doubts
+
+
+def doubts_of(gram: torch.Tensor) -> str:
+    """What is doubted about a merge of two experts whose only submodule has these Gram matrices [2 * samples, 2, 2]."""
+    statistics = synthetic.statistics(
+        ["math", "code"], ["layer"], layers=1, samples=len(gram) // 2, grams=lambda name, number: gram
+    )
+    return "; ".join(analyse(statistics, "layer").doubts.get("layer.0", []))
+
+
+def gram_of(first: tuple[float, ...], second: tuple[float, ...]) -> torch.Tensor:
+    deltas = torch.tensor([first, second], dtype=torch.float64)
+    return deltas @ deltas.T
+
+
+def test_well_determined_weights_are_not_doubted() -> None:
+    assert doubts_of(gram_of((1, 0), (0.3, 1)).expand(20, 2, 2)) == ""
+
+
+@pytest.mark.parametrize(("angle", "doubted"), [(0.22, False), (0.18, True)])
+def test_experts_that_are_nearly_alike_are_doubted(angle: float, doubted: bool) -> None:
+    """A cosine of 0.98, an angle of 0.2, is a condition number of 100."""
+    gram = gram_of((1, 0), (math.cos(angle), math.sin(angle)))
+    assert ("condition number" in doubts_of(gram.expand(20, 2, 2))) == doubted
+
+
+def test_weights_that_depend_on_the_samples_are_doubted() -> None:
+    alike, opposed = gram_of((1, 0), (0.9, 0.5)), gram_of((1, 0), (-0.9, 0.5))
+    gram = torch.stack([alike, opposed, alike, opposed])
+    assert "interval" in doubts_of(gram)
+
+
+def test_weights_far_from_one_are_doubted() -> None:
+    own, other = gram_of((1, 0), (-2, 0.5)), gram_of((-3, 0), (0.1, 1))
+    gram = torch.cat([own.expand(10, 2, 2), other.expand(10, 2, 2)])
+    assert "weight −" in doubts_of(gram)
+
+
+def test_two_equal_experts_are_doubted() -> None:
+    assert "linearly dependent" in doubts_of(gram_of((1, 2), (1, 2)).expand(20, 2, 2))
+
+
+def test_an_expert_that_changes_nothing_is_no_reason_for_doubt() -> None:
+    assert doubts_of(gram_of((1, 2), (0, 0)).expand(20, 2, 2)) == ""
+
+
+def test_no_change_at_all_is_said() -> None:
+    assert "no expert changes" in doubts_of(torch.zeros(20, 2, 2).double())
+
+
+def test_a_level_that_was_not_measured_is_refused() -> None:
+    with pytest.raises(SltaError, match="head_mlp"):
+        analyse(synthetic.statistics(), "head_mlp")

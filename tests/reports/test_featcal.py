@@ -1,0 +1,88 @@
+"""The report on a feature merge: its sentence, both lines' numbers, and that it needs nothing from outside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.html_elements import Elements, assert_self_contained
+
+from mergekit_slta.recipe.recipe import FeatcalSettings
+from mergekit_slta.reports.featcal import ANCHORS, MEANING, drift_page
+from mergekit_slta.reports.page import Page, percent
+
+MODELS = ["org/llama-math", "org/llama-code"]
+MERGED = torch.tensor([[0.11, 0.12], [0.14, 0.13], [0.41, 0.32], [0.42, 0.35]], dtype=torch.float64)
+ANCHOR = 2 * MERGED + 0.011
+
+
+def page(**settings: object) -> Page:
+    return drift_page(MERGED, ANCHOR, MODELS, FeatcalSettings.model_validate({"samples": 7, **settings}))
+
+
+def test_it_opens_with_how_far_the_last_layers_features_are() -> None:
+    assert page().verdict == [
+        "After the last layer the merged model's features are 42 % away from math's (the base model: 85 %) and "
+        "35 % away from code's (the base model: 71 %); the distance grows most in layer 2.",
+        MEANING,
+    ]
+
+
+def test_an_expert_without_features_has_no_number(tmp_path: Path) -> None:
+    merged = MERGED.clone()
+    merged[:, 1] = torch.nan
+    found = drift_page(merged, ANCHOR, MODELS, FeatcalSettings())
+    assert "42 % away from math's" in found.verdict[0] and "and – away from code's" in found.verdict[0]
+    found.write(tmp_path, "report.html")
+
+
+@pytest.mark.parametrize(("anchor", "words"), ANCHORS.items())
+def test_the_anchor_is_named(anchor: str, words: str) -> None:
+    found = page(anchor=anchor)
+    assert f"({words}: 85 %)" in found.verdict[0]
+    assert f"towards {words}," in found.facts["Solved with"]
+
+
+def test_the_table_has_both_lines_of_every_task() -> None:
+    (section,) = page().sections
+    (chart,) = section.charts
+    assert list(chart.table.header) == ["layer", "math, before", "math, after", "code, before", "code, after"]
+    for layer, row in enumerate(chart.table.rows):
+        pairs = zip(ANCHOR[layer].tolist(), MERGED[layer].tolist(), strict=True)
+        assert list(row) == [str(layer), *(percent(error) for pair in pairs for error in pair)]
+    assert len(chart.table.rows) == len(MERGED)
+
+
+def test_it_says_what_was_asked_for() -> None:
+    facts = page(ridge=0.25, teacher=0.5, head=False, seed=3, max_tokens=99).facts
+    assert facts["Experts"] == "org/llama-math, org/llama-code"
+    assert facts["Samples"] == "7 of each task, seed 3, at most 99 tokens"
+    assert facts["Solved with"] == "ridge 0.25 towards the base model, teacher 0.5, output head kept"
+    assert "output head solved" in page().facts["Solved with"]
+
+
+def test_it_needs_nothing_from_outside_and_has_its_picture_beside_it(tmp_path: Path) -> None:
+    path = page().write(tmp_path / "new", "report.html")
+    assert_self_contained(path.read_text())
+    assert sorted(file.name for file in path.parent.iterdir()) == ["drift.png", "report.html"]
+    assert (path.parent / "drift.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_is_told_in_words() -> None:
+    ((_, attributes),) = [found for found in Elements(page().html()).found if found[0] == "img"]
+    assert "After the last layer: math 85 % before and 42 % after; code 71 % before and 35 % after." in str(
+        attributes["alt"]
+    )
+
+
+def test_one_expert_and_one_layer() -> None:
+    said = drift_page(MERGED[:1, :1], ANCHOR[:1, :1], MODELS[:1], FeatcalSettings()).verdict[0]
+    assert said.startswith("After the last layer the merged model's features are 11 % away from llama-math's (the base")
+    assert said.endswith("grows most in layer 0.")
+
+
+def test_names_are_escaped() -> None:
+    text = drift_page(MERGED, ANCHOR, ["<b>&", "x"], FeatcalSettings()).html()
+    assert_self_contained(text)
+    assert "<b>&" not in text.replace("&lt;b&gt;&amp;", "")

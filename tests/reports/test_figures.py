@@ -1,0 +1,98 @@
+"""Charts are drawn, without a warning, whatever names and numbers they are given."""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+from collections.abc import Iterator
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from mergekit_slta.reports.figures import (
+    COLOURS,
+    DOTS_PER_INCH,
+    WIDTH,
+    Bar,
+    Line,
+    Matrix,
+    Panel,
+    bar_chart,
+    heat_map,
+    line_chart,
+)
+
+NAMES = ["_private", "cost $\\alpha$ $", "<b>&", "x" * 200, "法律", "math", "", "math", "a | b"]
+
+
+@pytest.fixture(autouse=True)
+def warnings_are_errors() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def pixels(png: bytes) -> np.ndarray:
+    picture = np.asarray(matplotlib.image.imread(io.BytesIO(png), format="png"))[..., :3]
+    assert picture.shape[1] == round(WIDTH * DOTS_PER_INCH)
+    return picture
+
+
+def has_colour(picture: np.ndarray, colour: str) -> bool:
+    wanted = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    return bool((np.abs(picture - wanted).max(-1) < 0.01).any())
+
+
+def lines(x: list[float], y: list[float]) -> list[Line]:
+    return [Line(name, x, y, [v - 1 for v in y], [v + 1 for v in y], [(x[0], 1.0)]) for name in NAMES]
+
+
+@pytest.mark.parametrize("x", [[0.0, 1.0, 2.0], [3.0]])
+@pytest.mark.parametrize("options", [{}, {"y_percent": True, "y_range": (-1.0, 1.0)}, {"log_x": True, "log_y": True}])
+def test_lines(x: list[float], options: dict[str, object]) -> None:
+    x = [value + 1 for value in x]
+    y = [5.0, math.nan, 1e6][: len(x)]
+    panels = [Panel(name, lines(x, y), [x[0]]) for name in NAMES[:3]]
+    picture = pixels(
+        line_chart(panels, x_label="$x", y_label="_y", lines_at=(0.5,), shaded_label="_shade", **options)  # type: ignore[arg-type]
+    )
+    assert all(has_colour(picture, colour) for colour in COLOURS)
+
+
+def test_lines_that_are_nowhere() -> None:
+    pixels(line_chart([Panel("", [Line("a", [0, 1], [math.nan, math.nan])])], x_label="x", y_label="y"))
+
+
+def test_a_line_outside_the_range_is_drawn_at_its_edge() -> None:
+    def chart(value: float) -> bytes:
+        panel = Panel("", [Line("a", [0, 1], [0.5, value])])
+        return line_chart([panel], x_label="x", y_label="y", y_range=(-1, 1))
+
+    assert chart(-7.0) == chart(-1.0) != chart(1.0) == chart(7.0)
+
+
+@pytest.mark.parametrize("columns", [1, 3, 40])
+def test_heat_maps(columns: int) -> None:
+    values = [[(row + column) / columns - 0.2 for column in range(columns)] for row in range(len(NAMES))]
+    values[0][0] = math.nan
+    matrix = Matrix("$t", values, NAMES, [NAMES[i % len(NAMES)] for i in range(columns)])
+    pixels(heat_map([matrix, matrix], x_label="$x", y_label="_y", value_label="v", limits=(0.0, 1.0)))
+
+
+def test_values_beyond_the_limits_have_colours_of_their_own() -> None:
+    def chart(value: float) -> np.ndarray:
+        matrix = Matrix("", [[0.5, value]], ["a"], ["b", "c"])
+        return pixels(heat_map([matrix], x_label="x", y_label="y", value_label="v", limits=(0.0, 1.0)))
+
+    assert has_colour(chart(-0.1), "#f4a6d7")
+    assert has_colour(chart(1.1), "#d7301f")
+    assert not has_colour(chart(0.1), "#f4a6d7")
+
+
+def test_bars() -> None:
+    bars = [Bar(group, name, 0.5, 0.1) for group in ("model", "_layer", "$a") for name in NAMES]
+    picture = pixels(bar_chart([*bars, Bar("none", "math", math.nan, math.nan)], x_label="$score"))
+    assert all(has_colour(picture, colour) for colour in COLOURS)
+    pixels(bar_chart([Bar("a", "b", 0.0, 0.0)], x_label="x"))

@@ -1,0 +1,227 @@
+"""The report: its verdict's numbers, its files, and that it needs nothing from outside."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from support import families, synthetic
+from support.families import Family
+from support.html_elements import Elements, assert_self_contained
+
+from mergekit_slta.cli.commands import main
+from mergekit_slta.errors import SltaError
+from mergekit_slta.reports.analysis import MOST_CONDITION, PLAUSIBLE_ALPHA, WIDEST_INTERVAL, analyse
+from mergekit_slta.reports.merge import reliability, report_page, verdict, write_report
+from mergekit_slta.reports.page import percent, plain_number
+from mergekit_slta.slta.measure import measured_statistics
+from mergekit_slta.slta.statistics import Statistics, load, save
+
+
+def interfering(powers: Sequence[float], samples: int = 6) -> Statistics:
+    """Two experts whose feature changes are orthogonal: 1 on the own data, and ``power`` on the other's, by layer.
+
+    Then both weights are 1 / (1 + power), and the merge keeps just that share of each in the layer.
+    """
+
+    def grams(name: str, number: int) -> torch.Tensor:
+        own, other = torch.diag(torch.tensor([1.0, powers[number]])), torch.diag(torch.tensor([powers[number], 1.0]))
+        return torch.stack([own] * samples + [other] * samples).double()
+
+    return synthetic.statistics(["math", "code"], ["layer"], layers=len(powers), samples=samples, grams=grams)
+
+
+def kept_share(powers: Sequence[float]) -> float:
+    """What is kept in all layers together: each counts by 2 / (1 + power), its own expert's part of the change."""
+    return sum(1 / (1 + p) ** 2 for p in powers) / sum(1 / (1 + p) for p in powers)
+
+
+def sentence(powers: Sequence[float]) -> str:
+    return verdict(analyse(interfering(powers), "layer"))
+
+
+def test_the_verdict_states_what_is_kept() -> None:
+    powers = [0.1] * 4
+    assert percent(kept_share(powers)) == "91 %"
+    said = "keeps 91 % of math's feature change; and keeps 91 % of code's feature change"
+    assert sentence(powers) == f"Merged at level layer, the result {said}."
+
+
+@pytest.mark.parametrize(
+    ("losing", "where"),
+    [
+        ([3, 4, 5], "layers 3-5"),
+        ([2], "layer 2"),
+        ([0, 3, 4, 7], "layers 0, 3-4 and 7"),
+        ([0, 2, 4, 6], "4 of 8 layers, above all in layer 4"),
+    ],
+)
+def test_the_verdict_names_the_layers_where_most_is_lost(losing: list[int], where: str) -> None:
+    powers = [1.5 if layer in losing else 0.05 for layer in range(8)]
+    powers[4] *= 1.01
+    assert f"keeps {percent(kept_share(powers))} of math's feature change but loses most of it in {where};" in sentence(
+        powers
+    )
+
+
+def test_the_verdict_when_most_is_lost_everywhere() -> None:
+    powers = [3.0, 4.0]
+    assert (
+        f"keeps only {percent(kept_share(powers))} of code's feature change (less than half of it in every layer)."
+        in (sentence(powers))
+    )
+
+
+def test_the_verdict_when_nothing_is_kept() -> None:
+    """An expert that hardly changes anything is given up for another one."""
+    grams = torch.stack([torch.diag(torch.tensor([0.1, 9.0]))] * 5 + [torch.diag(torch.tensor([0.0, 1.0]))] * 5)
+    statistics = synthetic.statistics(
+        ["math", "code"], ["layer"], layers=1, samples=5, grams=lambda name, number: grams.double()
+    )
+    found = analyse(statistics, "layer")
+    assert found.kept[0] < 0
+    assert f"keeps nothing of math's feature change ({percent(float(found.kept[0]))});" in verdict(found)
+
+
+def test_the_verdict_on_an_expert_that_changes_nothing() -> None:
+    grams = torch.stack([torch.diag(torch.tensor([0.0, 1.0]))] * 10).double()
+    statistics = synthetic.statistics(
+        ["math", "code"], ["layer"], layers=2, samples=5, grams=lambda name, number: grams
+    )
+    text = verdict(analyse(statistics, "layer"))
+    assert "has nothing of math to keep" in text
+    assert "keeps 75 % of code's feature change" in text  # half a weight serves its own data and the other alike
+    assert report_page(statistics).verdict[0] == text
+
+
+def test_unreliable_submodules_are_counted_and_listed_with_the_thresholds() -> None:
+    alike = torch.tensor([[1.0, 0.999], [0.999, 1.0]]).double()
+    statistics = interfering([0.1, 0.1, 0.1])
+    statistics.grams["layer.1"] = alike.expand(12, 2, 2)
+    assert reliability(analyse(statistics, "layer")).startswith("The merging weights of 1 of 3 submodules are")
+    page = report_page(statistics)
+    (section,) = (section for section in page.sections if section.title.startswith("Unreliable"))
+    assert section.table is not None
+    assert [row[0] for row in section.table.rows] == ["layer.1"]
+    for threshold in (MOST_CONDITION, WIDEST_INTERVAL, *PLAUSIBLE_ALPHA):
+        assert plain_number(threshold) in section.paragraphs[0]
+    assert "all 3 submodules look reliable." in reliability(analyse(interfering([0.1, 0.1, 0.1]), "layer"))
+
+
+def test_few_samples_are_not_called_reliable() -> None:
+    found = analyse(interfering([0.1], samples=1), "layer")
+    assert reliability(found) == "The merging weights look reliable, as far as 1 sample of a task can tell."
+
+
+ALL_LEVELS = ("model", "layer", "attn_mlp", "head_mlp", "linear")
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Statistics, Path]:
+    """Statistics of all levels with names that try to break out, and their report."""
+    models = ["org/<script>alert(1)</script>", 'org/$a_{\\beta$&"quoted"', "_hidden"]
+    statistics = synthetic.statistics(models, ALL_LEVELS, layers=2)
+    statistics.grams["layer.0.mlp.experts.1.down_proj"] = torch.zeros(12, 3, 3).double()
+    return statistics, write_report(statistics, tmp_path_factory.mktemp("report") / "new")
+
+
+def test_the_page_needs_nothing_from_outside(everything: tuple[Statistics, Path]) -> None:
+    assert_self_contained(everything[1].read_text())
+
+
+def test_the_page_opens_with_the_verdict_on_the_default_level(everything: tuple[Statistics, Path]) -> None:
+    statistics, path = everything
+    text = " ".join(Elements(path.read_text()).text.split())
+    said = verdict(analyse(statistics, "attn_mlp"))
+    assert said in text
+    assert (
+        text.index(said)
+        < text.index("This is a share of feature change, not accuracy.")
+        < text.index("levels compared")
+    )
+
+
+def test_every_chart_is_a_file_a_picture_and_a_table(everything: tuple[Statistics, Path]) -> None:
+    _, path = everything
+    elements = Elements(path.read_text()).found
+    pictures = sorted(file.name for file in path.parent.glob("*.png"))
+    images = [attributes for tag, attributes in elements if tag == "img"]
+    assert len(pictures) == len(images) == sum(tag == "details" for tag, _ in elements)
+    assert all(image["alt"] for image in images)
+    for level in ALL_LEVELS:
+        charts = ["cost", "cosine", "samples-alpha", "samples-retained"]
+        charts += [] if level == "model" else ["retained", "alpha", "alpha-map", "condition"]
+        assert {f"{chart}-{level}.png" for chart in charts} <= set(pictures)
+    assert {file.name for file in path.parent.iterdir()} == {"report.html", *pictures}
+
+
+def test_the_tables_hold_the_solution(everything: tuple[Statistics, Path]) -> None:
+    statistics, path = everything
+    text = path.read_text()
+    for level in ALL_LEVELS[1:]:
+        for name, solution in statistics.solve(level).items():
+            cells = "".join(f"<td>{percent(share)}</td>" for share in solution.retained.tolist())
+            assert f'<th scope="row">{name}</th>{cells}</tr>' in text
+            cells = "".join(f"<td>{plain_number(weight)}</td>" for weight in solution.alpha.tolist())
+            assert f'<th scope="row">{name}</th>{cells}</tr>' in text
+            assert f'<th scope="row">{name}</th><td>{plain_number(solution.condition)}</td></tr>' in text
+
+
+def test_only_the_levels_and_the_solution_that_are_asked_for() -> None:
+    statistics = synthetic.statistics(levels=("layer", "attn_mlp"), layers=2)
+    page = report_page(statistics, levels=["layer"], balance=False, ridge=0.5)
+    assert page.verdict[0] == verdict(analyse(statistics, "layer", balance=False, ridge=0.5))
+    assert page.verdict[0] != verdict(analyse(statistics, "layer"))
+    assert all(chart.name.endswith("-layer") for section in page.sections for chart in section.charts)
+    assert page.facts["Solved with"] == "samples are not balanced, ridge 0.5"
+    with pytest.raises(SltaError, match="'head_mlp'"):
+        report_page(statistics, levels=["head_mlp"])
+
+
+def test_what_was_measured_is_said() -> None:
+    facts = report_page(synthetic.statistics(layers=1)).facts
+    assert facts["Base model"] == "org/llama (LlamaForCausalLM, 1 layers)"
+    assert facts["Expert code"] == "org/llama-code, measured on 4 samples (28 tokens) of task1.jsonl"
+
+
+def test_one_expert_and_one_sample() -> None:
+    page = report_page(synthetic.statistics(["org/math"], ["attn_mlp"], layers=1, samples=1))
+    assert "keeps 100 % of math's feature change." in page.verdict[0]
+    assert not any(re.match("cos", chart.name) for section in page.sections for chart in section.charts)
+
+
+def test_a_report_on_measured_statistics(llama: Family, tmp_path: Path) -> None:
+    statistics = measured_statistics(
+        families.experiment(families.recipe(llama)), ["attn_mlp"], tmp_path / "s.safetensors"
+    )
+    path = write_report(statistics, tmp_path / "report")
+    assert_self_contained(path.read_text())
+    assert verdict(analyse(statistics, "attn_mlp")) in " ".join(Elements(path.read_text()).text.split())
+
+
+def test_the_command_writes_the_report_and_says_the_verdict(tmp_path: Path) -> None:
+    statistics = interfering([0.1, 3.0])
+    save(statistics, tmp_path / "stats.safetensors")
+    result = CliRunner().invoke(main, ["report", str(tmp_path / "stats.safetensors"), "-o", str(tmp_path / "new")])
+    assert result.exit_code == 0, result.output
+    assert verdict(analyse(statistics, "layer")) in result.output
+    assert (tmp_path / "new" / "report.html").is_file()
+    wrong = CliRunner().invoke(main, ["report", str(tmp_path / "none"), "-o", str(tmp_path / "other")])
+    assert wrong.exit_code == 1
+    assert "There is no statistics file" in wrong.output
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_recipe_writes_the_report_of_its_merge(llama: Family, tmp_path: Path) -> None:
+    recipe = families.recipe(
+        llama, level="layer", ridge=0.2, statistics=str(tmp_path / "s.safetensors"), report=str(tmp_path / "report")
+    )
+    families.merge(recipe, tmp_path / "out")
+    measured = load(tmp_path / "s.safetensors")
+    text = " ".join(Elements((tmp_path / "report" / "report.html").read_text()).text.split())
+    assert verdict(analyse(measured, "layer", ridge=0.2)) in text
+    assert "ridge 0.2" in text

@@ -1,0 +1,303 @@
+"""The mathematics of SFTM against a dense float64 reference.
+
+Shapes: ``T`` task matrices [m, n] with r features in all.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from support.sftm_reference import dense_features, dense_merge
+
+from mergekit_slta.sftm import superpose
+from mergekit_slta.sftm.superpose import (
+    SingularFeatures,
+    conjugate_residuals,
+    cross_task_blocks,
+    feature_coefficients,
+    merge_task_matrices,
+    multiply,
+    singular_features,
+    trim,
+)
+
+SHAPES = [(24, 24), (60, 20), (15, 50)]
+Matrices = list[torch.Tensor]
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def random(m: int, n: int) -> Matrices:
+    return [trim(normal(m, n), 0.2) for _ in range(3)]
+
+
+def five(m: int, n: int) -> Matrices:
+    return [normal(m, n) for _ in range(5)]
+
+
+def low_rank(m: int, n: int) -> Matrices:
+    return [normal(m, rank) @ normal(rank, n) for rank in (1, 3, 4)]
+
+
+def identical(m: int, n: int) -> Matrices:
+    return [normal(m, n)] * 3
+
+
+def identical_and_another(m: int, n: int) -> Matrices:
+    twin = normal(m, n)
+    return [twin, normal(m, n), twin]
+
+
+def contradictory(m: int, n: int) -> Matrices:
+    """One matrix in three lengths and one of the others' differences: no matrix keeps all of their features."""
+    first, second = normal(m, n), normal(m, n)
+    return [first, 0.7 * first, second, first - second]
+
+
+def opposite(m: int, n: int) -> Matrices:
+    first = normal(m, n)
+    return [first, -first, normal(m, n)]
+
+
+def orthogonal(m: int, n: int) -> Matrices:
+    """Task matrices with orthogonal row and column spaces."""
+    left, right = torch.linalg.qr(normal(m, 12))[0], torch.linalg.qr(normal(n, 12))[0]
+    return [left[:, i : i + 4] @ torch.diag(normal(4)) @ right[:, i : i + 4].T for i in (0, 4, 8)]
+
+
+def some_zero(m: int, n: int) -> Matrices:
+    return [normal(m, n), torch.zeros(m, n, dtype=torch.float64), normal(m, n)]
+
+
+def all_zero(m: int, n: int) -> Matrices:
+    return [torch.zeros(m, n, dtype=torch.float64)] * 2
+
+
+def alike(m: int, n: int) -> Matrices:
+    """Experts that share strong features, so that the system is ill-conditioned (about 1e3 to 1e5)."""
+    shared = 3 * normal(m, 6) @ normal(6, n)
+    return [shared + normal(m, n), 0.5 * shared + normal(m, n), 2 * shared + 0.3 * normal(m, n)]
+
+
+def minute(m: int, n: int) -> Matrices:
+    return [1e-30 * normal(m, n) for _ in range(2)]
+
+
+def large(m: int, n: int) -> Matrices:
+    return [1e12 * normal(m, n) for _ in range(2)]
+
+
+FULL_RANK = [random, five, low_rank, some_zero, alike, minute, large]
+ALL_KINDS = [*FULL_RANK, identical, identical_and_another, contradictory, opposite, orthogonal, all_zero]
+
+
+def error(matrix: torch.Tensor, reference: torch.Tensor, matrices: Sequence[torch.Tensor]) -> float:
+    """Distance from the reference relative to it, or to the task matrices where they cancel out."""
+    size = max(float(reference.norm()), 1e-3 * max(float(matrix.double().norm()) for matrix in matrices))
+    return float((matrix.double() - reference).norm()) / (size or 1.0)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("m", "n"), SHAPES)
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_equals_the_dense_reference(kind: Callable[[int, int], Matrices], m: int, n: int, dtype: torch.dtype) -> None:
+    matrices = [matrix.to(dtype) for matrix in kind(m, n)]
+    merged = merge_task_matrices(matrices)
+    assert merged.dtype == dtype and merged.isfinite().all()
+    assert error(merged, dense_merge(matrices), matrices) < 1e-5
+
+
+@pytest.mark.parametrize(("m", "n", "experts"), [(2, 3, 5), (4, 4, 8), (8, 8, 8), (1, 9, 3), (9, 1, 3), (1, 1, 3)])
+def test_equals_the_dense_reference_with_as_many_features_as_entries_and_more(m: int, n: int, experts: int) -> None:
+    matrices = [normal(m, n).float() for _ in range(experts)]
+    assert error(merge_task_matrices(matrices), dense_merge(matrices), matrices) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("m", "n"), SHAPES)
+@pytest.mark.parametrize("kind", FULL_RANK)
+def test_keeps_every_singular_feature(kind: Callable[[int, int], Matrices], m: int, n: int, dtype: torch.dtype) -> None:
+    matrices = [matrix.to(dtype) for matrix in kind(m, n)]
+    left, values, right = dense_features(matrices)
+    kept = torch.einsum("mr,mn,nr->r", left, merge_task_matrices(matrices).double(), right)
+    assert ((kept - values).abs() <= 1e-4 * values).all()
+
+
+def test_contradictions_do_not_blow_up() -> None:
+    """Scaled copies, rounded to float32, make a system that is singular but for rounding errors."""
+    matrices = [matrix.float() for matrix in contradictory(60, 60)]
+    assert merge_task_matrices(matrices).norm() < sum(matrix.norm() for matrix in matrices)
+
+
+def test_warns_when_features_that_nearly_coincide_contradict_each_other(caplog: pytest.LogCaptureFixture) -> None:
+    first = normal(60, 20)
+    merge_task_matrices([first, normal(60, 20)])
+    assert not caplog.messages
+    merge_task_matrices([first, -first + 1e-3 * normal(60, 20)])
+    assert "times as large" in caplog.text
+
+
+def test_scaled_copies_meet_at_their_mean() -> None:
+    matrix = normal(20, 10)
+    torch.testing.assert_close(merge_task_matrices([matrix, 3 * matrix]), 2 * matrix)
+
+
+@pytest.mark.parametrize("others", [0, 2])
+def test_a_single_matrix_comes_back_exactly(others: int) -> None:
+    matrix = normal(20, 30).float()
+    assert torch.equal(merge_task_matrices([matrix, *[torch.zeros_like(matrix)] * others]), matrix)
+
+
+@pytest.mark.parametrize(("m", "n"), SHAPES)
+def test_orthogonal_matrices_add_up(m: int, n: int) -> None:
+    matrices = orthogonal(m, n)
+    torch.testing.assert_close(merge_task_matrices(matrices), sum(matrices, torch.zeros(m, n)).double())
+
+
+def test_does_not_depend_on_the_order_of_experts_or_on_orientation() -> None:
+    matrices = [matrix.float() for matrix in random(40, 30)]
+    merged = merge_task_matrices(matrices)
+    torch.testing.assert_close(merge_task_matrices(matrices[::-1]), merged, rtol=0, atol=1e-5)
+    transposed = merge_task_matrices([matrix.T.contiguous() for matrix in matrices]).T
+    torch.testing.assert_close(transposed, merged, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("rank", [1, 5, 1000])
+@pytest.mark.parametrize(("m", "n"), SHAPES)
+def test_rank_keeps_the_first_features_only(m: int, n: int, rank: int) -> None:
+    matrices = [matrix.float() for matrix in random(m, n)]
+    assert error(merge_task_matrices(matrices, rank), dense_merge(matrices, rank), matrices) < 1e-5
+    left, values, right = dense_features(matrices[:1], rank)
+    alone = merge_task_matrices(matrices[:1], rank).double()
+    torch.testing.assert_close(alone, (left * values) @ right.T, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("m", "n"), SHAPES)
+def test_features_are_orthonormal_and_give_the_matrix_back(m: int, n: int, dtype: torch.dtype) -> None:
+    matrix = normal(m, n).to(dtype)
+    left, values, right = singular_features(matrix)
+    tight: dict[str, Any] = {"rtol": 0, "atol": 50 * torch.finfo(dtype).eps}
+    identity = torch.eye(min(m, n), dtype=dtype)
+    torch.testing.assert_close(left.T @ left, identity, **tight)
+    torch.testing.assert_close(right.T @ right, identity, **tight)
+    torch.testing.assert_close((left * values) @ right.T, matrix, **tight)
+    assert (values.diff() <= 0).all()
+
+
+def test_float32_features_are_those_of_a_float64_svd_where_singular_values_lie_close() -> None:
+    """A float32 SVD misses this by two orders of magnitude."""
+    matrix = trim(normal(256, 256), 0.2).float()
+    left, _, right = dense_features([matrix])
+    features = singular_features(matrix)
+    torch.testing.assert_close(
+        features.left.double() @ torch.diag((left * features.left).sum(0)), left, rtol=0, atol=1e-6
+    )
+    torch.testing.assert_close(
+        features.right.double() @ torch.diag((right * features.right).sum(0)), right, rtol=0, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_features_without_a_direction_of_their_own_are_dropped(dtype: torch.dtype) -> None:
+    matrix = (normal(40, 3) @ normal(3, 30)).to(dtype)
+    assert len(singular_features(matrix).values) == 3
+    assert len(singular_features(torch.zeros(4, 3, dtype=dtype)).values) == 0
+
+
+def test_blocks_are_the_upper_blocks_of_the_full_system() -> None:
+    features = [singular_features(matrix) for matrix in low_rank(12, 9)]
+    sizes = [len(feature.values) for feature in features]
+    joined = SingularFeatures(
+        torch.cat([feature.left for feature in features], 1),
+        torch.cat([feature.values for feature in features]),
+        torch.cat([feature.right for feature in features], 1),
+    )
+    system = (joined.left.T @ joined.left) * (joined.right.T @ joined.right)
+    blocks = cross_task_blocks(features)
+    assert set(blocks) == {(0, 1), (0, 2), (1, 2)}
+    torch.testing.assert_close(blocks[0, 2], system[: sizes[0], -sizes[2] :])
+    vector = normal(sum(sizes))
+    torch.testing.assert_close(multiply(blocks, vector, sizes), system @ vector)
+    coefficients, solved = feature_coefficients(features)
+    assert solved
+    torch.testing.assert_close(system @ torch.cat(coefficients), joined.values)
+
+
+def test_float32_is_left_where_it_would_lose_digits() -> None:
+    matrices = [matrix.float() for matrix in alike(60, 60)]
+    assert not feature_coefficients([singular_features(matrix) for matrix in matrices])[1]
+    assert feature_coefficients([singular_features(matrix, dtype=torch.float64) for matrix in matrices])[1]
+
+
+def test_conjugate_residuals_solve_a_definite_system() -> None:
+    factor = normal(30, 40)
+    system, target = factor @ factor.T, normal(30)
+    solution, residual = conjugate_residuals(lambda vector: system @ vector, target)
+    torch.testing.assert_close(solution, torch.linalg.solve(system, target), rtol=0, atol=1e-6)
+    torch.testing.assert_close(residual, target - system @ solution, rtol=0, atol=1e-8)
+
+
+def test_conjugate_residuals_leave_what_a_singular_system_cannot_reach() -> None:
+    factor = normal(30, 10)
+    system, target = factor @ factor.T, normal(30)
+    solution, residual = conjugate_residuals(lambda vector: system @ vector, target)
+    best = torch.linalg.lstsq(system, target[:, None], driver="gelsd").solution[:, 0]
+    torch.testing.assert_close(system @ solution, system @ best, rtol=0, atol=1e-5)
+    assert residual.norm() > 1e-2 * target.norm()
+
+
+def test_conjugate_residuals_give_up_after_their_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(superpose.ITERATIONS, torch.float64, 3)
+    system, target = torch.diag(torch.logspace(0, 5, 30, dtype=torch.float64)), normal(30)
+    solution, residual = conjugate_residuals(lambda vector: system @ vector, target)
+    assert solution.isfinite().all()
+    assert 0.1 * target.norm() < residual.norm() < target.norm()
+
+
+@pytest.mark.parametrize("share", [0.001, 0.2, 0.5, 0.999])
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (20, 31), (3, 4, 5, 6)])
+def test_trim_keeps_the_largest_entries_as_they_are(shape: tuple[int, ...], share: float) -> None:
+    task = normal(*shape)
+    trimmed = trim(task, share)
+    count = max(1, int(share * task.numel()))
+    largest = task.abs().flatten().sort(descending=True).values[:count]
+    kept = trimmed != 0
+    assert trimmed.shape == task.shape and int(kept.sum()) == count
+    assert torch.equal(trimmed[kept], task[kept])
+    assert torch.equal(trimmed.abs().flatten().sort(descending=True).values[:count], largest)
+
+
+def test_trim_with_density_one_keeps_everything() -> None:
+    task = normal(5, 4)
+    assert torch.equal(trim(task, 1.0), task)
+
+
+def test_trim_breaks_ties_in_memory_order() -> None:
+    task = torch.tensor([[1.0, -2.0, 1.0], [-1.0, 3.0, 1.0]])
+    assert torch.equal(trim(task, 0.67), torch.tensor([[1.0, -2.0, 1.0], [0.0, 3.0, 0.0]]))
+
+
+def test_trim_leaves_tasks_that_are_mostly_zero() -> None:
+    task = torch.zeros(10, 10)
+    task[3, 4] = -1.0
+    assert torch.equal(trim(task, 0.2), task)
+    assert torch.equal(trim(torch.zeros(4), 0.5), torch.zeros(4))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_a_gpu_gives_the_same(kind: Callable[[int, int], Matrices]) -> None:
+    matrices = [matrix.float() for matrix in kind(60, 20)]
+    merged = merge_task_matrices([matrix.cuda() for matrix in matrices])
+    assert merged.device.type == "cuda"
+    assert error(merged.cpu(), dense_merge(matrices), matrices) < 1e-5
+    torch.testing.assert_close(trim(matrices[0].cuda(), 0.3).cpu(), trim(matrices[0], 0.3))

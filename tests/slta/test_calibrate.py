@@ -1,0 +1,229 @@
+"""The streamed measurement against the naive reference, and what must not change it."""
+
+import re
+from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import MakeFamily
+from mergekit.io.tasks import LoaderCache
+from safetensors.torch import load_file
+from support import depths, families, reference
+from support.copies import edit_tensors, edited, pickled, sharded
+from support.families import LAYERS, Family
+from support.gram_difference import gram_difference, largest_difference
+
+from mergekit_slta.errors import SltaError
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.slta.calibrate import calibrate
+from mergekit_slta.slta.solver import solve
+
+LEVELS = ("layer", "attn_mlp")
+
+Grams = dict[str, torch.Tensor]
+
+
+def task_rows(tasks: list[list[list[int]]]) -> torch.Tensor:
+    return torch.tensor([index for index, samples in enumerate(tasks) for _ in samples])
+
+
+def alphas(grams: Grams, tasks: list[list[list[int]]]) -> torch.Tensor:
+    return torch.stack([solve(gram, task_rows(tasks)).alpha for gram in grams.values()])
+
+
+@pytest.mark.parametrize("scale", [0.1, 1e-3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
+def test_equals_the_reference(architecture: str, dtype: torch.dtype, scale: float, make_family: MakeFamily) -> None:
+    family = make_family(architecture, experts=3, dtype=dtype, scale=scale, records=4)
+    tasks = family.token_ids()
+    grams = families.measure(family, *LEVELS)
+    models = family.models()
+    for level in LEVELS:
+        expected = reference.deltas(models, tasks, level, reference.SPLITS[architecture])
+        assert list(expected) == [name for name in grams if name in expected]
+        for name, deltas in expected.items():
+            alpha = solve(grams[name], task_rows(tasks)).alpha
+            assert torch.allclose(alpha, reference.merging_weights(deltas), atol=1e-4, rtol=0), name
+            assert gram_difference(grams[name], deltas.grams()) < 1e-3, name
+
+
+def test_both_levels_at_once_or_apart(llama: Family) -> None:
+    together = families.measure(llama, *LEVELS)
+    apart = families.measure(llama, "layer") | families.measure(llama, "attn_mlp")
+    assert largest_difference(together, apart) < 1e-6
+
+
+def test_two_runs_are_identical_bit_for_bit(llama: Family) -> None:
+    first, second = (families.measure(llama, *LEVELS) for _ in range(2))
+    assert list(first) == list(second)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "falcon_alibi", "mixtral", "lfm2", "granite_moe_hybrid"])
+def test_batches_and_their_padding_do_not_matter(architecture: str, make_family: MakeFamily) -> None:
+    family = make_family(architecture, longest=30)
+    tasks = family.token_ids()
+    assert len({len(ids) for task in tasks for ids in task}) > 3
+    one_by_one, few, all_at_once = (families.measure(family, *LEVELS, batch_tokens=n) for n in (1, 70, 10000))
+    for other in (few, all_at_once):
+        assert largest_difference(other, one_by_one) < 1e-4
+        assert (alphas(other, tasks) - alphas(one_by_one, tasks)).abs().max() < 1e-5
+
+
+def test_the_order_of_the_samples_only_orders_the_rows(llama: Family) -> None:
+    tasks = llama.token_ids()
+    backwards = [samples[::-1] for samples in tasks]
+    rows = torch.cat([torch.arange(len(task)).flip(0) + i * len(task) for i, task in enumerate(tasks)])
+    first, second = (families.measure(llama, *LEVELS, tasks=order) for order in (tasks, backwards))
+    for name, gram in first.items():
+        assert gram_difference(second[name], gram[rows]) < 1e-5
+    assert (alphas(first, tasks) - alphas(second, backwards)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("layout", [sharded, pickled])
+def test_the_layout_of_the_files_does_not_matter(
+    layout: Callable[[Path, Path], Path], llama: Family, tmp_path: Path
+) -> None:
+    folders = [layout(folder, tmp_path / str(index)) for index, folder in enumerate(llama.folders)]
+    models, tasks = families.checkpoints(folders), llama.token_ids()
+    grams = calibrate(Decoder(llama.config), models, tasks, LEVELS)
+    assert all(torch.equal(gram, grams[name]) for name, gram in families.measure(llama, *LEVELS).items())
+
+
+def test_every_tensor_is_read_once(llama: Family) -> None:
+    models = families.checkpoints(llama.folders)
+    calibrate(Decoder(llama.config), models, llama.token_ids(), LEVELS)
+    layers, embedding = 0, 0
+    for name, tensor in load_file(llama.base / "model.safetensors").items():
+        layers += tensor.nbytes * (".layers." in name)
+        embedding += tensor.nbytes * ("embed" in name)
+    for expert in models[1:]:
+        assert expert.bytes_read == layers
+    assert layers + embedding <= models[0].bytes_read <= layers + 2 * embedding
+
+
+def attention_only(name: str) -> bool:
+    return "self_attn" in name
+
+
+def test_an_untouched_branch_gives_exact_zeros(make_family: MakeFamily) -> None:
+    family = make_family(touch=attention_only)
+    for name, gram in families.measure(family, *LEVELS).items():
+        assert gram.any() == (not name.endswith(".mlp"))
+
+
+def test_two_identical_experts_share_the_weight(llama: Family) -> None:
+    twins = Family(llama.base, (llama.experts[0], llama.experts[0], llama.experts[1]), llama.data, llama.config)
+    for gram in families.measure(twins, *LEVELS).values():
+        solution = solve(gram, task_rows(llama.token_ids()))
+        assert solution.rank == 2
+        assert torch.allclose(solution.alpha[0], solution.alpha[1], rtol=1e-9)
+
+
+def test_a_subset_alone_equals_the_subset_of_all(llama: Family) -> None:
+    """Batches are formed per task, so that leaving an expert out changes no other expert's forward pass."""
+    full = families.measure(llama, *LEVELS)
+    tasks = llama.token_ids()
+    pair = [2, 0]
+    chosen = Family(llama.base, tuple(llama.experts[i] for i in pair), (), llama.config)
+    alone = families.measure(chosen, *LEVELS, tasks=[tasks[i] for i in pair])
+    rows = torch.cat([(task_rows(tasks) == i).nonzero().flatten() for i in pair])
+    part = {name: gram[rows][:, pair][:, :, pair] for name, gram in full.items()}
+    chosen_tasks = [tasks[i] for i in pair]
+    assert (alphas(alone, chosen_tasks) - alphas(part, chosen_tasks)).abs().max() < 1e-8
+
+
+def test_what_is_not_finite_ends_it_when_the_layer_is_read(llama: Family, tmp_path: Path) -> None:
+    def spoil(tensors: Grams) -> None:
+        tensors["model.layers.2.mlp.up_proj.weight"][0, 0] = torch.nan
+
+    broken = edited(llama.experts[1], tmp_path / "broken", spoil)
+    models = families.checkpoints([llama.base, llama.experts[0], broken])
+    with pytest.raises(SltaError, match=r"broken holds NaN or Inf in the tensor model\.layers\.2\.mlp\.up_proj"):
+        calibrate(Decoder(llama.config), models, llama.token_ids()[:2], LEVELS)
+
+
+def test_features_that_overflow_are_refused(make_family: MakeFamily) -> None:
+    family = make_family(experts=2)
+
+    def enlarge(tensors: Grams) -> None:
+        for name in ("up_proj", "down_proj"):
+            tensors[f"model.layers.1.mlp.{name}.weight"] *= 1e30
+
+    edit_tensors(family.experts[1], enlarge)
+    LoaderCache.loaders.clear()
+    for level, name in {"attn_mlp": "layer.1.mlp", "layer": "layer.1", "model": "model"}.items():
+        with pytest.raises(SltaError, match=re.escape(f"The features of {family.experts[1]} at {name} are not finite")):
+            families.measure(family, level)
+
+
+def test_progress_counts_every_sample_at_every_layer(llama: Family) -> None:
+    seen: list[int] = []
+    families.measure(llama, *LEVELS, progress=seen.append)
+    assert sum(seen) == LAYERS * sum(map(len, llama.token_ids()))
+
+
+@pytest.fixture
+def small_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A device on which more than 40 token positions do not fit; collects the positions that were tried."""
+    tried: list[int] = []
+    run = Decoder.run
+
+    def limited(self: Decoder, layer: int, weights: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        positions = hidden.shape[0] * hidden.shape[1]
+        if layer == 1:
+            tried.append(positions)
+            if positions > 40:
+                raise torch.OutOfMemoryError("no memory left")
+        return run(self, layer, weights, hidden, *args, **kwargs)
+
+    monkeypatch.setattr(Decoder, "run", limited)
+    return tried
+
+
+def test_batches_are_halved_until_they_fit(small_memory: list[int], llama: Family) -> None:
+    samples: list[int] = []
+    halved = families.measure(llama, *LEVELS, progress=samples.append)
+    assert sum(samples) == len(Decoder(llama.config)) * sum(map(len, llama.token_ids()))
+    assert max(small_memory) > 40
+    assert small_memory[-1] <= 40
+    LoaderCache.loaders.clear()
+    expected = families.measure(llama, *LEVELS, batch_tokens=1)
+    assert largest_difference(halved, expected) < 1e-5
+
+
+def test_batches_that_a_recipe_asks_for_are_not_halved(small_memory: list[int], llama: Family) -> None:
+    with pytest.raises(SltaError, match="100 token positions.*'batch_tokens'"):
+        families.measure(llama, *LEVELS, batch_tokens=100)
+
+
+def test_one_sample_that_does_not_fit_is_an_error(small_memory: list[int], llama: Family) -> None:
+    tasks = [[[3] * 60], [[3] * 10], [[4] * 10]]
+    with pytest.raises(SltaError, match="'max_tokens'"):
+        families.measure(llama, *LEVELS, tasks=tasks)
+
+
+# Memory
+
+
+def measure_tasks(family: Family, folder: Path) -> None:
+    families.measure(family, "attn_mlp", tasks=depths.TASKS)
+
+
+@depths.needs_account
+def test_memory_does_not_grow_with_the_number_of_layers(forks: ForkServerContext, tmp_path: Path) -> None:
+    """Under twice what T + 1 layers in float32 and the hidden states of all samples take."""
+    both = depths.shallow_and_deep(tmp_path, times=4)
+    tensors = load_file(both[0].base / "model.safetensors")
+    layer = sum(tensor.numel() for name, tensor in tensors.items() if ".layers.0." in name)
+    needed = 4 * (len(both[0].folders) * layer + depths.TOKENS * depths.WIDTH)
+    peaks = [
+        depths.peak_in_a_process(forks, measure_tasks, family, tmp_path / str(number))
+        for number, family in enumerate(both)
+    ]
+    print(f"peaks {[peak / 2**20 for peak in peaks]} MiB, needed {needed / 2**20} MiB")
+    assert max(peaks) < 2 * needed

@@ -1,0 +1,47 @@
+"""Per-sample Gram matrices against two loops over experts, and what must not change them."""
+
+import pytest
+import torch
+
+from mergekit_slta.slta.gram import sample_grams
+
+LENGTHS = (7, 3, 1)
+
+
+@pytest.fixture
+def deltas() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(len(LENGTHS), max(LENGTHS), 5, generator=generator) for _ in range(4)]
+
+
+def test_inner_products_of_the_samples_own_tokens(deltas: list[torch.Tensor]) -> None:
+    grams = sample_grams(deltas, LENGTHS)
+    for row, length in enumerate(LENGTHS):
+        for b, first in enumerate(deltas):
+            for c, second in enumerate(deltas):
+                expected = (first[row, :length].double() * second[row, :length].double()).sum()
+                assert grams[row, b, c].item() == pytest.approx(expected.item(), rel=1e-12)
+
+
+def test_double_precision_exactly_symmetric_and_positive_semidefinite(deltas: list[torch.Tensor]) -> None:
+    grams = sample_grams(deltas, LENGTHS)
+    assert grams.dtype == torch.float64
+    assert torch.equal(grams, grams.mT)
+    assert (torch.linalg.eigvalsh(grams) > -1e-12 * grams.diagonal(dim1=1, dim2=2).amax(1, keepdim=True)).all()
+
+
+def test_padding_and_neighbours_change_no_bit(deltas: list[torch.Tensor]) -> None:
+    grams = sample_grams(deltas, LENGTHS)
+    for delta in deltas:
+        for row, length in enumerate(LENGTHS):
+            delta[row, length:] = torch.nan
+    assert torch.equal(sample_grams(deltas, LENGTHS), grams)
+    for row, length in enumerate(LENGTHS):
+        assert torch.equal(sample_grams([delta[row : row + 1] for delta in deltas], [length])[0], grams[row])
+
+
+def test_an_unchanged_expert_gives_exact_zeros(deltas: list[torch.Tensor]) -> None:
+    deltas[1].zero_()
+    grams = sample_grams(deltas, LENGTHS)
+    assert not grams[:, 1].any()
+    assert not grams[:, :, 1].any()

@@ -1,0 +1,279 @@
+"""From a recipe to its statistics: measured once, matched by content, never overwritten."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mergekit.io.tasks import LoaderCache
+from safetensors import safe_open
+from support import families
+from support.copies import edited, sharded
+from support.families import Family
+
+from mergekit_slta.errors import SltaError
+from mergekit_slta.slta import measure, statistics
+from mergekit_slta.slta.measure import measured_statistics
+from mergekit_slta.slta.statistics import Statistics
+
+SETTINGS = {"samples": 5, "max_tokens": 12, "seed": 3}
+
+
+def recipe(family: Family, **arguments: Any) -> dict[str, Any]:
+    return families.recipe(family, **SETTINGS | arguments)
+
+
+def measured(content: dict[str, Any], path: Path | None, *levels: str) -> Statistics:
+    LoaderCache.loaders.clear()
+    return measured_statistics(families.experiment(content), levels or ("attn_mlp",), path)
+
+
+@pytest.fixture(scope="module")
+def measured_once(llama: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("measured") / "stats.safetensors"
+    measured_statistics(families.experiment(recipe(llama)), ["attn_mlp"], path)
+    return path
+
+
+@pytest.fixture
+def path(measured_once: Path, tmp_path: Path) -> Path:
+    """The statistics of the three experts at attn_mlp, a copy of the test's own."""
+    return Path(shutil.copy2(measured_once, tmp_path / "stats.safetensors"))
+
+
+@pytest.fixture
+def no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends a test that runs a model."""
+
+    def run(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a model was run")
+
+    monkeypatch.setattr(measure, "calibrate", run)
+
+
+def same(first: Statistics, second: Statistics) -> bool:
+    return first.info == second.info and all(
+        torch.equal(first.grams[name], gram) for name, gram in second.grams.items()
+    )
+
+
+def close(first: Statistics, second: Statistics, level: str = "attn_mlp") -> bool:
+    pairs = zip(first.solve(level).values(), second.solve(level).values(), strict=True)
+    return all(torch.allclose(one.alpha, other.alpha, atol=1e-8, rtol=0) for one, other in pairs)
+
+
+# What is measured
+
+
+def test_rows_are_the_samples_that_the_settings_draw(llama: Family, path: Path) -> None:
+    found = statistics.load(path)
+    tasks = llama.token_ids(**SETTINGS)
+    assert found.tokens.tolist() == [len(ids) for samples in tasks for ids in samples]
+    assert found.task.tolist() == [task for task, samples in enumerate(tasks) for _ in samples]
+    expected = families.measure(llama, "attn_mlp", tasks=tasks)
+    assert all(torch.equal(found.grams[name], gram) for name, gram in expected.items())
+
+
+def test_what_it_was_measured_on_is_written_down(llama: Family, path: Path) -> None:
+    info = statistics.load(path).info
+    assert info.base_model == "base"
+    assert info.models == ("expert0", "expert1", "expert2")
+    assert [entry.source for entry in info.calibration] == ["task0.jsonl", "task1.jsonl", "task2.jsonl"]
+    assert (info.samples, info.max_tokens, info.seed) == (5, 12, 3)
+    assert (info.architecture, info.num_layers, info.dtype) == ("LlamaForCausalLM", families.LAYERS, "float32")
+
+
+def test_no_path_of_this_machine_and_no_user_name_gets_into_the_file(tmp_path: Path) -> None:
+    family = families.make_family(tmp_path / "home" / "someone", experts=2)
+    measured(recipe(family), tmp_path / "stats.safetensors")
+    with safe_open(tmp_path / "stats.safetensors", framework="pt") as file:
+        text = json.dumps([file.metadata(), list(file.keys())])
+    assert "expert1" in text
+    assert [word for word in ("someone", str(tmp_path)) if word in text] == []
+
+
+def test_models_whose_published_names_collide_are_refused(llama: Family, tmp_path: Path) -> None:
+    twin = shutil.copytree(llama.experts[1], tmp_path / "expert0")
+    family = Family(llama.base, (llama.experts[0], twin), llama.data[:2], llama.config)
+    with pytest.raises(SltaError, match="same name in the statistics.*rename"):
+        measured(recipe(family), tmp_path / "stats.safetensors")
+
+
+def test_two_sources_with_the_same_tokens_are_refused(llama: Family, tmp_path: Path) -> None:
+    copy = shutil.copy(llama.data[0], tmp_path / "copy.jsonl")
+    family = Family(llama.base, llama.experts[:2], (llama.data[0], Path(copy)), llama.config)
+    with pytest.raises(SltaError, match="give the same tokens"):
+        measured(recipe(family), tmp_path / "stats.safetensors")
+
+
+def test_an_expert_without_data_is_named(llama: Family, tmp_path: Path) -> None:
+    content = recipe(llama)
+    content["models"][1]["parameters"] = {}
+    with pytest.raises(SltaError, match="expert1 has no 'calibration'"):
+        measured(content, tmp_path / "stats.safetensors")
+
+
+# A file that is there
+
+
+def test_a_file_that_fits_is_used_and_not_touched(no_measuring: None, llama: Family, path: Path) -> None:
+    before = path.stat()
+    assert same(measured(recipe(llama), path), statistics.load(path))
+    assert path.stat().st_mtime_ns == before.st_mtime_ns
+    assert path.stat().st_ino == before.st_ino
+
+
+def test_a_subset_in_another_order_needs_no_data(no_measuring: None, llama: Family, path: Path) -> None:
+    part = measured(recipe(llama, experts=[2, 0], calibration=False), path)
+    assert part.info.models == ("expert2", "expert0")
+    assert same(part, statistics.load(path).select([2, 0]))
+
+
+@pytest.mark.parametrize("order", [[1, 2], [2, 0], [1]], ids=str)
+def test_a_subset_equals_what_it_alone_measures(order: list[int], llama: Family, path: Path, tmp_path: Path) -> None:
+    alone = measured(recipe(llama, experts=order), tmp_path / "alone.safetensors")
+    part = measured(recipe(llama, experts=order, calibration=False), path)
+    assert close(part, alone)
+    assert part.info.fingerprint == alone.info.fingerprint
+
+
+def test_other_copies_of_the_same_models_fit(no_measuring: None, llama: Family, path: Path, tmp_path: Path) -> None:
+    """As when an author measured local folders, and a user has the Hub's."""
+    folders = [sharded(folder, tmp_path / f"copy{index}") for index, folder in enumerate(llama.folders)]
+    for folder in folders:
+        families.write_tokenizer(folder)
+    copies = Family(folders[0], tuple(folders[1:]), llama.data, llama.config)
+    assert close(measured(recipe(copies, calibration=False), path), statistics.load(path))
+    assert close(measured(recipe(copies), path), statistics.load(path))
+
+
+def test_settings_of_the_solution_do_not_matter(no_measuring: None, llama: Family, path: Path) -> None:
+    content = recipe(llama, balance=False, ridge=0.5, edges="mean", batch_tokens=7)
+    assert same(measured(content, path), statistics.load(path))
+
+
+def test_without_data_the_settings_of_the_data_do_not_matter(no_measuring: None, llama: Family, path: Path) -> None:
+    content = recipe(llama, calibration=False, samples=30, seed=9)
+    assert same(measured(content, path), statistics.load(path))
+
+
+def change_base(content: dict[str, Any], llama: Family, tmp_path: Path) -> None:
+    content["base_model"] = content["models"][0]["model"]
+    content["models"] = content["models"][1:]
+
+
+def change_expert(content: dict[str, Any], llama: Family, tmp_path: Path) -> None:
+    def retrain(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.0.mlp.up_proj.weight"] += 0.01
+
+    content["models"][1]["model"] = str(edited(llama.experts[1], tmp_path / "retrained", retrain))
+
+
+def change_records(content: dict[str, Any], llama: Family, tmp_path: Path) -> None:
+    other = families.write_records(tmp_path / "other.jsonl", task=4)
+    content["models"][2]["parameters"]["calibration"] = str(other)
+
+
+def change_setting(name: str, value: int) -> Callable[[dict[str, Any], Family, Path], None]:
+    def change(content: dict[str, Any], llama: Family, tmp_path: Path) -> None:
+        content["parameters"][name] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (change_base, r"base model .*expert0 is not the one"),
+        (change_expert, r"expert .*retrained is none of the models"),
+        (change_records, r"other\.jsonl' of .*expert2 gives other tokens than 'task2\.jsonl'"),
+        (change_setting("samples", 4), r"samples 4, but .* 5"),
+        (change_setting("max_tokens", 11), r"max_tokens 11, but .* 12"),
+        (change_setting("seed", 0), r"seed 0, but .* 3"),
+    ],
+    ids=["base", "expert", "data", "samples", "max_tokens", "seed"],
+)
+def test_a_mismatch_names_the_part_and_overwrites_nothing(
+    change: Callable[[dict[str, Any], Family, Path], None],
+    words: str,
+    no_measuring: None,
+    llama: Family,
+    path: Path,
+    tmp_path: Path,
+) -> None:
+    content, before = recipe(llama), path.read_bytes()
+    change(content, llama, tmp_path)
+    with pytest.raises(SltaError, match=words) as caught:
+        measured(content, path)
+    assert str(path) in caught.value.message
+    assert path.read_bytes() == before
+
+
+# Levels
+
+
+def test_a_missing_level_is_added(llama: Family, path: Path, tmp_path: Path) -> None:
+    before = statistics.load(path)
+    both = measured(recipe(llama), path, "layer", "attn_mlp")
+    assert same(both, statistics.load(path))
+    assert both.info.levels == ("layer", "attn_mlp")
+    assert all(torch.equal(both.grams[name], gram) for name, gram in before.grams.items())
+    alone = measured(recipe(llama), tmp_path / "alone.safetensors", "layer")
+    assert all(torch.equal(both.grams[name], gram) for name, gram in alone.grams.items())
+    assert sorted(os.listdir(tmp_path)) == ["alone.safetensors", "stats.safetensors"]
+
+
+def test_a_level_can_be_added_by_a_recipe_in_another_order(llama: Family, path: Path, tmp_path: Path) -> None:
+    added = measured(recipe(llama, experts=[1, 2, 0]), path, "layer")
+    assert added.info.models == ("expert1", "expert2", "expert0")
+    assert statistics.load(path).info.models == ("expert0", "expert1", "expert2")
+    alone = measured(recipe(llama, experts=[1, 2, 0]), tmp_path / "alone.safetensors", "layer")
+    assert close(added, alone, "layer")
+
+
+@pytest.mark.parametrize("arguments", [{"calibration": False}, {"experts": [0, 1]}], ids=str)
+def test_a_level_needs_all_experts_and_their_data(arguments: dict[str, Any], llama: Family, path: Path) -> None:
+    before = path.read_bytes()
+    with pytest.raises(SltaError, match=r"lacks the level layer.*expert0, expert1, expert2"):
+        measured(recipe(llama, **arguments), path, "layer")
+    assert path.read_bytes() == before
+
+
+# Without a file's name
+
+
+def test_what_was_measured_is_kept_in_the_cache_folder(
+    llama: Family, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = measured(recipe(llama), None)
+    cache = Path(os.environ["XDG_CACHE_HOME"]) / "mergekit-slta"
+    (file,) = cache.iterdir()
+    assert file.read_bytes() == path.read_bytes()
+    monkeypatch.setattr(measure, "calibrate", None)
+    assert same(measured(recipe(llama), None), first)
+    assert list(cache.iterdir()) == [file]
+
+
+def test_other_data_models_or_configurations_have_a_file_of_their_own(llama: Family, tmp_path: Path) -> None:
+    base = shutil.copytree(llama.base, tmp_path / "base")
+    family = Family(base, llama.experts, llama.data, llama.config)
+    for content in (recipe(family), recipe(family, seed=4), recipe(family, experts=[0, 1])):
+        measured(content, None)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    measured(recipe(family), None)
+    assert len(list((Path(os.environ["XDG_CACHE_HOME"]) / "mergekit-slta").iterdir())) == 4
+
+
+# Tokenizers
+
+
+def test_a_base_without_a_tokenizer_is_named(llama: Family, tmp_path: Path) -> None:
+    bare = shutil.copytree(llama.base, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    family = Family(bare, llama.experts, llama.data, llama.config)
+    with pytest.raises(SltaError, match="bare has no usable tokenizer"):
+        measured(recipe(family), tmp_path / "stats.safetensors")

@@ -1,0 +1,366 @@
+"""Plain recipes: mergekit must give every tensor its weights, and run to the same model without this package."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from mergekit.common import ModelReference
+from mergekit.config import MergeConfiguration, evaluate_setting
+from safetensors.torch import load_file
+from support import families, synthetic
+from support.families import Family
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from mergekit_slta.errors import SltaError
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.submodules import TensorWeights
+from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.recipe.recipe import Expert, Recipe, SltaSettings
+from mergekit_slta.slta import plain_recipe as module
+from mergekit_slta.slta.measure import measured_statistics
+from mergekit_slta.slta.plain_recipe import PlannedTensor, plain_recipe, planned_tensors, weight_settings
+from mergekit_slta.slta.statistics import (
+    Statistics,
+    load,
+)
+
+# Runs merges where mergekit-slta cannot be imported: arguments are recipe, output, recipe, output ...
+STOCK = """
+import importlib.util, sys
+assert importlib.util.find_spec("mergekit_slta") is None
+from mergekit import merge_methods
+assert "slta" not in [method.spec.name for method in merge_methods.registered_methods()]
+from mergekit.scripts.run_yaml import main
+for recipe, out in zip(sys.argv[1::2], sys.argv[2::2]):
+    main([recipe, out, "--quiet", "--no-write-model-card"], standalone_mode=False)
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A merge that both ways must do alike."""
+
+    family: str
+    level: str
+    edges: str = "base"
+    experts: tuple[int, ...] = (0, 1, 2)
+
+
+# Families: twelve layers, so that `layers.1` also names 10 and 11; four norms per layer and tied embeddings; a norm
+# that feeds both branches; one layer only.
+FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "llama": ("llama", {"num_hidden_layers": 12}, ("model", "layer", "attn_mlp", "linear")),
+    "gemma2": ("gemma2", {}, ("attn_mlp", "linear")),
+    "phi": ("phi", {}, ("attn_mlp",)),
+    "gpt2": ("gpt2", {"n_layer": 1}, ("attn_mlp",)),
+}
+CASES = [
+    Case("llama", "model"),
+    Case("llama", "layer", edges="mean"),
+    Case("llama", "attn_mlp", experts=(2, 0)),
+    Case("llama", "linear"),
+    Case("gemma2", "attn_mlp", edges="mean"),
+    Case("gemma2", "linear"),
+    Case("phi", "attn_mlp"),
+    Case("gpt2", "attn_mlp"),
+]
+
+
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, tuple[Path, Path]]:
+    """Each case's model from ``merge_method: slta``, and from the plain recipe in an environment without it."""
+    folder = tmp_path_factory.mktemp("merged")
+    measured = {name: measure(folder / name, *settings) for name, settings in FAMILIES.items()}
+    outputs: dict[Case, tuple[Path, Path]] = {}
+    arguments: list[str] = []
+    for number, case in enumerate(CASES):
+        family, file = measured[case.family]
+        recipe = families.recipe(
+            family, experts=case.experts, calibration=False, level=case.level, edges=case.edges, statistics=str(file)
+        )
+        ours = families.merge(recipe, folder / f"slta{number}")
+        plain = folder / f"plain{number}.yml"
+        statistics = load(file).select(case.experts)
+        plain.write_text(
+            plain_recipe(
+                statistics, case.level, statistics.solve(case.level), edges=case.edges, models=paths_of(family)
+            )
+        )
+        outputs[case] = (ours, folder / f"plain{number}")
+        arguments += [str(plain), str(outputs[case][1])]
+    run_stock(folder, arguments)
+    return outputs
+
+
+def measure(folder: Path, architecture: str, changes: dict[str, Any], levels: Sequence[str]) -> tuple[Family, Path]:
+    family = families.make_family(folder, families.config_of(architecture, **changes), experts=3, records=3)
+    experts = tuple(
+        Expert(ModelReference.parse(str(path)), str(data))
+        for path, data in zip(family.experts, family.data, strict=True)
+    )
+    recipe = Recipe(ModelReference.parse(str(family.base)), experts, SltaSettings(samples=2))
+    measured_statistics(Experiment(recipe, quiet=True), levels, folder / "stats.safetensors")
+    return family, folder / "stats.safetensors"
+
+
+def paths_of(family: Family) -> dict[str, str]:
+    return {folder.name: str(folder) for folder in family.folders}
+
+
+def run_stock(folder: Path, arguments: Sequence[str]) -> None:
+    """Run stock mergekit in a Python that sees everything that is installed except this package."""
+    packages = folder / "packages"
+    packages.mkdir()
+    for library in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        for entry in Path(library).iterdir():
+            if "mergekit_slta" not in entry.name:
+                (packages / entry.name).symlink_to(entry)
+    result = subprocess.run(
+        [sys.executable, "-S", "-c", STOCK, *arguments],  # -S: no site-packages, and no start-up file
+        cwd=packages,
+        env={key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+        | {"PYTHONPATH": str(packages)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}-{case.level}-{case.edges}")
+def test_stock_mergekit_without_this_package_runs_to_the_same_model(
+    merged: dict[Case, tuple[Path, Path]], case: Case
+) -> None:
+    ours, plain = merged[case]
+    expected, found = load_file(ours / "model.safetensors"), load_file(plain / "model.safetensors")
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        assert tensor.dtype == found[name].dtype == torch.float32
+        assert (found[name] - tensor).abs().max() <= 1e-6 * tensor.abs().max(), name
+
+
+def test_a_merged_tied_model_loads_whole(merged: dict[Case, tuple[Path, Path]]) -> None:
+    _, plain = merged[CASES[4]]
+    assert "lm_head.weight" not in load_file(plain / "model.safetensors")
+    loaded: Any = AutoModelForCausalLM.from_pretrained(plain, output_loading_info=True)
+    assert not loaded[1]["missing_keys"] and not loaded[1]["unexpected_keys"]
+
+
+# What mergekit makes of the filters
+
+
+def config_of(architecture: str) -> PretrainedConfig:
+    config = families.config_of(architecture)
+    with torch.device("meta"):
+        config.architectures = [type(AutoModelForCausalLM.from_config(config)).__name__]
+    return config
+
+
+def random_weights(config: PretrainedConfig, level: str, edges: str) -> TensorWeights:
+    decoder = Decoder(config)
+    return TensorWeights(decoder, level, synthetic.random_alpha(decoder, level), edges)
+
+
+def mergekit_weight(setting: Any, tensor: PlannedTensor, layers: int) -> float:
+    """The weight that mergekit takes for a tensor, planned at the depth that it plans it."""
+    recipe = MergeConfiguration.model_validate(
+        {"merge_method": "task_arithmetic", "models": [{"model": "a", "parameters": {"weight": setting}}]}
+    )
+    assert recipe.models is not None and recipe.models[0].parameters is not None
+    t = 0.0 if tensor.layer is None else tensor.layer / (layers - 1) if layers > 1 else 1.0
+    return float(evaluate_setting(tensor.name, recipe.models[0].parameters["weight"], t, validate=float))
+
+
+def assert_reproduced(planned: Sequence[PlannedTensor], layers: int) -> list[Any]:
+    settings = weight_settings(planned)
+    for tensor in planned:
+        found = [mergekit_weight(setting, tensor, layers) for setting in settings]
+        assert found == pytest.approx(tensor.alpha, rel=1e-9, abs=1e-12), tensor.name
+    return settings
+
+
+@pytest.mark.parametrize("edges", ["base", "mean"])
+@pytest.mark.parametrize("level", ["layer", "attn_mlp", "linear"])
+@pytest.mark.parametrize("architecture", families.ARCHITECTURES)
+def test_mergekit_gives_every_tensor_its_weights(architecture: str, level: str, edges: str) -> None:
+    config = config_of(architecture)
+    weights = random_weights(config, level, edges)
+    try:
+        planned = planned_tensors(config, weights)
+    except SltaError as refusal:
+        assert_justified(refusal.message, weights)
+        return
+    assert len({tensor.name for tensor in planned}) == len(planned)
+    assert {tensor.layer for tensor in planned} == {None, *range(families.LAYERS)}
+    assert_reproduced(planned, families.LAYERS)
+
+
+def assert_justified(refusal: str, weights: TensorWeights) -> None:
+    """The tensor that a refusal names is one that the model lacks, or one that holds several linear maps."""
+    (named,) = re.findall(r"(?:the tensor|the parts of) (\S+?),? ", refusal)
+    if "mergekit asks for" in refusal:
+        assert named not in weights.decoder.model.state_dict()
+    else:
+        assert "fused experts" in refusal and weights.level == "linear" and weights[named].ndim > 1
+
+
+def planned_of(table: Mapping[str, Sequence[float] | float]) -> list[PlannedTensor]:
+    """Planned tensors from a table: a name with {} to a weight per layer, or a name to one weight."""
+    return [
+        PlannedTensor(name.format(layer), layer if "{}" in name else None, (weight,))
+        for name, weights in table.items()
+        for layer, weight in enumerate(weights if isinstance(weights, Sequence) else [weights])
+        if weight == weight
+    ]
+
+
+def filters(settings: Sequence[Any]) -> list[str | None]:
+    return [entry.get("filter") for entry in settings[0]]
+
+
+def test_equal_weights_share_a_filter_for_the_layers() -> None:
+    planned = planned_of({"embed": 0.0, "model.layers.{}.a.w": [1, 2, -3], "model.layers.{}.b.w": [1, 2, -3]})
+    assert assert_reproduced(planned, 3) == [
+        [{"filter": "model.layers.", "value": [1.0, 2.0, -3.0]}, {"value": 0.0}],
+    ]
+
+
+def test_one_weight_for_everything_needs_no_filter() -> None:
+    planned = planned_of({"embed": 0.5, "layers.{}.a.w": [0.5, 0.5]})
+    assert assert_reproduced(planned, 2) == [0.5]
+
+
+def test_a_filter_never_names_tensors_of_other_weights() -> None:
+    planned = planned_of(
+        {"norm.w": 0.0, "h.{}.norm.w": [1.0] * 12, "h.{}.mlp.w": [2.0] * 12, "h.{}.mlp_norm.w": [3] * 12}
+    )
+    for entry in assert_reproduced(planned, 12)[0][:-1]:
+        assert len({tensor.alpha for tensor in planned if entry["filter"] in tensor.name}) == 1
+
+
+def test_tensors_that_no_filter_tells_apart_get_their_full_names() -> None:
+    table: dict[str, Any] = {"wte": 0.0, "h.{}.norm.w": list(range(12)), "h.{}.attn.norm.w": list(range(20, 32))}
+    settings = assert_reproduced(planned_of(table), 12)
+    assert "h.1.norm.w" in filters(settings) and "h.11.norm.w" in filters(settings)
+
+
+def test_layers_may_lack_tensors_of_other_layers() -> None:
+    nothing = float("nan")
+    table: dict[str, Any] = {
+        "embed": 0.0,
+        "layers.{}.conv.w": [1.0, nothing, 3.0],
+        "layers.{}.attn.w": [nothing, 2.0, nothing],
+        "layers.{}.mlp.w": [4.0, 5.0, 6.0],
+    }
+    settings = assert_reproduced(planned_of(table), 3)
+    assert filters(settings) == [".conv.", ".attn.", ".mlp.", None]
+
+
+def test_the_only_layer_is_told_from_the_edges() -> None:
+    assert_reproduced(planned_of({"embed": 0.0, "layers.{}.a.w": [1.0], "layers.{}.b.w": [2.0], "norm.w": 0.0}), 1)
+
+
+# What the recipe says
+
+
+def statistics_of(level: str, experts: int = 2) -> Statistics:
+    """Statistics of one level of a model like the families' llama."""
+    models = [f"org/expert{index}" for index in range(experts)]
+    return synthetic.statistics(
+        models, [level], layers=families.LAYERS, base_model="org/base", max_tokens=99, seed=7, dtype="bfloat16"
+    )
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """The folder of a base model, of which only the configuration is needed."""
+    config_of("llama").save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def test_a_recipe_names_models_dtypes_and_tokenizer(base: Path) -> None:
+    statistics = statistics_of("attn_mlp")
+    text = plain_recipe(
+        statistics,
+        "attn_mlp",
+        statistics.solve("attn_mlp"),
+        models={"org/base": str(base), "org/expert1": "./mine"},
+        tokenizer_source="base",
+    )
+    content = yaml.safe_load(text)
+    assert content["merge_method"] == "task_arithmetic"
+    assert content["base_model"] == str(base)
+    assert [entry["model"] for entry in content["models"]] == ["org/expert0", "./mine"]
+    assert (content["dtype"], content["out_dtype"], content["tokenizer_source"]) == ("float32", "bfloat16", "base")
+
+
+def test_the_header_says_what_the_weights_come_from(base: Path) -> None:
+    statistics = statistics_of("layer", experts=3).select([2, 0])
+    solutions = statistics.solve("layer")
+    text = plain_recipe(
+        statistics, "layer", solutions, models={"org/base": str(base)}, solved_with={"ridge": 0.25, "balance": "true"}
+    )
+    header = [line for line in text.splitlines() if line.startswith("#")]
+    assert text.startswith("\n".join(header))
+    said = "\n".join(header)
+    for expected in ["level layer", "ridge 0.25", "balance true", "4, 4 samples", "99 tokens", "seed 7"]:
+        assert expected in said
+    for index, name in enumerate(["org/expert2", "org/expert0"]):
+        mean = torch.stack([solution.retained for solution in solutions.values()]).mean(0)[index]
+        assert f"{name}: {float(mean):.1%} on average over 3 submodules" in said
+    fingerprint = statistics.info.fingerprint
+    for part in (fingerprint.base, *fingerprint.experts, f"{2:064x}", fingerprint.settings):
+        assert part in said
+    assert "expert1" not in text
+
+
+def test_an_expert_that_changes_nothing_is_said_to(base: Path) -> None:
+    statistics = statistics_of("layer")
+    for gram in statistics.grams.values():
+        gram[:, 1, :] = gram[:, :, 1] = 0
+    text = plain_recipe(statistics, "layer", statistics.solve("layer"), models={"org/base": str(base)})
+    assert "org/expert1: it changes nothing" in text
+
+
+def test_the_model_level_needs_no_configuration() -> None:
+    statistics = statistics_of("model")
+    solution = statistics.solve("model")["model"]
+    content = yaml.safe_load(plain_recipe(statistics, "model", {"model": solution}))
+    weights = [entry["parameters"]["weight"] for entry in content["models"]]
+    assert weights == pytest.approx(solution.alpha.tolist(), rel=1e-9)
+
+
+def test_heads_are_refused() -> None:
+    statistics = statistics_of("head_mlp")
+    with pytest.raises(SltaError, match=r"'head_mlp'.*'merge_method: slta'"):
+        plain_recipe(statistics, "head_mlp", statistics.solve("head_mlp"))
+
+
+def test_a_base_model_that_cannot_be_had_is_asked_for(tmp_path: Path) -> None:
+    statistics = statistics_of("layer")
+    with pytest.raises(SltaError, match=r"cannot be read.*--model org/base=PATH"):
+        plain_recipe(statistics, "layer", statistics.solve("layer"), models={"org/base": str(tmp_path / "none")})
+
+
+def test_another_base_model_is_refused(tmp_path: Path) -> None:
+    config_of("qwen2").save_pretrained(tmp_path)
+    statistics = statistics_of("layer")
+    with pytest.raises(SltaError, match=r"not the base model.*LlamaForCausalLM of 3 layers.*--model org/base=PATH"):
+        plain_recipe(statistics, "layer", statistics.solve("layer"), models={"org/base": str(tmp_path)})
+
+
+def test_a_recipe_that_mergekit_would_read_otherwise_is_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    statistics = statistics_of("layer")
+    monkeypatch.setattr(module, "weight_settings", lambda planned: [0.5, 0.5])
+    with pytest.raises(SltaError, match="Filters cannot give"):
+        plain_recipe(statistics, "layer", statistics.solve("layer"), models={"org/base": str(base)})

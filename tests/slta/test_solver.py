@@ -1,0 +1,174 @@
+"""The closed form against dense least squares over all features, and where it is singular."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from support import reference
+
+from mergekit_slta.slta.solver import bootstrap, bootstrap_counts, sample_weights, solve
+
+EXPERTS = 3
+SETTINGS = [
+    {},
+    {"balance": False},
+    {"ridge": 0.1},
+    {"task_weights": [1.0, 3.0, 0.25]},
+    {"balance": False, "ridge": 0.02, "task_weights": [2.0, 0.0, 1.0]},
+]
+
+
+def random_deltas(samples: Sequence[int] = (4, 5, 3), experts: int = EXPERTS, seed: int = 0) -> reference.Deltas:
+    """Feature deltas [T, S * D] of samples of different lengths and sizes, with a direction in common."""
+    generator = torch.Generator().manual_seed(seed)
+    found = reference.Deltas()
+    for task, count in enumerate(samples):
+        for sample in range(count):
+            size = 6 * (sample + 2)
+            common = torch.randn(size, generator=generator, dtype=torch.float64)
+            own = torch.randn(experts, size, generator=generator, dtype=torch.float64)
+            found.samples.append((own + common) * 10.0 ** (sample - 2) * (task + 1))
+            found.task.append(task)
+    return found
+
+
+def tasks(deltas: reference.Deltas) -> torch.Tensor:
+    return torch.tensor(deltas.task)
+
+
+def close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 1e-9) -> bool:
+    return torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_equals_dense_least_squares(settings: dict[str, object]) -> None:
+    deltas = random_deltas()
+    solution = solve(deltas.grams(), tasks(deltas), **settings)  # type: ignore[arg-type]
+    assert close(solution.alpha, reference.merging_weights(deltas, **settings))  # type: ignore[arg-type]
+    assert solution.rank == EXPERTS
+
+
+@pytest.mark.parametrize("balance", [True, False])
+def test_retained_is_the_share_of_the_squared_feature_change(balance: bool) -> None:
+    deltas = random_deltas()
+    solution = solve(deltas.grams(), tasks(deltas), balance=balance)
+    assert close(solution.retained, reference.retained(deltas, solution.alpha, balance))
+
+
+def test_condition_is_that_of_the_scaled_matrix() -> None:
+    deltas = random_deltas()
+    design, _ = reference.stacked(deltas)
+    singular_values = torch.linalg.svdvals(design / design.norm(dim=0))
+    expected = (singular_values[0] / singular_values[-1]) ** 2
+    assert solve(deltas.grams(), tasks(deltas)).condition == pytest.approx(expected.item(), rel=1e-9)
+
+
+def test_one_expert_is_taken_whole() -> None:
+    deltas = random_deltas(samples=(5,), experts=1)
+    solution = solve(deltas.grams(), tasks(deltas))
+    assert close(solution.alpha, torch.ones(1).double())
+    assert close(solution.retained, torch.ones(1).double())
+
+
+def test_balance_gives_each_sample_of_a_task_the_same_influence() -> None:
+    deltas = random_deltas()
+    before = solve(deltas.grams(), tasks(deltas))
+    deltas.samples[2] = deltas.samples[2] * 1e3
+    assert close(solve(deltas.grams(), tasks(deltas)).alpha, before.alpha)
+    unbalanced = solve(deltas.grams(), tasks(deltas), balance=False).alpha
+    assert not close(unbalanced, before.alpha, 1e-3)
+
+
+def test_a_sample_without_any_change_is_left_out_when_balanced() -> None:
+    deltas = random_deltas()
+    before = solve(deltas.grams(), tasks(deltas)).alpha
+    deltas.samples.insert(0, torch.zeros(EXPERTS, 12, dtype=torch.float64))
+    deltas.task.insert(0, 0)
+    assert close(solve(deltas.grams(), tasks(deltas)).alpha, before)
+    assert sample_weights(deltas.grams(), balance=True)[0] == 0
+
+
+def test_an_expert_without_any_change_gets_no_weight_and_changes_no_other() -> None:
+    deltas = random_deltas()
+    deltas.samples = [torch.cat([found[:1] * 0, found[1:]]) for found in deltas.samples]
+    solution = solve(deltas.grams(), tasks(deltas))
+    assert solution.alpha[0] == 0
+    assert solution.retained[0].isnan()
+    assert solution.rank == EXPERTS - 1
+    assert close(solution.alpha, reference.merging_weights(deltas))
+
+
+def test_no_change_at_all() -> None:
+    solution = solve(torch.zeros(3, 3, 3, dtype=torch.float64), torch.arange(3))
+    assert torch.equal(solution.alpha, torch.zeros(3, dtype=torch.float64))
+    assert solution.rank == 0
+    assert solution.retained.isnan().all()
+    assert torch.tensor(solution.condition).isnan()
+
+
+@pytest.mark.parametrize("difference", [0.0, 1e-7])
+def test_two_equal_experts_share_the_weight(difference: float) -> None:
+    """Experts that differ by less than the cutoff count as equal; taken apart, their weights would explode."""
+    deltas = random_deltas()
+    noise = torch.Generator().manual_seed(1)
+    for found in deltas.samples:
+        change = torch.randn(found[0].shape, generator=noise, dtype=torch.float64)
+        found[2] = found[1] + difference * found[1].norm() * change / change.norm()
+    solution = solve(deltas.grams(), tasks(deltas))
+    assert solution.rank == EXPERTS - 1
+    assert solution.alpha[1].item() == pytest.approx(solution.alpha[2].item(), rel=1e-5)
+    design, target = reference.stacked(deltas)
+    alone = torch.linalg.lstsq(design[:, :2], target).solution
+    assert (solution.alpha[1] + solution.alpha[2]).item() == pytest.approx(alone[1].item(), rel=1e-5)
+
+
+def test_ridge_shrinks_the_weights_to_nothing() -> None:
+    deltas = random_deltas()
+    norms = [solve(deltas.grams(), tasks(deltas), ridge=ridge).alpha.norm() for ridge in (0.0, 0.1, 1.0, 1e6)]
+    assert norms == sorted(norms, reverse=True)
+    assert norms[-1] < 1e-5
+
+
+def test_a_tasks_weight_counts_like_its_samples_twice() -> None:
+    deltas = random_deltas()
+    doubled = solve(deltas.grams(), tasks(deltas), task_weights=[2.0, 1.0, 1.0])
+    assert doubled.retained[0] > solve(deltas.grams(), tasks(deltas)).retained[0]
+    assert close(doubled.alpha, solve(deltas.grams(), tasks(deltas), task_weights=[4.0, 2.0, 2.0]).alpha)
+
+
+def test_the_weight_of_a_task_does_not_depend_on_its_number_of_samples() -> None:
+    deltas = random_deltas()
+    before = solve(deltas.grams(), tasks(deltas)).alpha
+    rows = [row for row, task in enumerate(deltas.task) for _ in range(1 + (task == 1))]
+    assert close(solve(deltas.grams()[rows], tasks(deltas)[rows]).alpha, before)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_bootstrap_solves_the_drawn_samples(settings: dict[str, object]) -> None:
+    deltas = random_deltas()
+    counts = bootstrap_counts(tasks(deltas), 20, seed=3)
+    found = bootstrap(deltas.grams(), tasks(deltas), 20, seed=3, **settings)  # type: ignore[arg-type]
+    for drawn, alpha in zip(counts, found, strict=True):
+        rows = torch.arange(len(deltas.task)).repeat_interleave(drawn.long())
+        expected = solve(deltas.grams()[rows], tasks(deltas)[rows], **settings).alpha  # type: ignore[arg-type]
+        assert close(alpha, expected)
+
+
+def test_bootstrap_keeps_each_tasks_number_of_samples_and_follows_its_seed() -> None:
+    task = torch.tensor([0, 0, 0, 1, 1, 2])
+    counts = bootstrap_counts(task, 50, seed=0)
+    for index in range(3):
+        assert (counts[:, task == index].sum(1) == (task == index).sum()).all()
+    assert torch.equal(counts, bootstrap_counts(task, 50, seed=0))
+    assert not torch.equal(counts, bootstrap_counts(task, 50, seed=1))
+
+
+def test_bootstrap_of_one_sample_says_nothing() -> None:
+    deltas = torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert bootstrap(deltas @ deltas.mT, torch.tensor([0, 0, 1]), 10).std(0).isnan().all()
+
+
+def test_bootstrap_of_equal_samples_has_no_spread() -> None:
+    gram = random_deltas().grams()[:3].sum(0)
+    grams = gram.expand(6, EXPERTS, EXPERTS)
+    assert bootstrap(grams, torch.tensor([0, 0, 1, 1, 2, 2]), 10).std(0).max() < 1e-9

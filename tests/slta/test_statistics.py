@@ -1,0 +1,329 @@
+"""The statistics file: what is written is what is read, and what no calibration wrote is refused in words."""
+
+import itertools
+import json
+import os
+import pickle
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mergekit.common import ModelReference
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from support import synthetic
+
+from mergekit_slta.errors import SltaError
+from mergekit_slta.slta.statistics import (
+    Statistics,
+    load,
+    published_name,
+    save,
+)
+
+MODELS = [f"org/expert{index}" for index in range(3)]
+LAYERS, SAMPLES = 4, 5
+
+
+def uneven(*levels: str) -> Statistics:
+    """Random statistics whose second task has a sample less than the others; samples differ in their lengths."""
+    even = synthetic.statistics(MODELS, levels, layers=LAYERS, samples=SAMPLES)
+    kept = torch.arange(len(even.task)) != 2 * SAMPLES - 1
+    tokens = torch.randint(1, 512, even.task.shape, generator=torch.Generator().manual_seed(0))
+    grams = {name: gram[kept] for name, gram in even.grams.items()}
+    return Statistics(grams, even.task[kept], tokens[kept], even.info)
+
+
+@pytest.fixture
+def found() -> Statistics:
+    return uneven("layer", "attn_mlp")
+
+
+@pytest.fixture
+def path(found: Statistics, tmp_path: Path) -> Path:
+    save(found, tmp_path / "deep" / "stats.safetensors")
+    return tmp_path / "deep" / "stats.safetensors"
+
+
+def same(first: Statistics, second: Statistics) -> bool:
+    return (
+        first.info == second.info
+        and torch.equal(first.task, second.task)
+        and torch.equal(first.tokens, second.tokens)
+        and set(first.grams) == set(second.grams)
+        and all(torch.equal(first.grams[name], second.grams[name]) for name in second.grams)
+    )
+
+
+# Round trip
+
+
+@pytest.mark.parametrize(
+    "levels", [["model"], ["attn_mlp"], ["head_mlp", "attn_mlp"], ["model", *synthetic.INSIDE]], ids=str
+)
+def test_what_is_written_is_what_is_read(levels: list[str], tmp_path: Path) -> None:
+    written = uneven(*levels)
+    save(written, tmp_path / "stats.safetensors")
+    assert same(load(tmp_path / "stats.safetensors"), written)
+
+
+def test_the_format_is_the_documented_one(path: Path, found: Statistics) -> None:
+    tensors = load_file(path)
+    assert set(tensors) == {"task", "tokens", *(f"gram/{name}" for name in found.grams)}
+    assert {str(tensor.dtype) for name, tensor in tensors.items() if "gram/" in name} == {"torch.float64"}
+    assert tensors["task"].dtype == tensors["tokens"].dtype == torch.int64
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    assert list(metadata) == ["mergekit_slta"]
+    content = json.loads(metadata["mergekit_slta"])
+    assert json.dumps(content, sort_keys=True) == metadata["mergekit_slta"]
+    assert set(content) == {
+        "format_version", "levels", "base_model", "models", "calibration", "samples", "max_tokens", "seed", "inputs",
+        "architecture", "num_layers", "dtype", "versions", "fingerprint",
+    }  # fmt: skip
+    assert set(content["fingerprint"]) == {"base", "experts", "tokens", "settings"}
+    assert set(content["calibration"][0]) == {"source", "template", "sha256"}
+
+
+def test_equal_statistics_are_equal_files(path: Path, found: Statistics, tmp_path: Path) -> None:
+    save(load(path), tmp_path / "again.safetensors")
+    assert (tmp_path / "again.safetensors").read_bytes() == path.read_bytes()
+
+
+def test_sixty_layers_five_experts_and_150_samples_are_small(tmp_path: Path) -> None:
+    large = synthetic.statistics(list("abcde"), ["attn_mlp"], layers=60, samples=30)
+    save(large, tmp_path / "stats.safetensors")
+    assert (tmp_path / "stats.safetensors").stat().st_size < 5e6
+    begin = time.perf_counter()
+    read = load(tmp_path / "stats.safetensors")
+    middle = time.perf_counter()
+    solutions = read.solve("attn_mlp")
+    print(f"read in {middle - begin:.2f} s, solved in {time.perf_counter() - middle:.2f} s")
+    assert len(solutions) == 120
+
+
+def test_a_write_that_fails_leaves_the_file_as_it_was(
+    path: Path, found: Statistics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise OSError("no space left")
+
+    before = path.read_bytes()
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="no space left"):
+        save(found.first_samples(2), path)
+    assert path.read_bytes() == before
+    assert os.listdir(path.parent) == [path.name]
+
+
+# What no calibration wrote
+
+
+def refused(path: Path, words: str) -> None:
+    with pytest.raises(SltaError, match=words) as caught:
+        load(path)
+    assert str(path) in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    refused(tmp_path / "none.safetensors", "There is no statistics file.*calibrate")
+
+
+@pytest.mark.parametrize("part", [0, 4, 8, 200, 0.5, 0.999])
+def test_a_truncated_file(part: float, path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: int(part if part > 1 else part * len(content))])
+    refused(path, "truncated or no safetensors file")
+
+
+def test_files_of_other_kinds(path: Path) -> None:
+    path.write_text("alpha: 0.5\n" * 100)
+    refused(path, "truncated or no safetensors file")
+    path.write_bytes(pickle.dumps({"task": [0]}))
+    refused(path, "truncated or no safetensors file")
+    save_file({"model.norm.weight": torch.ones(3)}, path, metadata={"format": "pt"})
+    refused(path, "no statistics file of mergekit-slta")
+    save_file({"model.norm.weight": torch.ones(3)}, path)
+    refused(path, "no statistics file of mergekit-slta")
+
+
+Tensors = dict[str, torch.Tensor]
+Edit = Callable[[Tensors, dict[str, Any]], None]
+GRAM = "gram/layer.1.mlp"
+
+
+def gram_entry(*where: int, value: float) -> Edit:
+    def edit(tensors: Tensors, info: dict[str, Any]) -> None:
+        tensors[GRAM][where] = value
+
+    return edit
+
+
+def replaced(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Edit:
+    def edit(tensors: Tensors, info: dict[str, Any]) -> None:
+        tensors[name] = change(tensors[name]).contiguous()
+
+    return edit
+
+
+def dropped(name: str) -> Edit:
+    def edit(tensors: Tensors, info: dict[str, Any]) -> None:
+        del tensors[name]
+
+    return edit
+
+
+def added(name: str, like: str = GRAM) -> Edit:
+    def edit(tensors: Tensors, info: dict[str, Any]) -> None:
+        tensors[name] = tensors[like].clone()
+
+    return edit
+
+
+def described(**changes: Any) -> Edit:
+    def edit(tensors: Tensors, info: dict[str, Any]) -> None:
+        info.update(changes)
+
+    return edit
+
+
+def indefinite(tensors: Tensors, info: dict[str, Any]) -> None:
+    """Every pair of experts is plausible, the three together are not."""
+    tensors[GRAM][0] = torch.tensor([[1.0, 0.9, 0.9], [0.9, 1.0, -0.9], [0.9, -0.9, 1.0]])
+
+
+def another_hash(tensors: Tensors, info: dict[str, Any]) -> None:
+    info["calibration"][1]["sha256"] = "f" * 64
+
+
+def without_seed(tensors: Tensors, info: dict[str, Any]) -> None:
+    del info["seed"]
+
+
+def fewer_experts(tensors: Tensors, info: dict[str, Any]) -> None:
+    info["models"] = info["models"][:2]
+
+
+TAMPERED: dict[str, tuple[Edit, str]] = {
+    "not a number": (gram_entry(0, 1, 1, value=torch.nan), "'layer.1.mlp' holds no Gram matrices"),
+    "infinite": (gram_entry(0, 1, 1, value=torch.inf), "no Gram matrices"),
+    "negative power": (gram_entry(0, 1, 1, value=-1.0), "no Gram matrices"),
+    "asymmetric": (gram_entry(0, 1, 2, value=0.1), "no Gram matrices"),
+    "too similar": (replaced(GRAM, lambda gram: gram + 100 * (1 - torch.eye(3))), "no Gram matrices"),
+    "indefinite": (indefinite, "no Gram matrices"),
+    "single precision": (replaced(GRAM, torch.Tensor.float), "wrong shape or type"),
+    "a sample less": (replaced(GRAM, lambda gram: gram[:-1]), "wrong shape or type"),
+    "an expert less": (replaced(GRAM, lambda gram: gram[:, :2, :2]), "wrong shape or type"),
+    "a branch less": (dropped(GRAM), "attn_mlp"),
+    "a layer less": (dropped("gram/layer.3"), "'layer' does not cover the 4 layers"),
+    "a layer more": (added("gram/layer.4"), "'layer' does not cover the 4 layers"),
+    "a submodule more": (added("gram/layer.1.conv"), "belongs to no level"),
+    "a tensor more": (added("weights"), "entries that a statistics file does not have"),
+    "no tasks": (dropped("task"), "entries that a statistics file does not have"),
+    "a task without samples": (replaced("task", lambda task: task.clamp(max=1)), "'task' does not name every expert"),
+    "tasks in disorder": (replaced("task", lambda task: task.flip(0)), "'task' is not in order"),
+    "tasks as numbers": (replaced("task", torch.Tensor.double), "'task'"),
+    "no tokens": (replaced("tokens", torch.zeros_like), "'tokens' does not fit"),
+    "tokens of other samples": (replaced("tokens", lambda tokens: tokens[1:]), "'tokens' does not fit"),
+    "newer": (described(format_version=2), "format version 2.*newer mergekit-slta"),
+    "no version": (described(format_version="one"), "'format_version'"),
+    "other inputs": (described(inputs="experts"), "'inputs'"),
+    "another setting": (described(seed=7), "settings do not match their fingerprint"),
+    "other data": (another_hash, "calibration data does not match its fingerprint"),
+    "a field less": (without_seed, "'seed'"),
+    "a field more": (described(note="hello"), "'note'"),
+    "a model less": (fewer_experts, "does not describe each of its models"),
+    "another depth": (described(num_layers=5), "does not cover the 5 layers"),
+    "an unknown level": (described(levels=["layer", "attn_mlp", "tensor"]), "unknown level 'tensor'"),
+    "a level without content": (described(levels=["model", "layer", "attn_mlp"]), "'model'"),
+    "a level less": (described(levels=["layer"]), "belongs to no level"),
+}
+
+
+@pytest.mark.parametrize("name", TAMPERED)
+def test_a_tampered_file(name: str, path: Path) -> None:
+    edit, words = TAMPERED[name]
+    tensors = load_file(path)
+    with safe_open(path, framework="pt") as file:
+        info = json.loads(file.metadata()["mergekit_slta"])
+    edit(tensors, info)
+    save_file(tensors, path, metadata={"mergekit_slta": json.dumps(info, sort_keys=True)})
+    refused(path, words)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "17"])
+def test_metadata_that_is_no_description(text: str, path: Path) -> None:
+    save_file(load_file(path), path, metadata={"mergekit_slta": text})
+    refused(path, "metadata")
+
+
+def test_more_metadata(path: Path) -> None:
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    save_file(load_file(path), path, metadata=metadata | {"format": "pt"})
+    refused(path, "entries that a statistics file does not have")
+
+
+# Parts of it
+
+
+def test_a_subset_in_another_order(found: Statistics) -> None:
+    part = found.select([2, 0])
+    assert part.info.models == ("org/expert2", "org/expert0")
+    assert part.info.fingerprint.experts == ("2" * 64, "0" * 64)
+    assert part.task.tolist() == [0] * 5 + [1] * 5
+    rows = [*range(9, 14), *range(5)]
+    assert torch.equal(part.tokens, found.tokens[rows])
+    for name, gram in found.grams.items():
+        for row, source in enumerate(rows):
+            for b, c in itertools.product(range(2), repeat=2):
+                assert part.grams[name][row, b, c] == gram[source, [2, 0][b], [2, 0][c]]
+
+
+def test_a_selection_is_itself_a_valid_file(found: Statistics, tmp_path: Path) -> None:
+    for order in ([0, 1, 2], [1], [2, 0]):
+        part = found.select(order)
+        save(part, tmp_path / "part.safetensors")
+        assert same(load(tmp_path / "part.safetensors"), part)
+    assert same(found.select([0, 1, 2]), found)
+
+
+def test_the_first_samples_of_each_task(found: Statistics) -> None:
+    part = found.first_samples(2)
+    assert part.task.tolist() == [0, 0, 1, 1, 2, 2]
+    rows = [0, 1, 5, 6, 9, 10]
+    assert torch.equal(part.tokens, found.tokens[rows])
+    assert all(torch.equal(part.grams[name], gram[rows]) for name, gram in found.grams.items())
+
+
+def test_submodules_come_in_the_order_of_the_forward_pass() -> None:
+    names = [f"layer.{i}.{part}" for i in range(12) for part in ("head.0", "head.1", "head.10", "mlp")]
+    grams = {name: synthetic.random_grams(3, SAMPLES) for name in sorted(names)}
+    deep = synthetic.statistics(MODELS, ["head_mlp"], layers=12, samples=SAMPLES, grams=grams)
+    assert deep.submodules("head_mlp") == names
+
+
+def test_a_level_that_was_not_measured_is_named(found: Statistics) -> None:
+    with pytest.raises(SltaError, match="no level 'linear', only layer, attn_mlp.*--level linear"):
+        found.solve("linear")
+
+
+@pytest.mark.parametrize(
+    ("spelled", "name"),
+    [
+        ("org/model", "org/model"),
+        ("org/model@main", "org/model@main"),
+        ("./runs/math", "./runs/math"),
+        ("/home/someone/models/math", "math"),
+        ("/home/someone/models/math/", "math"),
+        ("~/models/math", "math"),
+        ("/home/someone/base+/home/someone/adapter", "base+adapter"),
+        ("org/base+./adapter", "org/base+./adapter"),
+    ],
+)
+def test_published_names_hold_no_path_of_a_machine(spelled: str, name: str) -> None:
+    assert published_name(ModelReference.model_validate(spelled)) == name

@@ -1,0 +1,57 @@
+"""The peak memory of the same work on a shallow and on a deep model, whose layers outweigh all else that it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+import pytest
+import torch
+from support import copies, families, memory
+from support.families import Family
+from support.processes import TIMEOUT
+
+WIDTH = 384
+WIDE = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+}
+TASKS = [[[3 + (i * j) % 50 for i in range(16)] for j in range(4 * task + 1, 4 * task + 5)] for task in range(2)]
+TOKENS = sum(len(ids) for task in TASKS for ids in task)
+
+# Takes a family and a new folder, and works on ``TASKS``.
+Work = Callable[[Family, Path], object]
+
+needs_account = pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="needs Linux's account of anonymous memory"
+)
+
+
+def shallow_and_deep(folder: Path, times: int) -> tuple[Family, Family]:
+    """A family in bfloat16, and one with its layers repeated."""
+    shallow = families.make_family(
+        folder / "shallow", families.config_of("llama", **WIDE), dtype=torch.bfloat16, scale=0.01
+    )
+    base, *experts = [copies.deeper(source, folder / "deep" / source.name, times) for source in shallow.folders]
+    return shallow, Family(base, tuple(experts), (), families.checkpoints([base])[0].config)
+
+
+def peak_in_a_process(forks: ForkServerContext, work: Work, family: Family, folder: Path) -> int:
+    """Bytes that the work takes at most in a process of its own, above what a little such work leaves."""
+    receive, answer = forks.Pipe(duplex=False)
+    process = forks.Process(target=_report, args=(work, family, folder, answer), daemon=True)
+    process.start()
+    process.join(TIMEOUT)
+    assert process.exitcode == 0
+    peak: int = receive.recv()
+    return peak
+
+
+def _report(work: Work, family: Family, folder: Path, answer: Connection) -> None:
+    work(families.make_family(folder / "little"), folder / "little" / "work")
+    answer.send(memory.peak_of(lambda: work(family, folder / "work")))

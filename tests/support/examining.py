@@ -1,0 +1,112 @@
+"""Recipes and models with something wrong about them, and what examining them finds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import transformers
+from mergekit.config import MergeConfiguration
+from mergekit.options import MergeOptions
+from support import families
+from support.families import Family
+
+from mergekit_slta.checks.examine import Findings, examine
+from mergekit_slta.methods.registry import FeatcalMethod, SltaMethod
+from mergekit_slta.methods.sftm import SftmMethod
+
+SPECS = {method.spec.name: method.spec for method in (SltaMethod, FeatcalMethod, SftmMethod)}
+
+
+def look(recipe: dict[str, Any], **arguments: Any) -> Findings:
+    """Examine a recipe; ``options`` are those of ``MergeOptions``."""
+    options = MergeOptions(**arguments.pop("options", {}))
+    config = MergeConfiguration.model_validate(recipe)
+    return examine(config, options, SPECS[recipe["merge_method"]], source=recipe, **arguments)
+
+
+def problems(recipe: dict[str, Any], **arguments: Any) -> list[str]:
+    return look(recipe, **arguments).problems
+
+
+def only(recipe: dict[str, Any], **arguments: Any) -> str:
+    """The one problem of a recipe."""
+    (problem,) = problems(recipe, **arguments)
+    return problem
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def save_random(config: transformers.PretrainedConfig, folder: Path, model: str = "AutoModelForCausalLM") -> Path:
+    """A random model with the families' tokenizer."""
+    auto = getattr(transformers, model)
+    (auto.from_config(config) if model.startswith("Auto") else auto(config)).save_pretrained(folder)
+    families.write_tokenizer(folder)
+    return folder
+
+
+def with_expert(family: Family, expert: Path | str, method: str = "slta") -> dict[str, Any]:
+    """A recipe whose second expert is another model."""
+    recipe = families.recipe(family, method, experts=[0, 1], calibration=method == "slta")
+    recipe["models"][1]["model"] = str(expert)
+    return recipe
+
+
+def with_data(family: Family, calibration: Any, template: str = "", **parameters: Any) -> dict[str, Any]:
+    """A recipe whose first expert has other data."""
+    recipe = families.recipe(family, experts=[0, 1], **parameters)
+    recipe["models"][0]["parameters"] |= {"calibration": str(calibration), "template": template}
+    return recipe
+
+
+def feature_recipe(family: Family, **parameters: Any) -> dict[str, Any]:
+    return families.recipe(family, "featcal", **{"samples": 6} | parameters)
+
+
+def adapted(family: Family, adapter: Path) -> dict[str, Any]:
+    return with_expert(family, f"{family.base}+{adapter}")
+
+
+def larger_vocabulary(folder: Path) -> Path:
+    return save_random(families.config_of("llama", vocab_size=families.VOCABULARY + 2), folder)
+
+
+def swap_ids(folder: Path) -> None:
+    """Give two tokens of a model's tokenizer each other's ids."""
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    tokens = content["model"]["vocab"]
+    tokens["a"], tokens["b"] = tokens["b"], tokens["a"]
+    file.write_text(json.dumps(content))
+
+
+def t5(folder: Path) -> Path:
+    sizes: dict[str, Any] = {
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 32,
+        "num_layers": 2,
+        "num_decoder_layers": 2,
+        "num_heads": 2,
+    }
+    config = transformers.T5Config(vocab_size=64, feed_forward_proj="gated-gelu", **sizes)
+    config.tie_word_embeddings = False
+    return save_random(config, folder, "T5ForConditionalGeneration")
+
+
+def grow(folder: Path, nbytes: int) -> None:
+    """Add a tensor of ``nbytes`` to a checkpoint; the file system stores none of them."""
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    end = len(content) - 8 - length
+    header["model.layers.0.huge"] = {"dtype": "F32", "shape": [nbytes // 4], "data_offsets": [end, end + nbytes]}
+    text = json.dumps(header).encode()
+    with file.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text + content[8 + length :])
+        out.truncate(8 + len(text) + end + nbytes)

@@ -1,0 +1,474 @@
+"""Tiny random model families on disk: a base model and experts as Hugging Face folders, with a tokenizer and data."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+import transformers
+import yaml
+from mergekit.common import ModelReference
+from mergekit.config import MergeConfiguration
+from mergekit.merge import run_merge
+from mergekit.options import MergeOptions
+from safetensors.torch import load_file
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
+
+from mergekit_slta.engine.partial import Partial
+from mergekit_slta.featcal.anchor import Anchor
+from mergekit_slta.featcal.merge import feature_merge as solve_features
+from mergekit_slta.featcal.scratch import SolvedModel
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.methods import registry
+from mergekit_slta.models.checkpoint import Checkpoint
+from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.recipe.recipe import from_config
+from mergekit_slta.slta.calibrate import calibrate
+
+PAD, BOS, EOS = 0, 1, 2
+ALPHABETS = ("abcdefghi ", "jklmnopqr ", "stuvwxyz0 ", "123456789 ", "0a1b2c3d4 ")
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,:?=[]\n"
+VOCABULARY = 64
+LAYERS = 3
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 128,
+    "pad_token_id": PAD,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+}
+_GROUPED = _SMALL | {"num_key_value_heads": 2}
+_FALCON = {name: value for name, value in _SMALL.items() if name != "intermediate_size"}
+_SLIDING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_WINDOW = {"sliding_window": 4}
+_LATER_LAYERS_SLIDE = _WINDOW | {"use_sliding_window": True, "max_window_layers": 1}
+_TOP_2_OF_4 = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_GPT2 = {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 128}
+_GRANITE = {"residual_multiplier": 0.4, "embedding_multiplier": 2.0, "attention_multiplier": 0.3, "logits_scaling": 4.0}
+_GRANITE_HYBRID = {
+    "layer_types": ["mamba", "attention", "mamba"],
+    "shared_intermediate_size": 32,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_expand": 2,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 8,
+}
+
+# Key -> the class of the configuration, and its arguments. Every mechanism that moves a branch has an entry: grouped
+# heads, parallel branches, norms after branches, scaled branches, masks per layer, fused projections and mixtures.
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", _GROUPED),
+    "mistral": ("MistralConfig", _GROUPED | _WINDOW | {"head_dim": 8}),
+    "qwen2": ("Qwen2Config", _GROUPED | _LATER_LAYERS_SLIDE),
+    "qwen3": ("Qwen3Config", _GROUPED | _LATER_LAYERS_SLIDE | {"head_dim": 16}),
+    "gemma": ("GemmaConfig", _GROUPED | {"head_dim": 8}),
+    "gemma2": ("Gemma2Config", _GROUPED | _SLIDING | {"head_dim": 8, "attn_logit_softcapping": 1.0}),
+    "gemma3": ("Gemma3TextConfig", _GROUPED | _SLIDING | {"head_dim": 8}),
+    "phi": ("PhiConfig", _GROUPED),
+    "phi3": ("Phi3Config", _GROUPED | _WINDOW),
+    "gpt2": ("GPT2Config", _GPT2 | {"bos_token_id": BOS, "eos_token_id": EOS}),
+    "gpt_neox": ("GPTNeoXConfig", _SMALL),
+    "gpt_neox_sequential": ("GPTNeoXConfig", _SMALL | {"use_parallel_residual": False}),
+    "falcon_7b": ("FalconConfig", _FALCON | {"multi_query": True}),
+    "falcon_new": (
+        "FalconConfig",
+        _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "tie_word_embeddings": False},
+    ),
+    "falcon_one_norm": (
+        "FalconConfig",
+        _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon_alibi": ("FalconConfig", _FALCON | {"alibi": True, "parallel_attn": False, "multi_query": False}),
+    "olmo": ("OlmoConfig", _GROUPED),
+    "olmo2": ("Olmo2Config", _GROUPED),
+    "cohere": ("CohereConfig", _GROUPED | {"use_qk_norm": True}),
+    "cohere_without_qk_norm": ("CohereConfig", _GROUPED),
+    "cohere2": ("Cohere2Config", _GROUPED | _SLIDING),
+    "starcoder2": ("Starcoder2Config", _GROUPED | _WINDOW),
+    "stablelm": ("StableLmConfig", _GROUPED),
+    "stablelm_parallel": (
+        "StableLmConfig",
+        _GROUPED | {"use_parallel_residual": True, "qk_layernorm": True, "use_qkv_bias": True},
+    ),
+    "granite": ("GraniteConfig", _GROUPED | _GRANITE),
+    "glm4": ("Glm4Config", _GROUPED | {"head_dim": 8}),
+    "arcee": ("ArceeConfig", _GROUPED),
+    "apertus": ("ApertusConfig", _GROUPED),
+    "mixtral": ("MixtralConfig", _GROUPED | _WINDOW | {"num_local_experts": 4}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        _GROUPED | _LATER_LAYERS_SLIDE | _TOP_2_OF_4 | {"head_dim": 8, "num_experts": 4},
+    ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        _GROUPED
+        | _TOP_2_OF_4
+        | {"head_dim": 8, "n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+        | {"attention_bias": True, "use_qk_norm": True},
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        _GROUPED | _SLIDING | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "lfm2": ("Lfm2Config", _GROUPED | {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16}),
+    "granite_moe_hybrid": (
+        "GraniteMoeHybridConfig",
+        _GROUPED | _GRANITE | _GRANITE_HYBRID | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "granite_hybrid_dense": (
+        "GraniteMoeHybridConfig",
+        _GROUPED | _GRANITE | _GRANITE_HYBRID | {"num_local_experts": 0, "num_experts_per_tok": 0},
+    ),
+}
+
+# Decoders whose layers do not split into an attention and an MLP branch: sums inside a branch's module or on a view,
+# experts that see their tokens scaled, two mixers side by side, several hidden states per token.
+UNSPLIT: dict[str, tuple[str, dict[str, Any]]] = {
+    "bloom": ("BloomConfig", {"hidden_size": 32, "n_layer": LAYERS, "n_head": 4, "vocab_size": VOCABULARY}),
+    "opt": ("OPTConfig", _SMALL | {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "llama4": (
+        "Llama4TextConfig",
+        _GROUPED | {"head_dim": 8, "num_local_experts": 4, "intermediate_size_mlp": 48, "attention_chunk_size": 8},
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        _GROUPED
+        | {"head_dim": 8, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
+        | {"mamba_n_groups": 1, "mamba_chunk_size": 8},
+    ),
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        _GROUPED
+        | {"head_dim": 8, "num_hidden_layers": 4, "intermediate_size": [48] * 4, "altup_num_inputs": 2}
+        | {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8, "laurel_rank": 4}
+        | {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0] * 4}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+}
+
+
+def config_of(architecture: str, **changes: Any) -> PretrainedConfig:
+    """The tiny configuration of an entry of ``ARCHITECTURES`` or ``UNSPLIT``, with changed fields."""
+    name, arguments = (ARCHITECTURES | UNSPLIT)[architecture]
+    config: PretrainedConfig = getattr(transformers, name)(**arguments | changes)
+    return config
+
+
+def skeleton(architecture: str, **changes: Any) -> Decoder:
+    """The decoder of an entry of ``ARCHITECTURES`` or ``UNSPLIT``, with changed fields, without weights."""
+    config = config_of(architecture, **changes)
+    model: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    config.architectures = [model.__name__]
+    return Decoder(config)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A base model, its experts and their calibration data, on disk.
+
+    Attributes:
+        base: the base model's folder.
+        experts: the experts' folders, ``T`` in all.
+        data: one ``.jsonl`` file per expert, its records ``{"text": ...}``.
+        config: the base model's configuration.
+    """
+
+    base: Path
+    experts: tuple[Path, ...]
+    data: tuple[Path, ...]
+    config: PretrainedConfig
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """The base model's folder, then the experts'."""
+        return (self.base, *self.experts)
+
+    def model(self, index: int) -> torch.nn.Module:
+        """The base model (0) or an expert (1 ... T) as it is on disk, in float64."""
+        return load_model(self.folders[index])
+
+    def models(self) -> list[torch.nn.Module]:
+        """The base model and the experts in float64."""
+        return [load_model(folder) for folder in self.folders]
+
+    def token_ids(self, samples: int = 1000, max_tokens: int = 512, seed: int = 0) -> list[list[list[int]]]:
+        """Each expert's calibration samples, drawn as the recipe's settings say."""
+        tokenizer = AutoTokenizer.from_pretrained(self.base)
+        tasks = []
+        for file in self.data:
+            texts = [json.loads(line)["text"] for line in file.read_text().splitlines()]
+            order = random.Random(seed).sample(range(len(texts)), len(texts))[:samples]
+            tasks.append([tokenizer(texts[index])["input_ids"][:max_tokens] for index in order])
+        return tasks
+
+
+def make_family(
+    folder: Path,
+    architecture: str | PretrainedConfig = "llama",
+    *,
+    experts: int = 2,
+    dtype: torch.dtype = torch.float32,
+    scale: float = 0.1,
+    touch: Callable[[str], bool] = lambda name: True,
+    records: int = 6,
+    longest: int = 20,
+    seed: int = 0,
+    chat_template: str | None = None,
+) -> Family:
+    """Write a family of random models.
+
+    Args:
+        folder: where the folders ``base``, ``expert0`` ... and the files ``task0.jsonl`` ... go.
+        architecture: an entry of ``ARCHITECTURES`` or ``UNSPLIT``, or a configuration.
+        experts: how many.
+        dtype: the checkpoints'.
+        scale: each task vector's norm relative to the weights', tensor by tensor (before rounding to ``dtype``).
+        touch: which tensors the experts change, by the model's names.
+        records: calibration records per expert.
+        longest: the most characters of a record; the shortest has three.
+        seed: decides all of it.
+        chat_template: the tokenizers'.
+    """
+    config = config_of(architecture) if isinstance(architecture, str) else architecture
+    generator = torch.Generator().manual_seed(seed)
+    base = random_model(config, generator)
+    shared = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in _floats(base).items()}
+    _save(base, dtype, folder / "base", chat_template)
+    for index in range(experts):
+        expert = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        expert.load_state_dict(base.state_dict())
+        for name, tensor in _floats(expert).items():
+            own = torch.randn(tensor.shape, generator=generator)
+            # A direction in common and different lengths make merging weights that differ from 1/T.
+            direction = (own + 0.5 * shared[name]) * (1 + 0.5 * index)
+            if touch(name):
+                tensor.add_(direction * (scale * tensor.norm() / direction.norm()) * (1 + 0.5 * index))
+        _save(expert, dtype, folder / f"expert{index}", chat_template)
+    data = tuple(
+        write_records(folder / f"task{index}.jsonl", index, records, longest, seed) for index in range(experts)
+    )
+    folders = tuple(folder / f"expert{index}" for index in range(experts))
+    return Family(folder / "base", folders, data, AutoConfig.from_pretrained(folder / "base"))
+
+
+def random_model(config: PretrainedConfig, generator: torch.Generator | None = None) -> Any:
+    """A model whose attention is not uniform and whose norms and biases are not all ones and zeros."""
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = generator or torch.Generator().manual_seed(0)
+    for tensor in _floats(model).values():
+        noise = torch.randn(tensor.shape, generator=generator)
+        if tensor.ndim > 1:
+            tensor.copy_(noise / tensor.shape[-1] ** 0.5)
+        else:
+            tensor.add_(0.1 * noise)
+    return model.eval()
+
+
+def write_records(path: Path, task: int, records: int = 6, longest: int = 20, seed: int = 0) -> Path:
+    """Write a task's calibration records: texts of different lengths over the task's own letters."""
+    drawn = random.Random(f"{seed}-{task}")
+    letters = ALPHABETS[task % len(ALPHABETS)]
+    texts = ["x" + "".join(drawn.choices(letters, k=drawn.randint(2, longest - 1))) for _ in range(records)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def wide_tasks(tasks: int, samples: int = 15, seed: int = 0) -> list[list[list[int]]]:
+    """Samples of random tokens of the whole vocabulary."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def sample(length: int) -> list[int]:
+        ids: list[int] = torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+        return ids
+
+    return [[sample(40 + 5 * (index % 5)) for index in range(samples)] for _ in range(tasks)]
+
+
+def write_tokenizer(folder: Path, chat_template: str | None = None) -> None:
+    """A character-level tokenizer that adds <s> and </s>."""
+    vocabulary = {"<pad>": PAD, "<s>": BOS, "</s>": EOS} | {letter: i for i, letter in enumerate(CHARACTERS, 3)}
+    backend = tokenizers.Tokenizer(BPE(vocabulary, []))
+    backend.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", BOS), ("</s>", EOS)])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>", model_max_length=128
+    )
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(folder)
+
+
+def load_model(folder: Path) -> torch.nn.Module:
+    """A model from its folder, in float64 and evaluation mode."""
+    # Falcon's eager attention adds ALiBi twice, once in the mask and once itself.
+    attention = "sdpa" if getattr(AutoConfig.from_pretrained(folder), "alibi", False) else "eager"
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation=attention, experts_implementation="eager"
+    )
+    return model.double().eval()
+
+
+def recipe(
+    family: Family,
+    method: str = "slta",
+    *,
+    experts: Sequence[int] | None = None,
+    calibration: bool = True,
+    per_expert: dict[str, Any] | None = None,
+    dtype: str = "float32",
+    out_dtype: str | None = None,
+    **parameters: Any,
+) -> dict[str, Any]:
+    """A recipe as a dictionary.
+
+    Args:
+        family: the models and data.
+        method: the merge method.
+        experts: which of the family's experts, in the recipe's order; all by default.
+        calibration: whether each expert names its data.
+        per_expert: further parameters of every expert.
+        dtype, out_dtype: mergekit's.
+        parameters: the shared parameters.
+    """
+    models = []
+    for index in experts if experts is not None else range(len(family.experts)):
+        own = {"calibration": str(family.data[index])} if calibration else {}
+        models.append({"model": str(family.experts[index]), "parameters": own | (per_expert or {})})
+    content = {
+        "merge_method": method,
+        "base_model": str(family.base),
+        "models": models,
+        "parameters": parameters,
+        "dtype": dtype,
+    }
+    return content | ({"out_dtype": out_dtype} if out_dtype else {})
+
+
+def write_recipe(path: Path, content: dict[str, Any]) -> Path:
+    """Write a recipe as YAML."""
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return path
+
+
+def merge(content: dict[str, Any], out: Path, **options: Any) -> Path:
+    """Run a recipe through mergekit in this process; ``options`` are those of ``MergeOptions``."""
+    registry.register()
+    registry.watch_planner()
+    run_merge(
+        MergeConfiguration.model_validate(content),
+        str(out),
+        MergeOptions(**{"quiet": True, "write_model_card": False, "copy_tokenizer": False} | options),
+    )
+    return out
+
+
+def checkpoints(folders: Sequence[Path]) -> list[Checkpoint]:
+    """Models as the plugin reads them."""
+    return [Checkpoint(ModelReference.model_validate(str(folder))) for folder in folders]
+
+
+def measure(
+    family: Family, *levels: str, tasks: Any = None, device: str = "cpu", **arguments: Any
+) -> dict[str, torch.Tensor]:
+    """Calibrate on all of the family's records, or on ``tasks``; ``arguments`` are those of ``calibrate``."""
+    decoder = Decoder(family.config, device=device)
+    return calibrate(decoder, checkpoints(family.folders), tasks or family.token_ids(), levels, **arguments)
+
+
+def feature_merge(
+    family: Family,
+    folder: Path,
+    *,
+    tasks: Any = None,
+    anchor: Anchor | None = None,
+    device: str = "cpu",
+    **arguments: Any,
+) -> SolvedModel:
+    """Solve a feature merge into a folder, on all of the family's records or on ``tasks``, or go on with it.
+
+    Args:
+        family: the models and data.
+        folder: the scratch folder.
+        tasks: token ids of each expert's samples.
+        anchor: the base model by default.
+        device: where layers run.
+        arguments: those of ``feature_merge``.
+    """
+    models = checkpoints(family.folders)
+    decoder, partial = Decoder(family.config, device=device), Partial(folder, {})
+    partial.begin()
+    chosen = anchor or Anchor(models)
+    solve_features(decoder, chosen, models[1:], tasks or family.token_ids(), partial, **arguments)
+    return SolvedModel(decoder, partial, "base")
+
+
+def started(
+    forks: ForkServerContext, work: Callable[..., object], *arguments: Any, stop_after: int | None = None
+) -> ForkServerProcess:
+    """A process that has begun its work, or one that has finished a layer of it and waits there to be killed."""
+    reached, reach = forks.Pipe(duplex=False)
+    process = forks.Process(target=_work, args=(reach, stop_after, work, arguments), daemon=True)
+    process.start()
+    assert reached.poll(120)
+    return process
+
+
+def _work(reached: Connection, stop_after: int | None, work: Callable[..., object], arguments: Sequence[Any]) -> None:
+    finish_layer = Partial.finish_layer
+
+    def stop(partial: Partial, layer: int, tensors: dict[str, torch.Tensor]) -> None:
+        finish_layer(partial, layer, tensors)
+        if layer == stop_after:
+            reached.send(None)
+            threading.Event().wait()
+
+    if stop_after is None:
+        reached.send(None)
+    Partial.finish_layer = stop  # type: ignore[method-assign,assignment]
+    work(*arguments)
+
+
+def solved_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor in the scratch folder of a finished feature merge, by the model's names."""
+    files = [*sorted(folder.glob("layer-*")), folder / "edges.safetensors"]
+    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    return {name: tensor for name, tensor in found.items() if not name.startswith("error.")}
+
+
+def experiment(content: dict[str, Any], **arguments: Any) -> Experiment:
+    """What a recipe asks for, opened; ``arguments`` are those of ``Experiment``."""
+    opened = from_config(MergeConfiguration.model_validate(content))
+    return Experiment(opened, **{"quiet": True} | arguments)
+
+
+def _floats(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The model's floating-point tensors by name, each one once where weights are tied."""
+    seen: set[int] = set()
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point() and tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            tensors[name] = tensor
+    return tensors
+
+
+def _save(model: Any, dtype: torch.dtype, folder: Path, chat_template: str | None) -> None:
+    model.to(dtype).save_pretrained(folder)
+    write_tokenizer(folder, chat_template)
+    model.to(torch.float32)

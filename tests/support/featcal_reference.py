@@ -1,0 +1,262 @@
+"""The naive reference of ``featcal``: whole models in float64, one sample at a time, explicit least squares.
+
+Nothing here comes from ``mergekit_slta``. Where that runs layers one by one on batches, this runs the whole merged
+model anew for every group of maps; where that solves normal equations, this stacks every token's row.
+
+Shapes: ``n`` tokens of a task, ``in`` and ``out`` dimensions of a map, ``E`` routed experts, ``f`` their hidden
+dimensions, ``d`` the model's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from support.reference import Float64
+from torch import Tensor
+from torch.nn import Module
+from transformers.pytorch_utils import Conv1D
+
+Groups = Sequence[Sequence[str]]
+Recorded = dict[str, list[Tensor]]
+
+LAYERS = ("model.layers", "transformer.h", "gpt_neox.layers", "model.decoder.layers")
+MIXTURE = "mlp.experts"
+
+_ATTENTION: Groups = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",))
+_LLAMA: Groups = (*_ATTENTION, ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",))
+
+# By the keys of ``families.ARCHITECTURES`` and ``families.UNSPLIT``: the maps of a decoder layer in the order in which
+# they are solved, those with the same input together. The routed experts of a mixture follow (``MIXTURE``).
+GROUPS: dict[str, Groups] = {
+    **dict.fromkeys(("llama", "gemma2", "olmo2"), _LLAMA),
+    **dict.fromkeys(("mixtral", "qwen3_moe"), _ATTENTION),
+    "gpt2": (("attn.c_attn",), ("attn.c_proj",), ("mlp.c_fc",), ("mlp.c_proj",)),
+    "gpt_neox": (
+        ("attention.query_key_value",),
+        ("attention.dense",),
+        ("mlp.dense_h_to_4h",),
+        ("mlp.dense_4h_to_h",),
+    ),
+    "phi3": (("self_attn.qkv_proj",), ("self_attn.o_proj",), ("mlp.gate_up_proj",), ("mlp.down_proj",)),
+    "opt": (
+        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        ("self_attn.out_proj",),
+        ("fc1",),
+        ("fc2",),
+    ),
+}
+
+
+def merge(
+    base: Module,
+    experts: Sequence[Module],
+    tasks: Sequence[Sequence[Sequence[int]]],
+    groups: Groups,
+    *,
+    ridge: float = 0.003,
+    teacher: float = 1.0,
+    head: bool = True,
+    anchor: Mapping[str, Tensor] | None = None,
+    mixture: str | None = MIXTURE,
+) -> dict[str, Tensor]:
+    """Every tensor of the merged model, by the names of ``state_dict``, in float64.
+
+    Args:
+        base: the base model, in float64 like the experts.
+        experts: the experts.
+        tasks: the token ids of each expert's samples.
+        groups: the paths of a layer's maps, in the order in which they are solved; a layer may lack some of them.
+        ridge: how strongly the solution is held at the anchor.
+        teacher: the share of the expert's own input, against the merged model's, in what its map should give.
+        head: whether to solve for the output embedding too, where it is not tied to the input embedding.
+        anchor: the tensors of a whole model; the base model's by default.
+        mixture: the path of the routed experts in the layers that have them; ``None`` leaves them the anchor's.
+    """
+    with torch.no_grad(), Float64():
+        merged = copy.deepcopy(base)
+        if anchor is not None:
+            merged.load_state_dict(anchor)
+        solver = Solver(merged, experts, tasks, ridge, teacher)
+        for step, paths in steps(merged, groups, head, mixture):
+            (solver.solve_mixture if step == "mixture" else solver.solve_maps)(paths)
+        return {name: tensor.clone() for name, tensor in merged.state_dict().items()}
+
+
+def steps(model: Module, groups: Groups, head: bool, mixture: str | None) -> list[tuple[str, list[str]]]:
+    """What is solved one after the other, ``maps`` or a ``mixture``, and the paths of its modules in the model."""
+    modules = dict(model.named_modules())
+    (layers,) = (path for path in LAYERS if path in modules)
+    found = []
+    for index in range(len(list(modules[layers].children()))):
+        inside = [("maps", group) for group in groups] + ([("mixture", [mixture])] if mixture else [])
+        for step, names in inside:
+            found.append((step, [path for name in names if (path := f"{layers}.{index}.{name}") in modules]))
+    # A path that no layer has would go unnoticed: its map would stay the anchor's.
+    for name in (name for group in groups for name in group):
+        assert any(path.endswith(f".{name}") for _, paths in found for path in paths), name
+    if head and (output := untied_head(model)):
+        found.append(("maps", [output]))
+    return [(step, paths) for step, paths in found if paths]
+
+
+def untied_head(model: Any) -> str | None:
+    """The path of the output embedding, unless it shares its weight with the input embedding."""
+    head = model.get_output_embeddings()
+    if head is None or head.weight is model.get_input_embeddings().weight:
+        return None
+    path: str = next(path for path, module in model.named_modules() if module is head)
+    return path
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A map of an expert, and what the map is given on that expert's task.
+
+    Attributes:
+        merged: its inputs in the merged model, [n, in].
+        own: its inputs in the expert, [n, in].
+        weight: the expert's, [out, in].
+        bias: the expert's, [out].
+    """
+
+    merged: Tensor
+    own: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+
+    @property
+    def scale(self) -> float:
+        """The task's weight in the sums over tasks."""
+        return 1 / float((self.merged.T @ self.merged).norm())
+
+    def wanted(self, teacher: float) -> Tensor:
+        """What the merged map should give, without bias, [n, out]."""
+        return (teacher * self.own + (1 - teacher) * self.merged) @ self.weight.T
+
+
+def solved_weight(anchor: Tensor, tasks: Sequence[Seen], ridge: float, teacher: float) -> Tensor:
+    """The merged map's weight [out, in], held at the anchor's."""
+    roots = [seen.scale**0.5 for seen in tasks]
+    rows = torch.cat([root * seen.merged for root, seen in zip(roots, tasks, strict=True)])
+    missing = torch.cat(
+        [root * (seen.wanted(teacher) - seen.merged @ anchor.T) for root, seen in zip(roots, tasks, strict=True)]
+    )
+    hold = (ridge * penalties(rows.square().sum(0))).sqrt().diag()
+    design, target = torch.cat([rows, hold]), torch.cat([missing, missing.new_zeros(len(hold), len(anchor))])
+    change: Tensor = torch.linalg.lstsq(design, target, driver="gelsd").solution.T
+    return anchor + change
+
+
+def penalties(energy: Tensor) -> Tensor:
+    """The ridge's weight per input dimension, [in], from the summed squares of that dimension's inputs, [in]."""
+    if energy.mean() > 10 * energy.median():
+        return energy
+    return energy.mean().expand_as(energy)
+
+
+def solved_bias(anchor: Tensor, weight: Tensor, tasks: Sequence[Seen], ridge: float, teacher: float) -> Tensor:
+    """The merged map's bias [out]: the mean of what its weight [out, in] leaves over, unless the ridge is endless."""
+    left, tokens = torch.zeros_like(weight[:, 0]), 0.0
+    for seen in tasks:
+        assert seen.bias is not None
+        left += seen.scale * (seen.wanted(teacher) + seen.bias - seen.merged @ weight.T).sum(0)
+        tokens += seen.scale * len(seen.merged)
+    return anchor + (left / tokens - anchor) / (1 + ridge**2)
+
+
+class Solver:
+    """Replaces the maps of ``merged``, which starts as the anchor, one after the other."""
+
+    def __init__(
+        self,
+        merged: Module,
+        experts: Sequence[Module],
+        tasks: Sequence[Sequence[Sequence[int]]],
+        ridge: float,
+        teacher: float,
+    ) -> None:
+        self.merged, self.experts, self.tasks = merged, experts, tasks
+        self.ridge, self.teacher = ridge, teacher
+
+    def streams(self, paths: Sequence[str]) -> list[tuple[Recorded, Recorded]]:
+        """Per task, what the modules are given in the merged model and in the expert."""
+        return [
+            (recorded(self.merged, paths, samples), recorded(expert, paths, samples))
+            for expert, samples in zip(self.experts, self.tasks, strict=True)
+        ]
+
+    def weight(self, anchor: Tensor, tasks: Sequence[Seen]) -> Tensor:
+        """``solved_weight`` with this merge's settings."""
+        return solved_weight(anchor, tasks, self.ridge, self.teacher)
+
+    def solve_maps(self, paths: Sequence[str]) -> None:
+        """Replace a group of maps."""
+        streams = self.streams(paths)
+        for path in paths:
+            tasks = [
+                Seen(merged[path][0], own[path][0], *parameters(expert.get_submodule(path)))
+                for expert, (merged, own) in zip(self.experts, streams, strict=True)
+            ]
+            weight, bias = parameters(self.merged.get_submodule(path))
+            weight.copy_(self.weight(weight, tasks))
+            if bias is not None:
+                bias.copy_(solved_bias(bias, weight, tasks, self.ridge, self.teacher))
+
+    def solve_mixture(self, paths: Sequence[str]) -> None:
+        """Replace the maps of all routed experts."""
+        (path,) = paths
+        streams = self.streams(paths)
+        module: Any = self.merged.get_submodule(path)
+        owners: list[Any] = [expert.get_submodule(path) for expert in self.experts]
+        for routed in range(len(module.gate_up_proj)):
+            tasks = []
+            for owner, (merged, own) in zip(owners, streams, strict=True):
+                hidden, chosen = merged[path][:2]
+                here = (chosen == routed).any(1)
+                tasks.append(Seen(hidden[here], own[path][0][here], owner.gate_up_proj[routed]))
+            self.solve_reached(module.gate_up_proj[routed], tasks)
+            middle = gated(module.act_fn, module.gate_up_proj[routed])
+            tasks = [
+                Seen(middle(seen.merged), gated(owner.act_fn, seen.weight)(seen.own), owner.down_proj[routed])
+                for owner, seen in zip(owners, tasks, strict=True)
+            ]
+            self.solve_reached(module.down_proj[routed], tasks)
+
+    def solve_reached(self, weight: Tensor, tasks: Iterable[Seen]) -> None:
+        """Replace the map of a routed expert, weight [out, in], unless too few tokens reach it."""
+        reached = [seen for seen in tasks if len(seen.merged)]
+        if sum(len(seen.merged) for seen in reached) >= weight.shape[1] / 16:
+            weight.copy_(self.weight(weight, reached))
+
+
+def gated(activation: Callable[[Tensor], Tensor], weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """From a routed expert's inputs [n, d] to its hidden values [n, f], through gate and up stacked, [2f, d]."""
+    gate, up = weight.chunk(2)
+    return lambda hidden: activation(hidden @ gate.T) * (hidden @ up.T)
+
+
+def parameters(module: Module) -> tuple[Tensor, Tensor | None]:
+    """A map's weight as a view [out, in], and its bias [out]."""
+    weight, bias = module.get_parameter("weight"), module._parameters.get("bias")
+    return (weight.T if isinstance(module, Conv1D) else weight), bias
+
+
+def recorded(model: Module, paths: Sequence[str], samples: Sequence[Sequence[int]]) -> Recorded:
+    """The arguments [n, ...] of the modules at ``paths``, the tokens of all samples below each other."""
+    calls: dict[str, list[tuple[Tensor, ...]]] = {path: [] for path in paths}
+    hooks = []
+    for path in paths:
+
+        def record(module: Module, args: tuple[Tensor, ...], path: str = path) -> None:
+            calls[path].append(tuple(arg.reshape(-1, arg.shape[-1]).clone() for arg in args))
+
+        hooks.append(model.get_submodule(path).register_forward_pre_hook(record))
+    for ids in samples:
+        model(torch.tensor([list(ids)]), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return {path: [torch.cat(parts) for parts in zip(*own, strict=True)] for path, own in calls.items()}

@@ -1,0 +1,28 @@
+"""All values of a linearity study, and whether another study's are the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from mergekit_slta.linearity.scores import Linearity, Value
+
+
+def all_values(result: Linearity) -> dict[tuple[str, str, str, str], Value]:
+    """Every value by its metric, level, group and submodule."""
+    return {
+        (metric, level, group, name): value
+        for metric, by_level in result.metrics.items()
+        for level, by_group in by_level.items()
+        for group, submodules in by_group.items()
+        for name, value in submodules.items()
+    }
+
+
+def assert_same(first: Linearity, second: Linearity, tolerance: float) -> None:
+    """The same numbers of values, whose means and deviations differ by the tolerance at most."""
+    other = all_values(second)
+    assert all_values(first).keys() == other.keys()
+    for key, value in all_values(first).items():
+        assert value.n == other[key].n, key
+        assert value.mean == pytest.approx(other[key].mean, abs=tolerance, nan_ok=True), key
+        assert value.std == pytest.approx(other[key].std, abs=tolerance, nan_ok=True), key

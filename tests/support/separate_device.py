@@ -1,0 +1,151 @@
+"""A device of its own for machines without one: its tensors live on the CPU, but any mixture with the CPU's is refused.
+
+What runs here puts every tensor where it belongs on a GPU too. It says nothing about a GPU's arithmetic or speed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import safetensors
+import safetensors.torch
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+from mergekit_slta.engine import partial
+
+NAME = "separate"
+_ATEN = torch.ops.aten
+# A transfer takes tensors of both devices; an index may lie on the CPU, as it may for a GPU's tensor.
+_TRANSFERS = {_ATEN._to_copy.default, _ATEN.copy_.default}
+_INDEXED = {_ATEN.index.Tensor, _ATEN.index_put_.default, _ATEN._index_put_impl_.default}
+
+
+class _Module(_DummyBackendModule):
+    """What torch asks of a device's module."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return []
+
+
+# Before anything is differentiated, which is when torch counts the devices.
+_setup_privateuseone_for_python_backend(rename=NAME, backend_module=_Module())
+_DEVICE = torch.device(NAME, 0)
+
+
+class SeparateTensor(torch.Tensor):
+    """A tensor on the device; ``inside`` holds its values."""
+
+    inside: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inside: torch.Tensor) -> SeparateTensor:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls,
+            inside.size(),
+            strides=inside.stride(),
+            storage_offset=inside.storage_offset(),
+            dtype=inside.dtype,
+            device=_DEVICE,
+        )
+        made.inside = inside
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return _run(func, args, kwargs or {})
+
+    def data_ptr(self) -> int:
+        return self.inside.data_ptr()
+
+
+class _Factories(TorchDispatchMode):
+    """Makes tensors that are asked for on the device, which no argument of the call tells of."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        ours = any(isinstance(leaf, SeparateTensor) for leaf in tree_leaves((args, kwargs)))
+        return (_run if ours or _is_ours(kwargs.get("device")) else _plainly)(func, args, kwargs)
+
+
+@contextlib.contextmanager
+def separate_device() -> Iterator[str]:
+    """Within it, the device of the name that it yields can be used like any other."""
+    as_subclass, save_file, safe_open = torch.Tensor.as_subclass, safetensors.torch.save_file, safetensors.safe_open
+
+    def derive(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
+        if not isinstance(tensor, SeparateTensor):
+            return as_subclass(tensor, kind)
+        return SeparateTensor(tensor.inside) if kind is torch.Tensor else _derived(kind)(tensor.inside)
+
+    def save(tensors: Mapping[str, torch.Tensor], *arguments: Any) -> None:
+        save_file({name: tensor.cpu() for name, tensor in tensors.items()}, *arguments)
+
+    def open_on_the_cpu(file: Any, framework: str, device: str = "cpu") -> Any:
+        return safe_open(file, framework, "cpu" if _is_ours(device) else device)
+
+    with (
+        mock.patch.object(torch.Tensor, "as_subclass", derive),
+        mock.patch.object(partial, "save_file", save),
+        mock.patch.object(safetensors, "safe_open", open_on_the_cpu),
+        _Factories(),
+    ):
+        yield f"{NAME}:0"
+
+
+def _is_ours(device: Any) -> bool:
+    return device is not None and torch.device(device).type == NAME
+
+
+@functools.cache
+def _derived(kind: type[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A tensor class of the package whose instances lie on the device."""
+    members = {"__new__": SeparateTensor.__new__, "__torch_dispatch__": SeparateTensor.__torch_dispatch__}
+    made: Any = type(kind.__name__, (kind, SeparateTensor), members)
+    return lambda inside: made(inside)
+
+
+def _plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute on the CPU what is asked for of the device's tensors."""
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    ours = {id(tensor.inside): tensor for tensor in given if isinstance(tensor, SeparateTensor)}
+    _refuse_mixture(func, args, given)
+    device = kwargs.get("device")
+    args, kwargs = tree_map(lambda leaf: leaf.inside if isinstance(leaf, SeparateTensor) else leaf, (args, kwargs))
+    if _is_ours(device):
+        kwargs["device"] = torch.device("cpu")
+    if func is _ATEN.histc.default:  # a GPU counts integers too
+        result = func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
+    else:
+        result = func(*args, **kwargs)
+    if func is _ATEN.copy_.default:
+        return given[0]
+    if not (_is_ours(device) if device is not None else ours):
+        return result
+    # What changes a tensor in place returns that very tensor.
+    return tree_map(lambda leaf: _ours(leaf, ours), result)
+
+
+def _ours(leaf: Any, ours: Mapping[int, SeparateTensor]) -> Any:
+    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, SeparateTensor):
+        return leaf
+    return ours[id(leaf)] if id(leaf) in ours else SeparateTensor(leaf)
+
+
+def _refuse_mixture(func: Any, args: tuple[Any, ...], given: list[torch.Tensor]) -> None:
+    """Refuse tensors of two devices, but for scalars, as a GPU does."""
+    foreign = [tensor for tensor in given if not isinstance(tensor, SeparateTensor) and tensor.ndim]
+    if func in _INDEXED and isinstance(args[0], SeparateTensor):
+        foreign = [tensor for tensor in foreign if any(tensor is value for value in args[2:3])]
+    if func not in _TRANSFERS and foreign and len(foreign) < len(given):
+        raise RuntimeError(f"{func}: Expected all tensors to be on the same device")

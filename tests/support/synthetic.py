@@ -1,0 +1,114 @@
+"""Statistics without models: Gram matrices of feature deltas that a test chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.submodules import layer_submodules
+from mergekit_slta.slta.statistics import (
+    CalibrationInfo,
+    Fingerprint,
+    Info,
+    Statistics,
+    settings_fingerprint,
+    tokens_fingerprint,
+)
+
+# Submodules of one layer, by level.
+INSIDE: dict[str, Sequence[str]] = {
+    "layer": ("",),
+    "attn_mlp": (".attn", ".mlp"),
+    "head_mlp": (".head.0", ".head.1", ".mlp"),
+    "linear": (".self_attn.q_proj", ".mlp.experts.0.down_proj", ".mlp.experts.1.down_proj"),
+}
+
+
+def submodules(levels: Sequence[str], layers: int) -> list[str]:
+    """The canonical names of the levels' submodules, each once."""
+    names = ["model"] if "model" in levels else []
+    inside = [inside for level in levels if level != "model" for inside in INSIDE[level]]
+    return names + list(dict.fromkeys(f"layer.{layer}{name}" for layer in range(layers) for name in inside))
+
+
+def random_grams(experts: int, samples: int, seed: int = 0, spread: float = 1.0) -> torch.Tensor:
+    """[experts * samples, T, T]; an expert changes features most on its own data, and all have a part in common."""
+    generator = torch.Generator().manual_seed(seed)
+    own = torch.randn(experts, 12, generator=generator, dtype=torch.float64)
+    common = torch.randn(12, generator=generator, dtype=torch.float64)
+    grams = []
+    for task in range(experts):
+        for _ in range(samples):
+            noise = torch.randn(experts, 12, generator=generator, dtype=torch.float64)
+            deltas = own + 0.5 * common + spread * noise
+            deltas[task] *= 2
+            grams.append(deltas @ deltas.T)
+    stacked = torch.stack(grams)
+    return (stacked + stacked.mT) / 2
+
+
+def statistics(
+    models: Sequence[str] = ("org/llama-math", "org/llama-code", "org/llama-chat"),
+    levels: Sequence[str] = ("attn_mlp",),
+    *,
+    layers: int = 3,
+    samples: int = 4,
+    grams: Mapping[str, torch.Tensor] | Callable[[str, int], torch.Tensor] | None = None,
+    **described: Any,
+) -> Statistics:
+    """Statistics of some experts.
+
+    Args:
+        models: the experts' names, ``T`` in all.
+        levels: the levels.
+        layers: the number of decoder layers.
+        samples: of each task.
+        grams: the submodules' [T * samples, T, T], or what gives them by name and number; random by default.
+        described: other entries of the metadata than ``info``'s.
+    """
+    names = submodules(levels, layers)
+    if grams is None:
+        grams = {name: random_grams(len(models), samples, seed) for seed, name in enumerate(names)}
+    elif not isinstance(grams, Mapping):
+        grams = {name: grams(name, number) for number, name in enumerate(names)}
+    task = torch.arange(len(models)).repeat_interleave(samples)
+    return Statistics(dict(grams), task, torch.full_like(task, 7), info(models, levels, layers, samples, **described))
+
+
+def info(models: Sequence[str], levels: Sequence[str], layers: int, samples: int, **described: Any) -> Info:
+    """The metadata of statistics that nobody measured."""
+    hashes = [f"{index:064x}" for index in range(len(models))]
+    settings = {"samples": samples, "max_tokens": 512, "seed": 0}
+    settings |= {name: described.pop(name) for name in settings if name in described}
+    return Info(
+        format_version=1,
+        levels=tuple(levels),
+        base_model="org/llama",
+        models=tuple(models),
+        calibration=tuple(
+            CalibrationInfo(source=f"task{index}.jsonl", template="", sha256=digest)
+            for index, digest in enumerate(hashes)
+        ),
+        **settings,
+        inputs="base",
+        architecture="LlamaForCausalLM",
+        num_layers=layers,
+        dtype="float32",
+        versions={"mergekit-slta": "0.1.0"},
+        fingerprint=Fingerprint(
+            base="b" * 64,
+            experts=tuple(f"{index}" * 64 for index in range(len(models))),
+            tokens=tokens_fingerprint(hashes),
+            settings=settings_fingerprint(**settings),
+        ),
+    ).model_copy(update=described)
+
+
+def random_alpha(decoder: Decoder, level: str, experts: int = 2) -> dict[str, torch.Tensor]:
+    """Merging weights [T] of all submodules of a decoder at a level."""
+    names = [name for layer in range(len(decoder)) for name in layer_submodules(decoder, level, layer)] or ["model"]
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(experts, generator=generator, dtype=torch.float64) for name in names}
