@@ -1,5 +1,6 @@
 """A model without weights: transformers' own modules on the meta device, and how checkpoint names map onto them."""
 
+import copy
 from collections.abc import Collection
 from typing import Any
 
@@ -14,6 +15,8 @@ from mergekit_slta.errors import SltaError
 def meta_model(config: transformers.PretrainedConfig, trust_remote_code: bool = False) -> transformers.PreTrainedModel:
     """Build the model that ``config`` describes on the meta device, in evaluation mode and with tied weights tied.
 
+    It is built from a copy: transformers notes in the configuration the dtype and the kernels that it builds with.
+
     Raises:
         SltaError: the configuration names no architecture, or transformers cannot build it.
     """
@@ -22,7 +25,7 @@ def meta_model(config: transformers.PretrainedConfig, trust_remote_code: bool = 
     try:
         with torch.device("meta"), no_init_weights():
             model = get_auto_cls(config.architectures[0]).from_config(
-                config, trust_remote_code=trust_remote_code, dtype=torch.float32
+                copy.deepcopy(config), trust_remote_code=trust_remote_code, dtype=torch.float32
             )
     except Exception as error:
         raise SltaError(f"transformers cannot build {config.architectures[0]}: {error}") from error

@@ -10,6 +10,7 @@ from typing import Any
 import families
 import pytest
 import torch
+from conftest import MakeFamily
 from copies import edited, sharded
 from families import Family
 from mergekit.io.tasks import LoaderCache
@@ -85,6 +86,15 @@ def test_what_it_was_measured_on_is_written_down(llama: Family, path: Path) -> N
     assert [entry.source for entry in info.calibration] == ["task0.jsonl", "task1.jsonl", "task2.jsonl"]
     assert (info.samples, info.max_tokens, info.seed) == (5, 12, 3)
     assert (info.architecture, info.num_layers, info.dtype) == ("LlamaForCausalLM", families.LAYERS, "float32")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_merge_writes_down_the_base_checkpoints_dtype(
+    dtype: torch.dtype, make_family: MakeFamily, tmp_path: Path
+) -> None:
+    family = make_family(dtype=dtype)
+    families.merge(recipe(family, statistics=str(tmp_path / "stats.safetensors")), tmp_path / "merged")
+    assert statistics.load(tmp_path / "stats.safetensors").info.dtype == str(dtype).removeprefix("torch.")
 
 
 def test_no_path_of_this_machine_and_no_user_name_gets_into_the_file(tmp_path: Path) -> None:
