@@ -1,7 +1,8 @@
 """A model without weights: transformers' own modules on the meta device, and how checkpoint names map onto them."""
 
 import copy
-from collections.abc import Collection
+import json
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from mergekit.common import get_auto_cls
 from transformers.initialization import no_init_weights
 
 from mergekit_slta.errors import SltaError
+from mergekit_slta.files import digest
 
 
 def meta_model(config: transformers.PretrainedConfig, trust_remote_code: bool = False) -> transformers.PreTrainedModel:
@@ -66,6 +68,23 @@ def computation(config: transformers.PretrainedConfig) -> dict[str, Any]:
     return {
         name: value for name, value in entries if name not in _INERT and not any(part in name for part in _INERT_PARTS)
     }
+
+
+def hashed_computation(config: transformers.PretrainedConfig) -> dict[str, str]:
+    """The entries of ``computation``, those of a table by their own names, each with a hash of its value.
+
+    A hash tells what has changed without publishing values, which may be paths. 1 and 1.0 are equal.
+    """
+    text = json.dumps(computation(config), default=str)
+    return dict(_hashed(json.loads(text, parse_int=float)))
+
+
+def _hashed(entries: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in entries.items():
+        if isinstance(value, dict) and value:
+            yield from _hashed(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", digest(value)[:12]
 
 
 def model_tensor_name(name: str, names: Collection[str], base_model_prefix: str) -> str | None:
