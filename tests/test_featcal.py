@@ -18,6 +18,7 @@ from conftest import MakeFamily
 from copies import edit_tensors
 from families import ARCHITECTURES, LAYERS, UNSPLIT, Family
 from mergekit.io.tasks import LoaderCache
+from reference import forget
 
 from mergekit_slta import normal
 from mergekit_slta.anchor import Anchor
@@ -94,8 +95,12 @@ def solved_names(decoder: Decoder) -> set[str]:
 def logits(model: Any, state: State, tasks: Tasks) -> torch.Tensor:
     """The logits [tokens, V] of a model with other tensors, in float64."""
     model.load_state_dict(model.state_dict() | {name: tensor.double() for name, tensor in state.items()})
+    found = []
     with torch.no_grad():
-        return torch.cat([model(torch.tensor([ids])).logits[0] for task in tasks for ids in task])
+        for ids in (ids for task in tasks for ids in task):
+            forget(model)
+            found.append(model(torch.tensor([ids])).logits[0])
+    return torch.cat(found)
 
 
 # The reference
