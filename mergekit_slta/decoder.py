@@ -25,7 +25,7 @@ from mergekit_slta.skeleton import meta_model
 Weights = Mapping[str, torch.Tensor]
 # What layers have handed to later layers in a dictionary that the model gives to all of them: tensors [B, ...] by the
 # argument that the dictionary is (its position or name), the key in it, and, for a tuple of tensors, the index.
-State = Mapping[tuple[int | str, ...], torch.Tensor]
+State = Mapping[tuple[Any, ...], torch.Tensor]
 Found = TypeVar("Found")
 
 # Of the largest number: what rounding may change of a token's hidden state.
@@ -61,7 +61,7 @@ class LayerCall:
         Raises:
             SltaError: it is neither a tensor nor a tuple of tensors.
         """
-        found: dict[tuple[int | str, ...], torch.Tensor] = {}
+        found: dict[tuple[Any, ...], torch.Tensor] = {}
         earlier = before._arguments()
         for argument, value in self._arguments().items():
             if not isinstance(value, MutableMapping):
@@ -69,8 +69,10 @@ class LayerCall:
             for key, entry in value.items():
                 if key in earlier[argument] and earlier[argument][key] is entry:
                     continue
-                parts = {(argument, key, i): part for i, part in enumerate(entry)} if isinstance(entry, tuple) else {}
-                for path, part in (parts or {(argument, key): entry}).items():
+                parts: dict[tuple[Any, ...], Any] = {(argument, key): entry}
+                if isinstance(entry, tuple):
+                    parts = {(argument, key, index): part for index, part in enumerate(entry)}
+                for path, part in parts.items():
                     if not isinstance(part, torch.Tensor):
                         raise SltaError(
                             f"A layer hands a {type(part).__name__} to later layers, in '{argument}', which cannot be "
@@ -490,7 +492,8 @@ class Decoder:
         config = self.model.config.get_text_config()
         padding = getattr(config, "pad_token_id", None)  # by which some models count positions
         first, second, other = [token for token in range(4) if token != padding][:3]
-        causal, state = True, {}
+        causal = True
+        state: dict[tuple[Any, ...], torch.Tensor] = {}
         with torch.no_grad():
             hidden, calls = self.embed(
                 torch.tensor([[first, second], [first, other]]), self._random(self._edge_state())

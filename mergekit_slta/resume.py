@@ -27,7 +27,7 @@ EDGES = "edges.safetensors"
 
 # Hidden states [S, D] on the host, without padding, by stream and row; and by stream, row and a path what else layers
 # hand to later ones.
-Hidden = dict[tuple[int | str, ...], torch.Tensor]
+Hidden = dict[tuple[Any, ...], torch.Tensor]
 
 
 class Partial:
@@ -144,7 +144,8 @@ class Partial:
         for file in self.folder.glob(f"hidden-{layer:04d}-*"):
             for name, tensor in self._read(file).items():
                 stream, row, *path = name.split(".", 2)
-                found[int(stream), int(row), *(json.loads(path[0]) if path else ())] = tensor
+                key = int(stream), int(row), *(json.loads(path[0]) if path else ())
+                found[key] = tensor
         return found
 
     def _read(self, file: Path) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -174,7 +174,7 @@ class Streams:
         self._hidden: Hidden = {}
         self._following: Hidden = {}
         self._calls: dict[tuple[int, int], list[LayerCall]] = {}
-        self._handed: dict[int, set[tuple[int | str, ...]]] = {}  # by stream, what its samples' state consists of
+        self._handed: dict[int, set[tuple[Any, ...]]] = {}  # by stream, what its samples' state consists of
         for stream, models in enumerate(sources):
             self._embed(stream, models)
 
@@ -209,16 +209,20 @@ class Streams:
         call, rows = self._calls[stream, number][self.layer], self.batches[number].rows
         if stream not in self._handed:
             return call
-        state = {path: torch.stack([self._hidden[stream, row, *path] for row in rows]) for path in self._handed[stream]}
-        return call.own({path: tensor.to(self.decoder.device) for path, tensor in sorted(state.items())})
+        state = {}
+        for path in self._handed[stream]:
+            keys = [(stream, row, *path) for row in rows]
+            state[path] = torch.stack([self._hidden[key] for key in keys]).to(self.decoder.device)
+        return call.own(state)
 
     def set_output(self, stream: int, number: int, output: torch.Tensor, state: State) -> None:
         """Note what the next layer makes of a batch's hidden states, and what it hands to later layers."""
         batch = self.batches[number]
-        for row in batch.rows:
-            for path in self._handed.get(stream, set()) - set(state):
-                self._following[stream, row, *path] = self._hidden[stream, row, *path]
-        for path, tensor in ((), output), *state.items():
+        unchanged = self._handed.get(stream, set()) - set(state)
+        for key in [(stream, row, *path) for row in batch.rows for path in unchanged]:
+            self._following[key] = self._hidden[key]
+        self._store(self._following, stream, batch, output)
+        for path, tensor in state.items():
             self._store(self._following, stream, batch, tensor, path)
 
     def final(self) -> Iterator[tuple[int, dict[int, torch.Tensor]]]:
@@ -257,12 +261,13 @@ class Streams:
         return self._hidden
 
     def _store(
-        self, target: Hidden, stream: int, batch: Batch, tensor: torch.Tensor, path: tuple[int | str, ...] = ()
+        self, target: Hidden, stream: int, batch: Batch, tensor: torch.Tensor, path: tuple[Any, ...] = ()
     ) -> None:
         """Keep each sample's part of a tensor [B, ...]: hidden states without padding, what is handed on as it is."""
         host = tensor.cpu()
         for index, (row, length) in enumerate(zip(batch.rows, batch.lengths, strict=True)):
-            target[stream, row, *path] = self._keep_apart(host[index] if path else host[index, :length])
+            key = stream, row, *path
+            target[key] = self._keep_apart(host[index] if path else host[index, :length])
 
     def _keep_apart(self, states: torch.Tensor) -> torch.Tensor:
         """A copy in memory, or in a mapped file whose space is free again once nothing refers to the copy."""
