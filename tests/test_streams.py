@@ -103,7 +103,8 @@ def stretched(architecture: str, rope_type: str) -> transformers.PretrainedConfi
     return families.config_of(architecture, **changes)
 
 
-# ALiBi stands for positions, GraniteMoeHybrid has none unless told so, Phi-3 knows longrope alone, the layers of Gemma 3n are not run.
+# ALiBi stands for positions, GraniteMoeHybrid has none unless told so, Phi-3 knows longrope alone, the layers of
+# Gemma 3n are not run.
 ROTARY = [
     name
     for name in (*families.ARCHITECTURES, *families.UNSPLIT)
