@@ -29,8 +29,8 @@ LFM2_MLP = ("feed_forward.w1/w3", "feed_forward.w2")
 GROUPS: dict[str, Names | list[Names]] = {
     **dict.fromkeys(
         (
-            "llama", "llama_dynamic", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "olmo", "olmo2", "cohere",
-            "cohere_without_qk_norm", "cohere2", "stablelm", "stablelm_parallel", "granite",
+            "llama", "llama_dynamic", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "olmo", "olmo2",
+            "cohere", "cohere_without_qk_norm", "cohere2", "stablelm", "stablelm_parallel", "granite",
         ),
         LLAMA,
     ),
