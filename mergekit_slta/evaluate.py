@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from tqdm import tqdm
 
 from mergekit_slta.engine.streams import make_batches
 from mergekit_slta.errors import SltaError
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.fresh import Fresh
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import calibration_problems
 from mergekit_slta.slta.statistics import published_name
@@ -96,16 +99,17 @@ def evaluate(experiment: Experiment, merged: Path, samples: int = 100) -> list[T
 def negative_log_likelihood(model: torch.nn.Module, rows: Rows, bar: Any = None) -> float:
     """Mean negative log-likelihood of each token given those before it, in nats.
 
-    Records are right-padded into batches without a mask: under causal attention no token sees what comes after it.
+    Records are right-padded into batches without a mask, where that does not change what the model makes of them.
 
     Args:
         model: a causal language model, in evaluation mode.
         rows: token ids, at least two in each row; the first one of a row is not predicted.
         bar: a progress bar that is told how many rows are done.
     """
-    device = next(model.parameters()).device
+    device, fresh = next(model.parameters()).device, Fresh(model)
     total = 0.0
-    for batch in make_batches([rows], BATCH_TOKENS):
+    for batch in make_batches([rows], BATCH_TOKENS, {0} if _padding_matters(model, rows) else ()):
+        fresh.restore()
         token_ids = batch.token_ids.to(device)
         with torch.no_grad():
             logits = model(input_ids=token_ids, use_cache=False).logits
@@ -117,6 +121,14 @@ def negative_log_likelihood(model: torch.nn.Module, rows: Rows, bar: Any = None)
         if bar is not None:
             bar.update(len(batch.lengths))
     return total / sum(len(row) - 1 for row in rows)
+
+
+def _padding_matters(model: Any, rows: Rows) -> bool:
+    own_code = type(model).__module__.startswith("transformers_modules")  # which was trusted when it was loaded
+    try:
+        return Decoder(copy.deepcopy(model.config), own_code).padding_matters([*map(len, rows)])
+    except SltaError:  # a model that nobody can look into
+        return True
 
 
 def _score(experiment: Experiment, folder: str, tasks: Sequence[Rows], bar: Any) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import weakref
@@ -85,6 +86,19 @@ def test_likelihood_equals_the_reference_whatever_the_batch(family: Family, monk
     for positions in (1, 24, 1024):
         monkeypatch.setattr(module, "BATCH_TOKENS", positions)
         assert negative_log_likelihood(model, rows) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["llama_dynamic", "phi3_longrope", "gemma4", "gemma3"])
+def test_likelihood_equals_the_reference_where_padding_matters(architecture: str) -> None:
+    """Beyond the original context, with states that layers share, and where tokens see later ones."""
+    changes = {"use_bidirectional_attention": True} if architecture == "gemma3" else {}
+    model = families.random_model(families.config_of(architecture, **changes))
+    model.config.architectures = [type(model).__name__]
+    lengths = (30, 3, 12, 12, 6)
+    rows = [torch.randint(3, families.VOCABULARY, (length,)).tolist() for length in lengths]
+    losses = [reference(copy.deepcopy(model), [row]) * (len(row) - 1) for row in rows]
+    expected = sum(losses) / sum(length - 1 for length in lengths)
+    assert negative_log_likelihood(model, rows) == pytest.approx(expected, rel=1e-5)
 
 
 def test_every_model_is_measured_on_the_held_out_records(family: Family) -> None:

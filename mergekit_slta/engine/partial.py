@@ -25,8 +25,9 @@ except ImportError:  # Windows
 STATE = "state.json"
 EDGES = "edges.safetensors"
 
-# Hidden states [S, D] on the host, without padding, by stream and row.
-Hidden = dict[tuple[int, int], torch.Tensor]
+# Hidden states [S, D] on the host, without padding, by stream and row; and by stream, row and a path what else layers
+# hand to later ones.
+Hidden = dict[tuple[Any, ...], torch.Tensor]
 
 
 class Partial:
@@ -139,11 +140,12 @@ class Partial:
 
     def hidden(self, layer: int) -> Hidden:
         """The hidden states after a layer, of all ranks' samples, by stream and row."""
-        found = {}
+        found: Hidden = {}
         for file in self.folder.glob(f"hidden-{layer:04d}-*"):
             for name, tensor in self._read(file).items():
-                stream, row = name.split(".")
-                found[int(stream), int(row)] = tensor
+                stream, row, *path = name.split(".", 2)
+                key = int(stream), int(row), *(json.loads(path[0]) if path else ())
+                found[key] = tensor
         return found
 
     def _read(self, file: Path) -> dict[str, torch.Tensor]:
@@ -155,7 +157,8 @@ class Partial:
     def save_hidden(self, layer: int, rank: int, hidden: Hidden) -> None:
         """Write one rank's hidden states after a layer."""
         path = self.folder / f"hidden-{layer:04d}-{rank:04d}.safetensors"
-        _write({f"{stream}.{row}": tensor for (stream, row), tensor in hidden.items()}, path)
+        names = {key: ".".join([*map(str, key[:2]), *([json.dumps(key[2:])] if key[2:] else [])]) for key in hidden}
+        _write({names[key]: tensor for key, tensor in hidden.items()}, path)
 
     def finish_layer(self, layer: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write what a layer has come to, which makes it count, and drop the hidden states before it."""

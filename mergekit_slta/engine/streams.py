@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from mergekit_slta.engine.partial import Hidden, Partial
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.decoder import Decoder, LayerCall
+from mergekit_slta.layers.decoder import Decoder, LayerCall, State
 
 LOG = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Batch:
         return flat[(torch.arange(int(max(lengths))) < lengths[:, None]).flatten().to(flat.device)]
 
 
-def make_batches(tasks: Tasks, batch_tokens: int) -> list[Batch]:
+def make_batches(tasks: Tasks, batch_tokens: int, unpadded: Collection[int] = ()) -> list[Batch]:
     """Group samples into batches of at most ``batch_tokens`` positions, padding included, longest first.
 
     A batch never mixes tasks, so that leaving an expert out leaves the other tasks' batches as they are.
@@ -64,6 +64,7 @@ def make_batches(tasks: Tasks, batch_tokens: int) -> list[Batch]:
     Args:
         tasks: the token ids of each task's samples.
         batch_tokens: the largest number of positions; a longer sample runs alone.
+        unpadded: the tasks of which only samples of one length run together.
     """
     batches = []
     offset = 0
@@ -71,12 +72,19 @@ def make_batches(tasks: Tasks, batch_tokens: int) -> list[Batch]:
         order = sorted(range(len(samples)), key=lambda index: -len(samples[index]))
         while order:
             count = max(1, batch_tokens // len(samples[order[0]]))
-            taken, order = order[:count], order[count:]
+            taken = [i for i in order[:count] if task not in unpadded or len(samples[i]) == len(samples[order[0]])]
+            order = order[len(taken) :]
             token_ids = pad_sequence([torch.tensor(samples[index]) for index in taken], batch_first=True)
             lengths = tuple(len(samples[index]) for index in taken)
             batches.append(Batch(task, tuple(offset + index for index in taken), token_ids, lengths))
         offset += len(samples)
     return batches
+
+
+def decoder_batches(decoder: Decoder, tasks: Tasks, batch_tokens: int) -> list[Batch]:
+    """``make_batches`` without padding where it would change a sample's features."""
+    unpadded = {task for task, samples in enumerate(tasks) if decoder.padding_matters([*map(len, samples)])}
+    return make_batches(tasks, batch_tokens, unpadded)
 
 
 def fitting_batch(device: torch.device) -> int:
@@ -86,7 +94,7 @@ def fitting_batch(device: torch.device) -> int:
 
 def share(decoder: Decoder, tasks: Tasks, batch_tokens: int, ranks: Ranks) -> int:
     """How many samples this process has unless batches must be halved; the arguments are as for ``halving_batches``."""
-    batches = make_batches(tasks, batch_tokens or fitting_batch(decoder.device))
+    batches = decoder_batches(decoder, tasks, batch_tokens or fitting_batch(decoder.device))
     return sum(len(batch.rows) for batch in of_rank(batches, ranks))
 
 
@@ -166,6 +174,7 @@ class Streams:
         self._hidden: Hidden = {}
         self._following: Hidden = {}
         self._calls: dict[tuple[int, int], list[LayerCall]] = {}
+        self._handed: dict[int, set[tuple[Any, ...]]] = {}  # by stream, what its samples' state consists of
         for stream, models in enumerate(sources):
             self._embed(stream, models)
 
@@ -196,17 +205,30 @@ class Streams:
         return pad_sequence([self._hidden[stream, row] for row in rows], batch_first=True).to(self.decoder.device)
 
     def call(self, stream: int, number: int) -> LayerCall:
-        """How the model calls the next layer on a batch."""
-        return self._calls[stream, number][self.layer]
+        """How the model calls the next layer on a batch, with what the stream's earlier layers have handed on."""
+        call, rows = self._calls[stream, number][self.layer], self.batches[number].rows
+        if stream not in self._handed:
+            return call
+        state = {}
+        for path in self._handed[stream]:
+            keys = [(stream, row, *path) for row in rows]
+            state[path] = torch.stack([self._hidden[key] for key in keys]).to(self.decoder.device)
+        return call.own(state)
 
-    def set_output(self, stream: int, number: int, output: torch.Tensor) -> None:
-        """Note what the next layer makes of a batch's hidden states."""
-        self._store(self._following, stream, self.batches[number], output)
+    def set_output(self, stream: int, number: int, output: torch.Tensor, state: State) -> None:
+        """Note what the next layer makes of a batch's hidden states, and what it hands to later layers."""
+        batch = self.batches[number]
+        unchanged = self._handed.get(stream, set()) - set(state)
+        for key in [(stream, row, *path) for row in batch.rows for path in unchanged]:
+            self._following[key] = self._hidden[key]
+        self._store(self._following, stream, batch, output)
+        for path, tensor in state.items():
+            self._store(self._following, stream, batch, tensor, path)
 
     def final(self) -> Iterator[tuple[int, dict[int, torch.Tensor]]]:
         """Each sample's row, and its hidden states [S, D] of every stream after the last layer."""
         for row in (row for batch in self.batches for row in batch.rows):
-            yield row, {stream: states for (stream, other), states in self._hidden.items() if other == row}
+            yield row, {key[0]: states for key, states in self._hidden.items() if key[1:] == (row,)}
 
     def finish_layer(self, partial: Partial | None, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write what the next layer has come to and made of the samples, and go on to the layer after it."""
@@ -219,28 +241,38 @@ class Streams:
 
     def advance(self) -> None:
         """Go on to the layer after the next."""
-        self._hidden, self._following = self._following, {}
-        self.layer += 1
+        self._take(self._following, self.layer + 1)
+        self._following = {}
 
-    def resume(self, hidden: Mapping[tuple[int, int], torch.Tensor], layer: int) -> None:
+    def resume(self, hidden: Hidden, layer: int) -> None:
         """Take the place before ``layer``, with hidden states that were kept."""
-        self._hidden = {key: hidden[key] for key in self._hidden}
-        self.layer = layer
+        own = {key: hidden[key] for key in self._hidden}
+        self._take(own | {key: tensor for key, tensor in hidden.items() if key[:2] in own}, layer)
+
+    def _take(self, hidden: Hidden, layer: int) -> None:
+        self._hidden, self.layer, self._handed = hidden, layer, {}
+        for stream, _, *path in hidden:
+            if path:
+                self._handed.setdefault(int(stream), set()).add(tuple(path))
 
     @property
     def state(self) -> Hidden:
-        """The hidden states before the next layer."""
+        """The hidden states before the next layer, and what the layers before it have handed on."""
         return self._hidden
 
-    def _store(self, target: Hidden, stream: int, batch: Batch, hidden: torch.Tensor) -> None:
-        host = hidden.cpu()
+    def _store(
+        self, target: Hidden, stream: int, batch: Batch, tensor: torch.Tensor, path: tuple[Any, ...] = ()
+    ) -> None:
+        """Keep each sample's part of a tensor [B, ...]: hidden states without padding, what is handed on as it is."""
+        host = tensor.cpu()
         for index, (row, length) in enumerate(zip(batch.rows, batch.lengths, strict=True)):
-            target[stream, row] = self._keep_apart(host[index, :length])
+            key = stream, row, *path
+            target[key] = self._keep_apart(host[index] if path else host[index, :length])
 
     def _keep_apart(self, states: torch.Tensor) -> torch.Tensor:
         """A copy in memory, or in a mapped file whose space is free again once nothing refers to the copy."""
         if self._folder is None:
-            return states.clone()
+            return states.clone(memory_format=torch.contiguous_format)
         with tempfile.NamedTemporaryFile(dir=self._folder) as file:
             file.truncate(states.nbytes)
             mapped = torch.from_file(file.name, shared=True, size=states.numel(), dtype=states.dtype)

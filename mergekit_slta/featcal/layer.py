@@ -21,7 +21,7 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Streams
 from mergekit_slta.featcal.groups import LayerMaps, MapGroup
 from mergekit_slta.featcal.regression import NormalEquations
-from mergekit_slta.layers.decoder import Decoder, Weights
+from mergekit_slta.layers.decoder import Decoder, State, Weights
 from mergekit_slta.layers.maps import LinearMap, fused_hidden
 
 LOG = logging.getLogger(__name__)
@@ -92,6 +92,7 @@ class LayerSolver:
         self._inputs: dict[int, torch.Tensor] = {}  # of the group that is being solved, on the host, by batch
         self._targets: dict[tuple[int, str], Any] = {}  # the expert's outputs, by batch and module
         self._final: dict[tuple[int, int], torch.Tensor] = {}
+        self._handed: dict[tuple[int, int], dict[Any, torch.Tensor]] = defaultdict(dict)  # to later layers, on the host
         self._kept: list[str] = []
 
     def solve(self, group: MapGroup, progress: Callable[[int], object]) -> None:
@@ -109,12 +110,15 @@ class LayerSolver:
             LOG.warning("Layer %d: %s keep the anchor's weights", self.layer, ", ".join(self._kept))
             self._kept = []
 
-    def output(self, stream: int, number: int) -> torch.Tensor:
-        """What the layer makes of a batch [B, S, D], on the host; for the merged stream once all groups are solved."""
+    def output(self, stream: int, number: int) -> tuple[torch.Tensor, State]:
+        """What the layer makes of a batch [B, S, D] and hands to later layers, both on the host.
+
+        For the merged stream once all groups are solved.
+        """
         if (stream, number) not in self._final:
             weights = self.merged if stream == MERGED else self.experts[self.streams.batches[number].task]
             self._go_on(stream, number, weights, None)
-        return self._final.pop((stream, number))
+        return self._final.pop((stream, number)), self._handed.pop((stream, number), {})
 
     # Maps with one input
 
@@ -302,6 +306,8 @@ class LayerSolver:
             keep=modules,
             copy=self.maps.changed,
         )
+        if passage.state:  # a child that is replayed later hands nothing on again
+            self._handed[stream, number] |= tree_map(_to_host, passage.state)
         finished = self._children & set(passage.outputs)
         inside = {name for name in modules & set(passage.outputs) if not _inside(name, finished | closing)}
         for name in finished | inside:

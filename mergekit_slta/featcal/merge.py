@@ -24,7 +24,7 @@ import torch
 
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.engine.streams import Source, Streams, Tasks, halving_batches, make_batches
+from mergekit_slta.engine.streams import Source, Streams, Tasks, decoder_batches, halving_batches
 from mergekit_slta.featcal.anchor import Anchor
 from mergekit_slta.featcal.groups import groups_by_layer
 from mergekit_slta.featcal.layer import EXPERT, MERGED, LayerSolver, Regression
@@ -133,7 +133,8 @@ class _FeatureMerge:
     def _streams(self, positions: int) -> Streams:
         anchors = [self.anchor] * len(self.tasks)
         sources: list[Sequence[Source]] = [anchors, self.experts, anchors] if self.compare else [anchors, self.experts]
-        streams = Streams(self.decoder, sources, make_batches(self.tasks, positions), self.ranks)
+        batches = decoder_batches(self.decoder, self.tasks, positions)
+        streams = Streams(self.decoder, sources, batches, self.ranks)
         if self.hidden is not None:
             streams.resume(self.hidden, self.layers)
         return streams
@@ -157,18 +158,20 @@ class _FeatureMerge:
         compared = [MERGED, ANCHOR] if self.compare else [MERGED]
         sums = torch.zeros(len(compared) + 1, len(self.tasks), dtype=torch.float64)
         for number, batch in enumerate(streams.batches):
-            outputs = {stream: solver.output(stream, number) for stream in (MERGED, EXPERT)}
+            done = {stream: solver.output(stream, number) for stream in (MERGED, EXPERT)}
             if self.compare:
                 hidden, call = streams.hidden(ANCHOR, number), streams.call(ANCHOR, number)
-                outputs[ANCHOR] = self.decoder.run(solver.layer, anchor, hidden, call).output.cpu()
+                run = self.decoder.run(solver.layer, anchor, hidden, call)
+                done[ANCHOR] = run.output.cpu(), run.state
+            outputs = {stream: output for stream, (output, _) in done.items()}
             own = batch.unpadded(outputs[EXPERT])
             norms = own.norm(dim=1)  # zero where an embedding is: such a token has no relative error
             for row, stream in enumerate(compared):
                 errors = (batch.unpadded(outputs[stream]) - own).norm(dim=1) / norms
                 sums[row, batch.task] += errors[norms > 0].sum(dtype=torch.float64)
             sums[-1, batch.task] += (norms > 0).sum()
-            for stream, output in outputs.items():
-                streams.set_output(stream, number, output)
+            for stream, (output, state) in done.items():
+                streams.set_output(stream, number, output, state)
         self.ranks.sum(sums)
         return {ERRORS[stream]: sums[row] / sums[-1] for row, stream in enumerate(compared)}
 

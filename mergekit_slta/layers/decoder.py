@@ -7,8 +7,9 @@ the model's own forward pass. Nothing here knows an architecture by name.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -17,11 +18,21 @@ import torch
 import transformers
 
 from mergekit_slta.errors import SltaError
+from mergekit_slta.layers.fresh import Fresh
 from mergekit_slta.layers.residual import INPUT, ResidualStream, Term, plain, sources
 from mergekit_slta.models.skeleton import meta_model
 
 Weights = Mapping[str, torch.Tensor]
+# What layers have handed to later layers in a dictionary that the model gives to all of them: tensors [B, ...] by the
+# argument that the dictionary is (its position or name), the key in it, and, for a tuple of tensors, the index.
+State = Mapping[tuple[Any, ...], torch.Tensor]
 Found = TypeVar("Found")
+
+# Of the largest number: what rounding may change of a token's hidden state.
+CAUSAL_TOLERANCE = 1e-3
+PREFIX_TOLERANCE = 1e-5
+# So many different ones a random tensor has, a number without small divisors.
+RANDOM_NUMBERS = 1_000_003
 
 
 @dataclass(frozen=True)
@@ -30,6 +41,48 @@ class LayerCall:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+    def own(self, state: State) -> LayerCall:
+        """The same call with dictionaries of its own, in which ``state`` is entered."""
+        arguments = self._arguments()
+        for argument, value in arguments.items():
+            if isinstance(value, MutableMapping):
+                arguments[argument] = copy.copy(value)
+        for path in sorted(state, key=lambda path: path[2:]):
+            argument, key, *index = path
+            before = arguments[argument].get(key, ())[: index[0]] if index else ()
+            arguments[argument][key] = (*before, state[path]) if index else state[path]
+        args = tuple(arguments.pop(position) for position in range(len(self.args)))
+        return LayerCall(args, arguments)
+
+    def entered(self, before: LayerCall) -> State:
+        """What the layer has entered into the dictionaries of its call, which was ``before``.
+
+        Raises:
+            SltaError: it is neither a tensor nor a tuple of tensors.
+        """
+        found: dict[tuple[Any, ...], torch.Tensor] = {}
+        earlier = before._arguments()
+        for argument, value in self._arguments().items():
+            if not isinstance(value, MutableMapping):
+                continue
+            for key, entry in value.items():
+                if key in earlier[argument] and earlier[argument][key] is entry:
+                    continue
+                parts: dict[tuple[Any, ...], Any] = {(argument, key): entry}
+                if isinstance(entry, tuple):
+                    parts = {(argument, key, index): part for index, part in enumerate(entry)}
+                for path, part in parts.items():
+                    if not isinstance(part, torch.Tensor):
+                        raise SltaError(
+                            f"A layer hands a {type(part).__name__} to later layers, in '{argument}', which cannot be "
+                            "kept between layers: use 'merge_method: sftm'."
+                        )
+                    found[path] = plain(part)
+        return found
+
+    def _arguments(self) -> dict[Any, Any]:
+        return dict(enumerate(self.args)) | self.kwargs
 
 
 @dataclass(frozen=True)
@@ -62,6 +115,7 @@ class LayerRun:
         mlp_input: the residual stream that the MLP branch read.
         inputs: what the modules that were asked for were called with, in the order of the calls.
         changed: the modules that were asked for whose outputs others changed in place.
+        state: what the layer hands to later layers.
     """
 
     output: torch.Tensor
@@ -72,6 +126,7 @@ class LayerRun:
     mlp_input: torch.Tensor | None
     inputs: dict[str, tuple[Any, ...]]
     changed: frozenset[str]
+    state: State
 
 
 @dataclass(frozen=True)
@@ -82,11 +137,13 @@ class Passage:
         inputs: what the modules that were asked for were called with, and what that module would have been.
         outputs: the outputs of the layer's direct children and of the modules that were asked for.
         output: [B, S, D], the layer's output, for a run to the end.
+        state: what the layer hands to later layers, as far as it ran.
     """
 
     inputs: dict[str, tuple[Any, ...]]
     outputs: dict[str, Any]
     output: torch.Tensor | None
+    state: State
 
 
 @dataclass
@@ -106,6 +163,7 @@ class _Run:
     mixers: set[str] = field(default_factory=set)
     versions: dict[str, int] = field(default_factory=dict)
     read_by_mlp: torch.Tensor | None = None
+    state: State = field(default_factory=dict)
 
     @property
     def changed(self) -> frozenset[str]:
@@ -125,6 +183,19 @@ class _Run:
             self.inputs[name] = tuple(map(plain, (*args, *kwargs.values())))
         if name == self.until:
             raise _Reached(self.inputs[name])
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """What a model does to tokens, by trial.
+
+    Attributes:
+        causal: whether no token sees a later one.
+        state: what layers hand to later layers, for one sample of two tokens.
+    """
+
+    causal: bool
+    state: State
 
 
 class _Reached(Exception):
@@ -160,6 +231,7 @@ class Decoder:
         self._run: _Run | None = None
         for layer in self.layers:
             self._watch(layer)
+        self._fresh = Fresh(self.model)
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -202,7 +274,7 @@ class Decoder:
     def embed(self, token_ids: torch.Tensor, edges: Weights) -> tuple[torch.Tensor, list[LayerCall]]:
         """Run everything before the first layer, and capture how the model calls each layer.
 
-        Right padding needs no mask: under causal attention no token sees what comes after it.
+        Right padding needs no mask where ``padding_matters`` denies it.
 
         Args:
             token_ids: [B, S] int64.
@@ -214,6 +286,7 @@ class Decoder:
         inputs: list[torch.Tensor] = []
         calls: list[LayerCall] = []
         weights = {name.removeprefix(self._body_path): edges[name] for name in self.embedding_tensors()}
+        self._fresh.restore()
         with _captured_calls(self.layers, inputs, calls), torch.no_grad():
             torch.func.functional_call(
                 self.body, weights, kwargs={"input_ids": token_ids.to(self.device), "use_cache": False}
@@ -305,6 +378,7 @@ class Decoder:
             run.read_by_mlp,
             run.inputs,
             run.changed,
+            run.state,
         )
 
     def run_until(
@@ -333,16 +407,19 @@ class Decoder:
         output = None
         with contextlib.suppress(_Reached):
             output = plain(self._call(run, layer, weights, hidden, call))
-        return Passage(run.inputs, run.outputs, output)
+        return Passage(run.inputs, run.outputs, output, run.state)
 
     def _call(self, run: _Run, layer: int, weights: Weights, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """Call a layer's module on a residual stream, with everything in it reporting to ``run``."""
+        own = call.own({})
+        self._fresh.restore()
         self._run = run
         try:
             stream = ResidualStream.of(hidden, (Term(INPUT, hidden),))
-            output = torch.func.functional_call(self.layers[layer], dict(weights), (stream, *call.args), call.kwargs)
+            output = torch.func.functional_call(self.layers[layer], dict(weights), (stream, *own.args), own.kwargs)
         finally:
             self._run = None
+            run.state = own.entered(call)
         return output[0] if isinstance(output, tuple) else output
 
     def trace(self, layer: int, watch: Collection[str] = ()) -> LayerRun:
@@ -355,11 +432,17 @@ class Decoder:
         Raises:
             SltaError: the model's layers cannot be run one at a time.
         """
-        try:
+        with self._explained():
             return self._trace(layer, watch)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Say of whatever a model's own code raises that its layers cannot be run one at a time."""
+        try:
+            yield
         except SltaError:
             raise
-        except Exception as error:  # a model's own code may raise anything
+        except Exception as error:
             raise SltaError(
                 f"The layers of {type(self.model).__name__} cannot be run one at a time ({type(error).__name__}: "
                 f"{error}); it can be merged with 'merge_method: sftm'."
@@ -368,7 +451,89 @@ class Decoder:
     def _trace(self, layer: int, watch: Collection[str]) -> LayerRun:
         hidden, calls = self.embed(torch.zeros(1, 2, dtype=torch.int64), self._zeros(self._edge_state()))
         weights = self._zeros(self.layers[layer].state_dict())
-        return self._run_layer(_Run(capture=watch, keep=watch), layer, weights, hidden, calls[layer])
+        call = calls[layer]
+        if any(isinstance(value, MutableMapping) for value in call._arguments().values()):
+            call = call.own(self._probe.state)
+        return self._run_layer(_Run(capture=watch, keep=watch), layer, weights, hidden, call)
+
+    def padding_matters(self, lengths: Collection[int]) -> bool:
+        """Whether samples of these lengths may get other features side by side, right-padded, than each one alone.
+
+        They do where a token sees later ones, where rotary embeddings depend on the length, and, since nobody knows
+        where the padding is in it, where layers hand more than hidden states to later layers.
+
+        Raises:
+            SltaError: the model's layers cannot be run one at a time.
+        """
+        ordered = sorted({max(length, 2) for length in lengths})  # of one token no position shows
+        if len(set(lengths)) < 2 or len(ordered) < 2:
+            return False
+        with self._explained(), torch.no_grad():
+            if not self._probe.causal or self._probe.state:
+                return True
+            # Where frequencies change with the length, they do so beyond some length: the second longest sample shows
+            # whether the longest is there too, the shortest whether some are not.
+            return any(self._length_matters(short, ordered[-1]) for short in {ordered[0], ordered[-2]})
+
+    def _length_matters(self, short: int, long: int) -> bool:
+        """Whether the calls of the layers differ where a short and a long sample have the same tokens."""
+        key = Decoder._length_matters, short, long
+        if key not in self._found:
+            token_ids, edges = torch.zeros(1, long, dtype=torch.int64), self._random(self._edge_state())
+            calls = [self.embed(token_ids[:, :length], edges)[1] for length in (short, long)]
+            pairs = {(id(own), id(other)): (own, other) for own, other in _pairs(*calls)}
+            self._found[key] = not all(_is_prefix(own, other) for own, other in pairs.values())
+        found: bool = self._found[key]
+        return found
+
+    @functools.cached_property
+    def _probe(self) -> _Probe:
+        """Run a layer of each type with random weights on two samples that differ in the second of two tokens."""
+        config = self.model.config.get_text_config()
+        padding = getattr(config, "pad_token_id", None)  # by which some models count positions
+        first, second, other = [token for token in range(4) if token != padding][:3]
+        causal = True
+        state: dict[tuple[Any, ...], torch.Tensor] = {}
+        with torch.no_grad():
+            hidden, calls = self.embed(
+                torch.tensor([[first, second], [first, other]]), self._random(self._edge_state())
+            )
+            for layer in self._one_of_each_type():
+                weights = self._random(self.layers[layer].state_dict())
+                run = self._run_layer(_Run(), layer, weights, hidden, calls[layer].own(state))
+                one, two = run.output[:, 0]
+                causal = causal and bool((one - two).abs().max() <= CAUSAL_TOLERANCE * one.abs().max())
+                state |= run.state
+        return _Probe(causal, {path: tensor[:1] for path, tensor in state.items()})
+
+    def _one_of_each_type(self) -> list[int]:
+        """The first layer of each kind and of each choice among what that kind can do (a window, states to share)."""
+        types = getattr(self.model.config.get_text_config(), "layer_types", None) or [None] * len(self)
+        keys = [
+            (kind, types[layer], tuple(_choices(module) for module in self.layers[layer].modules()))
+            for layer, kind in enumerate(self._kinds)
+        ]
+        return sorted({key: layer for layer, key in reversed(list(enumerate(keys)))}.values())
+
+    def _random(self, state: Weights) -> Weights:
+        """Random numbers in place of tensors; most overlap, so that they take little memory."""
+        generator = torch.Generator().manual_seed(0)
+
+        def numbers(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.is_floating_point():
+                return torch.zeros(tensor.shape, dtype=tensor.dtype, device=self.device)
+            *stacked, rows, columns = (1, 1, *tensor.shape)
+            # A mixture's product wants its matrices in rows that do not overlap, and strides of 64 bytes.
+            strides = [16] * len(stacked) + [columns if tensor.ndim > 2 else 1, 1]
+            size = 1 + sum(
+                stride * (length - 1) for stride, length in zip(strides, (*stacked, rows, columns), strict=True)
+            )
+            found = torch.randn(min(size, RANDOM_NUMBERS), generator=generator)
+            found = found / columns**0.5 if tensor.ndim > 1 else 1 + found / 10
+            found = found.repeat(-(-size // len(found))).to(self.device)
+            return found.as_strided(tensor.shape, strides[len(strides) - tensor.ndim :])
+
+        return {name: numbers(tensor) for name, tensor in state.items()}
 
     def structure(self, layer: int) -> LayerStructure:
         """How the layer splits into branches, found by tracing it once.
@@ -561,6 +726,44 @@ class _LayerOutput(torch.Tensor):
 
     def __getitem__(self, index: Any) -> Any:
         return self if isinstance(index, int) and index == 0 else super().__getitem__(index)
+
+
+def _pairs(own: Any, other: Any) -> Iterator[tuple[Any, Any]]:
+    """What stands in the same places of two layers' calls."""
+    if isinstance(own, LayerCall):
+        own, other = own._arguments(), other._arguments()
+    if isinstance(own, Mapping) and isinstance(other, Mapping):
+        own, other = list(own.values()), list(other.values())
+    if isinstance(own, list | tuple) and isinstance(other, list | tuple) and len(own) == len(other):
+        for parts in zip(own, other, strict=True):
+            yield from _pairs(*parts)
+    else:
+        yield own, other
+
+
+def _is_prefix(own: Any, other: Any) -> bool:
+    """Whether a tensor is what stands at the beginning of another one, in each dimension.
+
+    What is no number does not matter: where a mask is left out, or has more than one sample would need.
+    """
+    if not any(isinstance(value, torch.Tensor) and value.dtype not in _WHOLE for value in (own, other)):
+        return True
+    if not isinstance(own, torch.Tensor) or not isinstance(other, torch.Tensor) or own.ndim != other.ndim:
+        return False
+    other = other[tuple(map(slice, own.shape))]
+    return own.shape == other.shape and torch.allclose(own, other, rtol=PREFIX_TOLERANCE, atol=PREFIX_TOLERANCE)
+
+
+_WHOLE = (torch.bool, torch.int32, torch.int64)
+
+
+def _choices(module: torch.nn.Module) -> tuple[Any, ...]:
+    """What a module is told to do by flags and names."""
+    return tuple(
+        (name, value if isinstance(value, bool | str) else type(value))
+        for name, value in vars(module).items()
+        if not name.startswith("_") and isinstance(value, bool | str | int | None)
+    )
 
 
 def _as_stream(name: str, value: Any) -> Any:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.engine.streams import Batch, Streams, Tasks, fitting_batch, make_batches
+from mergekit_slta.engine.streams import Batch, Streams, Tasks, decoder_batches, fitting_batch
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder, LayerCall, LayerRun, Weights
 from mergekit_slta.layers.products import fast_products
@@ -143,7 +143,7 @@ def measure(
         SltaError: a level does not apply to the models, or a batch does not fit into memory.
     """
     positions = batch_tokens or fitting_batch(decoder.device)
-    batches = make_batches(tasks, positions)
+    batches = decoder_batches(decoder, tasks, positions)
     records = [_Record(study, study.rows(tasks)) for study in studies]
     measurement = _Measurement(decoder, models, len(tasks), levels, progress)
     try:
@@ -216,7 +216,7 @@ class _Measurement:
                 self._run_settings(record, features, base, hidden, call, batch)
             if maps is not None:
                 _combine_maps(concerned, maps, hidden, call, batch)
-            streams.set_output(0, number, base.output)
+            streams.set_output(0, number, base.output, base.state)
             self.progress(len(batch.rows))
 
     def _run_settings(
@@ -265,7 +265,8 @@ class _Measurement:
             weights = blend(base, experts, setting.tolist())
             for number, batch in enumerate(streams.batches):
                 hidden, call = streams.hidden(stream, number), streams.call(stream, number)
-                streams.set_output(stream, number, self.decoder.run(layer, weights, hidden, call).output)
+                run = self.decoder.run(layer, weights, hidden, call)
+                streams.set_output(stream, number, run.output, run.state)
                 self.progress(len(batch.rows))
 
     def _compare_logits(self, record: _Record, streams: Streams, settings: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.engine.streams import Streams, Tasks, halving_batches, make_batches
+from mergekit_slta.engine.streams import Streams, Tasks, decoder_batches, halving_batches
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.products import fast_products
@@ -90,7 +90,7 @@ class _Calibration:
         """Measure the layers that are not measured yet, with at most ``positions`` token positions at once."""
         # Stream 0 is the base model's; the model as a whole is compared on each expert's own stream too.
         sources = self.models if "model" in self.levels else self.models[:1]
-        batches = make_batches(self.tasks, positions)
+        batches = decoder_batches(self.decoder, self.tasks, positions)
         streams = Streams(self.decoder, [[model] * len(self.tasks) for model in sources], batches, self.ranks)
         if self.hidden is not None:
             streams.resume(self.hidden, self.layers)
@@ -116,12 +116,12 @@ class _Calibration:
             base = features.run_base(hidden, call)
             for name, gram in features.grams(base, hidden, call, batch.lengths):
                 grams[name][list(batch.rows)] = gram
-            streams.set_output(0, number, base.output)
+            streams.set_output(0, number, base.output, base.state)
             for stream in range(1, count):
                 run = self.decoder.run(
                     layer, weights[stream], streams.hidden(stream, number), streams.call(stream, number)
                 )
-                streams.set_output(stream, number, run.output)
+                streams.set_output(stream, number, run.output, run.state)
             self._report(len(batch.rows))
         grams = {name: self.ranks.sum(gram) for name, gram in grams.items()}
         self._refuse_infinite(grams)

@@ -20,15 +20,13 @@ from support import families
 from support.families import Family
 
 from mergekit_slta.engine import partial
-from mergekit_slta.engine.partial import Partial
+from mergekit_slta.engine.partial import Hidden, Partial
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError
 from mergekit_slta.slta.measure import measured_statistics
 
 LEVELS = ("layer", "attn_mlp")
 DEEP = 8
-
-Hidden = dict[tuple[int, int], torch.Tensor]
 
 
 class Interrupted(Exception):
@@ -42,12 +40,16 @@ def partial_of(path: Path) -> Path:
 # In this process
 
 
-@pytest.mark.parametrize("levels", [LEVELS, ("model",), ("model", "linear")], ids=str)
-@pytest.mark.parametrize("steps", [1, 8, 20, 48])
+@pytest.mark.parametrize(
+    ("architecture", "levels"),
+    [("llama", LEVELS), ("llama", ("model",)), ("llama", ("model", "linear")), ("gemma4", ("model", "layer"))],
+    ids=str,
+)
+@pytest.mark.parametrize("steps", [1, 8, 20, 30, 48])
 def test_goes_on_from_the_last_finished_layer(
-    levels: tuple[str, ...], steps: int, make_family: MakeFamily, tmp_path: Path
+    architecture: str, levels: tuple[str, ...], steps: int, make_family: MakeFamily, tmp_path: Path
 ) -> None:
-    family = make_family(families.config_of("llama", num_hidden_layers=4))
+    family = make_family(families.config_of(architecture, num_hidden_layers=4))
     seen: list[int] = []
 
     def interrupt(samples: int) -> None:

@@ -1,13 +1,18 @@
 """How samples are put together into batches."""
 
+import copy
 import random
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
-from support.families import Family
+import transformers
+from support import families
+from support.families import ORIGINAL_CONTEXT, Family
 
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.engine.streams import make_batches, of_rank, share
+from mergekit_slta.engine.streams import Streams, decoder_batches, make_batches, of_rank, share
 from mergekit_slta.layers.decoder import Decoder
 
 
@@ -52,3 +57,83 @@ def test_the_ranks_share_all_samples(llama: Family, tasks: list[list[list[int]]]
     if batch_tokens:
         batches = make_batches(tasks, batch_tokens)
         assert shares == [sum(len(batch.rows) for batch in of_rank(batches, rank)) for rank in ranks]
+
+
+# Rotary embeddings that depend on the length, in every architecture that has rotary embeddings
+
+
+class Source:
+    """A model in memory, as streams read it."""
+
+    def __init__(self, model: Any) -> None:
+        self.state = model.state_dict()
+
+    def read(
+        self, names: Mapping[str, str], base_model_prefix: str, device: torch.device | str = "cpu"
+    ) -> dict[str, torch.Tensor]:
+        return {key: self.state[name] for key, name in names.items()}
+
+
+def stretched(architecture: str, rope_type: str) -> transformers.PretrainedConfig:
+    """An architecture's configuration with rotary embeddings that change beyond the original context."""
+    head_dim = 16 if architecture == "qwen3" else 8
+
+    def stretch(given: dict[str, Any]) -> dict[str, Any]:
+        common = {
+            "rope_type": rope_type,
+            "rope_theta": given["rope_theta"],
+            "factor": 4.0,
+            "partial_rotary_factor": 1.0,
+        }
+        if rope_type == "dynamic":
+            return common
+        factors = {"short_factor": [1.0] * (head_dim // 2), "long_factor": [2.0] * (head_dim // 2)}
+        return common | factors | {"original_max_position_embeddings": ORIGINAL_CONTEXT}
+
+    given = families.config_of(architecture).rope_parameters
+    nested = all(isinstance(part, dict) for part in given.values())
+    changes = {
+        "rope_parameters": {kind: stretch(part) for kind, part in given.items()} if nested else stretch(given),
+        "max_position_embeddings": ORIGINAL_CONTEXT if rope_type == "dynamic" else 4 * ORIGINAL_CONTEXT,
+    }
+    if not architecture.startswith("falcon"):
+        changes["head_dim"] = head_dim
+    if architecture == "phi3":
+        changes["original_max_position_embeddings"] = ORIGINAL_CONTEXT
+    return families.config_of(architecture, **changes)
+
+
+# ALiBi stands for positions, GraniteMoeHybrid has none unless told so, Phi-3 knows longrope alone, the layers of
+# Gemma 3n are not run.
+ROTARY = [
+    name
+    for name in (*families.ARCHITECTURES, *families.UNSPLIT)
+    if getattr(families.config_of(name), "rope_parameters", None)
+    and not name.startswith(("falcon_alibi", "granite_", "phi3", "gemma3n"))
+]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "rope_type"),
+    [*((name, "dynamic") for name in ROTARY), *((name, "longrope") for name in ("phi3", "llama", "gemma3", "glm4"))],
+)
+@torch.no_grad()
+def test_no_sample_sees_the_length_of_another(architecture: str, rope_type: str) -> None:
+    """Each sample's hidden states after the last layer are those of a plain model that has run nothing before."""
+    model = families.random_model(stretched(architecture, rope_type))
+    model.config.architectures = [type(model).__name__]
+    decoder = Decoder(copy.deepcopy(model.config))
+    samples = [torch.arange(length).add(5).tolist() for length in (3, 20, 6, 20)]
+    batches = decoder_batches(decoder, [samples], 1000)
+    assert len(batches) == 3
+    streams = Streams(decoder, [[Source(model)]], batches, Ranks())
+    for layer in range(len(decoder)):
+        weights = {key: model.state_dict()[name] for key, name in decoder.layer_tensors(layer).items()}
+        for number in range(len(batches)):
+            run = decoder.run(layer, weights, streams.hidden(0, number), streams.call(0, number))
+            streams.set_output(0, number, run.output, run.state)
+        streams.advance()
+    edges = {name: model.state_dict()[name] for name in decoder.edge_tensors()}
+    for row, states in streams.final():
+        expected = copy.deepcopy(model)(torch.tensor([samples[row]]), use_cache=False).logits
+        assert torch.allclose(decoder.logits(states[0][None], edges), expected, atol=1e-4)

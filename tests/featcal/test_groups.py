@@ -29,12 +29,13 @@ LFM2_MLP = ("feed_forward.w1/w3", "feed_forward.w2")
 GROUPS: dict[str, Names | list[Names]] = {
     **dict.fromkeys(
         (
-            "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "olmo", "olmo2", "cohere",
-            "cohere_without_qk_norm", "cohere2", "stablelm", "stablelm_parallel", "granite",
+            "llama", "llama_dynamic", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "olmo", "olmo2",
+            "cohere", "cohere_without_qk_norm", "cohere2", "stablelm", "stablelm_parallel", "granite",
         ),
         LLAMA,
     ),
     "phi": ("self_attn.q_proj/k_proj/v_proj", "self_attn.dense", "mlp.fc1", "mlp.fc2"),
+    "phi3_longrope": ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"),
     "phi3": ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"),
     "glm4": (*ATTENTION, "mlp.gate_up_proj", "mlp.down_proj"),
     "gpt2": ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"),
@@ -69,6 +70,10 @@ GROUPS: dict[str, Names | list[Names]] = {
         "feed_forward.shared_expert.down_proj",
     ),
     "falcon_h1": (*GRANITE_MAMBA, *ATTENTION, "feed_forward.up_proj/gate_proj", "feed_forward.down_proj"),
+    "gemma4": [
+        *[(*LLAMA, "per_layer_input_gate", "per_layer_projection")] * 2,
+        *[("self_attn.q_proj", *LLAMA[1:], "per_layer_input_gate", "per_layer_projection")] * 2,
+    ],
 }  # fmt: skip
 
 # The maps that stay the anchor's in some layer, by name; routed experts by their module.
@@ -106,7 +111,7 @@ def test_what_is_kept_are_routers_and_experts_that_cannot_be_called(architecture
 @pytest.mark.parametrize("architecture", GROUPS)
 def test_layers_of_the_same_modules_have_the_same_groups(architecture: str) -> None:
     decoder = skeleton(architecture)
-    assert groups_by_layer(decoder) == [find_groups(decoder, layer) for layer in range(families.LAYERS)]
+    assert groups_by_layer(decoder) == [find_groups(decoder, layer) for layer in range(len(decoder))]
 
 
 @pytest.mark.parametrize("architecture", GROUPS)

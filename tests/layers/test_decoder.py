@@ -70,22 +70,63 @@ def test_a_decoder_leaves_the_configuration_that_others_read_as_it_is() -> None:
 @pytest.mark.parametrize("architecture", families.ARCHITECTURES)
 @torch.no_grad()
 def test_layer_by_layer_equals_the_models_own_forward_pass(architecture: str) -> None:
-    """On a padded batch, in which each sample is compared with its own unpadded run."""
+    """On a padded batch, in which each sample is compared with its own unpadded run; alone where padding matters."""
     model, decoder, state = opened(families.config_of(architecture))
     ids = padded_ids()
-    expected = [layer_outputs(model, decoder.layers_path, ids[i : i + 1, :n]) for i, n in enumerate(LENGTHS)]
-    hidden, calls = embedded(decoder, state, ids)
-    assert len(decoder) == len(calls) == LAYERS
-    for layer in range(LAYERS):
-        run = decoder.run(layer, weights_of(decoder, state, layer), hidden, calls[layer])
-        assert run.terms is not None
-        total = hidden + torch.stack(list(run.terms.values())).sum(0)
-        assert torch.allclose(total, run.output, atol=TOLERANCE)
-        hidden = run.output
-        for row, length in enumerate(LENGTHS):
-            assert torch.allclose(hidden[row, :length], expected[row][layer][0], atol=TOLERANCE)
-    logits = decoder.logits(hidden[:1, : LENGTHS[0]], edges_of(decoder, state))
-    assert torch.allclose(logits, model(ids[:1, : LENGTHS[0]]).logits, atol=TOLERANCE)
+    expected = []
+    for row, length in enumerate(LENGTHS):
+        reference.forget(model)
+        expected.append(layer_outputs(model, decoder.layers_path, ids[row : row + 1, :length]))
+    for rows in ((0,), (1,)) if decoder.padding_matters(LENGTHS) else ((0, 1),):
+        hidden, calls = embedded(decoder, state, ids[list(rows), : max(LENGTHS[row] for row in rows)])
+        assert len(decoder) == len(calls) == LAYERS
+        for layer in range(LAYERS):
+            run = decoder.run(layer, weights_of(decoder, state, layer), hidden, calls[layer])
+            assert run.terms is not None
+            total = hidden + torch.stack(list(run.terms.values())).sum(0)
+            assert torch.allclose(total, run.output, atol=TOLERANCE)
+            hidden = run.output
+            for states, row in zip(hidden, rows, strict=True):
+                assert torch.allclose(states[: LENGTHS[row]], expected[row][layer][0], atol=TOLERANCE)
+        if rows[0] == 0:
+            logits = decoder.logits(hidden[:1, : LENGTHS[0]], edges_of(decoder, state))
+            reference.forget(model)
+            assert torch.allclose(logits, model(ids[:1, : LENGTHS[0]]).logits, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "architecture", [name for name in (*families.ARCHITECTURES, *families.UNSPLIT) if name != "gemma3n"]
+)
+def test_samples_are_padded_unless_it_matters(architecture: str) -> None:
+    """Rotary embeddings that depend on the length matter beyond the original context only."""
+    decoder = families.skeleton(architecture)
+    assert decoder.padding_matters((3, 20, 60)) == (architecture in ("llama_dynamic", "phi3_longrope", "gemma4"))
+    assert decoder.padding_matters((3, 5, 8)) == (architecture == "gemma4")
+    assert not decoder.padding_matters((20, 20))
+
+
+BERT_DECODER = transformers.BertConfig(
+    hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=families.VOCABULARY
+)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        families.config_of("gemma3", use_bidirectional_attention=True),
+        families.config_of("gemma4", use_bidirectional_attention="all"),
+        families.config_of("llama", is_causal=False),
+        BERT_DECODER,
+    ],
+    ids=lambda config: str(config.model_type),
+)
+@torch.no_grad()
+def test_padding_matters_where_a_token_sees_later_ones(config: transformers.PretrainedConfig) -> None:
+    model, decoder, _ = opened(config)
+    first, other = (model(torch.tensor([[5, 6, last]])).logits[0, 0] for last in (7, 8))
+    assert not torch.allclose(first, other, atol=TOLERANCE)  # that it is such a model
+    assert not decoder._probe.causal
+    assert decoder.padding_matters((3, 5))
 
 
 @pytest.mark.parametrize("architecture", families.ARCHITECTURES)

@@ -63,15 +63,34 @@ def test_two_runs_are_identical_bit_for_bit(llama: Family) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "falcon_alibi", "mixtral", "lfm2", "granite_moe_hybrid"])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        *("llama", "gemma2", "falcon_alibi", "mixtral", "lfm2", "granite_moe_hybrid"),
+        *("llama_dynamic", "phi3_longrope", "gemma4"),
+    ],
+)
 def test_batches_and_their_padding_do_not_matter(architecture: str, make_family: MakeFamily) -> None:
     family = make_family(architecture, longest=30)
     tasks = family.token_ids()
     assert len({len(ids) for task in tasks for ids in task}) > 3
-    one_by_one, few, all_at_once = (families.measure(family, *LEVELS, batch_tokens=n) for n in (1, 70, 10000))
+    levels = ("model", "layer") if architecture == "gemma4" else LEVELS
+    one_by_one, few, all_at_once = (families.measure(family, *levels, batch_tokens=n) for n in (1, 70, 10000))
     for other in (few, all_at_once):
         assert largest_difference(other, one_by_one) < 1e-4
         assert (alphas(other, tasks) - alphas(one_by_one, tasks)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("architecture", ["llama_dynamic", "gemma3"])
+def test_a_sample_is_measured_alike_whatever_ran_before(architecture: str, make_family: MakeFamily) -> None:
+    """Beyond the original context, and where tokens see later ones."""
+    changes = {"use_bidirectional_attention": True} if architecture == "gemma3" else {}
+    family = make_family(families.config_of(architecture, **changes), longest=30)
+    tasks = family.token_ids()
+    grams = families.measure(family, "layer")
+    expected = reference.deltas(family.models(), tasks, "layer", reference.SPLITS[architecture])
+    for name, deltas in expected.items():
+        assert gram_difference(grams[name], deltas.grams()) < 1e-4, name
 
 
 def test_the_order_of_the_samples_only_orders_the_rows(llama: Family) -> None:

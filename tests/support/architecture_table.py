@@ -31,6 +31,7 @@ class Row:
 
 ROWS = {
     "llama": Row("Llama"),
+    "llama_dynamic": Row("Llama, `rope_type: dynamic`"),
     "mistral": Row("Mistral"),
     "qwen2": Row("Qwen2"),
     "qwen3": Row("Qwen3"),
@@ -39,6 +40,7 @@ ROWS = {
     "gemma3": Row("Gemma 3 (text)"),
     "phi": Row("Phi"),
     "phi3": Row("Phi-3"),
+    "phi3_longrope": Row("Phi-3, `rope_type: longrope`"),
     "gpt2": Row("GPT-2"),
     "gpt_neox": Row("GPT-NeoX", lacks="attention.bias"),
     "gpt_neox_sequential": Row("GPT-NeoX, `use_parallel_residual: false`", lacks="attention.bias"),
@@ -71,6 +73,7 @@ ROWS = {
     "opt": Row("OPT", WHOLE_LAYERS),
     "llama4": Row("Llama 4 (text)", WHOLE_LAYERS),
     "falcon_h1": Row("Falcon-H1", WHOLE_LAYERS),
+    "gemma4": Row("Gemma 4 (text), `num_kv_shared_layers`", WHOLE_LAYERS),
     "gemma3n": Row("Gemma 3n (text)", NONE),
 }
 

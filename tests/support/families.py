@@ -58,6 +58,22 @@ _FALCON = {name: value for name, value in _SMALL.items() if name != "intermediat
 _SLIDING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 _WINDOW = {"sliding_window": 4}
 _LATER_LAYERS_SLIDE = _WINDOW | {"use_sliding_window": True, "max_window_layers": 1}
+# Frequencies that change with a sample's length, some samples being shorter than this and some longer.
+ORIGINAL_CONTEXT = 8
+_DYNAMIC = {
+    "max_position_embeddings": ORIGINAL_CONTEXT,
+    "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+}
+_LONGROPE = {
+    "original_max_position_embeddings": ORIGINAL_CONTEXT,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": ORIGINAL_CONTEXT,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [1.0, 2.0, 4.0, 8.0],
+    },
+}
 _TOP_2_OF_4 = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _GPT2 = {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 128}
 _GRANITE = {"residual_multiplier": 0.4, "embedding_multiplier": 2.0, "attention_multiplier": 0.3, "logits_scaling": 4.0}
@@ -76,6 +92,7 @@ _GRANITE_HYBRID = {
 # heads, parallel branches, norms after branches, scaled branches, masks per layer, fused projections and mixtures.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", _GROUPED),
+    "llama_dynamic": ("LlamaConfig", _GROUPED | _DYNAMIC),
     "mistral": ("MistralConfig", _GROUPED | _WINDOW | {"head_dim": 8}),
     "qwen2": ("Qwen2Config", _GROUPED | _LATER_LAYERS_SLIDE),
     "qwen3": ("Qwen3Config", _GROUPED | _LATER_LAYERS_SLIDE | {"head_dim": 16}),
@@ -84,6 +101,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3TextConfig", _GROUPED | _SLIDING | {"head_dim": 8}),
     "phi": ("PhiConfig", _GROUPED),
     "phi3": ("Phi3Config", _GROUPED | _WINDOW),
+    "phi3_longrope": ("Phi3Config", _GROUPED | _LONGROPE),
     "gpt2": ("GPT2Config", _GPT2 | {"bos_token_id": BOS, "eos_token_id": EOS}),
     "gpt_neox": ("GPTNeoXConfig", _SMALL),
     "gpt_neox_sequential": ("GPTNeoXConfig", _SMALL | {"use_parallel_residual": False}),
@@ -153,6 +171,13 @@ UNSPLIT: dict[str, tuple[str, dict[str, Any]]] = {
         _GROUPED
         | {"head_dim": 8, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
         | {"mamba_n_groups": 1, "mamba_chunk_size": 8},
+    ),
+    "gemma4": (
+        "Gemma4TextConfig",
+        _GROUPED
+        | {"head_dim": 8, "global_head_dim": 8, "num_hidden_layers": 4, "sliding_window": 4}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
+        | {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8},
     ),
     "gemma3n": (
         "Gemma3nTextConfig",

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from support.reference import Float64
+from support.reference import Float64, forget
 from torch import Tensor
 from torch.nn import Module
 from transformers.pytorch_utils import Conv1D
@@ -32,7 +32,8 @@ _LLAMA: Groups = (*_ATTENTION, ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj
 # By the keys of ``families.ARCHITECTURES`` and ``families.UNSPLIT``: the maps of a decoder layer in the order in which
 # they are solved, those with the same input together. The routed experts of a mixture follow (``MIXTURE``).
 GROUPS: dict[str, Groups] = {
-    **dict.fromkeys(("llama", "gemma2", "olmo2"), _LLAMA),
+    **dict.fromkeys(("llama", "llama_dynamic", "gemma2", "olmo2"), _LLAMA),
+    "gemma4": (*_LLAMA, ("per_layer_input_gate",), ("per_layer_projection",)),
     **dict.fromkeys(("mixtral", "qwen3_moe"), _ATTENTION),
     "gpt2": (("attn.c_attn",), ("attn.c_proj",), ("mlp.c_fc",), ("mlp.c_proj",)),
     "gpt_neox": (
@@ -41,7 +42,10 @@ GROUPS: dict[str, Groups] = {
         ("mlp.dense_h_to_4h",),
         ("mlp.dense_4h_to_h",),
     ),
-    "phi3": (("self_attn.qkv_proj",), ("self_attn.o_proj",), ("mlp.gate_up_proj",), ("mlp.down_proj",)),
+    **dict.fromkeys(
+        ("phi3", "phi3_longrope"),
+        (("self_attn.qkv_proj",), ("self_attn.o_proj",), ("mlp.gate_up_proj",), ("mlp.down_proj",)),
+    ),
     "opt": (
         ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         ("self_attn.out_proj",),
@@ -256,6 +260,7 @@ def recorded(model: Module, paths: Sequence[str], samples: Sequence[Sequence[int
 
         hooks.append(model.get_submodule(path).register_forward_pre_hook(record))
     for ids in samples:
+        forget(model)
         model(torch.tensor([list(ids)]), use_cache=False)
     for hook in hooks:
         hook.remove()

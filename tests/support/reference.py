@@ -9,7 +9,8 @@ Shapes: ``T`` experts, ``S`` tokens of a sample, ``D`` feature dimensions, ``H``
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,15 +74,29 @@ _NEOX: dict[str, Any] = {
 # By the keys of ``families.ARCHITECTURES``, and of ``families.UNSPLIT`` where only the path of the layers counts.
 SPLITS: dict[str, Split] = {
     **dict.fromkeys(
-        ("llama", "mistral", "qwen2", "qwen3", "gemma", "olmo", "starcoder2", "stablelm", "granite", "arcee"), _LLAMA
+        (
+            "llama",
+            "llama_dynamic",
+            "mistral",
+            "qwen2",
+            "qwen3",
+            "gemma",
+            "olmo",
+            "starcoder2",
+            "stablelm",
+            "granite",
+            "arcee",
+        ),
+        _LLAMA,
     ),
     **dict.fromkeys(("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss"), _LLAMA),
-    **dict.fromkeys(("llama4", "falcon_h1", "gemma3n"), _LLAMA),
+    **dict.fromkeys(("llama4", "falcon_h1", "gemma3n", "gemma4"), _LLAMA),
     "bloom": Split(layers="transformer.h"),
     "opt": Split(layers="model.decoder.layers"),
     **dict.fromkeys(("gemma2", "gemma3"), _GEMMA2),
     **dict.fromkeys(("cohere", "cohere_without_qk_norm", "cohere2", "stablelm_parallel"), _PARALLEL),
     "phi": Split(mlp=("input_layernorm", "mlp"), parallel=True, output="self_attn.dense"),
+    "phi3_longrope": Split(fused=("self_attn.qkv_proj", "blocks")),
     "phi3": Split(fused=("self_attn.qkv_proj", "blocks")),
     "gpt2": Split(
         attn=("ln_1", "attn"),
@@ -197,11 +212,24 @@ def deltas(models: Models, tasks: Tasks, level: str, split: Split) -> dict[str, 
     with torch.no_grad(), Float64():
         for task, samples in enumerate(tasks):
             for ids in samples:
+                for model in models:
+                    forget(model)
                 for name, features in sample_features(models, torch.tensor([ids]), level, split):
                     found = measured.setdefault(name, Deltas())
                     found.samples.append(torch.stack([(own - features[0]).flatten() for own in features[1:]]))
                     found.task.append(task)
     return measured
+
+
+def forget(model: torch.nn.Module) -> None:
+    """Make a model what it was when it was built: dynamic rotary embeddings remember the longest sample."""
+    for module in model.modules():
+        rotary: Any = module
+        for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
+            setattr(rotary, name, rotary.original_max_seq_len)
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if name.endswith("original_inv_freq"):
+                setattr(rotary, name.replace("original_", ""), buffer.clone())
 
 
 def sample_features(
@@ -222,7 +250,7 @@ def sample_features(
 
 @dataclass
 class Call:
-    """What the base model's forward pass gave a layer."""
+    """What the base model's forward pass gave a layer; dictionaries that layers share as they were before it."""
 
     hidden: torch.Tensor
     args: tuple[Any, ...]
@@ -230,8 +258,13 @@ class Call:
 
     def __call__(self, layer: torch.nn.Module, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """The output [S, D] of a layer, on the same hidden states or on others."""
-        output = layer(self.hidden if hidden is None else hidden, *self.args, **self.kwargs)
+        kwargs = {name: own_dictionary(value) for name, value in self.kwargs.items()}
+        output = layer(self.hidden if hidden is None else hidden, *self.args, **kwargs)
         return (output[0] if isinstance(output, tuple) else output)[0]
+
+
+def own_dictionary(value: Any) -> Any:
+    return copy.copy(value) if isinstance(value, MutableMapping) else value
 
 
 @contextlib.contextmanager
@@ -240,7 +273,7 @@ def recorded_calls(layers: torch.nn.ModuleList) -> Iterator[list[Call]]:
     calls: list[Call] = []
 
     def record(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        kwargs = dict(kwargs)
+        kwargs = {name: own_dictionary(value) for name, value in kwargs.items()}
         hidden = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
         calls.append(Call(hidden.clone(), args[1:], kwargs))
 
