@@ -1,23 +1,22 @@
-"""The checks of LoRA adapters, and of what mergekit has merged of them before."""
+"""The checks of LoRA adapters."""
 
 from __future__ import annotations
 
-from mergekit.common import ModelReference
-
-from mergekit_slta.adapters import adapter_headers, last_change, merged_folder
+from mergekit_slta.adapters import adapter_headers
 from mergekit_slta.case import Case, attempt
 from mergekit_slta.errors import SltaError
-from mergekit_slta.headers import Headers, Model, listed, weight_map
+from mergekit_slta.headers import Headers, Model, listed
 
 
 def adapters(case: Case) -> list[str]:
-    """LoRA adapters without a place to merge them in, incomplete ones, stale merges, and those of another model."""
-    cache = case.options.lora_merge_cache
-    return [
-        problem
-        for model in case.adapted
-        for problem in adapter_problems(model) + adapter_cache_problems(model.reference, cache)
-    ]
+    """LoRA adapters without a place to merge them in, incomplete ones, and those of another model."""
+    problems = [problem for model in case.adapted for problem in adapter_problems(model)]
+    if not case.options.lora_merge_cache:
+        problems += [
+            f"{model} is a LoRA adapter: give mergekit a folder to merge it in with --lora-merge-cache FOLDER."
+            for model in case.adapted
+        ]
+    return problems
 
 
 def adapter_problems(model: Model) -> list[str]:
@@ -45,19 +44,3 @@ def misfit(model: Model, headers: Headers) -> str | None:
     return (
         f"The adapter {model.reference.lora} was not trained on {model.reference.model} ({reason}): name its own base."
     )
-
-
-def adapter_cache_problems(reference: ModelReference, cache: str | None) -> list[str]:
-    """Nowhere to merge an adapter, an interrupted merge that mergekit takes for one, or one that is out of date."""
-    if not cache:
-        return [f"{reference} is a LoRA adapter: give mergekit a folder to merge it in with --lora-merge-cache FOLDER."]
-    merged = merged_folder(reference, cache)
-    if not merged.exists():
-        return []
-    files = attempt(weight_map, merged)
-    if isinstance(files, SltaError):
-        return [f"An earlier merge of {reference} was interrupted and left {merged} without weights: delete it."]
-    assert reference.lora is not None
-    if last_change(reference.lora) > max((merged / name).stat().st_mtime for name in files):
-        return [f"{merged} holds {reference} as it was before its adapter changed: delete it."]
-    return []

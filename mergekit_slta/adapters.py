@@ -1,7 +1,8 @@
-"""LoRA adapters: their files, in a folder or on the Hub, and the folder that mergekit merges one into."""
+"""LoRA adapters: their files, in a folder or on the Hub, and what mergekit calls one that is merged."""
 
 from __future__ import annotations
 
+import glob
 import os
 from pathlib import Path
 
@@ -68,13 +69,13 @@ def adapter_weights(folder: Path) -> Path:
     return files[0]
 
 
-def last_change(path: ModelPath) -> float:
-    """When an adapter's files last changed, in seconds since 1970; 0 for one that is not in a folder here."""
-    files = [Path(path.path) / name for name in (*ADAPTER_FILES, ADAPTER_CONFIG)]
-    return max((file.stat().st_mtime for file in files if file.exists()), default=0)
-
-
-def merged_folder(reference: ModelReference, cache: str) -> Path:
-    """Where mergekit keeps a merged adapter, which it tells by the paths alone."""
+def merged_name(reference: ModelReference) -> str:
+    """What mergekit calls the folder of a merged adapter, by the paths alone."""
     assert reference.lora is not None
-    return Path(cache) / f"{reference.model._unique_id()}_{reference.lora._unique_id()}"
+    return f"{reference.model._unique_id()}_{reference.lora._unique_id()}"
+
+
+def merged_folders(reference: ModelReference, cache: str) -> list[Path]:
+    """The folders that an adapter at these paths has been merged into, now or before its files changed."""
+    found = sorted(Path(cache).glob(f"{glob.escape(merged_name(reference))}*"))
+    return [folder for folder in found if folder.is_dir() and folder.suffix != ".partial"]

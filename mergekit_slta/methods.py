@@ -19,6 +19,7 @@ from mergekit.merge_methods import GroupMergeMethod, InputContract, MergeMethodS
 from mergekit.merge_methods.base import BasePolicy, ParameterScope
 from mergekit.options import MergeOptions
 
+from mergekit_slta.checkpoint import current_loader, merge_adapter
 from mergekit_slta.decoder import Decoder
 from mergekit_slta.errors import SltaError
 from mergekit_slta.experiment import Experiment
@@ -310,11 +311,15 @@ def register() -> None:
 
 
 def watch_planner() -> None:
-    """Register, and show the methods the whole recipe, which mergekit does not; a second call changes nothing."""
+    """Register, show the methods the whole recipe, which mergekit does not, and have adapters merged by content.
+
+    A second call changes nothing.
+    """
     from mergekit.io.tasks import FinalizeModel
     from mergekit.plan import MergePlanner
 
     register()
+    ModelReference.merged = merge_adapter
     plan = MergePlanner.__init__
     if hasattr(plan, WATCHED):
         return
@@ -323,6 +328,8 @@ def watch_planner() -> None:
     def init(
         self: MergePlanner, config: MergeConfiguration, arch_info: Any, options: MergeOptions, *rest: Any, **more: Any
     ) -> None:
+        for model in config.referenced_models() & LoaderCache.loaders.keys():
+            current_loader(model)  # an adapter may have changed since mergekit loaded it for an earlier merge
         for method in METHODS:
             if isinstance(method, CalibratedMethod):
                 method.forget()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import families
@@ -11,7 +10,6 @@ from adapters import write_adapter
 from conftest import MakeFamily
 from examining import adapted, only, problems, save_random
 from families import Family
-from mergekit.config import MergeConfiguration
 
 
 @pytest.fixture
@@ -55,17 +53,3 @@ def test_an_adapter_of_transposed_maps_fits(make_family: MakeFamily, tmp_path: P
     family = make_family("gpt2")
     adapter = write_adapter(family.base, tmp_path / "adapter", "c_attn")
     assert problems(adapted(family, adapter), options={"lora_merge_cache": str(tmp_path)}) == []
-
-
-def test_an_adapter_that_changed_after_it_was_merged(family: Family, adapter: Path, tmp_path: Path) -> None:
-    recipe, cache = adapted(family, adapter), {"lora_merge_cache": str(tmp_path / "cache")}
-    reference = MergeConfiguration.model_validate(recipe).models[1].model
-    merged = Path(reference.merged(cache_dir=cache["lora_merge_cache"]).model.path)
-    assert problems(recipe, options=cache) == []
-    time = (merged / "model.safetensors").stat().st_mtime + 10
-    os.utime(adapter / "adapter_model.safetensors", (time, time))
-    assert only(recipe, options=cache) == f"{merged} holds {reference} as it was before its adapter changed: delete it."
-    (merged / "model.safetensors").unlink()
-    assert only(recipe, options=cache) == (
-        f"An earlier merge of {reference} was interrupted and left {merged} without weights: delete it."
-    )
