@@ -13,6 +13,7 @@ import peft
 import pytest
 import torch
 from adapters import write_adapter
+from conftest import MakeFamily
 from copies import edit_tensors
 from families import Family
 from hub import serve
@@ -157,3 +158,20 @@ def test_an_adapter_is_merged_once_for_each_type(
     with pytest.raises(Exception, match=r"."):
         merge_adapter(broken, str(cache))
     assert merged_folders(broken, str(cache)) == []
+
+
+@pytest.mark.parametrize("method", ["slta", "featcal"])
+def test_an_adapter_of_fused_experts_is_merged_as_the_model_that_peft_makes_of_it(
+    method: str, make_family: MakeFamily, tmp_path: Path
+) -> None:
+    family = make_family("qwen3_moe")
+    fused = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapter = write_adapter(family.base, tmp_path / "adapter", parameters=fused)
+    states: list[dict[str, torch.Tensor]] = []
+    for name in (f"{family.base}+{adapter}", str(merged_by_peft(family.base, adapter, tmp_path / "full"))):
+        recipe = families.recipe(family, method, experts=[0, 1], samples=6)
+        recipe["models"][0]["model"] = name
+        out = families.merge(recipe, tmp_path / f"out{len(states)}", lora_merge_cache=str(tmp_path / "cache"))
+        states.append(load_file(out / "model.safetensors"))
+    for name, tensor in states[1].items():
+        assert torch.allclose(states[0][name], tensor, rtol=1e-5, atol=1e-6), name
