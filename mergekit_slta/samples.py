@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from mergekit.common import ModelReference
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from mergekit_slta.adapters import adapter_chat_template, tokenizer_folder
 from mergekit_slta.data import CalibrationData, CalibrationSource
 from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.recipe import CalibrationSettings, Expert
@@ -59,7 +60,7 @@ class Samples:
         return self._source(expert).held_out(count, self.of(expert))
 
     def tokenizer(self, reference: ModelReference) -> PreTrainedTokenizerBase:
-        """The tokenizer of the model itself, since the folder with a merged adapter has none; loaded once.
+        """A model's tokenizer, loaded once; of an adapter, the one that it brings along, or else its base model's.
 
         Raises:
             SltaError: the model has none that can be loaded.
@@ -70,15 +71,19 @@ class Samples:
 
     def _load_tokenizer(self, reference: ModelReference) -> PreTrainedTokenizerBase:
         try:
-            return AutoTokenizer.from_pretrained(
-                reference.model.path,
-                revision=reference.model.revision,
+            own = reference.lora and tokenizer_folder(reference.lora, self._cache_dir)
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(own or reference.model.path),
+                revision=None if own else reference.model.revision,
                 trust_remote_code=self._trust_remote_code,
                 cache_dir=self._cache_dir,
             )
+            if reference.lora and (template := adapter_chat_template(reference.lora, self._cache_dir)):
+                tokenizer.chat_template = template
+            return tokenizer
         except Exception as error:  # a tokenizer's own code may raise anything
             raise SltaError(
-                f"{reference.model} has no usable tokenizer, which calibration needs: {first_line(error)}."
+                f"{reference} has no usable tokenizer, which calibration needs: {first_line(error)}."
             ) from error
 
     def _source(self, expert: Expert) -> CalibrationSource:

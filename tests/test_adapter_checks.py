@@ -8,7 +8,7 @@ import families
 import pytest
 from adapters import write_adapter
 from conftest import MakeFamily
-from examining import adapted, only, problems, save_random
+from examining import adapted, only, problems, save_random, swap_ids
 from families import Family
 
 
@@ -75,3 +75,15 @@ def test_an_adapter_of_a_router_that_checkpoints_call_otherwise(make_family: Mak
     family = make_family("mixtral")
     adapter = write_adapter(family.base, tmp_path / "adapter", parameters=["mlp.gate.weight"])
     assert problems(adapted(family, adapter), options={"lora_merge_cache": str(tmp_path / "cache")}) == []
+
+
+def test_an_adapter_whose_own_tokenizer_has_other_ids(family: Family, adapter: Path, tmp_path: Path) -> None:
+    """mergekit aligns by the tokenizer of the adapter's base model alone."""
+    families.write_tokenizer(adapter)
+    recipe, options = adapted(family, adapter), {"lora_merge_cache": str(tmp_path / "cache")}
+    assert problems(recipe, options=options) == []
+    swap_ids(adapter)
+    for aligned in ({}, {"tokenizer": {"source": "base"}}):
+        problem = only(recipe | aligned, options=options)
+        assert problem.startswith(f"The tokenizer of the expert {family.base}+{adapter} has other ids than that of")
+        assert "merge the adapter into that model yourself" in problem
