@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from mergekit_slta.calibrate import Grams, calibrate
 from mergekit_slta.checkpoint import Checkpoint
-from mergekit_slta.data import CalibrationData
+from mergekit_slta.data import CHAT_DATE, CalibrationData
 from mergekit_slta.decoder import Decoder
 from mergekit_slta.errors import SltaError
 from mergekit_slta.experiment import Experiment
@@ -82,6 +82,8 @@ class _Measurement:
         """Match the file's content with the recipe, add the levels that it lacks, and take the recipe's experts."""
         found, experts = load(self.path), self.experiment.recipe.experts
         given = [expert for expert in experts if expert.calibration]
+        dates = [entry.chat_date for entry in found.info.calibration if entry.chat_date]
+        self.experiment.samples.chat_date = next(iter(dates), CHAT_DATE)
         data = self.experiment.load_data(given) if len(given) == len(experts) else None
         order = self._match_models(found, data)
         if data is not None:
@@ -221,7 +223,12 @@ def _info(
         base_model=names[0],
         models=tuple(names[1:]),
         calibration=tuple(
-            CalibrationInfo(source=source_name(samples.source), template=samples.template, sha256=samples.sha256)
+            CalibrationInfo(
+                source=source_name(samples.source),
+                template=samples.template,
+                sha256=samples.sha256,
+                chat_date=samples.chat_date,
+            )
             for samples in data
         ),
         samples=recipe.settings.samples,

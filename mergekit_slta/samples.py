@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import date
 
 from mergekit.common import ModelReference
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mergekit_slta.adapters import adapter_chat_template, tokenizer_folder
-from mergekit_slta.data import CalibrationData, CalibrationSource
+from mergekit_slta.data import CHAT_DATE, CalibrationData, CalibrationSource
 from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.recipe import CalibrationSettings, Expert
 from mergekit_slta.sources import is_dataset
@@ -22,6 +23,9 @@ class Samples:
         settings: how many samples, of which length, drawn by which seed.
         trust_remote_code, cache_dir: mergekit's options ``--trust-remote-code`` and ``--transformers-cache``.
         quiet: no progress bar while a dataset is fetched.
+
+    Attributes:
+        chat_date: what chat templates that ask for today's date are told.
     """
 
     def __init__(
@@ -37,7 +41,8 @@ class Samples:
         self._trust_remote_code = trust_remote_code
         self._cache_dir = cache_dir
         self._quiet = quiet
-        self._drawn: dict[tuple[Expert, int], CalibrationData] = {}
+        self.chat_date = CHAT_DATE
+        self._drawn: dict[tuple[Expert, int, date], CalibrationData] = {}
         self._tokenizers: dict[ModelReference, PreTrainedTokenizerBase] = {}
 
     def of(self, expert: Expert, count: int | None = None) -> CalibrationData:
@@ -46,7 +51,7 @@ class Samples:
         Raises:
             SltaError: there are none, or a tokenizer is missing.
         """
-        key = expert, count or self._settings.samples
+        key = expert, count or self._settings.samples, self.chat_date
         if key not in self._drawn:
             self._drawn[key] = self._source(expert).draw(key[1])
         return self._drawn[key]
@@ -98,6 +103,7 @@ class Samples:
             lambda: self.tokenizer(expert.reference),
             self._settings.max_tokens,
             self._settings.seed,
+            self.chat_date,
         )
 
 
