@@ -161,13 +161,17 @@ class Case:
         """A model's own tokenizer, loaded once."""
         return self._samples.tokenizer(reference)
 
+    @property
+    def calibration_settings(self) -> CalibrationSettings:
+        """How many samples, of which length, drawn by which seed."""
+        asked = {name: self.shared(name) for name in ("samples", "max_tokens", "seed")}
+        return CalibrationSettings.model_validate({k: value for k, value in asked.items() if value is not None})
+
     @cached_property
     def _samples(self) -> Samples:
         """What draws the samples of a recipe with a base model."""
         assert self.config.base_model is not None
-        asked = {name: self.shared(name) for name in ("samples", "max_tokens", "seed")}
-        settings = CalibrationSettings.model_validate({k: value for k, value in asked.items() if value is not None})
-        options = self.options
+        options, settings = self.options, self.calibration_settings
         return Samples(self.config.base_model, settings, options.trust_remote_code, options.transformers_cache)
 
 

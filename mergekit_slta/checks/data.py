@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from mergekit.common import ModelReference
 
 from mergekit_slta.checks.case import Case, attempt, failures
 from mergekit_slta.checks.compatibility import size
@@ -14,10 +15,13 @@ from mergekit_slta.data.records import template_fields
 from mergekit_slta.data.sources import check_source
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.models.checkpoint import fingerprint_of
 from mergekit_slta.models.headers import Model
-from mergekit_slta.recipe.recipe import CalibrationSettings, Expert, Recipe, calibration_problems
+from mergekit_slta.models.skeleton import hashed_computation
+from mergekit_slta.recipe.recipe import Expert, Recipe, calibration_problems
 from mergekit_slta.recipe.samples import repeated_data
-from mergekit_slta.slta.statistics import load
+from mergekit_slta.slta.matching import level_problems, match
+from mergekit_slta.slta.statistics import PUBLISHED_PREFIX, BaseContent, load
 
 
 def calibration_sources(case: Case) -> list[str]:
@@ -25,9 +29,14 @@ def calibration_sources(case: Case) -> list[str]:
     if not case.calibrates or case.config.base_model is None:
         return []
     there = isinstance(case.statistics, Path) and case.statistics.exists()
-    recipe = Recipe(case.config.base_model, tuple(case.experts), CalibrationSettings())
     known = there or isinstance(case.statistics, SltaError)
-    return calibration_problems(recipe, known, takes_statistics=case.shared("statistics") is not None)
+    return calibration_problems(_recipe(case), known, takes_statistics=case.shared("statistics") is not None)
+
+
+def _recipe(case: Case) -> Recipe:
+    """The recipe of a case with a base model, as far as it is sound."""
+    assert case.config.base_model is not None
+    return Recipe(case.config.base_model, tuple(case.experts), case.calibration_settings)
 
 
 def same_samples(case: Case) -> list[str]:
@@ -98,9 +107,9 @@ def unknown_ids(case: Case, expert: Expert, drawn: CalibrationData) -> list[str]
 
 
 def statistics_file(case: Case) -> list[str]:
-    """Statistics that cannot be read, lack the level and cannot be completed, or cannot be written."""
+    """Statistics that cannot be read, do not fit, lack the level and cannot be completed, or cannot be written."""
     path = case.statistics
-    if not isinstance(path, Path):
+    if case.config.base_model is None or not isinstance(path, Path):
         return failures([path])
     if not path.exists():
         parent = unwritable_folder(path)
@@ -109,13 +118,30 @@ def statistics_file(case: Case) -> list[str]:
     found = attempt(load, path)
     if isinstance(found, SltaError):
         return [found.message]
-    level = case.shared("level")
-    if level not in found.info.levels and not all(expert.calibration for expert in case.experts):
+    level, info, recipe = case.shared("level"), found.info, _recipe(case)
+    base, *experts = (_content(case, reference) for reference in (recipe.base, *(e.reference for e in recipe.experts)))
+    data = [case.samples.get(expert) for expert in recipe.experts]
+    problems = match(info, path, recipe, base, experts, data).problems
+    if level not in info.levels and not all(expert.calibration for expert in recipe.experts):
         return [
-            f"{path} holds {', '.join(found.info.levels)} but not 'level: {level}': choose one of these, or give every "
-            "expert its calibration, so that it can be measured."
+            *problems,
+            f"{path} holds {', '.join(info.levels)} but not 'level: {level}': choose one of these, or give every "
+            "expert its calibration, so that it can be measured.",
         ]
-    return []
+    published = case.shared("statistics").startswith(PUBLISHED_PREFIX)
+    return problems + level_problems(info, path, recipe, [level], published)
+
+
+def _content(case: Case, reference: ModelReference) -> BaseContent | None:
+    """A model by a sample of its tensors; None where that takes a download or unpickling."""
+    model = case.opened.get(reference)
+    if not isinstance(model, Model) or model.folder is None:
+        return None
+    adapter = Path(reference.lora.path) if reference.lora else None
+    if not all(any(folder.glob("*.safetensors")) for folder in (model.folder, adapter) if folder):
+        return None
+    sample = fingerprint_of(model.folder, adapter)
+    return BaseContent(sample=sample, whole=None, config=hashed_computation(model.config))
 
 
 def few_records(case: Case) -> list[str]:

@@ -320,7 +320,7 @@ def linearity(
     """Measure how linear RECIPE's models are in their weights, as the paper does, before merging them.
 
     The non-linearity score of every expert, and how far merges of them are from adding up: linearity.json, and a page
-    with figures (report.html) in DIR. Takes as long as tens of calibrations; how many forward passes is said first.
+    with figures (linearity.html) in DIR. Takes as long as tens of calibrations; how many forward passes is said first.
     """
     from tqdm import tqdm
 

@@ -102,7 +102,7 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings) -> SolvedMode
     tasks = [samples.token_ids for samples in data]
     fingerprint = experiment.fingerprint(data).model_dump(mode="json")
     asked = settings.model_dump(include={"ridge", "anchor", "teacher", "head"})
-    asked |= {"compare": bool(settings.report), "config": experiment.base.settings, "format": FORMAT}
+    asked |= {"compare": bool(settings.report), "format": FORMAT}
     partial = Partial(_folder(settings, fingerprint | asked), fingerprint | asked)
     partial.enter(experiment.ranks)
     try:

@@ -1,6 +1,8 @@
 """A model without weights: transformers' own modules on the meta device, and how checkpoint names map onto them."""
 
-from collections.abc import Collection
+import copy
+import json
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -9,10 +11,13 @@ from mergekit.common import get_auto_cls
 from transformers.initialization import no_init_weights
 
 from mergekit_slta.errors import SltaError
+from mergekit_slta.files import digest
 
 
 def meta_model(config: transformers.PretrainedConfig, trust_remote_code: bool = False) -> transformers.PreTrainedModel:
     """Build the model that ``config`` describes on the meta device, in evaluation mode and with tied weights tied.
+
+    It is built from a copy: transformers notes in the configuration the dtype and the kernels that it builds with.
 
     Raises:
         SltaError: the configuration names no architecture, or transformers cannot build it.
@@ -22,7 +27,7 @@ def meta_model(config: transformers.PretrainedConfig, trust_remote_code: bool = 
     try:
         with torch.device("meta"), no_init_weights():
             model = get_auto_cls(config.architectures[0]).from_config(
-                config, trust_remote_code=trust_remote_code, dtype=torch.float32
+                copy.deepcopy(config), trust_remote_code=trust_remote_code, dtype=torch.float32
             )
     except Exception as error:
         raise SltaError(f"transformers cannot build {config.architectures[0]}: {error}") from error
@@ -63,6 +68,23 @@ def computation(config: transformers.PretrainedConfig) -> dict[str, Any]:
     return {
         name: value for name, value in entries if name not in _INERT and not any(part in name for part in _INERT_PARTS)
     }
+
+
+def hashed_computation(config: transformers.PretrainedConfig) -> dict[str, str]:
+    """The entries of ``computation``, those of a table by their own names, each with a hash of its value.
+
+    A hash tells what has changed without publishing values, which may be paths. 1 and 1.0 are equal.
+    """
+    text = json.dumps(computation(config), default=str)
+    return dict(_hashed(json.loads(text, parse_int=float)))
+
+
+def _hashed(entries: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in entries.items():
+        if isinstance(value, dict) and value:
+            yield from _hashed(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", digest(value)[:12]
 
 
 def model_tensor_name(name: str, names: Collection[str], base_model_prefix: str) -> str | None:

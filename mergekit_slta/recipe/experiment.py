@@ -9,9 +9,10 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.models.checkpoint import Checkpoint
+from mergekit_slta.models.skeleton import hashed_computation
 from mergekit_slta.recipe.recipe import Expert, Recipe
 from mergekit_slta.recipe.samples import Samples, repeated_data
-from mergekit_slta.slta.statistics import Fingerprint, settings_fingerprint, tokens_fingerprint
+from mergekit_slta.slta.statistics import BaseContent, Content, Fingerprint, settings_fingerprint, tokens_fingerprint
 
 
 class Experiment:
@@ -77,12 +78,26 @@ class Experiment:
             raise SltaError("\n".join(problems))
         return data
 
+    def contents(self) -> tuple[BaseContent, list[Content]]:
+        """The base model and the experts by content; the first rank alone reads them whole, where files are shared."""
+        if not self.ranks.first:
+            self.ranks.wait()
+        base, *experts = (
+            {"sample": model.fingerprint(self.cache_dir), "whole": model.fingerprint(self.cache_dir, whole=True)}
+            for model in (self.base, *self.experts)
+        )
+        if self.ranks.first:
+            self.ranks.wait()
+        config = hashed_computation(self.base.config)
+        return BaseContent(**base, config=config), [Content(**expert) for expert in experts]
+
     def fingerprint(self, data: Sequence[CalibrationData]) -> Fingerprint:
         """What the models, the samples and how they were drawn are, by content."""
         settings = self.recipe.settings
+        base, experts = self.contents()
         return Fingerprint(
-            base=self.base.fingerprint(self.cache_dir),
-            experts=tuple(expert.fingerprint(self.cache_dir) for expert in self.experts),
+            base=base,
+            experts=tuple(experts),
             tokens=tokens_fingerprint([samples.sha256 for samples in data]),
             settings=settings_fingerprint(settings.samples, settings.max_tokens, settings.seed),
         )

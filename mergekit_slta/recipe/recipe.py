@@ -370,6 +370,12 @@ def calibration_problems(recipe: Recipe, statistics_exist: bool = False, takes_s
     """
     problems = []
     seen: dict[Any, Expert] = {}
+    without = [str(expert) for expert in recipe.experts if not expert.calibration]
+    if statistics_exist and 0 < len(without) < len(recipe.experts):
+        problems.append(
+            f"Some experts have a 'calibration', but not {', '.join(without)}: give it to all, so that the statistics "
+            "file is compared with the data, or to none, to use the file as it is."
+        )
     for expert in recipe.experts:
         if not expert.calibration:
             if not statistics_exist:

@@ -1,4 +1,4 @@
-"""What ``linearity`` writes: ``linearity.json``, and ``report.html`` with figures after the paper's 1-4 and 6."""
+"""What ``linearity`` writes: ``linearity.json``, and ``linearity.html`` with figures after the paper's 1-4 and 6."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ MEANING = (
 
 
 def write_linearity(result: Linearity, folder: Path) -> Path:
-    """Write ``linearity.json``, ``report.html`` and its charts as PNG files into a folder.
+    """Write ``linearity.json``, ``linearity.html`` and its charts as PNG files into a folder.
 
     Returns:
-        The path of ``report.html``.
+        The path of ``linearity.html``.
     """
     content = json.dumps(result.to_json(), indent=1, allow_nan=False, ensure_ascii=False)
     files.write(folder / "linearity.json", f"{content}\n".encode())
-    return linearity_page(result).write(folder, "report.html")
+    return linearity_page(result).write(folder, "linearity.html")
 
 
 def linearity_page(result: Linearity) -> Page:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from mergekit_slta.data.draw import CalibrationData
+from mergekit_slta.data.draw import CHAT_DATE, CalibrationData
 from mergekit_slta.data.sources import source_name
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
@@ -20,9 +21,11 @@ from mergekit_slta.files import cache_folder, digest
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.submodules import LEVELS
 from mergekit_slta.models.checkpoint import Checkpoint
+from mergekit_slta.models.skeleton import hashed_computation
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import calibration_problems
 from mergekit_slta.slta.calibrate import Grams, calibrate
+from mergekit_slta.slta.matching import level_problems, match
 from mergekit_slta.slta.statistics import (
     CalibrationInfo,
     Fingerprint,
@@ -33,6 +36,8 @@ from mergekit_slta.slta.statistics import (
     save,
     versions,
 )
+
+LOG = logging.getLogger(__name__)
 
 
 def measured_statistics(
@@ -58,7 +63,7 @@ def measured_statistics(
         raise SltaError("\n".join(problems))
     data = experiment.load_data(experiment.recipe.experts)
     fingerprint = experiment.fingerprint(data)
-    path = path or cache_file(fingerprint, experiment.base.settings, levels)
+    path = path or cache_file(fingerprint, levels)
     measurement = _Measurement(experiment, path)
     if _exists(path, experiment.ranks):
         return measurement.reuse(levels, published)
@@ -80,71 +85,35 @@ class _Measurement:
 
     def reuse(self, levels: Sequence[str], published: bool) -> Statistics:
         """Match the file's content with the recipe, add the levels that it lacks, and take the recipe's experts."""
-        found, experts = load(self.path), self.experiment.recipe.experts
-        given = [expert for expert in experts if expert.calibration]
-        data = self.experiment.load_data(given) if len(given) == len(experts) else None
-        order = self._match_models(found, data)
-        if data is not None:
-            self._match_data(found, order, data)
-        missing = [level for level in levels if level not in found.info.levels]
-        if missing and published:
-            raise SltaError(
-                f"The published statistics lack the level {', '.join(missing)} (they hold "
-                f"{', '.join(found.info.levels)}): use one that they hold, or measure into a file of your own."
+        found, recipe = load(self.path), self.experiment.recipe
+        dates = [entry.chat_date for entry in found.info.calibration if entry.chat_date]
+        self.experiment.samples.chat_date = next(iter(dates), CHAT_DATE)
+        if problems := calibration_problems(recipe, statistics_exist=True):
+            raise SltaError("\n".join(problems))
+        given = all(expert.calibration for expert in recipe.experts)
+        data = self.experiment.load_data(recipe.experts) if given else None
+        base, experts = self.experiment.contents()
+        matched = match(found.info, self.path, recipe, base, experts, data or [None] * len(experts))
+        problems = matched.problems + level_problems(found.info, self.path, recipe, levels, published)
+        if problems:
+            raise SltaError("\n".join(problems))
+        if found.info.fingerprint.samples_only:
+            LOG.warning(
+                "%s is of an older version, which knows models by samples of their tensors alone: an edit of a few "
+                "rows or of the base model's configuration goes unseen. Measure into another file to be sure.",
+                self.path,
             )
-        if missing:
+        order = [index for index in matched.order if index is not None]  # all are there, or there is a problem
+        missing = [level for level in levels if level not in found.info.levels]
+        if missing and data is not None:
             found = self._add_levels(found, order, data, missing)
         elif not published and Partial.levels(partial_folder(self.path)) <= set(found.info.levels):
             self._finish()  # what a process that was killed after writing the file has left
         return found.select(order)
 
-    def _match_models(self, found: Statistics, data: Sequence[CalibrationData] | None) -> list[int]:
-        """The index in the file of each of the recipe's experts; of equal ones, that with the same data."""
-        base, cache_dir = self.experiment.base, self.experiment.cache_dir
-        if base.fingerprint(cache_dir) != found.info.fingerprint.base:
-            raise SltaError(
-                f"The base model {base} is not the one that {self.path} was measured on ('{found.info.base_model}', "
-                "other content): use that base model or other statistics."
-            )
-        unused = dict(enumerate(found.info.fingerprint.experts))
-        order = []
-        for number, expert in enumerate(self.experiment.experts):
-            content = expert.fingerprint(cache_dir)
-            equal = [index for index, known in unused.items() if known == content]
-            if not equal:
-                raise SltaError(
-                    f"The expert {expert} is none of the models that {self.path} was measured on "
-                    f"({', '.join(found.info.models)}; other content): use those or measure anew into another file."
-                )
-            same_data = [i for i in equal if data and found.info.calibration[i].sha256 == data[number].sha256]
-            order.append((same_data or equal)[0])
-            del unused[order[-1]]
-        return order
-
-    def _match_data(self, found: Statistics, order: Sequence[int], data: Sequence[CalibrationData]) -> None:
-        recipe, info = self.experiment.recipe, found.info
-        for name in ("samples", "max_tokens", "seed"):
-            if getattr(recipe.settings, name) != getattr(info, name):
-                raise SltaError(
-                    f"The recipe has {name} {getattr(recipe.settings, name)}, but {self.path} was measured with "
-                    f"{getattr(info, name)}: set it so, or measure into another file."
-                )
-        for expert, index, samples in zip(recipe.experts, order, data, strict=True):
-            if samples.sha256 != info.calibration[index].sha256:
-                raise SltaError(
-                    f"The calibration data '{expert.calibration}' of {expert} gives other tokens than "
-                    f"'{info.calibration[index].source}', on which {self.path} was measured: use that data, leave "
-                    "'calibration' out to use the file as it is, or measure into another file."
-                )
-
     def _add_levels(
-        self, found: Statistics, order: Sequence[int], data: Sequence[CalibrationData] | None, levels: Sequence[str]
+        self, found: Statistics, order: Sequence[int], data: Sequence[CalibrationData], levels: Sequence[str]
     ) -> Statistics:
-        if data is None or len(order) != len(found.info.models):
-            raise SltaError(
-                f"{self.path} lacks the level {', '.join(levels)}, which can be added only by a recipe with all of the "
-                f"file's experts ({', '.join(found.info.models)}) and their calibration data."
-            )
         position = [order.index(index) for index in range(len(order))]
         experts, data = [self.experiment.experts[i] for i in position], [data[i] for i in position]
         known = [level for level in LEVELS if level in found.info.levels or level in levels]
@@ -161,7 +130,9 @@ class _Measurement:
     ) -> Statistics:
         """Measure levels, and write the statistics file with them and with what is known."""
         content = info.fingerprint.model_dump(mode="json")
-        content |= {"levels": list(levels), "config": self.experiment.base.settings}
+        content |= {"levels": list(levels), "config": hashed_computation(self.experiment.base.config)}
+        if isinstance(content["base"], dict):
+            del content["base"]["config"]
         partial = Partial(partial_folder(self.path), content)
         partial.enter(self.experiment.ranks)
         try:
@@ -221,7 +192,12 @@ def _info(
         base_model=names[0],
         models=tuple(names[1:]),
         calibration=tuple(
-            CalibrationInfo(source=source_name(samples.source), template=samples.template, sha256=samples.sha256)
+            CalibrationInfo(
+                source=source_name(samples.source),
+                template=samples.template,
+                sha256=samples.sha256,
+                chat_date=samples.chat_date,
+            )
             for samples in data
         ),
         samples=recipe.settings.samples,
@@ -247,7 +223,7 @@ def partial_folder(path: Path) -> Path:
     return path.with_name(path.name + ".partial")
 
 
-def cache_file(fingerprint: Fingerprint, config: object, levels: Sequence[str]) -> Path:
-    """Where statistics go that a recipe names no file for; another configuration computes other features."""
-    content = [fingerprint.model_dump(mode="json"), config, sorted(levels)]
+def cache_file(fingerprint: Fingerprint, levels: Sequence[str]) -> Path:
+    """Where statistics go that a recipe names no file for."""
+    content = [fingerprint.model_dump(mode="json"), sorted(levels)]
     return cache_folder() / f"{digest(content)}.safetensors"

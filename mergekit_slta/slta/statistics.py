@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -52,16 +53,64 @@ class CalibrationInfo(BaseModel):
     source: str
     template: str
     sha256: str
+    chat_date: date | None = None  # what the chat template was told; none where it did not ask
+
+
+class Content(BaseModel):
+    """A model by what its tensors hold, wherever and in however many files they are.
+
+    Attributes:
+        sample: identifies the tensors' names, shapes and dtypes and a few bytes of each; known at little cost.
+        whole: identifies all their bytes, so that an edit of a few rows shows; None where they were not read.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    sample: str
+    whole: str | None
+
+    def __str__(self) -> str:
+        return self.whole or self.sample
+
+    def fits(self, other: Content) -> bool:
+        """Whether two models are the same: by their samples, and by all bytes where both are known by them."""
+        return self.sample == other.sample and (None in (self.whole, other.whole) or self.whole == other.whole)
+
+
+class BaseContent(Content):
+    """The base model, in whose layers every model's weights are run.
+
+    Attributes:
+        config: the entries of its configuration that may decide what the layers compute, each with a hash of its value.
+    """
+
+    config: dict[str, str]
 
 
 class Fingerprint(BaseModel):
-    """What decides whether a file fits a recipe: the contents of the models and the data, and the settings."""
+    """What decides whether a file fits a recipe: the contents of the models and the data, and the settings.
+
+    A model that is one string, as older versions wrote it, is known by its sample alone: neither all its bytes nor the
+    base model's configuration can be compared.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    base: str
-    experts: tuple[str, ...]
+    base: BaseContent | str
+    experts: tuple[Content | str, ...]
     tokens: str
     settings: str
+
+    @property
+    def samples_only(self) -> bool:
+        """Whether some model is known by its sample alone."""
+        return any(content.whole is None for content in self.contents)
+
+    @property
+    def contents(self) -> list[Content]:
+        """The base model, then the experts."""
+        return [
+            content if isinstance(content, Content) else Content(sample=content, whole=None)
+            for content in (self.base, *self.experts)
+        ]
 
 
 class Info(BaseModel):
@@ -165,7 +214,7 @@ def save(statistics: Statistics, path: Path) -> None:
     """Write a statistics file."""
     tensors = {_GRAM + name: gram.contiguous() for name, gram in statistics.grams.items()}
     tensors |= {"task": statistics.task, "tokens": statistics.tokens}
-    text = json.dumps(statistics.info.model_dump(mode="json"), sort_keys=True)
+    text = json.dumps(statistics.info.model_dump(mode="json", exclude_none=True), sort_keys=True)
     files.write(path, serialize(tensors, metadata={METADATA_KEY: text}))
 
 

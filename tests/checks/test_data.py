@@ -194,6 +194,9 @@ def test_statistics_stand_for_calibration(family: Family, tmp_path: Path) -> Non
     assert problems(recipe) == []
     recipe["parameters"]["level"] = "attn_mlp"
     assert only(recipe).startswith(f"{file} holds layer but not 'level: attn_mlp'")
+    assert problems(families.recipe(family, statistics=str(file))) == []
+    part = families.recipe(family, experts=[0], statistics=str(file))
+    assert only(part).startswith(f"{file} lacks the level attn_mlp, which can be added only by a recipe with all")
     file.unlink()
     assert len(problems(recipe)) == len(family.experts)
     assert all("has no 'calibration'" in problem for problem in problems(recipe))

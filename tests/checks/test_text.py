@@ -49,6 +49,13 @@ def test_half_precision_is_advised_against(make_family: MakeFamily) -> None:
     assert look(recipe | {"dtype": None}, merging=False).notes == []
 
 
+def test_half_precision_of_the_base_model_alone_is_advised_against(make_family: MakeFamily) -> None:
+    experts = make_family()
+    family = Family(make_family(dtype=torch.float16).base, experts.experts, experts.data, experts.config)
+    (note,) = look(families.recipe(family, samples=6) | {"dtype": None}).notes
+    assert "with 'dtype: float32' and 'out_dtype: float16'" in note
+
+
 def test_a_feature_merge_rounds_once_in_any_type(make_family: MakeFamily) -> None:
     recipe = families.recipe(make_family(dtype=torch.bfloat16), "featcal", samples=6)
     notes = [look(recipe | {"dtype": dtype}).notes for dtype in ("float32", "bfloat16")]

@@ -1,5 +1,6 @@
 """Layers run one at a time against the model's own forward pass, and how they split against a table made by hand."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -56,6 +57,14 @@ def layer_outputs(model: Any, path: str, ids: torch.Tensor) -> list[torch.Tensor
     for hook in hooks:
         hook.remove()
     return found
+
+
+def test_a_decoder_leaves_the_configuration_that_others_read_as_it_is() -> None:
+    config = families.config_of("mixtral", dtype="bfloat16")
+    config.architectures = ["MixtralForCausalLM"]
+    before = copy.deepcopy(vars(config))
+    Decoder(config)
+    assert vars(config) == before
 
 
 @pytest.mark.parametrize("architecture", families.ARCHITECTURES)

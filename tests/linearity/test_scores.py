@@ -16,7 +16,7 @@ import torch
 from click.testing import CliRunner
 from conftest import MakeFamily, WriteRecipe
 from safetensors.torch import load_file, save_file
-from support import families, reference
+from support import families, reference, synthetic
 from support.families import LAYERS, Family
 from support.html_elements import Elements, assert_self_contained
 from support.linearity_values import all_values, assert_same
@@ -44,6 +44,7 @@ from mergekit_slta.linearity.scores import (
     projection,
 )
 from mergekit_slta.reports.linearity import linearity_page, merge_sentence, score_sentence, score_table, write_linearity
+from mergekit_slta.reports.merge import write_report
 
 NAMES = ("one", "two", "three")
 SUBMODULE_LEVELS = ("layer", "attn_mlp", "head_mlp")
@@ -400,7 +401,7 @@ def test_the_json_has_its_schema(written: tuple[Linearity, Path]) -> None:
 
 def test_the_page_says_what_was_measured(written: tuple[Linearity, Path]) -> None:
     result, folder = written
-    text = (folder / "report.html").read_text()
+    text = (folder / "linearity.html").read_text()
     assert_self_contained(text)
     said = " ".join(Elements(text).text.split())
     scores = result.metrics["non_linearity"]
@@ -415,7 +416,7 @@ def test_the_page_says_what_was_measured(written: tuple[Linearity, Path]) -> Non
 
 
 def test_the_figures_are_files_and_in_the_page(written: tuple[Linearity, Path]) -> None:
-    text = (written[1] / "report.html").read_text()
+    text = (written[1] / "linearity.html").read_text()
     pictures = {file.stem: file.read_bytes() for file in written[1].glob("*.png")}
     assert set(pictures) == {
         "non-linearity", "non-linearity-by-layer", "projection-distance", "cosine", "distance-curve",
@@ -444,6 +445,17 @@ def test_one_expert_alone_has_a_page(make_family: MakeFamily, tmp_path: Path) ->
     result = plan(family, ("attn_mlp",), plan_studies(1, triples=True), family.token_ids()).measure()
     assert "Merges" not in [section.title for section in linearity_page(result).sections]
     assert write_linearity(result, tmp_path / "new" / "folder").is_file()
+
+
+def test_the_report_on_a_merge_may_go_into_the_same_folder(written: tuple[Linearity, Path], tmp_path: Path) -> None:
+    def contents(folder: Path) -> dict[str, bytes]:
+        return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+    measured = synthetic.statistics([f"org/{name}" for name in NAMES], ["model", *synthetic.INSIDE], layers=LAYERS)
+    write_report(measured, tmp_path / "report")
+    write_report(measured, tmp_path / "both")
+    write_linearity(written[0], tmp_path / "both")
+    assert contents(tmp_path / "both") == contents(tmp_path / "report") | contents(written[1])
 
 
 def test_the_command_says_the_passes_first(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:

@@ -4,21 +4,28 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from conftest import MakeFamily
 from mergekit.io.tasks import LoaderCache
 from safetensors import safe_open
 from support import families
 from support.copies import edited, sharded
+from support.examining import problems
 from support.families import Family
 
+from mergekit_slta.data.draw import CHAT_DATE
 from mergekit_slta.errors import SltaError
+from mergekit_slta.recipe import samples
 from mergekit_slta.slta import measure, statistics
 from mergekit_slta.slta.measure import measured_statistics
-from mergekit_slta.slta.statistics import Statistics
+from mergekit_slta.slta.statistics import Info, Statistics
 
 SETTINGS = {"samples": 5, "max_tokens": 12, "seed": 3}
 
@@ -85,6 +92,15 @@ def test_what_it_was_measured_on_is_written_down(llama: Family, path: Path) -> N
     assert [entry.source for entry in info.calibration] == ["task0.jsonl", "task1.jsonl", "task2.jsonl"]
     assert (info.samples, info.max_tokens, info.seed) == (5, 12, 3)
     assert (info.architecture, info.num_layers, info.dtype) == ("LlamaForCausalLM", families.LAYERS, "float32")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_merge_writes_down_the_base_checkpoints_dtype(
+    dtype: torch.dtype, make_family: MakeFamily, tmp_path: Path
+) -> None:
+    family = make_family(dtype=dtype)
+    families.merge(recipe(family, statistics=str(tmp_path / "stats.safetensors")), tmp_path / "merged")
+    assert statistics.load(tmp_path / "stats.safetensors").info.dtype == str(dtype).removeprefix("torch.")
 
 
 def test_no_path_of_this_machine_and_no_user_name_gets_into_the_file(tmp_path: Path) -> None:
@@ -166,6 +182,32 @@ def change_base(content: dict[str, Any], llama: Family, tmp_path: Path) -> None:
     content["models"] = content["models"][1:]
 
 
+def change_row(content: dict[str, Any], llama: Family, tmp_path: Path) -> None:
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.0.mlp.up_proj.weight"][5] += 1
+
+    content["models"][1]["model"] = str(edited(llama.experts[1], tmp_path / "row", edit))
+
+
+def change_row_of_base(content: dict[str, Any], llama: Family, tmp_path: Path) -> None:
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.embed_tokens.weight"][5] += 1
+
+    content["base_model"] = str(edited(llama.base, tmp_path / "row", edit))
+
+
+def change_configuration(content: dict[str, Any], llama: Family, tmp_path: Path) -> None:
+    base = shutil.copytree(llama.base, tmp_path / "stretched")
+    config = json.loads((base / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] *= 10
+    (base / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    content["base_model"] = str(base)
+
+
+def leave_out_a_calibration(content: dict[str, Any], llama: Family, tmp_path: Path) -> None:
+    del content["models"][1]["parameters"]["calibration"]
+
+
 def change_expert(content: dict[str, Any], llama: Family, tmp_path: Path) -> None:
     def retrain(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.layers.0.mlp.up_proj.weight"] += 0.01
@@ -189,13 +231,28 @@ def change_setting(name: str, value: int) -> Callable[[dict[str, Any], Family, P
     ("change", "words"),
     [
         (change_base, r"base model .*expert0 is not the one"),
+        (change_row_of_base, r"base model .*row is not the one"),
+        (change_configuration, r"stretched is not the one .* \(other rms_norm_eps, rope_parameters\.rope_theta\)"),
+        (change_row, r"expert .*row is none of the models"),
+        (leave_out_a_calibration, r"Some experts have a 'calibration', but not .*expert1: "),
         (change_expert, r"expert .*retrained is none of the models"),
         (change_records, r"other\.jsonl' of .*expert2 gives other tokens than 'task2\.jsonl'"),
         (change_setting("samples", 4), r"samples 4, but .* 5"),
         (change_setting("max_tokens", 11), r"max_tokens 11, but .* 12"),
         (change_setting("seed", 0), r"seed 0, but .* 3"),
     ],
-    ids=["base", "expert", "data", "samples", "max_tokens", "seed"],
+    ids=[
+        "base",
+        "row of base",
+        "configuration",
+        "row of expert",
+        "a calibration",
+        "expert",
+        "data",
+        "samples",
+        "max_tokens",
+        "seed",
+    ],
 )
 def test_a_mismatch_names_the_part_and_overwrites_nothing(
     change: Callable[[dict[str, Any], Family, Path], None],
@@ -209,8 +266,57 @@ def test_a_mismatch_names_the_part_and_overwrites_nothing(
     change(content, llama, tmp_path)
     with pytest.raises(SltaError, match=words) as caught:
         measured(content, path)
-    assert str(path) in caught.value.message
+    assert str(path) in caught.value.message or change is leave_out_a_calibration
     assert path.read_bytes() == before
+    if change not in (change_row, change_row_of_base):  # for these all bytes have to be read
+        content["parameters"]["statistics"] = str(path)
+        assert problems(content, merging=False) == [caught.value.message]
+
+
+def test_all_that_does_not_fit_is_said_at_once(no_measuring: None, llama: Family, path: Path, tmp_path: Path) -> None:
+    content = recipe(llama, statistics=str(path))
+    for change in (change_configuration, change_expert, change_records):
+        change(content, llama, tmp_path)
+    with pytest.raises(SltaError) as caught:
+        measured(content, path)
+    assert len(caught.value.message.splitlines()) == 3
+    assert problems(content, merging=False) == caught.value.message.splitlines()
+
+
+def older(path: Path, content: dict[str, Any], **versions: str) -> None:
+    """Change what a file says of itself."""
+    found = statistics.load(path)
+    info = found.info.model_dump(mode="json")
+    info["fingerprint"] |= content
+    info["versions"] |= versions
+    statistics.save(replace(found, info=Info.model_validate(info)), path)
+
+
+def test_a_file_of_an_older_version_is_compared_by_samples_which_is_said(
+    no_measuring: None, llama: Family, path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    measured(recipe(llama), path)
+    assert "older version" not in caplog.text
+    base, *experts = (content.sample for content in statistics.load(path).info.fingerprint.contents)
+    older(path, {"base": base, "experts": experts})
+    measured(recipe(llama, experts=[2, 0], calibration=False), path)
+    assert f"{path} is of an older version" in caplog.text
+    content = recipe(llama)
+    change_expert(content, llama, tmp_path)
+    with pytest.raises(SltaError, match="retrained is none of the models"):
+        measured(content, path)
+
+
+def test_an_entry_that_another_transformers_does_not_know_is_not_compared(
+    no_measuring: None, llama: Family, path: Path
+) -> None:
+    base = statistics.load(path).info.fingerprint.model_dump()["base"]
+    base["config"]["invented_later"] = base["config"].pop("hidden_act")
+    older(path, {"base": base}, transformers="99.0")
+    measured(recipe(llama), path)
+    older(path, {"base": base}, transformers=transformers.__version__)
+    with pytest.raises(SltaError, match=r"\(other hidden_act, invented_later\)"):
+        measured(recipe(llama), path)
 
 
 # Levels
@@ -277,3 +383,27 @@ def test_a_base_without_a_tokenizer_is_named(llama: Family, tmp_path: Path) -> N
     family = Family(bare, llama.experts, llama.data, llama.config)
     with pytest.raises(SltaError, match="bare has no usable tokenizer"):
         measured(recipe(family), tmp_path / "stats.safetensors")
+
+
+def test_the_date_that_chats_were_rendered_with_is_recorded_and_used_again(
+    make_family: MakeFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = make_family(chat_template="{{ strftime_now('%d %b %Y') }}{{ messages[0]['content'] }}")
+    for file in family.data[:1]:
+        texts = [json.loads(line)["text"] for line in file.read_text().splitlines()]
+        turns = [{"messages": [{"role": "user", "content": text}]} for text in texts]
+        file.write_text("".join(json.dumps(record) + "\n" for record in turns))
+    path, content = tmp_path / "stats.safetensors", recipe(family)
+    monkeypatch.setattr(samples, "CHAT_DATE", date(2025, 1, 2))
+    first = measured(content, path)
+    assert [entry.chat_date for entry in first.info.calibration] == [date(2025, 1, 2), None]
+    monkeypatch.undo()
+    before = path.read_bytes()
+    assert same(measured(content, path), first) and path.read_bytes() == before
+    assert measured(content, tmp_path / "other.safetensors").info.calibration[0].chat_date == CHAT_DATE
+
+
+def test_a_file_without_a_date_of_chats_has_the_keys_that_it_always_had(path: Path) -> None:
+    with safe_open(path, framework="pt") as file:
+        info = json.loads(file.metadata()["mergekit_slta"])
+    assert set(info["calibration"][0]) == {"source", "template", "sha256"}
