@@ -1,63 +1,82 @@
-"""The checks of LoRA adapters, and of what mergekit has merged of them before."""
+"""The checks of LoRA adapters."""
 
 from __future__ import annotations
 
-from mergekit.common import ModelReference
+from collections.abc import Sequence
 
 from mergekit_slta.checks.case import Case, attempt
 from mergekit_slta.errors import SltaError
-from mergekit_slta.models.adapters import adapter_headers, last_change, merged_folder
-from mergekit_slta.models.headers import Headers, Model, listed, weight_map
+from mergekit_slta.models.adapters import adapter_headers
+from mergekit_slta.models.headers import Headers, Model, listed
+from mergekit_slta.models.skeleton import meta_model
 
 
 def adapters(case: Case) -> list[str]:
-    """LoRA adapters without a place to merge them in, incomplete ones, stale merges, and those of another model."""
-    cache = case.options.lora_merge_cache
-    return [
-        problem
-        for model in case.adapted
-        for problem in adapter_problems(model) + adapter_cache_problems(model.reference, cache)
-    ]
+    """LoRA adapters without a place to merge them in, incomplete ones, and those of another model."""
+    trust = case.options.trust_remote_code
+    problems = [problem for model in case.adapted for problem in adapter_problems(model, trust)]
+    if not case.options.lora_merge_cache:
+        problems += [
+            f"{model} is a LoRA adapter: give mergekit a folder to merge it in with --lora-merge-cache FOLDER."
+            for model in case.adapted
+        ]
+    return problems
 
 
-def adapter_problems(model: Model) -> list[str]:
+def adapter_problems(model: Model, trust_remote_code: bool = False) -> list[str]:
     """Why an adapter cannot be used with its model; what only a download would tell is left open."""
     headers = attempt(adapter_headers, model.reference.lora)
     if headers is None:
         return []
-    problem = headers.message if isinstance(headers, SltaError) else misfit(model, headers)
+    problem = headers.message if isinstance(headers, SltaError) else misfit(model, headers, trust_remote_code)
     return [problem] if problem else []
 
 
-def misfit(model: Model, headers: Headers) -> str | None:
-    """Why an adapter cannot be for its model, by the sizes of its matrices."""
+def misfit(model: Model, headers: Headers, trust_remote_code: bool = False) -> str | None:
+    """Why an adapter cannot be for its model, by the sizes of its matrices.
+
+    The checkpoint's tensors tell it for most adapters. One that adapts what checkpoints store otherwise, such as a
+    mixture's fused experts, is compared with the modules that transformers builds, as peft does.
+    """
     sizes = {}
     for name, down in headers.items():
-        if name.endswith(".lora_A.weight"):
+        if name.endswith(".lora_A.weight") and len(down.shape) == 2:
             up = headers.get(name.replace(".lora_A.", ".lora_B."))
-            target = name.removeprefix("base_model.model.").replace(".lora_A.", ".")
+            target = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
             sizes[target] = {down.shape[1], up.shape[0] if up else down.shape[1]}
-    known = {target: stored for target in sizes if (stored := model.tensor(target))}
-    wrong = [target for target, stored in known.items() if set(stored.shape) != sizes[target]]
-    if model.tensors is None or not sizes or (known and not wrong):
+    if model.tensors is None or not sizes:
         return None
-    reason = f"its matrices for {listed(wrong)} have other sizes" if wrong else f"it adapts {listed(list(sizes))}"
+    reason = ""
+    for shapes_of in (_stored_shapes, _built_shapes):
+        found = shapes_of(model, list(sizes), trust_remote_code)
+        wrong = [target for target, shapes in found.items() if sizes[target] not in map(set, shapes)]
+        if found and not wrong:
+            return None
+        reason = reason or (f"its matrices for {listed(wrong)} have other sizes" if wrong else "")
+    reason = reason or f"it adapts {listed(list(sizes))}"
     return (
         f"The adapter {model.reference.lora} was not trained on {model.reference.model} ({reason}): name its own base."
     )
 
 
-def adapter_cache_problems(reference: ModelReference, cache: str | None) -> list[str]:
-    """Nowhere to merge an adapter, an interrupted merge that mergekit takes for one, or one that is out of date."""
-    if not cache:
-        return [f"{reference} is a LoRA adapter: give mergekit a folder to merge it in with --lora-merge-cache FOLDER."]
-    merged = merged_folder(reference, cache)
-    if not merged.exists():
-        return []
-    files = attempt(weight_map, merged)
-    if isinstance(files, SltaError):
-        return [f"An earlier merge of {reference} was interrupted and left {merged} without weights: delete it."]
-    assert reference.lora is not None
-    if last_change(reference.lora) > max((merged / name).stat().st_mtime for name in files):
-        return [f"{merged} holds {reference} as it was before its adapter changed: delete it."]
-    return []
+Shapes = dict[str, list[tuple[int, ...]]]
+
+
+def _stored_shapes(model: Model, targets: Sequence[str], _: bool) -> Shapes:
+    """The shapes of the targets that are tensors of the checkpoint."""
+    return {target: [stored.shape] for target in targets if (stored := model.tensor(f"{target}.weight"))}
+
+
+def _built_shapes(model: Model, targets: Sequence[str], trust_remote_code: bool) -> Shapes:
+    """The shapes of the maps in the modules that targets name; of fused experts, those of one expert's map."""
+    built = attempt(meta_model, model.config, trust_remote_code)
+    if isinstance(built, SltaError):
+        return {}
+    modules = dict(built.named_modules())
+    # peft wraps a module once for each of its parameters, and writes "base_layer" for what is inside a wrapper.
+    adapted = {target: modules.get(target.replace(".base_layer", "")) for target in targets}
+    return {
+        target: [tuple(parameter.shape[-2:]) for parameter in module.parameters(recurse=False) if parameter.ndim > 1]
+        for target, module in adapted.items()
+        if module is not None
+    }

@@ -19,6 +19,7 @@ from mergekit_slta.models.headers import Model, TensorHeader, listed
 from mergekit_slta.models.skeleton import computation, meta_model, model_tensor_name
 
 LAYER_NUMBER = re.compile(r"\.(\d+)\.")
+TOKENIZER = "tokenizer.json"
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
@@ -136,12 +137,22 @@ def moved_tokens_problem(base: Model, expert: Model) -> str | None:
 
 def token_ids(base: Model, expert: Model) -> tuple[dict[str, int], dict[str, int]]:
     """The tokens of two models' tokenizers but those added later; none where files are equal or not at hand."""
-    if base.folder is None or expert.folder is None:
-        return {}, {}
-    own, theirs = base.folder / "tokenizer.json", expert.folder / "tokenizer.json"
-    if not own.is_file() or not theirs.is_file() or filecmp.cmp(own, theirs, shallow=False):
+    own, theirs = tokenizer_file(base), tokenizer_file(expert)
+    if own is None or theirs is None or filecmp.cmp(own, theirs, shallow=False):
         return {}, {}
     return tokens_of(own), tokens_of(theirs)
+
+
+def tokenizer_file(model: Model) -> Path | None:
+    """The ``tokenizer.json`` of a model, if it is at hand."""
+    if model.reference.lora and brings_tokenizer(model):
+        return Path(model.reference.lora.path) / TOKENIZER
+    return model.folder / TOKENIZER if model.folder and (model.folder / TOKENIZER).is_file() else None
+
+
+def brings_tokenizer(model: Model) -> bool:
+    """Whether a model is an adapter in a folder that holds a tokenizer of its own."""
+    return model.reference.lora is not None and (Path(model.reference.lora.path) / TOKENIZER).is_file()
 
 
 def tokens_of(file: Path) -> dict[str, int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from mergekit_slta.checks.case import Case, attempt, failures
 from mergekit_slta.checks.compatibility import (
+    brings_tokenizer,
     dropped_tensors,
     missing_tensors,
     moved_tokens_problem,
@@ -74,12 +75,21 @@ def no_tokenizer(case: Case) -> list[str]:
 def vocabularies(case: Case) -> list[str]:
     """Vocabularies that differ in size or in what an id stands for, where the recipe does not have them aligned."""
     if case.aligns_vocabularies:
-        return moved_ids(case) if case.runs_experts else []
+        return moved_ids(case)
     if case.options.unsafe_truncate_embeddings:
         return []
-    problems = (vocabulary_problem(base, expert) for base, expert in case.siblings)
     fix = "add 'tokenizer: {source: base}' to the recipe, so that mergekit aligns them."
-    return [f"{problem}: {fix}" for problem in problems if problem]
+    return [
+        f"{problem}: {NOT_ALIGNED if brings_tokenizer(expert) else fix}"
+        for base, expert in case.siblings
+        if (problem := vocabulary_problem(base, expert))
+    ]
+
+
+NOT_ALIGNED = (
+    "mergekit reads only the tokenizer of the adapter's base model, so merge the adapter into that model yourself and "
+    "save the result with the adapter's tokenizer."
+)
 
 
 def changes_rows(case: Case) -> bool:
@@ -95,10 +105,13 @@ def changes_rows(case: Case) -> bool:
 
 
 def moved_ids(case: Case) -> list[str]:
-    """Experts that would misread the base model's token ids, which no alignment of tensors changes."""
-    problems = (moved_tokens_problem(base, expert) for base, expert in case.siblings)
+    """Experts that would misread the base model's token ids, or whose tensors mergekit cannot align."""
     fix = f"'{case.spec.name}' runs every expert on the base model's ids, choose experts that have these."
-    return [f"{problem}: {fix}" for problem in problems if problem]
+    return [
+        f"{problem}: {fix if case.runs_experts else NOT_ALIGNED}"
+        for base, expert in case.siblings
+        if (case.runs_experts or brings_tokenizer(expert)) and (problem := moved_tokens_problem(base, expert))
+    ]
 
 
 def compared_outputs(case: Case, decoder: Decoder) -> list[str]:

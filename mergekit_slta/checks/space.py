@@ -11,7 +11,7 @@ import torch
 from mergekit_slta.checks.case import Case
 from mergekit_slta.featcal.needs import Needs
 from mergekit_slta.featcal.scratch import scratch_root
-from mergekit_slta.models.adapters import merged_folder
+from mergekit_slta.models.adapters import merged_folders
 from mergekit_slta.models.headers import Model
 
 WORTH_A_WORD = 100_000  # bytes that a finished part of a merge takes
@@ -55,13 +55,13 @@ def output_need(case: Case) -> list[tuple[Path, str, int]]:
 
 def adapter_needs(case: Case) -> list[tuple[Path, str, int]]:
     """The folders of adapters that are still to be merged, and their sizes."""
-    cache, name = case.options.lora_merge_cache, case.options.lora_merge_dtype
-    adapted = case.adapted if cache else []
-    folders = {model.reference: merged_folder(model.reference, str(cache)) for model in adapted}
+    if not case.options.lora_merge_cache:
+        return []
+    cache, dtype = case.options.lora_merge_cache, case.options.lora_merge_dtype
     return [
-        (folders[model.reference], f"the merged adapter {model}", stored_bytes(model, name))
-        for model in adapted
-        if not folders[model.reference].exists()
+        (Path(cache), f"the merged adapter {model}", stored_bytes(model, dtype))
+        for model in case.adapted
+        if not merged_folders(model.reference, cache)
     ]
 
 

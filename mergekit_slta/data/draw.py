@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import logging
 import random
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
+CHAT_DATE = datetime.date(2024, 7, 26)  # what Llama 3.2's chat template writes where it cannot ask for the date
+
 
 @dataclass(frozen=True)
 class CalibrationData:
@@ -32,6 +35,8 @@ class CalibrationData:
         token_ids: one row of token ids per sample, in the order drawn; no padding.
         records: each row's index in the source.
         skipped: how many records were passed over because they are empty.
+        chat_date: the date that the chat template was told; None where none asked for it.
+        complete: how many texts begin or end with the special token that the tokenizer adds there, and got no other.
     """
 
     source: str
@@ -39,6 +44,8 @@ class CalibrationData:
     token_ids: tuple[tuple[int, ...], ...]
     records: tuple[int, ...]
     skipped: int
+    chat_date: datetime.date | None = None
+    complete: int = 0
 
     @property
     def sha256(self) -> str:
@@ -61,6 +68,7 @@ class CalibrationSource:
             the base does not have.
         max_tokens: how many tokens of a sample to keep, from its beginning.
         seed: decides the order in which records are taken, ``random.Random(seed).sample(range(n), n)``.
+        chat_date: what a chat template that asks for today's date is told, so that the tokens are the same every day.
     """
 
     source: str
@@ -69,6 +77,7 @@ class CalibrationSource:
     expert_tokenizer: Callable[[], PreTrainedTokenizerBase]
     max_tokens: int
     seed: int
+    chat_date: datetime.date = CHAT_DATE
 
     def draw(self, samples: int) -> CalibrationData:
         """Draw calibration samples.
@@ -85,6 +94,13 @@ class CalibrationSource:
             raise SltaError(f"Calibration source {self.source!r} has no usable record: all {len(records)} are empty.")
         if drawn.skipped:
             LOG.warning("Calibration source %r: skipped %d empty records.", self.source, drawn.skipped)
+        if drawn.complete:
+            LOG.warning(
+                "Calibration source %r: %d texts begin or end with the special token that the tokenizer adds there; it "
+                "is not added a second time.",
+                self.source,
+                drawn.complete,
+            )
         if len(drawn.records) < samples:
             usable = len(drawn.records)
             LOG.warning("Calibration source %r has %d usable records of %d asked.", self.source, usable, samples)
@@ -129,33 +145,57 @@ class CalibrationSource:
     ) -> CalibrationData:
         rows: list[tuple[int, ...]] = []
         indices: list[int] = []
-        skipped = 0
+        skipped = complete = 0
+        dated = False
         for index in order:
             if len(rows) == samples:
                 break
-            row = self._encode(index, records[index])
+            text, is_chat = self._text(index, records[index])
+            row, is_complete = self._encode(text, is_chat)
             if not row:
                 skipped += 1
             elif row not in exclude:
                 rows.append(row)
                 indices.append(index)
-        return CalibrationData(self.source, self.template, tuple(rows), tuple(indices), skipped)
+                complete += is_complete
+                dated = dated or (is_chat and _asks_for_the_date(self._chat_template))
+        date = self.chat_date if dated else None
+        return CalibrationData(self.source, self.template, tuple(rows), tuple(indices), skipped, date, complete)
 
-    def _encode(self, index: int, record: Record) -> tuple[int, ...]:
-        """The record's token ids, or an empty tuple for one that has no text or no token but the special ones."""
+    def _text(self, index: int, record: Record) -> tuple[str, bool]:
         where = f"Record {index + 1} of calibration source {self.source!r}"
-        text, is_chat = record_text(record, self.template, where=where, render_chat=self._render_chat)
+        return record_text(record, self.template, where=where, render_chat=self._render_chat)
+
+    def _encode(self, text: str, is_chat: bool) -> tuple[tuple[int, ...], bool]:
+        """A text's token ids, none if it has no token but the special ones, and whether it had one of these itself."""
         if not text.strip():
-            return ()
+            return (), False
         # A chat template writes the special tokens itself; adding them again would double the first one.
-        encoding = self.tokenizer(text, add_special_tokens=not is_chat, padding=False, truncation=False, verbose=False)
+        token_ids = self._tokenize(text, special=not is_chat)
         special = 0 if is_chat else self.tokenizer.num_special_tokens_to_add()
-        token_ids = encoding["input_ids"]
+        whole = self._without_doubled(text, token_ids) if special else token_ids
         # The tokenizer's own truncation may cut at the beginning, so the cut is made here.
-        return tuple(token_ids[: self.max_tokens]) if len(token_ids) > special else ()
+        return tuple(whole[: self.max_tokens]) if len(whole) > special else (), len(whole) < len(token_ids)
+
+    def _tokenize(self, text: str, special: bool) -> list[int]:
+        encoding = self.tokenizer(text, add_special_tokens=special, padding=False, truncation=False, verbose=False)
+        return list(encoding["input_ids"])
+
+    def _without_doubled(self, text: str, token_ids: list[int]) -> list[int]:
+        """The token ids of a text without what the tokenizer added before or after it though the text has it itself."""
+        begins = token_ids[:2] == [self.tokenizer.bos_token_id] * 2
+        ends = token_ids[-2:] == [self.tokenizer.eos_token_id] * 2
+        if begins or ends:
+            own = self._tokenize(text, special=False)
+            begins = begins and token_ids[1 : 1 + len(own)] == own
+            ends = ends and token_ids[-1 - len(own) : -1] == own
+        return token_ids[begins : len(token_ids) - ends]
 
     def _render_chat(self, turns: list[dict[str, Any]]) -> str:
-        return str(self.tokenizer.apply_chat_template(turns, chat_template=self._chat_template, tokenize=False))
+        template = self._chat_template
+        if _asks_for_the_date(template):
+            template = _clock(self.chat_date) + template
+        return str(self.tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False))
 
     @cached_property
     def _chat_template(self) -> str:
@@ -178,6 +218,31 @@ class CalibrationSource:
                 f"Calibration source {self.source!r} holds conversations, the base model's tokenizer has no chat "
                 f"template, and the expert's cannot be loaded ({reason}): give the expert a 'template'."
             ) from error
+
+
+def _asks_for_the_date(chat_template: str) -> bool:
+    return "strftime_now" in chat_template
+
+
+def _clock(day: datetime.date) -> str:
+    """A macro in place of transformers' function ``strftime_now``: midnight of a day, whatever day it is.
+
+    transformers passes no functions to chat templates, and its own one takes the date from the system.
+    """
+    midnight = datetime.datetime.combine(day, datetime.time())
+    values = {code: midnight.strftime(f"%{code}") for code in "aAbBcdfGHIjmMpSuUVwWxXyYzZ"}
+    values |= {f"-{code}": values[code].lstrip("0") or "0" for code in "dHIjmMSy"}
+    values |= {
+        "e": f"{midnight.day:2}",
+        "F": str(day),
+        "T": "00:00:00",
+        "R": "00:00",
+        "D": f"{midnight:%m/%d/%y}",
+        "%": "%",
+    }
+    steps = "".join(f"|replace({'%' + code!r}, {value!r})" for code, value in values.items())
+    # The newline after a block is dropped, so that the template that follows begins a line as it does alone.
+    return f"{{%- macro strftime_now(format) -%}}{{{{ format{steps} }}}}{{%- endmacro %}}\n"
 
 
 def _chat_template_of(tokenizer: PreTrainedTokenizerBase) -> str | None:

@@ -27,6 +27,7 @@ from mergekit_slta.featcal.scratch import SolvedModel, solve_model
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.submodules import TensorWeights, weighted_sum
 from mergekit_slta.methods.sftm import SftmMethod
+from mergekit_slta.models.checkpoint import current_loader, merge_adapter
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import (
     CalibrationSettings,
@@ -310,11 +311,15 @@ def register() -> None:
 
 
 def watch_planner() -> None:
-    """Register, and show the methods the whole recipe, which mergekit does not; a second call changes nothing."""
+    """Register, show the methods the whole recipe, which mergekit does not, and have adapters merged by content.
+
+    A second call changes nothing.
+    """
     from mergekit.io.tasks import FinalizeModel
     from mergekit.plan import MergePlanner
 
     register()
+    ModelReference.merged = merge_adapter
     plan = MergePlanner.__init__
     if hasattr(plan, WATCHED):
         return
@@ -323,6 +328,8 @@ def watch_planner() -> None:
     def init(
         self: MergePlanner, config: MergeConfiguration, arch_info: Any, options: MergeOptions, *rest: Any, **more: Any
     ) -> None:
+        for model in config.referenced_models() & LoaderCache.loaders.keys():
+            current_loader(model)  # an adapter may have changed since mergekit loaded it for an earlier merge
         for method in METHODS:
             if isinstance(method, CalibratedMethod):
                 method.forget()

@@ -1,8 +1,10 @@
-"""LoRA adapters: their files, in a folder or on the Hub, and the folder that mergekit merges one into."""
+"""LoRA adapters: their files, in a folder or on the Hub, and what mergekit calls one that is merged."""
 
 from __future__ import annotations
 
+import glob
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import huggingface_hub
@@ -21,6 +23,13 @@ from mergekit_slta.models.headers import (
 )
 
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")  # in the order of preference
+
+CHAT_TEMPLATE = "chat_template.jinja"
+# The first three tell that there is a tokenizer.
+TOKENIZER_FILES = (
+    "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.*", "merges.txt", "chat_template*", "additional_chat_templates/*", "*.py",
+)  # fmt: skip
 
 
 def adapter_headers(path: ModelPath) -> Headers | None:
@@ -47,13 +56,30 @@ def adapter_headers(path: ModelPath) -> Headers | None:
 
 def adapter_folder(path: ModelPath, cache_dir: str | None = None) -> Path:
     """The folder with an adapter's files: the one that the path names, or the download of one on the Hub."""
+    return _folder(path, [*ADAPTER_FILES, ADAPTER_CONFIG], cache_dir)
+
+
+def tokenizer_folder(path: ModelPath, cache_dir: str | None = None) -> Path | None:
+    """The folder with the tokenizer that an adapter brings along; None if it brings none."""
+    folder = _folder(path, TOKENIZER_FILES, cache_dir)
+    return folder if any((folder / name).exists() for name in TOKENIZER_FILES[:3]) else None
+
+
+def adapter_chat_template(path: ModelPath, cache_dir: str | None = None) -> str | None:
+    """The chat template that an adapter brings along in a file of its own."""
+    file = _folder(path, TOKENIZER_FILES, cache_dir) / CHAT_TEMPLATE
+    return file.read_text(encoding="utf-8") if file.exists() else None
+
+
+def _folder(path: ModelPath, files: Sequence[str], cache_dir: str | None) -> Path:
+    """The folder that a path names, or the download of some files of a repository on the Hub."""
     if Path(path.path).exists():
         return Path(path.path)
-    files = [*ADAPTER_FILES, ADAPTER_CONFIG]
-    found = huggingface_hub.snapshot_download(
-        path.path, revision=path.revision, cache_dir=cache_dir, allow_patterns=files
+    return Path(
+        huggingface_hub.snapshot_download(
+            path.path, revision=path.revision, cache_dir=cache_dir, allow_patterns=list(files)
+        )
     )
-    return Path(found)
 
 
 def adapter_weights(folder: Path) -> Path:
@@ -68,13 +94,13 @@ def adapter_weights(folder: Path) -> Path:
     return files[0]
 
 
-def last_change(path: ModelPath) -> float:
-    """When an adapter's files last changed, in seconds since 1970; 0 for one that is not in a folder here."""
-    files = [Path(path.path) / name for name in (*ADAPTER_FILES, ADAPTER_CONFIG)]
-    return max((file.stat().st_mtime for file in files if file.exists()), default=0)
-
-
-def merged_folder(reference: ModelReference, cache: str) -> Path:
-    """Where mergekit keeps a merged adapter, which it tells by the paths alone."""
+def merged_name(reference: ModelReference) -> str:
+    """What mergekit calls the folder of a merged adapter, by the paths alone."""
     assert reference.lora is not None
-    return Path(cache) / f"{reference.model._unique_id()}_{reference.lora._unique_id()}"
+    return f"{reference.model._unique_id()}_{reference.lora._unique_id()}"
+
+
+def merged_folders(reference: ModelReference, cache: str) -> list[Path]:
+    """The folders that an adapter at these paths has been merged into, now or before its files changed."""
+    found = sorted(Path(cache).glob(f"{glob.escape(merged_name(reference))}*"))
+    return [folder for folder in found if folder.is_dir() and folder.suffix != ".partial"]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
 import mmap
 import os
+import shutil
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -17,16 +19,17 @@ from typing import Any
 
 import torch
 import transformers
+from filelock import FileLock
 from mergekit.architecture.conversion import convert_checkpoint_tensors
-from mergekit.common import ModelReference
-from mergekit.io.lazy_tensor_loader import ShardedTensorIndex
+from mergekit.common import ModelPath, ModelReference
+from mergekit.io.lazy_tensor_loader import LazyTensorLoader, ShardedTensorIndex
 from mergekit.io.tasks import LoaderCache
 from pydantic import TypeAdapter
 
 from mergekit_slta import files
 from mergekit_slta.errors import SltaError
 from mergekit_slta.files import cache_folder, digest
-from mergekit_slta.models.adapters import adapter_folder, adapter_weights
+from mergekit_slta.models.adapters import adapter_folder, adapter_weights, merged_folders, merged_name
 from mergekit_slta.models.headers import ADAPTER_CONFIG
 from mergekit_slta.models.skeleton import model_tensor_name
 
@@ -63,7 +66,7 @@ class Checkpoint:
 
     @cached_property
     def _loader(self):  # type: ignore[no-untyped-def]
-        return LoaderCache().get(self.reference)
+        return current_loader(self.reference)
 
     def open(self) -> None:
         """Find the checkpoint's files; mergekit downloads them, or merges the LoRA, where that is still to be done."""
@@ -165,6 +168,82 @@ class Checkpoint:
             return fingerprint_of(self.folder, whole=whole)
         base = ModelReference(model=self.reference.model).local_path(cache_dir=cache_dir)
         return fingerprint_of(base, adapter_folder(self.reference.lora, cache_dir), whole=whole)
+
+
+def current_loader(reference: ModelReference) -> LazyTensorLoader:
+    """mergekit's loader of a model; one of an adapter is made anew if its files changed since it was made."""
+    cache = LoaderCache()
+    if reference.lora is not None and cache.lora_cache_dir:  # other threads of a merge than the first know no folder
+        merged = merge_adapter(reference, cache.lora_cache_dir, cache.trust_remote_code, cache.lora_merge_dtype)
+        if reference in cache.loaders and cache.loaders[reference].index.base_path != merged.model.path:
+            del cache.loaders[reference]
+        if reference not in cache.loaders:
+            cache.loaders[reference] = merged.lazy_loader(lazy_unpickle=cache.lazy_unpickle)
+    return cache.get(reference)
+
+
+_MERGED = getattr(ModelReference.merged, "__wrapped__", ModelReference.merged)  # mergekit's own
+
+
+@functools.wraps(_MERGED)
+def merge_adapter(
+    self: ModelReference,
+    cache_dir: str | None = None,
+    trust_remote_code: bool = False,
+    lora_merge_dtype: str | None = None,
+) -> ModelReference:
+    """mergekit's ``ModelReference.merged``, with a folder for each content instead of one for each pair of paths.
+
+    mergekit takes whatever is in its folder, though the base model or the adapter has changed since, and though the
+    merge was interrupted. Here the folder's name tells the content of both and the type that they were merged in, and
+    the folder gets its name when it is complete.
+    """
+    if self.lora is None or not cache_dir:
+        return _MERGED(self, cache_dir, trust_remote_code, lora_merge_dtype)
+    folder = Path(cache_dir) / f"{merged_name(self)}_{_merged_content(self, lora_merge_dtype)[:16]}"
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(lock := f"{folder}.lock"):
+            if not folder.exists():
+                _merge_into(folder, lambda part: _MERGED(self, part, trust_remote_code, lora_merge_dtype))
+                if others := [other.name for other in merged_folders(self, cache_dir) if other != folder]:
+                    LOG.warning(
+                        "%s also holds %s as merged when its files or the type were others (%s): delete what is not "
+                        "needed any more.",
+                        cache_dir,
+                        self,
+                        ", ".join(others),
+                    )
+            with contextlib.suppress(OSError):  # Windows keeps a file that is open
+                os.unlink(lock)
+    return ModelReference(model=ModelPath(path=str(folder)))
+
+
+def _merge_into(folder: Path, merge: Callable[[str], ModelReference]) -> None:
+    part = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(part, ignore_errors=True)  # of a merge that was killed
+    try:
+        os.replace(merge(str(part)).model.path, folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _merged_content(reference: ModelReference, dtype: str | None) -> str:
+    """What decides the files of a merged adapter: the base model's weights and configuration, the adapter, the type."""
+    assert reference.lora is not None
+    cache_dir = LoaderCache().hf_cache_dir
+    base = Path(ModelReference(model=reference.model).local_path(cache_dir=cache_dir))
+    adapter = adapter_folder(reference.lora, cache_dir)
+    small = [base / "config.json", adapter / ADAPTER_CONFIG, adapter_weights(adapter)]
+    return files.digest([fingerprint_of(base, whole=True), *map(_file_sha256, small), str(dtype)])
+
+
+def _file_sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 24):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def fingerprint_of(folder: str | Path, adapter: Path | None = None, *, whole: bool = False) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import date
 
 from mergekit.common import ModelReference
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mergekit_slta.data.draw import CalibrationData, CalibrationSource
+from mergekit_slta.data.draw import CHAT_DATE, CalibrationData, CalibrationSource
 from mergekit_slta.data.sources import is_dataset
 from mergekit_slta.errors import SltaError, first_line
+from mergekit_slta.models.adapters import adapter_chat_template, tokenizer_folder
 from mergekit_slta.recipe.recipe import CalibrationSettings, Expert
 
 
@@ -21,6 +23,9 @@ class Samples:
         settings: how many samples, of which length, drawn by which seed.
         trust_remote_code, cache_dir: mergekit's options ``--trust-remote-code`` and ``--transformers-cache``.
         quiet: no progress bar while a dataset is fetched.
+
+    Attributes:
+        chat_date: what chat templates that ask for today's date are told.
     """
 
     def __init__(
@@ -36,7 +41,8 @@ class Samples:
         self._trust_remote_code = trust_remote_code
         self._cache_dir = cache_dir
         self._quiet = quiet
-        self._drawn: dict[tuple[Expert, int], CalibrationData] = {}
+        self.chat_date = CHAT_DATE
+        self._drawn: dict[tuple[Expert, int, date], CalibrationData] = {}
         self._tokenizers: dict[ModelReference, PreTrainedTokenizerBase] = {}
 
     def of(self, expert: Expert, count: int | None = None) -> CalibrationData:
@@ -45,7 +51,7 @@ class Samples:
         Raises:
             SltaError: there are none, or a tokenizer is missing.
         """
-        key = expert, count or self._settings.samples
+        key = expert, count or self._settings.samples, self.chat_date
         if key not in self._drawn:
             self._drawn[key] = self._source(expert).draw(key[1])
         return self._drawn[key]
@@ -59,7 +65,7 @@ class Samples:
         return self._source(expert).held_out(count, self.of(expert))
 
     def tokenizer(self, reference: ModelReference) -> PreTrainedTokenizerBase:
-        """The tokenizer of the model itself, since the folder with a merged adapter has none; loaded once.
+        """A model's tokenizer, loaded once; of an adapter, the one that it brings along, or else its base model's.
 
         Raises:
             SltaError: the model has none that can be loaded.
@@ -70,15 +76,19 @@ class Samples:
 
     def _load_tokenizer(self, reference: ModelReference) -> PreTrainedTokenizerBase:
         try:
-            return AutoTokenizer.from_pretrained(
-                reference.model.path,
-                revision=reference.model.revision,
+            own = reference.lora and tokenizer_folder(reference.lora, self._cache_dir)
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(own or reference.model.path),
+                revision=None if own else reference.model.revision,
                 trust_remote_code=self._trust_remote_code,
                 cache_dir=self._cache_dir,
             )
+            if reference.lora and (template := adapter_chat_template(reference.lora, self._cache_dir)):
+                tokenizer.chat_template = template
+            return tokenizer
         except Exception as error:  # a tokenizer's own code may raise anything
             raise SltaError(
-                f"{reference.model} has no usable tokenizer, which calibration needs: {first_line(error)}."
+                f"{reference} has no usable tokenizer, which calibration needs: {first_line(error)}."
             ) from error
 
     def _source(self, expert: Expert) -> CalibrationSource:
@@ -93,6 +103,7 @@ class Samples:
             lambda: self.tokenizer(expert.reference),
             self._settings.max_tokens,
             self._settings.seed,
+            self.chat_date,
         )
 
 

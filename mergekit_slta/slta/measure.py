@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from mergekit_slta.data.draw import CalibrationData
+from mergekit_slta.data.draw import CHAT_DATE, CalibrationData
 from mergekit_slta.data.sources import source_name
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
@@ -86,6 +86,8 @@ class _Measurement:
     def reuse(self, levels: Sequence[str], published: bool) -> Statistics:
         """Match the file's content with the recipe, add the levels that it lacks, and take the recipe's experts."""
         found, recipe = load(self.path), self.experiment.recipe
+        dates = [entry.chat_date for entry in found.info.calibration if entry.chat_date]
+        self.experiment.samples.chat_date = next(iter(dates), CHAT_DATE)
         if problems := calibration_problems(recipe, statistics_exist=True):
             raise SltaError("\n".join(problems))
         given = all(expert.calibration for expert in recipe.experts)
@@ -190,7 +192,12 @@ def _info(
         base_model=names[0],
         models=tuple(names[1:]),
         calibration=tuple(
-            CalibrationInfo(source=source_name(samples.source), template=samples.template, sha256=samples.sha256)
+            CalibrationInfo(
+                source=source_name(samples.source),
+                template=samples.template,
+                sha256=samples.sha256,
+                chat_date=samples.chat_date,
+            )
             for samples in data
         ),
         samples=recipe.settings.samples,

@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -52,6 +53,7 @@ class CalibrationInfo(BaseModel):
     source: str
     template: str
     sha256: str
+    chat_date: date | None = None  # what the chat template was told; none where it did not ask
 
 
 class Content(BaseModel):
@@ -212,7 +214,7 @@ def save(statistics: Statistics, path: Path) -> None:
     """Write a statistics file."""
     tensors = {_GRAM + name: gram.contiguous() for name, gram in statistics.grams.items()}
     tensors |= {"task": statistics.task, "tokens": statistics.tokens}
-    text = json.dumps(statistics.info.model_dump(mode="json"), sort_keys=True)
+    text = json.dumps(statistics.info.model_dump(mode="json", exclude_none=True), sort_keys=True)
     files.write(path, serialize(tensors, metadata={METADATA_KEY: text}))
 
 

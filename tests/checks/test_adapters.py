@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 from conftest import MakeFamily
-from mergekit.config import MergeConfiguration
 from support import families
 from support.adapters import write_adapter
-from support.examining import adapted, only, problems, save_random
+from support.examining import adapted, only, problems, save_random, swap_ids
 from support.families import Family
 
 
@@ -57,15 +55,35 @@ def test_an_adapter_of_transposed_maps_fits(make_family: MakeFamily, tmp_path: P
     assert problems(adapted(family, adapter), options={"lora_merge_cache": str(tmp_path)}) == []
 
 
-def test_an_adapter_that_changed_after_it_was_merged(family: Family, adapter: Path, tmp_path: Path) -> None:
-    recipe, cache = adapted(family, adapter), {"lora_merge_cache": str(tmp_path / "cache")}
-    reference = MergeConfiguration.model_validate(recipe).models[1].model
-    merged = Path(reference.merged(cache_dir=cache["lora_merge_cache"]).model.path)
-    assert problems(recipe, options=cache) == []
-    time = (merged / "model.safetensors").stat().st_mtime + 10
-    os.utime(adapter / "adapter_model.safetensors", (time, time))
-    assert only(recipe, options=cache) == f"{merged} holds {reference} as it was before its adapter changed: delete it."
-    (merged / "model.safetensors").unlink()
-    assert only(recipe, options=cache) == (
-        f"An earlier merge of {reference} was interrupted and left {merged} without weights: delete it."
-    )
+FUSED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_an_adapter_of_fused_experts_fits_its_own_base(
+    architecture: str, make_family: MakeFamily, tmp_path: Path
+) -> None:
+    family, options = make_family(architecture), {"lora_merge_cache": str(tmp_path / "cache")}
+    adapter = write_adapter(family.base, tmp_path / "adapter", parameters=FUSED)
+    assert problems(adapted(family, adapter), options=options) == []
+    wide = save_random(families.config_of(architecture, hidden_size=64), tmp_path / "wide")
+    other = write_adapter(wide, tmp_path / "other", parameters=FUSED[1:])
+    problem = only(adapted(family, other), options=options)
+    assert problem.startswith(f"The adapter {other} was not trained on {family.base} (its matrices for model.layers.0")
+
+
+def test_an_adapter_of_a_router_that_checkpoints_call_otherwise(make_family: MakeFamily, tmp_path: Path) -> None:
+    family = make_family("mixtral")
+    adapter = write_adapter(family.base, tmp_path / "adapter", parameters=["mlp.gate.weight"])
+    assert problems(adapted(family, adapter), options={"lora_merge_cache": str(tmp_path / "cache")}) == []
+
+
+def test_an_adapter_whose_own_tokenizer_has_other_ids(family: Family, adapter: Path, tmp_path: Path) -> None:
+    """mergekit aligns by the tokenizer of the adapter's base model alone."""
+    families.write_tokenizer(adapter)
+    recipe, options = adapted(family, adapter), {"lora_merge_cache": str(tmp_path / "cache")}
+    assert problems(recipe, options=options) == []
+    swap_ids(adapter)
+    for aligned in ({}, {"tokenizer": {"source": "base"}}):
+        problem = only(recipe | aligned, options=options)
+        assert problem.startswith(f"The tokenizer of the expert {family.base}+{adapter} has other ids than that of")
+        assert "merge the adapter into that model yourself" in problem

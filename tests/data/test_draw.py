@@ -1,5 +1,6 @@
 """Calibration data: which token ids are drawn, in which order, and how problems are worded."""
 
+import datetime
 import hashlib
 import logging
 import random
@@ -12,6 +13,7 @@ import pytest
 from support.calibration_samples import (
     BOS,
     CHARACTERS,
+    EOS,
     SHAREGPT,
     TURNS,
     load,
@@ -23,6 +25,7 @@ from support.calibration_samples import (
     write_tokenizer,
 )
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
 
 from mergekit_slta.data.draw import CalibrationData
 from mergekit_slta.errors import SltaError
@@ -54,6 +57,25 @@ def test_text_gets_special_tokens_and_keeps_its_beginning(
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": "abcdefgh" * 20}])
     assert load(source, plain_tokenizer, samples=1, max_tokens=500).token_ids == (with_special("abcdefgh" * 20),)
     assert load(source, plain_tokenizer, samples=1, max_tokens=6).token_ids == ((BOS, *spelled("abcde")),)
+
+
+@pytest.mark.parametrize("text", ["<s>ab", "ab</s>", "<s>ab</s>", "<s>[INST] a</s>b", "</s>ab<s>"])
+def test_a_text_with_its_own_special_tokens_gets_no_second_ones(
+    text: str, tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": text}] * 2)
+    inside = text.removeprefix("<s>").removesuffix("</s>")
+    own = plain_tokenizer(inside, add_special_tokens=False, padding=False, truncation=False)["input_ids"]
+    assert load(source, plain_tokenizer, samples=2).token_ids == ((BOS, *own, EOS),) * 2
+    said = [record.getMessage() for record in caplog.records if "not added a second time" in record.getMessage()]
+    assert len(said) == (inside != text)
+
+
+def test_a_text_of_nothing_but_special_tokens_is_empty(
+    tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in ("<s>", "<s></s>", "</s>", "a")])
+    assert load(source, plain_tokenizer, samples=4).token_ids == (with_special("a"),)
 
 
 def test_chat_template_has_its_beginning_of_text_token_once(
@@ -102,6 +124,41 @@ def test_conversation_without_any_chat_template_is_refused(
     assert repr(source) in message and "(The expert has no usable tokenizer): give the expert a 'template'." in message
     drawn = load(source, plain_tokenizer, template="{messages[1][content]}", samples=1)
     assert drawn.token_ids == (with_special("ho"),)
+
+
+DATED = (
+    "  {%- if strftime_now is defined %}{% set format = '%A %d %B %Y' %}{% endif %}\n"
+    "{{ strftime_now('%d %b %Y') }}, {{ strftime_now(format) }}\n"
+    "{{ strftime_now('%Y-%m-%d %H:%M:%S %p, %j of %y, %a %e.%-d.%-m at %T, %F %D %% %I') }}\n"
+    "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+)
+
+
+def on_the_day(monkeypatch: pytest.MonkeyPatch, day: datetime.datetime) -> None:
+    class Clock(datetime.datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return day
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Clock)
+
+
+@pytest.mark.parametrize("day", [datetime.date(2024, 7, 26), datetime.date(2031, 12, 1)])
+def test_a_chat_template_that_asks_for_the_date_gets_the_same_one_every_day(
+    day: datetime.date, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = write_tokenizer(tmp_path / "dated", DATED)
+    source = write_jsonl(tmp_path / "a.jsonl", [{"messages": TURNS}])
+    on_the_day(monkeypatch, datetime.datetime.combine(day, datetime.time()))
+    rendered = tokenizer.apply_chat_template(TURNS, tokenize=False)
+    for today in (1, 2):
+        on_the_day(monkeypatch, datetime.datetime(2026, 11, today, 12, 30))
+        drawn = load(source, tokenizer, samples=1, max_tokens=500, chat_date=day)
+        (row,) = drawn.token_ids
+        assert row == tuple(tokenizer(rendered, add_special_tokens=False, padding=False, truncation=False)["input_ids"])
+        assert drawn.chat_date == day
+    other = write_jsonl(tmp_path / "b.jsonl", [{"text": "a"}])
+    assert load(other, tokenizer, samples=1).chat_date is None
 
 
 def test_what_a_chat_template_refuses_is_said(tmp_path: Path) -> None:

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
+import peft
 import pytest
 import torch
+from conftest import MakeFamily
 from mergekit.common import ModelPath, ModelReference
-from safetensors.torch import save_file
+from mergekit.io.tasks import LoaderCache
+from safetensors.torch import load_file, save_file
+from support import families
 from support.adapters import write_adapter
+from support.copies import edit_tensors
 from support.families import Family
 from support.hub import serve
+from transformers import AutoModelForCausalLM
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.models.adapters import adapter_folder, adapter_headers, adapter_weights, last_change, merged_folder
+from mergekit_slta.models.adapters import adapter_folder, adapter_headers, adapter_weights, merged_folders, merged_name
+from mergekit_slta.models.checkpoint import merge_adapter
 from mergekit_slta.models.headers import TensorHeader
+
+QUERY = "model.layers.1.self_attn.q_proj.weight"
 
 
 @pytest.mark.parametrize("left_out", ["adapter_config.json", "adapter_model.safetensors"])
@@ -77,14 +88,90 @@ def test_the_weights_of_an_adapter(tmp_path: Path) -> None:
         assert adapter_weights(folder) == tmp_path / name
 
 
-def test_an_adapter_changes_with_its_files(tmp_path: Path) -> None:
-    assert last_change(ModelPath(path="org/adapter")) == 0
-    for number, name in enumerate(("adapter_config.json", "adapter_model.safetensors", "README.md")):
-        (tmp_path / name).write_text("")
-        os.utime(tmp_path / name, (number + 5, number + 5))
-    assert last_change(ModelPath(path=str(tmp_path))) == 6
+def with_dates_of(folder: Path, change: Callable[[], object]) -> None:
+    """Change files and give them the dates that they had."""
+    dates = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
+    change()
+    for name, date in dates.items():
+        os.utime(folder / name, ns=(date, date))
 
 
-def test_the_folder_of_a_merged_adapter_is_mergekits(llama: Family, tmp_path: Path) -> None:
+def merged_by_peft(base: Path, adapter: Path, folder: Path) -> Path:
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    peft.PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().save_pretrained(folder)
+    return folder
+
+
+def edit_maps(folder: Path) -> None:
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        for name in tensors:
+            if name.endswith("_proj.weight"):
+                tensors[name] += 0.05 * torch.randn(tensors[name].shape, generator=torch.Generator().manual_seed(0))
+
+    edit_tensors(folder, edit)
+
+
+@pytest.mark.parametrize(
+    ("changed", "method"),
+    [("base", "slta"), ("adapter", "slta"), ("adapter", "task_arithmetic"), ("interrupted", "task_arithmetic")],
+)
+def test_an_adapter_is_merged_as_it_is_now(changed: str, method: str, family: Family, tmp_path: Path) -> None:
+    """Its own files or the base model's were replaced by others of the same dates, or its merge was interrupted."""
+    cache, adapter = tmp_path / "cache", write_adapter(family.base, tmp_path / "adapter")
+    own = {"weight": 0.5} if method == "task_arithmetic" else {}
+    recipe = families.recipe(family, method, experts=[0, 1], per_expert=own)
+    recipe["models"][0]["model"] = f"{family.base}+{adapter}"
+    before = families.merge(recipe, tmp_path / "before", lora_merge_cache=str(cache))
+    if changed == "base":
+        with_dates_of(family.base, lambda: edit_maps(family.base))
+    elif changed == "adapter":
+        with_dates_of(adapter, lambda: write_adapter(family.base, adapter, seed=1))
+    else:  # a process was killed and left a folder that a merge would be written to
+        shutil.rmtree(cache)
+        LoaderCache.loaders.clear()
+        reference = ModelReference.parse(recipe["models"][0]["model"])
+        (cache / merged_name(reference)).mkdir(parents=True)
+        (cache / merged_name(reference) / "config.json").write_text("{}")
+    after = families.merge(recipe, tmp_path / "after", lora_merge_cache=str(cache))
+    LoaderCache.loaders.clear()
+    recipe["models"][0]["model"] = str(merged_by_peft(family.base, adapter, tmp_path / "full"))
+    expected = load_file(families.merge(recipe, tmp_path / "expected") / "model.safetensors")
+    found, old = (load_file(folder / "model.safetensors") for folder in (after, before))
+    for name, tensor in expected.items():
+        assert torch.allclose(found[name], tensor, rtol=1e-5, atol=1e-6), name
+    assert changed == "interrupted" or not torch.allclose(old[QUERY], expected[QUERY], atol=1e-2)
+
+
+def test_an_adapter_is_merged_once_for_each_type(
+    llama: Family, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = tmp_path / "cache"
     reference = ModelReference.parse(f"{llama.base}+{write_adapter(llama.base, tmp_path / 'adapter')}")
-    assert merged_folder(reference, str(tmp_path)) == Path(reference.merged(cache_dir=str(tmp_path)).model.path)
+    full, again, half = (merge_adapter(reference, str(cache), False, dtype) for dtype in (None, None, "bfloat16"))
+    assert full == again and full != half
+    assert set(merged_folders(reference, str(cache))) == {Path(full.model.path), Path(half.model.path)}
+    assert load_file(Path(half.model.path) / "model.safetensors")[QUERY].dtype == torch.bfloat16
+    (said,) = [record.getMessage() for record in caplog.records if "delete" in record.getMessage()]
+    assert Path(full.model.path).name in said
+    broken = ModelReference.parse(f"{llama.base}+{shutil.copytree(tmp_path / 'adapter', tmp_path / 'broken')}")
+    (tmp_path / "broken" / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(Exception, match=r"."):
+        merge_adapter(broken, str(cache))
+    assert merged_folders(broken, str(cache)) == []
+
+
+@pytest.mark.parametrize("method", ["slta", "featcal"])
+def test_an_adapter_of_fused_experts_is_merged_as_the_model_that_peft_makes_of_it(
+    method: str, make_family: MakeFamily, tmp_path: Path
+) -> None:
+    family = make_family("qwen3_moe")
+    fused = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapter = write_adapter(family.base, tmp_path / "adapter", parameters=fused)
+    states: list[dict[str, torch.Tensor]] = []
+    for name in (f"{family.base}+{adapter}", str(merged_by_peft(family.base, adapter, tmp_path / "full"))):
+        recipe = families.recipe(family, method, experts=[0, 1], samples=6)
+        recipe["models"][0]["model"] = name
+        out = families.merge(recipe, tmp_path / f"out{len(states)}", lora_merge_cache=str(tmp_path / "cache"))
+        states.append(load_file(out / "model.safetensors"))
+    for name, tensor in states[1].items():
+        assert torch.allclose(states[0][name], tensor, rtol=1e-5, atol=1e-6), name

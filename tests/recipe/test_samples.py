@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 from mergekit.common import ModelReference
+from support import families
+from support.examining import swap_ids
 from support.families import Family
+from transformers import AutoTokenizer
 
 from mergekit_slta.data.draw import CalibrationData, CalibrationSource
 from mergekit_slta.errors import SltaError
@@ -55,6 +59,30 @@ def test_a_model_with_an_adapter_has_its_own_tokenizer(llama: Family, tmp_path: 
     reference = ModelReference.parse(f"{llama.base}+{tmp_path}")
     assert samples.tokenizer(reference) is samples.tokenizer(reference)
     assert samples.tokenizer(reference).name_or_path == str(llama.base)
+
+
+CHAT = "{% for turn in messages %}{{ turn['content'] }}.{% endfor %}"
+
+
+@pytest.mark.parametrize("brings", ["tokenizer", "template"])
+def test_an_adapters_own_chat_template_is_used(brings: str, llama: Family, tmp_path: Path) -> None:
+    """It was saved beside the adapter, with the tokenizer that it was trained with or alone."""
+    if brings == "tokenizer":
+        families.write_tokenizer(tmp_path, CHAT)
+    else:
+        (tmp_path / "chat_template.jinja").write_text(CHAT)
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "abc"}]}))
+    expert = Expert(ModelReference.parse(f"{llama.base}+{tmp_path}"), str(tmp_path / "chats.jsonl"))
+    (row,) = samples_of(llama.base).of(expert).token_ids
+    assert row == tuple(AutoTokenizer.from_pretrained(llama.base)("abc.", add_special_tokens=False)["input_ids"])
+
+
+def test_an_adapters_own_tokenizer_is_used(llama: Family, tmp_path: Path) -> None:
+    families.write_tokenizer(tmp_path)
+    swap_ids(tmp_path)
+    own = samples_of(llama.base).tokenizer(ModelReference.parse(f"{llama.base}+{tmp_path}"))
+    base = AutoTokenizer.from_pretrained(llama.base)
+    assert own("ab", add_special_tokens=False)["input_ids"] == base("ba", add_special_tokens=False)["input_ids"]
 
 
 def test_a_base_without_a_tokenizer_is_named(llama: Family, tmp_path: Path) -> None:

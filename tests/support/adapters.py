@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import peft
@@ -11,18 +12,22 @@ from transformers import AutoModelForCausalLM
 RANK = 2
 
 
-def write_adapter(base: Path, folder: Path, *targets: str, seed: int = 0, alpha: int = 4) -> Path:
+def write_adapter(
+    base: Path, folder: Path, *targets: str, seed: int = 0, alpha: int = 4, parameters: Sequence[str] = ()
+) -> Path:
     """Write a LoRA of a base model's maps; returns its folder.
 
     Args:
         base: the base model's folder.
         folder: the adapter's.
-        targets: the last parts of the maps' names; the query projections by default.
+        targets: the last parts of the maps' names; the query projections by default, unless there are parameters.
         seed: decides its matrices, none of which is zero.
         alpha: ``RANK`` times what their product counts by.
+        parameters: the last parts of the names of parameters to adapt, such as those of fused experts.
     """
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    config = peft.LoraConfig(r=RANK, lora_alpha=alpha, target_modules=list(targets or ["q_proj"]))
+    modules = list(targets) or ([] if parameters else ["q_proj"])
+    config = peft.LoraConfig(r=RANK, lora_alpha=alpha, target_modules=modules, target_parameters=list(parameters))
     adapted = peft.get_peft_model(model, config)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in adapted.named_parameters():
