@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from mergekit_slta.experiment import Experiment
 from mergekit_slta.files import cache_folder, digest
 from mergekit_slta.ranks import Ranks
 from mergekit_slta.recipe import calibration_problems
-from mergekit_slta.resume import Partial
+from mergekit_slta.resume import Partial, remove
 from mergekit_slta.sources import source_name
 from mergekit_slta.statistics import (
     CalibrationInfo,
@@ -202,7 +201,7 @@ class _Measurement:
 
     def _finish(self) -> None:
         self.experiment.ranks.wait()
-        shutil.rmtree(partial_folder(self.path), ignore_errors=True)
+        remove(partial_folder(self.path))
 
 
 def _info(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from mergekit_slta.layer_solver import Regression
 from mergekit_slta.maps import output_head
 from mergekit_slta.measure import measured_statistics
 from mergekit_slta.recipe import FeatcalSettings, calibration_problems
-from mergekit_slta.resume import Partial
+from mergekit_slta.resume import Partial, remove
 from mergekit_slta.streams import Tasks, share
 from mergekit_slta.submodules import TensorWeights, resolve_name
 
@@ -75,7 +74,7 @@ class SolvedModel:
 
     def remove(self) -> None:
         """Delete the folder."""
-        shutil.rmtree(self._partial.folder, ignore_errors=True)
+        remove(self._partial.folder)
         self.release()
 
     def release(self) -> None:
