@@ -32,8 +32,8 @@ DECISIVE = 1000.0
 LARGER_RIDGES = (1.0, 10.0, 100.0, 1000.0, 10000.0)
 SMALLEST_RIDGE = 1e-10  # what a ridge of zero comes to; with less, inputs that were never seen decide
 BLOCK = 256  # rows of the inputs' products that are computed at once, from the diagonal on
-ROUNDING = 4e-6  # the largest part of the solution that the rounding of float32 products may make up
-PROBES = 8  # random combinations of columns by which that is measured
+ROUNDING = 2e-6  # the largest part of the solution that the rounding of float32 products may make up
+PROBES = 4  # random combinations of columns by which that is measured
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from mergekit_slta.submodules import TensorWeights, resolve_name
 
 LOG = logging.getLogger(__name__)
 
-FORMAT = 2  # of what is in the folder, and of how it is solved
+FORMAT = 3  # of what is in the folder, and of how it is solved
 ANCHOR_LEVEL = "attn_mlp"  # of the merging weights of 'anchor: slta'
 
 
