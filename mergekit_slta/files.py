@@ -2,29 +2,65 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import hashlib
 import json
 import os
+import platform
+from collections.abc import Iterator
 from pathlib import Path
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file beside its place and then move it there, so that nobody ever sees half of it.
-
-    Args:
-        path: where it goes; the folder is made.
-        content: what it holds.
+    """Write a file as ``replacing`` does; the folder is made.
 
     Raises:
         OSError: it cannot be written; what was there is still there.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with replacing(path) as beside:
         beside.write_bytes(content)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a file beside ``path`` to write to, and then move it there, so that nobody ever sees half of it.
+
+    What writers of ``path`` left beside it when they were killed is removed first.
+    """
+    prefix = f".{path.name}.{platform.node()}."
+    for file in path.parent.glob(f"{glob.escape(prefix)}*"):
+        if not _is_running(file.name.removeprefix(prefix)):
+            file.unlink(missing_ok=True)
+    beside = path.with_name(f"{prefix}{os.getpid()}")
+    try:
+        yield beside
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _is_running(process: str) -> bool:
+    """Whether a process of this machine still runs; any does where asking would end it (Windows)."""
+    if os.name != "posix" or not process.isdecimal():
+        return True
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # somebody else's process, or no number of a process
+        return True
+    return True
+
+
+def checksum(path: Path) -> str:
+    """The SHA-256 of a file's bytes."""
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            found.update(block)
+    return found.hexdigest()
 
 
 def digest(content: object) -> str:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
+import logging
 import os
+import shutil
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,8 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+LOG = logging.getLogger(__name__)
+
 STATE = "state.json"
 EDGES = "edges.safetensors"
 
@@ -33,7 +39,9 @@ Hidden = dict[tuple[Any, ...], torch.Tensor]
 class Partial:
     """A folder with what each finished layer has come to, and the hidden states after the last one.
 
-    A layer counts as finished once its file exists, which is written after every rank's hidden states.
+    The state says what the folder is about, and the checksum of every file that counts: the finished layers' and the
+    hidden states after the last of them. A layer counts once the state lists it. Where a listed file is missing or its
+    checksum is another one, everything is computed again.
 
     Args:
         folder: where the state lives; ``enter`` makes it.
@@ -47,14 +55,14 @@ class Partial:
         self.folder = folder
         self.fingerprint = json.loads(json.dumps(fingerprint))
         self._release: Callable[[], object] = lambda: None
+        self._damaged: Path | None = None
         if self.folder.exists():
             self._refuse_foreign_state()
 
     def _refuse_foreign_state(self) -> None:
-        path = self.folder / STATE
-        if not path.exists():  # killed before anything was written
-            return
         state = self._state(self.folder)
+        if not state:  # killed before anything was written
+            return
         changed = [key for key in self.fingerprint if state.get(key) != self.fingerprint[key]]
         if changed:
             raise SltaError(
@@ -64,10 +72,14 @@ class Partial:
 
     @staticmethod
     def _state(folder: Path) -> dict[str, Any]:
+        """What the state says; nothing if there is none."""
+        path = folder / STATE
         try:
-            state: dict[str, Any] = json.loads((folder / STATE).read_text())
-        except ValueError as error:
-            raise SltaError(f"{folder / STATE} is damaged ({error}): delete the folder {folder}.") from error
+            state = json.loads(path.read_bytes()) if path.exists() else {}
+        except (OSError, ValueError, RecursionError) as error:
+            raise SltaError(f"{path} is damaged ({error}): delete the folder {folder}.") from error
+        if not isinstance(state, dict):
+            raise SltaError(f"{path} is damaged (it is not a JSON object): delete the folder {folder}.")
         return state
 
     def enter(self, ranks: Ranks) -> None:
@@ -89,9 +101,26 @@ class Partial:
     def begin(self) -> None:
         """Make the folder, and write what it belongs to."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / STATE
-        if not path.exists():
-            files.write(path, json.dumps(self.fingerprint, sort_keys=True, indent=1).encode())
+        if not (self.folder / STATE).exists():
+            self._write_state({})
+
+    def _write_state(self, checksums: Mapping[str, str]) -> None:
+        content = self.fingerprint | {"files": checksums}
+        with _written(self.folder / STATE) as beside:
+            beside.write_text(json.dumps(content, sort_keys=True, indent=1))
+
+    @functools.cached_property
+    def _checksums(self) -> dict[str, str]:
+        """The checksums of the files that count, by their names; none if one of the files is not what was written."""
+        listed = self._state(self.folder).get("files")
+        if not isinstance(listed, dict):
+            return {}
+        for name, checksum in listed.items():
+            file = self.folder / Path(name).name
+            if not file.is_file() or files.checksum(file) != checksum:
+                self._damaged = file
+                return {}
+        return listed
 
     def _claim(self) -> SltaError | None:
         """Keep other processes out of the folder, unless one is at work in it."""
@@ -115,68 +144,88 @@ class Partial:
     @staticmethod
     def levels(folder: Path) -> set[str]:
         """The levels that the state in a folder is about; none if there is no state."""
-        return set(Partial._state(folder)["levels"]) if (folder / STATE).exists() else set()
+        levels = Partial._state(folder).get("levels", [])
+        return {str(level) for level in levels} if isinstance(levels, list) else set()
 
     def finished_layers(self) -> int:
-        """How many layers, from the first one on, are finished."""
+        """How many layers, from the first one on, are finished; none if the hidden states after them are lost."""
         layer = 0
-        while self.layer_file(layer).exists():
+        while self.layer_file(layer).name in self._checksums:
             layer += 1
-        return layer if not layer or list(self.folder.glob(f"hidden-{layer - 1:04d}-*")) else 0
+        return layer if layer and self._hidden_files(layer - 1) else 0
+
+    def _hidden_files(self, layer: int) -> list[Path]:
+        return [self.folder / name for name in sorted(self._checksums) if name.startswith(f"hidden-{layer:04d}-")]
 
     def take_up(self, ranks: Ranks) -> tuple[int, Hidden | None]:
         """How many layers are finished, and the hidden states after the last of them, if there is one.
+
+        Files that do not count are deleted.
 
         Raises:
             SltaError: the ranks see different files.
         """
         layers = self.finished_layers()
         ranks.require_equal(layers, self.folder)
+        if not layers and (self._damaged or self._checksums) and ranks.first:
+            name = self._damaged.name if self._damaged else STATE
+            LOG.warning("%s is damaged or missing, so everything in %s is computed again.", name, self.folder)
+        if not layers:
+            self._checksums = {}
+        if ranks.first:
+            self._delete_what_does_not_count()
+        ranks.wait()
         return layers, self.hidden(layers - 1) if layers else None
+
+    def _delete_what_does_not_count(self) -> None:
+        for file in list(self.folder.iterdir()):
+            if file.name != STATE and file.name not in self._checksums:
+                shutil.rmtree(file) if file.is_dir() else file.unlink()
 
     def tensors(self, layers: int) -> dict[str, torch.Tensor]:
         """What the first ``layers`` layers have come to."""
-        return {name: gram for layer in range(layers) for name, gram in self._read(self.layer_file(layer)).items()}
+        return {name: gram for layer in range(layers) for name, gram in load_file(self.layer_file(layer)).items()}
 
     def hidden(self, layer: int) -> Hidden:
         """The hidden states after a layer, of all ranks' samples, by stream and row."""
         found: Hidden = {}
-        for file in self.folder.glob(f"hidden-{layer:04d}-*"):
-            for name, tensor in self._read(file).items():
+        for file in self._hidden_files(layer):
+            for name, tensor in load_file(file).items():
                 stream, row, *path = name.split(".", 2)
                 key = int(stream), int(row), *(json.loads(path[0]) if path else ())
                 found[key] = tensor
         return found
 
-    def _read(self, file: Path) -> dict[str, torch.Tensor]:
-        try:
-            return load_file(file)
-        except SafetensorError as error:
-            raise SltaError(f"{file} is damaged ({error}): delete the folder {self.folder}.") from error
-
     def save_hidden(self, layer: int, rank: int, hidden: Hidden) -> None:
         """Write one rank's hidden states after a layer."""
         path = self.folder / f"hidden-{layer:04d}-{rank:04d}.safetensors"
         names = {key: ".".join([*map(str, key[:2]), *([json.dumps(key[2:])] if key[2:] else [])]) for key in hidden}
-        _write({names[key]: tensor for key, tensor in hidden.items()}, path)
+        with _written(path) as beside:
+            save_file({names[key]: tensor for key, tensor in hidden.items()}, beside)
 
     def finish_layer(self, layer: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write what a layer has come to, which makes it count, and drop the hidden states before it."""
-        _write(tensors, self.layer_file(layer))
-        for file in self.folder.glob("hidden-*"):
-            if int(file.name.split("-")[1]) < layer:  # a faster rank may have written later ones
-                file.unlink()
+        """Write what a layer has come to, make it count, and drop the hidden states before it."""
+        self._finish(self.layer_file(layer), tensors, f"hidden-{layer:04d}-*.safetensors")
 
     def finish(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write what lies outside the layers, which makes the whole complete, and drop all hidden states."""
-        _write(tensors, self.edges_file)
-        for file in self.folder.glob("hidden-*"):
-            file.unlink()
+        self._finish(self.edges_file, tensors, None)
+
+    def _finish(self, path: Path, tensors: Mapping[str, torch.Tensor], hidden: str | None) -> None:
+        with _written(path) as beside:
+            save_file(dict(tensors), beside)
+        before = self._checksums
+        added = [path, *(self.folder.glob(hidden) if hidden else [])]
+        self._checksums = {name: checksum for name, checksum in before.items() if name.startswith("layer-")}
+        self._checksums |= {file.name: files.checksum(file) for file in added}
+        self._write_state(self._checksums)
+        for name in set(before) - set(self._checksums):
+            (self.folder / name).unlink(missing_ok=True)
 
     @property
     def complete(self) -> bool:
         """Whether ``finish`` has been called."""
-        return self.edges_file.exists()
+        return EDGES in self._checksums
 
     @property
     def edges_file(self) -> Path:
@@ -186,11 +235,18 @@ class Partial:
         return self.folder / f"layer-{layer:04d}.safetensors"
 
 
-def _write(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    beside = path.with_name(f".{path.name}")
+def remove(folder: Path) -> None:
+    """Delete a folder, the state first, so that what a kill leaves of it does not count."""
+    with contextlib.suppress(OSError):
+        (folder / STATE).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _written(path: Path) -> Iterator[Path]:
     try:
-        save_file(dict(tensors), beside)
-        os.replace(beside, path)
+        with files.replacing(path) as beside:
+            yield beside
     except (OSError, SafetensorError) as error:
         raise SltaError(
             f"{path} cannot be written ({error}): make room and run it again, it goes on from the last finished layer."

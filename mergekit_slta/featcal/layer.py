@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Streams
 from mergekit_slta.featcal.groups import LayerMaps, MapGroup
-from mergekit_slta.featcal.regression import NormalEquations
+from mergekit_slta.featcal.regression import Change, NormalEquations
 from mergekit_slta.layers.decoder import Decoder, State, Weights
 from mergekit_slta.layers.maps import LinearMap, fused_hidden
 
@@ -123,20 +123,25 @@ class LayerSolver:
     # Maps with one input
 
     def _solve_shared(self, group: MapGroup, progress: Callable[[int], object]) -> None:
+        def gather(equations: NormalEquations) -> None:
+            for task, expert in enumerate(self.experts):
+                for number, batch in self.streams.batches_of(task):
+                    targets = self._targets_of(group, number)
+                    given = self._merged_inputs(group, number)[0]
+                    if group.empty is not None:
+                        self._inputs[number] = given.cpu()
+                    inputs = batch.unpadded(given)
+                    residuals = torch.cat([batch.unpadded(targets[linear_map.module]) for linear_map in group.maps], 1)
+                    self._subtract(group.maps, expert, inputs, residuals)
+                    equations.add(inputs, residuals)
+                    if not equations.exact:  # the second time nothing is told
+                        progress(len(batch.rows))
+                equations.finish_task()
+
         equations = self._equations(group.maps)
-        for task, expert in enumerate(self.experts):
-            for number, batch in self.streams.batches_of(task):
-                targets = self._take_targets(group, number)
-                given = self._merged_inputs(group, number)[0]
-                if group.empty is not None:
-                    self._inputs[number] = given.cpu()
-                inputs = batch.unpadded(given)
-                residuals = torch.cat([batch.unpadded(targets[linear_map.module]) for linear_map in group.maps], 1)
-                self._subtract(group.maps, expert, inputs, residuals)
-                equations.add(inputs, residuals)
-                progress(len(batch.rows))
-            equations.finish_task()
-        self._apply(group.maps, equations)
+        gather(equations)
+        self._apply(group.maps, equations.solve(gather))
+        self._forget_targets(group)
         if group.empty is not None:
             self._close(group)
 
@@ -181,10 +186,11 @@ class LayerSolver:
         """Solve a mixture's experts one by one, each on the tokens that the merged model sends to it."""
         given: dict[int, tuple[torch.Tensor, ...]] = {}
         for number, batch in enumerate(self.streams.batches):
-            own = self._take_targets(group, number)[group.module]
+            own = self._targets_of(group, number)[group.module]
             merged = self._merged_inputs(group, number)
             given[number] = tuple(batch.unpadded(part).cpu() for part in (merged[0], merged[1], own[0]))
             progress(len(batch.rows))
+        self._forget_targets(group)
         for name in {name for m in group.maps for name in (m.weight, m.bias) if name}:
             self.merged[name] = self.merged[name].clone()
         for index in sorted({m.expert for m in group.maps if m.expert is not None}):
@@ -195,17 +201,21 @@ class LayerSolver:
 
     def _solve_routed_map(self, linear_map: LinearMap, inputs_of: Callable[[int], Iterator[Pair]]) -> None:
         """Solve one map from pairs of the merged model's inputs and the expert's own [n, in], by task."""
+
+        def gather(equations: NormalEquations) -> None:
+            for task, expert in enumerate(self.experts):
+                for merged, own in inputs_of(task):
+                    matrix = linear_map.matrix(expert)
+                    outputs = self.regression.targets(matrix, merged, own @ matrix.T)
+                    equations.add(merged, outputs - merged @ linear_map.matrix(self.merged).T)
+                equations.finish_task()
+
         equations, columns = self._equations([linear_map]), linear_map.matrix(self.merged).shape[1]
-        for task, expert in enumerate(self.experts):
-            for merged, own in inputs_of(task):
-                matrix = linear_map.matrix(expert)
-                outputs = self.regression.targets(matrix, merged, own @ matrix.T)
-                equations.add(merged, outputs - merged @ linear_map.matrix(self.merged).T)
-            equations.finish_task()
+        gather(equations)
         if equations.tokens < ENOUGH_TOKENS * columns:
             self._kept.append(f"{linear_map.name} ({equations.tokens} tokens)")
         else:
-            self._apply([linear_map], equations)
+            self._apply([linear_map], equations.solve(gather))
 
     def _reaching(self, given: dict[int, tuple[torch.Tensor, ...]], index: int, task: int) -> Iterator[Pair]:
         """The merged model's and the expert's own inputs [n, D] at the tokens that go to a mixture's expert."""
@@ -226,9 +236,8 @@ class LayerSolver:
 
     # The solution
 
-    def _apply(self, maps: Sequence[LinearMap], equations: NormalEquations) -> None:
-        """Solve, and put the maps' new tensors in place."""
-        change = equations.solve()
+    def _apply(self, maps: Sequence[LinearMap], change: Change) -> None:
+        """Put the maps' new tensors in place."""
         names = ", ".join(linear_map.name for linear_map in maps)
         if change.ridge is None:
             self._kept.append(f"{names} (no solution at any ridge)")
@@ -265,11 +274,16 @@ class LayerSolver:
         """What the merged model gives to a group."""
         return self._go_on(MERGED, number, self.merged, group.module)[group.module]
 
-    def _take_targets(self, group: MapGroup, number: int) -> dict[str, Any]:
+    def _targets_of(self, group: MapGroup, number: int) -> dict[str, Any]:
         """What the expert's modules of a group return for a batch [B, S, out]; for routed experts, what they get."""
         if (number, group.module) not in self._targets:
             self._run_expert(group.child, number)
-        return {module: tree_map(self._to_device, self._targets.pop((number, module))) for module in group.modules}
+        return {module: tree_map(self._to_device, self._targets[number, module]) for module in group.modules}
+
+    def _forget_targets(self, group: MapGroup) -> None:
+        for number in range(len(self.streams.batches)):
+            for module in group.modules:
+                self._targets.pop((number, module), None)
 
     def _run_expert(self, child: str, number: int) -> None:
         """Run the expert's layer through one child, which is as far as the group's targets reach."""

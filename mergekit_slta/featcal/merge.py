@@ -202,26 +202,25 @@ class _FeatureMerge:
 
     def _change_head(self, head: LinearMap, anchor: Weights, rows: slice, streams: Streams) -> Change:
         matrix = head.matrix(anchor)[rows]
-        equations = NormalEquations(
-            matrix.shape[1],
-            len(matrix),
-            self.regression.ridge,
-            self.decoder.device,
-            ranks=self.ranks,
-        )
         tail = self.decoder.tail_tensors()
         merged_tail = self._read(self.anchor, tail)
-        for task, expert in enumerate(self.experts):
-            own_tail, own = self._read(expert, tail), head.matrix(self._read(expert, [head.weight]))[rows]
-            for number, batch in streams.batches_of(task):
-                inputs = batch.unpadded(self.decoder.head_input(streams.hidden(MERGED, number), merged_tail))
-                own_inputs = batch.unpadded(self.decoder.head_input(streams.hidden(EXPERT, number), own_tail))
-                targets = self.regression.targets(own, inputs, own_inputs @ own.T)
-                equations.add(inputs, targets - inputs @ matrix.T)
-                if rows.start == 0:
-                    self._report("output head", len(batch.rows))
-            equations.finish_task()
-        return equations.solve()
+
+        def gather(equations: NormalEquations) -> None:
+            for task, expert in enumerate(self.experts):
+                own_tail, own = self._read(expert, tail), head.matrix(self._read(expert, [head.weight]))[rows]
+                for number, batch in streams.batches_of(task):
+                    given = batch.unpadded(self.decoder.head_input(streams.hidden(MERGED, number), merged_tail))
+                    own_given = batch.unpadded(self.decoder.head_input(streams.hidden(EXPERT, number), own_tail))
+                    targets = self.regression.targets(own, given, own_given @ own.T)
+                    equations.add(given, targets - given @ matrix.T)
+                    if rows.start == 0 and not equations.exact:
+                        self._report("output head", len(batch.rows))
+                equations.finish_task()
+
+        outputs, inputs = matrix.shape
+        equations = NormalEquations(inputs, outputs, self.regression.ridge, self.decoder.device, ranks=self.ranks)
+        gather(equations)
+        return equations.solve(gather)
 
     def _read(self, model: Source, names: Sequence[str]) -> dict[str, torch.Tensor]:
         return model.read({name: name for name in names}, self.decoder.base_model_prefix, self.decoder.device)

@@ -8,10 +8,16 @@ anchor's map W_a, tasks t with weights s_t, and the change D = W - W_a [d_out, d
 with K(D) = kappa |D|^2 and kappa = trace(A) / d_in for A = sum_t s_t sum_x x x^T. Where a few dimensions of the input
 are so much larger than the others that kappa says nothing about these, K(D) = sum_j A_jj |D[:, j]|^2 instead, and where
 they would decide s_t, perhaps by a single token, s_t is taken from the others.
+
+The sums are made of float32 products first. How much of their rounding the solution would show is measured: a few
+random combinations of the columns of A and of the right-hand side are summed up in float64 too, which costs little, and
+the solution is applied to the difference. Where inputs are rank-deficient or ill-conditioned and the ridge is small,
+this is too much, and all tokens are added once more with float64 products.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +32,8 @@ DECISIVE = 1000.0
 LARGER_RIDGES = (1.0, 10.0, 100.0, 1000.0, 10000.0)
 SMALLEST_RIDGE = 1e-10  # what a ridge of zero comes to; with less, inputs that were never seen decide
 BLOCK = 256  # rows of the inputs' products that are computed at once, from the diagonal on
-EXACT = 1e-4  # below this ridge the rounding of float32 products would be seen in the solution
+ROUNDING = 2e-6  # the largest part of the solution that the rounding of float32 products may make up
+PROBES = 4  # random combinations of columns by which that is measured
 
 
 @dataclass(frozen=True)
@@ -69,9 +76,11 @@ class NormalEquations:
         ridge: how strongly the change is drawn towards zero.
         device: where the sums are.
         ranks: the processes whose sums belong together.
+        exact: use float64 products from the start.
 
     Attributes:
         tokens: how many tokens have been added by all processes.
+        exact: whether the sums are of float64 products.
     """
 
     def __init__(
@@ -82,12 +91,25 @@ class NormalEquations:
         device: torch.device | str = "cpu",
         *,
         ranks: Ranks | None = None,
+        exact: bool = False,
     ) -> None:
-        self.tokens = 0
         self._ridge = ridge
         self._ranks = ranks or Ranks()
-        shapes: list[tuple[int, ...]] = [(inputs, inputs), (inputs, outputs), (inputs,), (outputs,), ()]
-        self._sums = [torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes]
+        self._device = device
+        draw = torch.Generator().manual_seed(0)
+        self._probes = [
+            torch.randn(size, PROBES, generator=draw, dtype=torch.float64).to(device) for size in (inputs, outputs)
+        ]
+        self._precise = True
+        self._start(exact)
+
+    def _start(self, exact: bool) -> None:
+        self.exact = exact
+        self.tokens = 0
+        inputs, outputs = map(len, self._probes)
+        shapes: list[tuple[int, ...]] = [(inputs, inputs), (inputs, outputs), (inputs,), (outputs,)]
+        shapes += [(inputs, 2 * PROBES), ()]  # what float64 products make of the probes, and the number of tokens
+        self._sums = [torch.zeros(shape, dtype=torch.float64, device=self._device) for shape in shapes]
         self._of_task = [torch.zeros_like(total) for total in self._sums]
         self._masses: list[torch.Tensor] = []
         # What a batch's inputs have in common would take up most digits of a float32 product, so each is summed up
@@ -96,9 +118,13 @@ class NormalEquations:
 
     def add(self, inputs: torch.Tensor, residuals: torch.Tensor) -> None:
         """Add tokens of the current task: inputs [n, d_in] and residuals [n, d_out]."""
-        moments, cross, *_, tokens = self._of_task
-        if self._ridge < EXACT:
+        moments, cross, *_, probed, tokens = self._of_task
+        if self.exact:
             inputs, residuals = inputs.double(), residuals.double()
+        else:
+            parts = inputs @ self._probes[0].to(inputs.dtype), residuals @ self._probes[1].to(residuals.dtype)
+            for part, combined in zip(inputs.split(BLOCK), torch.cat(parts, 1).split(BLOCK), strict=True):
+                probed += part.double().T @ combined.double()
         center = inputs.mean(0)
         inputs = inputs - center
         for start in range(0, inputs.shape[1], BLOCK):
@@ -112,7 +138,7 @@ class NormalEquations:
         """Turn the current task's sums over inputs without their batch's mean into sums over inputs."""
         if not self._centered:
             return
-        moments, cross, input_sum, residual_sum, _ = self._of_task
+        moments, cross, input_sum, residual_sum, *_ = self._of_task
         centers, centered, whole, residuals = map(torch.stack, zip(*self._centered, strict=True))
         moments.addmm_(centers.T, whole).addmm_(centered.T, centers)
         cross.addmm_(centers.T, residuals)
@@ -135,14 +161,28 @@ class NormalEquations:
         for part in self._of_task:
             part.zero_()
 
-    def solve(self) -> Change:
-        """Solve for the change, with a larger ridge where the one asked for does not make the equations solvable."""
+    def solve(self, gather: Callable[[NormalEquations], object] | None = None) -> Change:
+        """Solve for the change, with a larger ridge where the one asked for does not make the equations solvable.
+
+        Args:
+            gather: adds all tasks once more, should float32 products not suffice; without it they have to.
+        """
+        if gather is None or self.exact:
+            return self._solve(LARGER_RIDGES)
+        change = self._solve(LARGER_RIDGES[:1])
+        if not any(self._ranks.gather(change.ridge is None or not self._precise)):
+            return change
+        self._start(exact=True)
+        gather(self)
+        return self._solve(LARGER_RIDGES)
+
+    def _solve(self, factors: Sequence[float]) -> Change:
         self._of_task.clear()  # its memory is needed
-        _, cross, input_sum, residual_sum, _ = self._sums
+        _, cross, input_sum, residual_sum, *_ = self._sums
         masses = torch.stack(self._masses)
         mass = masses.sum().clamp_min(torch.finfo(torch.float64).tiny)
         matrix, used, enlarged = torch.zeros_like(cross.T), None, False
-        for factor in LARGER_RIDGES:
+        for factor in factors:
             ridge = max(self._ridge, SMALLEST_RIDGE) * factor
             solution = self._try(ridge)
             if solution is not None:
@@ -164,8 +204,24 @@ class NormalEquations:
         del scaled
         if int(failed):
             return None
-        solution = torch.cholesky_solve(cross * scale[:, None], factor, upper=True).mul_(scale[:, None])
+        solution = torch.cholesky_solve(cross * scale[:, None], factor, upper=True)
+        if not self.exact:
+            self._precise = self._is_precise(solution, factor, scale)
+        solution.mul_(scale[:, None])
         return solution.T if bool(torch.isfinite(solution).all()) else None
+
+    def _is_precise(self, solution: torch.Tensor, factor: torch.Tensor, scale: torch.Tensor) -> bool:
+        """Whether the rounding of float32 products makes up little of a solution, in its unit and in that of ``scale``.
+
+        Their rounding of the moments counts as much as it does for the probes, by the size of what they multiply.
+        """
+        moments, cross, *_, probed, _ = self._sums
+        products = torch.cat([_mirrored_product(moments, self._probes[0]), cross @ self._probes[1]], 1)
+        noise = torch.cholesky_solve((products - probed) * scale[:, None], factor, upper=True)
+        sizes, energy = torch.linalg.vector_norm(solution, dim=1), moments.diagonal()
+        noise[:, :PROBES] *= (energy.sqrt() * scale * sizes).norm() / energy.sum().sqrt()
+        noises = torch.linalg.vector_norm(noise, dim=1) / PROBES**0.5
+        return all(bool((unit * noises).norm() <= ROUNDING * (unit * sizes).norm()) for unit in (1.0, scale))
 
 
 def _sum(features: torch.Tensor) -> torch.Tensor:
@@ -181,6 +237,15 @@ def _without_decisive(moments: torch.Tensor) -> torch.Tensor:
         return moments
     decisive = diagonal > DECISIVE * used.quantile(0.9)
     return moments.where(~(decisive | decisive[:, None]), 0.0) if bool(decisive.any()) else moments
+
+
+def _mirrored_product(upper: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """A symmetric matrix, of which only blocks from the diagonal on are there, times another matrix."""
+    product = torch.empty_like(right)
+    for start in range(0, len(upper), BLOCK):
+        stop = start + BLOCK
+        product[start:stop] = upper[:start, start:stop].T @ right[:start] + upper[start:stop, start:] @ right[start:]
+    return product
 
 
 def _mirrored_norm(upper: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch
 from safetensors import safe_open
 from tqdm import tqdm
 
-from mergekit_slta.engine.partial import Partial
+from mergekit_slta.engine.partial import Partial, remove
 from mergekit_slta.engine.streams import Tasks, share
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.anchor import Anchor
@@ -27,7 +26,7 @@ from mergekit_slta.slta.measure import measured_statistics
 
 LOG = logging.getLogger(__name__)
 
-FORMAT = 2  # of what is in the folder, and of how it is solved
+FORMAT = 3  # of what is in the folder, and of how it is solved
 ANCHOR_LEVEL = "attn_mlp"  # of the merging weights of 'anchor: slta'
 
 
@@ -75,7 +74,7 @@ class SolvedModel:
 
     def remove(self) -> None:
         """Delete the folder."""
-        shutil.rmtree(self._partial.folder, ignore_errors=True)
+        remove(self._partial.folder)
         self.release()
 
     def release(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from tqdm import tqdm
 
 from mergekit_slta.data.draw import CHAT_DATE, CalibrationData
 from mergekit_slta.data.sources import source_name
-from mergekit_slta.engine.partial import Partial
+from mergekit_slta.engine.partial import Partial, remove
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import share
 from mergekit_slta.errors import SltaError
@@ -173,7 +172,7 @@ class _Measurement:
 
     def _finish(self) -> None:
         self.experiment.ranks.wait()
-        shutil.rmtree(partial_folder(self.path), ignore_errors=True)
+        remove(partial_folder(self.path))
 
 
 def _info(

@@ -16,7 +16,7 @@ import torch
 from conftest import MakeFamily
 from mergekit.io.tasks import LoaderCache
 from safetensors import SafetensorError
-from support import families
+from support import damages, families
 from support.families import Family
 
 from mergekit_slta.engine import partial
@@ -253,19 +253,24 @@ def test_killed_at_any_moment(
 # Foreign states
 
 
-@pytest.fixture
-def interrupted(family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The path of a statistics file whose calibration was interrupted."""
-    path = tmp_path / "stats.safetensors"
+def interrupt_after(last: int) -> Callable[..., None]:
+    """A ``Partial.finish_layer`` that ends the process, as it were, after a layer."""
     finish_layer = Partial.finish_layer
 
     def interrupt(self: Partial, layer: int, grams: dict[str, torch.Tensor]) -> None:
         finish_layer(self, layer, grams)
-        if layer == 2:
+        if layer == last:
             raise Interrupted
 
+    return interrupt
+
+
+@pytest.fixture
+def interrupted(family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The path of a statistics file whose calibration was interrupted."""
+    path = tmp_path / "stats.safetensors"
     with monkeypatch.context() as patch:
-        patch.setattr(Partial, "finish_layer", interrupt)
+        patch.setattr(Partial, "finish_layer", interrupt_after(2))
         with pytest.raises(Interrupted):
             measured_statistics(families.experiment(recipe(family)), LEVELS, path)
     return path
@@ -288,13 +293,43 @@ def test_a_damaged_state_is_named(family: Family, interrupted: Path) -> None:
         measured_statistics(families.experiment(recipe(family)), LEVELS, interrupted)
 
 
-def test_a_damaged_file_is_named(family: Family, interrupted: Path) -> None:
-    (hidden,) = partial_of(interrupted).glob("hidden-*")
-    hidden.write_bytes(hidden.read_bytes()[:1000])
-    with pytest.raises(
-        SltaError, match=f"{hidden.name} is damaged .*: delete the folder {re.escape(str(partial_of(interrupted)))}"
-    ):
-        measured_statistics(families.experiment(recipe(family)), LEVELS, interrupted)
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> tuple[Family, Path, bytes]:
+    """A family of four layers, a statistics file whose calibration ended after three, and its content when finished."""
+    family = families.make_family(tmp_path_factory.mktemp("shallow"), families.config_of("llama", num_hidden_layers=4))
+    path = tmp_path_factory.mktemp("cut") / "stats.safetensors"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Partial, "finish_layer", interrupt_after(2))
+        with pytest.raises(Interrupted):
+            measured_statistics(families.experiment(shallow_recipe(family)), LEVELS, path)
+    LoaderCache.loaders.clear()
+    whole = path.with_name("whole.safetensors")
+    measured_statistics(families.experiment(shallow_recipe(family)), LEVELS, whole)
+    return family, path, whole.read_bytes()
+
+
+def shallow_recipe(family: Family) -> dict[str, Any]:
+    return families.recipe(family, samples=3, batch_tokens=40)
+
+
+@pytest.mark.parametrize("name", damages.DAMAGES)
+def test_a_damaged_folder_changes_nothing_or_is_refused(
+    name: str, shallow: tuple[Family, Path, bytes], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    family, cut, whole = shallow
+    path = tmp_path / cut.name
+    folder = shutil.copytree(partial_of(cut), partial_of(path))
+    damages.DAMAGES[name](folder)
+    if name in damages.REFUSED:
+        with pytest.raises(SltaError, match=f"state.json is damaged .*: delete the folder {re.escape(str(folder))}"):
+            measured_statistics(families.experiment(shallow_recipe(family)), LEVELS, path)
+        return
+    measured_statistics(families.experiment(shallow_recipe(family)), LEVELS, path)
+    assert path.read_bytes() == whole
+    assert not folder.exists()
+    if name in damages.NOTICED:
+        said = [record.message for record in caplog.records if "computed again" in record.message]
+        assert len(said) == 1 and str(folder) in said[0]
 
 
 def test_a_full_disk_loses_nothing(
@@ -359,3 +394,29 @@ def test_what_a_kill_after_the_last_write_leaves_is_removed(family: Family, inte
     measured_statistics(families.experiment(recipe(family)), LEVELS, interrupted)
     assert not partial_of(interrupted).exists()
     assert interrupted.stat().st_mtime_ns == before.st_mtime_ns
+
+
+@pytest.mark.parametrize("kept", [1, 2, 3])
+def test_a_kill_while_the_folder_is_removed_leaves_nothing_that_counts(
+    kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partial = Partial(tmp_path / "state", {"base": "a"})
+    partial.begin()
+    partial.save_hidden(0, 0, states((0, 0)))
+    for layer in range(2):
+        partial.finish_layer(layer, {f"layer.{layer}": torch.zeros(1)})
+    partial.finish({"edge": torch.zeros(1)})
+
+    def killed(folder: Path, ignore_errors: bool) -> None:
+        for file in sorted(folder.iterdir())[kept:]:
+            file.unlink()
+        raise Interrupted
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(Interrupted):
+        partial.remove(partial.folder)
+    again = Partial(tmp_path / "state", {"base": "a"})
+    again.enter(Ranks())
+    assert not again.complete
+    assert again.take_up(Ranks()) == (0, None)
+    assert {file.name for file in again.folder.iterdir()} == {partial.STATE}

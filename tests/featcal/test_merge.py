@@ -143,6 +143,21 @@ def test_equals_the_reference_with_the_average_as_anchor(
     assert worst(anchor | found, expected) < TOLERANCE
 
 
+@pytest.mark.parametrize("ridge", [1.1e-4, 0.003])
+def test_few_different_tokens_cost_no_digits(ridge: float, make_family: MakeFamily, tmp_path: Path) -> None:
+    """The first layer's inputs then are rank-deficient."""
+    family = make_family("llama", records=4)
+    base, *experts = family.models()
+    before, groups = base.state_dict(), featcal_reference.GROUPS["llama"]
+    tasks = [[[1 + token % 3 for token in ids] for ids in task] for task in family.token_ids()]
+    expected = featcal_reference.merge(base, experts, tasks, groups, ridge=ridge)
+    found = merged_tensors(family, tmp_path, tasks=tasks, regression=Regression(ridge), batch_tokens=50)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        key = f"model.layers.0.self_attn.{name}.weight"
+        change = expected[key] - before[key]
+        assert (found[key] - expected[key]).norm() < 1e-5 * change.norm()
+
+
 # Limits
 
 

@@ -19,7 +19,7 @@ from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache
 from mergekit.io.tensor_writer import TensorWriter
 from safetensors.torch import load_file
-from support import families
+from support import damages, families
 from support.families import Family
 
 from mergekit_slta.engine.partial import Partial
@@ -375,6 +375,82 @@ def test_a_killed_merge_goes_on(
     assert len(list(folder.glob("layer-*"))) == layer + 1
     solve(deep_recipe(deep, tmp_path))
     assert_finished(folder, uninterrupted)
+
+
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> tuple[Family, Path, Path]:
+    """A family of four layers, its folder as it is after three of them, and at the end."""
+    family = families.make_family(tmp_path_factory.mktemp("shallow"), families.config_of("llama", num_hidden_layers=4))
+    scratch = tmp_path_factory.mktemp("scratch")
+    finish_layer = Partial.finish_layer
+
+    def look(self: Partial, number: int, tensors: State) -> None:
+        finish_layer(self, number, tensors)
+        if number == 2:
+            shutil.copytree(self.folder, scratch / "cut")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Partial, "finish_layer", look)
+        solve(recipe(family, scratch=str(scratch / "whole"))).release()
+    return family, scratch / "cut", scratch_folders(scratch / "whole")[0]
+
+
+OF_A_FINISHED_MERGE: dict[str, damages.Damage] = {
+    "layer: another layer's file": lambda folder: damages.of_another_layer(folder, "layer-0002*"),
+    "layer: missing": lambda folder: (folder / "layer-0001.safetensors").unlink(),
+    "head: a flipped byte": lambda folder: damages.flip(folder, "edges*"),
+    "head: missing": lambda folder: (folder / "edges.safetensors").unlink(),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layer-0002: a flipped byte",
+        "layer-0002: NaN",
+        "hidden-0002: zeros",
+        "hidden-0002: another shape",
+        "hidden-0002: a lost row",
+        "hidden-0002: missing",
+        "all files missing",
+        "state: null",
+        "state: no files",
+        "odd files",
+        *OF_A_FINISHED_MERGE,
+    ],
+)
+def test_a_damaged_folder_changes_nothing_or_is_refused(
+    name: str, shallow: tuple[Family, Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    family, cut, whole = shallow
+    folder = Path(shutil.copytree(whole if name in OF_A_FINISHED_MERGE else cut, tmp_path / whole.name))
+    (damages.DAMAGES | OF_A_FINISHED_MERGE)[name](folder)
+    if name in damages.REFUSED:
+        with pytest.raises(SltaError, match=r"state\.json is damaged .*: delete the folder"):
+            solve(recipe(family, scratch=str(tmp_path)))
+        return
+    solve(recipe(family, scratch=str(tmp_path))).release()
+    assert contents(folder) == contents(whole)
+    said = [record.message for record in caplog.records if "computed again" in record.message]
+    assert len(said) == (name in damages.NOTICED or name in OF_A_FINISHED_MERGE)
+
+
+def test_a_merge_is_computed_anew_after_a_kill_while_its_folder_was_removed(
+    llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(folder: Path, ignore_errors: bool) -> None:
+        (folder / "layer-0001.safetensors").unlink()
+        raise Interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        found = solve(recipe(llama, scratch=str(tmp_path)))
+        before = found.tensor("model.layers.1.mlp.down_proj.weight")
+        with pytest.raises(Interrupted):
+            found.remove()
+    found.release()
+    again = solve(recipe(llama, scratch=str(tmp_path))).tensor("model.layers.1.mlp.down_proj.weight")
+    assert before is not None and again is not None and torch.equal(again, before)
 
 
 def test_a_solved_model_is_kept_for_its_merge(llama: Family, tmp_path: Path) -> None:
