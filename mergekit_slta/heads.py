@@ -25,7 +25,8 @@ class Heads:
     Attributes:
         count: the number of query heads, ``H``.
         output: the map that takes all heads' features, o_proj.
-        rows: the other maps of the attention, by name, with [out, H] booleans: whether a head depends on a row.
+        rows: the other maps of the attention, by name, with [out, H] booleans: whether a head depends on a row. A row
+            that reaches the heads only through another map (as in latent attention) belongs to all of them.
     """
 
     count: int
@@ -63,6 +64,8 @@ def _find_heads(decoder: Decoder, layer: int) -> Heads:
         for belongs, gradient in zip(rows.values(), gradients, strict=True):
             if gradient is not None:
                 belongs[:, head] = gradient.abs().sum(dim=tuple(range(gradient.ndim - 1))) > 0
+    for belongs in rows.values():
+        belongs[~belongs.any(1)] = True
     return Heads(count, maps[output], rows)
 
 

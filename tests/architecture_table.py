@@ -62,6 +62,8 @@ ROWS = {
     "qwen3_moe": Row("Qwen3-MoE"),
     "glm4_moe": Row("GLM-4-MoE"),
     "gpt_oss": Row("GPT-OSS"),
+    "minicpm3": Row("MiniCPM3"),
+    "jamba_dense": Row("Jamba without routed experts", WITHOUT_HEADS),
     "lfm2": Row("LFM2", WITHOUT_HEADS),
     "granite_moe_hybrid": Row("GraniteMoeHybrid", WITHOUT_HEADS),
     "granite_hybrid_dense": Row(

@@ -128,6 +128,18 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOssConfig",
         _GROUPED | _SLIDING | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
+    "minicpm3": (
+        "MiniCPM3Config",
+        _SMALL
+        | {"num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 16, "qk_rope_head_dim": 4}
+        | {"qk_nope_head_dim": 8, "v_head_dim": 6},
+    ),
+    "jamba_dense": (
+        "JambaConfig",
+        _GROUPED
+        | {"attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 1, "num_experts_per_tok": 1}
+        | {"mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False},
+    ),
     "lfm2": ("Lfm2Config", _GROUPED | {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16}),
     "granite_moe_hybrid": (
         "GraniteMoeHybridConfig",

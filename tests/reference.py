@@ -132,6 +132,13 @@ SPLITS: dict[str, Split] = {
         closing_mlp=("post_mlp_layernorm",),
     ),
     "apertus": Split(attn=("attention_layernorm", "self_attn"), mlp=("feedforward_layernorm", "mlp")),
+    "minicpm3": Split(queries=("self_attn.q_b_proj",), keys=("self_attn.kv_b_proj",)),
+    "jamba_dense": Split(
+        attn=("input_layernorm", "mamba", "self_attn"),
+        mlp=("pre_ff_layernorm", "feed_forward"),
+        closing_attn=("mamba", "self_attn"),
+        closing_mlp=("feed_forward",),
+    ),
     "lfm2": Split(
         attn=("operator_norm", "conv", "self_attn"),
         mlp=("ffn_norm", "feed_forward"),
@@ -345,6 +352,8 @@ def linear_features(layers: Layers, call: Call, split: Split, config: Any) -> Fe
         modules = [layer.get_submodule(name) for layer in layers]
         if kind == "experts":
             yield from expert_features(name, modules, *inputs[name][:2])
+        elif name not in inputs:  # a map that is used without being called has no features
+            yield f".{name}", [torch.zeros(1, len(as_linear(module))).double() for module in modules]
         else:
             read = inputs[name][0].reshape(-1, inputs[name][0].shape[-1])
             yield (
@@ -511,7 +520,7 @@ def map_weights(
     What no token reached has no weights of its own: it takes that mean too, and does not count in it.
     """
     owner, _, leaf = inside.rpartition(".")
-    if owner in alpha:
+    if owner in alpha and alpha[owner].any():
         return alpha[owner]
     means = []
     for branch in ("attn", "mlp"):
@@ -520,7 +529,7 @@ def map_weights(
             means.append(torch.stack([value for value in maps if value.any()] or maps).mean(0))
     mean = torch.stack(means).mean(0)
     part = leaf.removesuffix("_bias")
-    if f"{owner}.0.{part}" not in alpha:
+    if owner in alpha or f"{owner}.0.{part}" not in alpha:
         return mean
     own = torch.stack([alpha[f"{owner}.{expert}.{part}"] for expert in range(len(tensor))])
     rows = torch.where(own.any(1, keepdim=True), own, mean)
