@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from mergekit_slta.decoder import Decoder
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.maps import LinearMap, linear_maps
 
 
@@ -40,7 +40,16 @@ def find_heads(decoder: Decoder, layer: int) -> Heads:
     Raises:
         SltaError: the layer mixes tokens by something that has no heads, or its heads cannot be told apart.
     """
-    return decoder.once_per_kind(layer, _find_heads)
+    decoder.structure(layer)
+    try:
+        return decoder.once_per_kind(layer, _find_heads)
+    except Exception as error:  # a model's own code may raise anything when its projections give random numbers
+        if isinstance(error, SltaError) and error.__cause__ is None:
+            raise
+        raise SltaError(
+            f"'level: head_mlp' does not apply to {type(decoder.model).__name__}: the heads of layer {layer} cannot be "
+            f"told apart ({first_line(error.__cause__ or error)}); use attn_mlp."
+        ) from error
 
 
 @torch.enable_grad()

@@ -27,9 +27,12 @@ def layer_submodules(decoder: Decoder, level: str, layer: int) -> list[str]:
     """The canonical names of a level's submodules in one layer, in the order of the forward pass.
 
     Raises:
-        SltaError: the layer has no such submodules.
+        SltaError: the layer has no such submodules, or cannot be run by itself.
     """
+    decoder.split_problem(layer)  # runs the layer, which every level needs
     prefix = f"layer.{layer}"
+    if level == "model" and decoder.tail_problem:
+        raise SltaError(decoder.tail_problem)
     if level == "layer":
         return [prefix]
     if level == "attn_mlp":
