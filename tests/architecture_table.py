@@ -69,7 +69,10 @@ ROWS = {
     "granite_hybrid_dense": Row(
         "GraniteMoeHybrid without routed experts", WITHOUT_HEADS, lacks="block_sparse_moe.input_linear.weight"
     ),
+    "bamba": Row("Bamba", WITHOUT_HEADS),
     "bloom": Row("BLOOM", WHOLE_LAYERS),
+    "openai_gpt": Row("OpenAI GPT", WHOLE_LAYERS),
+    "rwkv": Row("RWKV", WHOLE_LAYERS),
     "opt": Row("OPT", WHOLE_LAYERS),
     "llama4": Row("Llama 4 (text)", WHOLE_LAYERS),
     "falcon_h1": Row("Falcon-H1", WHOLE_LAYERS),

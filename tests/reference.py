@@ -77,7 +77,8 @@ SPLITS: dict[str, Split] = {
     ),
     **dict.fromkeys(("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss"), _LLAMA),
     **dict.fromkeys(("llama4", "falcon_h1", "gemma3n"), _LLAMA),
-    "bloom": Split(layers="transformer.h"),
+    **dict.fromkeys(("bloom", "openai_gpt"), Split(layers="transformer.h")),
+    "rwkv": Split(layers="rwkv.blocks"),
     "opt": Split(layers="model.decoder.layers"),
     **dict.fromkeys(("gemma2", "gemma3"), _GEMMA2),
     **dict.fromkeys(("cohere", "cohere_without_qk_norm", "cohere2", "stablelm_parallel"), _PARALLEL),
@@ -133,11 +134,14 @@ SPLITS: dict[str, Split] = {
     ),
     "apertus": Split(attn=("attention_layernorm", "self_attn"), mlp=("feedforward_layernorm", "mlp")),
     "minicpm3": Split(queries=("self_attn.q_b_proj",), keys=("self_attn.kv_b_proj",)),
-    "jamba_dense": Split(
-        attn=("input_layernorm", "mamba", "self_attn"),
-        mlp=("pre_ff_layernorm", "feed_forward"),
-        closing_attn=("mamba", "self_attn"),
-        closing_mlp=("feed_forward",),
+    **dict.fromkeys(
+        ("jamba_dense", "bamba"),
+        Split(
+            attn=("input_layernorm", "mamba", "self_attn"),
+            mlp=("pre_ff_layernorm", "feed_forward"),
+            closing_attn=("mamba", "self_attn"),
+            closing_mlp=("feed_forward",),
+        ),
     ),
     "lfm2": Split(
         attn=("operator_norm", "conv", "self_attn"),
@@ -238,7 +242,7 @@ class Call:
     def __call__(self, layer: torch.nn.Module, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """The output [S, D] of a layer, on the same hidden states or on others."""
         output = layer(self.hidden if hidden is None else hidden, *self.args, **self.kwargs)
-        return (output[0] if isinstance(output, tuple) else output)[0]
+        return (output[0] if isinstance(output, (tuple, list)) else output)[0]
 
 
 @contextlib.contextmanager

@@ -623,7 +623,7 @@ def test_a_merged_tensor_that_is_not_finite_is_never_written(
     def enlarge(tensors: State) -> None:
         tensors["lm_head.weight"][-1, -1] = value
 
-    settings = {"head": False} if method == "featcal" else {}
+    settings: dict[str, Any] = {"head": False} if method == "featcal" else {}
     content = families.recipe(llama, method, calibration=method != "sftm", out_dtype="float16", **settings)
     content["base_model"] = str(edited(llama.base, tmp_path / "base", enlarge))
     with pytest.raises(SltaError, match=words):
