@@ -72,7 +72,6 @@ ROWS = {
     "bamba": Row("Bamba", WITHOUT_HEADS),
     "bloom": Row("BLOOM", WHOLE_LAYERS),
     "openai_gpt": Row("OpenAI GPT", WHOLE_LAYERS),
-    "rwkv": Row("RWKV", WHOLE_LAYERS),
     "opt": Row("OPT", WHOLE_LAYERS),
     "llama4": Row("Llama 4 (text)", WHOLE_LAYERS),
     "falcon_h1": Row("Falcon-H1", WHOLE_LAYERS),

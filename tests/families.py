@@ -138,7 +138,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "JambaConfig",
         _GROUPED
         | {"attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 1, "num_experts_per_tok": 1}
-        | {"mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False},
+        | {"mamba_d_state": 4, "mamba_dt_rank": 4},
     ),
     "bamba": (
         "BambaConfig",
@@ -162,7 +162,6 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 UNSPLIT: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("BloomConfig", {"hidden_size": 32, "n_layer": LAYERS, "n_head": 4, "vocab_size": VOCABULARY}),
     "openai_gpt": ("OpenAIGPTConfig", _GPT2),
-    "rwkv": ("RwkvConfig", {"hidden_size": 32, "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY}),
     "opt": ("OPTConfig", _SMALL | {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "llama4": (
         "Llama4TextConfig",

@@ -78,7 +78,6 @@ SPLITS: dict[str, Split] = {
     **dict.fromkeys(("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss"), _LLAMA),
     **dict.fromkeys(("llama4", "falcon_h1", "gemma3n"), _LLAMA),
     **dict.fromkeys(("bloom", "openai_gpt"), Split(layers="transformer.h")),
-    "rwkv": Split(layers="rwkv.blocks"),
     "opt": Split(layers="model.decoder.layers"),
     **dict.fromkeys(("gemma2", "gemma3"), _GEMMA2),
     **dict.fromkeys(("cohere", "cohere_without_qk_norm", "cohere2", "stablelm_parallel"), _PARALLEL),
