@@ -409,7 +409,7 @@ def test_a_slice_that_is_not_the_whole_depth(family: Family) -> None:
 def test_layers_that_cannot_be_run_one_at_a_time(
     method: str, parameters: dict[str, Any], make_family: MakeFamily
 ) -> None:
-    small = {"vocab_size": families.VOCABULARY, "hidden_size": 32, "num_hidden_layers": 3}
+    small: dict[str, Any] = {"vocab_size": families.VOCABULARY, "hidden_size": 32, "num_hidden_layers": 3}
     family = make_family(transformers.RwkvConfig(**small, rescale_every=2), experts=2)
     problem = only(families.recipe(family, method, **parameters))
     assert problem.startswith("RwkvForCausalLM changes the hidden states between its decoder layers")

@@ -150,7 +150,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
 def test_a_level_that_does_not_apply_is_refused_before_anything_is_measured(case: str) -> None:
     name, arguments, levels, words = REFUSED[case]
     config = getattr(transformers, name)(**arguments)
-    config.architectures = [transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+    model: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    config.architectures = [model.__name__]
     decoder = Decoder(config)
     for level in levels:
         with pytest.raises(SltaError, match=words):
