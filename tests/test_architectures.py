@@ -111,6 +111,7 @@ def edges_at(level: str) -> str:
 def assert_tensors_equal(found: State, expected: State) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
+        assert found[name].isfinite().all(), name
         error = (found[name].double() - tensor.double()).abs().max()
         assert error <= TENSOR_TOLERANCE * tensor.double().abs().max(), name
 
@@ -366,6 +367,22 @@ def test_a_mixtures_expert_that_no_token_reaches_takes_its_branchs_weights(
     for key, tensor in expected.items():
         if key.endswith("experts.gate_up_proj"):
             assert not torch.equal(tensor[3], base[key][3])
+
+
+def test_a_map_that_is_never_called_takes_its_branchs_weights_and_the_log_says_so(
+    case: Callable[[str], Case], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Jamba's mixer uses the weights of ``dt_proj`` itself."""
+    found = case("jamba_dense")
+    with caplog.at_level(logging.WARNING, "mergekit_slta"):
+        merged = families.merge(families.recipe(found.family, level="linear", samples=RECORDS), tmp_path / "merged")
+    base, result = found.models[0].state_dict(), loaded(merged)
+    for name in ("weight", "bias"):
+        assert not torch.equal(
+            result[f"model.layers.0.mamba.dt_proj.{name}"], base[f"model.layers.0.mamba.dt_proj.{name}"]
+        )
+    assert "2 of 21 linear maps (layer.0.mamba.dt_proj ...) are reached by no sample" in caplog.text
+    assert "minimum-norm" not in caplog.text
 
 
 def test_a_mixtures_expert_that_one_task_reaches_keeps_its_weights() -> None:

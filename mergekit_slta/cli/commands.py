@@ -246,7 +246,7 @@ def solve(
     if json_file == "-":
         click.echo(solution_json(level, names, solutions, deviations), nl=False)
     elif not quiet:
-        click.echo(solution_table(names, solutions, deviations))
+        click.echo(solution_table(level, names, solutions, deviations))
     if json_file and json_file != "-":
         files.write(Path(json_file), solution_json(level, names, solutions, deviations).encode())
     if recipe_file:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.groups import groups_by_layer
 from mergekit_slta.featcal.merge import HEAD_ELEMENTS
 from mergekit_slta.layers.decoder import Decoder
@@ -25,6 +26,8 @@ def needs(decoder: Decoder, experts: int, tokens: int, head: bool, compare: bool
     states = [layer.state_dict() for layer in decoder.layers]
     layers = [sum(tensor.numel() for tensor in state.values()) for state in states]
     solved = output_head(decoder) if head else None
+    if solved and decoder.tail_problem:
+        raise SltaError(decoder.tail_problem)
     head_rows, head_columns = decoder.model.state_dict()[solved.weight].shape if solved else (0, 0)
     shapes = [(head_columns, min(head_rows, HEAD_ELEMENTS // max(1, head_columns)))]
     for state, maps in zip(states, groups_by_layer(decoder), strict=True):

@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import transformers
+from torch.utils._pytree import tree_leaves, tree_map
 
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.layers.fresh import Fresh
 from mergekit_slta.layers.residual import INPUT, ResidualStream, Term, plain, sources
 from mergekit_slta.models.skeleton import meta_model
@@ -83,6 +84,10 @@ class LayerCall:
 
     def _arguments(self) -> dict[Any, Any]:
         return dict(enumerate(self.args)) | self.kwargs
+
+
+# Makes what a layer returns of its index, its hidden states and its call.
+LayerForward = Callable[[int, torch.Tensor, LayerCall], Any]
 
 
 @dataclass(frozen=True)
@@ -266,8 +271,8 @@ class Decoder:
 
     def tail_tensors(self) -> list[str]:
         """The model's names of the edge tensors that ``head_input`` needs: all but the embedding and the head."""
-        ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
-        left_out = {id(tensor) for module in ends if module is not None for tensor in module.parameters()}
+        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        left_out = {id(embedding.weight), *(id(tensor) for tensor in head.parameters())}
         state = self.model.state_dict(keep_vars=True)
         return [name for name in self.edge_tensors() if id(state[name]) not in left_out]
 
@@ -286,11 +291,17 @@ class Decoder:
         inputs: list[torch.Tensor] = []
         calls: list[LayerCall] = []
         weights = {name.removeprefix(self._body_path): edges[name] for name in self.embedding_tensors()}
-        self._fresh.restore()
-        with _captured_calls(self.layers, inputs, calls), torch.no_grad():
-            torch.func.functional_call(
-                self.body, weights, kwargs={"input_ids": token_ids.to(self.device), "use_cache": False}
-            )
+        handed: list[torch.Tensor] = []
+        returned = self._returned
+
+        def hand_on(layer: int, hidden: torch.Tensor, call: LayerCall) -> Any:
+            inputs.append(hidden.as_subclass(torch.Tensor))
+            calls.append(call)
+            if not handed:  # values that show any change of them
+                handed.append(torch.arange(1.0, hidden.numel() + 1, device=self.device).view(hidden.shape))
+            return _returned_like(returned[layer], handed[0])
+
+        self._run_body(token_ids, weights, hand_on)
         if len(calls) != len(self.layers):
             raise SltaError(
                 f"{type(self.model).__name__} does not call its decoder layers one after the other "
@@ -301,7 +312,48 @@ class Decoder:
                 f"{type(self.model).__name__} hands its decoder layers more than one hidden state per token; it can be "
                 "merged with 'merge_method: sftm'."
             )
+        if inputs[0].shape[:2] != token_ids.shape:
+            raise SltaError(
+                f"{type(self.model).__name__} hands its decoder layers other positions than the tokens', so no level "
+                "applies to it; it can be merged with 'merge_method: sftm'."
+            )
+        if any(isinstance(leaf, _Made) for call in calls for leaf in tree_leaves((call.args, call.kwargs))):
+            raise SltaError(
+                f"{type(self.model).__name__} hands its decoder layers more of earlier layers than the hidden states, "
+                "so no level applies to it; it can be merged with 'merge_method: sftm'."
+            )
+        if not all(torch.equal(given, handed[0]) for given in inputs[1:]):
+            raise SltaError(
+                f"{type(self.model).__name__} changes the hidden states between its decoder layers, so no level "
+                "applies to it; it can be merged with 'merge_method: sftm'."
+            )
         return inputs[0], calls
+
+    def _run_body(self, token_ids: torch.Tensor, weights: Weights, layer: LayerForward) -> None:
+        """Run the body of the model on tokens [B, S], with ``layer`` in place of its layers."""
+        kwargs = {"input_ids": token_ids.to(self.device), "use_cache": False}
+        self._fresh.restore()
+        with _replaced(self.layers, layer), torch.no_grad():
+            torch.func.functional_call(self.body, dict(weights), kwargs=kwargs)
+
+    @functools.cached_property
+    def _returned(self) -> list[Any]:
+        """What each layer returns, be it the hidden states or more; one layer of each kind runs, on zeros."""
+        found: dict[Hashable, Any] = {}
+
+        def run(layer: int, hidden: torch.Tensor, call: LayerCall) -> Any:
+            kind = self._kinds[layer]
+            if kind not in found:
+                weights = self._zeros(self.layers[layer].state_dict())
+                found[kind] = torch.func.functional_call(
+                    self.layers[layer], dict(weights), (hidden, *call.args), call.kwargs
+                )
+            return _returned_like(found[kind], hidden)
+
+        state = self._zeros(self._edge_state())
+        weights = {name.removeprefix(self._body_path): state[name] for name in self.embedding_tensors()}
+        self._run_body(torch.zeros(1, 2, dtype=torch.int64), weights, run)
+        return [found.get(kind) for kind in self._kinds]
 
     def logits(self, hidden: torch.Tensor, edges: Weights) -> torch.Tensor:
         """Run everything after the last layer on its output [B, S, D]; returns [B, S, V]."""
@@ -318,7 +370,7 @@ class Decoder:
         embedding: Any = self.model.get_input_embeddings()
         name = next(name for name, weight in self.model.named_parameters() if weight is embedding.weight)
         rows, columns = embedding.weight.shape
-        edges = {**edges, name: torch.zeros(1, columns, device=self.device).expand(rows, columns)}
+        edges = {**edges, name: torch.full((1, columns), torch.nan, device=self.device).expand(rows, columns)}
 
         def stop(states: torch.Tensor) -> torch.Tensor:
             raise _Reached((states,))
@@ -327,14 +379,45 @@ class Decoder:
         try:
             self._run_tail(hidden, edges)
         except _Reached as reached:
-            return reached.inputs[0].as_subclass(torch.Tensor)
+            found: torch.Tensor = reached.inputs[0].as_subclass(torch.Tensor)
+        else:
+            raise SltaError(f"{type(self.model).__name__} does not call its output head: set 'head: false'.")
         finally:
             del head.forward
-        raise SltaError(f"{type(self.model).__name__} does not call its output head: set 'head: false'.")
+        if found.isnan().any() and not hidden.isnan().any():
+            raise SltaError(
+                f"{type(self.model).__name__} computes its logits from more than the output of its last decoder layer: "
+                "use 'level: layer', or 'head: false' for featcal."
+            )
+        return found
+
+    @functools.cached_property
+    def tail_problem(self) -> str | None:
+        """Why the logits cannot be computed from the last layer's output alone."""
+        if self.model.get_output_embeddings() is None:
+            return None
+        names = set(self.tail_tensors())
+        edges = self._zeros({name: tensor for name, tensor in self._edge_state().items() if name in names})
+        inputs, _ = self.embed(torch.zeros(1, 2, dtype=torch.int64), self._zeros(self._edge_state()))
+        try:
+            self.head_input(inputs, edges)
+        except SltaError as error:
+            return error.message
+        except Exception as error:  # a model's own code may raise anything
+            return (
+                f"{type(self.model).__name__} cannot compute its logits from the output of its last decoder layer "
+                f"({first_line(error)}): use 'level: layer', or 'head: false' for featcal."
+            )
+        return None
 
     def _run_tail(self, hidden: torch.Tensor, edges: Weights) -> Any:
         token_ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=self.device)
-        with _captured_calls(self.layers, [], [], returned=hidden), torch.no_grad():
+        returned, last = self._returned, len(self.layers) - 1
+
+        def output(layer: int, given: torch.Tensor, call: LayerCall) -> Any:
+            return _returned_like(returned[layer], hidden if layer == last else torch.full_like(hidden, torch.nan))
+
+        with _replaced(self.layers, output), torch.no_grad():
             return torch.func.functional_call(
                 self.model, dict(edges), kwargs={"input_ids": token_ids, "use_cache": False}
             )
@@ -420,7 +503,7 @@ class Decoder:
         finally:
             self._run = None
             run.state = own.entered(call)
-        return output[0] if isinstance(output, tuple) else output
+        return output[0] if isinstance(output, (tuple, list)) else output
 
     def trace(self, layer: int, watch: Collection[str] = ()) -> LayerRun:
         """Run a layer on two tokens with weights that are all zero, to see how its modules call each other.
@@ -559,7 +642,9 @@ class Decoder:
 
     @torch.no_grad()
     def _find_structure(self, layer: int) -> LayerStructure | None:
-        return _branches(self.trace(layer))
+        found = _branches(self.trace(layer))
+        owners = {name.partition(".")[0] for name in self.layers[layer].state_dict()}
+        return found if found is not None and owners <= found.branches["attn"] | found.branches["mlp"] else None
 
     def _unsplit(self, layer: int) -> str:
         kind = type(self.layers[layer]).__name__
@@ -656,8 +741,8 @@ class Decoder:
             else:
                 output = forward(*map(plain, args), **{key: plain(value) for key, value in kwargs.items()})
             run.outputs[name] = output
-            if isinstance(output, tuple):
-                return (_as_stream(name, output[0]), *output[1:])
+            if isinstance(output, (tuple, list)):
+                return type(output)([_as_stream(name, output[0]), *output[1:]])
             return _as_stream(name, output)
 
         return watched
@@ -698,22 +783,19 @@ def _path_in_model(model: torch.nn.Module, body: torch.nn.Module) -> str:
 
 
 @contextlib.contextmanager
-def _captured_calls(
-    layers: torch.nn.ModuleList,
-    inputs: list[torch.Tensor],
-    calls: list[LayerCall],
-    returned: torch.Tensor | None = None,
-) -> Iterator[None]:
-    """Let every layer record its call and hand on its input, or ``returned``: the model's own forward does the rest."""
+def _replaced(layers: torch.nn.ModuleList, forward: LayerForward) -> Iterator[None]:
+    """Let every layer return what ``forward`` makes of its index, its hidden states and its call."""
 
-    def record(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def stand_in(index: int, *args: Any, **kwargs: Any) -> Any:
         hidden = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
-        inputs.append(plain(hidden))
-        calls.append(LayerCall(args[1:], kwargs))
-        return (hidden if returned is None else returned).as_subclass(_LayerOutput)
+        del layers[index].forward  # ``forward`` may run the layer
+        try:
+            return forward(index, plain(hidden), LayerCall(args[1:], kwargs))
+        finally:
+            layers[index].forward = functools.partial(stand_in, index)
 
-    for layer in layers:
-        layer.forward = record
+    for index, layer in enumerate(layers):
+        layer.forward = functools.partial(stand_in, index)
     try:
         yield
     finally:
@@ -721,11 +803,17 @@ def _captured_calls(
             del layer.forward
 
 
-class _LayerOutput(torch.Tensor):
-    """Stands for what a layer returns, be it the hidden states or a tuple that starts with them."""
+class _Made(torch.Tensor):
+    """Something that a layer returned, or that was computed from it."""
 
-    def __getitem__(self, index: Any) -> Any:
-        return self if isinstance(index, int) and index == 0 else super().__getitem__(index)
+
+def _returned_like(returned: Any, hidden: torch.Tensor) -> Any:
+    """What a layer returns in the form of ``returned``, with other hidden states."""
+    made = hidden.as_subclass(_Made)
+    if not isinstance(returned, (tuple, list)):
+        return made
+    rest = [tree_map(lambda v: v.as_subclass(_Made) if isinstance(v, torch.Tensor) else v, v) for v in returned[1:]]
+    return type(returned)([made, *rest])
 
 
 def _pairs(own: Any, other: Any) -> Iterator[tuple[Any, Any]]:

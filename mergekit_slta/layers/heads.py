@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import LinearMap, linear_maps
 
@@ -25,7 +25,8 @@ class Heads:
     Attributes:
         count: the number of query heads, ``H``.
         output: the map that takes all heads' features, o_proj.
-        rows: the other maps of the attention, by name, with [out, H] booleans: whether a head depends on a row.
+        rows: the other maps of the attention, by name, with [out, H] booleans: whether a head depends on a row. A row
+            that reaches the heads only through another map (as in latent attention) belongs to all of them.
     """
 
     count: int
@@ -39,7 +40,16 @@ def find_heads(decoder: Decoder, layer: int) -> Heads:
     Raises:
         SltaError: the layer mixes tokens by something that has no heads, or its heads cannot be told apart.
     """
-    return decoder.once_per_kind(layer, _find_heads)
+    decoder.structure(layer)
+    try:
+        return decoder.once_per_kind(layer, _find_heads)
+    except Exception as error:  # a model's own code may raise anything when its projections give random numbers
+        if isinstance(error, SltaError) and error.__cause__ is None:
+            raise
+        raise SltaError(
+            f"'level: head_mlp' does not apply to {type(decoder.model).__name__}: the heads of layer {layer} cannot be "
+            f"told apart ({first_line(error.__cause__ or error)}); use attn_mlp."
+        ) from error
 
 
 @torch.enable_grad()
@@ -63,6 +73,8 @@ def _find_heads(decoder: Decoder, layer: int) -> Heads:
         for belongs, gradient in zip(rows.values(), gradients, strict=True):
             if gradient is not None:
                 belongs[:, head] = gradient.abs().sum(dim=tuple(range(gradient.ndim - 1))) > 0
+    for belongs in rows.values():
+        belongs[~belongs.any(1)] = True
     return Heads(count, maps[output], rows)
 
 

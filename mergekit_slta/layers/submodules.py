@@ -27,9 +27,12 @@ def layer_submodules(decoder: Decoder, level: str, layer: int) -> list[str]:
     """The canonical names of a level's submodules in one layer, in the order of the forward pass.
 
     Raises:
-        SltaError: the layer has no such submodules.
+        SltaError: the layer has no such submodules, or cannot be run by itself.
     """
+    decoder.split_problem(layer)  # runs the layer, which every level needs
     prefix = f"layer.{layer}"
+    if level == "model" and decoder.tail_problem:
+        raise SltaError(decoder.tail_problem)
     if level == "layer":
         return [prefix]
     if level == "attn_mlp":
@@ -126,17 +129,17 @@ class TensorWeights:
         mean = torch.stack([self._branch_mean(layer, branch) for branch in branches]).mean(0)
         if not maps:
             return mean
-        if maps[0].expert is None:
-            return self.alpha[f"layer.{layer}.{maps[0].name}"]
-        found = torch.stack([self.alpha[f"layer.{layer}.{m.name}"] for m in maps])  # [experts of the mixture, T]
+        found = torch.stack([self.alpha[f"layer.{layer}.{m.name}"] for m in maps])  # [1 or experts of the mixture, T]
         reached = (found != 0).any(1, keepdim=True)
-        found = torch.where(reached, found, mean)  # an expert that no token reached takes its branch's weights
+        found = torch.where(reached, found, mean)  # a map that no sample reached takes its branch's weights
+        if maps[0].expert is None:
+            return found[0]
         if mixture_expert is not None:
             return found[mixture_expert]
         return found.T.reshape(*found.T.shape, *[1] * (len(self._shape(layer, inside)) - 1))
 
     def _branch_mean(self, layer: int, branch: str) -> torch.Tensor:
-        """The mean weights of a branch's maps, leaving out the mixture's experts that no token reached."""
+        """The mean weights of a branch's maps, leaving out those that no sample reached."""
         children = self.decoder.structure(layer).branches[branch]
         names = [m.name for m in self._maps[layer] if m.module.partition(".")[0] in children]
         found = [self.alpha[f"layer.{layer}.{name}"] for name in names]
@@ -173,12 +176,14 @@ def resolve_name(decoder: Decoder, name: str) -> tuple[str, int | None]:
 def weighted_sum(base: torch.Tensor, experts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     """The base tensor plus the weighted task vectors, accumulated in at least float32 without forming a task vector.
 
+    What equals the base tensor is left out, so that a tensor that no expert changed stays as it is to the last bit.
+
     Args:
         base: the base model's tensor.
         experts: each expert's tensor and its weights, one number or a tensor that broadcasts to it.
     """
     dtype = torch.promote_types(base.dtype, torch.float32)
-    experts = [(tensor, weight) for tensor, weight in experts if bool(weight.any())]
+    experts = [(tensor, weight) for tensor, weight in experts if bool(weight.any()) and not torch.equal(tensor, base)]
     if not experts:
         return base
     weights = [weight.to(base.device, dtype) for _, weight in experts]

@@ -15,17 +15,17 @@ from mergekit import merge_methods
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache
-from mergekit.merge_methods import GroupMergeMethod, InputContract, MergeMethodSpec, TensorGroup
+from mergekit.merge_methods import InputContract, MergeMethodSpec, TensorGroup
 from mergekit.merge_methods.base import BasePolicy, ParameterScope
 from mergekit.options import MergeOptions
 
-from mergekit_slta.checks.examine import refuse_problems
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.layer import MERGED
 from mergekit_slta.featcal.merge import ANCHOR, ERRORS
 from mergekit_slta.featcal.scratch import SolvedModel, solve_model
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.submodules import TensorWeights, weighted_sum
+from mergekit_slta.methods.base import CheckedMethod
 from mergekit_slta.methods.sftm import SftmMethod
 from mergekit_slta.models.checkpoint import current_loader, merge_adapter
 from mergekit_slta.recipe.experiment import Experiment
@@ -38,6 +38,7 @@ from mergekit_slta.recipe.recipe import (
     SltaSettings,
     parameter_specs,
 )
+from mergekit_slta.reports.tables import solution_notes
 from mergekit_slta.slta.measure import measured_statistics
 from mergekit_slta.slta.statistics import PUBLISHED_PREFIX, Statistics, published_name, resolve_statistics
 
@@ -80,7 +81,7 @@ class _Merge:
         )
 
 
-class CalibratedMethod(GroupMergeMethod):
+class CalibratedMethod(CheckedMethod):
     """A merge method that looks at whole models and their tasks' data before it merges the first tensor.
 
     mergekit plans a merge on its main thread and executes it tensor by tensor, perhaps on several threads. What a
@@ -105,13 +106,9 @@ class CalibratedMethod(GroupMergeMethod):
         raise NotImplementedError
 
     def begin(self, config: MergeConfiguration, options: MergeOptions) -> None:
-        """See the whole recipe before anything is planned.
-
-        Raises:
-            SltaError: everything that is wrong with it.
-        """
+        """Note the options too, and see the whole recipe."""
         self._options = options
-        refuse_problems(config, options, self.spec)
+        super().begin(config, options)
 
     def forget(self) -> None:
         """Another merge begins."""
@@ -143,7 +140,7 @@ class CalibratedMethod(GroupMergeMethod):
             quiet=options.quiet if options else False,
         )
 
-    def merge_group(self, group: TensorGroup, /, **parameters: Any) -> torch.Tensor:
+    def merge(self, group: TensorGroup, **parameters: Any) -> torch.Tensor:
         """Merge one tensor; the first one waits for the result."""
         merge, base = self._merge, group.base
         if merge is None or base is None or group.metadata.name is None:
@@ -260,15 +257,8 @@ def solve_weights(experiment: Experiment, settings: SltaSettings) -> TensorWeigh
     published = settings.statistics.startswith(PUBLISHED_PREFIX)
     statistics = measured_statistics(experiment, [settings.level], path, published=published)
     solutions = statistics.solve(settings.level, balance=settings.balance, ridge=settings.ridge)
-    singular = [name for name, solution in solutions.items() if solution.rank < len(experiment.experts)]
-    if singular:
-        LOG.warning(
-            "In %d of %d submodules (%s ...) experts are linearly dependent or change nothing: their weights are the "
-            "minimum-norm solution",
-            len(singular),
-            len(solutions),
-            singular[0],
-        )
+    for note in solution_notes(settings.level, solutions):
+        LOG.warning("%s", note)
     if settings.report:
         _report(settings.report, lambda: _report_page(statistics, settings))
     alpha = {name: solution.alpha for name, solution in solutions.items()}

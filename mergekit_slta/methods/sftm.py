@@ -15,9 +15,8 @@ from typing import Annotated, Any
 import torch
 import transformers
 from mergekit.common import ModelReference
-from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache
-from mergekit.merge_methods import GroupMergeMethod, InputContract, MergeMethodSpec, TensorGroup
+from mergekit.merge_methods import InputContract, MergeMethodSpec, TensorGroup
 from mergekit.merge_methods.base import (
     BasePolicy,
     OptionalTensorPolicy,
@@ -25,13 +24,12 @@ from mergekit.merge_methods.base import (
     ParameterSpec,
     TensorMetadata,
 )
-from mergekit.options import MergeOptions
 from pydantic import BeforeValidator
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from mergekit_slta.checks.examine import refuse_problems
 from mergekit_slta.errors import SltaError
+from mergekit_slta.methods.base import CheckedMethod, not_finite
 from mergekit_slta.models.skeleton import meta_model
 from mergekit_slta.sftm.superpose import merge_task_matrices, trim
 
@@ -138,11 +136,7 @@ def task_vectors(group: TensorGroup, start: torch.Tensor, weight: Mapping[Hashab
     for entry in group.non_base:
         task = entry.tensor.to(start.dtype).sub(start).mul_(weight[entry.id])
         if not task.isfinite().all():
-            culprit = entry.id if start.isfinite().all() or group.base is None else group.base.id
-            raise SltaError(
-                f"The tensor '{group.metadata.name}' of {culprit} has NaN or infinite values: the checkpoint is "
-                "damaged, save or download it again."
-            )
+            raise not_finite(group, start.dtype)
         yield task
 
 
@@ -162,7 +156,7 @@ def checked_number(name: str, kind: type, valid: Callable[[float], bool], rule: 
     return Annotated[kind, BeforeValidator(check)]
 
 
-class SftmMethod(GroupMergeMethod):
+class SftmMethod(CheckedMethod):
     """Superpose Features from Task Matrices: per tensor, data-free, on the tensors' device.
 
     Linear maps and convolutions keep the singular features of every expert's task matrix, biases, embeddings and the
@@ -213,14 +207,6 @@ class SftmMethod(GroupMergeMethod):
         self._roles: dict[Hashable, Mapping[str, Role]] = {}
         self._trust_remote_code = False
 
-    def begin(self, config: MergeConfiguration, options: MergeOptions) -> None:
-        """See the whole recipe before anything is planned.
-
-        Raises:
-            SltaError: everything that is wrong with it.
-        """
-        refuse_problems(config, options, self.spec)
-
     def validate_inputs(
         self, input_ids: Sequence[Hashable], base_id: Hashable | None = None, *, group_name: str | None = None
     ) -> None:
@@ -233,7 +219,7 @@ class SftmMethod(GroupMergeMethod):
             self._trust_remote_code = LoaderCache().trust_remote_code
             self._roles.pop(base_id, None)
 
-    def merge_group(self, group: TensorGroup, /, **parameters: Any) -> torch.Tensor:
+    def merge(self, group: TensorGroup, **parameters: Any) -> torch.Tensor:
         """Merge one tensor (Algorithm 2).
 
         Raises:

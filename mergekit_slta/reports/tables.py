@@ -43,6 +43,7 @@ def solution_json(
 
 
 def solution_table(
+    level: str,
     models: Sequence[str],
     solutions: Mapping[str, Solution],
     deviations: Mapping[str, torch.Tensor] | None = None,
@@ -58,13 +59,26 @@ def solution_table(
         retained = [_percent(share) for share in solution.retained.tolist()]
         rows.append([name, *alpha, *retained, _short(solution.condition)])
     table = str(Table(header, rows))
-    dependent = sum(solution.rank < len(models) for solution in solutions.values())
-    if dependent:
-        table += (
-            f"\n\nIn {dependent} of {len(solutions)} submodules experts are linearly dependent or change nothing: "
-            "their weights are the minimum-norm solution."
+    return "\n\n".join([table, *solution_notes(level, solutions)])
+
+
+def solution_notes(level: str, solutions: Mapping[str, Solution]) -> list[str]:
+    """Where the samples do not decide every expert's weight, and what it is there."""
+    idle = [name for name, solution in solutions.items() if level == "linear" and solution.rank == 0]
+    singular = [name for name, solution in solutions.items() if solution.rank < len(solution.alpha)]
+    dependent = [name for name in singular if name not in idle]
+    notes = []
+    if idle:
+        notes.append(
+            f"{len(idle)} of {len(solutions)} linear maps ({idle[0]} ...) are reached by no sample or changed by no "
+            "expert: they take the mean weights of their branch."
         )
-    return table
+    if dependent:
+        notes.append(
+            f"In {len(dependent)} of {len(solutions)} submodules ({dependent[0]} ...) experts are linearly dependent "
+            "or change nothing: their weights are the minimum-norm solution."
+        )
+    return notes
 
 
 def evaluation_json(results: Sequence[TaskEvaluation]) -> str:

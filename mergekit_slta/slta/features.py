@@ -139,7 +139,7 @@ class LayerFeatures:
         """A map's inputs [B, S, D] in the base model, and which positions [B, S] reach it."""
         captured = base.inputs.get(linear_map.module)
         width = linear_map.matrix(self.weights[0]).shape[-1]
-        if captured is None:  # a mixture's expert that no token reached
+        if captured is None:  # a module whose weights the layer uses without calling it, or that no token reaches
             device = self.decoder.device
             return torch.zeros(batch, 1, width, device=device), torch.zeros(batch, 1, dtype=torch.bool, device=device)
         flat = captured[0].reshape(-1, captured[0].shape[-1])

@@ -19,8 +19,7 @@ from safetensors import SafetensorError
 from support import damages, families
 from support.families import Family
 
-from mergekit_slta.engine import partial
-from mergekit_slta.engine.partial import Hidden, Partial
+from mergekit_slta.engine.partial import STATE, Hidden, Partial, remove
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError
 from mergekit_slta.slta.measure import measured_statistics
@@ -148,7 +147,7 @@ def test_only_the_first_rank_keeps_others_out(
     assert "Error: Another process is at work in" in capsys.readouterr().err
     first.release()
     Partial(tmp_path / "own", {}).enter(Ranks(1, 2))
-    assert {file.name for file in (tmp_path / "own").iterdir()} == {partial.STATE}
+    assert {file.name for file in (tmp_path / "own").iterdir()} == {STATE}
 
 
 # Killed
@@ -414,9 +413,9 @@ def test_a_kill_while_the_folder_is_removed_leaves_nothing_that_counts(
 
     monkeypatch.setattr(shutil, "rmtree", killed)
     with pytest.raises(Interrupted):
-        partial.remove(partial.folder)
+        remove(partial.folder)
     again = Partial(tmp_path / "state", {"base": "a"})
     again.enter(Ranks())
     assert not again.complete
     assert again.take_up(Ranks()) == (0, None)
-    assert {file.name for file in again.folder.iterdir()} == {partial.STATE}
+    assert {file.name for file in again.folder.iterdir()} == {STATE}

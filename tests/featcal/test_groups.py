@@ -23,6 +23,7 @@ FALCON = ("self_attention.query_key_value", "self_attention.dense", "mlp.dense_h
 MIXTURE = (*ATTENTION, "mlp.experts")
 GRANITE_MAMBA = ("mamba.in_proj", "mamba.out_proj")
 GRANITE_SHARED = ("shared_mlp.input_linear", "shared_mlp.output_linear")
+JAMBA_MLP = ("feed_forward.gate_proj/up_proj", "feed_forward.down_proj")
 LFM2_MLP = ("feed_forward.w1/w3", "feed_forward.w2")
 
 # Architecture -> the groups of its layers in their order; where layers differ, one entry for each of them.
@@ -38,7 +39,7 @@ GROUPS: dict[str, Names | list[Names]] = {
     "phi3_longrope": ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"),
     "phi3": ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"),
     "glm4": (*ATTENTION, "mlp.gate_up_proj", "mlp.down_proj"),
-    "gpt2": ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"),
+    **dict.fromkeys(("gpt2", "openai_gpt"), ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")),
     **dict.fromkeys(("gpt_neox", "gpt_neox_sequential"), NEOX),
     **dict.fromkeys(("falcon_7b", "falcon_new", "falcon_one_norm", "falcon_alibi", "bloom"), FALCON),
     "starcoder2": (*ATTENTION, "mlp.c_fc", "mlp.c_proj"),
@@ -48,6 +49,16 @@ GROUPS: dict[str, Names | list[Names]] = {
         LLAMA,
         *[(*MIXTURE, "mlp.shared_experts.gate_proj/shared_experts.up_proj", "mlp.shared_experts.down_proj")] * 2,
     ],
+    "minicpm3": (
+        "self_attn.q_a_proj", "self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa", "self_attn.kv_b_proj",
+        "self_attn.o_proj", *GATED,
+    ),
+    "jamba_dense": [
+        ("mamba.in_proj", "mamba.x_proj", "mamba.out_proj", *JAMBA_MLP),
+        (*ATTENTION, *JAMBA_MLP),
+        ("mamba.in_proj", "mamba.x_proj", "mamba.out_proj", *JAMBA_MLP),
+    ],
+    "bamba": [(*GRANITE_MAMBA, *JAMBA_MLP), (*ATTENTION, *JAMBA_MLP), (*GRANITE_MAMBA, *JAMBA_MLP)],
     "lfm2": [
         ("conv.in_proj", "conv.out_proj", *LFM2_MLP),
         ("self_attn.q_proj/k_proj/v_proj", "self_attn.out_proj", *LFM2_MLP),
@@ -80,6 +91,7 @@ GROUPS: dict[str, Names | list[Names]] = {
 KEPT = {
     **{name: {"mlp.gate"} for name in ("mixtral", "qwen3_moe", "glm4_moe")},
     "gpt_oss": {"mlp.router"},
+    "jamba_dense": {"mamba.dt_proj"},  # never called: the mixer uses its weights itself
     "granite_moe_hybrid": {"block_sparse_moe.router"},
     "llama4": {"feed_forward.router", "feed_forward.experts"},
 }

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from support import families, reference
 from support.synthetic import random_alpha
 
@@ -87,3 +88,71 @@ def test_submodules_come_in_the_order_of_the_forward_pass() -> None:
     assert layer_submodules(decoder, "attn_mlp", 0) == ["layer.0.attn", "layer.0.mlp"]
     assert layer_submodules(decoder, "head_mlp", 1) == [*(f"layer.1.head.{head}" for head in range(4)), "layer.1.mlp"]
     assert layer_submodules(decoder, "linear", 0)[:2] == ["layer.0.self_attn.q_proj", "layer.0.self_attn.k_proj"]
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": families.VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "pad_token_id": families.PAD,
+}
+BRANCHES = ("attn_mlp", "head_mlp", "linear")
+
+# What it is that a model does -> its configuration, the levels that do not apply to it, and what is said of it.
+REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
+    "heads that cannot be told apart": (
+        "JetMoeConfig",
+        SMALL | {"kv_channels": 8, "num_local_experts": 4},
+        ("head_mlp",),
+        "'level: head_mlp' does not apply to JetMoeForCausalLM: the heads of layer 0 cannot be told .*use attn_mlp",
+    ),
+    "more than hidden states from layer to layer": (
+        "ZayaConfig",
+        SMALL | {"num_experts": 4},
+        LEVELS,
+        "ZayaForCausalLM hands its decoder layers more of earlier layers than the hidden states.*'merge_method: sftm'",
+    ),
+    "a prompt before the tokens": (
+        "CpmAntConfig",
+        SMALL | {"dim_head": 8, "dim_ff": 48, "prompt_length": 4},
+        LEVELS,
+        "CpmAntForCausalLM hands its decoder layers other positions than the tokens'.*'merge_method: sftm'",
+    ),
+    "a change between layers": (
+        "RwkvConfig",
+        SMALL | {"rescale_every": 2},
+        LEVELS,
+        "RwkvForCausalLM changes the hidden states between its decoder layers.*'merge_method: sftm'",
+    ),
+    "logits from more than the last layer": (
+        "Inkling2TextConfig",
+        SMALL | {"num_experts": 4, "moe_intermediate_size": 16, "swa_num_key_value_heads": 2, "swa_head_dim": 8},
+        ("model",),
+        "Inkling2ForCausalLM computes its logits from more than the output of its last decoder layer: use 'level: la",
+    ),
+    "a module that feeds no branch": (
+        "MBartConfig",
+        SMALL
+        | {"d_model": 32, "decoder_layers": 3, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}
+        | {"is_encoder_decoder": False, "is_decoder": True},
+        BRANCHES,
+        r"Layer 0 \(MBartDecoderLayer\) does not split into an attention and an MLP branch: use 'level: layer'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_level_that_does_not_apply_is_refused_before_anything_is_measured(case: str) -> None:
+    name, arguments, levels, words = REFUSED[case]
+    config = getattr(transformers, name)(**arguments)
+    model: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    config.architectures = [model.__name__]
+    decoder = Decoder(config)
+    for level in levels:
+        with pytest.raises(SltaError, match=words):
+            layer_submodules(decoder, level, 0)
+    assert set(levels) == set(LEVELS) or layer_submodules(decoder, "layer", 0) == ["layer.0"]

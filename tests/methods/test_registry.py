@@ -605,6 +605,31 @@ def test_what_is_not_finite_outside_the_layers_gets_into_no_output(edges: str, l
         )
 
 
+# What the base model's output head holds -> what is said of it; no calibration looks at it.
+TOO_LARGE = {
+    "infinite": (torch.inf, r"(?=.*lm_head\.weight)(?=.*base).* NaN or "),
+    "too large for float16": (1e5, "The merged tensor 'lm_head.weight' is not finite as float16.*out_dtype: bfloat16"),
+}
+
+
+@pytest.mark.parametrize("case", TOO_LARGE)
+@pytest.mark.parametrize("method", ["slta", "featcal", "sftm"])
+def test_a_merged_tensor_that_is_not_finite_is_never_written(
+    method: str, case: str, llama: Family, tmp_path: Path
+) -> None:
+    value, words = TOO_LARGE[case]
+
+    def enlarge(tensors: State) -> None:
+        tensors["lm_head.weight"][-1, -1] = value
+
+    settings: dict[str, Any] = {"head": False} if method == "featcal" else {}
+    content = families.recipe(llama, method, calibration=method != "sftm", out_dtype="float16", **settings)
+    content["base_model"] = str(edited(llama.base, tmp_path / "base", enlarge))
+    with pytest.raises(SltaError, match=words):
+        families.merge(content, tmp_path / "out")
+    assert list((tmp_path / "out").glob("*.safetensors")) == []
+
+
 CHANGING = {
     "a list of sources": ("calibration", ["a.jsonl", "b.jsonl"]),
     "a filtered source": ("calibration", [{"filter": "mlp", "value": "a.jsonl"}, {"value": "b.jsonl"}]),

@@ -64,12 +64,16 @@ ROWS = {
     "qwen3_moe": Row("Qwen3-MoE"),
     "glm4_moe": Row("GLM-4-MoE"),
     "gpt_oss": Row("GPT-OSS"),
+    "minicpm3": Row("MiniCPM3"),
+    "jamba_dense": Row("Jamba without routed experts", WITHOUT_HEADS),
     "lfm2": Row("LFM2", WITHOUT_HEADS),
     "granite_moe_hybrid": Row("GraniteMoeHybrid", WITHOUT_HEADS),
     "granite_hybrid_dense": Row(
         "GraniteMoeHybrid without routed experts", WITHOUT_HEADS, lacks="block_sparse_moe.input_linear.weight"
     ),
+    "bamba": Row("Bamba", WITHOUT_HEADS),
     "bloom": Row("BLOOM", WHOLE_LAYERS),
+    "openai_gpt": Row("OpenAI GPT", WHOLE_LAYERS),
     "opt": Row("OPT", WHOLE_LAYERS),
     "llama4": Row("Llama 4 (text)", WHOLE_LAYERS),
     "falcon_h1": Row("Falcon-H1", WHOLE_LAYERS),

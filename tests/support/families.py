@@ -146,6 +146,24 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOssConfig",
         _GROUPED | _SLIDING | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
+    "minicpm3": (
+        "MiniCPM3Config",
+        _SMALL
+        | {"num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 16, "qk_rope_head_dim": 4}
+        | {"qk_nope_head_dim": 8, "v_head_dim": 6},
+    ),
+    "jamba_dense": (
+        "JambaConfig",
+        _GROUPED
+        | {"attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 1, "num_experts_per_tok": 1}
+        | {"mamba_d_state": 4, "mamba_dt_rank": 4},
+    ),
+    "bamba": (
+        "BambaConfig",
+        _GROUPED
+        | {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
+        | {"mamba_n_groups": 1, "mamba_chunk_size": 8, "attn_rotary_emb": 8},
+    ),
     "lfm2": ("Lfm2Config", _GROUPED | {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16}),
     "granite_moe_hybrid": (
         "GraniteMoeHybridConfig",
@@ -161,6 +179,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 # experts that see their tokens scaled, two mixers side by side, several hidden states per token.
 UNSPLIT: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("BloomConfig", {"hidden_size": 32, "n_layer": LAYERS, "n_head": 4, "vocab_size": VOCABULARY}),
+    "openai_gpt": ("OpenAIGPTConfig", _GPT2),
     "opt": ("OPTConfig", _SMALL | {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "llama4": (
         "Llama4TextConfig",

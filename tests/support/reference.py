@@ -91,7 +91,7 @@ SPLITS: dict[str, Split] = {
     ),
     **dict.fromkeys(("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss"), _LLAMA),
     **dict.fromkeys(("llama4", "falcon_h1", "gemma3n", "gemma4"), _LLAMA),
-    "bloom": Split(layers="transformer.h"),
+    **dict.fromkeys(("bloom", "openai_gpt"), Split(layers="transformer.h")),
     "opt": Split(layers="model.decoder.layers"),
     **dict.fromkeys(("gemma2", "gemma3"), _GEMMA2),
     **dict.fromkeys(("cohere", "cohere_without_qk_norm", "cohere2", "stablelm_parallel"), _PARALLEL),
@@ -147,6 +147,16 @@ SPLITS: dict[str, Split] = {
         closing_mlp=("post_mlp_layernorm",),
     ),
     "apertus": Split(attn=("attention_layernorm", "self_attn"), mlp=("feedforward_layernorm", "mlp")),
+    "minicpm3": Split(queries=("self_attn.q_b_proj",), keys=("self_attn.kv_b_proj",)),
+    **dict.fromkeys(
+        ("jamba_dense", "bamba"),
+        Split(
+            attn=("input_layernorm", "mamba", "self_attn"),
+            mlp=("pre_ff_layernorm", "feed_forward"),
+            closing_attn=("mamba", "self_attn"),
+            closing_mlp=("feed_forward",),
+        ),
+    ),
     "lfm2": Split(
         attn=("operator_norm", "conv", "self_attn"),
         mlp=("ffn_norm", "feed_forward"),
@@ -260,7 +270,7 @@ class Call:
         """The output [S, D] of a layer, on the same hidden states or on others."""
         kwargs = {name: own_dictionary(value) for name, value in self.kwargs.items()}
         output = layer(self.hidden if hidden is None else hidden, *self.args, **kwargs)
-        return (output[0] if isinstance(output, tuple) else output)[0]
+        return (output[0] if isinstance(output, (tuple, list)) else output)[0]
 
 
 def own_dictionary(value: Any) -> Any:
@@ -378,6 +388,8 @@ def linear_features(layers: Layers, call: Call, split: Split, config: Any) -> Fe
         modules = [layer.get_submodule(name) for layer in layers]
         if kind == "experts":
             yield from expert_features(name, modules, *inputs[name][:2])
+        elif name not in inputs:  # a map that is used without being called has no features
+            yield f".{name}", [torch.zeros(1, len(as_linear(module))).double() for module in modules]
         else:
             read = inputs[name][0].reshape(-1, inputs[name][0].shape[-1])
             yield (
@@ -544,7 +556,7 @@ def map_weights(
     What no token reached has no weights of its own: it takes that mean too, and does not count in it.
     """
     owner, _, leaf = inside.rpartition(".")
-    if owner in alpha:
+    if owner in alpha and alpha[owner].any():
         return alpha[owner]
     means = []
     for branch in ("attn", "mlp"):
@@ -553,7 +565,7 @@ def map_weights(
             means.append(torch.stack([value for value in maps if value.any()] or maps).mean(0))
     mean = torch.stack(means).mean(0)
     part = leaf.removesuffix("_bias")
-    if f"{owner}.0.{part}" not in alpha:
+    if owner in alpha or f"{owner}.0.{part}" not in alpha:
         return mean
     own = torch.stack([alpha[f"{owner}.{expert}.{part}"] for expert in range(len(tensor))])
     rows = torch.where(own.any(1, keepdim=True), own, mean)
