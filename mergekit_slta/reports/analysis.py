@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mergekit_slta.reports.page import plain_number
+from mergekit_slta.reports.words import plain_number
 from mergekit_slta.slta.solver import bootstrap, bootstrap_counts, merging_weights, retained_share, task_means
 from mergekit_slta.slta.statistics import Statistics
 

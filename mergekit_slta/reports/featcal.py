@@ -13,7 +13,8 @@ import torch
 from mergekit_slta.recipe.recipe import FeatcalSettings
 from mergekit_slta.reports.analysis import short_names
 from mergekit_slta.reports.figures import Line, Panel, line_chart
-from mergekit_slta.reports.page import Chart, Page, Section, Table, enumerated, plain_number
+from mergekit_slta.reports.page import Chart, Page, Section, Table
+from mergekit_slta.reports.words import enumerated, plain_number
 
 MEANING = (
     "The error of a layer is the distance between its output and that of the expert's own forward pass, relative to "

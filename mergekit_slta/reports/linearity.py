@@ -13,7 +13,8 @@ from mergekit_slta import files
 from mergekit_slta.linearity.scores import STEPS, Linearity, Value, distance_metric, pooled
 from mergekit_slta.reports.analysis import kinds_of, place_of, short_names
 from mergekit_slta.reports.figures import Bar, Line, Matrix, Panel, bar_chart, heat_map, line_chart
-from mergekit_slta.reports.page import Chart, Page, Section, Table, enumerated, plain_number
+from mergekit_slta.reports.page import Chart, Page, Section, Table
+from mergekit_slta.reports.words import enumerated, plain_number
 
 # What a group of submodules is called, by the level and then by the kind.
 GROUPS = {"model": "model", "layer": "layer", "attn": "attention", "mlp": "MLP", "head": "head"}

@@ -28,7 +28,8 @@ from mergekit_slta.reports.analysis import (
     short_names,
 )
 from mergekit_slta.reports.figures import PAIR, Line, Matrix, Panel, heat_map, line_chart
-from mergekit_slta.reports.page import Chart, Page, Section, Table, enumerated, percent, plain_number
+from mergekit_slta.reports.page import Chart, Page, Section, Table
+from mergekit_slta.reports.words import enumerated, percent, plain_number
 from mergekit_slta.slta.statistics import Statistics
 
 LOSES_MOST = 0.5

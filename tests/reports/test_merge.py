@@ -17,7 +17,7 @@ from mergekit_slta.cli.commands import main
 from mergekit_slta.errors import SltaError
 from mergekit_slta.reports.analysis import MOST_CONDITION, PLAUSIBLE_ALPHA, WIDEST_INTERVAL, analyse
 from mergekit_slta.reports.merge import reliability, report_page, verdict, write_report
-from mergekit_slta.reports.page import percent, plain_number
+from mergekit_slta.reports.words import percent, plain_number
 from mergekit_slta.slta.measure import measured_statistics
 from mergekit_slta.slta.statistics import Statistics, load, save
 
