@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from mergekit_slta.linearity.scores import STEPS, Linearity, Value, distance_met
 from mergekit_slta.reports.analysis import kinds_of, place_of, short_names
 from mergekit_slta.reports.figures import Bar, Line, Matrix, Panel, bar_chart, heat_map, line_chart
 from mergekit_slta.reports.page import Chart, Page, Section, Table
+from mergekit_slta.reports.tables import as_json
 from mergekit_slta.reports.words import enumerated, plain_number
 
 # What a group of submodules is called, by the level and then by the kind.
@@ -35,8 +35,7 @@ def write_linearity(result: Linearity, folder: Path) -> Path:
     Returns:
         The path of ``report.html``.
     """
-    content = json.dumps(result.to_json(), indent=1, allow_nan=False, ensure_ascii=False)
-    files.write(folder / "linearity.json", f"{content}\n".encode())
+    files.write(folder / "linearity.json", as_json(result.metrics).encode())
     return linearity_page(result).write(folder, "report.html")
 
 
