@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 
@@ -109,6 +110,11 @@ class LevelAnalysis:
     without: torch.Tensor
     by_samples: dict[int, SampleEffect]
     doubts: dict[str, list[str]]
+
+    @property
+    def kinds(self) -> dict[str, dict[int, list[int]]]:
+        """The rows of each kind of submodule, by layer."""
+        return kinds_of(self.submodules)
 
     @property
     def kept(self) -> torch.Tensor:
@@ -261,15 +267,12 @@ def short_names(models: Sequence[str]) -> tuple[str, ...]:
     if len(last) == 1:
         return tuple(last)
     words = [re.split(r"([-_.])", name) for name in last]  # every other one is a separator
-    begin, end = _common(words), _common([list(reversed(name)) for name in words])
+    begin, end = _common(words), _common([name[::-1] for name in words])
     kept = ["".join(name[begin : len(name) - end]) for name in words]
     are_words = all(sum(map(str.isalpha, name)) > 1 for name in kept)  # "1" and "7b" are no names
     return tuple(kept if are_words and len(set(kept)) == len(kept) else last)
 
 
 def _common(names: Sequence[Sequence[str]]) -> int:
-    """How many words and separators all names begin with, whole pairs of them."""
-    count = 0
-    while all(name[count : count + 2] == names[0][count : count + 2] for name in names) and count < len(names[0]) - 2:
-        count += 2
-    return count
+    """How many words and separators all names begin with, in whole pairs."""
+    return sum(1 for _ in takewhile(lambda same: len(set(same)) == 1, zip(*names, strict=False))) // 2 * 2
