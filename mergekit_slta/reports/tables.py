@@ -1,4 +1,4 @@
-"""Solutions and evaluations as people read them (aligned tables) and as programs do (JSON)."""
+"""Solutions and evaluations as aligned tables for people and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def solution_json(
     solutions: Mapping[str, Solution],
     deviations: Mapping[str, torch.Tensor] | None = None,
 ) -> str:
-    """A solution as JSON; what is undefined is null.
+    """A solution as JSON, in which undefined numbers are null.
 
     Args:
         level: the submodules' level.
@@ -75,7 +75,7 @@ def solution_table(
 
 
 def evaluation_json(results: Sequence[TaskEvaluation]) -> str:
-    """An evaluation as JSON; what is not finite is null, and so is the share that is kept where there is no gain."""
+    """An evaluation as JSON; the share that is kept is null if the expert gains nothing over the base model."""
     return as_json({"tasks": [{**asdict(result), "kept": result.kept} for result in results]})
 
 
@@ -89,7 +89,10 @@ def evaluation_table(results: Sequence[TaskEvaluation]) -> str:
     lines = ["Negative log-likelihood per token, lower is better", "", str(Table(header, rows))]
     idle = [result.model for result in results if result.kept is None]
     if idle:
-        lines += ["", f"No better than the base model on their own task, so no gain to keep: {', '.join(idle)}."]
+        lines += [
+            "",
+            f"Experts no better than the base model on their own task, with no gain to keep: {', '.join(idle)}.",
+        ]
     return "\n".join(lines)
 
 
