@@ -187,26 +187,6 @@ class Linearity:
     skipped: dict[str, dict[str, int]]
     members: dict[str, tuple[str, ...]]
 
-    def to_json(self) -> dict[str, object]:
-        """The content of ``linearity.json``: the metrics, with null for what is undefined."""
-        return {
-            metric: {
-                level: {
-                    group: {
-                        name: {"mean": _finite(value.mean), "std": _finite(value.std), "n": value.n}
-                        for name, value in submodules.items()
-                    }
-                    for group, submodules in groups.items()
-                }
-                for level, groups in by_level.items()
-            }
-            for metric, by_level in self.metrics.items()
-        }
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None
-
 
 def distance_metric(step: int) -> str:
     """The name of the metric for the distance to the expert at ``step`` of ``N`` steps."""

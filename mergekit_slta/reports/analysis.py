@@ -1,7 +1,7 @@
 """What a statistics file says about a merge: where it keeps each expert's feature change, where it does not, and why.
 
-Everything here is arithmetic on Gram matrices: neither models nor data are needed. Like the merging weights themselves
-it takes features to change linearly with the weights, which holds exactly at level ``linear`` only.
+Everything here is arithmetic on Gram matrices, so neither models nor data are needed. Like the merging weights it
+assumes that features change linearly with the weights, which is exactly true only at level ``linear``.
 
 Shapes: ``S`` submodules of a level, ``T`` experts, and as many tasks, each named after its expert.
 """
@@ -11,10 +11,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 
-from mergekit_slta.reports.page import plain_number
+from mergekit_slta.reports.words import plain_number
 from mergekit_slta.slta.solver import bootstrap, bootstrap_counts, merging_weights, retained_share, task_means
 from mergekit_slta.slta.statistics import Statistics
 
@@ -22,17 +23,18 @@ DRAWS = 200
 INTERVAL = (0.05, 0.95)
 SAMPLE_COUNTS = (1, 3, 10, 30)
 SEED = 0
-# A merging weight is called unreliable beyond these; 100 is what two experts with a cosine similarity of 0.98 have.
+# Beyond these limits a merging weight is called unreliable. Two experts with a cosine similarity of 0.98 give a
+# condition number of 100.
 MOST_CONDITION = 100.0
 WIDEST_INTERVAL = 0.2
 PLAUSIBLE_ALPHA = (-0.25, 1.25)
-# With fewer samples per task than this the bootstrap's intervals come out too narrow.
+# With fewer samples per task than this the bootstrap gives intervals that are too narrow.
 FEW_SAMPLES = 5
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a submodule stands: its layer, its kind, and its number where a layer has several of the kind."""
+    """The place of a submodule: its layer, its kind, and its number if a layer has several of its kind."""
 
     layer: int | None
     kind: str
@@ -40,7 +42,6 @@ class Place:
 
 
 def place_of(name: str) -> Place:
-    """The place of a submodule, by its canonical name."""
     match = re.fullmatch(r"layer\.(\d+)(?:\.(.+))?", name)
     if match is None:
         return Place(None, name, None)
@@ -51,7 +52,7 @@ def place_of(name: str) -> Place:
 
 
 def kinds_of(names: Sequence[str]) -> dict[str, dict[int, list[int]]]:
-    """The kinds of submodules among names, in their order: for each layer the places in ``names``."""
+    """For each kind of submodule, in the order of the names, and for each layer: the positions in ``names``."""
     kinds: dict[str, dict[int, list[int]]] = {}
     for index, name in enumerate(names):
         place = place_of(name)
@@ -61,12 +62,12 @@ def kinds_of(names: Sequence[str]) -> dict[str, dict[int, list[int]]]:
 
 @dataclass(frozen=True)
 class SampleEffect:
-    """What merging weights from fewer samples are worth, each [T].
+    """Merging weights from fewer samples, and what they keep; each [T].
 
     Attributes:
-        alpha: their mean over submodules and draws.
-        spread: their standard deviation over draws, mean over submodules.
-        retained: the share of each expert's feature change that they keep, measured on all samples.
+        alpha: the mean of the weights over submodules and draws.
+        spread: their standard deviation over draws, on average over submodules.
+        retained: the share of each expert's feature change that the weights keep, measured on all samples.
     """
 
     alpha: torch.Tensor
@@ -80,18 +81,18 @@ class LevelAnalysis:
 
     Attributes:
         level: the level.
-        experts: the experts' names, as short as they can be told apart.
+        experts: the experts' names, shortened as far as they still differ.
         submodules: their canonical names.
         samples: the number of samples of the task that has fewest.
         alpha: [S, T] merging weights.
-        low, high: [S, T], the ends of their 90 % bootstrap interval; NaN where a task has one sample.
-        retained: [S, T], the share of each expert's feature change that the merge keeps; NaN where there is none.
-        share: [S, T], how much of the feature change on a task's data is its own expert's: 1 where all experts change
-            as much, T where only that one does.
+        low, high: [S, T], the ends of the weights' 90 % bootstrap intervals; NaN if a task has one sample.
+        retained: [S, T], the share of each expert's feature change that the merge keeps; NaN where it changes nothing.
+        share: [S, T], how much of the feature change on a task's data comes from its own expert: 1 if all experts
+            change the features equally, T if no other expert changes them.
         condition: [S], of the scaled A; NaN where A is zero.
         cosine: [S, T, T], cosine similarity of the experts' feature changes over all tasks' data; NaN without change.
         without: [T, T], the share of expert a's feature change that the merge keeps if expert b is left out of it.
-        by_samples: what fewer samples per task would give.
+        by_samples: the merging weights from fewer samples, by the number of samples per task.
         doubts: by submodule, why its merging weights are unreliable.
     """
 
@@ -111,12 +112,17 @@ class LevelAnalysis:
     doubts: dict[str, list[str]]
 
     @property
+    def kinds(self) -> dict[str, dict[int, list[int]]]:
+        """The rows of each kind of submodule, by layer."""
+        return kinds_of(self.submodules)
+
+    @property
     def kept(self) -> torch.Tensor:
         """The share of each expert's feature change that the merge keeps in all submodules together, [T]."""
         return pooled(self.retained, self.share)
 
     def kept_by_layer(self) -> dict[int, torch.Tensor]:
-        """The same for each layer, [T]."""
+        """The share of each expert's feature change that the merge keeps in each layer, [T]."""
         layers: dict[int, list[int]] = {}
         for index, name in enumerate(self.submodules):
             layer = place_of(name).layer
@@ -126,9 +132,9 @@ class LevelAnalysis:
 
 
 def pooled(retained: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """Mean of retained shares over submodules [S, ...], each counting by how much of the change is the expert's own.
+    """Mean of retained shares over submodules [S, ...], weighted by how much of the change is the expert's own.
 
-    A submodule that an expert hardly changes may have any retained share, and should count for as little.
+    A submodule that an expert hardly changes can have an extreme retained share, so it must count for little.
     """
     weight = torch.where(retained.isnan(), 0.0, share)
     total = weight.sum(0)
@@ -201,7 +207,7 @@ def _doubts(alpha: torch.Tensor, width: torch.Tensor, condition: float, means: t
 
 
 def _own_share(means: torch.Tensor) -> torch.Tensor:
-    """B_a[a, a] over the mean of B_a's diagonal, [T]; free of the submodule's scale, balanced or not."""
+    """B_a[a, a] divided by the mean of B_a's diagonal, [T]. A submodule's scale cancels, with balance or without."""
     power = means.diagonal(dim1=-2, dim2=-1)
     own = power.diagonal()
     return torch.where(own > 0, own / power.mean(-1).clamp_min(torch.finfo(own.dtype).tiny), 0.0)
@@ -251,7 +257,7 @@ def _by_samples(
 
 
 def short_names(models: Sequence[str]) -> tuple[str, ...]:
-    """What tells the models' names apart: no folders, and nothing that all of them begin or end with.
+    """The models' names without folders and without the words that all of them begin or end with.
 
     ``org/llama-math-v1`` and ``org/llama-code-v1`` are ``math`` and ``code``.
     """
@@ -261,15 +267,12 @@ def short_names(models: Sequence[str]) -> tuple[str, ...]:
     if len(last) == 1:
         return tuple(last)
     words = [re.split(r"([-_.])", name) for name in last]  # every other one is a separator
-    begin, end = _common(words), _common([list(reversed(name)) for name in words])
+    begin, end = _common(words), _common([name[::-1] for name in words])
     kept = ["".join(name[begin : len(name) - end]) for name in words]
-    are_words = all(sum(map(str.isalpha, name)) > 1 for name in kept)  # "1" and "7b" are no names
+    are_words = all(sum(map(str.isalpha, name)) > 1 for name in kept)  # "1" or "7b" alone would not name a model
     return tuple(kept if are_words and len(set(kept)) == len(kept) else last)
 
 
 def _common(names: Sequence[Sequence[str]]) -> int:
-    """How many words and separators all names begin with, whole pairs of them."""
-    count = 0
-    while all(name[count : count + 2] == names[0][count : count + 2] for name in names) and count < len(names[0]) - 2:
-        count += 2
-    return count
+    """How many words and separators all names begin with, in whole pairs."""
+    return sum(1 for _ in takewhile(lambda same: len(set(same)) == 1, zip(*names, strict=False))) // 2 * 2

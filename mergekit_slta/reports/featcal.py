@@ -13,15 +13,14 @@ import torch
 from mergekit_slta.recipe.recipe import FeatcalSettings
 from mergekit_slta.reports.analysis import short_names
 from mergekit_slta.reports.figures import Line, Panel, line_chart
-from mergekit_slta.reports.page import Chart, Page, Section, Table, enumerated, plain_number
+from mergekit_slta.reports.page import Chart, Page, Section, Table
+from mergekit_slta.reports.words import enumerated, plain_number
 
 MEANING = (
-    "The error of a layer is the distance between its output and that of the expert's own forward pass, relative to "
-    "the size of the latter, on average over the tokens of the expert's calibration samples. The merge was fitted to "
-    "these samples: on others the distance is larger. It is a distance of features, not accuracy."
+    "The error of a layer is the distance between the merged model's output and the expert's output, relative to the "
+    "size of the expert's output, on average over the tokens of the expert's calibration samples. The merge was fitted "
+    "to these samples, so the distance is larger on others. It is a distance of features, not accuracy."
 )
-
-
 ANCHORS = {"base": "the base model", "slta": "the SLTA merge", "average": "the experts' average"}
 
 
@@ -30,9 +29,9 @@ def drift_page(merged: torch.Tensor, anchor: torch.Tensor, models: Sequence[str]
 
     Args:
         merged: the merged model's relative errors [L, T].
-        anchor: those of the model that it was drawn towards.
+        anchor: the relative errors [L, T] of the anchor, the model that the ridge pulls the merge towards.
         models: the experts' names.
-        settings: what the merge was asked for.
+        settings: the settings of the merge.
     """
     names, anchor_name = short_names(models), ANCHORS[settings.anchor]
     return Page(
@@ -44,12 +43,12 @@ def drift_page(merged: torch.Tensor, anchor: torch.Tensor, models: Sequence[str]
             "Solved with": f"ridge {plain_number(settings.ridge)} towards {anchor_name}, teacher "
             f"{plain_number(settings.teacher)}, output head {'solved' if settings.head else 'kept'}",
         },
-        sections=[Section("Where the drift is", [], [_chart(merged, anchor, names, anchor_name)])],
+        sections=[Section("Where the drift is", charts=[_chart(merged, anchor, names, anchor_name)])],
     )
 
 
 def percent(error: float) -> str:
-    """A relative error, of which small ones matter too; a dash for an expert whose features are all zero."""
+    """A relative error in percent; below 1 % with three digits, and a dash where the expert's features are all zero."""
     if not math.isfinite(error):
         return "–"
     return f"{round(100 * error)} %" if error >= 0.01 else f"{plain_number(100 * error)} %"
@@ -68,33 +67,19 @@ def _verdict(merged: torch.Tensor, anchor: torch.Tensor, names: Sequence[str], a
 
 
 def _chart(merged: torch.Tensor, anchor: torch.Tensor, names: Sequence[str], anchor_name: str) -> Chart:
-    layers = list(range(len(merged)))
-    panels = [
-        Panel(
-            f"On {name}'s samples",
-            [
-                Line(f"before: {anchor_name}", layers, anchor[:, index].tolist()),
-                Line("after: the merged model", layers, merged[:, index].tolist()),
-            ],
-        )
-        for index, name in enumerate(names)
-    ]
+    layers, panels, said = list(range(len(merged))), [], []
+    for name, before, after in zip(names, anchor.T.tolist(), merged.T.tolist(), strict=True):
+        lines = [Line(f"before: {anchor_name}", layers, before), Line("after: the merged model", layers, after)]
+        panels.append(Panel(f"On {name}'s samples", lines))
+        said.append(f"{name} {percent(before[-1])} before and {percent(after[-1])} after")
     columns = [f"{name}, {when}" for name in names for when in ("before", "after")]
-    pairs = torch.stack([anchor, merged], 2).flatten(1)
+    pairs = torch.stack([anchor, merged], 2).flatten(1).tolist()
     return Chart(
         name="drift",
         title="Relative error of the features by layer",
-        caption="How far what each layer gives is from the expert's own forward pass, before (the model that the merge "
-        "started from) and after. Lower is better.",
-        alt="Two lines per expert over the decoder layers, before and after. After the last layer: "
-        + "; ".join(
-            f"{name} {percent(float(anchor[-1, index]))} before and {percent(float(merged[-1, index]))} after"
-            for index, name in enumerate(names)
-        )
-        + ".",
+        caption="How far the output of each layer is from that of the expert, before (the model that the merge started "
+        "from) and after. Lower is better.",
+        alt=f"Two lines per expert over the decoder layers, before and after. After the last layer: {'; '.join(said)}.",
         png=line_chart(panels, x_label="decoder layer", y_label="relative error", y_percent=True, lines_at=(0.0,)),
-        table=Table(
-            ("layer", *columns),
-            [(str(layer), *(percent(error) for error in row)) for layer, row in enumerate(pairs.tolist())],
-        ),
+        table=Table(["layer", *columns], [[str(layer), *map(percent, row)] for layer, row in enumerate(pairs)]),
     )

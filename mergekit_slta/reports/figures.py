@@ -1,7 +1,7 @@
 """Charts as PNG pictures: lines, heat maps and bars that can be read on a narrow screen and without colours.
 
-Every picture is one narrow column, so that a page may show it at the width of a phone or several side by side. Lines
-differ in marker as well as in colour; the colours are those of Okabe and Ito, which colour-blind people tell apart.
+Every picture is as narrow as a phone, so that a page can show several side by side on a wide screen. Lines differ in
+marker as well as in colour. The colours are those of Okabe and Ito, which colour-blind people can tell apart.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ import matplotlib
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from mergekit_slta.reports.page import plain_number
+from mergekit_slta.reports.words import plain_number
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX*"
+HATCHES = ("", "///", "...", "\\\\\\", "xxx", "---", "++")
 SHADE = "#dcdcdc"
 WIDTH = 4.6  # inches
 PANEL_HEIGHT = 1.75
@@ -35,10 +37,10 @@ LEGEND_WIDTH = 48
 CELL_NAME_LENGTH = 14
 LINE_HEIGHT = 0.21  # inches
 CELL_NUMBER_LENGTH = 5
-# Cells are numbered where the numbers of a row and its name have no more characters than this.
+# Cells show their numbers if these and the name of the row together have at most so many characters.
 NUMBERED_LENGTH = 56
 MOST_NAMES = 16
-# Longer names of columns stand aslant.
+# Column names that are longer together are drawn aslant.
 COLUMN_NAMES_LENGTH = 36
 PAIR = " | "  # between the names of two experts
 STYLE: Any = {
@@ -68,7 +70,7 @@ class Line:
         label: its name in the legend.
         x, y: its points; NaN leaves a gap.
         low, high: a band around it.
-        cloud: further points in its colour, such as those that ``y`` is the mean of.
+        cloud: further points in its colour, such as the values whose mean is ``y``.
     """
 
     label: str
@@ -81,7 +83,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """Lines that share their axes; ``shaded`` are places on the horizontal axis to be marked."""
+    """Lines that share their axes; ``shaded`` lists the places on the horizontal axis that get a grey ground."""
 
     title: str
     lines: Sequence[Line]
@@ -108,11 +110,6 @@ class Bar:
     deviation: float
 
 
-def two_decimals(number: float) -> str:
-    """A number of the order of one, short enough for a cell."""
-    return f"{number:.2f}".replace("-", "−")
-
-
 def line_chart(
     panels: Sequence[Panel],
     *,
@@ -131,11 +128,15 @@ def line_chart(
         panels: what to draw; a label stands for the same series in all of them.
         x_label, y_label: the axes' names with their units.
         y_percent: whether the vertical axis shows shares as percentages.
-        y_range: the values between which the vertical axis ends at the latest; what lies outside is drawn at the edge.
-        lines_at: values at which a thin horizontal line helps.
+        y_range: the smallest and the largest value that are drawn; values outside are drawn at these limits.
+        lines_at: values that a thin horizontal line marks.
         log_x, log_y: logarithmic axes.
         shaded_label: what shading means.
     """
+
+    def written(value: float, _: int) -> str:
+        return plain_number(100 * value, "g") + " %" if y_percent else plain_number(value, "g")
+
     labels = list(dict.fromkeys(line.label for panel in panels for line in panel.lines))
     with matplotlib.rc_context(STYLE):
         shaded = any(panel.shaded for panel in panels)
@@ -151,9 +152,11 @@ def line_chart(
             for value in lines_at:
                 ax.axhline(value, color="#888888", linewidth=0.8, zorder=1)
             _scale(ax, panel, log_x, log_y)
-            ax.yaxis.set_major_formatter(FuncFormatter(_percent_tick if y_percent else _tick))
+            ax.yaxis.set_major_formatter(FuncFormatter(written))
         axes[-1].set_xlabel(x_label)
-        handles: list[Artist] = [_handle(index) for index in range(len(labels))]
+        handles: list[Artist] = [
+            Line2D([], [], color=_colour(index), marker=MARKERS[index % len(MARKERS)]) for index in range(len(labels))
+        ]
         _legend(figure, [*handles, Patch(color=SHADE)] if shaded else handles, entries)
         return _png(figure)
 
@@ -166,16 +169,16 @@ def heat_map(
     value_label: str,
     limits: tuple[float, float],
     colours: str = "viridis",
-    numbers: Callable[[float], str] = two_decimals,
+    numbers: Callable[[float], str] = lambda value: plain_number(value, ".2f"),
 ) -> bytes:
     """Heat maps below each other with one scale of colours, as PNG.
 
     Args:
         matrices: what to draw.
         x_label, y_label, value_label: the names of columns, rows and values.
-        limits: where the colours end; what lies outside gets a colour of its own.
-        colours: the name of a map of colours in matplotlib.
-        numbers: how values are written into the cells, where there is room.
+        limits: the values of the first and the last colour; values below and above get colours of their own.
+        colours: the name of one of matplotlib's colour maps.
+        numbers: how values are written into the cells where there is room.
     """
     with matplotlib.rc_context({**STYLE, "axes.grid": False}):
         rows = [len(matrix.rows) for matrix in matrices]
@@ -184,20 +187,19 @@ def heat_map(
         colour_map = matplotlib.colormaps[colours].with_extremes(bad="#eeeeee", under="#f4a6d7", over="#d7301f")
         for matrix, ax in zip(matrices, axes, strict=True):
             values = np.ma.masked_invalid(np.asarray(matrix.values, dtype=float))
-            image = ax.imshow(
-                values, cmap=colour_map, vmin=limits[0], vmax=limits[1], aspect="auto",
-                interpolation="nearest",
-            )  # fmt: skip
+            image = ax.imshow(values, cmap=colour_map, norm=Normalize(*limits), aspect="auto", interpolation="nearest")
             ax.set_title(_short(matrix.title, LEGEND_LENGTH))
             _name_cells(ax, matrix)
-            if _has_room(matrix):
+            longest = max(map(len, _cell_names(matrix.rows)))
+            if CELL_NUMBER_LENGTH * len(matrix.columns) + longest <= NUMBERED_LENGTH:
                 _number_cells(ax, image, values, numbers)
             ax.set_ylabel(y_label)
         axes[-1].set_xlabel(x_label)
-        everything = np.concatenate([np.asarray(matrix.values, dtype=float).ravel() for matrix in matrices])
+        everything = [value for matrix in matrices for row in matrix.values for value in row]
+        under, over = (any(value < limits[0] for value in everything), any(value > limits[1] for value in everything))
         bar = figure.colorbar(
-            image, ax=list(axes), orientation="horizontal", extend=_extend(everything, limits), aspect=30, pad=0.02,
-            ticks=MaxNLocator(5, steps=[1, 2, 5, 10]),
+            image, ax=list(axes), orientation="horizontal", aspect=30, pad=0.02,
+            extend=("neither", "min", "max", "both")[under + 2 * over], ticks=MaxNLocator(5, steps=[1, 2, 5, 10]),
         )  # fmt: skip
         bar.set_label(value_label)
         return _png(figure)
@@ -213,22 +215,23 @@ def bar_chart(bars: Sequence[Bar], *, x_label: str) -> bytes:
     finite = [bar.value + bar.deviation for bar in bars if math.isfinite(bar.value)]
     with matplotlib.rc_context({**STYLE, "axes.grid.axis": "x"}):
         figure, (ax,) = _panels([LINE_HEIGHT * (len(bars) + 0.7 * len(groups))], series)
+        looks: list[dict[str, Any]] = [
+            {"fc": _colour(i), "hatch": HATCHES[i % len(HATCHES)], "ec": "white"} for i in range(len(series))
+        ]
         for bar in bars:
-            place, index = places[bar.group, bar.series], series.index(bar.series)
-            ax.barh(place, bar.value, height=0.9, color=COLOURS[index % len(COLOURS)], hatch=_hatch(index), ec="white")
+            place = places[bar.group, bar.series]
+            ax.barh(place, bar.value, height=0.9, **looks[series.index(bar.series)])
             ax.errorbar(bar.value, place, xerr=bar.deviation, color="#333333", linewidth=1, capsize=2)
             end = bar.value + bar.deviation if math.isfinite(bar.value) else 0.0
             text = f"{plain_number(bar.value)} ± {plain_number(bar.deviation)}"
             ax.annotate(text, (end, place), (3, 0), textcoords="offset points", va="center", fontsize=8)
         ax.set_xlim(0, 1.45 * max([*finite, 1e-12]))
-        ax.set_yticks(
-            [_middle(group, places) for group in groups], [_short(group, CELL_NAME_LENGTH) for group in groups]
-        )
+        own = [[place for (name, _), place in places.items() if name == group] for group in groups]
+        ax.set_yticks([sum(rows) / len(rows) for rows in own], [_short(group, CELL_NAME_LENGTH) for group in groups])
         ax.tick_params(axis="y", length=0)
         ax.invert_yaxis()
         ax.set_xlabel(x_label)
-        patches = [Patch(fc=COLOURS[i % len(COLOURS)], hatch=_hatch(i), ec="white") for i in range(len(series))]
-        _legend(figure, patches, series)
+        _legend(figure, [Patch(**look) for look in looks], series)
         return _png(figure)
 
 
@@ -242,23 +245,18 @@ def _panels(heights: Sequence[float], legend: Sequence[str]) -> tuple[Figure, li
 
 
 def _draw_line(ax: Axes, line: Line, index: int, y_range: tuple[float, float] | None) -> None:
-    colour = COLOURS[index % len(COLOURS)]
-    y = [_clipped(value, y_range) for value in line.y]
+    colour = _colour(index)
+    limits = y_range or (-math.inf, math.inf)
     if line.low is not None and line.high is not None:
-        low = [_clipped(value, y_range) for value in line.low]
-        high = [_clipped(value, y_range) for value in line.high]
+        low, high = np.clip(line.low, *limits), np.clip(line.high, *limits)
         ax.fill_between(line.x, low, high, color=colour, alpha=0.15, linewidth=0)
         for edge in (low, high):
             ax.plot(line.x, edge, color=colour, alpha=0.5, linewidth=0.6)
         if len(line.x) == 1:  # a band has no width at a single point
             ax.vlines(line.x, low, high, color=colour)
     for x, value in line.cloud:
-        ax.plot(x, _clipped(value, y_range), ".", color=colour, alpha=0.35, markersize=3)
-    ax.plot(line.x, y, color=colour, marker=MARKERS[index % len(MARKERS)])
-
-
-def _clipped(value: float, limits: tuple[float, float] | None) -> float:
-    return value if limits is None or math.isnan(value) else min(max(value, limits[0]), limits[1])
+        ax.plot(x, np.clip(value, *limits), ".", color=colour, alpha=0.35, markersize=3)
+    ax.plot(line.x, np.clip(line.y, *limits), color=colour, marker=MARKERS[index % len(MARKERS)])
 
 
 def _scale(ax: Axes, panel: Panel, log_x: bool, log_y: bool) -> None:
@@ -279,20 +277,8 @@ def _scale(ax: Axes, panel: Panel, log_x: bool, log_y: bool) -> None:
         ax.set_xticks(positions)
 
 
-def _tick(value: float, _: int) -> str:
-    return f"{value:g}".replace("-", "−")
-
-
-def _percent_tick(value: float, _: int) -> str:
-    return f"{100 * value:g} %".replace("-", "−")
-
-
-def _handle(index: int) -> Line2D:
-    return Line2D([], [], color=COLOURS[index % len(COLOURS)], marker=MARKERS[index % len(MARKERS)])
-
-
-def _hatch(index: int) -> str:
-    return ("", "///", "...", "\\\\\\", "xxx", "---", "++")[index % 7]
+def _colour(index: int) -> str:
+    return COLOURS[index % len(COLOURS)]
 
 
 def _legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str]) -> None:
@@ -307,7 +293,7 @@ def _legend_columns(labels: Sequence[str]) -> int:
 
 
 def _short(label: str, length: int) -> str:
-    """A label that fits; matplotlib leaves out labels that begin with an underscore."""
+    """A label cut to a length, with a space before a leading underscore, because matplotlib hides such labels."""
     if len(label) > length:
         label = f"{label[: length // 2 - 1]}…{label[-(length // 2) :]}"
     return f" {label}" if label.startswith("_") else label
@@ -333,10 +319,6 @@ def _cell_names(names: Sequence[str]) -> list[str]:
     return _distinct([_short(name, length) for name in names])
 
 
-def _has_room(matrix: Matrix) -> bool:
-    return CELL_NUMBER_LENGTH * len(matrix.columns) + max(map(len, _cell_names(matrix.rows))) <= NUMBERED_LENGTH
-
-
 def _number_cells(ax: Axes, image: Any, values: Any, numbers: Callable[[float], str]) -> None:
     for (row, column), value in np.ndenumerate(values):
         if value is np.ma.masked or not math.isfinite(value):
@@ -347,19 +329,9 @@ def _number_cells(ax: Axes, image: Any, values: Any, numbers: Callable[[float], 
         ax.text(column, row, numbers(value), ha="center", va="center", fontsize=9, color=text_colour)
 
 
-def _extend(values: Any, limits: tuple[float, float]) -> str:
-    under, over = bool((values < limits[0]).any()), bool((values > limits[1]).any())
-    return {(False, False): "neither", (True, False): "min", (False, True): "max", (True, True): "both"}[under, over]
-
-
-def _middle(group: str, places: dict[tuple[str, str], float]) -> float:
-    own = [place for (name, _), place in places.items() if name == group]
-    return sum(own) / len(own)
-
-
 def _png(figure: Figure) -> bytes:
     picture = io.BytesIO()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # names in scripts that the font lacks: the tables have them
+        warnings.filterwarnings("ignore", message="Glyph")  # a name in a script that the font lacks
         figure.savefig(picture, format="png", pil_kwargs={"optimize": True})
     return picture.getvalue()

@@ -6,9 +6,9 @@ Shapes: ``S`` submodules of a level, ``T`` experts, and as many tasks, each name
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, groupby, permutations
 from pathlib import Path
 
 import torch
@@ -22,17 +22,22 @@ from mergekit_slta.reports.analysis import (
     WIDEST_INTERVAL,
     LevelAnalysis,
     analyse,
-    kinds_of,
     place_of,
     pooled,
     short_names,
 )
 from mergekit_slta.reports.figures import PAIR, Line, Matrix, Panel, heat_map, line_chart
-from mergekit_slta.reports.page import Chart, Page, Section, Table, enumerated, percent, plain_number
+from mergekit_slta.reports.page import Chart, Page, Section, Table
+from mergekit_slta.reports.words import counted, enumerated, extent, kind_name, percent, plain_number
 from mergekit_slta.slta.statistics import Statistics
 
 LOSES_MOST = 0.5
-KINDS = {"layer": "layer", "attn": "attention", "mlp": "MLP", "head": "head"}
+MEANING = (
+    "This is a share of feature change, not accuracy. Features are the outputs of the model's parts (submodules). At "
+    "100 % every submodule changes the base model's features on the expert's own data exactly as the expert does; at "
+    "0 % the merge is as far from the expert as the base model is, and below 0 % it is farther. The calculation "
+    "assumes that features change linearly with the weights."
+)
 
 
 # In words
@@ -53,7 +58,7 @@ def verdict(analysis: LevelAnalysis) -> str:
 def _clause(name: str, kept: float, where: str) -> str:
     change = f"{name}'{'s' * (not name.endswith('s'))} feature change"
     if math.isnan(kept):
-        return f"has nothing of {name} to keep, which changes no feature on its own data"
+        return f"has nothing of {name} to keep, because {name} changes no feature on its own data"
     if kept <= 0:
         return f"keeps nothing of {change} ({percent(kept)})"
     if kept < LOSES_MOST:
@@ -62,17 +67,12 @@ def _clause(name: str, kept: float, where: str) -> str:
 
 
 def _where(layers: Sequence[int], depth: int, worst: int) -> str:
-    """Layers in words: every one, runs of them, or how many where there are too many runs."""
+    """Layers in words: "every layer", runs of layers, or how many there are if there are more than three runs."""
     if not layers:
         return ""
-    if len(layers) == depth:
-        return "every layer" if depth > 1 else f"layer {layers[0]}"
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and layer == runs[-1][-1] + 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
+    if len(layers) == depth > 1:
+        return "every layer"
+    runs = [[layer for _, layer in run] for _, run in groupby(enumerate(layers), lambda pair: pair[1] - pair[0])]
     if len(runs) > 3:
         return f"{len(layers)} of {depth} layers, above all in layer {worst}"
     words = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
@@ -87,19 +87,8 @@ def reliability(analysis: LevelAnalysis) -> str:
         return f"The merging weights{where} are unreliable; the list below says why."
     sentence = f"The merging weights{f' of all {count} submodules' if count > 1 else ''} look reliable"
     if analysis.samples < FEW_SAMPLES:
-        sentence += f", as far as {_samples(analysis.samples)} of a task can tell"
+        sentence += f", as far as {counted(analysis.samples, 'sample')} per task can tell"
     return f"{sentence}."
-
-
-def _samples(count: int) -> str:
-    return f"{count} sample{'s' * (count > 1)}"
-
-
-MEANING = (
-    "This is a share of feature change, not accuracy. 100 % would mean that on the expert's own data every submodule "
-    "changes the base model's features just as the expert does; at 0 % the merge is as far from the expert as the base "
-    "model is, and below 0 % it is farther. It takes features to change linearly with the weights."
-)
 
 
 # The page
@@ -112,7 +101,7 @@ def report_page(
 
     Args:
         statistics: what calibration measured, of the experts that are merged.
-        levels: what to report on, the most important first; all that was measured by default.
+        levels: the levels to report on, the most important first; by default all levels that were measured.
         balance, ridge: how the merging weights are solved for, as in ``solver.solve``.
 
     Raises:
@@ -120,13 +109,22 @@ def report_page(
     """
     chosen = levels or sorted(statistics.info.levels, key=lambda level: level != "attn_mlp")
     analyses = [analyse(statistics, level, balance=balance, ridge=ridge) for level in chosen]
-    sections = [_levels_section(analyses)] if len(analyses) > 1 else []
+    first = analyses[0]
+    sections = []
+    if len(analyses) > 1:
+        text = "The share of each expert's feature change that the merge keeps if it is solved at a level."
+        header = ["Level", "Submodules", *(f"keeps of {name}" for name in first.experts), "unreliable"]
+        rows = [
+            [a.level, str(len(a.submodules)), *map(percent, a.kept.tolist()), f"{len(a.doubts)} of {len(a.submodules)}"]
+            for a in analyses
+        ]
+        sections.append(Section("The levels compared", [text], table=Table(header, rows)))
     for analysis in analyses:
         suffix = f" (level {analysis.level})" if len(analyses) > 1 else ""
-        sections += _level_sections(analysis, suffix)
+        sections += [replace(section, title=section.title + suffix) for section in _level_sections(analysis)]
     return Page(
-        title=f"What a merge of {enumerated(analyses[0].experts)} keeps",
-        verdict=[verdict(analyses[0]), MEANING, reliability(analyses[0])],
+        title=f"What a merge of {enumerated(first.experts)} keeps",
+        verdict=[verdict(first), MEANING, reliability(first)],
         facts=_facts(statistics, balance, ridge),
         sections=sections,
     )
@@ -145,12 +143,12 @@ def write_report(
 
 def _facts(statistics: Statistics, balance: bool, ridge: float) -> dict[str, str]:
     info = statistics.info
-    facts = {"Base model": f"{info.base_model} ({info.architecture}, {info.num_layers} layers)"}
+    facts = {"Base model": f"{info.base_model} ({info.architecture}, {counted(info.num_layers, 'layer')})"}
     for index, name in enumerate(short_names(info.models)):
         rows = statistics.task == index
-        tokens = int(statistics.tokens[rows].sum())
+        samples, tokens = int(rows.sum()), int(statistics.tokens[rows].sum())
         facts[f"Expert {name}"] = (
-            f"{info.models[index]}, measured on {int(rows.sum())} samples ({tokens} tokens) of "
+            f"{info.models[index]}, measured on {counted(samples, 'sample')} ({counted(tokens, 'token')}) of "
             f"{info.calibration[index].source}"
         )
     balanced = "every sample has the same influence" if balance else "samples are not balanced"
@@ -162,256 +160,212 @@ def _facts(statistics: Statistics, balance: bool, ridge: float) -> dict[str, str
     return facts
 
 
-def _levels_section(analyses: Sequence[LevelAnalysis]) -> Section:
-    experts = analyses[0].experts
-    rows = [
-        [a.level, str(len(a.submodules)), *map(percent, a.kept.tolist()), f"{len(a.doubts)} of {len(a.submodules)}"]
-        for a in analyses
-    ]
-    header = ["Level", "Submodules", *(f"keeps of {name}" for name in experts), "unreliable"]
-    text = "How much of each expert's feature change the merge keeps, by the level that it is solved at."
-    return Section("The levels compared", [text], table=Table(header, rows))
-
-
-def _level_sections(analysis: LevelAnalysis, suffix: str) -> Iterator[Section]:
-    whole = analysis.level == "model"
-    several = len(analysis.experts) > 1
-    kept = [] if whole else [_retained_chart(analysis)]
-    kept += [_cost_map(analysis)] if several else []
-    yield Section(f"What the merge keeps{suffix}", [], kept, _model_table(analysis) if whole else None)
-    if not whole:
-        yield Section(f"Merging weights{suffix}", [], [_alpha_chart(analysis), _alpha_map(analysis)])
-    yield _doubts_section(analysis, suffix)
-    between = [] if whole else [_condition_chart(analysis)]
-    between += [_cosine_map(analysis)] if several else []
-    if between:
-        yield Section(f"How the experts interfere{suffix}", [], between)
+def _level_sections(analysis: LevelAnalysis) -> Iterator[Section]:
+    by_layer, several = analysis.level != "model", len(analysis.experts) > 1
+    costs, cosines = ([_cost_map(analysis)], [_cosine_map(analysis)]) if several else ([], [])
+    if by_layer:
+        yield Section("What the merge keeps", charts=[_retained_chart(analysis), *costs])
+        yield Section("Merging weights", charts=[_alpha_chart(analysis), _alpha_map(analysis)])
+    else:
+        header = ["Expert", "merging weight", "90 % interval", "share kept"]
+        weights, shares = analysis.alpha[0].tolist(), analysis.retained[0].tolist()
+        rows = [
+            [name, plain_number(weights[i]), _interval(analysis, 0, i) or "–", percent(shares[i])]
+            for i, name in enumerate(analysis.experts)
+        ]
+        yield Section("What the merge keeps", charts=costs, table=Table(header, rows))
+    yield _doubts_section(analysis)
+    if by_layer or several:
+        conditions = [_condition_chart(analysis)] if by_layer else []
+        yield Section("How the experts interfere", charts=[*conditions, *cosines])
     if len(analysis.by_samples) > 1:
-        charts = [_samples_alpha_chart(analysis), _samples_retained_chart(analysis)]
-        yield Section(f"How many samples are enough{suffix}", [], charts)
+        yield Section("How many samples are enough", charts=_samples_charts(analysis))
 
 
-def _doubts_section(analysis: LevelAnalysis, suffix: str) -> Section:
+def _doubts_section(analysis: LevelAnalysis) -> Section:
     paragraphs = [
-        f"Unreliable means: a condition number over {plain_number(MOST_CONDITION)} (the experts change the features "
-        "almost alike, so that the data hardly tells their weights apart), linearly dependent experts, a 90 % "
-        f"bootstrap interval wider than {plain_number(WIDEST_INTERVAL)}, or a weight outside "
+        "The weights of a submodule count as unreliable if its condition number is over "
+        f"{plain_number(MOST_CONDITION)} (the experts change the features almost alike, so that the data hardly tells "
+        "their weights apart), if experts are linearly dependent, if a 90 % bootstrap interval is wider than "
+        f"{plain_number(WIDEST_INTERVAL)}, or if a weight lies outside "
         f"{' to '.join(map(plain_number, PLAUSIBLE_ALPHA))}."
     ]
     if analysis.samples < FEW_SAMPLES:
-        none = " (from a single one there are none)" if analysis.samples == 1 else ""
-        paragraphs.append(f"With {_samples(analysis.samples)} of a task the intervals come out too narrow{none}.")
+        lack = "there are no intervals" if analysis.samples == 1 else "the intervals come out too narrow"
+        paragraphs.append(f"With {counted(analysis.samples, 'sample')} per task {lack}.")
     rows = [[name, "; ".join(reasons)] for name, reasons in analysis.doubts.items()]
-    table = Table(["Submodule", "Why"], rows) if rows else None
-    if table is None:
+    if not rows:
         paragraphs.append("No submodule is unreliable.")
-    return Section(f"Unreliable merging weights{suffix}", paragraphs, table=table)
-
-
-def _model_table(analysis: LevelAnalysis) -> Table:
-    rows = [
-        [name, *_alpha_cells(analysis, 0)[index].split(" ", 1), percent(float(analysis.retained[0, index]))]
-        for index, name in enumerate(analysis.experts)
-    ]
-    return Table(["Expert", "merging weight", "90 % interval", "share kept"], rows)
+    return Section("Unreliable merging weights", paragraphs, table=Table(["Submodule", "Why"], rows) if rows else None)
 
 
 # Charts
 
 
-def _several(layers: dict[int, list[int]]) -> bool:
-    return any(len(rows) > 1 for rows in layers.values())
+def _panels(analysis: LevelAnalysis, values: torch.Tensor, weights: torch.Tensor, bands: bool = False) -> list[Panel]:
+    """A panel for each kind of submodule, with one line per expert over the layers, of values [S, T].
 
-
-def _kind_title(kind: str, layers: dict[int, list[int]]) -> str:
-    name = KINDS.get(kind, kind)
-    most = max(map(len, layers.values()))
-    return f"{name}: mean of {most}, and each one" if most > 1 else name
-
-
-def _panel(
-    analysis: LevelAnalysis, kind: str, layers: dict[int, list[int]], values: torch.Tensor, weights: torch.Tensor
-) -> Panel:
-    """One line per expert over the layers, of values [S, T]; where a layer has several, their weighted mean."""
-    means = torch.stack([pooled(values[rows], weights[rows]) for rows in layers.values()])
-    lines = []
-    for index, expert in enumerate(analysis.experts):
-        cloud = [(layer, float(values[row, index])) for layer, rows in layers.items() for row in rows]
-        lines.append(Line(expert, list(layers), means[:, index].tolist(), cloud=cloud if _several(layers) else ()))
-    return Panel(_kind_title(kind, layers), lines)
-
-
-def _with_intervals(analysis: LevelAnalysis, layers: dict[int, list[int]], panel: Panel) -> Panel:
-    """A panel of merging weights with their intervals, and with shades where they are unreliable."""
-    rows = [rows[0] for rows in layers.values()]
-    lines = [
-        replace(line, low=analysis.low[rows, index].tolist(), high=analysis.high[rows, index].tolist())
-        for index, line in enumerate(panel.lines)
-    ]
-    doubtful = [layer for layer, row in zip(layers, rows, strict=True) if analysis.submodules[row] in analysis.doubts]
-    return Panel(panel.title, lines, doubtful)
-
-
-def _mean(values: torch.Tensor) -> float:
-    return float(values.nanmean())
+    Where a layer has several submodules of a kind, the line is their weighted mean and each of them is a dot. Elsewhere
+    ``bands`` adds the intervals of the merging weights, and shades the layers where these are unreliable.
+    """
+    panels = []
+    for kind, layers in analysis.kinds.items():
+        most = max(map(len, layers.values()))
+        means = torch.stack([pooled(values[rows], weights[rows]) for rows in layers.values()])
+        lines = [Line(name, list(layers), means[:, i].tolist()) for i, name in enumerate(analysis.experts)]
+        title, doubtful = kind_name(kind), []
+        if most > 1:
+            title += f": mean of {most}, and each one"
+            places = [(layer, row) for layer, rows in layers.items() for row in rows]
+            lines = [
+                replace(line, cloud=[(layer, float(values[row, i])) for layer, row in places])
+                for i, line in enumerate(lines)
+            ]
+        elif bands:
+            only = [row for (row,) in layers.values()]
+            low, high = analysis.low[only].T.tolist(), analysis.high[only].T.tolist()
+            lines = [replace(line, low=low[i], high=high[i]) for i, line in enumerate(lines)]
+            doubtful = [layer for layer, (row,) in layers.items() if analysis.submodules[row] in analysis.doubts]
+        panels.append(Panel(title, lines, doubtful))
+    return panels
 
 
 def _retained_chart(analysis: LevelAnalysis) -> Chart:
-    panels = [
-        _panel(analysis, kind, layers, analysis.retained, analysis.share)
-        for kind, layers in kinds_of(analysis.submodules).items()
-    ]
-    png = line_chart(
-        panels, x_label="decoder layer", y_label="share kept", y_percent=True, y_range=(-1.0, 1.0),
-        lines_at=(0.0, LOSES_MOST),
-    )  # fmt: skip
-    by_layer = analysis.kept_by_layer()
-    said = [f"{name}: {_range((kept[i] for kept in by_layer.values()), percent)}" for i, name in _named(analysis)]
+    by_layer = _extents(analysis.experts, torch.stack(list(analysis.kept_by_layer().values())), percent)
     return Chart(
         name=f"retained-{analysis.level}",
         title="Share of each expert's feature change that the merge keeps",
-        caption="On each expert's own data, layer by layer, from layer 0 on. The lines are at 0 % and 50 %; what is "
-        "below −100 % is drawn there.",
-        alt=f"Lines over the decoder layers, one per expert. By layer, {'; '.join(said)}.",
-        png=png,
-        table=_submodule_table(analysis, analysis.experts, lambda row: map(percent, analysis.retained[row].tolist())),
+        caption="Measured on each expert's own data, for every layer from layer 0 on. Thin lines mark 0 % and 50 %. "
+        "Values below −100 % are drawn at −100 %.",
+        alt=f"Lines over the decoder layers, one per expert. By layer, {by_layer}.",
+        png=line_chart(
+            _panels(analysis, analysis.retained, analysis.share),
+            x_label="decoder layer",
+            y_label="share kept",
+            y_percent=True,
+            y_range=(-1.0, 1.0),
+            lines_at=(0.0, LOSES_MOST),
+        ),
+        table=_submodule_table(analysis, analysis.experts, analysis.retained, percent),
     )
 
 
 def _alpha_chart(analysis: LevelAnalysis) -> Chart:
-    panels = []
-    for kind, layers in kinds_of(analysis.submodules).items():
-        panel = _panel(analysis, kind, layers, analysis.alpha, torch.ones_like(analysis.alpha))
-        panels.append(panel if _several(layers) else _with_intervals(analysis, layers, panel))
-    png = line_chart(
-        panels, x_label="decoder layer", y_label="merging weight α", lines_at=(0.0, 1.0), y_range=(-2.0, 3.0),
-        shaded_label="unreliable",
-    )  # fmt: skip
-    said = [f"{name}: {_range(analysis.alpha[:, i], plain_number)}" for i, name in _named(analysis)]
+    rows = []
+    for row, name in enumerate(analysis.submodules):
+        intervals = [_interval(analysis, row, i) for i in range(len(analysis.experts))]
+        weights = map(plain_number, analysis.alpha[row].tolist())
+        rows.append([name, *(f"{w} ({i})" if i else w for w, i in zip(weights, intervals, strict=True))])
     return Chart(
         name=f"alpha-{analysis.level}",
         title="Merging weights by layer",
-        caption="1 takes an expert whole, 0 leaves it out; the bands are 90 % bootstrap intervals over the samples. "
-        "What is below −2 or above 3 is drawn there.",
-        alt=f"Lines over the decoder layers with bands, one per expert. {'; '.join(said)}.",
-        png=png,
-        table=_submodule_table(analysis, analysis.experts, lambda row: _alpha_cells(analysis, row)),
+        caption="At 1 the merge takes all of an expert's change, at 0 none of it. Bands are 90 % bootstrap intervals "
+        "over the samples. Values below −2 or above 3 are drawn at these limits.",
+        alt=f"Lines over the decoder layers with bands, one per expert. {_extents(analysis.experts, analysis.alpha)}.",
+        png=line_chart(
+            _panels(analysis, analysis.alpha, torch.ones_like(analysis.alpha), bands=True),
+            x_label="decoder layer",
+            y_label="merging weight α",
+            lines_at=(0.0, 1.0),
+            y_range=(-2.0, 3.0),
+            shaded_label="unreliable",
+        ),
+        table=Table(["Submodule", *analysis.experts], rows),
     )
-
-
-def _alpha_cells(analysis: LevelAnalysis, row: int) -> list[str]:
-    return [
-        plain_number(value) + ("" if math.isnan(low) else f" ({plain_number(low)} to {plain_number(high)})")
-        for value, low, high in zip(
-            analysis.alpha[row].tolist(), analysis.low[row].tolist(), analysis.high[row].tolist(), strict=True
-        )
-    ]
 
 
 def _alpha_map(analysis: LevelAnalysis) -> Chart:
     """Figure 5 of the paper: experts by layers for each branch; heads by layers for each expert."""
     matrices = []
-    for kind, layers in kinds_of(analysis.submodules).items():
+    for kind, layers in analysis.kinds.items():
+        rows = [row for rows in layers.values() for row in rows]
+        places = [place_of(analysis.submodules[row]) for row in rows]
+        members = sorted({place.member or 0 for place in places})
+        grid = torch.full((len(analysis.experts), len(members), len(layers)), torch.nan, dtype=torch.float64)
+        for row, place in zip(rows, places, strict=True):
+            grid[:, members.index(place.member or 0), list(layers).index(place.layer or 0)] = analysis.alpha[row]
         columns = [str(layer) for layer in layers]
-        if not _several(layers):
-            values = [[float(analysis.alpha[rows[0], i]) for rows in layers.values()] for i, _ in _named(analysis)]
-            matrices.append(Matrix(KINDS.get(kind, kind), values, analysis.experts, columns))
-            continue
-        members = sorted({place_of(analysis.submodules[row]).member or 0 for rows in layers.values() for row in rows})
-        at = {(place_of(analysis.submodules[row]).member, layer): row for layer, rows in layers.items() for row in rows}
-        for i, name in _named(analysis):
-            values = [
-                [float(analysis.alpha[at[m, layer], i]) if (m, layer) in at else math.nan for layer in layers]
-                for m in members
+        if len(members) == 1:
+            matrices.append(Matrix(kind_name(kind), grid[:, 0].tolist(), analysis.experts, columns))
+        else:
+            matrices += [
+                Matrix(f"{kind_name(kind)}, {name}", grid[i].tolist(), list(map(str, members)), columns)
+                for i, name in enumerate(analysis.experts)
             ]
-            matrices.append(Matrix(f"{KINDS.get(kind, kind)}, {name}", values, list(map(str, members)), columns))
-    png = heat_map(matrices, x_label="decoder layer", y_label="", value_label="merging weight α", limits=(0.0, 1.0))
     return Chart(
         name=f"alpha-map-{analysis.level}",
         title="Merging weights at a glance",
-        caption="As Figure 5 of the paper. Weights below 0 are pink, weights above 1 red.",
+        caption="Drawn like Figure 5 of the paper. Weights below 0 are pink, weights above 1 are red.",
         alt="Heat maps of the merging weights, layers from left to right; the numbers are those of the chart by layer.",
-        png=png,
-        table=_submodule_table(analysis, analysis.experts, lambda row: map(plain_number, analysis.alpha[row].tolist())),
+        png=heat_map(matrices, x_label="decoder layer", y_label="", value_label="merging weight α", limits=(0.0, 1.0)),
+        table=_submodule_table(analysis, analysis.experts, analysis.alpha),
     )
 
 
 def _condition_chart(analysis: LevelAnalysis) -> Chart:
     lines = []
-    for kind, layers in kinds_of(analysis.submodules).items():
+    for kind, layers in analysis.kinds.items():
         worst = [float(analysis.condition[rows].nan_to_num(0.0).max()) or math.nan for rows in layers.values()]
-        label = f"{KINDS.get(kind, kind)} (largest)" if _several(layers) else KINDS.get(kind, kind)
-        lines.append(Line(label, list(layers), worst))
-    png = line_chart(
-        [Panel("", lines)], x_label="decoder layer", y_label="condition number", log_y=True, lines_at=(MOST_CONDITION,)
-    )
+        several = any(len(rows) > 1 for rows in layers.values())
+        lines.append(Line(kind_name(kind) + " (largest)" * several, list(layers), worst))
     return Chart(
         name=f"condition-{analysis.level}",
-        title="Condition number of the system solved",
-        caption=f"How hard the experts are to tell apart: 1 is ideal, beyond {plain_number(MOST_CONDITION)} (the line) "
-        "the weights are hardly determined.",
-        alt=f"Lines over the decoder layers: {_range(analysis.condition, plain_number)}.",
-        png=png,
-        table=_submodule_table(analysis, ["condition"], lambda row: [plain_number(float(analysis.condition[row]))]),
+        title="Condition number of the equations solved",
+        caption="It says how hard it is to tell the experts apart: 1 is ideal, and above "
+        f"{plain_number(MOST_CONDITION)} (the thin line) the data hardly determines the weights.",
+        alt=f"Lines over the decoder layers: {extent(analysis.condition.tolist(), plain_number)}.",
+        png=line_chart(
+            [Panel("", lines)],
+            x_label="decoder layer",
+            y_label="condition number",
+            log_y=True,
+            lines_at=(MOST_CONDITION,),
+        ),
+        table=_submodule_table(analysis, ["condition"], analysis.condition[:, None]),
     )
 
 
 def _cosine_map(analysis: LevelAnalysis) -> Chart:
     pairs = list(combinations(range(len(analysis.experts)), 2))
     names = [f"{analysis.experts[a]}{PAIR}{analysis.experts[b]}" for a, b in pairs]
+    cosine = torch.stack([analysis.cosine[:, a, b] for a, b in pairs], 1)  # [S, pairs]
     by_layer = analysis.level != "model"
-    matrices = [
-        Matrix(
-            KINDS.get(kind, kind),
-            [[_mean(analysis.cosine[rows, a, b]) for rows in layers.values()] for a, b in pairs],
-            names,
-            [str(layer) if by_layer else "" for layer in layers],
-        )
-        for kind, layers in kinds_of(analysis.submodules).items()
-    ]
-    png = heat_map(
-        matrices,
-        x_label="decoder layer" if by_layer else "",
-        y_label="",
-        value_label="cosine similarity",
-        limits=(-1.0, 1.0),
-        colours="RdBu_r",
-    )
-    said = [
-        f"{name}: {_range(analysis.cosine[:, a, b], plain_number)}" for name, (a, b) in zip(names, pairs, strict=True)
-    ]
+    matrices = []
+    for kind, layers in analysis.kinds.items():
+        means = torch.stack([cosine[rows].nanmean(0) for rows in layers.values()], 1)
+        columns = [str(layer) if by_layer else "" for layer in layers]
+        matrices.append(Matrix(kind_name(kind), means.tolist(), names, columns))
     return Chart(
         name=f"cosine-{analysis.level}",
         title="How alike the experts change the features",
-        caption="Cosine similarity of two experts' feature changes, from the Gram matrices over all tasks' data. Near "
-        "0 they do not touch each other; near 1 the merge cannot serve one without the other; below 0 they pull apart.",
-        alt=f"Heat maps, pairs of experts by layers. {'; '.join(said)}.",
-        png=png,
-        table=_submodule_table(
-            analysis, names, lambda row: [plain_number(float(analysis.cosine[row, a, b])) for a, b in pairs]
+        caption="Cosine similarity of two experts' feature changes over the data of all tasks. Near 0 the experts "
+        "leave each other alone, near 1 they make almost the same change, and below 0 they pull features apart.",
+        alt=f"Heat maps, pairs of experts by layers. {_extents(names, cosine)}.",
+        png=heat_map(
+            matrices,
+            x_label="decoder layer" if by_layer else "",
+            y_label="",
+            value_label="cosine similarity",
+            limits=(-1.0, 1.0),
+            colours="RdBu_r",
         ),
+        table=_submodule_table(analysis, names, cosine),
     )
 
 
 def _cost_map(analysis: LevelAnalysis) -> Chart:
     gain = 100 * (analysis.without - analysis.kept[:, None])
-    experts = analysis.experts
-    rows = [
-        [name, percent(float(analysis.kept[a])), *(percent(share) for share in analysis.without[a].tolist())]
-        for a, name in _named(analysis)
-    ]
+    experts, kept = analysis.experts, list(map(percent, analysis.kept.tolist()))
+    without = [list(map(percent, shares)) for shares in analysis.without.tolist()]
     said = [
-        f"without {experts[b]}, {percent(float(analysis.without[a, b]))} of {experts[a]} instead of "
-        f"{percent(float(analysis.kept[a]))}"
-        for a in range(len(experts))
-        for b in range(len(experts))
-        if a != b
+        f"without {experts[b]}, {without[a][b]} of {experts[a]} instead of {kept[a]}"
+        for a, b in permutations(range(len(experts)), 2)
     ]
     return Chart(
         name=f"cost-{analysis.level}",
         title="What each expert costs the others",
-        caption="The share that the merge would keep of the expert of the row, beyond what it keeps now, if the expert "
-        "of the column were left out.",
+        caption="How many percentage points more the merge would keep of the row's expert if the column's expert were "
+        "left out.",
         alt=f"Heat map, experts by experts: {'; '.join(said)}.",
         png=heat_map(
             [Matrix("", gain.tolist(), experts, experts)],
@@ -420,78 +374,81 @@ def _cost_map(analysis: LevelAnalysis) -> Chart:
             value_label="percentage points more",
             limits=(0.0, max(10.0, float(gain.nan_to_num().max()))),
             colours="Blues",
-            numbers=lambda points: f"{points:+.0f}".replace("-", "−"),
+            numbers=lambda points: plain_number(points, "+.0f"),
         ),
-        table=Table(["Kept of", "now", *(f"without {name}" for name in experts)], rows),
+        table=Table(
+            ["Kept of", "now", *(f"without {name}" for name in experts)],
+            [[name, kept[a], *without[a]] for a, name in enumerate(experts)],
+        ),
     )
 
 
-def _samples_alpha_chart(analysis: LevelAnalysis) -> Chart:
-    counts, effects = list(analysis.by_samples), list(analysis.by_samples.values())
-    alpha = torch.stack([effect.alpha for effect in effects])  # [counts, T]
-    spread = torch.stack([effect.spread for effect in effects])
-    low, high = alpha - spread, alpha + spread
-    lines = [
-        Line(name, counts, alpha[:, i].tolist(), low[:, i].tolist(), high[:, i].tolist())
-        for i, name in _named(analysis)
-    ]
-    return Chart(
-        name=f"samples-alpha-{analysis.level}",
-        title="Merging weights by number of samples",
-        caption="Mean over the submodules; the band is the standard deviation of one submodule's weight when so "
-        "many samples of each task are drawn (with replacement) from those measured.",
-        alt=f"Lines with bands. Standard deviation: {plain_number(float(spread[0].max()))} at most with {counts[0]}, "
-        f"{plain_number(float(spread[-1].max()))} with {counts[-1]} samples per task.",
-        png=line_chart([Panel("", lines)], x_label="samples per task", y_label="merging weight α", log_x=True),
-        table=_samples_table(analysis),
-    )
-
-
-def _samples_retained_chart(analysis: LevelAnalysis) -> Chart:
-    counts = list(analysis.by_samples)
-    retained = torch.stack([effect.retained for effect in analysis.by_samples.values()])  # [counts, T]
-    lines = [Line(name, counts, retained[:, i].tolist()) for i, name in _named(analysis)]
+def _samples_charts(analysis: LevelAnalysis) -> list[Chart]:
+    experts, counts, effects = analysis.experts, list(analysis.by_samples), list(analysis.by_samples.values())
+    alpha = torch.stack([effect.alpha for effect in effects], 1)  # [T, counts]
+    spread = torch.stack([effect.spread for effect in effects], 1)
+    retained = torch.stack([effect.retained for effect in effects], 1)
+    low, high = (alpha - spread).tolist(), (alpha + spread).tolist()
+    weights = [Line(name, counts, alpha[i].tolist(), low[i], high[i]) for i, name in enumerate(experts)]
+    shares = [Line(name, counts, retained[i].tolist()) for i, name in enumerate(experts)]
+    widest = list(map(plain_number, spread.amax(0).tolist()))
     said = [
-        f"{name} {percent(float(retained[0, i]))} with {counts[0]}, {percent(float(retained[-1, i]))} with {counts[-1]}"
-        for i, name in _named(analysis)
+        f"{line.label} {percent(line.y[0])} with {counts[0]}, {percent(line.y[-1])} with {counts[-1]}"
+        for line in shares
     ]
-    return Chart(
-        name=f"samples-retained-{analysis.level}",
-        title="Share kept by number of samples",
-        caption="What weights from so many samples keep of each expert's feature change, measured on all samples.",
-        alt=f"Lines, one per expert: {'; '.join(said)} samples per task.",
-        png=line_chart(
-            [Panel("", lines)],
-            x_label="samples per task",
-            y_label="share kept",
-            y_percent=True,
-            y_range=(-1.0, 1.0),
-            log_x=True,
-        ),
-        table=_samples_table(analysis),
-    )
-
-
-def _samples_table(analysis: LevelAnalysis) -> Table:
-    experts = analysis.experts
-    header = ["Samples per task", *(f"weight of {n}" for n in experts), *(f"kept of {n}" for n in experts)]
     rows = []
     for count, effect in analysis.by_samples.items():
         pairs = zip(effect.alpha.tolist(), effect.spread.tolist(), strict=True)
-        alpha = [f"{plain_number(mean)} ± {plain_number(spread)}" for mean, spread in pairs]
-        rows.append([str(count), *alpha, *map(percent, effect.retained.tolist())])
-    return Table(header, rows)
+        cells = [f"{plain_number(mean)} ± {plain_number(deviation)}" for mean, deviation in pairs]
+        rows.append([str(count), *cells, *map(percent, effect.retained.tolist())])
+    header = ["Samples per task", *(f"weight of {name}" for name in experts), *(f"kept of {name}" for name in experts)]
+    return [
+        Chart(
+            name=f"samples-alpha-{analysis.level}",
+            title="Merging weights by number of samples",
+            caption="The line is the mean over the submodules. The band is the standard deviation of one submodule's "
+            "weight when this many samples per task are drawn, with replacement, from those measured.",
+            alt=f"Lines with bands. Standard deviation: {widest[0]} at most with {counts[0]}, {widest[-1]} with "
+            f"{counts[-1]} samples per task.",
+            png=line_chart([Panel("", weights)], x_label="samples per task", y_label="merging weight α", log_x=True),
+            table=Table(header, rows),
+        ),
+        Chart(
+            name=f"samples-retained-{analysis.level}",
+            title="Share kept by number of samples",
+            caption="The share of each expert's feature change, measured on all samples, that the merge keeps when its "
+            "weights come from this many samples per task.",
+            alt=f"Lines, one per expert: {'; '.join(said)} samples per task.",
+            png=line_chart(
+                [Panel("", shares)],
+                x_label="samples per task",
+                y_label="share kept",
+                y_percent=True,
+                y_range=(-1.0, 1.0),
+                log_x=True,
+            ),
+            table=Table(header, rows),
+        ),
+    ]
 
 
-def _named(analysis: LevelAnalysis) -> list[tuple[int, str]]:
-    return list(enumerate(analysis.experts))
+def _interval(analysis: LevelAnalysis, row: int, expert: int) -> str:
+    low, high = float(analysis.low[row, expert]), float(analysis.high[row, expert])
+    return "" if math.isnan(low) else f"{plain_number(low)} to {plain_number(high)}"
 
 
-def _submodule_table(analysis: LevelAnalysis, names: Sequence[str], cells: Callable[[int], Iterable[str]]) -> Table:
-    rows = [[name, *cells(row)] for row, name in enumerate(analysis.submodules)]
-    return Table(["Submodule", *names], rows)
+def _extents(names: Sequence[str], values: torch.Tensor, written: Callable[[float], str] = plain_number) -> str:
+    """The smallest and the largest of each column of values, in words."""
+    said = [f"{name}: {extent(column, written)}" for name, column in zip(names, values.T.tolist(), strict=True)]
+    return "; ".join(said)
 
 
-def _range(values: Iterable[float | torch.Tensor], written: Callable[[float], str]) -> str:
-    finite = [float(value) for value in values if not math.isnan(float(value))]
-    return f"{written(min(finite))} to {written(max(finite))}" if finite else "none"
+def _submodule_table(
+    analysis: LevelAnalysis,
+    names: Sequence[str],
+    values: torch.Tensor,
+    written: Callable[[float], str] = plain_number,
+) -> Table:
+    """A table with one row per submodule of values [S, columns]."""
+    rows = zip(analysis.submodules, values.tolist(), strict=True)
+    return Table(["Submodule", *names], [[name, *map(written, row)] for name, row in rows])

@@ -1,13 +1,14 @@
-"""Solutions and evaluations as people read them (aligned tables) and as programs do (JSON)."""
+"""Solutions and evaluations as aligned tables for people and as JSON for programs."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
+from pydantic import ConfigDict, TypeAdapter
 
 from mergekit_slta.reports.page import Table
 from mergekit_slta.slta.solver import Solution
@@ -16,13 +17,18 @@ if TYPE_CHECKING:
     from mergekit_slta.evaluate import TaskEvaluation
 
 
+def as_json(content: object) -> str:
+    """Content as indented JSON; numbers that are not finite become null, because JSON has no word for them."""
+    return TypeAdapter(Any, config=ConfigDict(ser_json_inf_nan="null")).dump_json(content, indent=1).decode() + "\n"
+
+
 def solution_json(
     level: str,
     models: Sequence[str],
     solutions: Mapping[str, Solution],
     deviations: Mapping[str, torch.Tensor] | None = None,
 ) -> str:
-    """A solution as JSON; what is undefined is null.
+    """A solution as JSON, in which undefined numbers are null.
 
     Args:
         level: the submodules' level.
@@ -33,13 +39,13 @@ def solution_json(
     content: dict[str, Any] = {
         "level": level,
         "models": list(models),
-        "alpha": {name: _numbers(solution.alpha) for name, solution in solutions.items()},
-        "retained": {name: _numbers(solution.retained) for name, solution in solutions.items()},
-        "condition": {name: _number(solution.condition) for name, solution in solutions.items()},
+        "alpha": {name: solution.alpha.tolist() for name, solution in solutions.items()},
+        "retained": {name: solution.retained.tolist() for name, solution in solutions.items()},
+        "condition": {name: solution.condition for name, solution in solutions.items()},
     }
     if deviations is not None:
-        content["alpha_std"] = {name: _numbers(deviation) for name, deviation in deviations.items()}
-    return json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+        content["alpha_std"] = {name: deviation.tolist() for name, deviation in deviations.items()}
+    return as_json(content)
 
 
 def solution_table(
@@ -57,7 +63,8 @@ def solution_table(
             errors = deviations[name].tolist()
             alpha = [f"{weight} ±{error:.3f}" for weight, error in zip(alpha, errors, strict=True)]
         retained = [_percent(share) for share in solution.retained.tolist()]
-        rows.append([name, *alpha, *retained, _short(solution.condition)])
+        condition = "-" if math.isnan(solution.condition) else f"{solution.condition:.3g}"
+        rows.append([name, *alpha, *retained, condition])
     table = str(Table(header, rows))
     return "\n\n".join([table, *solution_notes(level, solutions)])
 
@@ -82,13 +89,8 @@ def solution_notes(level: str, solutions: Mapping[str, Solution]) -> list[str]:
 
 
 def evaluation_json(results: Sequence[TaskEvaluation]) -> str:
-    """An evaluation as JSON; what is not finite is null, and so is the share that is kept where there is no gain."""
-    fields = ("model", "records", "tokens", "base", "expert", "merged", "kept")
-    given = [{field: getattr(result, field) for field in fields} for result in results]
-    content = {
-        "tasks": [{name: _number(v) if isinstance(v, float) else v for name, v in task.items()} for task in given]
-    }
-    return json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+    """An evaluation as JSON; the share that is kept is null if the expert gains nothing over the base model."""
+    return as_json({"tasks": [{**asdict(result), "kept": result.kept} for result in results]})
 
 
 def evaluation_table(results: Sequence[TaskEvaluation]) -> str:
@@ -101,21 +103,12 @@ def evaluation_table(results: Sequence[TaskEvaluation]) -> str:
     lines = ["Negative log-likelihood per token, lower is better", "", str(Table(header, rows))]
     idle = [result.model for result in results if result.kept is None]
     if idle:
-        lines += ["", f"No better than the base model on their own task, so no gain to keep: {', '.join(idle)}."]
+        lines += [
+            "",
+            f"Experts no better than the base model on their own task, with no gain to keep: {', '.join(idle)}.",
+        ]
     return "\n".join(lines)
 
 
 def _percent(share: float | None) -> str:
     return "-" if share is None or math.isnan(share) else f"{share:.1%}"
-
-
-def _short(number: float) -> str:
-    return "-" if math.isnan(number) else f"{number:.3g}"
-
-
-def _number(number: float) -> float | None:
-    return number if math.isfinite(number) else None
-
-
-def _numbers(vector: torch.Tensor) -> list[float | None]:
-    return [_number(number) for number in vector.tolist()]

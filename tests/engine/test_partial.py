@@ -16,6 +16,7 @@ import torch
 from conftest import MakeFamily
 from mergekit.io.tasks import LoaderCache
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from support import damages, families
 from support.families import Family
 
@@ -335,7 +336,7 @@ def test_a_full_disk_loses_nothing(
     family: Family, uninterrupted: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "stats.safetensors"
-    save = partial.save_file
+    save = save_file
 
     def save_until_full(tensors: dict[str, torch.Tensor], file: Path) -> None:
         if "layer-0003" in file.name:
@@ -343,7 +344,7 @@ def test_a_full_disk_loses_nothing(
         save(tensors, file)
 
     with monkeypatch.context() as patch:
-        patch.setattr(partial, "save_file", save_until_full)
+        patch.setattr("mergekit_slta.engine.partial.save_file", save_until_full)
         with pytest.raises(SltaError, match="layer-0003.safetensors cannot be written .*No space left.*: make room"):
             measured_statistics(families.experiment(recipe(family)), LEVELS, path)
     assert len(list(partial_of(path).glob("layer-*"))) == 3

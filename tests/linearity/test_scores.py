@@ -45,6 +45,7 @@ from mergekit_slta.linearity.scores import (
 )
 from mergekit_slta.reports.linearity import linearity_page, merge_sentence, score_sentence, score_table, write_linearity
 from mergekit_slta.reports.merge import write_report
+from mergekit_slta.reports.tables import as_json
 
 NAMES = ("one", "two", "three")
 SUBMODULE_LEVELS = ("layer", "attn_mlp", "head_mlp")
@@ -300,8 +301,8 @@ def test_a_product_of_two_changes_has_its_analytic_score(make_family: MakeFamily
 def test_samples_without_any_change_are_left_out_and_counted(make_family: MakeFamily) -> None:
     family = make_family(touch=lambda name: "self_attn" in name, records=2)
     result = plan(family, ("attn_mlp",), plan_studies(2), family.token_ids()).measure()
-    for metric, by_level in result.to_json().items():
-        for group, submodules in by_level["attn_mlp"].items():  # type: ignore[index]
+    for metric, by_level in json.loads(as_json(result.metrics)).items():
+        for group, submodules in by_level["attn_mlp"].items():
             for name, value in submodules.items():
                 if name.endswith(".mlp"):
                     assert value == {"mean": None, "std": None, "n": 0}, metric

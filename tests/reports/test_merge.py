@@ -17,7 +17,7 @@ from mergekit_slta.cli.commands import main
 from mergekit_slta.errors import SltaError
 from mergekit_slta.reports.analysis import MOST_CONDITION, PLAUSIBLE_ALPHA, WIDEST_INTERVAL, analyse
 from mergekit_slta.reports.merge import reliability, report_page, verdict, write_report
-from mergekit_slta.reports.page import percent, plain_number
+from mergekit_slta.reports.words import percent, plain_number
 from mergekit_slta.slta.measure import measured_statistics
 from mergekit_slta.slta.statistics import Statistics, load, save
 
@@ -114,7 +114,7 @@ def test_unreliable_submodules_are_counted_and_listed_with_the_thresholds() -> N
 
 def test_few_samples_are_not_called_reliable() -> None:
     found = analyse(interfering([0.1], samples=1), "layer")
-    assert reliability(found) == "The merging weights look reliable, as far as 1 sample of a task can tell."
+    assert reliability(found) == "The merging weights look reliable, as far as 1 sample per task can tell."
 
 
 ALL_LEVELS = ("model", "layer", "attn_mlp", "head_mlp", "linear")
@@ -184,7 +184,7 @@ def test_only_the_levels_and_the_solution_that_are_asked_for() -> None:
 
 def test_what_was_measured_is_said() -> None:
     facts = report_page(synthetic.statistics(layers=1)).facts
-    assert facts["Base model"] == "org/llama (LlamaForCausalLM, 1 layers)"
+    assert facts["Base model"] == "org/llama (LlamaForCausalLM, 1 layer)"
     assert facts["Expert code"] == "org/llama-code, measured on 4 samples (28 tokens) of task1.jsonl"
 
 
@@ -192,6 +192,14 @@ def test_one_expert_and_one_sample() -> None:
     page = report_page(synthetic.statistics(["org/math"], ["attn_mlp"], layers=1, samples=1))
     assert "keeps 100 % of math's feature change." in page.verdict[0]
     assert not any(re.match("cos", chart.name) for section in page.sections for chart in section.charts)
+
+
+def test_rows_are_complete_without_intervals() -> None:
+    """The whole model's table has a column for intervals, which one sample per task does not give."""
+    page = report_page(synthetic.statistics(["org/math", "org/code"], ["model"], samples=1))
+    (table,) = (section.table for section in page.sections if section.title == "What the merge keeps")
+    assert table is not None
+    assert [len(row) for row in table.rows] == [len(table.header)] * 2
 
 
 def test_a_report_on_measured_statistics(llama: Family, tmp_path: Path) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import base64
-import math
 from pathlib import Path
 
-import pytest
 from support.html_elements import Elements, assert_self_contained
 
-from mergekit_slta.reports.page import Chart, Page, Section, Table, enumerated, percent, plain_number
+from mergekit_slta.reports.page import Chart, Page, Section, Table
 
 EVIL = "<script>alert('x')</script> & \"quotes\""
 
@@ -43,19 +41,20 @@ def test_pictures_are_in_the_page_and_beside_it(tmp_path: Path) -> None:
     assert sorted(file.name for file in path.parent.iterdir()) == ["chart.png", "report.html"]
 
 
-@pytest.mark.parametrize(
-    ("share", "text"),
-    [(0.914, "91 %"), (1.0, "100 %"), (0.997, "over 99 %"), (0.0, "0 %"), (-0.002, "0 %"), (-0.12, "−12 %")],
-)
-def test_percent(share: float, text: str) -> None:
-    assert percent(share) == text
-
-
-def test_numbers_and_lists() -> None:
-    assert [plain_number(number) for number in (0.12345, -3.0, 1234.5, math.nan)] == ["0.123", "−3", "1.23e+03", "–"]
-    assert [enumerated(words) for words in (["a"], ["a", "b"], ["a", "b", "c"])] == ["a", "a and b", "a, b and c"]
-
-
 def test_a_table_as_text_is_aligned() -> None:
     lines = str(Table(["name", "n"], [["a", "1"], ["long name", "100"]])).splitlines()
     assert lines == ["name         n", "a            1", "long name  100"]
+
+
+def test_a_page_suits_dark_screens_and_phones() -> None:
+    text = page("word").html()
+    assert "prefers-color-scheme: dark" in text
+    elements = Elements(text).found
+    metas = {attributes.get("name"): attributes.get("content") for tag, attributes in elements if tag == "meta"}
+    assert metas["color-scheme"] == "light dark"
+    assert metas["viewport"] == "width=device-width, initial-scale=1"
+    before_tables = [elements[index - 1] for index, (tag, _) in enumerate(elements) if tag == "table"]
+    assert len(before_tables) == 2
+    for tag, attributes in before_tables:  # a wide table scrolls inside its own box, with the keyboard too
+        assert (tag, attributes["tabindex"]) == ("div", "0")
+        assert "table" in str(attributes["class"]).split()

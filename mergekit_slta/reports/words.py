@@ -1,0 +1,39 @@
+"""How all pages write numbers, counts and lists."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+
+def plain_number(number: float, form: str = ".3g") -> str:
+    """A number, with three significant digits unless ``form`` says otherwise; a dash for NaN."""
+    return "–" if math.isnan(number) else f"{number:{form}}".replace("-", "−")
+
+
+def percent(share: float) -> str:
+    """A share as a whole percentage; a share just below 1 is "over 99 %", because something is missing."""
+    if math.isnan(share):
+        return "–"
+    return "over 99 %" if 0.995 <= share < 1 else f"{plain_number(round(100 * share), 'd')} %"
+
+
+def enumerated(words: Sequence[str]) -> str:
+    """Words with commas, and "and" before the last."""
+    return ", ".join(words[:-1]) + (" and " if len(words) > 1 else "") + words[-1]
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and what it counts, as in "1 layer" and "2 layers"."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def extent(values: Iterable[float], written: Callable[[float], str]) -> str:
+    """The smallest and the largest value, as in "1 to 5"; NaN is left out."""
+    found = [value for value in values if not math.isnan(value)]
+    return f"{written(min(found))} to {written(max(found))}" if found else "none"
+
+
+def kind_name(kind: str) -> str:
+    """What a kind of submodule is called on a page."""
+    return {"attn": "attention", "mlp": "MLP"}.get(kind, kind)
