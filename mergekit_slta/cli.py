@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mergekit_slta import __version__, files
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, one_line
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +41,9 @@ class _Commands(click.Group):
             if error.errno == errno.EPIPE:  # the reader of a pipe has gone, which click handles
                 raise
             raise SltaError(str(error)) from error
+        except UnicodeEncodeError as error:  # an escape such as \\ud800 gives half a character
+            spoilt = error.object[max(0, error.start - 20) : error.end + 20]
+            raise SltaError(f"{spoilt!r} holds a character that is none: write it anew where it comes from.") from error
 
 
 class _MergeCommand(click.Command):
@@ -428,19 +431,21 @@ def _read_recipe(path: Path) -> _Source:
     from mergekit.config import MergeConfiguration
     from pydantic import ValidationError
 
+    content = path.read_bytes()
+    kind = "UTF-8 text"
     try:
-        text = path.read_text(encoding="utf-8")
-        content = yaml.safe_load(text)
-        return _Source(text, content, MergeConfiguration.model_validate(content))
-    except UnicodeDecodeError:
-        raise SltaError(f"{path} is no UTF-8 text.") from None
-    except yaml.YAMLError as error:
-        raise SltaError(f"{path} is no YAML: {' '.join(str(error).split())}.") from None
+        text = content.decode()
+        kind = "YAML"
+        source = yaml.safe_load(text)
+        kind = "mergekit recipe"
+        return _Source(text, source, MergeConfiguration.model_validate(source))
     except ValidationError as error:
-        said = [f"'{'.'.join(map(str, entry['loc']))}': {entry['msg']}" for entry in error.errors()]
-        raise SltaError(f"{path} is no mergekit recipe: {'; '.join(said)}.") from None
+        said = "; ".join(f"'{'.'.join(map(str, entry['loc']))}': {entry['msg']}" for entry in error.errors())
     except RuntimeError as error:  # what mergekit's own checks raise
-        raise SltaError(f"{path} is no mergekit recipe: {error}.") from None
+        said = str(error)
+    except Exception as error:  # what parses the values of YAML's tags raises errors of any kind
+        said = one_line(error)
+    raise SltaError(f"{path} is no {kind}: {said}.")
 
 
 def _examine(source: _Source, options: MergeOptions, **purpose: Any) -> Findings:
