@@ -41,6 +41,8 @@ def reading(what: object, problem: str = "cannot be read", fix: str = "get a sou
         kind = type(error).__name__
         if kind == "OutOfMemoryError" or not (isinstance(error, Exception) or kind == "PanicException"):
             raise
+        if "No space left" in str(error):  # the reader writes too: it merges an adapter, or downloads
+            fix = "make room on the disk"
         raise SltaError(f"{what} {problem} ({first_line(error)}): {fix}.") from error
 
 
