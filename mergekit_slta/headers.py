@@ -224,7 +224,7 @@ def _safetensors_headers(path: Path) -> Headers:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             raise SltaError(f"{path} is a git-lfs pointer without the weights: run 'git lfs pull'.")
     try:
-        with safetensors.safe_open(path, "pt") as tensors:
+        with safetensors.safe_open(path, "np") as tensors:  # torch would reserve memory for the whole file
             slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
             return {name: _header(part.get_shape(), part.get_dtype()) for name, part in slices.items()}
     except safetensors.SafetensorError as error:
