@@ -36,7 +36,7 @@ def misfit(model: Model, headers: Headers) -> str | None:
         if name.endswith(".lora_A.weight"):
             up = headers.get(name.replace(".lora_A.", ".lora_B."))
             target = name.removeprefix("base_model.model.").replace(".lora_A.", ".")
-            sizes[target] = {down.shape[1], up.shape[0] if up else down.shape[1]}
+            sizes[target] = {*down.shape[1:2], *(up.shape[:1] if up else down.shape[1:2])}
     known = {target: stored for target in sizes if (stored := model.tensor(target))}
     wrong = [target for target, stored in known.items() if set(stored.shape) != sizes[target]]
     if model.tensors is None or not sizes or (known and not wrong):

@@ -14,7 +14,7 @@ import numpy as np
 
 from mergekit_slta.data.records import Record, record_text
 from mergekit_slta.data.sources import read_records
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -147,10 +147,13 @@ class CalibrationSource:
         text, is_chat = record_text(record, self.template, where=where, render_chat=self._render_chat)
         if not text.strip():
             return ()
-        # A chat template writes the special tokens itself; adding them again would double the first one.
-        encoding = self.tokenizer(text, add_special_tokens=not is_chat, padding=False, truncation=False, verbose=False)
-        special = 0 if is_chat else self.tokenizer.num_special_tokens_to_add()
-        token_ids = encoding["input_ids"]
+        with reading(f"The tokenizer of {self.tokenizer.name_or_path}", f"fails at {where[0].lower()}{where[1:]}"):
+            # A chat template writes the special tokens itself; adding them again would double the first one.
+            encoding = self.tokenizer(
+                text, add_special_tokens=not is_chat, padding=False, truncation=False, verbose=False
+            )
+            special = 0 if is_chat else self.tokenizer.num_special_tokens_to_add()
+            token_ids = encoding["input_ids"]
         # The tokenizer's own truncation may cut at the beginning, so the cut is made here.
         return tuple(token_ids[: self.max_tokens]) if len(token_ids) > special else ()
 

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mergekit_slta.data.draw import CalibrationData, CalibrationSource
 from mergekit_slta.data.sources import is_dataset
-from mergekit_slta.errors import SltaError, first_line
+from mergekit_slta.errors import reading
 from mergekit_slta.recipe.recipe import CalibrationSettings, Expert
 
 
@@ -69,17 +69,15 @@ class Samples:
         return self._tokenizers[reference]
 
     def _load_tokenizer(self, reference: ModelReference) -> PreTrainedTokenizerBase:
-        try:
+        with reading(
+            reference.model, "has no usable tokenizer, which calibration needs", "get sound copies of its files"
+        ):
             return AutoTokenizer.from_pretrained(
                 reference.model.path,
                 revision=reference.model.revision,
                 trust_remote_code=self._trust_remote_code,
                 cache_dir=self._cache_dir,
             )
-        except Exception as error:  # a tokenizer's own code may raise anything
-            raise SltaError(
-                f"{reference.model} has no usable tokenizer, which calibration needs: {first_line(error)}."
-            ) from error
 
     def _source(self, expert: Expert) -> CalibrationSource:
         if self._quiet and is_dataset(expert.calibration):
