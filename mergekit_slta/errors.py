@@ -1,5 +1,10 @@
 """The one exception for everything that a user can put right."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import click
 
 
@@ -13,6 +18,32 @@ class SltaError(click.ClickException):
 
     def __str__(self) -> str:
         return self.message
+
+
+@contextmanager
+def reading(what: object, problem: str = "cannot be read", fix: str = "get a sound copy") -> Iterator[None]:
+    """Say what is damaged where another library reads it: parsers raise errors of many kinds over damaged input.
+
+    Args:
+        what: what is read, as the user knows it.
+        problem: what is the matter with it if the library fails.
+        fix: what to do about it.
+
+    Raises:
+        SltaError: the library failed, for another reason than a lack of memory.
+    """
+    try:
+        yield
+    except (SltaError, MemoryError):
+        raise
+    except BaseException as error:
+        # The panics of libraries that are written in Rust are no Exceptions, and have no class that can be imported.
+        kind = type(error).__name__
+        if kind == "OutOfMemoryError" or not (isinstance(error, Exception) or kind == "PanicException"):
+            raise
+        if "No space left" in str(error):  # the reader writes too: it merges an adapter, or downloads
+            fix = "make room on the disk"
+        raise SltaError(f"{what} {problem} ({first_line(error)}): {fix}.") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -43,7 +43,7 @@ def misfit(model: Model, headers: Headers, trust_remote_code: bool = False) -> s
         if name.endswith(".lora_A.weight") and len(down.shape) == 2:
             up = headers.get(name.replace(".lora_A.", ".lora_B."))
             target = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-            sizes[target] = {down.shape[1], up.shape[0] if up else down.shape[1]}
+            sizes[target] = {down.shape[1], *(up.shape[:1] if up else down.shape[1:2])}
     if model.tensors is None or not sizes:
         return None
     reason = ""

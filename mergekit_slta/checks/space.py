@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
 
 import torch
+from mergekit.config import MergeConfiguration
+from mergekit.options import MergeOptions
 
-from mergekit_slta.checks.case import Case
+from mergekit_slta.checks.case import Case, attempt
 from mergekit_slta.featcal.needs import Needs
 from mergekit_slta.featcal.scratch import scratch_root
+from mergekit_slta.files import cache_folder
 from mergekit_slta.models.adapters import merged_folders
-from mergekit_slta.models.headers import Model
+from mergekit_slta.models.headers import Model, open_model
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
 WORTH_A_WORD = 100_000  # bytes that a finished part of a merge takes
 
 
@@ -90,6 +95,33 @@ def feature_merge_needs(case: Case) -> list[str]:
             "delete the folders featcal-* of those that are not wanted."
         )
     return said
+
+
+def is_disk_full(error: Exception) -> bool:
+    """Whether something could not be written for lack of space; libraries in Rust only say it in words."""
+    return getattr(error, "errno", None) in FULL or any(os.strerror(number) in str(error) for number in FULL)
+
+
+def full_disk_problem(config: MergeConfiguration, options: MergeOptions, out: Path) -> str:
+    """Which of the disks that a merge writes to is full, and how much it lacks for the merged model."""
+    cache = [Path(options.lora_merge_cache)] if options.lora_merge_cache else []
+    place = min([out, *cache, cache_folder()], key=free_bytes)
+    said = f"The disk with {place} is full"
+    reference = config.base_model or config.referenced_models()[0]
+    model = attempt(open_model, reference, options.trust_remote_code, options.transformers_cache)
+    if place == out and isinstance(model, Model):
+        whole = stored_bytes(model, config.out_dtype or config.dtype)
+        written = sum(file.stat().st_size for file in out.glob("*") if file.is_file())
+        said += (
+            f": the merged model takes about {gigabytes(whole)}, of which {gigabytes(written)} are written, and "
+            f"{gigabytes(max(0, whole - written - free_bytes(out)))} more are needed than there is room for"
+        )
+    return f"{said}; make room, or write to another disk, and run the same command again."
+
+
+def free_bytes(path: Path) -> int:
+    """What is free on the disk where a path is, or is to be."""
+    return shutil.disk_usage(nearest_folder(path)).free
 
 
 def stored_bytes(model: Model, dtype: str | None) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mergekit_slta import __version__, files
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, one_line
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +41,9 @@ class _Commands(click.Group):
             if error.errno == errno.EPIPE:  # the reader of a pipe has gone, which click handles
                 raise
             raise SltaError(str(error)) from error
+        except UnicodeEncodeError as error:  # an escape such as \\ud800 gives half a character
+            spoilt = error.object[max(0, error.start - 20) : error.end + 20]
+            raise SltaError(f"{spoilt!r} holds a character that is none: write it anew where it comes from.") from error
 
 
 class _MergeCommand(click.Command):
@@ -142,13 +145,12 @@ def calibrate(recipe: Path, stats: str, levels: Sequence[str], **options: Any) -
     from mergekit_slta.slta.measure import measured_statistics
 
     merge_options = _merge_options(options)
-    path = _local_output(stats)
-    levels = _known_levels(levels)
-    source = _read_recipe(recipe)
+    path = Path(stats)
     try:
         with _joined_ranks() as ranks:
-            _refuse(_examine(source, merge_options, merging=False), ranks)
-            experiment = _experiment(source, merge_options, ranks)
+            levels = ranks.together(lambda: _known_levels(levels))
+            ranks.together(lambda: _refuse_output(stats))
+            experiment, source = _examined_experiment(recipe, merge_options, ranks)
             before = _identity(path)
             wanted = levels or [shared_settings(source.config, SltaSettings).level]
             statistics = measured_statistics(experiment, wanted, path)
@@ -288,10 +290,9 @@ def evaluate(recipe: Path, out: Path, samples: int, json_file: str | None, **opt
     from mergekit_slta.reports.tables import evaluation_json, evaluation_table
 
     merge_options = _merge_options(options)
-    source = _read_recipe(recipe)
-    _refuse(_examine(source, merge_options, merging=False))
+    experiment, _ = _examined_experiment(recipe, merge_options)
     transformers.utils.logging.disable_progress_bar()  # a bar of its own for every model
-    results = evaluate_merge(_experiment(source, merge_options), out, samples)
+    results = evaluate_merge(experiment, out, samples)
     if json_file == "-":
         click.echo(evaluation_json(results), nl=False)
         return
@@ -329,10 +330,9 @@ def linearity(
 
     merge_options = _merge_options(options)
     chosen = _known_levels(levels) or ["model", "layer", "attn_mlp"]
-    source = _read_recipe(recipe)
-    _refuse(_examine(source, merge_options, merging=False))
+    experiment, _ = _examined_experiment(recipe, merge_options)
     folder.mkdir(parents=True, exist_ok=True)
-    plan = plan_linearity(_experiment(source, merge_options), chosen, samples=samples, pairs=pairs, triples=triples)
+    plan = plan_linearity(experiment, chosen, samples=samples, pairs=pairs, triples=triples)
     click.echo(f"{plan}.")
     layers = len(plan.decoder)
     with tqdm(
@@ -385,16 +385,17 @@ def merge(recipe: Path, out: str, **options: Any) -> None:
     registry.register()
     registry.watch_planner()
     merge_options = _merge_options(options)
-    source, found = _read_recipe(recipe), Findings([], [])
+    found = Findings([], [])
     with _joined_ranks() as ranks:
+        source = ranks.together(lambda: _read_recipe(recipe))
         if source.config.merge_method in [method.spec.name for method in registry.METHODS]:
-            found = _examine(source, merge_options, out_path=out)
-            _refuse(found, ranks)
+            found = ranks.together(lambda: _refuse(_examine(source, merge_options, out_path=out)))
             _say(found.notes, merge_options.quiet or not ranks.first)
         if ranks.count > 1:
-            _share_work(source, merge_options, ranks)
+            _share_work(source, found, merge_options, ranks)
     if ranks.first:
-        with examined(source.config, found):
+        with _full_disk_said(source, merge_options, Path(out)), examined(source.config, found):
+            _open_models(source, merge_options)
             run_merge(source.config, out, options=merge_options, config_source=source.text)
 
 
@@ -428,19 +429,21 @@ def _read_recipe(path: Path) -> _Source:
     from mergekit.config import MergeConfiguration
     from pydantic import ValidationError
 
+    content = path.read_bytes()
+    kind = "UTF-8 text"
     try:
-        text = path.read_text(encoding="utf-8")
-        content = yaml.safe_load(text)
-        return _Source(text, content, MergeConfiguration.model_validate(content))
-    except UnicodeDecodeError:
-        raise SltaError(f"{path} is no UTF-8 text.") from None
-    except yaml.YAMLError as error:
-        raise SltaError(f"{path} is no YAML: {' '.join(str(error).split())}.") from None
+        text = content.decode()
+        kind = "YAML"
+        source = yaml.safe_load(text)
+        kind = "mergekit recipe"
+        return _Source(text, source, MergeConfiguration.model_validate(source))
     except ValidationError as error:
-        said = [f"'{'.'.join(map(str, entry['loc']))}': {entry['msg']}" for entry in error.errors()]
-        raise SltaError(f"{path} is no mergekit recipe: {'; '.join(said)}.") from None
+        said = "; ".join(f"'{'.'.join(map(str, entry['loc']))}': {entry['msg']}" for entry in error.errors())
     except RuntimeError as error:  # what mergekit's own checks raise
-        raise SltaError(f"{path} is no mergekit recipe: {error}.") from None
+        said = str(error)
+    except Exception as error:  # what parses the values of YAML's tags raises errors of any kind
+        said = one_line(error)
+    raise SltaError(f"{path} is no {kind}: {said}.")
 
 
 def _examine(source: _Source, options: MergeOptions, **purpose: Any) -> Findings:
@@ -457,11 +460,21 @@ def _examine(source: _Source, options: MergeOptions, **purpose: Any) -> Findings
     return examine(source.config, options, known[name], source=source.content, **purpose)
 
 
-def _refuse(found: Findings, ranks: Ranks | None = None) -> None:
-    """End with the problems, before any process writes what another has yet to check."""
+def _refuse(found: Findings) -> Findings:
+    """End with the problems, if there are any."""
+    if found.problems:
+        raise SltaError("\n".join(found.problems))
+    return found
+
+
+def _examined_experiment(recipe: Path, options: MergeOptions, ranks: Ranks | None = None) -> tuple[Experiment, _Source]:
+    """A sound recipe with its models and data; no process goes on before all have found it sound."""
     from mergekit_slta.engine.ranks import Ranks
 
-    (ranks or Ranks()).refuse_together(SltaError("\n".join(found.problems)) if found.problems else None)
+    ranks = ranks or Ranks()
+    source = ranks.together(lambda: _read_recipe(recipe))
+    found = ranks.together(lambda: _refuse(_examine(source, options, merging=False)))
+    return _experiment(source, found, options, ranks), source
 
 
 def _say(notes: Sequence[str], quiet: bool) -> None:
@@ -469,17 +482,18 @@ def _say(notes: Sequence[str], quiet: bool) -> None:
         click.echo(f"Note: {note}", err=True)
 
 
-def _experiment(source: _Source, options: MergeOptions, ranks: Ranks | None = None) -> Experiment:
+def _experiment(source: _Source, found: Findings, options: MergeOptions, ranks: Ranks) -> Experiment:
+    """A recipe's models and data; what only a download shows of the models is examined now."""
     import transformers
     from mergekit.io.tasks import LoaderCache
 
     from mergekit_slta.recipe.experiment import Experiment
     from mergekit_slta.recipe.recipe import from_config
 
-    if options.quiet or (ranks and not ranks.first):
+    if options.quiet or not ranks.first:
         transformers.utils.logging.disable_progress_bar()
     LoaderCache().setup(options)
-    return Experiment(
+    experiment = Experiment(
         from_config(source.config),
         device=str(options.device),
         trust_remote_code=options.trust_remote_code,
@@ -487,9 +501,37 @@ def _experiment(source: _Source, options: MergeOptions, ranks: Ranks | None = No
         quiet=options.quiet,
         ranks=ranks,
     )
+    if not found.seen:
+        ranks.together(experiment.open)
+        ranks.together(lambda: _refuse(_examine(source, options, merging=False)))
+    return experiment
 
 
-def _share_work(source: _Source, options: MergeOptions, ranks: Ranks) -> None:
+def _open_models(source: _Source, options: MergeOptions) -> None:
+    """Download the models and merge the adapters as mergekit would do, and name what cannot be opened."""
+    from mergekit.io.tasks import LoaderCache
+
+    from mergekit_slta.models.checkpoint import Checkpoint
+
+    LoaderCache().setup(options)
+    for reference in source.config.referenced_models():
+        Checkpoint(reference, options.trust_remote_code).open()
+
+
+@contextlib.contextmanager
+def _full_disk_said(source: _Source, options: MergeOptions, out: Path) -> Iterator[None]:
+    """Say which disk has filled up and what it lacks, whichever library has met its end."""
+    from mergekit_slta.checks.space import full_disk_problem, is_disk_full
+
+    try:
+        yield
+    except Exception as error:
+        if not is_disk_full(error):
+            raise
+        raise SltaError(full_disk_problem(source.config, options, out)) from error
+
+
+def _share_work(source: _Source, found: Findings, options: MergeOptions, ranks: Ranks) -> None:
     """Compute with all processes what the merge would compute with one before its first tensor."""
     from mergekit_slta.featcal.scratch import solve_model
     from mergekit_slta.recipe.recipe import FeatcalSettings, SltaSettings, shared_settings
@@ -498,12 +540,13 @@ def _share_work(source: _Source, options: MergeOptions, ranks: Ranks) -> None:
 
     method = source.config.merge_method
     if method == "featcal":
-        solve_model(_experiment(source, options, ranks), shared_settings(source.config, FeatcalSettings)).release()
+        experiment = _experiment(source, found, options, ranks)
+        solve_model(experiment, shared_settings(source.config, FeatcalSettings)).release()
     elif method == "slta":
         settings = shared_settings(source.config, SltaSettings)
         if not settings.statistics.startswith(PUBLISHED_PREFIX):
             path = resolve_statistics(settings.statistics) if settings.statistics else None
-            measured_statistics(_experiment(source, options, ranks), [settings.level], path)
+            measured_statistics(_experiment(source, found, options, ranks), [settings.level], path)
 
 
 @contextlib.contextmanager
@@ -529,13 +572,12 @@ def _known_levels(levels: Sequence[str]) -> list[str]:
     return [level for level in LEVELS if level in levels]
 
 
-def _local_output(stats: str) -> Path:
-    path = Path(stats)
+def _refuse_output(stats: str) -> None:
+    """Refuse what is no local file's name."""
     if stats.startswith("hf:"):
         raise SltaError(f"-o {stats} is on the Hub: write a local file, then publish it with 'hf upload'.")
-    if path.is_dir():
-        raise SltaError(f"-o {stats} is a folder: name a file in it, such as {path / 'stats.safetensors'}.")
-    return path
+    if Path(stats).is_dir():
+        raise SltaError(f"-o {stats} is a folder: name a file in it, such as {Path(stats) / 'stats.safetensors'}.")
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import numpy as np
 
 from mergekit_slta.data.records import Record, record_text
 from mergekit_slta.data.sources import read_records
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -178,8 +178,9 @@ class CalibrationSource:
         return tuple(whole[: self.max_tokens]) if len(whole) > special else (), len(whole) < len(token_ids)
 
     def _tokenize(self, text: str, special: bool) -> list[int]:
-        encoding = self.tokenizer(text, add_special_tokens=special, padding=False, truncation=False, verbose=False)
-        return list(encoding["input_ids"])
+        with reading(f"The tokenizer of {self.tokenizer.name_or_path}", f"fails at calibration source {self.source!r}"):
+            encoding = self.tokenizer(text, add_special_tokens=special, padding=False, truncation=False, verbose=False)
+            return list(encoding["input_ids"])
 
     def _without_doubled(self, text: str, token_ids: list[int]) -> list[int]:
         """The token ids of a text without what the tokenizer added before or after it though the text has it itself."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import click
 import torch
@@ -13,6 +15,7 @@ import torch.distributed as dist
 
 from mergekit_slta.errors import SltaError
 
+Result = TypeVar("Result")
 PATIENCE = timedelta(days=1)  # while one rank merges adapters; torchrun itself ends all of them when one has failed
 
 
@@ -65,11 +68,11 @@ class Ranks:
                 f"The processes see different files in {place}: it must be a folder that all of them share."
             )
 
-    def refuse_together(self, refusal: SltaError | None) -> None:
+    def refuse_together(self, refusal: click.ClickException | None) -> None:
         """Go on when every rank has come here and none refuses to; else all end, and the first that does says why.
 
         Raises:
-            SltaError: the refusal of a rank that is alone.
+            click.ClickException: the refusal of a rank that is alone.
             click.exceptions.Exit: one of several ranks has refused and said it.
         """
         if self.count == 1 and refusal is not None:
@@ -81,6 +84,21 @@ class Ranks:
             refusal.show()
         self.wait()  # torchrun ends the others as soon as one has ended
         raise click.exceptions.Exit(1)
+
+    def together(self, work: Callable[[], Result]) -> Result:
+        """Do what every rank does; go on when none refuses, as ``refuse_together`` does.
+
+        Raises:
+            click.ClickException: the refusal of a rank that is alone.
+            click.exceptions.Exit: one of several ranks has refused and said it.
+        """
+        try:
+            result = work()
+        except click.ClickException as error:
+            self.refuse_together(error)
+            raise  # not reached: who refuses ends there
+        self.refuse_together(None)
+        return result
 
     def wait(self) -> None:
         """Go on when every rank has come here."""

@@ -28,6 +28,7 @@ from mergekit_slta.layers.submodules import TensorWeights, weighted_sum
 from mergekit_slta.methods.base import CheckedMethod
 from mergekit_slta.methods.sftm import SftmMethod
 from mergekit_slta.models.checkpoint import current_loader, merge_adapter
+from mergekit_slta.models.headers import listed
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import (
     CalibrationSettings,
@@ -36,6 +37,7 @@ from mergekit_slta.recipe.recipe import (
     FeatcalSettings,
     Recipe,
     SltaSettings,
+    from_config,
     parameter_specs,
 )
 from mergekit_slta.reports.tables import solution_notes
@@ -62,16 +64,26 @@ class _Merge:
     trust_remote_code: bool
     cache_dir: str | None
     quiet: bool
+    experts: tuple[Expert, ...] = ()  # by the whole recipe, where it is known
     parameters: dict[str, Any] | None = None
     result: Any = None
     failure: Exception | None = None
 
     def experiment(self, settings: CalibrationSettings, device: str) -> Experiment:
-        """The merge's models and data."""
+        """The merge's models and data.
+
+        Raises:
+            SltaError: the first tensor is an optional one that an expert lacks, and nothing else tells its parameters.
+        """
         given = self.parameters or {}
-        experts = tuple(
-            Expert(model, given["calibration"][model], given["template"][model]) for model in self.references
-        )
+        seen = [Expert(model, source, given["template"][model]) for model, source in given["calibration"].items()]
+        known = {expert.reference: expert for expert in (*self.experts, *seen)}
+        if unknown := [str(model) for model in self.references if model not in known]:
+            raise SltaError(
+                f"mergekit begins with a tensor that {listed(unknown)} lacks, so that the parameters are not known: "
+                "merge with 'mergekit-slta merge', which reads the whole recipe."
+            )
+        experts = tuple(known[model] for model in self.references)
         return Experiment(
             Recipe(self.base, experts, settings),
             device=device,
@@ -96,6 +108,7 @@ class CalibratedMethod(CheckedMethod):
         self._lock = threading.Lock()
         self._merge: _Merge | None = None
         self._options: MergeOptions | None = None
+        self._experts: tuple[Expert, ...] = ()
 
     def compute(self, experiment: Experiment, settings: Any) -> Any:
         """What every tensor of the merge is made from."""
@@ -109,6 +122,7 @@ class CalibratedMethod(CheckedMethod):
         """Note the options too, and see the whole recipe."""
         self._options = options
         super().begin(config, options)
+        self._experts = from_config(config).experts
 
     def forget(self) -> None:
         """Another merge begins."""
@@ -132,12 +146,14 @@ class CalibratedMethod(CheckedMethod):
     def _planned(self, input_ids: Sequence[Any], base: Any) -> _Merge:
         loaders = LoaderCache()
         options, self._options = self._options, None
+        experts, self._experts = self._experts, ()
         return _Merge(
             references=tuple(model for model in input_ids if model != base),
             base=base,
             trust_remote_code=loaders.trust_remote_code,
             cache_dir=loaders.hf_cache_dir,
             quiet=options.quiet if options else False,
+            experts=experts,
         )
 
     def merge(self, group: TensorGroup, **parameters: Any) -> torch.Tensor:
@@ -165,7 +181,7 @@ class CalibratedMethod(CheckedMethod):
         """Every tensor must be merged under the same parameters; optional tensors may lack some experts."""
         known = merge.parameters
         if known is None:
-            merge.parameters = parameters
+            merge.parameters = dict(parameters)
             return
         for parameter in self.spec.parameters:
             new, old = parameters[parameter.name], known[parameter.name]
@@ -173,6 +189,7 @@ class CalibratedMethod(CheckedMethod):
                 changed = new != old
             else:
                 changed = any(new[expert] != old.get(expert, new[expert]) for expert in new)
+                known[parameter.name] = {**old, **new}
             if changed:
                 raise SltaError(
                     f"'{parameter.name}' changes between tensors: '{self.spec.name}' needs one value for the whole "

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import glob
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 from mergekit.common import ModelPath, ModelReference
 
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, reading
 from mergekit_slta.models import hub
 from mergekit_slta.models.headers import (
     ADAPTER_CONFIG,
@@ -44,6 +46,7 @@ def adapter_headers(path: ModelPath) -> Headers | None:
     if missing := [name for name in (ADAPTER_CONFIG, weights) if name not in files]:
         raise SltaError(f"{path} is no LoRA adapter: it lacks {listed(missing)}.")
     if folder:
+        adapter_config(folder)
         return file_headers(folder / weights)
     if not weights.endswith(".safetensors"):
         return None
@@ -52,6 +55,19 @@ def adapter_headers(path: ModelPath) -> Headers | None:
     except hub.ERRORS as error:
         raise hub_problem(path, error) from error
     return hub_file_headers(found)
+
+
+def adapter_config(folder: Path) -> dict[str, Any]:
+    """An adapter's configuration.
+
+    Raises:
+        SltaError: it cannot be read.
+    """
+    with reading(folder / ADAPTER_CONFIG):
+        content = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it is no JSON object with named entries")
+        return content
 
 
 def adapter_folder(path: ModelPath, cache_dir: str | None = None) -> Path:

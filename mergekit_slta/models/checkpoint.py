@@ -27,9 +27,9 @@ from mergekit.io.tasks import LoaderCache
 from pydantic import TypeAdapter
 
 from mergekit_slta import files
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, reading
 from mergekit_slta.files import cache_folder, digest
-from mergekit_slta.models.adapters import adapter_folder, adapter_weights, merged_folders, merged_name
+from mergekit_slta.models.adapters import adapter_config, adapter_folder, adapter_weights, merged_folders, merged_name
 from mergekit_slta.models.headers import ADAPTER_CONFIG
 from mergekit_slta.models.skeleton import model_tensor_name
 
@@ -66,7 +66,8 @@ class Checkpoint:
 
     @cached_property
     def _loader(self):  # type: ignore[no-untyped-def]
-        return current_loader(self.reference)
+        with reading(self, "cannot be opened", "get sound copies of its files"):
+            return current_loader(self.reference)
 
     def open(self) -> None:
         """Find the checkpoint's files; mergekit downloads them, or merges the LoRA, where that is still to be done."""
@@ -136,7 +137,8 @@ class Checkpoint:
 
     def _read(self, name: str, base_model_prefix: str, device: torch.device | str) -> torch.Tensor:
         stored = model_tensor_name(name, self.tensor_names, base_model_prefix)
-        tensor = self._loader.get_tensor(stored, device=str(device)) if stored else self._convert(name)
+        with reading(f"The tensor {name} of {self}"):
+            tensor = self._loader.get_tensor(stored, device=str(device)) if stored else self._convert(name)
         if tensor is None:
             raise SltaError(f"{self} lacks the tensor {name}: its checkpoint is incomplete or of another architecture.")
         self.bytes_read += tensor.nbytes
@@ -380,6 +382,6 @@ def _spots(content: memoryview) -> bytes:
 
 def _scaled(tensors: str, folder: Path) -> str:
     """An adapter by its tensors' digest and by what their product is scaled with."""
-    config = json.loads((folder / ADAPTER_CONFIG).read_text())
+    config = adapter_config(folder)
     scaling = {key: config.get(key) for key in ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")}
     return hashlib.sha256((tensors + json.dumps(scaling, sort_keys=True)).encode()).hexdigest()

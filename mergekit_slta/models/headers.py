@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import math
 import os
-import pickle
-import struct
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import huggingface_hub
+import safetensors
 import torch
 import transformers
 from huggingface_hub.errors import HFValidationError, NotASafetensorsRepoError
 from huggingface_hub.utils import SafetensorsFileMetadata
 from mergekit.common import ModelPath, ModelReference
 
-from mergekit_slta.errors import SltaError, first_line
+from mergekit_slta.errors import SltaError, first_line, reading
 from mergekit_slta.models import hub
 from mergekit_slta.models.skeleton import model_tensor_name
 
@@ -26,7 +26,6 @@ from mergekit_slta.models.skeleton import model_tensor_name
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 ADAPTER_CONFIG = "adapter_config.json"  # tells an adapter from a model
 _LFS_POINTER = b"version https://git-lfs"
-_LONGEST_HEADER = 100_000_000  # as in the safetensors library
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,8 @@ def _config(reference: ModelReference, folder: Path | None, trust_remote_code: b
         raise SltaError(
             f"transformers cannot read the config.json of {reference.model} ({first_line(error)})."
         ) from error
-    if len(config.architectures or []) != 1:
+    names = config.architectures
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise SltaError(f"The config.json of {reference.model} must name one class under 'architectures'.")
     return config
 
@@ -179,15 +179,14 @@ def weight_map(folder: Path) -> dict[str, list[str] | None]:
 
 
 def _indexed_files(index: Path) -> dict[str, list[str] | None]:
-    try:
-        entries = json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise SltaError(f"{index} cannot be read ({first_line(error)}): get a sound copy.") from error
-    files: dict[str, list[str] | None] = {}
-    for tensor, file in entries:
-        names = files.setdefault(file, [])
-        assert names is not None
-        names.append(tensor)
+    with reading(index):
+        files: dict[str, list[str] | None] = {}
+        for tensor, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
+            if not isinstance(file, str):
+                raise ValueError(f"it says that {tensor} is in {file!r}, which is no file's name")
+            names = files.setdefault(file, [])
+            assert names is not None
+            names.append(tensor)
     missing = [file for file in files if not (index.parent / file).is_file()]
     if missing:
         raise SltaError(f"{index.parent} lacks {listed(missing)}, which its index names: complete the download.")
@@ -216,30 +215,26 @@ def file_headers(path: Path) -> Headers:
     Raises:
         SltaError: the file is damaged.
     """
-    try:
+    with reading(path):
         return _safetensors_headers(path) if path.suffix == ".safetensors" else _pickled_headers(path)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, pickle.UnpicklingError) as error:
-        raise SltaError(f"{path} cannot be read ({first_line(error)}): get a sound copy.") from error
 
 
 def _safetensors_headers(path: Path) -> Headers:
-    size = path.stat().st_size
     with path.open("rb") as file:
-        start = file.read(len(_LFS_POINTER))
-        if start == _LFS_POINTER:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             raise SltaError(f"{path} is a git-lfs pointer without the weights: run 'git lfs pull'.")
-        if len(start) < 8 or (length := struct.unpack("<Q", start[:8])[0]) > min(size - 8, _LONGEST_HEADER):
-            raise ValueError("it is truncated or no safetensors file")
-        file.seek(8)
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    if 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0) > size:
-        raise ValueError("it is truncated")
-    return {name: _header(entry["shape"], *entry["data_offsets"]) for name, entry in header.items()}
+    try:
+        with safetensors.safe_open(path, "np") as tensors:  # torch would reserve memory for the whole file
+            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+            return {name: _header(part.get_shape(), part.get_dtype()) for name, part in slices.items()}
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"it is truncated or damaged: {error}") from error
 
 
-def _header(shape: list[int], begin: int, end: int) -> TensorHeader:
-    return TensorHeader(tuple(shape), end - begin)
+def _header(shape: list[int], dtype: str) -> TensorHeader:
+    """What safetensors says of a tensor; its names of types tell how many bits an element has, but for BOOL."""
+    bits = re.search(r"\d+", dtype)
+    return TensorHeader(tuple(shape), math.prod(shape) * (int(bits[0]) if bits else 8) // 8)
 
 
 def _pickled_headers(path: Path) -> Headers:
@@ -279,7 +274,7 @@ def hub_files(path: ModelPath) -> list[str]:
 
 def hub_file_headers(file: SafetensorsFileMetadata) -> Headers:
     """The tensors of a file on the Hub."""
-    return {name: _header(tensor.shape, *tensor.data_offsets) for name, tensor in file.tensors.items()}
+    return {name: _header(tensor.shape, tensor.dtype) for name, tensor in file.tensors.items()}
 
 
 def listed(names: list[str], most: int = 3) -> str:

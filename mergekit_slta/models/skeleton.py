@@ -10,7 +10,7 @@ import transformers
 from mergekit.common import get_auto_cls
 from transformers.initialization import no_init_weights
 
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, reading
 from mergekit_slta.files import digest
 
 
@@ -24,14 +24,16 @@ def meta_model(config: transformers.PretrainedConfig, trust_remote_code: bool = 
     """
     if not config.architectures:
         raise SltaError(f"The config of model type '{config.model_type}' names no architecture: add 'architectures'.")
-    try:
-        with torch.device("meta"), no_init_weights():
-            model = get_auto_cls(config.architectures[0]).from_config(
-                copy.deepcopy(config), trust_remote_code=trust_remote_code, dtype=torch.float32
-            )
-    except Exception as error:
-        raise SltaError(f"transformers cannot build {config.architectures[0]}: {error}") from error
-    model.tie_weights()
+    source = f" from the config.json of {config._name_or_path}" if config._name_or_path else ""
+    with (
+        reading("transformers", f"cannot build {config.architectures[0]}{source}", "change or complete that file"),
+        torch.device("meta"),
+        no_init_weights(),
+    ):
+        model = get_auto_cls(config.architectures[0]).from_config(
+            copy.deepcopy(config), trust_remote_code=trust_remote_code, dtype=torch.float32
+        )
+        model.tie_weights()
     return model.eval()
 
 

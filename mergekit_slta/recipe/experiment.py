@@ -47,6 +47,11 @@ class Experiment:
         self.experts = [Checkpoint(expert.reference, trust_remote_code) for expert in recipe.experts]
         self._merge_adapters()
 
+    def open(self) -> None:
+        """Have all models here: mergekit downloads those that are not."""
+        for checkpoint in (self.base, *self.experts):
+            checkpoint.open()
+
     def _merge_adapters(self) -> None:
         """Have the first rank alone merge the adapters that mergekit has not merged yet."""
         adapted = [expert for expert in (self.base, *self.experts) if expert.reference.lora is not None]

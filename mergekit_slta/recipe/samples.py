@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mergekit_slta.data.draw import CHAT_DATE, CalibrationData, CalibrationSource
 from mergekit_slta.data.sources import is_dataset
-from mergekit_slta.errors import SltaError, first_line
+from mergekit_slta.errors import reading
 from mergekit_slta.models.adapters import adapter_chat_template, tokenizer_folder
 from mergekit_slta.recipe.recipe import CalibrationSettings, Expert
 
@@ -75,7 +75,7 @@ class Samples:
         return self._tokenizers[reference]
 
     def _load_tokenizer(self, reference: ModelReference) -> PreTrainedTokenizerBase:
-        try:
+        with reading(reference, "has no usable tokenizer, which calibration needs", "get sound copies of its files"):
             own = reference.lora and tokenizer_folder(reference.lora, self._cache_dir)
             tokenizer = AutoTokenizer.from_pretrained(
                 str(own or reference.model.path),
@@ -86,10 +86,6 @@ class Samples:
             if reference.lora and (template := adapter_chat_template(reference.lora, self._cache_dir)):
                 tokenizer.chat_template = template
             return tokenizer
-        except Exception as error:  # a tokenizer's own code may raise anything
-            raise SltaError(
-                f"{reference} has no usable tokenizer, which calibration needs: {first_line(error)}."
-            ) from error
 
     def _source(self, expert: Expert) -> CalibrationSource:
         if self._quiet and is_dataset(expert.calibration):

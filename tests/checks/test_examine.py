@@ -108,27 +108,39 @@ def test_models_on_the_hub_are_examined_without_a_download(family: Family, tmp_p
     assert not {"model.safetensors", "pytorch_model.bin"} & set(hub.fetched)
 
 
-MERGE = """
-import sys
+RUN = """
+import json, sys
 from click.testing import CliRunner
 from mergekit_slta.cli.commands import main
-print(CliRunner().invoke(main, sys.argv[1:]).output)
+print(json.dumps([CliRunner().invoke(main, command).output for command in json.loads(sys.argv[1])]))
 """
 
 
 def test_a_model_that_shows_itself_only_after_its_download_is_looked_at_then(family: Family, tmp_path: Path) -> None:
-    recipe = families.recipe(family, experts=[0], samples=2)
-    recipe["models"][0]["model"] = "org/pickled"
-    folder = shutil.copytree(family.experts[0], tmp_path / "hub" / "org" / "pickled")
-    tensors = load_file(folder / "model.safetensors")
+    tensors = load_file(family.experts[0] / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"][:-4].clone()
-    (folder / "model.safetensors").unlink()
-    torch.save(tensors, folder / "pytorch_model.bin")
-    file = families.write_recipe(tmp_path / "recipe.yml", recipe)
+    (family.experts[0] / "model.safetensors").unlink()
+    torch.save(tensors, family.experts[0] / "pytorch_model.bin")
+    out = tmp_path / "out"
+    after = {
+        "merge": [str(out), "--no-write-model-card"],
+        "calibrate": ["-o", str(out / "stats.safetensors")],
+        "evaluate": [str(family.base)],
+        "linearity": ["-o", str(out)],
+    }
+    commands = []
+    for command, more in after.items():  # each meets a model that no other has downloaded
+        shutil.copytree(family.experts[0], tmp_path / "hub" / "org" / command)
+        recipe = families.recipe(family, experts=[0], samples=2)
+        recipe["models"][0]["model"] = f"org/{command}"
+        file = families.write_recipe(tmp_path / f"{command}.yml", recipe)
+        commands.append([command, str(file), *more, "--quiet"])
     with serve(tmp_path / "hub", tmp_path / "cache") as hub:
-        said = hub.run(MERGE, "merge", str(file), str(tmp_path / "out"), "--no-write-model-card", "--quiet")
-    assert "Error: The tensor model.layers.1.mlp.up_proj.weight of the expert org/pickled has the shape" in said
-    assert not (tmp_path / "out" / "model.safetensors").exists()
+        outputs = json.loads(hub.run(RUN, json.dumps(commands)).splitlines()[-1])
+    for command, said in zip(after, outputs, strict=True):
+        wrong = f"Error: The tensor model.layers.1.mlp.up_proj.weight of the expert org/{command} has the shape"
+        assert wrong in said
+    assert not list(out.glob("*"))
 
 
 # All at once, and through mergekit's own command

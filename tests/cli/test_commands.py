@@ -20,6 +20,7 @@ from click.testing import CliRunner, Result
 from conftest import MakeFamily, WriteRecipe
 from mergekit.config import MergeConfiguration
 from mergekit.scripts.run_yaml import main as mergekit_yaml
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from support import families
 from support.families import Family
@@ -573,6 +574,25 @@ def test_merge_checks_the_recipe_before_anything_is_written(
     text = run("merge", write_recipe(llama, levle="layer"), tmp_path / "out", code=1).output
     assert "did you mean 'level'?" in text
     assert not (tmp_path / "out").exists()
+
+
+def test_merge_says_which_disk_is_full_and_what_it_lacks(
+    llama: Family, write_recipe: WriteRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """safetensors says so in words alone, and mergekit ends in its error."""
+
+    def fill_disk(tensors: dict[str, torch.Tensor], path: str, **rest: Any) -> None:
+        Path(path).write_bytes(bytes(1_000_000))
+        usage = shutil.disk_usage(path)._replace(free=0)
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    recipe = write_recipe(llama, "task_arithmetic", calibration=False, weight=0.5)
+    monkeypatch.setattr("safetensors.torch.save_file", fill_disk)
+    out = tmp_path / "out"
+    text = run("merge", recipe, out, "--quiet", "--no-write-model-card", code=1).output
+    assert text.startswith(f"Error: The disk with {out} is full: the merged model takes about 0.1 MB, of which 1.0 MB")
+    assert "make room" in text
 
 
 @pytest.fixture

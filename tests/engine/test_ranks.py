@@ -322,3 +322,12 @@ def test_what_one_process_finds_wrong_ends_all_before_anything_is_written(
     done = torchrun(2, "-m", "mergekit_slta", "merge", write_recipe(llama, levle="layer"), tmp_path / "out")
     assert done.returncode != 0
     assert done.stderr.count("did you mean 'level'?") == 1
+
+
+def test_what_is_wrong_with_a_recipe_is_said_by_one_process_alone(
+    llama: Family, write_recipe: WriteRecipe, tmp_path: Path
+) -> None:
+    done = torchrun(2, "-m", "mergekit_slta", "calibrate", write_recipe(llama, "tsla"), "-o", tmp_path / "out")
+    assert done.returncode != 0
+    (said,) = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
+    assert "merge_method is 'tsla'" in said

@@ -663,6 +663,31 @@ def test_values_that_change_are_noticed_without_the_recipe_too(
         families.merge(content, tmp_path / "out")
 
 
+@pytest.mark.parametrize("recipe_is_known", [True, False])
+def test_an_optional_tensor_that_comes_first_hides_no_experts_parameters(
+    recipe_is_known: bool, llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mergekit gives the parameters of those experts alone that have the tensor, here not of the second one."""
+    expected = merged_state(families.merge(families.recipe(llama), tmp_path / "expected"))
+    execute, lacking = ExecuteMergeMethodTask.execute, [True]
+
+    def first_lacks_an_expert(self: Any, tensors: dict[Any, torch.Tensor], **rest: Any) -> Any:
+        if lacking:
+            lacking.clear()
+            some = {model: tensor for model, tensor in tensors.items() if "expert2" not in str(model)}
+            execute(self, some, **rest)
+        return execute(self, tensors, **rest)
+
+    monkeypatch.setattr(ExecuteMergeMethodTask, "execute", first_lacks_an_expert)
+    if recipe_is_known:
+        found = merged_state(families.merge(families.recipe(llama), tmp_path / "out"))
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        return
+    monkeypatch.setattr(registry.SltaMethod, "begin", lambda self, config, options: None)
+    with pytest.raises(SltaError, match="expert2 lacks, .* 'mergekit-slta merge'"):
+        families.merge(families.recipe(llama), tmp_path / "out")
+
+
 def test_mergekit_pytorch_is_refused_in_words(llama: Family, tmp_path: Path) -> None:
     content = families.recipe(llama)
     files = {str(folder): str(folder / "model.safetensors") for folder in llama.folders}

@@ -1,0 +1,31 @@
+"""Damaged files end a command in a sentence, never in a traceback; the long run finds what the short one does not."""
+
+from __future__ import annotations
+
+import pytest
+from support import damage
+from support.damage import KINDS, Scene
+from support.families import Family
+
+SHORT, LONG = 20, 2000
+
+
+@pytest.fixture(scope="module")
+def scene(llama: Family, tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    return damage.set_scene(tmp_path_factory.mktemp("scene"), llama)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_damage_is_said_in_a_sentence(kind: str, scene: Scene) -> None:
+    assert failures(scene, kind, range(SHORT)) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_damage_is_said_in_a_sentence(kind: str, scene: Scene) -> None:
+    assert failures(scene, kind, range(SHORT, LONG)) == {}
+
+
+def failures(scene: Scene, kind: str, seeds: range) -> dict[int, str]:
+    found = {seed: damage.describe(scene, kind, seed) for seed in seeds}
+    return {seed: failure for seed, failure in found.items() if failure}
