@@ -19,6 +19,7 @@ from mergekit.merge_methods import GroupMergeMethod, InputContract, MergeMethodS
 from mergekit.merge_methods.base import BasePolicy, ParameterScope
 from mergekit.options import MergeOptions
 
+from mergekit_slta.actmat import ActmatMethod
 from mergekit_slta.decoder import Decoder
 from mergekit_slta.errors import SltaError
 from mergekit_slta.experiment import Experiment
@@ -298,7 +299,7 @@ def _drift_page(solved: SolvedModel, experiment: Experiment, settings: FeatcalSe
 
 
 WATCHED = "_watched_by_mergekit_slta"  # the mark of a planner that shows the methods its recipe
-METHODS = (SltaMethod(), FeatcalMethod(), SftmMethod())
+METHODS = (SltaMethod(), FeatcalMethod(), ActmatMethod(), SftmMethod())
 
 
 def register() -> None:

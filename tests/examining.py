@@ -12,11 +12,10 @@ from families import Family
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 
-from mergekit_slta.methods import FeatcalMethod, SltaMethod
+from mergekit_slta.methods import METHODS
 from mergekit_slta.preflight import Findings, examine
-from mergekit_slta.sftm import SftmMethod
 
-SPECS = {method.spec.name: method.spec for method in (SltaMethod, FeatcalMethod, SftmMethod)}
+SPECS = {method.spec.name: method.spec for method in METHODS}
 
 
 def look(recipe: dict[str, Any], **arguments: Any) -> Findings:

@@ -10,12 +10,13 @@ from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.methods import FeatcalMethod, SltaMethod
+from mergekit_slta.methods import METHODS, SltaMethod
 from mergekit_slta.recipe import (
     CalibrationSettings,
     Expert,
     FeatcalSettings,
     SltaSettings,
+    calibrates,
     calibration_problems,
     expert_parameters,
     from_config,
@@ -24,16 +25,15 @@ from mergekit_slta.recipe import (
     shared_settings,
     slice_problems,
 )
-from mergekit_slta.sftm import SftmMethod
 
 SLTA = SltaMethod.spec
-SPECS = {method.spec.name: method.spec for method in (SltaMethod, FeatcalMethod, SftmMethod)}
+SPECS = {method.spec.name: method.spec for method in METHODS}
 
 
 def content(method: str = "slta", **changes: Any) -> dict[str, Any]:
     """A sound recipe for two experts, with changed top-level keys."""
     models: list[dict[str, Any]] = [{"model": name} for name in ("org/math", "org/code")]
-    if method != "sftm":
+    if calibrates(SPECS[method]):
         models = [{**entry, "parameters": {"calibration": f"{entry['model'][4:]}.jsonl"}} for entry in models]
     return {"merge_method": method, "base_model": "org/base", "models": models} | changes
 
@@ -57,7 +57,7 @@ def whole_slice(**changes: Any) -> dict[str, Any]:
     return recipe | {"slices": [{"sources": sources} | changes]}
 
 
-@pytest.mark.parametrize("recipe", [content(), content("featcal"), content("sftm"), whole_slice()])
+@pytest.mark.parametrize("recipe", [content(), content("featcal"), content("actmat"), content("sftm"), whole_slice()])
 def test_a_sound_recipe_has_no_problems(recipe: dict[str, Any]) -> None:
     assert problems(recipe) == []
 
