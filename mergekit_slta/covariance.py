@@ -123,34 +123,47 @@ def low_rank(task: torch.Tensor, weight: float, negligible: float) -> Rows | Non
 
 
 def gram(matrix: torch.Tensor) -> torch.Tensor:
-    """matrixᵀ matrix, of which only what is on and above the diagonal is computed."""
+    """matrixᵀ matrix, whose two halves are computed once."""
     width = matrix.shape[1]
-    product = matrix.new_empty(width, width)
+    product = add_gram(matrix, matrix.new_zeros(width, width))
     for start in range(0, width, BLOCK):
         stop = start + BLOCK
-        product[start:stop, start:] = matrix[:, start:stop].T @ matrix[:, start:]
         product[stop:, start:stop] = product[start:stop, stop:].T
     return product
 
 
+def add_gram(matrix: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """Add matrixᵀ matrix to the blocks of ``total`` that are on and above the diagonal."""
+    for start in range(0, len(total), BLOCK):
+        stop = start + BLOCK
+        total[start:stop, start:].addmm_(matrix[:, start:stop].T, matrix[:, start:])
+    return total
+
+
 def add_moments(part: Rows, moments: torch.Tensor, target: torch.Tensor) -> None:
-    """Add C_t to Σ C_t and τ_t C_t to the right-hand side."""
-    covariance = gram(part.rows)
-    moments += covariance
+    """Add C_t to Σ C_t, on and above its diagonal, and τ_t C_t to the right-hand side."""
     if isinstance(part.task, float) and len(part.rows) >= len(moments):
+        covariance = gram(part.rows)
+        moments += covariance
         target.addmm_(part.rows, covariance, alpha=part.task)
     else:
+        add_gram(part.rows, moments)
         target.addmm_(part.times_rows(), part.rows)
 
 
 def solve(system: torch.Tensor, target: torch.Tensor, penalty: float) -> torch.Tensor:
-    """target [m, k] times the inverse of (system + penalty I) [k, k]; ``system`` is used up."""
+    """target [m, k] times the inverse of (system + penalty I) [k, k].
+
+    Only what is on and above the diagonal of ``system`` is read, and it is used up.
+    """
     system.diagonal().add_(penalty)
-    return torch.cholesky_solve(target.T, torch.linalg.cholesky(system)).T
+    factor = torch.linalg.cholesky(system, upper=True, out=system)
+    return torch.cholesky_solve(target.T, factor, upper=True).T
 
 
 def solve_by_rows(parts: Sequence[Rows], mean: torch.Tensor, penalty: float) -> torch.Tensor:
     """τ − τ̄ through the system of the rows X, for fewer rows than inputs."""
     rows = torch.cat([part.rows for part in parts])
     target = torch.cat([part.times_rows() for part in parts], 1).addmm_(mean, rows.T, alpha=-1)
-    return solve(gram(rows.T), target, penalty) @ rows
+    system = add_gram(rows.T, rows.new_zeros(len(rows), len(rows)))
+    return solve(system, target, penalty) @ rows

@@ -125,7 +125,9 @@ def test_a_ridge_of_zero_has_a_solution() -> None:
     assert merged.isfinite().all()
 
 
-def test_gram_matrices_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("m", "n"), SHAPES)
+def test_blocks_do_not_show(m: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(covariance, "BLOCK", 7)
-    matrix = torch.randn(9, 30, dtype=torch.float64)
+    matrix = torch.randn(m, n, dtype=torch.float64)
     torch.testing.assert_close(gram(matrix), matrix.T @ matrix)
+    assert_solved(full(m, n))
