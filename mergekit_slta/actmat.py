@@ -6,33 +6,16 @@ takes the experts' mean.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from mergekit.merge_methods import InputContract, MergeMethodSpec, TensorGroup
 from mergekit.merge_methods.base import BasePolicy, OptionalTensorPolicy
-from pydantic import BaseModel, ConfigDict, Field
 
-from mergekit_slta.covariance import merge_by_covariance, weighted_mean
+from mergekit_slta.covariance import merged_task
 from mergekit_slta.data_free import DataFreeMethod, task_vectors
-from mergekit_slta.recipe import parameter_specs
+from mergekit_slta.recipe import ActmatExpertSettings, ActmatSettings, parameter_specs
 from mergekit_slta.roles import Role
-
-
-class ActmatSettings(BaseModel):
-    """The shared parameters of ``merge_method: actmat``."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    ridge: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
-    scale: Annotated[float, Field(allow_inf_nan=False)] = 1.0
-
-
-class ActmatExpertSettings(BaseModel):
-    """The parameters of one expert of ``merge_method: actmat``."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
 
 
 class ActmatMethod(DataFreeMethod):
@@ -67,17 +50,3 @@ class ActmatMethod(DataFreeMethod):
         tasks = list(task_vectors(group, start))
         merged = merged_task(role, tasks, parameters["ridge"], parameters["weight"].values_for(group.non_base))
         return start.add(merged.to(start.dtype), alpha=parameters["scale"]).to(base.tensor.dtype)
-
-
-def merged_task(role: Role, tasks: Sequence[torch.Tensor], ridge: float, weights: Sequence[float]) -> torch.Tensor:
-    """The merged task vector in float64; each matrix of a stack [..., m, n] is solved by itself.
-
-    A fused matrix, such as the one of queries, keys and values, is one linear map of one input.
-    """
-    if role is Role.TRANSPOSED:
-        return merged_task(Role.LINEAR, [task.mT for task in tasks], ridge, weights).mT
-    if role is not Role.LINEAR:
-        return weighted_mean(tasks, weights)
-    if tasks[0].ndim == 2:
-        return merge_by_covariance(tasks, ridge, weights)
-    return torch.stack([merged_task(role, matrices, ridge, weights) for matrices in zip(*tasks, strict=True)])

@@ -28,6 +28,8 @@ from typing import NamedTuple
 
 import torch
 
+from mergekit_slta.roles import Role
+
 SMALLEST_RIDGE = 1e-8  # what a ridge of zero comes to; with less, rounding decides in directions that no expert changed
 BLOCK = 512  # columns of a Gram matrix that are computed at once, from the diagonal on
 PROBED = 8  # task matrices are probed for ranks of up to an eighth of their smaller dimension
@@ -48,6 +50,20 @@ class Rows(NamedTuple):
     def times_rows(self) -> torch.Tensor:
         """τ_t rowsᵀ [m, r]."""
         return gram(self.rows.T).mul_(self.task) if isinstance(self.task, float) else self.task
+
+
+def merged_task(role: Role, tasks: Sequence[torch.Tensor], ridge: float, weights: Sequence[float]) -> torch.Tensor:
+    """The merged task vector in float64; each matrix of a stack [..., m, n] is solved by itself.
+
+    A fused matrix, such as the one of queries, keys and values, is one linear map of one input.
+    """
+    if role is Role.TRANSPOSED:
+        return merged_task(Role.LINEAR, [task.mT for task in tasks], ridge, weights).mT
+    if role is not Role.LINEAR:
+        return weighted_mean(tasks, weights)
+    if tasks[0].ndim == 2:
+        return merge_by_covariance(tasks, ridge, weights)
+    return torch.stack([merged_task(role, matrices, ridge, weights) for matrices in zip(*tasks, strict=True)])
 
 
 def merge_by_covariance(

@@ -28,6 +28,7 @@ from mergekit_slta.layer_solver import MERGED
 from mergekit_slta.measure import measured_statistics
 from mergekit_slta.preflight import refuse_problems
 from mergekit_slta.recipe import (
+    EDGES_AVERAGED,
     CalibrationSettings,
     Expert,
     ExpertSettings,
@@ -234,7 +235,7 @@ class FeatcalMethod(CalibratedMethod):
         tensor = merge.result.tensor(group.metadata.name)
         if tensor is not None:
             return tensor.to(base.device, base.dtype)
-        if merge.result.anchor != "average":
+        if merge.result.anchor not in EDGES_AVERAGED:
             return base
         equal = torch.tensor(1 / len(group.non_base))
         return weighted_sum(base, [(entry.tensor, equal) for entry in group.non_base])

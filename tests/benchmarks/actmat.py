@@ -27,8 +27,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import mergekit_slta.methods
-from mergekit_slta.actmat import ActmatSettings
 from mergekit_slta.covariance import merge_by_covariance
+from mergekit_slta.recipe import ActmatSettings
 
 METHODS = ("actmat", "task_arithmetic")
 Tasks = list[torch.Tensor]
