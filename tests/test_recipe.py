@@ -138,7 +138,7 @@ def test_wrong_shared_parameters(parameters: dict[str, Any], sentence: str) -> N
         ({"teacher": "nan"}, "'teacher' in the recipe's parameters should be"),
         (
             {"anchor": "foo"},
-            "'anchor' in the recipe's parameters should be 'base', 'slta' or 'average', not 'foo'.",
+            "'anchor' in the recipe's parameters should be 'base', 'slta', 'average' or 'actmat', not 'foo'.",
         ),
         ({"ridge": -1}, "'ridge' in the recipe's parameters should be greater than or equal to 0, not -1."),
         ({"ridge": "inf"}, "'ridge' in the recipe's parameters should be a finite number"),

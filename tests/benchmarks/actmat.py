@@ -14,6 +14,7 @@ import json
 import logging
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import click
@@ -52,7 +53,7 @@ def main(size: str, experts: int, rank: int, threads: int, repeats: int, peak: s
     if peak:
         print(json.dumps({"bytes": _peak(peak, folders)}))
         return
-    seconds = timed({name: lambda name=name: _merge(name, folders) for name in METHODS}, repeats)
+    seconds = timed({name: partial(_merge, name, folders) for name in METHODS}, repeats)
     seconds["solves"] = _solves(folders)
     total = seconds["actmat"] / (1.5 * seconds["task_arithmetic"] + seconds["solves"])
     arguments = [f"--size={size}", f"--experts={experts}", f"--rank={rank}", f"--threads={threads}"]
