@@ -33,7 +33,7 @@ from mergekit_slta.roles import Role
 SMALLEST_RIDGE = 1e-8  # what a ridge of zero comes to; with less, rounding decides in directions that no expert changed
 BLOCK = 512  # columns of a Gram matrix that are computed at once, from the diagonal on
 PROBED = 8  # task matrices are probed for ranks of up to an eighth of their smaller dimension
-SMALLEST_PROBE = 24  # smaller probes are not worth it
+FEWEST_PROBES = 24
 NEGLIGIBLE = 1e-6  # what is cut off a task matrix of low rank, its squared norm relative to μ, the error of τ at most
 
 
@@ -112,16 +112,24 @@ def all_rows(task: torch.Tensor, weight: float) -> Rows:
 def low_rank(task: torch.Tensor, weight: float, negligible: float) -> Rows | None:
     """A task matrix of low rank by as many rows; None where its rank is high.
 
-    A product with random vectors shows the rank (Halko, Martinsson and Tropp, 2011); what the rows lack is measured.
+    A product with random vectors shows the rank (Halko, Martinsson and Tropp, 2011); few are tried first.
 
     Args:
         task: the task matrix [m, n].
         weight: how much its expert counts.
         negligible: how much of its squared norm the rows may lack, relative to it.
     """
-    columns = min(task.shape) // PROBED
-    if columns < SMALLEST_PROBE:
-        return None
+    columns = FEWEST_PROBES
+    while columns <= min(task.shape) // PROBED:
+        if (rows := _probed_rows(task, columns, negligible)) is not None:
+            rows *= weight**0.5 / task.double().norm()
+            return Rows(rows, task.double() @ rows.T)
+        columns *= 4
+    return None
+
+
+def _probed_rows(task: torch.Tensor, columns: int, negligible: float) -> torch.Tensor | None:
+    """Rows [r, n] with rowsᵀ rows = taskᵀ task but for what is negligible, if a few random vectors find them."""
     generator = torch.Generator().manual_seed(0)
     probes = torch.randn(task.shape[1], columns, generator=generator).to(task.device, task.dtype)
     squares, vectors = torch.linalg.eigh(gram((task @ probes).double()))
@@ -130,12 +138,8 @@ def low_rank(task: torch.Tensor, weight: float, negligible: float) -> Rows | Non
     if rank > columns - 8:  # more than by chance must be left
         return None
     exact = task.double()
-    basis = torch.linalg.qr(exact @ (probes.double() @ vectors[:, columns - rank :])).Q
-    rows, size = basis.T @ exact, exact.norm()
-    if float(1 - (rows.norm() / size) ** 2) > negligible:
-        return None
-    rows *= weight**0.5 / size
-    return Rows(rows, exact @ rows.T)
+    rows = torch.linalg.qr(exact @ (probes.double() @ vectors[:, columns - rank :])).Q.T @ exact
+    return rows if float(1 - (rows.norm() / exact.norm()) ** 2) <= negligible else None
 
 
 def gram(matrix: torch.Tensor) -> torch.Tensor:
