@@ -22,7 +22,12 @@ MEANING = (
 )
 
 
-ANCHORS = {"base": "the base model", "slta": "the SLTA merge", "average": "the experts' average"}
+ANCHORS = {
+    "base": "the base model",
+    "slta": "the SLTA merge",
+    "average": "the experts' average",
+    "actmat": "the actmat merge",
+}
 
 
 def drift_page(merged: torch.Tensor, anchor: torch.Tensor, models: Sequence[str], settings: FeatcalSettings) -> Page:
