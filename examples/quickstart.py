@@ -94,6 +94,7 @@ def recipes(family: Family, out: Path, grid: tuple[float, ...]) -> dict[str, Rec
         "ties": recipe("ties", {"weight": 1.0, "density": 0.5}),
         "dare_linear": recipe("dare_linear", {"weight": 0.4, "density": 0.5}),
         "sftm": recipe("sftm"),
+        "actmat": recipe("actmat"),
         "slta layer": recipe("slta", data=True, level="layer", statistics=STATISTICS),
         "slta attn_mlp": recipe("slta", data=True, level="attn_mlp", statistics=STATISTICS),
         "featcal": recipe("featcal", data=True),

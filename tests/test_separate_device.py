@@ -95,9 +95,9 @@ def test_linearity(make_family: MakeFamily) -> None:
         assert_same(scores(device), expected, TOLERANCE)
 
 
-@pytest.mark.parametrize("method", ["slta", "featcal", "sftm"])
+@pytest.mark.parametrize("method", ["slta", "featcal", "actmat", "sftm"])
 def test_a_merge_by_mergekit(method: str, llama: Family, tmp_path: Path) -> None:
-    recipe = families.recipe(llama, method, calibration=method != "sftm")
+    recipe = families.recipe(llama, method, calibration=method in ("slta", "featcal"))
     expected = load_file(families.merge(recipe, tmp_path / "host") / "model.safetensors")
     LoaderCache.loaders.clear()
     with separate_device() as device:

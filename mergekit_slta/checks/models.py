@@ -19,7 +19,7 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import output_head
 from mergekit_slta.layers.submodules import layer_submodules
-from mergekit_slta.recipe.recipe import slice_problems
+from mergekit_slta.recipe.recipe import EDGES_AVERAGED, slice_problems
 
 
 def openable_models(case: Case) -> list[str]:
@@ -116,7 +116,7 @@ def moved_ids(case: Case) -> list[str]:
 
 def compared_outputs(case: Case, decoder: Decoder) -> list[str]:
     """Experts with another vocabulary, whose output head or embeddings cannot be compared with the base model's."""
-    averaged, solved = case.shared("anchor") == "average", solves_head(case, decoder)
+    averaged, solved = case.shared("anchor") in EDGES_AVERAGED, solves_head(case, decoder)
     fix = "choose another 'anchor'" if averaged else "set 'head: false'"
     return [f"The {other}: {fix}." for other in other_vocabularies(case) if averaged or solved]
 

@@ -96,11 +96,12 @@ def _output_folder(command: Callable[..., None]) -> Callable[..., None]:
 def main() -> None:
     """Merge fine-tuned models with weights that are solved for, not searched for.
 
-    A recipe is a mergekit YAML file with 'merge_method: slta' or 'featcal'. `check` it, then `merge` it (or run
-    mergekit-yaml, which does the same). To look at the weights of slta first, or to solve several merges from one
-    measurement: `calibrate` writes a small statistics file, and `solve` gets merging weights and plain mergekit recipes
-    from it in a second, without models and without data; `report` shows what the merge keeps of each expert. `evaluate`
-    tells how well the merged model does, and `linearity` whether the experts are of a kind that can be merged.
+    A recipe is a mergekit YAML file with 'merge_method: slta' or 'featcal', or with 'actmat' or 'sftm', which need no
+    data. `check` it, then `merge` it (or run mergekit-yaml, which does the same). To look at the weights of slta
+    first, or to solve several merges from one measurement: `calibrate` writes a small statistics file, and `solve`
+    gets merging weights and plain mergekit recipes from it in a second, without models and without data; `report`
+    shows what the merge keeps of each expert. `evaluate` tells how well the merged model does, and `linearity`
+    whether the experts are of a kind that can be merged.
     """
 
 

@@ -1,4 +1,4 @@
-"""The model that a feature merge stays near: the base model, its SLTA merge, or the experts' average."""
+"""The model that a feature merge stays near: the base model, its SLTA or actmat merge, or the experts' average."""
 
 from __future__ import annotations
 
@@ -6,23 +6,33 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from mergekit_slta.actmat.covariance import merged_task
 from mergekit_slta.layers.decoder import Weights
 from mergekit_slta.layers.submodules import weighted_sum
 from mergekit_slta.models.checkpoint import Checkpoint
+from mergekit_slta.models.roles import Role
+from mergekit_slta.recipe.recipe import ActmatSettings
 
 
 class Anchor:
-    """A weighted sum of the base model and the experts' task vectors, formed tensor by tensor.
+    """A merge of the base model and the experts, formed tensor by tensor: a weighted sum, or what ``actmat`` gives.
 
     Args:
         models: the base model, then the ``T`` experts.
         weights: the experts' weights by the model's name of a tensor, as ``TensorWeights`` gives them; None for the
             base model itself.
+        solved: the roles of the tensors that ``actmat`` merges, by the model's names, whatever the weights are.
     """
 
-    def __init__(self, models: Sequence[Checkpoint], weights: Callable[[str], torch.Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        models: Sequence[Checkpoint],
+        weights: Callable[[str], torch.Tensor] | None = None,
+        solved: Mapping[str, Role] | None = None,
+    ) -> None:
         self.models = models
         self._weights = weights
+        self._solved = solved or {}
 
     def read(
         self, names: Mapping[str, str], base_model_prefix: str, device: torch.device | str = "cpu"
@@ -41,7 +51,11 @@ class Anchor:
         base, *experts = tensors
         blended = dict(base)
         for key, name in names.items():
-            if self._weights is not None and base[key].is_floating_point():
+            if name in self._solved:
+                start, tasks = base[key], [own[key] - base[key] for own in experts]
+                change = merged_task(self._solved[name], tasks, ActmatSettings().ridge, [1.0] * len(tasks))
+                blended[key] = start + change.to(start.dtype)
+            elif self._weights is not None and base[key].is_floating_point():
                 weights = self._weights(name)
                 blended[key] = weighted_sum(base[key], [(own[key], w) for own, w in zip(experts, weights, strict=True)])
         return blended

@@ -20,6 +20,7 @@ from mergekit_slta.files import cache_folder, digest
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import output_head
 from mergekit_slta.layers.submodules import TensorWeights, resolve_name
+from mergekit_slta.models.roles import Role, tensor_roles
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import FeatcalSettings, calibration_problems
 from mergekit_slta.slta.measure import measured_statistics
@@ -116,7 +117,7 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings) -> SolvedMode
 
 def _solve(experiment: Experiment, settings: FeatcalSettings, decoder: Decoder, tasks: Tasks, partial: Partial) -> None:
     head = settings.head and output_head(decoder) is not None
-    experiment.check_edges(decoder, experts=head or settings.anchor == "average")
+    experiment.check_edges(decoder, experts=head or settings.averages_edges)
     if settings.head and not head:
         LOG.warning("The output head is the embedding too, so it stays the anchor's ('head' is off).")
     anchor = _anchor(experiment, settings, decoder)
@@ -147,11 +148,18 @@ def _anchor(experiment: Experiment, settings: FeatcalSettings, decoder: Decoder)
     models = [experiment.base, *experiment.experts]
     if settings.anchor == "base":
         return Anchor(models)
-    if settings.anchor == "average":
+    if settings.averages_edges:
         equal = torch.full((len(experiment.experts),), 1 / len(experiment.experts), dtype=torch.float64)
-        return Anchor(models, lambda name: equal)
+        return Anchor(models, lambda name: equal, _layer_maps(decoder) if settings.anchor == "actmat" else None)
     solutions = measured_statistics(experiment, [ANCHOR_LEVEL]).solve(ANCHOR_LEVEL)
     return Anchor(models, TensorWeights(decoder, ANCHOR_LEVEL, {n: s.alpha for n, s in solutions.items()}).__getitem__)
+
+
+def _layer_maps(decoder: Decoder) -> dict[str, Role]:
+    """The roles of the layers' linear maps."""
+    roles = tensor_roles(decoder.model)
+    names = [name for layer in range(len(decoder)) for name in decoder.layer_tensors(layer).values()]
+    return {name: roles[name] for name in names if roles.get(name) in (Role.LINEAR, Role.TRANSPOSED)}
 
 
 def scratch_root(scratch: str) -> Path:

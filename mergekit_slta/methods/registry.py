@@ -25,12 +25,14 @@ from mergekit_slta.featcal.merge import ANCHOR, ERRORS
 from mergekit_slta.featcal.scratch import SolvedModel, solve_model
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.submodules import TensorWeights, weighted_sum
+from mergekit_slta.methods.actmat import ActmatMethod
 from mergekit_slta.methods.base import CheckedMethod
 from mergekit_slta.methods.sftm import SftmMethod
 from mergekit_slta.models.checkpoint import current_loader, merge_adapter
 from mergekit_slta.models.headers import listed
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import (
+    EDGES_AVERAGED,
     CalibrationSettings,
     Expert,
     ExpertSettings,
@@ -248,7 +250,7 @@ class FeatcalMethod(CalibratedMethod):
         tensor = merge.result.tensor(group.metadata.name)
         if tensor is not None:
             return tensor.to(base.device, base.dtype)
-        if merge.result.anchor != "average":
+        if merge.result.anchor not in EDGES_AVERAGED:
             return base
         equal = torch.tensor(1 / len(group.non_base))
         return weighted_sum(base, [(entry.tensor, equal) for entry in group.non_base])
@@ -306,7 +308,7 @@ def _drift_page(solved: SolvedModel, experiment: Experiment, settings: FeatcalSe
 
 
 WATCHED = "_watched_by_mergekit_slta"  # the mark of a planner that shows the methods its recipe
-METHODS = (SltaMethod(), FeatcalMethod(), SftmMethod())
+METHODS = (SltaMethod(), FeatcalMethod(), ActmatMethod(), SftmMethod())
 
 
 def register() -> None:

@@ -51,14 +51,30 @@ class SltaSettings(CalibrationSettings):
     statistics: str = ""
 
 
+EDGES_AVERAGED = ("average", "actmat")  # the anchors that average what lies outside the decoder layers
+
+
 class FeatcalSettings(CalibrationSettings):
     """The shared parameters of ``merge_method: featcal``."""
 
     ridge: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.003
-    anchor: Literal["base", "slta", "average"] = "base"
+    anchor: Literal["base", "slta", "average", "actmat"] = "base"
     teacher: Annotated[float, Field(ge=0, le=1)] = 1.0
     head: bool = True
     scratch: str = ""
+
+    @property
+    def averages_edges(self) -> bool:
+        """Whether what lies outside the decoder layers is the experts' average."""
+        return self.anchor in EDGES_AVERAGED
+
+
+class ActmatSettings(BaseModel):
+    """The shared parameters of ``merge_method: actmat``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    ridge: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
+    scale: Annotated[float, Field(allow_inf_nan=False)] = 1.0
 
 
 class ExpertSettings(BaseModel):
@@ -67,6 +83,13 @@ class ExpertSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     calibration: str = ""
     template: str = ""
+
+
+class ActmatExpertSettings(BaseModel):
+    """The parameters of one expert of ``merge_method: actmat``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
 
 
 @dataclass(frozen=True)

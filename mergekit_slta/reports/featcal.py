@@ -21,7 +21,12 @@ MEANING = (
     "size of the expert's output, on average over the tokens of the expert's calibration samples. The merge was fitted "
     "to these samples, so the distance is larger on others. It is a distance of features, not accuracy."
 )
-ANCHORS = {"base": "the base model", "slta": "the SLTA merge", "average": "the experts' average"}
+ANCHORS = {
+    "base": "the base model",
+    "slta": "the SLTA merge",
+    "average": "the experts' average",
+    "actmat": "the actmat merge",
+}
 
 
 def drift_page(merged: torch.Tensor, anchor: torch.Tensor, models: Sequence[str], settings: FeatcalSettings) -> Page:

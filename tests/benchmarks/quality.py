@@ -3,14 +3,16 @@
     python tests/benchmarks/quality.py --seed 0 --seed 1 --seed 2
 
 Prints one JSON line per seed: the three-way average of exact matches of the best task arithmetic of the quickstart's
-grid (picked on the held-out prompts themselves), of slta, of RegMean++ (``regmean.py``) and of featcal, the last two by
-number of samples per task. ``--massive`` merges, by featcal only, copies of the family into which dimensions are
-planted that are a thousand times larger than the others, in the inputs of every map, at the first token only, or at the
-second token of one task only, without changing what the models compute.
+grid (picked on the held-out prompts themselves), of sftm and actmat, actmat also by ridge and scale, of slta, of
+RegMean++ (``regmean.py``) and of featcal, the last two by number of samples per task. ``--massive`` merges, by featcal
+only, copies of the family into which dimensions are planted that are a thousand times larger than the others, in the
+inputs of every map, at the first token only, or at the second token of one task only, without changing what the models
+compute. ``--no-data`` leaves out what needs prompts.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import sys
@@ -32,6 +34,8 @@ import quickstart
 from mergekit_slta.data.draw import CalibrationSource
 
 SAMPLES = (3, 10, 30, 100)
+RIDGES = (0.03, 0.1, 0.3)
+SCALES = (0.8, 1.0)
 MASSIVE = 1000.0
 MAPS_BY_PRODUCER = {
     "input_layernorm.weight": ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
@@ -43,31 +47,53 @@ MAPS_BY_PRODUCER = {
 @click.command()
 @click.option("--seed", "seeds", multiple=True, type=int, default=[0, 1, 2], show_default=True)
 @click.option("--massive", is_flag=True, help="Only featcal, on a family with massive activations.")
+@click.option("--no-data", is_flag=True, help="Only task arithmetic and the methods that need no data.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=CACHE / "quality")
-def main(seeds: tuple[int, ...], massive: bool, out: Path) -> None:
+def main(seeds: tuple[int, ...], massive: bool, no_data: bool, out: Path) -> None:
     """Merge the family of each seed by every method and compare the averages."""
     be_quiet()
     torch.set_num_threads(quickstart.THREADS)
     for seed in seeds:
         folder = out / f"seed{seed}"
         models = family.train_family(folder / "family", seed, short=False)
-        scores = _with_massive_activations(models, folder, seed) if massive else _compare(models, folder, seed)
+        if massive:
+            scores = _with_massive_activations(models, folder, seed)
+        else:
+            scores = _task_arithmetic(models, folder, seed) | _without_data(models, folder, seed)
+            scores |= {} if no_data else _with_data(models, folder, seed)
         rounded = {name: round(score, 3) for name, score in scores.items()}
         print(json.dumps({"benchmark": "quality", "seed": seed, **rounded}), flush=True)
 
 
-def _compare(models: family.Family, folder: Path, seed: int) -> dict[str, float]:
-    """The average score of every method."""
+def _task_arithmetic(models: family.Family, folder: Path, seed: int) -> dict[str, float]:
+    """The best average score of the grid."""
     recipes = quickstart.recipes(models, folder, quickstart.GRID)
-    (folder / quickstart.STATISTICS).unlink(missing_ok=True)
     grid = [f"task_arithmetic {weight}" for weight in quickstart.GRID]
-    scores = {"task_arithmetic": max(_score(folder, name, recipes[name], seed) for name in grid)}
-    scores |= {name: _score(folder, name, recipes[name], seed) for name in ("slta layer", "slta attn_mlp")}
+    return {"task_arithmetic": max(_score(folder, name, recipes[name], seed) for name in grid)}
+
+
+def _with_data(models: family.Family, folder: Path, seed: int) -> dict[str, float]:
+    """The average score of every method that sees prompts."""
+    recipes = quickstart.recipes(models, folder, ())
+    (folder / quickstart.STATISTICS).unlink(missing_ok=True)
+    scores = {name: _score(folder, name, recipes[name], seed) for name in ("slta layer", "slta attn_mlp")}
     for count in SAMPLES:
         scores[f"regmean++ {count}"] = _regmean(models, folder, count)
         recipe = recipes["featcal"]
         recipe["parameters"]["samples"] = count
         scores[f"featcal {count}"] = _score(folder, f"featcal {count}", recipe, seed)
+    return scores
+
+
+def _without_data(models: family.Family, folder: Path, seed: int) -> dict[str, float]:
+    """The score of the methods that need no data, and of actmat with other parameters than its defaults."""
+    recipes = quickstart.recipes(models, folder, ())
+    scores = {name: _score(folder, name, recipes[name], seed) for name in ("sftm", "actmat")}
+    for ridge, scale in itertools.product(RIDGES, SCALES):
+        recipe = recipes["actmat"]
+        recipe["parameters"] = {"ridge": ridge, "scale": scale}
+        name = f"actmat ridge {ridge} scale {scale}"
+        scores[name] = _score(folder, name, recipe, seed)
     return scores
 
 

@@ -437,10 +437,25 @@ def test_an_endless_ridge_gives_the_average_as_anchor(
         assert worst_error(merged_state(families.merge(content, tmp_path / f"head {head}")), expected) < 1e-6
 
 
-@pytest.mark.parametrize("anchor", ["slta", "average"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
+def test_an_endless_ridge_gives_the_actmat_merge_as_anchor(
+    architecture: str, make_family: MakeFamily, tmp_path: Path
+) -> None:
+    family = make_family(architecture)
+    expected = merged_state(families.merge(families.recipe(family, "actmat", calibration=False), tmp_path / "actmat"))
+    for head in (True, False):
+        content = feature_recipe(family, anchor="actmat", ridge=1e12, head=head)
+        assert worst_error(merged_state(families.merge(content, tmp_path / f"head {head}")), expected) < 1e-6
+
+
+@pytest.mark.parametrize("anchor", ["slta", "average", "actmat"])
 def test_a_feature_merge_near_another_anchor_equals_the_naive_one(anchor: str, llama: Family, tmp_path: Path) -> None:
-    method = {"slta": families.recipe(llama), "average": feature_recipe(llama, anchor="average", ridge=1e12)}[anchor]
-    start = merged_state(families.merge(method, tmp_path / "anchor"))
+    method = {
+        "slta": families.recipe(llama),
+        "average": feature_recipe(llama, anchor="average", ridge=1e12),
+        "actmat": families.recipe(llama, "actmat", calibration=False),
+    }
+    start = merged_state(families.merge(method[anchor], tmp_path / "anchor"))
     out = families.merge(feature_recipe(llama, anchor=anchor, ridge=0.1), tmp_path / "out")
     base, *experts = llama.models()
     groups = featcal_reference.GROUPS["llama"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,89 +12,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
-import yaml
-from click.testing import CliRunner, Result
 from mergekit.common import ModelReference
 from mergekit.merge_methods import TensorGroup, merge_state_dicts
-from mergekit.scripts.run_yaml import main as mergekit_yaml
 from support.sftm_reference import dense_merge
+from support.small_models import MODELS, config_of, load, recipe, role_by_hand, run, write_family
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.methods import registry, sftm
-from mergekit_slta.methods.sftm import Role, SftmMethod, role_by_shape, tensor_roles
+from mergekit_slta.methods import registry
+from mergekit_slta.methods.sftm import SftmMethod
+from mergekit_slta.models import roles
+from mergekit_slta.models.roles import Role, role_by_shape, tensor_roles
 from mergekit_slta.models.skeleton import meta_model
-
-Config = transformers.PretrainedConfig
-VOCABULARY: dict[str, Any] = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-TEXT: dict[str, Any] = VOCABULARY | {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-VISION: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 16,
-    "patch_size": 8,
-}
-T5 = VOCABULARY | {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-GATED: dict[str, Any] = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
-
-# Key -> the class of the model and its configuration.
-MODELS: dict[str, tuple[str, Callable[[], Config]]] = {
-    "llama": ("LlamaForCausalLM", lambda: transformers.LlamaConfig(**TEXT)),
-    "t5": ("T5ForConditionalGeneration", lambda: transformers.T5Config(**T5, **GATED)),
-    "clip_vision": ("CLIPVisionModel", lambda: transformers.CLIPVisionConfig(**VISION)),
-    "mixtral": ("MixtralForCausalLM", lambda: transformers.MixtralConfig(**TEXT, num_local_experts=3)),
-    "gpt2": ("GPT2LMHeadModel", lambda: transformers.GPT2Config(**VOCABULARY, n_embd=32, n_layer=2, n_head=4)),
-    "mamba": ("MambaForCausalLM", lambda: transformers.MambaConfig(**VOCABULARY, hidden_size=32, num_hidden_layers=1)),
-    "vit": ("ViTModel", lambda: transformers.ViTConfig(**VISION)),
-}
-
-# The roles by hand, the first pattern that is found in a tensor's name.
-ROLES = [
-    (r"patch_embedding.*weight|conv1d\.weight", Role.CONVOLUTION),
-    (r"norm|ln_\d|ln_f|layrnorm", Role.NORM),
-    (r"bias|embed|shared|lm_head|wte|wpe|cls_token|A_log|mixer\.D", Role.OTHER),
-    (r"", Role.LINEAR),
-]
-
-Family = tuple[Path, list[Path]]
-
-
-def role_by_hand(name: str) -> Role:
-    return next(role for pattern, role in ROLES if re.search(pattern, name))
-
-
-def config_of(key: str) -> Config:
-    architecture, config = MODELS[key]
-    made = config()
-    made.architectures = [architecture]
-    return made
-
-
-def load(key: str, folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a model from its folder, which has to have all of them and no other."""
-    model, report = getattr(transformers, MODELS[key][0]).from_pretrained(folder, output_loading_info=True)
-    assert not any(report.values()), report
-    return model.state_dict()
-
-
-def write_family(key: str, folder: Path, experts: int = 2, dtype: torch.dtype = torch.float32) -> Family:
-    """A random base model and experts that differ from it in every tensor, on disk."""
-    generator = torch.Generator().manual_seed(0)
-    model = getattr(transformers, MODELS[key][0])(config_of(key))
-    for index in range(experts + 1):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
-        model.to(dtype).save_pretrained(folder / f"model{index}")
-        model.float()
-    return folder / "model0", [folder / f"model{index}" for index in range(1, experts + 1)]
 
 
 @pytest.fixture(autouse=True)
@@ -103,28 +30,6 @@ def known() -> None:
     """The method as the plugin makes it known, which is done once."""
     registry.register()
     registry.watch_planner()
-
-
-def recipe(family: Family, *own: dict[str, Any], **parameters: Any) -> dict[str, Any]:
-    base, experts = family
-    models = [{"model": str(expert)} for expert in experts]
-    for entry, more in zip(models, own, strict=False):
-        entry["parameters"] = more  # type: ignore[assignment]
-    return {
-        "merge_method": "sftm",
-        "base_model": str(base),
-        "models": models,
-        "parameters": parameters,
-        "dtype": "float32",
-    }
-
-
-def run(content: dict[str, Any], folder: Path) -> Result:
-    """The stock ``mergekit-yaml`` command in this process, its output in ``folder / "merged"``."""
-    file = folder / "recipe.yml"
-    file.write_text(yaml.safe_dump(content))
-    options = ["--no-write-model-card", "--no-copy-tokenizer", "--quiet"]
-    return CliRunner().invoke(mergekit_yaml, [str(file), str(folder / "merged"), *options])
 
 
 def keep_largest(task: torch.Tensor, density: float) -> torch.Tensor:
@@ -154,7 +59,7 @@ def expected(
 def test_stock_mergekit_merges_every_tensor_as_the_paper_says(key: str, tmp_path: Path) -> None:
     family = write_family(key, tmp_path)
     own = {"weight": 1.5, "density": 0.5}
-    result = run(recipe(family, {}, own, **{"lambda": 0.7}), tmp_path)
+    result = run(recipe("sftm", family, {}, own, **{"lambda": 0.7}), tmp_path)
     assert result.exit_code == 0, result.output
     merged = load(key, tmp_path / "merged")
     base, *experts = [load(key, folder) for folder in (family[0], *family[1])]
@@ -168,7 +73,7 @@ def test_stock_mergekit_merges_every_tensor_as_the_paper_says(key: str, tmp_path
 
 def test_the_defaults_are_the_paper_s(tmp_path: Path) -> None:
     family = write_family("llama", tmp_path)
-    assert run(recipe(family), tmp_path).exit_code == 0
+    assert run(recipe("sftm", family), tmp_path).exit_code == 0
     name = "model.layers.1.self_attn.q_proj.weight"
     base, *experts = [load("llama", folder)[name] for folder in (family[0], *family[1])]
     wanted = expected(Role.LINEAR, base, experts, [1.0, 1.0], [0.2, 0.2], 0.6)
@@ -177,7 +82,7 @@ def test_the_defaults_are_the_paper_s(tmp_path: Path) -> None:
 
 def test_one_whole_expert_comes_back(tmp_path: Path) -> None:
     family = write_family("llama", tmp_path, experts=1)
-    assert run(recipe(family, {"density": 1.0}, **{"lambda": 1.0}), tmp_path).exit_code == 0
+    assert run(recipe("sftm", family, {"density": 1.0}, **{"lambda": 1.0}), tmp_path).exit_code == 0
     torch.testing.assert_close(load("llama", tmp_path / "merged"), load("llama", family[1][0]), rtol=0, atol=2e-7)
 
 
@@ -187,9 +92,9 @@ def test_an_expert_that_did_not_touch_a_linear_map_does_not_change_its_merge(tmp
     with torch.no_grad():
         model.model.norm.weight.add_(0.1)
     model.save_pretrained(other)
-    assert run(recipe((base, [expert])), tmp_path).exit_code == 0
+    assert run(recipe("sftm", (base, [expert])), tmp_path).exit_code == 0
     alone = load("llama", tmp_path / "merged")
-    assert run(recipe((base, [expert, other])), tmp_path).exit_code == 0
+    assert run(recipe("sftm", (base, [expert, other])), tmp_path).exit_code == 0
     for name, tensor in load("llama", tmp_path / "merged").items():
         assert torch.equal(tensor, alone[name]) or role_by_hand(name) is Role.NORM
 
@@ -197,12 +102,12 @@ def test_an_expert_that_did_not_touch_a_linear_map_does_not_change_its_merge(tmp
 def test_filters_and_gradients_set_parameters_by_tensor(tmp_path: Path) -> None:
     family = write_family("llama", tmp_path)
     density = [{"filter": "mlp", "value": [1.0, 0.5]}, {"value": 0.2}]
-    assert run(recipe(family, density=density, rank=3), tmp_path).exit_code == 0
+    assert run(recipe("sftm", family, density=density, rank=3), tmp_path).exit_code == 0
 
 
 def test_works_on_bfloat16_checkpoints(tmp_path: Path) -> None:
     family = write_family("llama", tmp_path, dtype=torch.bfloat16)
-    content = recipe(family)
+    content = recipe("sftm", family)
     del content["dtype"]
     assert run(content, tmp_path).exit_code == 0
     merged = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
@@ -224,14 +129,14 @@ def test_works_on_bfloat16_checkpoints(tmp_path: Path) -> None:
 def test_refuses_a_wrong_value_in_one_sentence(
     own: dict[str, Any], shared: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    result = run(recipe(write_family("llama", tmp_path), own, **shared), tmp_path)
+    result = run(recipe("sftm", write_family("llama", tmp_path), own, **shared), tmp_path)
     assert result.exit_code == 1
     assert re.search(f"^Error: {words}", result.output, re.MULTILINE), result.output
     assert not list((tmp_path / "merged").glob("*.safetensors"))
 
 
 def test_needs_a_base_model(tmp_path: Path) -> None:
-    content = recipe(write_family("llama", tmp_path))
+    content = recipe("sftm", write_family("llama", tmp_path))
     del content["base_model"]
     result = run(content, tmp_path)
     assert result.exit_code == 1 and "no base_model" in result.output
@@ -245,13 +150,13 @@ def test_names_what_is_not_finite(tmp_path: Path) -> None:
     with torch.no_grad():
         model.model.norm.weight[3] = float("nan")
     model.save_pretrained(experts[1])
-    result = run(recipe((base, experts)), tmp_path)
+    result = run(recipe("sftm", (base, experts)), tmp_path)
     assert result.exit_code == 1
     assert f"'model.norm.weight' of {experts[1]} has NaN or infinite values" in result.output
 
 
 def test_refuses_parameters_that_mergekit_would_ignore(tmp_path: Path) -> None:
-    content = recipe(write_family("llama", tmp_path), {"densty": 0.1}, gamma=0.3)
+    content = recipe("sftm", write_family("llama", tmp_path), {"densty": 0.1}, gamma=0.3)
     result = run(content, tmp_path)
     assert result.exit_code == 1
     assert "'densty'" in result.output and "did you mean 'density'" in result.output
@@ -346,10 +251,10 @@ def test_a_model_that_transformers_cannot_build_merges_by_shapes(
     def refuse(*arguments: Any) -> None:
         raise SltaError("no such architecture")
 
-    monkeypatch.setattr(sftm, "meta_model", refuse)
+    monkeypatch.setattr(roles, "meta_model", refuse)
     family = write_family("llama", tmp_path)
     with caplog.at_level(logging.WARNING):
-        assert run(recipe(family), tmp_path).exit_code == 0
+        assert run(recipe("sftm", family), tmp_path).exit_code == 0
     assert len([line for line in caplog.messages if "no such architecture" in line]) == 1
     merged, base = load("llama", tmp_path / "merged"), load("llama", family[0])
     experts = [load("llama", folder) for folder in family[1]]
@@ -366,7 +271,7 @@ def test_threads_share_one_look_at_the_model(tmp_path: Path, monkeypatch: pytest
         built.append(threading.get_ident())
         return meta_model(*arguments)
 
-    monkeypatch.setattr(sftm, "meta_model", build)
+    monkeypatch.setattr(roles, "meta_model", build)
     references = [ModelReference.parse(str(folder)) for folder in (base, *experts)]
     models = [load("llama", folder) for folder in (base, *experts)]
     method = SftmMethod()

@@ -10,13 +10,13 @@ from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.methods.registry import FeatcalMethod, SltaMethod
-from mergekit_slta.methods.sftm import SftmMethod
+from mergekit_slta.methods.registry import METHODS, SltaMethod
 from mergekit_slta.recipe.recipe import (
     CalibrationSettings,
     Expert,
     FeatcalSettings,
     SltaSettings,
+    calibrates,
     calibration_problems,
     expert_parameters,
     from_config,
@@ -27,13 +27,13 @@ from mergekit_slta.recipe.recipe import (
 )
 
 SLTA = SltaMethod.spec
-SPECS = {method.spec.name: method.spec for method in (SltaMethod, FeatcalMethod, SftmMethod)}
+SPECS = {method.spec.name: method.spec for method in METHODS}
 
 
 def content(method: str = "slta", **changes: Any) -> dict[str, Any]:
     """A sound recipe for two experts, with changed top-level keys."""
     models: list[dict[str, Any]] = [{"model": name} for name in ("org/math", "org/code")]
-    if method != "sftm":
+    if calibrates(SPECS[method]):
         models = [{**entry, "parameters": {"calibration": f"{entry['model'][4:]}.jsonl"}} for entry in models]
     return {"merge_method": method, "base_model": "org/base", "models": models} | changes
 
@@ -57,7 +57,7 @@ def whole_slice(**changes: Any) -> dict[str, Any]:
     return recipe | {"slices": [{"sources": sources} | changes]}
 
 
-@pytest.mark.parametrize("recipe", [content(), content("featcal"), content("sftm"), whole_slice()])
+@pytest.mark.parametrize("recipe", [content(), content("featcal"), content("actmat"), content("sftm"), whole_slice()])
 def test_a_sound_recipe_has_no_problems(recipe: dict[str, Any]) -> None:
     assert problems(recipe) == []
 
@@ -138,7 +138,7 @@ def test_wrong_shared_parameters(parameters: dict[str, Any], sentence: str) -> N
         ({"teacher": "nan"}, "'teacher' in the recipe's parameters should be"),
         (
             {"anchor": "foo"},
-            "'anchor' in the recipe's parameters should be 'base', 'slta' or 'average', not 'foo'.",
+            "'anchor' in the recipe's parameters should be 'base', 'slta', 'average' or 'actmat', not 'foo'.",
         ),
         ({"ridge": -1}, "'ridge' in the recipe's parameters should be greater than or equal to 0, not -1."),
         ({"ridge": "inf"}, "'ridge' in the recipe's parameters should be a finite number"),

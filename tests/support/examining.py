@@ -13,10 +13,9 @@ from support import families
 from support.families import Family
 
 from mergekit_slta.checks.examine import Findings, examine
-from mergekit_slta.methods.registry import FeatcalMethod, SltaMethod
-from mergekit_slta.methods.sftm import SftmMethod
+from mergekit_slta.methods.registry import METHODS
 
-SPECS = {method.spec.name: method.spec for method in (SltaMethod, FeatcalMethod, SftmMethod)}
+SPECS = {method.spec.name: method.spec for method in METHODS}
 
 
 def look(recipe: dict[str, Any], **arguments: Any) -> Findings:

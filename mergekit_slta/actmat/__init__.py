@@ -1,0 +1,1 @@
+"""Linear maps by least squares without data: the task vectors' Gram matrices stand in for the inputs'."""

@@ -1,0 +1,62 @@
+"""What merge methods that need no data have in common: they merge tensor by tensor, each as its role asks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+
+import torch
+from mergekit.io.tasks import LoaderCache
+from mergekit.merge_methods import MergeMethodSpec, TensorGroup
+from mergekit.merge_methods.base import TensorMetadata
+
+from mergekit_slta.errors import SltaError
+from mergekit_slta.methods.base import CheckedMethod, not_finite
+from mergekit_slta.models.roles import Role, dotted_tails, model_roles, role_by_shape
+
+
+class DataFreeMethod(CheckedMethod):
+    """A merge method that merges each tensor by itself and tells what the tensor is from the base model's structure.
+
+    mergekit passes integer tensors through by itself.
+    """
+
+    spec: MergeMethodSpec
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._roles: dict[Hashable, Mapping[str, Role]] = {}
+        self._trust_remote_code = False
+
+    def validate_inputs(
+        self, input_ids: Sequence[Hashable], base_id: Hashable | None = None, *, group_name: str | None = None
+    ) -> None:
+        """Check the inputs' structure; at the first slice, forget the previous merge and note the loader's settings."""
+        if base_id is None:
+            raise SltaError(f"'{self.spec.name}' needs base_model: the model that the experts were fine-tuned from.")
+        super().validate_inputs(input_ids, base_id, group_name=group_name)
+        if group_name is not None and group_name.endswith(".slices[0]"):
+            # The settings are the planning thread's own: the threads that execute the merge do not see them.
+            self._trust_remote_code = LoaderCache().trust_remote_code
+            self._roles.pop(base_id, None)
+
+    def _role(self, base: Hashable, metadata: TensorMetadata, tensor: torch.Tensor) -> Role:
+        with self._lock:
+            if base not in self._roles:
+                self._roles[base] = model_roles(base, self._trust_remote_code, self.spec.name)
+            roles = self._roles[base]
+        known = (roles[ending] for ending in dotted_tails(metadata.name or "") if ending in roles)
+        return next(known, None) or role_by_shape(tensor, metadata.vocabulary_axis)
+
+
+def task_vectors(group: TensorGroup, start: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Each expert's task vector, its tensor minus the base model's ``start``, in ``start``'s dtype.
+
+    Raises:
+        SltaError: the base model or the expert has a value that is not finite.
+    """
+    for entry in group.non_base:
+        task = entry.tensor.to(start.dtype).sub(start)
+        if not task.isfinite().all():
+            raise not_finite(group, start.dtype)
+        yield task

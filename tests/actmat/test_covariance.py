@@ -1,0 +1,133 @@
+"""The regression of ACTMat against a dense float64 reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.actmat_reference import dense_merge
+
+from mergekit_slta.actmat import covariance
+from mergekit_slta.actmat.covariance import gram, low_rank, merge_by_covariance
+
+SHAPES = [(48, 48), (200, 40), (20, 100), (40, 90)]  # square, tall, fewer rows than inputs, wide
+TOLERANCE = 1e-6  # of the reference's norm
+
+Matrices = list[torch.Tensor]
+
+
+def full(m: int, n: int) -> Matrices:
+    return [torch.randn(m, n) for _ in range(3)]
+
+
+def falling(m: int, n: int) -> Matrices:
+    """Singular values that fall as those of trained task matrices do, which makes the system ill-conditioned."""
+    matrices = [torch.linalg.svd(torch.randn(m, n, dtype=torch.float64), full_matrices=False) for _ in range(3)]
+    return [(u * (torch.arange(len(s)) + 1.0) ** -1.5 @ v).float() for u, s, v in matrices]
+
+
+def unequal(m: int, n: int) -> Matrices:
+    return [1e-6 * torch.randn(m, n), torch.randn(m, n), 1e3 * torch.randn(m, n)]
+
+
+def untouched(m: int, n: int) -> Matrices:
+    return [torch.randn(m, n), torch.zeros(m, n), torch.randn(m, n)]
+
+
+def identical(m: int, n: int) -> Matrices:
+    return [torch.randn(m, n)] * 3
+
+
+def after_rounding(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """A product as it comes back from a float32 checkpoint that it was added to."""
+    base = 0.02 * torch.randn(len(left), right.shape[1])
+    return (base + left @ right) - base
+
+
+def lora(m: int, n: int) -> Matrices:
+    return [after_rounding(0.01 * torch.randn(m, 16), 0.1 * torch.randn(16, n)) for _ in range(3)]
+
+
+def assert_solved(tasks: Matrices, ridge: float = 0.1, weights: tuple[float, ...] = ()) -> None:
+    wanted = dense_merge(tasks, ridge, weights)
+    found = merge_by_covariance(tasks, ridge, weights or None)
+    assert found.dtype == torch.float64
+    assert (found - wanted).norm() <= TOLERANCE * wanted.norm()
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("ridge", [1e-4, 0.1, 10.0])
+@pytest.mark.parametrize("matrices", [full, falling, unequal, untouched, identical])
+@pytest.mark.parametrize(("m", "n"), SHAPES)
+def test_equals_the_dense_solution(m: int, n: int, matrices: Callable[[int, int], Matrices], ridge: float) -> None:
+    assert_solved(matrices(m, n), ridge)
+    assert_solved(matrices(m, n), ridge, (1.0, 0.3, 2.5))
+
+
+@pytest.mark.parametrize(("m", "n"), [(256, 256), (640, 200), (200, 640)])
+def test_task_matrices_of_low_rank_equal_the_dense_solution(m: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = lora(m, n)
+    mixed = [*tasks[:2], torch.randn(m, n) * 1e-2]
+    found = [low_rank(task, 1.0, 1e-6 * 0.1 * 3 / n) for task in mixed]
+    assert [part and len(part.rows) for part in found] == [16, 16, None]
+    assert_solved(mixed)
+    monkeypatch.setattr(covariance, "add_moments", None)  # which the ranks, 48 in all, leave no need for
+    assert_solved(tasks)
+    assert_solved(tasks, 0.3, (1.0, 0.0, 2.0))
+
+
+def test_a_matrix_that_is_nearly_of_low_rank_is_not_cut() -> None:
+    """Rounding to bfloat16 leaves an adapter's task matrix with noise that counts."""
+    base = 0.02 * torch.randn(256, 256)
+    tasks = [
+        (base + 1e-3 * torch.randn(256, 16) @ torch.randn(16, 256)).bfloat16().float() - base.bfloat16().float()
+        for _ in range(2)
+    ]
+    assert low_rank(tasks[0], 1.0, 1e-6 * 0.1 * 2 / 256) is None
+    assert_solved(tasks)
+
+
+def test_one_expert_comes_back() -> None:
+    task = torch.randn(6, 9)
+    assert torch.equal(merge_by_covariance([task], 0.1), task.double())
+    assert torch.equal(merge_by_covariance([task], 0.1, [0.5]), task.double())
+
+
+def test_an_expert_without_weight_is_as_good_as_not_listed() -> None:
+    tasks = full(12, 20)
+    wanted = merge_by_covariance(tasks[:2], 0.1)
+    torch.testing.assert_close(merge_by_covariance(tasks, 0.1, [1.0, 1.0, 0.0]), wanted)
+    torch.testing.assert_close(merge_by_covariance(tasks, 0.1, [3.0, 3.0, 0.0]), wanted)
+    assert not merge_by_covariance(tasks, 0.1, [0.0, 0.0, 0.0]).any()
+
+
+def test_nothing_changed_merges_to_nothing() -> None:
+    assert not merge_by_covariance([torch.zeros(4, 7)] * 2, 0.1).any()
+
+
+def test_experts_on_inputs_of_their_own_come_back_whole() -> None:
+    """What a mean would shrink to a third: the reason for the method."""
+    tasks = [torch.zeros(30, 30) for _ in range(3)]
+    for index, task in enumerate(tasks):
+        task[:, 10 * index : 10 * (index + 1)] = torch.linalg.qr(torch.randn(30, 10)).Q
+    total = torch.stack(tasks).sum(0).double()
+    assert (merge_by_covariance(tasks, 1e-3) - total).norm() < 1e-2 * total.norm()
+    assert (merge_by_covariance(tasks, 1e3) - total / 3).norm() < 1e-2 * total.norm()
+
+
+def test_a_ridge_of_zero_has_a_solution() -> None:
+    merged = merge_by_covariance([torch.randn(40, 3) @ torch.randn(3, 60) for _ in range(2)], 0.0)
+    assert merged.isfinite().all()
+
+
+@pytest.mark.parametrize(("m", "n"), SHAPES)
+def test_blocks_do_not_show(m: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(covariance, "BLOCK", 7)
+    matrix = torch.randn(m, n, dtype=torch.float64)
+    torch.testing.assert_close(gram(matrix), matrix.T @ matrix)
+    assert_solved(full(m, n))

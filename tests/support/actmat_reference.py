@@ -1,0 +1,25 @@
+"""The naive reference of ``actmat``: the formula as it stands, dense and in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def dense_merge(tasks: Sequence[torch.Tensor], ridge: float, weights: Sequence[float] = ()) -> torch.Tensor:
+    """τ̄ + [Σ (τ_t − τ̄) C_t] [Σ C_t + ridge · trace(Σ C_t) / d · I]⁻¹ for task matrices [out, in]."""
+    weights = weights or [1.0] * len(tasks)
+    exact = [task.double() for task in tasks]
+    mean = sum(weight * task for weight, task in zip(weights, exact, strict=True)) / sum(weights)
+    moments = [
+        weight * task.T @ task / task.square().sum()
+        if task.any()
+        else torch.zeros(task.shape[1], task.shape[1]).double()
+        for weight, task in zip(weights, exact, strict=True)
+    ]
+    total = torch.stack(moments).sum(0)
+    penalty = ridge * total.trace() / len(total)
+    system = total + penalty * torch.eye(len(total), dtype=torch.float64)
+    target = torch.stack([(task - mean) @ own for task, own in zip(exact, moments, strict=True)]).sum(0)
+    return mean + torch.linalg.solve(system, target, left=False)

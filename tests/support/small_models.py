@@ -1,0 +1,111 @@
+"""Small models of many architectures on disk, what their tensors are by hand, and merges of them by mergekit-yaml."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import yaml
+from click.testing import CliRunner, Result
+from mergekit.scripts.run_yaml import main as mergekit_yaml
+
+from mergekit_slta.models.roles import Role
+
+Config = transformers.PretrainedConfig
+VOCABULARY: dict[str, Any] = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+TEXT: dict[str, Any] = VOCABULARY | {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 8,
+}
+T5 = VOCABULARY | {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+GATED: dict[str, Any] = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+
+# Key -> the class of the model and its configuration.
+MODELS: dict[str, tuple[str, Callable[[], Config]]] = {
+    "llama": ("LlamaForCausalLM", lambda: transformers.LlamaConfig(**TEXT)),
+    "t5": ("T5ForConditionalGeneration", lambda: transformers.T5Config(**T5, **GATED)),
+    "clip_vision": ("CLIPVisionModel", lambda: transformers.CLIPVisionConfig(**VISION)),
+    "mixtral": ("MixtralForCausalLM", lambda: transformers.MixtralConfig(**TEXT, num_local_experts=3)),
+    "gpt2": ("GPT2LMHeadModel", lambda: transformers.GPT2Config(**VOCABULARY, n_embd=32, n_layer=2, n_head=4)),
+    "mamba": ("MambaForCausalLM", lambda: transformers.MambaConfig(**VOCABULARY, hidden_size=32, num_hidden_layers=1)),
+    "vit": ("ViTModel", lambda: transformers.ViTConfig(**VISION)),
+}
+
+# The roles by hand, the first pattern that is found in a tensor's name.
+ROLES = [
+    (r"patch_embedding.*weight|conv1d\.weight", Role.CONVOLUTION),
+    (r"norm|ln_\d|ln_f|layrnorm", Role.NORM),
+    (r"bias|embed|shared|lm_head|wte|wpe|cls_token|A_log|mixer\.D", Role.OTHER),
+    (r"c_attn|c_proj|c_fc", Role.TRANSPOSED),
+    (r"", Role.LINEAR),
+]
+
+Family = tuple[Path, list[Path]]
+
+
+def role_by_hand(name: str) -> Role:
+    return next(role for pattern, role in ROLES if re.search(pattern, name))
+
+
+def config_of(key: str) -> Config:
+    architecture, config = MODELS[key]
+    made = config()
+    made.architectures = [architecture]
+    return made
+
+
+def load(key: str, folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a model from its folder, which has to have all of them and no other."""
+    model, report = getattr(transformers, MODELS[key][0]).from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values()), report
+    return model.state_dict()
+
+
+def write_family(key: str, folder: Path, experts: int = 2, dtype: torch.dtype = torch.float32) -> Family:
+    """A random base model and experts that differ from it in every tensor, on disk."""
+    generator = torch.Generator().manual_seed(0)
+    model = getattr(transformers, MODELS[key][0])(config_of(key))
+    for index in range(experts + 1):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+        model.to(dtype).save_pretrained(folder / f"model{index}")
+        model.float()
+    return folder / "model0", [folder / f"model{index}" for index in range(1, experts + 1)]
+
+
+def recipe(method: str, family: Family, *own: dict[str, Any], **parameters: Any) -> dict[str, Any]:
+    base, experts = family
+    models = [{"model": str(expert)} for expert in experts]
+    for entry, more in zip(models, own, strict=False):
+        entry["parameters"] = more  # type: ignore[assignment]
+    return {
+        "merge_method": method,
+        "base_model": str(base),
+        "models": models,
+        "parameters": parameters,
+        "dtype": "float32",
+    }
+
+
+def run(content: dict[str, Any], folder: Path) -> Result:
+    """The stock ``mergekit-yaml`` command in this process, its output in ``folder / "merged"``."""
+    file = folder / "recipe.yml"
+    file.write_text(yaml.safe_dump(content))
+    options = ["--no-write-model-card", "--no-copy-tokenizer", "--quiet"]
+    return CliRunner().invoke(mergekit_yaml, [str(file), str(folder / "merged"), *options])
