@@ -48,7 +48,7 @@ def main(size: str, experts: int, rank: int, threads: int, repeats: int, peak: s
     logging.disable(logging.WARNING)
     if threads:
         torch.set_num_threads(threads)
-    mergekit_slta.methods.register()
+    mergekit_slta.methods.registry.register()
     folders = _adapted(size, experts, rank) if rank else make_family(CACHE, size, experts, layers=1)
     if peak:
         print(json.dumps({"bytes": _peak(peak, folders)}))
