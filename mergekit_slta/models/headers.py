@@ -14,7 +14,7 @@ import huggingface_hub
 import safetensors
 import torch
 import transformers
-from huggingface_hub.errors import HFValidationError, NotASafetensorsRepoError
+from huggingface_hub.errors import NotASafetensorsRepoError
 from huggingface_hub.utils import SafetensorsFileMetadata
 from mergekit.common import ModelPath, ModelReference
 
@@ -121,7 +121,8 @@ def local_folder(path: ModelPath, cache_dir: str | None = None) -> Path | None:
 
 def _config(reference: ModelReference, folder: Path | None, trust_remote_code: bool) -> transformers.PretrainedConfig:
     if folder is None:
-        fetch_file(reference.model, "config.json")
+        with hub.asking(reference.model):
+            huggingface_hub.hf_hub_download(reference.model.path, "config.json", revision=reference.model.revision)
     elif not (folder / "config.json").is_file():
         if (folder / ADAPTER_CONFIG).is_file():
             raise SltaError(f"{folder} is a LoRA adapter: write it behind its base model, 'BASE+{folder}'.")
@@ -138,26 +139,6 @@ def _config(reference: ModelReference, folder: Path | None, trust_remote_code: b
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise SltaError(f"The config.json of {reference.model} must name one class under 'architectures'.")
     return config
-
-
-def fetch_file(path: ModelPath, name: str) -> Path:
-    """Fetch one small file of a repository on the Hub.
-
-    Raises:
-        SltaError: the Hub does not give it.
-    """
-    try:
-        return Path(huggingface_hub.hf_hub_download(path.path, name, revision=path.revision))
-    except hub.ERRORS as error:
-        raise hub_problem(path, error) from error
-
-
-def hub_problem(path: ModelPath, error: Exception) -> SltaError:
-    """What a failed request to the Hub means to a user."""
-    if isinstance(error, HFValidationError):
-        return SltaError(f"{path} cannot be used: there is no such folder here.")
-    here = "there is no such folder here, and " if hub.is_missing(error) else ""
-    return SltaError(f"{path} cannot be used: {here}{hub.reason(error)}.")
 
 
 # The headers of weight files
@@ -210,7 +191,7 @@ def folder_headers(folder: Path) -> Headers:
 
 
 def file_headers(path: Path) -> Headers:
-    """The tensors of a ``.safetensors`` file or a pickled checkpoint.
+    """The tensors of a ``.safetensors`` file, in the order of their bytes, or of a pickled checkpoint.
 
     Raises:
         SltaError: the file is damaged.
@@ -225,7 +206,7 @@ def _safetensors_headers(path: Path) -> Headers:
             raise SltaError(f"{path} is a git-lfs pointer without the weights: run 'git lfs pull'.")
     try:
         with safetensors.safe_open(path, "np") as tensors:  # torch would reserve memory for the whole file
-            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+            slices = {name: tensors.get_slice(name) for name in tensors.offset_keys()}
             return {name: _header(part.get_shape(), part.get_dtype()) for name, part in slices.items()}
     except safetensors.SafetensorError as error:
         raise ValueError(f"it is truncated or damaged: {error}") from error
@@ -250,26 +231,13 @@ def hub_headers(path: ModelPath) -> Headers | None:
         SltaError: the Hub cannot be asked, or the repository has no weights.
     """
     try:
-        files = huggingface_hub.get_safetensors_metadata(path.path, revision=path.revision).files_metadata
+        with hub.asking(path):
+            files = huggingface_hub.get_safetensors_metadata(path.path, revision=path.revision).files_metadata
     except NotASafetensorsRepoError:
-        if any(name.startswith(WEIGHT_FILES[1]) for name in hub_files(path)):
+        if any(name.startswith(WEIGHT_FILES[1]) for name in hub.file_names(path)):
             return None
         raise SltaError(f"{path} has no weights: mergekit needs {' or '.join(WEIGHT_FILES)}.") from None
-    except hub.ERRORS as error:
-        raise hub_problem(path, error) from error
     return {name: header for file in files.values() for name, header in hub_file_headers(file).items()}
-
-
-def hub_files(path: ModelPath) -> list[str]:
-    """The names of a repository's files.
-
-    Raises:
-        SltaError: the Hub cannot be asked.
-    """
-    try:
-        return huggingface_hub.list_repo_files(path.path, revision=path.revision)
-    except hub.ERRORS as error:
-        raise hub_problem(path, error) from error
 
 
 def hub_file_headers(file: SafetensorsFileMetadata) -> Headers:
