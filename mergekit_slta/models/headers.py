@@ -94,6 +94,12 @@ def open_model(reference: ModelReference, trust_remote_code: bool = False, cache
     folder = local_folder(reference.model, cache_dir)
     config = _config(reference, folder, trust_remote_code)
     tensors = folder_headers(folder) if folder else hub_headers(reference.model)
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if tensors is not None and isinstance(layers, int) and layers > len(tensors):
+        raise SltaError(
+            f"The config.json of {reference.model} names {layers} layers, but its checkpoint has {len(tensors)} "
+            "tensors: get sound copies of both."
+        )
     return Model(reference, config, tensors, folder)
 
 

@@ -144,6 +144,17 @@ def test_a_config_without_one_architecture(folder: Path, names: list[str] | None
     assert refusal(folder) == f"The config.json of {folder} must name one class under 'architectures'."
 
 
+def test_a_config_with_more_layers_than_the_checkpoint_has_tensors(folder: Path) -> None:
+    """transformers would build them all, and run out of memory or time."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))
+    count = len(load_file(folder / "model.safetensors"))
+    assert refusal(folder) == (
+        f"The config.json of {folder} names 1000000000 layers, but its checkpoint has {count} tensors: "
+        "get sound copies of both."
+    )
+
+
 def test_no_weights(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
     assert "has no weights: mergekit needs model.safetensors or pytorch_model.bin" in refusal(folder)
