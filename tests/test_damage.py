@@ -1,6 +1,6 @@
 """Damaged files end a command in a sentence, never in a traceback.
 
-The long run does ``DAMAGE_CASES`` cases of each kind, or 2000: ``DAMAGE_CASES=100 pytest -m slow tests/test_damage.py``.
+The long run (``-m slow``) does 2000 cases of each kind, or as many as the environment variable ``DAMAGE_CASES`` says.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def record_text(
-    record: Record, template: str, *, where: str, render_chat: Callable[[list[dict[str, Any]]], str]
+    record: Record, template: str, *, where: object, render_chat: Callable[[list[dict[str, Any]]], str]
 ) -> tuple[str, bool]:
     """Turn a record into text, by the template or else by the first shape that it fits and that is not blank.
 
@@ -34,7 +34,7 @@ def record_text(
     Args:
         record: the fields of one sample.
         template: a ``str.format`` string over the fields, or "".
-        where: names the record in errors, at the beginning of a sentence.
+        where: as text, names the record at the beginning of an error's sentence.
         render_chat: renders turns, each with ``role`` and ``content``, as text with its special tokens.
 
     Returns:
@@ -82,7 +82,7 @@ def template_fields(template: str) -> list[str]:
     return fields
 
 
-def _fill(template: str, record: Record, where: str) -> str:
+def _fill(template: str, record: Record, where: object) -> str:
     fields = template_fields(template)
     for field in fields:
         if field not in record:
@@ -120,7 +120,7 @@ def _turn(turn: dict[str, Any], what: str) -> dict[str, Any]:
     return {"role": ROLES.get(role, role), "content": turn.get("value")}
 
 
-def _render(render_chat: Callable[[list[dict[str, Any]]], str], turns: list[dict[str, Any]], where: str) -> str:
+def _render(render_chat: Callable[[list[dict[str, Any]]], str], turns: list[dict[str, Any]], where: object) -> str:
     try:
         return render_chat(turns)
     except SltaError:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mergekit_slta.data.records import Record, joined, rows
@@ -40,6 +41,24 @@ def read_records(source: str) -> Sequence[Record]:
     return records
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a record is, in words: the line of a file with one for each record, or the number of the record.
+
+    The line is looked for only when an error is written.
+    """
+
+    source: str
+    index: int
+
+    def __str__(self) -> str:
+        if is_dataset(self.source) or not self.source.lower().endswith(".jsonl"):
+            return f"Record {self.index + 1} of calibration source {self.source!r}"
+        with _open_text(os.path.expanduser(self.source)) as file:
+            lines = [number for number, line in enumerate(file, 1) if line.strip()]
+        return f"Line {lines[self.index]} of calibration file {self.source!r}"
+
+
 def check_source(source: str) -> None:
     """Check what can be checked of a source without a download: all of a file, a dataset's spelling and its folder.
 
@@ -61,9 +80,9 @@ def source_key(source: str) -> tuple[str, ...]:
         SltaError: the query of a dataset is malformed.
     """
     if not is_dataset(source):
-        return ("file", _real_path(source))
+        return ("file", os.path.realpath(os.path.expanduser(source)))
     dataset = _parse_dataset(source)
-    name = _real_path(dataset.name) if _is_folder(dataset.name) else dataset.name.lower()
+    name = os.path.realpath(dataset.folder) if os.path.isdir(dataset.folder) else dataset.name.lower()
     return ("dataset", name, dataset.config or "default", dataset.split or "train")
 
 
@@ -128,10 +147,6 @@ def _read_json(source: str, path: str) -> list[Record]:
         if error.msg == "Extra data":  # JSON lines are often named .json
             return list(_parse_json_lines(source, text.split("\n")))
         raise SltaError(f"Line {error.lineno} of calibration file {source!r} is broken JSON ({error.msg}).") from error
-    return _json_records(source, content)
-
-
-def _json_records(source: str, content: Any) -> list[Record]:
     if isinstance(content, dict):
         data = content.get("data")
         content = data if _is_list_of_records(data) else rows(content)
@@ -149,25 +164,21 @@ def _is_list_of_records(value: Any) -> bool:
 
 def _read_csv(source: str, path: str) -> list[Record]:
     previous = csv.field_size_limit(CSV_FIELD_LIMIT)
+    records: list[Record] = []
     try:
         with _open_text(path, newline="") as file:
-            return list(_parse_csv(source, csv.DictReader(file, strict=True)))
+            reader = csv.DictReader(file, strict=True)
+            try:
+                for record in reader:
+                    if None in record:
+                        raise csv.Error("it has more fields than the first line names")
+                    records.append(record)
+            except csv.Error as error:
+                line = reader.reader.line_num
+                raise SltaError(f"Line {line} of calibration file {source!r} is broken CSV ({error}).") from error
     finally:
         csv.field_size_limit(previous)
-
-
-def _parse_csv(source: str, reader: csv.DictReader[str]) -> Iterator[Record]:
-    try:
-        for record in reader:
-            if None in record:
-                raise SltaError(
-                    f"Line {reader.line_num} of calibration file {source!r} has more fields than its first line names."
-                )
-            yield record
-    except csv.Error as error:
-        raise SltaError(
-            f"Line {reader.reader.line_num} of calibration file {source!r} is broken CSV ({error})."
-        ) from error
+    return records
 
 
 def _read_parquet(source: str, path: str) -> list[Record]:
@@ -198,11 +209,15 @@ READERS: dict[str, Callable[[str, str], Sequence[Record]]] = {
 
 
 class _Dataset(NamedTuple):
-    """The parts of ``hf:NAME[?config=...&split=...]``."""
+    """The parts of ``hf:NAME[?config=...&split=...]``; a name that is a path is that of a folder."""
 
     name: str
     config: str | None = None
     split: str | None = None
+
+    @property
+    def folder(self) -> str:
+        return os.path.expanduser(self.name)
 
 
 def _parse_dataset(source: str) -> _Dataset:
@@ -223,13 +238,12 @@ def _parse_dataset(source: str) -> _Dataset:
 
 
 def _find_dataset(source: str) -> _Dataset:
-    """A dataset whose name is spelled out; a name that can only be a path must be that of a folder."""
+    """The parts of a dataset's source, whose name must be that of a folder if it can only be a path."""
     dataset = _parse_dataset(source)
-    name = os.path.expanduser(dataset.name)
-    is_path = dataset.name.startswith((".", "~")) or os.path.isabs(name)
-    if is_path and not os.path.isdir(name):
+    is_path = dataset.name.startswith((".", "~")) or os.path.isabs(dataset.name)
+    if is_path and not os.path.isdir(dataset.folder):
         raise SltaError(f"Calibration source {source!r}: there is no folder {dataset.name!r}.")
-    return dataset._replace(name=name)
+    return dataset
 
 
 def _read_dataset(source: str) -> Sequence[Record]:
@@ -238,41 +252,24 @@ def _read_dataset(source: str) -> Sequence[Record]:
         loaded = _load_dataset(dataset)
     except Exception as error:  # datasets raises what its readers and the Hub raise, without a common base
         raise SltaError(f"Calibration source {source!r} cannot be read ({one_line(error)}).") from error
-    return _choose_split(source, loaded, dataset.split) if isinstance(loaded, dict) else loaded
+    if not isinstance(loaded, dict):
+        return loaded
+    split = dataset.split or ("train" if len(loaded) > 1 else next(iter(loaded)))
+    if split not in loaded:
+        raise SltaError(
+            f"Calibration source {source!r} has no split {split!r}: choose one with '?split=', from {joined(loaded)}."
+        )
+    return loaded[split]
 
 
 def _load_dataset(dataset: _Dataset) -> Any:
     """One split where the source names it, else all of them by name."""
     import datasets  # slow to import
 
-    if not _was_saved_to_disk(dataset.name):
-        return datasets.load_dataset(dataset.name, dataset.config, split=dataset.split)
+    saved = (datasets.config.DATASET_STATE_JSON_FILENAME, datasets.config.DATASETDICT_JSON_FILENAME)
+    if not any(os.path.isfile(os.path.join(dataset.folder, file)) for file in saved):
+        return datasets.load_dataset(dataset.folder, dataset.config, split=dataset.split)
     if dataset.config:
         raise ValueError("a folder that save_to_disk wrote has no configurations")
-    loaded = datasets.load_from_disk(dataset.name)
+    loaded = datasets.load_from_disk(dataset.folder)
     return loaded if isinstance(loaded, dict) else {str(loaded.split or "train"): loaded}
-
-
-def _was_saved_to_disk(name: str) -> bool:
-    import datasets
-
-    markers = (datasets.config.DATASET_STATE_JSON_FILENAME, datasets.config.DATASETDICT_JSON_FILENAME)
-    return any(os.path.isfile(os.path.join(name, marker)) for marker in markers)
-
-
-def _choose_split(source: str, splits: Mapping[str, Any], split: str | None) -> Any:
-    if split is None:
-        split = "train" if len(splits) > 1 else next(iter(splits))
-    if split not in splits:
-        raise SltaError(
-            f"Calibration source {source!r} has no split {split!r}: choose one with '?split=', from {joined(splits)}."
-        )
-    return splits[split]
-
-
-def _is_folder(name: str) -> bool:
-    return os.path.isdir(os.path.expanduser(name))
-
-
-def _real_path(path: str) -> str:
-    return os.path.realpath(os.path.expanduser(path))
