@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,14 +23,11 @@ def is_dataset(source: str) -> bool:
 
 
 def read_records(source: str) -> Sequence[Record]:
-    """Read all records of a calibration source.
+    """Read all records of a calibration source, in its order; those of a dataset are read when they are asked for.
 
     Args:
         source: a ``.jsonl``, ``.json``, ``.csv``, ``.parquet`` or ``.txt`` file (relative to the current directory), or
             ``hf:DATASET[?config=...&split=...]``, where DATASET is a dataset repository or a local folder.
-
-    Returns:
-        The records in the order of the source, as dictionaries; a dataset reads them when they are asked for.
 
     Raises:
         SltaError: the source is missing, unknown, broken or has no records.
@@ -60,11 +57,7 @@ class Place:
 
 
 def check_source(source: str) -> None:
-    """Check what can be checked of a source without a download: all of a file, a dataset's spelling and its folder.
-
-    Raises:
-        SltaError: a file is missing, unknown, broken or has no records; a dataset is malformed or has no folder.
-    """
+    """Raise an SltaError for what is wrong with a file, or with a dataset as far as it shows without a download."""
     if is_dataset(source):
         _find_dataset(source)
     else:
@@ -111,32 +104,38 @@ def _read_file(source: str) -> Sequence[Record]:
     if not os.path.exists(path):
         raise SltaError(f"Calibration file {source!r} does not exist (the current directory is {os.getcwd()!r}).")
     try:
-        return READERS[extension](source, path)
+        return READERS[extension](path)
     except UnicodeDecodeError as error:
         raise SltaError(f"Calibration file {source!r} is not UTF-8 text: save it as UTF-8.") from error
+    except _BrokenFile as error:
+        raise SltaError(f"Calibration file {source!r} {error}.") from error
     except OSError as error:
         raise SltaError(f"Calibration file {source!r} cannot be read ({one_line(error)}).") from error
 
 
-def _read_jsonl(source: str, path: str) -> list[Record]:
+class _BrokenFile(Exception):
+    """What is the matter with a file, as the rest of a sentence that names it."""
+
+
+def _read_jsonl(path: str) -> list[Record]:
     with _open_text(path) as file:
-        return list(_parse_json_lines(source, file))
+        return _parse_json_lines(file)
 
 
-def _parse_json_lines(source: str, lines: Iterable[str]) -> Iterator[Record]:
+def _parse_json_lines(lines: Iterable[str]) -> list[Record]:
+    records = []
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise SltaError(f"Line {number} of calibration file {source!r} is broken JSON ({error.msg}).") from error
-        if not isinstance(record, dict):
-            raise SltaError(f"Line {number} of calibration file {source!r} is no JSON object with named fields.")
-        yield record
+        if line.strip():
+            try:
+                records.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise _BrokenFile(f"has broken JSON in line {number} ({error.msg})") from error
+            if not isinstance(records[-1], dict):
+                raise _BrokenFile(f"has no JSON object with named fields in line {number}")
+    return records
 
 
-def _read_json(source: str, path: str) -> list[Record]:
+def _read_json(path: str) -> list[Record]:
     with _open_text(path) as file:
         text = file.read()
     if not text.strip():
@@ -145,15 +144,15 @@ def _read_json(source: str, path: str) -> list[Record]:
         content = json.loads(text)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":  # JSON lines are often named .json
-            return list(_parse_json_lines(source, text.split("\n")))
-        raise SltaError(f"Line {error.lineno} of calibration file {source!r} is broken JSON ({error.msg}).") from error
+            return _parse_json_lines(text.split("\n"))
+        raise _BrokenFile(f"has broken JSON in line {error.lineno} ({error.msg})") from error
     if isinstance(content, dict):
         data = content.get("data")
         content = data if _is_list_of_records(data) else rows(content)
     if not _is_list_of_records(content):
-        raise SltaError(
-            f"Calibration file {source!r} must be a list of records, an object with that list under 'data', "
-            "or an object with one list per field, all of one length."
+        raise _BrokenFile(
+            "must be a list of records, an object with that list under 'data', or an object with one list per field, "
+            "all of one length"
         )
     return content
 
@@ -162,35 +161,33 @@ def _is_list_of_records(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(record, dict) for record in value)
 
 
-def _read_csv(source: str, path: str) -> list[Record]:
+def _read_csv(path: str) -> list[Record]:
     previous = csv.field_size_limit(CSV_FIELD_LIMIT)
-    records: list[Record] = []
     try:
         with _open_text(path, newline="") as file:
             reader = csv.DictReader(file, strict=True)
-            try:
-                for record in reader:
-                    if None in record:
-                        raise csv.Error("it has more fields than the first line names")
-                    records.append(record)
-            except csv.Error as error:
-                line = reader.reader.line_num
-                raise SltaError(f"Line {line} of calibration file {source!r} is broken CSV ({error}).") from error
+            records: list[Record] = []
+            for record in reader:
+                if None in record:
+                    raise csv.Error("more fields than the first line names")
+                records.append(record)
+            return records
+    except csv.Error as error:
+        raise _BrokenFile(f"has broken CSV in line {reader.reader.line_num} ({error})") from error
     finally:
         csv.field_size_limit(previous)
-    return records
 
 
-def _read_parquet(source: str, path: str) -> list[Record]:
+def _read_parquet(path: str) -> list[Record]:
     import pyarrow.parquet  # comes with datasets; slow to import
 
     try:
         return pyarrow.parquet.read_table(path).to_pylist()
     except pyarrow.ArrowException as error:
-        raise SltaError(f"Calibration file {source!r} is broken Parquet ({one_line(error)}).") from error
+        raise _BrokenFile(f"is broken Parquet ({one_line(error)})") from error
 
 
-def _read_txt(source: str, path: str) -> list[Record]:
+def _read_txt(path: str) -> list[Record]:
     with _open_text(path) as file:
         return [{"text": line.rstrip("\n")} for line in file if line.strip()]
 
@@ -199,7 +196,7 @@ def _open_text(path: str, newline: str | None = None) -> Any:
     return open(path, encoding="utf-8-sig", newline=newline)  # spreadsheets write a byte order mark
 
 
-READERS: dict[str, Callable[[str, str], Sequence[Record]]] = {
+READERS: dict[str, Callable[[str], Sequence[Record]]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".csv": _read_csv,

@@ -54,11 +54,6 @@ def adapter_headers(path: ModelPath) -> Headers | None:
 
 
 def adapter_config(folder: Path) -> dict[str, Any]:
-    """An adapter's configuration.
-
-    Raises:
-        SltaError: it cannot be read.
-    """
     with reading(folder / ADAPTER_CONFIG):
         content = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         if not isinstance(content, dict):
@@ -95,12 +90,8 @@ def _folder(path: ModelPath, files: Sequence[str], cache_dir: str | None) -> Pat
 
 
 def adapter_weights(folder: Path) -> Path:
-    """The file with an adapter's tensors.
-
-    Raises:
-        SltaError: there is none.
-    """
-    files = [folder / name for name in ADAPTER_FILES if (folder / name).exists()]
-    if not files:
-        raise SltaError(f"{folder} holds no LoRA adapter ({ADAPTER_FILES[0]}).")
-    return files[0]
+    """The file with an adapter's tensors."""
+    for file in (folder / name for name in ADAPTER_FILES):
+        if file.exists():
+            return file
+    raise SltaError(f"{folder} holds no LoRA adapter ({ADAPTER_FILES[0]}).")

@@ -112,7 +112,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, str, list[int], memoryview]]:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
 
 @cache

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,11 +105,7 @@ def open_model(reference: ModelReference, trust_remote_code: bool = False, cache
 
 
 def local_folder(path: ModelPath, cache_dir: str | None = None) -> Path | None:
-    """The folder with a model's files: the one that the path names, or the download of a Hub model with weights.
-
-    Raises:
-        SltaError: the path is that of a file.
-    """
+    """The folder with a model's files: the one that the path names, or the download of a Hub model with weights."""
     if os.path.isdir(path.path):
         return Path(path.path)
     if os.path.exists(path.path):
@@ -166,18 +163,15 @@ def weight_map(folder: Path) -> dict[str, list[str] | None]:
 
 
 def _indexed_files(index: Path) -> dict[str, list[str] | None]:
+    files: defaultdict[str, list[str]] = defaultdict(list)
     with reading(index):
-        files: dict[str, list[str] | None] = {}
         for tensor, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
             if not isinstance(file, str):
                 raise ValueError(f"it says that {tensor} is in {file!r}, which is no file's name")
-            names = files.setdefault(file, [])
-            assert names is not None
-            names.append(tensor)
-    missing = [file for file in files if not (index.parent / file).is_file()]
-    if missing:
+            files[file].append(tensor)
+    if missing := [file for file in files if not (index.parent / file).is_file()]:
         raise SltaError(f"{index.parent} lacks {listed(missing)}, which its index names: complete the download.")
-    return files
+    return dict(files)
 
 
 def folder_headers(folder: Path) -> Headers:
@@ -203,31 +197,25 @@ def file_headers(path: Path) -> Headers:
         SltaError: the file is damaged.
     """
     with reading(path):
-        return _safetensors_headers(path) if path.suffix == ".safetensors" else _pickled_headers(path)
-
-
-def _safetensors_headers(path: Path) -> Headers:
-    with path.open("rb") as file:
-        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-            raise SltaError(f"{path} is a git-lfs pointer without the weights: run 'git lfs pull'.")
-    try:
-        with safetensors.safe_open(path, "np") as tensors:  # torch would reserve memory for the whole file
-            slices = {name: tensors.get_slice(name) for name in tensors.offset_keys()}
-            return {name: _header(part.get_shape(), part.get_dtype()) for name, part in slices.items()}
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"it is truncated or damaged: {error}") from error
+        if path.suffix != ".safetensors":
+            content = torch.load(path, map_location="meta", mmap=True, weights_only=True)
+            tensors = content.get("state_dict", content)
+            return {name: TensorHeader(tuple(tensor.shape), tensor.nbytes) for name, tensor in tensors.items()}
+        with path.open("rb") as file:
+            if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                raise SltaError(f"{path} is a git-lfs pointer without the weights: run 'git lfs pull'.")
+        try:
+            with safetensors.safe_open(path, "np") as tensors:  # torch would reserve memory for the whole file
+                slices = {name: tensors.get_slice(name) for name in tensors.offset_keys()}
+                return {name: _header(part.get_shape(), part.get_dtype()) for name, part in slices.items()}
+        except safetensors.SafetensorError as error:
+            raise ValueError(f"it is truncated or damaged: {error}") from error
 
 
 def _header(shape: list[int], dtype: str) -> TensorHeader:
     """What safetensors says of a tensor; its names of types tell how many bits an element has, but for BOOL."""
     bits = re.search(r"\d+", dtype)
     return TensorHeader(tuple(shape), math.prod(shape) * (int(bits[0]) if bits else 8) // 8)
-
-
-def _pickled_headers(path: Path) -> Headers:
-    content = torch.load(path, map_location="meta", mmap=True, weights_only=True)
-    tensors = content.get("state_dict", content)
-    return {name: TensorHeader(tuple(tensor.shape), tensor.nbytes) for name, tensor in tensors.items()}
 
 
 def hub_headers(path: ModelPath) -> Headers | None:

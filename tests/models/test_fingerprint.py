@@ -32,7 +32,7 @@ def opened(folder: Path | str) -> Checkpoint:
 
 def test_published_fingerprints_still_fit_their_models(tmp_path: Path) -> None:
     """Tensors of all dtypes and of several sizes, one empty and one a number, in either file format."""
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for dtype in DTYPES:
         content = torch.arange(5000 * dtype.itemsize) % (2 if dtype is torch.bool else 251)
         stored = content.byte().view(dtype)
