@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -25,6 +26,7 @@ from mergekit_slta.models.skeleton import model_tensor_name
 
 # In mergekit's order of preference.
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")  # in configurations
 ADAPTER_CONFIG = "adapter_config.json"  # tells an adapter from a model
 _LFS_POINTER = b"version https://git-lfs"
 
@@ -92,16 +94,25 @@ def open_model(reference: ModelReference, trust_remote_code: bool = False, cache
     Raises:
         SltaError: there is no such model, its configuration cannot be read, or files are missing or damaged.
     """
-    folder = local_folder(reference.model, cache_dir)
-    config = _config(reference, folder, trust_remote_code)
-    tensors = folder_headers(folder) if folder else hub_headers(reference.model)
-    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
-    if tensors is not None and isinstance(layers, int) and layers > len(tensors):
+    path = reference.model
+    folder = local_folder(path, cache_dir)
+    if folder is None:
+        with hub.asking(path):
+            file = Path(huggingface_hub.hf_hub_download(path.path, "config.json", revision=path.revision))
+    elif (folder / "config.json").is_file():
+        file = folder / "config.json"
+    elif (folder / ADAPTER_CONFIG).is_file():
+        raise SltaError(f"{folder} is a LoRA adapter: write it behind its base model, 'BASE+{folder}'.")
+    else:
+        raise SltaError(f"{folder} has no config.json: it is no model's folder, or its download is incomplete.")
+    tensors = folder_headers(folder) if folder else hub_headers(path)
+    layers = _layers(file)
+    if tensors is not None and layers > len(tensors):  # transformers would build them all
         raise SltaError(
-            f"The config.json of {reference.model} names {layers} layers, but its checkpoint has {len(tensors)} "
-            "tensors: get sound copies of both."
+            f"The config.json of {path} names {layers} layers, but its checkpoint has {len(tensors)} tensors: "
+            "get sound copies of both."
         )
-    return Model(reference, config, tensors, folder)
+    return Model(reference, _config(reference, trust_remote_code), tensors, folder)
 
 
 def local_folder(path: ModelPath, cache_dir: str | None = None) -> Path | None:
@@ -122,14 +133,18 @@ def local_folder(path: ModelPath, cache_dir: str | None = None) -> Path | None:
     return Path(folder)
 
 
-def _config(reference: ModelReference, folder: Path | None, trust_remote_code: bool) -> transformers.PretrainedConfig:
-    if folder is None:
-        with hub.asking(reference.model):
-            huggingface_hub.hf_hub_download(reference.model.path, "config.json", revision=reference.model.revision)
-    elif not (folder / "config.json").is_file():
-        if (folder / ADAPTER_CONFIG).is_file():
-            raise SltaError(f"{folder} is a LoRA adapter: write it behind its base model, 'BASE+{folder}'.")
-        raise SltaError(f"{folder} has no config.json: it is no model's folder, or its download is incomplete.")
+def _layers(config: Path) -> int:
+    """The largest number of layers that a configuration names for any part of a model, by the text of the file."""
+    counts: list[object] = []
+    with contextlib.suppress(ValueError, RecursionError):  # transformers says what is wrong with the file
+        json.loads(
+            config.read_text(encoding="utf-8"),
+            object_pairs_hook=lambda pairs: counts.extend(count for name, count in pairs if name in LAYER_COUNTS),
+        )
+    return max((count for count in counts if isinstance(count, int)), default=0)
+
+
+def _config(reference: ModelReference, trust_remote_code: bool) -> transformers.PretrainedConfig:
     try:
         config = reference.config(trust_remote_code=trust_remote_code)
     except Exception as error:  # a model's own code may raise anything
