@@ -80,10 +80,9 @@ class CalibrationSource:
     chat_date: datetime.date = CHAT_DATE
 
     def draw(self, samples: int) -> CalibrationData:
-        """Draw calibration samples.
+        """Draw calibration samples: records in the seed's order, without the empty ones, until there are enough.
 
-        Records are taken in the seed's order until enough are usable; empty ones are skipped. Records that are not
-        needed are not tokenized. Fewer than ``samples`` are a warning.
+        Records that are not needed are not tokenized. Fewer than ``samples`` are a warning.
 
         Raises:
             SltaError: the source cannot be read, a record cannot be turned into text, or no record is usable.
@@ -153,30 +152,26 @@ class CalibrationSource:
         return CalibrationData(self.source, self.template, rows, indices, skipped, date, complete)
 
     def _encode(self, text: str, is_chat: bool) -> tuple[tuple[int, ...], bool]:
-        """A text's token ids, none if it has no token but the special ones, and whether it had one of these itself."""
+        """A text's token ids, none if all are special ones, and whether it had one that the tokenizer adds itself."""
         if not text.strip():
             return (), False
         # A chat template writes the special tokens itself; adding them again would double the first one.
         token_ids = self._tokenize(text, special=not is_chat)
         special = 0 if is_chat else self.tokenizer.num_special_tokens_to_add()
-        whole = self._without_doubled(text, token_ids) if special else token_ids
+        begins = special > 0 and token_ids[:2] == [self.tokenizer.bos_token_id] * 2
+        ends = special > 0 and token_ids[-2:] == [self.tokenizer.eos_token_id] * 2
+        if begins or ends:
+            own = self._tokenize(text, special=False)
+            begins = begins and token_ids[1 : 1 + len(own)] == own
+            ends = ends and token_ids[-1 - len(own) : -1] == own
+        token_ids = token_ids[begins : len(token_ids) - ends]
         # The tokenizer's own truncation may cut at the beginning, so the cut is made here.
-        return tuple(whole[: self.max_tokens]) if len(whole) > special else (), len(whole) < len(token_ids)
+        return tuple(token_ids[: self.max_tokens]) if len(token_ids) > special else (), begins or ends
 
     def _tokenize(self, text: str, special: bool) -> list[int]:
         with reading(f"The tokenizer of {self.tokenizer.name_or_path}", f"fails at calibration source {self.source!r}"):
             encoding = self.tokenizer(text, add_special_tokens=special, padding=False, truncation=False, verbose=False)
             return list(encoding["input_ids"])
-
-    def _without_doubled(self, text: str, token_ids: list[int]) -> list[int]:
-        """The token ids of a text without what the tokenizer added before or after it though the text has it itself."""
-        begins = token_ids[:2] == [self.tokenizer.bos_token_id] * 2
-        ends = token_ids[-2:] == [self.tokenizer.eos_token_id] * 2
-        if begins or ends:
-            own = self._tokenize(text, special=False)
-            begins = begins and token_ids[1 : 1 + len(own)] == own
-            ends = ends and token_ids[-1 - len(own) : -1] == own
-        return token_ids[begins : len(token_ids) - ends]
 
     def _render_chat(self, turns: list[dict[str, Any]]) -> str:
         template = self._chat_template
