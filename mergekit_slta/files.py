@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and the folder of those that a recipe names no place for."""
+"""Files that are written whole or not at all, and the folder of those that a recipe names no place for."""
 
 from __future__ import annotations
 
@@ -42,15 +42,14 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def _is_running(process: str) -> bool:
-    """Whether a process of this machine still runs; any does where asking would end it (Windows)."""
-    if os.name != "posix" or not process.isdecimal():
-        return True
-    try:
-        os.kill(int(process), 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):  # somebody else's process, or no number of a process
-        return True
+    """Whether a process of this machine still runs; taken for granted where asking would end it (Windows)."""
+    if os.name == "posix" and process.isdecimal():
+        try:
+            os.kill(int(process), 0)
+        except ProcessLookupError:
+            return False
+        except (OSError, OverflowError):  # somebody else's process, or no number of a process
+            pass
     return True
 
 

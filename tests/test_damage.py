@@ -1,18 +1,23 @@
-"""Damaged files end a command in a sentence, never in a traceback; the long run finds what the short one does not."""
+"""Damaged files end a command in a sentence, never in a traceback.
+
+The long run (``-m slow``) does 2000 cases of each kind, or as many as the environment variable ``DAMAGE_CASES`` says.
+"""
 
 from __future__ import annotations
 
+import os
+
 import pytest
-from support import damage
-from support.damage import KINDS, Scene
+from support import damaged_inputs
+from support.damaged_inputs import KINDS, Scene
 from support.families import Family
 
-SHORT, LONG = 20, 2000
+SHORT, LONG = 20, int(os.environ.get("DAMAGE_CASES", "2000"))
 
 
 @pytest.fixture(scope="module")
 def scene(llama: Family, tmp_path_factory: pytest.TempPathFactory) -> Scene:
-    return damage.set_scene(tmp_path_factory.mktemp("scene"), llama)
+    return damaged_inputs.set_scene(tmp_path_factory.mktemp("scene"), llama)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -27,5 +32,5 @@ def test_any_damage_is_said_in_a_sentence(kind: str, scene: Scene) -> None:
 
 
 def failures(scene: Scene, kind: str, seeds: range) -> dict[int, str]:
-    found = {seed: damage.describe(scene, kind, seed) for seed in seeds}
+    found = {seed: damaged_inputs.describe(scene, kind, seed) for seed in seeds}
     return {seed: failure for seed, failure in found.items() if failure}

@@ -15,7 +15,7 @@ from mergekit_slta.data.records import template_fields
 from mergekit_slta.data.sources import check_source
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.models.checkpoint import fingerprint_of
+from mergekit_slta.models.fingerprint import fingerprint_of
 from mergekit_slta.models.headers import Model
 from mergekit_slta.models.skeleton import hashed_computation
 from mergekit_slta.recipe.recipe import Expert, Recipe, calibration_problems

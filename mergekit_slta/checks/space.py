@@ -15,8 +15,8 @@ from mergekit_slta.checks.case import Case, attempt
 from mergekit_slta.featcal.needs import Needs
 from mergekit_slta.featcal.scratch import scratch_root
 from mergekit_slta.files import cache_folder
-from mergekit_slta.models.adapters import merged_folders
 from mergekit_slta.models.headers import Model, open_model
+from mergekit_slta.models.merged_adapters import merged_folders
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 WORTH_A_WORD = 100_000  # bytes that a finished part of a merge takes

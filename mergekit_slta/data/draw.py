@@ -6,7 +6,7 @@ import datetime
 import hashlib
 import logging
 import random
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mergekit_slta.data.records import Record, record_text
-from mergekit_slta.data.sources import read_records
+from mergekit_slta.data.sources import Place, read_records
 from mergekit_slta.errors import SltaError, reading
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class CalibrationData:
         records: each row's index in the source.
         skipped: how many records were passed over because they are empty.
         chat_date: the date that the chat template was told; None where none asked for it.
-        complete: how many texts begin or end with the special token that the tokenizer adds there, and got no other.
+        complete: how many texts hold the special token that the tokenizer adds, so that it is not added a second time.
     """
 
     source: str
@@ -80,16 +80,15 @@ class CalibrationSource:
     chat_date: datetime.date = CHAT_DATE
 
     def draw(self, samples: int) -> CalibrationData:
-        """Draw calibration samples.
+        """Draw calibration samples: records in the seed's order, without the empty ones, until there are enough.
 
-        Records are taken in the seed's order until enough are usable; empty ones are skipped. Records that are not
-        needed are not tokenized. Fewer than ``samples`` are a warning.
+        Records that are not needed are not tokenized. Fewer than ``samples`` are a warning.
 
         Raises:
             SltaError: the source cannot be read, a record cannot be turned into text, or no record is usable.
         """
         records = read_records(self.source)
-        drawn = self._draw(records, self._order(len(records)), samples)
+        drawn = self._draw(records, samples)
         if not drawn.records:
             raise SltaError(f"Calibration source {self.source!r} has no usable record: all {len(records)} are empty.")
         if drawn.skipped:
@@ -101,8 +100,7 @@ class CalibrationSource:
                 self.source,
                 drawn.complete,
             )
-        if len(drawn.records) < samples:
-            usable = len(drawn.records)
+        if (usable := len(drawn.records)) < samples:
             LOG.warning("Calibration source %r has %d usable records of %d asked.", self.source, usable, samples)
         return drawn
 
@@ -115,114 +113,100 @@ class CalibrationSource:
         Raises:
             SltaError: as for ``draw``, and when calibration left no usable record.
         """
-        records = read_records(self.source)
-        seen = set(used.records)
-        order = [index for index in self._order(len(records)) if index not in seen]
-        drawn = self._draw(records, order, samples, exclude=set(used.token_ids))
+        drawn = self._draw(read_records(self.source), samples, used)
         if not drawn.records:
             raise SltaError(
                 f"Calibration source {self.source!r} has no record to hold out: calibration used every usable one. "
                 "Add records to it, or calibrate with fewer 'samples'."
             )
-        if len(drawn.records) < samples:
+        if (usable := len(drawn.records)) < samples:
             LOG.warning(
                 "Calibration source %r has only %d records that calibration did not use, %d were asked for.",
                 self.source,
-                len(drawn.records),
+                usable,
                 samples,
             )
         return drawn
 
-    def _order(self, count: int) -> list[int]:
-        return random.Random(self.seed).sample(range(count), count)
-
-    def _draw(
-        self,
-        records: Sequence[Record],
-        order: Iterable[int],
-        samples: int,
-        exclude: Collection[tuple[int, ...]] = (),
-    ) -> CalibrationData:
-        rows: list[tuple[int, ...]] = []
-        indices: list[int] = []
+    def _draw(self, records: Sequence[Record], samples: int, used: CalibrationData | None = None) -> CalibrationData:
+        passed, repeated = (set(used.records), set(used.token_ids)) if used else (set(), set())
+        drawn: dict[int, tuple[int, ...]] = {}
         skipped = complete = 0
         dated = False
-        for index in order:
-            if len(rows) == samples:
+        for index in random.Random(self.seed).sample(range(len(records)), len(records)):
+            if len(drawn) == samples:
                 break
-            text, is_chat = self._text(index, records[index])
+            if index in passed:
+                continue
+            place = Place(self.source, index)
+            text, is_chat = record_text(records[index], self.template, where=place, render_chat=self._render_chat)
             row, is_complete = self._encode(text, is_chat)
             if not row:
                 skipped += 1
-            elif row not in exclude:
-                rows.append(row)
-                indices.append(index)
+            elif row not in repeated:
+                drawn[index] = row
                 complete += is_complete
-                dated = dated or (is_chat and _asks_for_the_date(self._chat_template))
+                dated = dated or (is_chat and self._asks_for_the_date)
         date = self.chat_date if dated else None
-        return CalibrationData(self.source, self.template, tuple(rows), tuple(indices), skipped, date, complete)
-
-    def _text(self, index: int, record: Record) -> tuple[str, bool]:
-        where = f"Record {index + 1} of calibration source {self.source!r}"
-        return record_text(record, self.template, where=where, render_chat=self._render_chat)
+        rows, indices = tuple(drawn.values()), tuple(drawn)
+        return CalibrationData(self.source, self.template, rows, indices, skipped, date, complete)
 
     def _encode(self, text: str, is_chat: bool) -> tuple[tuple[int, ...], bool]:
-        """A text's token ids, none if it has no token but the special ones, and whether it had one of these itself."""
+        """A text's token ids, none if all are special ones, and whether it had one that the tokenizer adds itself."""
         if not text.strip():
             return (), False
         # A chat template writes the special tokens itself; adding them again would double the first one.
         token_ids = self._tokenize(text, special=not is_chat)
         special = 0 if is_chat else self.tokenizer.num_special_tokens_to_add()
-        whole = self._without_doubled(text, token_ids) if special else token_ids
+        begins = special > 0 and token_ids[:2] == [self.tokenizer.bos_token_id] * 2
+        ends = special > 0 and token_ids[-2:] == [self.tokenizer.eos_token_id] * 2
+        if begins or ends:
+            own = self._tokenize(text, special=False)
+            begins = begins and token_ids[1 : 1 + len(own)] == own
+            ends = ends and token_ids[-1 - len(own) : -1] == own
+        token_ids = token_ids[begins : len(token_ids) - ends]
         # The tokenizer's own truncation may cut at the beginning, so the cut is made here.
-        return tuple(whole[: self.max_tokens]) if len(whole) > special else (), len(whole) < len(token_ids)
+        return tuple(token_ids[: self.max_tokens]) if len(token_ids) > special else (), begins or ends
 
     def _tokenize(self, text: str, special: bool) -> list[int]:
         with reading(f"The tokenizer of {self.tokenizer.name_or_path}", f"fails at calibration source {self.source!r}"):
             encoding = self.tokenizer(text, add_special_tokens=special, padding=False, truncation=False, verbose=False)
             return list(encoding["input_ids"])
 
-    def _without_doubled(self, text: str, token_ids: list[int]) -> list[int]:
-        """The token ids of a text without what the tokenizer added before or after it though the text has it itself."""
-        begins = token_ids[:2] == [self.tokenizer.bos_token_id] * 2
-        ends = token_ids[-2:] == [self.tokenizer.eos_token_id] * 2
-        if begins or ends:
-            own = self._tokenize(text, special=False)
-            begins = begins and token_ids[1 : 1 + len(own)] == own
-            ends = ends and token_ids[-1 - len(own) : -1] == own
-        return token_ids[begins : len(token_ids) - ends]
-
     def _render_chat(self, turns: list[dict[str, Any]]) -> str:
         template = self._chat_template
-        if _asks_for_the_date(template):
+        if self._asks_for_the_date:
             template = _clock(self.chat_date) + template
         return str(self.tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False))
 
+    @property
+    def _asks_for_the_date(self) -> bool:
+        return "strftime_now" in self._chat_template
+
     @cached_property
     def _chat_template(self) -> str:
+        """The base model's chat template, or else the expert's.
+
+        Raises:
+            SltaError: neither has one.
+        """
+        problem = f"Calibration source {self.source!r} holds conversations"
         template = _chat_template_of(self.tokenizer)
-        if template is None:
-            template = _chat_template_of(self._load_expert_tokenizer())
+        if template is not None:
+            return template
+        try:
+            template = _chat_template_of(self.expert_tokenizer())
+        except SltaError as error:
+            raise SltaError(
+                f"{problem}, the base model's tokenizer has no chat template, and the expert's cannot be loaded "
+                f"({error.message.rstrip('.')}): give the expert a 'template'."
+            ) from error
         if template is None:
             raise SltaError(
-                f"Calibration source {self.source!r} holds conversations, but neither the base model's tokenizer nor "
-                "the expert's has a chat template: give the expert a 'template'."
+                f"{problem}, but neither the base model's tokenizer nor the expert's has a chat template: "
+                "give the expert a 'template'."
             )
         return template
-
-    def _load_expert_tokenizer(self) -> PreTrainedTokenizerBase:
-        try:
-            return self.expert_tokenizer()
-        except SltaError as error:
-            reason = error.message.rstrip(".")
-            raise SltaError(
-                f"Calibration source {self.source!r} holds conversations, the base model's tokenizer has no chat "
-                f"template, and the expert's cannot be loaded ({reason}): give the expert a 'template'."
-            ) from error
-
-
-def _asks_for_the_date(chat_template: str) -> bool:
-    return "strftime_now" in chat_template
 
 
 def _clock(day: datetime.date) -> str:

@@ -25,7 +25,7 @@ ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def record_text(
-    record: Record, template: str, *, where: str, render_chat: Callable[[list[dict[str, Any]]], str]
+    record: Record, template: str, *, where: object, render_chat: Callable[[list[dict[str, Any]]], str]
 ) -> tuple[str, bool]:
     """Turn a record into text, by the template or else by the first shape that it fits and that is not blank.
 
@@ -34,14 +34,11 @@ def record_text(
     Args:
         record: the fields of one sample.
         template: a ``str.format`` string over the fields, or "".
-        where: names the record in errors, at the beginning of a sentence.
+        where: as text, names the record at the beginning of an error's sentence.
         render_chat: renders turns, each with ``role`` and ``content``, as text with its special tokens.
 
     Returns:
         The text, "" for an empty record, and whether a chat template wrote it.
-
-    Raises:
-        SltaError: the record has no known shape, or does not fit the template.
     """
     if template:
         return _fill(template, record, where), False
@@ -51,7 +48,14 @@ def record_text(
             fits = True
             turns = _turns(record[field], f"{where}: {field!r}")
             if not all(_is_blank(turn.get("content")) for turn in turns):
-                return _render(render_chat, turns, where), True
+                try:
+                    return render_chat(turns), True
+                except SltaError:
+                    raise
+                except Exception as error:  # a chat template is a program that came with the model
+                    raise SltaError(
+                        f"{where} does not fit the chat template ({one_line(error)}): give the expert a 'template'."
+                    ) from error
     for fields in TEXT_FIELDS:
         if all(field in record for field in fields):
             fits = True
@@ -67,11 +71,7 @@ def record_text(
 
 
 def template_fields(template: str) -> list[str]:
-    """The fields of a record that a template names, in order.
-
-    Raises:
-        SltaError: the template is no ``str.format`` string, or names no field.
-    """
+    """The fields of a record that a template names, in order; an SltaError if it cannot be used."""
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
     except ValueError as error:
@@ -82,7 +82,7 @@ def template_fields(template: str) -> list[str]:
     return fields
 
 
-def _fill(template: str, record: Record, where: str) -> str:
+def _fill(template: str, record: Record, where: object) -> str:
     fields = template_fields(template)
     for field in fields:
         if field not in record:
@@ -106,29 +106,17 @@ def _turns(value: Any, what: str) -> list[dict[str, Any]]:
         value = rows(value)
     if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
         raise SltaError(f"{what} is no list of turns: give the expert a 'template'.")
-    return [_turn(turn, what) for turn in value]
-
-
-def _turn(turn: dict[str, Any], what: str) -> dict[str, Any]:
-    if turn.get("role") is not None:
-        return turn
-    role = turn.get("from")
-    if role is None:
-        raise SltaError(
-            f"{what} has a turn without 'role' and 'content', or 'from' and 'value': its fields are {joined(turn)}."
-        )
-    return {"role": ROLES.get(role, role), "content": turn.get("value")}
-
-
-def _render(render_chat: Callable[[list[dict[str, Any]]], str], turns: list[dict[str, Any]], where: str) -> str:
-    try:
-        return render_chat(turns)
-    except SltaError:
-        raise
-    except Exception as error:  # a chat template is a program that came with the model: it may raise anything
-        raise SltaError(
-            f"{where} does not fit the chat template ({one_line(error)}): give the expert a 'template'."
-        ) from error
+    turns = []
+    for turn in value:
+        if turn.get("role") is None:
+            if (role := turn.get("from")) is None:
+                raise SltaError(
+                    f"{what} has a turn without 'role' and 'content', or 'from' and 'value': "
+                    f"its fields are {joined(turn)}."
+                )
+            turn = {"role": ROLES.get(role, role), "content": turn.get("value")}
+        turns.append(turn)
+    return turns
 
 
 def _plain_text(value: Any, what: str) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mergekit_slta.data.records import Record, joined, rows
@@ -22,14 +23,11 @@ def is_dataset(source: str) -> bool:
 
 
 def read_records(source: str) -> Sequence[Record]:
-    """Read all records of a calibration source.
+    """Read all records of a calibration source, in its order; those of a dataset are read when they are asked for.
 
     Args:
         source: a ``.jsonl``, ``.json``, ``.csv``, ``.parquet`` or ``.txt`` file (relative to the current directory), or
             ``hf:DATASET[?config=...&split=...]``, where DATASET is a dataset repository or a local folder.
-
-    Returns:
-        The records in the order of the source, as dictionaries; a dataset reads them when they are asked for.
 
     Raises:
         SltaError: the source is missing, unknown, broken or has no records.
@@ -40,12 +38,26 @@ def read_records(source: str) -> Sequence[Record]:
     return records
 
 
-def check_source(source: str) -> None:
-    """Check what can be checked of a source without a download: all of a file, a dataset's spelling and its folder.
+@dataclass(frozen=True)
+class Place:
+    """Where a record is, in words: the line of a file with one for each record, or the number of the record.
 
-    Raises:
-        SltaError: a file is missing, unknown, broken or has no records; a dataset is malformed or has no folder.
+    The line is looked for only when an error is written.
     """
+
+    source: str
+    index: int
+
+    def __str__(self) -> str:
+        if is_dataset(self.source) or not self.source.lower().endswith(".jsonl"):
+            return f"Record {self.index + 1} of calibration source {self.source!r}"
+        with _open_text(os.path.expanduser(self.source)) as file:
+            lines = [number for number, line in enumerate(file, 1) if line.strip()]
+        return f"Line {lines[self.index]} of calibration file {self.source!r}"
+
+
+def check_source(source: str) -> None:
+    """Raise an SltaError for what is wrong with a file, or with a dataset as far as it shows without a download."""
     if is_dataset(source):
         _find_dataset(source)
     else:
@@ -61,9 +73,9 @@ def source_key(source: str) -> tuple[str, ...]:
         SltaError: the query of a dataset is malformed.
     """
     if not is_dataset(source):
-        return ("file", _real_path(source))
+        return ("file", os.path.realpath(os.path.expanduser(source)))
     dataset = _parse_dataset(source)
-    name = _real_path(dataset.name) if _is_folder(dataset.name) else dataset.name.lower()
+    name = os.path.realpath(dataset.folder) if os.path.isdir(dataset.folder) else dataset.name.lower()
     return ("dataset", name, dataset.config or "default", dataset.split or "train")
 
 
@@ -92,32 +104,38 @@ def _read_file(source: str) -> Sequence[Record]:
     if not os.path.exists(path):
         raise SltaError(f"Calibration file {source!r} does not exist (the current directory is {os.getcwd()!r}).")
     try:
-        return READERS[extension](source, path)
+        return READERS[extension](path)
     except UnicodeDecodeError as error:
         raise SltaError(f"Calibration file {source!r} is not UTF-8 text: save it as UTF-8.") from error
+    except _BrokenFile as error:
+        raise SltaError(f"Calibration file {source!r} {error}.") from error
     except OSError as error:
         raise SltaError(f"Calibration file {source!r} cannot be read ({one_line(error)}).") from error
 
 
-def _read_jsonl(source: str, path: str) -> list[Record]:
+class _BrokenFile(Exception):
+    """What is the matter with a file, as the rest of a sentence that names it."""
+
+
+def _read_jsonl(path: str) -> list[Record]:
     with _open_text(path) as file:
-        return list(_parse_json_lines(source, file))
+        return _parse_json_lines(file)
 
 
-def _parse_json_lines(source: str, lines: Iterable[str]) -> Iterator[Record]:
+def _parse_json_lines(lines: Iterable[str]) -> list[Record]:
+    records = []
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise SltaError(f"Line {number} of calibration file {source!r} is broken JSON ({error.msg}).") from error
-        if not isinstance(record, dict):
-            raise SltaError(f"Line {number} of calibration file {source!r} is no JSON object with named fields.")
-        yield record
+        if line.strip():
+            try:
+                records.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise _BrokenFile(f"has broken JSON in line {number} ({error.msg})") from error
+            if not isinstance(records[-1], dict):
+                raise _BrokenFile(f"has no JSON object with named fields in line {number}")
+    return records
 
 
-def _read_json(source: str, path: str) -> list[Record]:
+def _read_json(path: str) -> list[Record]:
     with _open_text(path) as file:
         text = file.read()
     if not text.strip():
@@ -126,19 +144,15 @@ def _read_json(source: str, path: str) -> list[Record]:
         content = json.loads(text)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":  # JSON lines are often named .json
-            return list(_parse_json_lines(source, text.split("\n")))
-        raise SltaError(f"Line {error.lineno} of calibration file {source!r} is broken JSON ({error.msg}).") from error
-    return _json_records(source, content)
-
-
-def _json_records(source: str, content: Any) -> list[Record]:
+            return _parse_json_lines(text.split("\n"))
+        raise _BrokenFile(f"has broken JSON in line {error.lineno} ({error.msg})") from error
     if isinstance(content, dict):
         data = content.get("data")
         content = data if _is_list_of_records(data) else rows(content)
     if not _is_list_of_records(content):
-        raise SltaError(
-            f"Calibration file {source!r} must be a list of records, an object with that list under 'data', "
-            "or an object with one list per field, all of one length."
+        raise _BrokenFile(
+            "must be a list of records, an object with that list under 'data', or an object with one list per field, "
+            "all of one length"
         )
     return content
 
@@ -147,39 +161,33 @@ def _is_list_of_records(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(record, dict) for record in value)
 
 
-def _read_csv(source: str, path: str) -> list[Record]:
+def _read_csv(path: str) -> list[Record]:
     previous = csv.field_size_limit(CSV_FIELD_LIMIT)
     try:
         with _open_text(path, newline="") as file:
-            return list(_parse_csv(source, csv.DictReader(file, strict=True)))
+            reader = csv.DictReader(file, strict=True)
+            records: list[Record] = []
+            for record in reader:
+                if None in record:
+                    raise csv.Error("more fields than the first line names")
+                records.append(record)
+            return records
+    except csv.Error as error:
+        raise _BrokenFile(f"has broken CSV in line {reader.reader.line_num} ({error})") from error
     finally:
         csv.field_size_limit(previous)
 
 
-def _parse_csv(source: str, reader: csv.DictReader[str]) -> Iterator[Record]:
-    try:
-        for record in reader:
-            if None in record:
-                raise SltaError(
-                    f"Line {reader.line_num} of calibration file {source!r} has more fields than its first line names."
-                )
-            yield record
-    except csv.Error as error:
-        raise SltaError(
-            f"Line {reader.reader.line_num} of calibration file {source!r} is broken CSV ({error})."
-        ) from error
-
-
-def _read_parquet(source: str, path: str) -> list[Record]:
+def _read_parquet(path: str) -> list[Record]:
     import pyarrow.parquet  # comes with datasets; slow to import
 
     try:
         return pyarrow.parquet.read_table(path).to_pylist()
     except pyarrow.ArrowException as error:
-        raise SltaError(f"Calibration file {source!r} is broken Parquet ({one_line(error)}).") from error
+        raise _BrokenFile(f"is broken Parquet ({one_line(error)})") from error
 
 
-def _read_txt(source: str, path: str) -> list[Record]:
+def _read_txt(path: str) -> list[Record]:
     with _open_text(path) as file:
         return [{"text": line.rstrip("\n")} for line in file if line.strip()]
 
@@ -188,7 +196,7 @@ def _open_text(path: str, newline: str | None = None) -> Any:
     return open(path, encoding="utf-8-sig", newline=newline)  # spreadsheets write a byte order mark
 
 
-READERS: dict[str, Callable[[str, str], Sequence[Record]]] = {
+READERS: dict[str, Callable[[str], Sequence[Record]]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".csv": _read_csv,
@@ -198,11 +206,15 @@ READERS: dict[str, Callable[[str, str], Sequence[Record]]] = {
 
 
 class _Dataset(NamedTuple):
-    """The parts of ``hf:NAME[?config=...&split=...]``."""
+    """The parts of ``hf:NAME[?config=...&split=...]``; a name that is a path is that of a folder."""
 
     name: str
     config: str | None = None
     split: str | None = None
+
+    @property
+    def folder(self) -> str:
+        return os.path.expanduser(self.name)
 
 
 def _parse_dataset(source: str) -> _Dataset:
@@ -223,13 +235,12 @@ def _parse_dataset(source: str) -> _Dataset:
 
 
 def _find_dataset(source: str) -> _Dataset:
-    """A dataset whose name is spelled out; a name that can only be a path must be that of a folder."""
+    """The parts of a dataset's source, whose name must be that of a folder if it can only be a path."""
     dataset = _parse_dataset(source)
-    name = os.path.expanduser(dataset.name)
-    is_path = dataset.name.startswith((".", "~")) or os.path.isabs(name)
-    if is_path and not os.path.isdir(name):
+    is_path = dataset.name.startswith((".", "~")) or os.path.isabs(dataset.name)
+    if is_path and not os.path.isdir(dataset.folder):
         raise SltaError(f"Calibration source {source!r}: there is no folder {dataset.name!r}.")
-    return dataset._replace(name=name)
+    return dataset
 
 
 def _read_dataset(source: str) -> Sequence[Record]:
@@ -238,41 +249,24 @@ def _read_dataset(source: str) -> Sequence[Record]:
         loaded = _load_dataset(dataset)
     except Exception as error:  # datasets raises what its readers and the Hub raise, without a common base
         raise SltaError(f"Calibration source {source!r} cannot be read ({one_line(error)}).") from error
-    return _choose_split(source, loaded, dataset.split) if isinstance(loaded, dict) else loaded
+    if not isinstance(loaded, dict):
+        return loaded
+    split = dataset.split or ("train" if len(loaded) > 1 else next(iter(loaded)))
+    if split not in loaded:
+        raise SltaError(
+            f"Calibration source {source!r} has no split {split!r}: choose one with '?split=', from {joined(loaded)}."
+        )
+    return loaded[split]
 
 
 def _load_dataset(dataset: _Dataset) -> Any:
     """One split where the source names it, else all of them by name."""
     import datasets  # slow to import
 
-    if not _was_saved_to_disk(dataset.name):
-        return datasets.load_dataset(dataset.name, dataset.config, split=dataset.split)
+    saved = (datasets.config.DATASET_STATE_JSON_FILENAME, datasets.config.DATASETDICT_JSON_FILENAME)
+    if not any(os.path.isfile(os.path.join(dataset.folder, file)) for file in saved):
+        return datasets.load_dataset(dataset.folder, dataset.config, split=dataset.split)
     if dataset.config:
         raise ValueError("a folder that save_to_disk wrote has no configurations")
-    loaded = datasets.load_from_disk(dataset.name)
+    loaded = datasets.load_from_disk(dataset.folder)
     return loaded if isinstance(loaded, dict) else {str(loaded.split or "train"): loaded}
-
-
-def _was_saved_to_disk(name: str) -> bool:
-    import datasets
-
-    markers = (datasets.config.DATASET_STATE_JSON_FILENAME, datasets.config.DATASETDICT_JSON_FILENAME)
-    return any(os.path.isfile(os.path.join(name, marker)) for marker in markers)
-
-
-def _choose_split(source: str, splits: Mapping[str, Any], split: str | None) -> Any:
-    if split is None:
-        split = "train" if len(splits) > 1 else next(iter(splits))
-    if split not in splits:
-        raise SltaError(
-            f"Calibration source {source!r} has no split {split!r}: choose one with '?split=', from {joined(splits)}."
-        )
-    return splits[split]
-
-
-def _is_folder(name: str) -> bool:
-    return os.path.isdir(os.path.expanduser(name))
-
-
-def _real_path(path: str) -> str:
-    return os.path.realpath(os.path.expanduser(path))

@@ -28,8 +28,8 @@ from mergekit_slta.layers.submodules import TensorWeights, weighted_sum
 from mergekit_slta.methods.actmat import ActmatMethod
 from mergekit_slta.methods.base import CheckedMethod
 from mergekit_slta.methods.sftm import SftmMethod
-from mergekit_slta.models.checkpoint import current_loader, merge_adapter
 from mergekit_slta.models.headers import listed
+from mergekit_slta.models.merged_adapters import current_loader, merge_adapter
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import (
     EDGES_AVERAGED,

@@ -1,8 +1,7 @@
-"""LoRA adapters: their files, in a folder or on the Hub, and what mergekit calls one that is merged."""
+"""LoRA adapters as they are published: their files, in a folder or on the Hub."""
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-from mergekit.common import ModelPath, ModelReference
+from mergekit.common import ModelPath
 
 from mergekit_slta.errors import SltaError, reading
 from mergekit_slta.models import hub
@@ -19,8 +18,6 @@ from mergekit_slta.models.headers import (
     Headers,
     file_headers,
     hub_file_headers,
-    hub_files,
-    hub_problem,
     listed,
 )
 
@@ -41,7 +38,7 @@ def adapter_headers(path: ModelPath) -> Headers | None:
         SltaError: files are missing or damaged, or the Hub cannot be asked.
     """
     folder = Path(path.path) if os.path.isdir(path.path) else None
-    files = [file.name for file in folder.iterdir()] if folder else hub_files(path)
+    files = [file.name for file in folder.iterdir()] if folder else hub.file_names(path)
     weights = next((name for name in ADAPTER_FILES if name in files), ADAPTER_FILES[0])
     if missing := [name for name in (ADAPTER_CONFIG, weights) if name not in files]:
         raise SltaError(f"{path} is no LoRA adapter: it lacks {listed(missing)}.")
@@ -50,19 +47,13 @@ def adapter_headers(path: ModelPath) -> Headers | None:
         return file_headers(folder / weights)
     if not weights.endswith(".safetensors"):
         return None
-    try:
-        found = huggingface_hub.parse_safetensors_file_metadata(path.path, weights, revision=path.revision)
-    except hub.ERRORS as error:
-        raise hub_problem(path, error) from error
-    return hub_file_headers(found)
+    with hub.asking(path):
+        return hub_file_headers(
+            huggingface_hub.parse_safetensors_file_metadata(path.path, weights, revision=path.revision)
+        )
 
 
 def adapter_config(folder: Path) -> dict[str, Any]:
-    """An adapter's configuration.
-
-    Raises:
-        SltaError: it cannot be read.
-    """
     with reading(folder / ADAPTER_CONFIG):
         content = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         if not isinstance(content, dict):
@@ -99,24 +90,8 @@ def _folder(path: ModelPath, files: Sequence[str], cache_dir: str | None) -> Pat
 
 
 def adapter_weights(folder: Path) -> Path:
-    """The file with an adapter's tensors.
-
-    Raises:
-        SltaError: there is none.
-    """
-    files = [folder / name for name in ADAPTER_FILES if (folder / name).exists()]
-    if not files:
-        raise SltaError(f"{folder} holds no LoRA adapter ({ADAPTER_FILES[0]}).")
-    return files[0]
-
-
-def merged_name(reference: ModelReference) -> str:
-    """What mergekit calls the folder of a merged adapter, by the paths alone."""
-    assert reference.lora is not None
-    return f"{reference.model._unique_id()}_{reference.lora._unique_id()}"
-
-
-def merged_folders(reference: ModelReference, cache: str) -> list[Path]:
-    """The folders that an adapter at these paths has been merged into, now or before its files changed."""
-    found = sorted(Path(cache).glob(f"{glob.escape(merged_name(reference))}*"))
-    return [folder for folder in found if folder.is_dir() and folder.suffix != ".partial"]
+    """The file with an adapter's tensors."""
+    for file in (folder / name for name in ADAPTER_FILES):
+        if file.exists():
+            return file
+    raise SltaError(f"{folder} holds no LoRA adapter ({ADAPTER_FILES[0]}).")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,7 @@ import huggingface_hub
 import safetensors
 import torch
 import transformers
-from huggingface_hub.errors import HFValidationError, NotASafetensorsRepoError
+from huggingface_hub.errors import NotASafetensorsRepoError
 from huggingface_hub.utils import SafetensorsFileMetadata
 from mergekit.common import ModelPath, ModelReference
 
@@ -24,6 +26,7 @@ from mergekit_slta.models.skeleton import model_tensor_name
 
 # In mergekit's order of preference.
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")  # in configurations
 ADAPTER_CONFIG = "adapter_config.json"  # tells an adapter from a model
 _LFS_POINTER = b"version https://git-lfs"
 
@@ -91,18 +94,29 @@ def open_model(reference: ModelReference, trust_remote_code: bool = False, cache
     Raises:
         SltaError: there is no such model, its configuration cannot be read, or files are missing or damaged.
     """
-    folder = local_folder(reference.model, cache_dir)
-    config = _config(reference, folder, trust_remote_code)
-    tensors = folder_headers(folder) if folder else hub_headers(reference.model)
-    return Model(reference, config, tensors, folder)
+    path = reference.model
+    folder = local_folder(path, cache_dir)
+    if folder is None:
+        with hub.asking(path):
+            file = Path(huggingface_hub.hf_hub_download(path.path, "config.json", revision=path.revision))
+    elif (folder / "config.json").is_file():
+        file = folder / "config.json"
+    elif (folder / ADAPTER_CONFIG).is_file():
+        raise SltaError(f"{folder} is a LoRA adapter: write it behind its base model, 'BASE+{folder}'.")
+    else:
+        raise SltaError(f"{folder} has no config.json: it is no model's folder, or its download is incomplete.")
+    tensors = folder_headers(folder) if folder else hub_headers(path)
+    layers = _layers(file)
+    if tensors is not None and layers > len(tensors):  # transformers would build them all
+        raise SltaError(
+            f"The config.json of {path} names {layers} layers, but its checkpoint has {len(tensors)} tensors: "
+            "get sound copies of both."
+        )
+    return Model(reference, _config(reference, trust_remote_code), tensors, folder)
 
 
 def local_folder(path: ModelPath, cache_dir: str | None = None) -> Path | None:
-    """The folder with a model's files: the one that the path names, or the download of a Hub model with weights.
-
-    Raises:
-        SltaError: the path is that of a file.
-    """
+    """The folder with a model's files: the one that the path names, or the download of a Hub model with weights."""
     if os.path.isdir(path.path):
         return Path(path.path)
     if os.path.exists(path.path):
@@ -119,13 +133,18 @@ def local_folder(path: ModelPath, cache_dir: str | None = None) -> Path | None:
     return Path(folder)
 
 
-def _config(reference: ModelReference, folder: Path | None, trust_remote_code: bool) -> transformers.PretrainedConfig:
-    if folder is None:
-        fetch_file(reference.model, "config.json")
-    elif not (folder / "config.json").is_file():
-        if (folder / ADAPTER_CONFIG).is_file():
-            raise SltaError(f"{folder} is a LoRA adapter: write it behind its base model, 'BASE+{folder}'.")
-        raise SltaError(f"{folder} has no config.json: it is no model's folder, or its download is incomplete.")
+def _layers(config: Path) -> int:
+    """The largest number of layers that a configuration names for any part of a model, by the text of the file."""
+    counts: list[object] = []
+    with contextlib.suppress(ValueError, RecursionError):  # transformers says what is wrong with the file
+        json.loads(
+            config.read_text(encoding="utf-8"),
+            object_pairs_hook=lambda pairs: counts.extend(count for name, count in pairs if name in LAYER_COUNTS),
+        )
+    return max((count for count in counts if isinstance(count, int)), default=0)
+
+
+def _config(reference: ModelReference, trust_remote_code: bool) -> transformers.PretrainedConfig:
     try:
         config = reference.config(trust_remote_code=trust_remote_code)
     except Exception as error:  # a model's own code may raise anything
@@ -138,26 +157,6 @@ def _config(reference: ModelReference, folder: Path | None, trust_remote_code: b
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise SltaError(f"The config.json of {reference.model} must name one class under 'architectures'.")
     return config
-
-
-def fetch_file(path: ModelPath, name: str) -> Path:
-    """Fetch one small file of a repository on the Hub.
-
-    Raises:
-        SltaError: the Hub does not give it.
-    """
-    try:
-        return Path(huggingface_hub.hf_hub_download(path.path, name, revision=path.revision))
-    except hub.ERRORS as error:
-        raise hub_problem(path, error) from error
-
-
-def hub_problem(path: ModelPath, error: Exception) -> SltaError:
-    """What a failed request to the Hub means to a user."""
-    if isinstance(error, HFValidationError):
-        return SltaError(f"{path} cannot be used: there is no such folder here.")
-    here = "there is no such folder here, and " if hub.is_missing(error) else ""
-    return SltaError(f"{path} cannot be used: {here}{hub.reason(error)}.")
 
 
 # The headers of weight files
@@ -179,18 +178,15 @@ def weight_map(folder: Path) -> dict[str, list[str] | None]:
 
 
 def _indexed_files(index: Path) -> dict[str, list[str] | None]:
+    files: defaultdict[str, list[str]] = defaultdict(list)
     with reading(index):
-        files: dict[str, list[str] | None] = {}
         for tensor, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
             if not isinstance(file, str):
                 raise ValueError(f"it says that {tensor} is in {file!r}, which is no file's name")
-            names = files.setdefault(file, [])
-            assert names is not None
-            names.append(tensor)
-    missing = [file for file in files if not (index.parent / file).is_file()]
-    if missing:
+            files[file].append(tensor)
+    if missing := [file for file in files if not (index.parent / file).is_file()]:
         raise SltaError(f"{index.parent} lacks {listed(missing)}, which its index names: complete the download.")
-    return files
+    return dict(files)
 
 
 def folder_headers(folder: Path) -> Headers:
@@ -210,37 +206,31 @@ def folder_headers(folder: Path) -> Headers:
 
 
 def file_headers(path: Path) -> Headers:
-    """The tensors of a ``.safetensors`` file or a pickled checkpoint.
+    """The tensors of a ``.safetensors`` file, in the order of their bytes, or of a pickled checkpoint.
 
     Raises:
         SltaError: the file is damaged.
     """
     with reading(path):
-        return _safetensors_headers(path) if path.suffix == ".safetensors" else _pickled_headers(path)
-
-
-def _safetensors_headers(path: Path) -> Headers:
-    with path.open("rb") as file:
-        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-            raise SltaError(f"{path} is a git-lfs pointer without the weights: run 'git lfs pull'.")
-    try:
-        with safetensors.safe_open(path, "np") as tensors:  # torch would reserve memory for the whole file
-            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
-            return {name: _header(part.get_shape(), part.get_dtype()) for name, part in slices.items()}
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"it is truncated or damaged: {error}") from error
+        if path.suffix != ".safetensors":
+            content = torch.load(path, map_location="meta", mmap=True, weights_only=True)
+            tensors = content.get("state_dict", content)
+            return {name: TensorHeader(tuple(tensor.shape), tensor.nbytes) for name, tensor in tensors.items()}
+        with path.open("rb") as file:
+            if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                raise SltaError(f"{path} is a git-lfs pointer without the weights: run 'git lfs pull'.")
+        try:
+            with safetensors.safe_open(path, "np") as tensors:  # torch would reserve memory for the whole file
+                slices = {name: tensors.get_slice(name) for name in tensors.offset_keys()}
+                return {name: _header(part.get_shape(), part.get_dtype()) for name, part in slices.items()}
+        except safetensors.SafetensorError as error:
+            raise ValueError(f"it is truncated or damaged: {error}") from error
 
 
 def _header(shape: list[int], dtype: str) -> TensorHeader:
     """What safetensors says of a tensor; its names of types tell how many bits an element has, but for BOOL."""
     bits = re.search(r"\d+", dtype)
     return TensorHeader(tuple(shape), math.prod(shape) * (int(bits[0]) if bits else 8) // 8)
-
-
-def _pickled_headers(path: Path) -> Headers:
-    content = torch.load(path, map_location="meta", mmap=True, weights_only=True)
-    tensors = content.get("state_dict", content)
-    return {name: TensorHeader(tuple(tensor.shape), tensor.nbytes) for name, tensor in tensors.items()}
 
 
 def hub_headers(path: ModelPath) -> Headers | None:
@@ -250,26 +240,13 @@ def hub_headers(path: ModelPath) -> Headers | None:
         SltaError: the Hub cannot be asked, or the repository has no weights.
     """
     try:
-        files = huggingface_hub.get_safetensors_metadata(path.path, revision=path.revision).files_metadata
+        with hub.asking(path):
+            files = huggingface_hub.get_safetensors_metadata(path.path, revision=path.revision).files_metadata
     except NotASafetensorsRepoError:
-        if any(name.startswith(WEIGHT_FILES[1]) for name in hub_files(path)):
+        if any(name.startswith(WEIGHT_FILES[1]) for name in hub.file_names(path)):
             return None
         raise SltaError(f"{path} has no weights: mergekit needs {' or '.join(WEIGHT_FILES)}.") from None
-    except hub.ERRORS as error:
-        raise hub_problem(path, error) from error
     return {name: header for file in files.values() for name, header in hub_file_headers(file).items()}
-
-
-def hub_files(path: ModelPath) -> list[str]:
-    """The names of a repository's files.
-
-    Raises:
-        SltaError: the Hub cannot be asked.
-    """
-    try:
-        return huggingface_hub.list_repo_files(path.path, revision=path.revision)
-    except hub.ERRORS as error:
-        raise hub_problem(path, error) from error
 
 
 def hub_file_headers(file: SafetensorsFileMetadata) -> Headers:

@@ -1,13 +1,17 @@
-"""What it means to a user when the Hugging Face Hub does not give what it was asked for."""
+"""What the Hugging Face Hub tells of a repository without a download, and what it means to a user when it does not."""
 
 from __future__ import annotations
 
-from huggingface_hub import errors as hub
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from mergekit_slta.errors import first_line
+import huggingface_hub
+from huggingface_hub import errors as hub
+from mergekit.common import ModelPath
+
+from mergekit_slta.errors import SltaError, first_line
 
 ERRORS = (OSError, ValueError, hub.HTTPError, hub.EntryNotFoundError)
-_MISSING = (hub.RepositoryNotFoundError, hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled)
 _UNREACHABLE = "the Hub cannot be reached"
 # From the special to the general: the first kind that fits is said.
 _REASONS: tuple[tuple[type[Exception], str], ...] = (
@@ -18,6 +22,8 @@ _REASONS: tuple[tuple[type[Exception], str], ...] = (
     (hub.OfflineModeIsEnabled, _UNREACHABLE),
     (hub.EntryNotFoundError, "the repository has no such file"),
 )
+# Such a name may have been meant as a folder's; a gated repository is there.
+_MISSING = (hub.RepositoryNotFoundError, hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled)
 
 
 def reason(error: Exception) -> str:
@@ -25,6 +31,29 @@ def reason(error: Exception) -> str:
     return next((words for kind, words in _REASONS if isinstance(error, kind)), first_line(error))
 
 
-def is_missing(error: Exception) -> bool:
-    """Whether there is no such repository, as far as can be seen from here; a gated one is there."""
-    return isinstance(error, _MISSING) and not isinstance(error, hub.GatedRepoError)
+@contextmanager
+def asking(path: ModelPath) -> Iterator[None]:
+    """Say why a model or an adapter cannot be used if the Hub does not give what it is asked for.
+
+    Raises:
+        SltaError: a request failed.
+    """
+    try:
+        yield
+    except ERRORS as error:
+        words = reason(error)
+        if isinstance(error, hub.HFValidationError):
+            words = "there is no such folder here"
+        elif isinstance(error, _MISSING) and not isinstance(error, hub.GatedRepoError):
+            words = f"there is no such folder here, and {words}"
+        raise SltaError(f"{path} cannot be used: {words}.") from error
+
+
+def file_names(path: ModelPath) -> list[str]:
+    """The names of a repository's files.
+
+    Raises:
+        SltaError: the Hub cannot be asked.
+    """
+    with asking(path):
+        return huggingface_hub.list_repo_files(path.path, revision=path.revision)

@@ -38,29 +38,13 @@ def meta_model(config: transformers.PretrainedConfig, trust_remote_code: bool = 
 
 
 # Entries of a configuration, or parts of their names, that change nothing about what a trained model's layers compute.
+# What max_window_layers comes to is in layer_types.
 _INERT = {
-    "_name_or_path",
-    "architectures",
-    "auto_map",
-    "chunk_size_feed_forward",
-    "dtype",
-    "gradient_checkpointing",
-    "id2label",
-    "is_encoder_decoder",
-    "label2id",
-    "max_position_embeddings",
-    "max_sequence_length",
-    "max_window_layers",  # what it comes to is in layer_types
-    "pretraining_tp",
-    "problem_type",
-    "quantization_config",
-    "return_dict",
-    "seq_length",
-    "task_specific_params",
-    "tie_word_embeddings",
-    "torch_dtype",
-    "vocab_size",
-}
+    "_name_or_path", "architectures", "auto_map", "chunk_size_feed_forward", "dtype", "gradient_checkpointing",
+    "id2label", "is_encoder_decoder", "label2id", "max_position_embeddings", "max_sequence_length",
+    "max_window_layers", "pretraining_tp", "problem_type", "quantization_config", "return_dict", "seq_length",
+    "task_specific_params", "tie_word_embeddings", "torch_dtype", "vocab_size",
+}  # fmt: skip
 _INERT_PARTS = ("cache", "drop", "init", "jitter", "loss", "output_", "summary_", "token_", "tokenizer", "version")
 
 
@@ -90,12 +74,7 @@ def _hashed(entries: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def model_tensor_name(name: str, names: Collection[str], base_model_prefix: str) -> str | None:
-    """Find the model's own name for a checkpoint's tensor, which may lack or carry the base model's prefix.
-
-    Returns ``None`` where neither spelling is among ``names``.
-    """
+    """A tensor's name among ``names``, where it may lack or carry the base model's prefix; None if it is not there."""
     prefix = base_model_prefix + "."
-    for candidate in (name, prefix + name, name.removeprefix(prefix)):
-        if candidate in names:
-            return candidate
-    return None
+    spellings = (name, prefix + name, name.removeprefix(prefix))
+    return next((spelling for spelling in spellings if spelling in names), None)

@@ -73,10 +73,10 @@ def test_calibration_as_a_list_is_the_only_problem(family: Family) -> None:
         ("data.xml", "x", "has an unknown extension"),
         ("empty.jsonl", "", "has no records"),
         ("blank.jsonl", '{"text": " "}\n', "has no usable record: all 1 are empty"),
-        ("broken.jsonl", '{"text": \n', "Line 1 of calibration file"),
+        ("broken.jsonl", '{"text": \n', "broken JSON in line 1"),
         ("latin.txt", b"caf\xe9", "is not UTF-8 text"),
         ("shape.jsonl", '{"q": 1, "a": 2}', "has no known shape: its fields are q, a."),
-        ("mixed.jsonl", '{"text": "x"}\n{"q": 1}\n', "Record 2 of calibration source"),
+        ("mixed.jsonl", '{"text": "x"}\n{"q": 1}\n', "Line 2 of calibration file"),
     ],
 )
 def test_data_that_cannot_be_used(

@@ -161,6 +161,17 @@ def test_a_chat_template_that_asks_for_the_date_gets_the_same_one_every_day(
     assert load(other, tokenizer, samples=1).chat_date is None
 
 
+@pytest.mark.parametrize(
+    ("name", "place"), [("a.jsonl", "Line 4 of calibration file"), ("a.json", "Record 2 of calibration source")]
+)
+def test_a_record_that_cannot_be_used_is_named_by_file_and_line(
+    name: str, place: str, tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    (tmp_path / name).write_text('\n{"text": "a"}\n\n{"label": "b"}\n')
+    source = str(tmp_path / name)
+    assert refused(load, source, plain_tokenizer, samples=2).startswith(f"{place} {source!r} has no known shape")
+
+
 def test_what_a_chat_template_refuses_is_said(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path / "strict", "{{ raise_exception('roles must alternate') }}")
     source = write_jsonl(tmp_path / "a.jsonl", [{"messages": TURNS}])

@@ -17,7 +17,7 @@ from conftest import MakeFamily
 from mergekit.io.tasks import LoaderCache
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from support import damages, families
+from support import damaged_state, families
 from support.families import Family
 
 from mergekit_slta.engine.partial import STATE, Hidden, Partial, remove
@@ -312,22 +312,22 @@ def shallow_recipe(family: Family) -> dict[str, Any]:
     return families.recipe(family, samples=3, batch_tokens=40)
 
 
-@pytest.mark.parametrize("name", damages.DAMAGES)
+@pytest.mark.parametrize("name", damaged_state.DAMAGES)
 def test_a_damaged_folder_changes_nothing_or_is_refused(
     name: str, shallow: tuple[Family, Path, bytes], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     family, cut, whole = shallow
     path = tmp_path / cut.name
     folder = shutil.copytree(partial_of(cut), partial_of(path))
-    damages.DAMAGES[name](folder)
-    if name in damages.REFUSED:
+    damaged_state.DAMAGES[name](folder)
+    if name in damaged_state.REFUSED:
         with pytest.raises(SltaError, match=f"state.json is damaged .*: delete the folder {re.escape(str(folder))}"):
             measured_statistics(families.experiment(shallow_recipe(family)), LEVELS, path)
         return
     measured_statistics(families.experiment(shallow_recipe(family)), LEVELS, path)
     assert path.read_bytes() == whole
     assert not folder.exists()
-    if name in damages.NOTICED:
+    if name in damaged_state.NOTICED:
         said = [record.message for record in caplog.records if "computed again" in record.message]
         assert len(said) == 1 and str(folder) in said[0]
 

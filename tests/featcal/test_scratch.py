@@ -19,7 +19,7 @@ from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache
 from mergekit.io.tensor_writer import TensorWriter
 from safetensors.torch import load_file
-from support import damages, families
+from support import damaged_state, families
 from support.families import Family
 
 from mergekit_slta.engine.partial import Partial
@@ -395,10 +395,10 @@ def shallow(tmp_path_factory: pytest.TempPathFactory) -> tuple[Family, Path, Pat
     return family, scratch / "cut", scratch_folders(scratch / "whole")[0]
 
 
-OF_A_FINISHED_MERGE: dict[str, damages.Damage] = {
-    "layer: another layer's file": lambda folder: damages.of_another_layer(folder, "layer-0002*"),
+OF_A_FINISHED_MERGE: dict[str, damaged_state.Damage] = {
+    "layer: another layer's file": lambda folder: damaged_state.of_another_layer(folder, "layer-0002*"),
     "layer: missing": lambda folder: (folder / "layer-0001.safetensors").unlink(),
-    "head: a flipped byte": lambda folder: damages.flip(folder, "edges*"),
+    "head: a flipped byte": lambda folder: damaged_state.flip(folder, "edges*"),
     "head: missing": lambda folder: (folder / "edges.safetensors").unlink(),
 }
 
@@ -424,15 +424,15 @@ def test_a_damaged_folder_changes_nothing_or_is_refused(
 ) -> None:
     family, cut, whole = shallow
     folder = Path(shutil.copytree(whole if name in OF_A_FINISHED_MERGE else cut, tmp_path / whole.name))
-    (damages.DAMAGES | OF_A_FINISHED_MERGE)[name](folder)
-    if name in damages.REFUSED:
+    (damaged_state.DAMAGES | OF_A_FINISHED_MERGE)[name](folder)
+    if name in damaged_state.REFUSED:
         with pytest.raises(SltaError, match=r"state\.json is damaged .*: delete the folder"):
             solve(recipe(family, scratch=str(tmp_path)))
         return
     solve(recipe(family, scratch=str(tmp_path))).release()
     assert contents(folder) == contents(whole)
     said = [record.message for record in caplog.records if "computed again" in record.message]
-    assert len(said) == (name in damages.NOTICED or name in OF_A_FINISHED_MERGE)
+    assert len(said) == (name in damaged_state.NOTICED or name in OF_A_FINISHED_MERGE)
 
 
 def test_a_merge_is_computed_anew_after_a_kill_while_its_folder_was_removed(

@@ -23,9 +23,9 @@ from support.hub import serve
 from transformers import AutoModelForCausalLM
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.models.adapters import adapter_folder, adapter_headers, adapter_weights, merged_folders, merged_name
-from mergekit_slta.models.checkpoint import merge_adapter
+from mergekit_slta.models.adapters import adapter_folder, adapter_headers, adapter_weights
 from mergekit_slta.models.headers import TensorHeader
+from mergekit_slta.models.merged_adapters import merge_adapter, merged_folders, merged_name
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 

@@ -1,7 +1,6 @@
-"""Weights as mergekit's loader gives them, whatever the files look like, and the fingerprint that goes by content."""
+"""Weights as mergekit's loader gives them, whatever the files look like."""
 
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,14 +9,12 @@ import torch
 from conftest import MakeFamily
 from mergekit.common import ModelReference
 from safetensors.torch import load_file
-from support.adapters import write_adapter
-from support.copies import edit_tensors, edited, pickled, pickled_shards, sharded
+from support.copies import edited, pickled, pickled_shards, sharded
 from support.families import Family
 from transformers import AutoModel, AutoModelForCausalLM
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.models import checkpoint
 from mergekit_slta.models.checkpoint import Checkpoint
 
 ATTENTION = "model.layers.1.self_attn.q_proj.weight"
@@ -32,7 +29,7 @@ LAYOUTS = [sharded, pickled, pickled_shards]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_layout_of_the_files_changes_neither_values_nor_fingerprint(
+def test_the_layout_of_the_files_does_not_change_the_values(
     layout: Callable[[Path, Path], Path],
     dtype: torch.dtype,
     make_family: MakeFamily,
@@ -50,78 +47,6 @@ def test_the_layout_of_the_files_changes_neither_values_nor_fingerprint(
             assert torch.equal(tensor, stored[name].float())
         assert found.bytes_read == sum(tensor.nbytes for tensor in stored.values())
         assert found.dtype == str(dtype).removeprefix("torch.")
-    assert one.fingerprint() == other.fingerprint()
-    assert one.fingerprint(whole=True) == other.fingerprint(whole=True)
-
-
-def test_the_folder_does_not_enter_the_fingerprint(llama: Family, tmp_path: Path) -> None:
-    copy = shutil.copytree(llama.base, tmp_path / "elsewhere")
-    assert opened(copy).fingerprint() == opened(llama.base).fingerprint()
-
-
-def test_other_content_has_another_fingerprint(llama: Family, tmp_path: Path) -> None:
-    def scale(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[ATTENTION] *= 1.001
-
-    def rename(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["other"] = tensors.pop(ATTENTION)
-
-    def reshape(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[ATTENTION] = tensors[ATTENTION].view(16, 64)
-
-    def round_off(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[ATTENTION] = tensors[ATTENTION].bfloat16()
-
-    folders = [edited(llama.base, tmp_path / edit.__name__, edit) for edit in (scale, rename, reshape, round_off)]
-    found = [opened(folder).fingerprint() for folder in (*llama.folders, *folders)]
-    assert len(set(found)) == len(found)
-
-
-def change_a_row(tensors: dict[str, torch.Tensor]) -> None:
-    """An edit that no sampled byte shows."""
-    tensors["model.embed_tokens.weight"][5] += 1
-
-
-def prints(folder: Path | str) -> tuple[str, str]:
-    """A model's fingerprints by samples and by all bytes."""
-    return opened(folder).fingerprint(), opened(folder).fingerprint(whole=True)
-
-
-@pytest.mark.parametrize("layout", [shutil.copytree, *LAYOUTS])
-def test_an_edit_of_a_row_shows_where_all_bytes_are_read(
-    layout: Callable[[Path, Path], Path], llama: Family, tmp_path: Path
-) -> None:
-    changed = edited(llama.base, tmp_path / "edited", change_a_row)
-    sample, whole = prints(layout(changed, tmp_path / "copy"))
-    assert sample == prints(llama.base)[0]
-    assert whole != prints(llama.base)[1]
-    adapter = write_adapter(llama.base, tmp_path / "adapter")
-    assert prints(f"{changed}+{adapter}")[1] != prints(f"{llama.base}+{adapter}")[1]
-
-
-def test_a_large_file_is_read_whole_once_until_it_changes(
-    family: Family, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fingerprint() -> tuple[str, int]:
-        """What it is, and how many files were read for it."""
-        caplog.clear()
-        found = opened(family.base).fingerprint(whole=True)
-        return found, caplog.text.count("Reading all of")
-
-    caplog.set_level("INFO")
-    small = fingerprint()
-    monkeypatch.setattr(checkpoint, "REMEMBERED_FROM", 0)
-    assert [fingerprint() for _ in range(2)] == [(small[0], 1), (small[0], 0)]
-    (known,) = (Path(os.environ["XDG_CACHE_HOME"]) / "mergekit-slta" / "hashes").iterdir()
-    assert str(family.base) not in known.read_text()
-    known.write_text(known.read_text()[:100])
-    assert fingerprint() == (small[0], 1)
-    status = (family.base / "model.safetensors").stat()
-    edit_tensors(family.base, change_a_row)
-    os.utime(family.base / "model.safetensors", ns=(status.st_atime_ns, status.st_mtime_ns))
-    changed = fingerprint()
-    assert changed[0] != small[0]
-    assert (changed[1], fingerprint()) == (1, (changed[0], 0))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -173,26 +98,6 @@ def test_fused_mixtures_are_read_as_transformers_loads_them(architecture: str, m
     for layer in range(len(decoder)):
         for name, tensor in found.read(decoder.layer_tensors(layer), decoder.base_model_prefix).items():
             assert torch.equal(tensor, expected[f"{decoder.layers_path}.{layer}.{name}"])
-
-
-def test_a_lora_is_known_by_its_base_and_its_adapter(llama: Family, tmp_path: Path) -> None:
-    def fingerprint(base: Path, adapter: Path) -> str:
-        return opened(f"{base}+{adapter}").fingerprint()
-
-    first = write_adapter(llama.base, tmp_path / "first")
-    copy = shutil.copytree(first, tmp_path / "copy")
-    assert fingerprint(llama.base, first) == fingerprint(llama.base, copy)
-    retrained = write_adapter(llama.base, tmp_path / "retrained", seed=1)
-    rescaled = write_adapter(llama.base, tmp_path / "rescaled", alpha=16)
-    found = [fingerprint(llama.base, adapter) for adapter in (first, retrained, rescaled)]
-    found += [fingerprint(llama.experts[0], first), opened(llama.base).fingerprint()]
-    assert len(set(found)) == len(found)
-
-
-def test_a_folder_without_an_adapter_is_refused(llama: Family, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(SltaError, match="no LoRA adapter"):
-        opened(f"{llama.base}+{tmp_path / 'empty'}").fingerprint()
 
 
 @pytest.mark.parametrize("layout", [lambda source, folder: source, sharded])

@@ -144,6 +144,18 @@ def test_a_config_without_one_architecture(folder: Path, names: list[str] | None
     assert refusal(folder) == f"The config.json of {folder} must name one class under 'architectures'."
 
 
+@pytest.mark.parametrize("change", [{}, {"model_type": "qwen2"}])
+def test_a_config_with_more_layers_than_the_checkpoint_has_tensors(change: dict[str, str], folder: Path) -> None:
+    """transformers would build them all, or a list of them, and run out of memory or time."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change | {"num_hidden_layers": 10**12}))
+    count = len(load_file(folder / "model.safetensors"))
+    assert refusal(folder) == (
+        f"The config.json of {folder} names 1000000000000 layers, but its checkpoint has {count} tensors: "
+        "get sound copies of both."
+    )
+
+
 def test_no_weights(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
     assert "has no weights: mergekit needs model.safetensors or pytorch_model.bin" in refusal(folder)

@@ -1,7 +1,7 @@
 """Damaged files by the thousand: a small scene of a recipe, models, an adapter and statistics, and seeded damage to it.
 
 Each case is decided by its kind and its seed, so that what a long run finds can be repeated alone:
-``damage.describe(scene, "config.json", 17)``.
+``damaged_inputs.describe(scene, "config.json", 17)``.
 """
 
 from __future__ import annotations

@@ -1,0 +1,99 @@
+"""LoRA adapters merged by mergekit, each into a folder that is named by the content of the adapter and its base."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import glob
+import logging
+import os
+import shutil
+from pathlib import Path
+
+from filelock import FileLock
+from mergekit.common import ModelPath, ModelReference
+from mergekit.io.lazy_tensor_loader import LazyTensorLoader
+from mergekit.io.tasks import LoaderCache
+
+from mergekit_slta.files import checksum, digest
+from mergekit_slta.models.adapters import adapter_folder, adapter_weights
+from mergekit_slta.models.fingerprint import fingerprint_of
+from mergekit_slta.models.headers import ADAPTER_CONFIG
+
+LOG = logging.getLogger(__name__)
+
+
+def current_loader(reference: ModelReference) -> LazyTensorLoader:
+    """mergekit's loader of a model; one of an adapter is made anew if its files changed since it was made."""
+    cache = LoaderCache()
+    if reference.lora is not None and cache.lora_cache_dir:  # other threads of a merge than the first know no folder
+        merged = merge_adapter(reference, cache.lora_cache_dir, cache.trust_remote_code, cache.lora_merge_dtype)
+        if reference in cache.loaders and cache.loaders[reference].index.base_path != merged.model.path:
+            del cache.loaders[reference]
+        if reference not in cache.loaders:
+            cache.loaders[reference] = merged.lazy_loader(lazy_unpickle=cache.lazy_unpickle)
+    return cache.get(reference)
+
+
+_MERGED = getattr(ModelReference.merged, "__wrapped__", ModelReference.merged)  # mergekit's own
+
+
+@functools.wraps(_MERGED)
+def merge_adapter(
+    self: ModelReference,
+    cache_dir: str | None = None,
+    trust_remote_code: bool = False,
+    lora_merge_dtype: str | None = None,
+) -> ModelReference:
+    """mergekit's ``ModelReference.merged``, with a folder for each content instead of one for each pair of paths.
+
+    mergekit takes whatever is in its folder, though the base model or the adapter has changed since, and though the
+    merge was interrupted. Here the folder's name tells the content of both and the type that they were merged in, and
+    the folder gets its name when it is complete.
+    """
+    if self.lora is None or not cache_dir:
+        return _MERGED(self, cache_dir, trust_remote_code, lora_merge_dtype)
+    folder = Path(cache_dir) / f"{merged_name(self)}_{_merged_content(self, lora_merge_dtype)[:16]}"
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(lock := f"{folder}.lock"):
+            if not folder.exists():
+                part = folder.with_name(f"{folder.name}.partial")
+                shutil.rmtree(part, ignore_errors=True)  # of a merge that was killed
+                try:
+                    os.replace(_MERGED(self, str(part), trust_remote_code, lora_merge_dtype).model.path, folder)
+                finally:
+                    shutil.rmtree(part, ignore_errors=True)
+                if others := [other.name for other in merged_folders(self, cache_dir) if other != folder]:
+                    LOG.warning(
+                        "%s also holds %s as it was merged from other files or in another type (%s): delete what is "
+                        "not needed any more.",
+                        cache_dir,
+                        self,
+                        ", ".join(others),
+                    )
+            with contextlib.suppress(OSError):  # Windows keeps a file that is open
+                os.unlink(lock)
+    return ModelReference(model=ModelPath(path=str(folder)))
+
+
+def _merged_content(reference: ModelReference, dtype: str | None) -> str:
+    """What decides the files of a merged adapter: the base model's weights and configuration, the adapter, the type."""
+    assert reference.lora is not None
+    cache_dir = LoaderCache().hf_cache_dir
+    base = Path(ModelReference(model=reference.model).local_path(cache_dir=cache_dir))
+    adapter = adapter_folder(reference.lora, cache_dir)
+    small = [base / "config.json", adapter / ADAPTER_CONFIG, adapter_weights(adapter)]
+    return digest([fingerprint_of(base, whole=True), *map(checksum, small), str(dtype)])
+
+
+def merged_name(reference: ModelReference) -> str:
+    """What mergekit calls the folder of a merged adapter, by the paths alone."""
+    assert reference.lora is not None
+    return f"{reference.model._unique_id()}_{reference.lora._unique_id()}"
+
+
+def merged_folders(reference: ModelReference, cache: str) -> list[Path]:
+    """The folders that an adapter at these paths has been merged into, now or before its files changed."""
+    found = sorted(Path(cache).glob(f"{glob.escape(merged_name(reference))}*"))
+    return [folder for folder in found if folder.is_dir() and folder.suffix != ".partial"]

@@ -1,0 +1,136 @@
+"""The fingerprint goes by a model's content alone, and keeps the values that published statistics carry."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from mergekit.common import ModelReference
+from safetensors.torch import save_file
+from support.adapters import write_adapter
+from support.copies import edit_tensors, edited, pickled, pickled_shards, sharded
+from support.families import Family
+
+from mergekit_slta.errors import SltaError
+from mergekit_slta.models import fingerprint
+from mergekit_slta.models.checkpoint import Checkpoint
+from mergekit_slta.models.fingerprint import fingerprint_of
+
+ATTENTION = "model.layers.1.self_attn.q_proj.weight"
+LAYOUTS = [sharded, pickled, pickled_shards]
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+]
+
+
+def opened(folder: Path | str) -> Checkpoint:
+    return Checkpoint(ModelReference.model_validate(str(folder)))
+
+
+def test_published_fingerprints_still_fit_their_models(tmp_path: Path) -> None:
+    """Tensors of all dtypes and of several sizes, one empty and one a number, in either file format."""
+    tensors: dict[str, torch.Tensor] = {}
+    for dtype in DTYPES:
+        content = torch.arange(5000 * dtype.itemsize) % (2 if dtype is torch.bool else 251)
+        stored = content.byte().view(dtype)
+        tensors |= {f"{dtype}.0": stored[:0], f"{dtype}.1": stored[7], f"{dtype}.5000": stored.view(5, 1000)}
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    for name in ("safetensors", "pickled"):
+        (tmp_path / name).mkdir()
+    save_file(tensors, tmp_path / "safetensors" / "model.safetensors")
+    torch.save(tensors, tmp_path / "pickled" / "pytorch_model.bin")
+    for folder in (tmp_path / "safetensors", tmp_path / "pickled"):
+        assert fingerprint_of(folder) == "43efb438767c2b945ae1547fabbbbdf1e5d40a6065e8be6b72ddd749a376e387"
+        assert fingerprint_of(folder, whole=True) == "89f1ad5da5db0189b4d944d6889a01679c4ec6785b1096299ddd5e404565209b"
+
+
+def test_the_folder_does_not_enter_the_fingerprint(llama: Family, tmp_path: Path) -> None:
+    copy = shutil.copytree(llama.base, tmp_path / "elsewhere")
+    assert opened(copy).fingerprint() == opened(llama.base).fingerprint()
+
+
+def test_other_content_has_another_fingerprint(llama: Family, tmp_path: Path) -> None:
+    def scale(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[ATTENTION] *= 1.001
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["other"] = tensors.pop(ATTENTION)
+
+    def reshape(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[ATTENTION] = tensors[ATTENTION].view(16, 64)
+
+    def round_off(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[ATTENTION] = tensors[ATTENTION].bfloat16()
+
+    folders = [edited(llama.base, tmp_path / edit.__name__, edit) for edit in (scale, rename, reshape, round_off)]
+    found = [opened(folder).fingerprint() for folder in (*llama.folders, *folders)]
+    assert len(set(found)) == len(found)
+
+
+def change_a_row(tensors: dict[str, torch.Tensor]) -> None:
+    """An edit that no sampled byte shows."""
+    tensors["model.embed_tokens.weight"][5] += 1
+
+
+def prints(folder: Path | str) -> tuple[str, str]:
+    """A model's fingerprints by samples and by all bytes."""
+    return opened(folder).fingerprint(), opened(folder).fingerprint(whole=True)
+
+
+@pytest.mark.parametrize("layout", [shutil.copytree, *LAYOUTS])
+def test_an_edit_of_a_row_shows_where_all_bytes_are_read(
+    layout: Callable[[Path, Path], Path], llama: Family, tmp_path: Path
+) -> None:
+    changed = edited(llama.base, tmp_path / "edited", change_a_row)
+    sample, whole = prints(layout(changed, tmp_path / "copy"))
+    assert sample == prints(llama.base)[0]
+    assert whole != prints(llama.base)[1]
+    adapter = write_adapter(llama.base, tmp_path / "adapter")
+    assert prints(f"{changed}+{adapter}")[1] != prints(f"{llama.base}+{adapter}")[1]
+
+
+def test_a_large_file_is_read_whole_once_until_it_changes(
+    family: Family, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def found() -> tuple[str, int]:
+        """The fingerprint, and how many files were read for it."""
+        caplog.clear()
+        return fingerprint_of(family.base, whole=True), caplog.text.count("Reading all of")
+
+    caplog.set_level("INFO")
+    small = found()
+    monkeypatch.setattr(fingerprint, "REMEMBERED_FROM", 0)
+    assert [found() for _ in range(2)] == [(small[0], 1), (small[0], 0)]
+    (known,) = (Path(os.environ["XDG_CACHE_HOME"]) / "mergekit-slta" / "hashes").iterdir()
+    assert str(family.base) not in known.read_text()
+    known.write_text(known.read_text()[:100])
+    assert found() == (small[0], 1)
+    status = (family.base / "model.safetensors").stat()
+    edit_tensors(family.base, change_a_row)
+    os.utime(family.base / "model.safetensors", ns=(status.st_atime_ns, status.st_mtime_ns))
+    changed = found()
+    assert changed[0] != small[0]
+    assert (changed[1], found()) == (1, (changed[0], 0))
+
+
+def test_a_lora_is_known_by_its_base_and_its_adapter(llama: Family, tmp_path: Path) -> None:
+    def fingerprint(base: Path, adapter: Path) -> str:
+        return opened(f"{base}+{adapter}").fingerprint()
+
+    first = write_adapter(llama.base, tmp_path / "first")
+    copy = shutil.copytree(first, tmp_path / "copy")
+    assert fingerprint(llama.base, first) == fingerprint(llama.base, copy)
+    retrained = write_adapter(llama.base, tmp_path / "retrained", seed=1)
+    rescaled = write_adapter(llama.base, tmp_path / "rescaled", alpha=16)
+    found = [fingerprint(llama.base, adapter) for adapter in (first, retrained, rescaled)]
+    found += [fingerprint(llama.experts[0], first), opened(llama.base).fingerprint()]
+    assert len(set(found)) == len(found)
+
+
+def test_a_folder_without_an_adapter_is_refused(llama: Family, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SltaError, match="no LoRA adapter"):
+        opened(f"{llama.base}+{tmp_path / 'empty'}").fingerprint()
