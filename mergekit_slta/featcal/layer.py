@@ -177,7 +177,7 @@ class LayerSolver:
             sum(rows for rows, _ in sizes),
             self.regression.ridge,
             self.decoder.device,
-            ranks=self.ranks,
+            reduce=self.ranks.sum,
         )
 
     # Routed experts

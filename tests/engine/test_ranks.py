@@ -221,14 +221,14 @@ import os
 from mergekit_slta.slta.calibrate import _Calibration
 from mergekit_slta.errors import SltaError
 
-measure = _Calibration._measure_layer
+measure = _Calibration.take_layer
 
 def failing(self, layer, *rest):
     if layer == 1 and os.environ["RANK"] == "1":
         raise SltaError("the disk of rank 1 is gone")
     return measure(self, layer, *rest)
 
-_Calibration._measure_layer = failing
+_Calibration.take_layer = failing
 from mergekit_slta.cli.commands import main
 main()
 """
