@@ -169,7 +169,8 @@ class Partial:
         for file in self._hidden_files(layer):
             for name, tensor in load_file(file).items():
                 stream, row, *path = name.split(".", 2)
-                found[int(stream), int(row), *(json.loads(path[0]) if path else ())] = tensor
+                key = int(stream), int(row), *(json.loads(path[0]) if path else ())
+                found[key] = tensor
         return found
 
     def save_hidden(self, layer: int, rank: int, hidden: Hidden) -> None:

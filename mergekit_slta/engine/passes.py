@@ -26,18 +26,30 @@ from mergekit_slta.models.checkpoint import Checkpoint
 LOG = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+Tensors = Mapping[str, torch.Tensor]
 # Told how many of this process's samples have passed another step.
 Progress = Callable[[int], object]
 
 
+@dataclass
 class Accumulator(ABC, Generic[Result]):
-    """What a method gathers on its way through the layers. A layer may be taken twice, if memory runs out.
+    """What a method gathers on its way through the layers.
 
     Attributes:
-        sources: for each hidden-state stream, the model that embeds the samples of each task.
+        decoder: the models' common decoder.
+        models: the models whose layers are read.
+        tasks: the token ids of each task's samples.
+        ranks: the processes that share the batches.
     """
 
-    sources: Sequence[Sequence[Source]]
+    decoder: Decoder
+    models: Sequence[Checkpoint]
+    tasks: Tasks
+    ranks: Ranks
+
+    @abstractmethod
+    def sources(self) -> Sequence[Sequence[Source]]:
+        """For each hidden-state stream, the model that embeds the samples of each task."""
 
     def steps(self, layer: int) -> int:
         """How many times a layer reports each sample."""
@@ -47,10 +59,8 @@ class Accumulator(ABC, Generic[Result]):
         """Go on after the first ``layers`` layers, which an earlier process has written to ``partial``."""
 
     @abstractmethod
-    def take_layer(
-        self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress
-    ) -> Mapping[str, torch.Tensor]:
-        """Use a layer on every batch, and set its output on every stream.
+    def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
+        """Use a layer on every batch, and set its output on every stream. Called again if memory ran out.
 
         Args:
             layer: the layer's index.
@@ -71,13 +81,9 @@ class Accumulator(ABC, Generic[Result]):
 @fast_products()
 def pass_layers(
     accumulator: Accumulator[Result],
-    decoder: Decoder,
-    models: Sequence[Checkpoint],
-    tasks: Tasks,
     *,
     batch_tokens: int = 0,
     partial: Partial | None = None,
-    ranks: Ranks | None = None,
     folder: Path | None = None,
     progress: Progress = lambda samples: None,
 ) -> Result:
@@ -85,36 +91,33 @@ def pass_layers(
 
     Args:
         accumulator: what is done with a layer.
-        decoder: the models' common decoder.
-        models: the models whose layers are read.
-        tasks: the token ids of each task's samples.
         batch_tokens: the most positions in one forward pass; 0 fits it to the device, and halves it when memory
             runs out.
         partial: where finished layers are written; the loop goes on after those that are there.
-        ranks: the processes that share the batches.
         folder: where hidden states are kept instead of in memory.
-        progress: told how many of this process's samples have passed another step; fewer than none when steps are
-            taken again with smaller batches.
+        progress: told how many of this process's samples have passed another step; a negative number when steps are
+            to be taken again with smaller batches.
 
     Raises:
         SltaError: a checkpoint's tensors are missing or not finite, or the chosen batches, or one sample, do not fit
             into memory.
     """
-    loop = _Loop(accumulator, decoder, models, tasks, partial, ranks or Ranks(), folder, progress)
-    positions = batch_tokens or fitting_batch(decoder.device)
+    loop = _Loop(accumulator, partial, folder, progress)
+    device = accumulator.decoder.device
+    positions = batch_tokens or fitting_batch(device)
     while True:
         try:
             return loop.run(positions)
         except torch.OutOfMemoryError as error:
-            longest = max(len(token_ids) for task in tasks for token_ids in task)
-            if batch_tokens or loop.ranks.count > 1 or positions <= longest:
+            longest = max(len(token_ids) for samples in accumulator.tasks for token_ids in samples)
+            if batch_tokens or accumulator.ranks.count > 1 or positions <= longest:
                 raise SltaError(
-                    f"{positions} token positions at once do not fit into the memory of {decoder.device}: "
+                    f"{positions} token positions at once do not fit into the memory of {device}: "
                     "lower 'batch_tokens', and 'max_tokens' if one sample is too long; if that does not help, the "
                     "layers themselves are too large for it."
                 ) from error
             positions //= 2
-            LOG.warning("Out of memory on %s: going on with %d token positions at once", decoder.device, positions)
+            LOG.warning("Out of memory on %s: going on with %d token positions at once", device, positions)
 
 
 @dataclass
@@ -122,11 +125,7 @@ class _Loop(Generic[Result]):
     """How far a pass has come, so that it can go on with smaller batches; see ``pass_layers``."""
 
     accumulator: Accumulator[Result]
-    decoder: Decoder
-    models: Sequence[Checkpoint]
-    tasks: Tasks
     partial: Partial | None
-    ranks: Ranks
     folder: Path | None
     progress: Progress
 
@@ -134,36 +133,37 @@ class _Loop(Generic[Result]):
         self.layers = 0  # that are finished
         self.hidden: Hidden | None = None  # the hidden states after them
         if self.partial is not None:
-            self.layers, self.hidden = self.partial.take_up(self.ranks)
+            self.layers, self.hidden = self.partial.take_up(self.accumulator.ranks)
             self.accumulator.restore(self.partial, self.layers)
         self.reported = 0
         self.reported_by_finished_layers: int | None = None
 
     def run(self, positions: int) -> Result:
         """Take the layers that are not finished, with at most ``positions`` token positions at once."""
-        batches = decoder_batches(self.decoder, self.tasks, positions)
-        streams = Streams(self.decoder, self.accumulator.sources, batches, self.ranks, self.folder)
+        own = self.accumulator
+        batches = decoder_batches(own.decoder, own.tasks, positions)
+        streams = Streams(own.decoder, own.sources(), batches, own.ranks, self.folder)
         if self.hidden is not None:
             streams.resume(self.hidden, self.layers)
         if self.reported_by_finished_layers is None:
-            steps = sum(self.accumulator.steps(layer) for layer in range(self.layers))
-            self.reported_by_finished_layers = steps * streams.samples
+            self.reported_by_finished_layers = sum(map(own.steps, range(self.layers))) * streams.samples
         self._report(self.reported_by_finished_layers - self.reported)
-        for layer in range(self.layers, len(self.decoder)):
+        for layer in range(self.layers, len(own.decoder)):
             self._take_layer(layer, streams)
-        return self.accumulator.finish(streams, self._report)
+        return own.finish(streams, self._report)
 
     def _take_layer(self, layer: int, streams: Streams) -> None:
-        names = self.decoder.layer_tensors(layer)
-        weights = [model.read(names, self.decoder.base_model_prefix, self.decoder.device) for model in self.models]
-        for model in self.models:
+        own = self.accumulator
+        names = own.decoder.layer_tensors(layer)
+        weights = [model.read(names, own.decoder.base_model_prefix, own.decoder.device) for model in own.models]
+        for model in own.models:
             model.prefetch(layer + 1)
-        tensors = self.accumulator.take_layer(layer, weights, streams, self._report)
+        tensors = own.take_layer(layer, weights, streams, self._report)
         streams.advance()
         if self.partial is not None:
-            self.partial.save_hidden(layer, self.ranks.index, streams.state)
-            self.ranks.wait()
-            if self.ranks.first:
+            self.partial.save_hidden(layer, own.ranks.index, streams.state)
+            own.ranks.wait()
+            if own.ranks.first:
                 self.partial.finish_layer(layer, tensors)
         self.layers, self.hidden = layer + 1, streams.state
         self.reported_by_finished_layers = self.reported

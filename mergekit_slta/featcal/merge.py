@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from mergekit_slta.engine.partial import Partial
-from mergekit_slta.engine.passes import Accumulator, Progress, pass_layers
+from mergekit_slta.engine.passes import Accumulator, Progress, Tensors, pass_layers
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams, Tasks, read_edges
 from mergekit_slta.featcal.groups import groups_by_layer
@@ -65,22 +66,20 @@ def feature_merge(
         regression: ridge and teacher.
         head: solve the output head too.
         compare: follow the anchor's own features as well, for the report.
-        batch_tokens, ranks: as for ``pass_layers``.
+        batch_tokens: as for ``pass_layers``.
+        ranks: the processes that share the batches.
         progress: told the stage, and how many of this process's samples have passed it.
 
     Raises:
         SltaError: a checkpoint's tensors are missing or not finite, or one sample does not fit into memory.
     """
     ranks = ranks or Ranks()
-    merge = _FeatureMerge(decoder, anchor, experts, len(tasks), regression, head, compare, ranks)
+    models = [anchor.models[0], *experts]
+    merge = _FeatureMerge(decoder, models, tasks, ranks, anchor, regression, head, compare)
     tensors = pass_layers(
         merge,
-        decoder,
-        [anchor.models[0], *experts],
-        tasks,
         batch_tokens=batch_tokens,
         partial=partial,
-        ranks=ranks,
         progress=lambda samples: progress(merge.stage, samples),
     )
     if ranks.first:
@@ -93,42 +92,33 @@ def stages(decoder: Decoder, head: bool) -> int:
     return sum(len(maps.groups) for maps in groups_by_layer(decoder)) + (head and output_head(decoder) is not None)
 
 
-class _FeatureMerge(Accumulator[dict[str, torch.Tensor]]):
+@dataclass
+class _FeatureMerge(Accumulator[Tensors]):
     """Merges one layer after the other, then the output head; see ``feature_merge``."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        anchor: Blend,
-        experts: Sequence[Checkpoint],
-        tasks: int,
-        regression: Regression,
-        head: bool,
-        compare: bool,
-        ranks: Ranks,
-    ) -> None:
-        self.decoder = decoder
-        self.anchor = anchor
-        self.experts = experts
-        self.regression = regression
-        self.head = output_head(decoder) if head else None
-        self.compare = compare
-        self.ranks = ranks
+    anchor: Blend
+    regression: Regression
+    head: bool
+    compare: bool
+
+    def __post_init__(self) -> None:
+        self.experts = self.models[1:]
         self.stage = "embeddings"
-        self.maps = groups_by_layer(decoder)
-        anchors = [anchor] * tasks
-        self.sources: list[Sequence[Source]] = [anchors, experts, *([anchors] if compare else [])]
+        self.maps = groups_by_layer(self.decoder)
         for kept in dict.fromkeys(maps.kept for maps in self.maps if maps.kept):
             numbered = any(part.isdigit() for name in kept for part in name.split("."))  # most of a mixture's weights
             LOG.log(logging.WARNING if numbered else logging.INFO, "Never solved, so the anchor's: %s", ", ".join(kept))
+
+    def sources(self) -> list[Sequence[Source]]:
+        """The streams of the merged model, of the experts, each with its own samples, and of the anchor."""
+        anchors = [self.anchor] * len(self.tasks)
+        return [anchors, self.experts, anchors] if self.compare else [anchors, self.experts]
 
     def steps(self, layer: int) -> int:
         """Every group of maps reports each sample."""
         return len(self.maps[layer].groups)
 
-    def take_layer(
-        self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress
-    ) -> dict[str, torch.Tensor]:
+    def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
         """The merged layer's tensors by the model's names, and how far its output is from the experts'."""
         names, maps = self.decoder.layer_tensors(layer), self.maps[layer]
         anchor = self.anchor.of(names, weights)
@@ -136,10 +126,10 @@ class _FeatureMerge(Accumulator[dict[str, torch.Tensor]]):
         for group in maps.groups:
             self.stage = f"layer {layer} of {len(self.decoder)}, {group}"
             solver.solve(group, report)
-        errors = self._advance_streams(solver, anchor, streams)
-        return {names[key]: tensor for key, tensor in solver.merged.items()} | errors
+        merged = {names[key]: tensor for key, tensor in solver.merged.items()}
+        return {**merged, **self._advance_streams(solver, anchor, streams)}
 
-    def _advance_streams(self, solver: LayerSolver, anchor: Weights, streams: Streams) -> dict[str, torch.Tensor]:
+    def _advance_streams(self, solver: LayerSolver, anchor: Weights, streams: Streams) -> Tensors:
         """Set what the layer makes of every stream; returns each stream's mean relative error by task [T]."""
         compared = [MERGED, ANCHOR] if self.compare else [MERGED]
         sums = torch.zeros(len(compared) + 1, len(self.experts), dtype=torch.float64)
@@ -159,9 +149,9 @@ class _FeatureMerge(Accumulator[dict[str, torch.Tensor]]):
         self.ranks.sum(sums)
         return {ERRORS[stream]: sums[row] / sums[-1] for row, stream in enumerate(compared)}
 
-    def finish(self, streams: Streams, report: Progress) -> dict[str, torch.Tensor]:
+    def finish(self, streams: Streams, report: Progress) -> Tensors:
         """The output head's tensors by the model's names, solved a part of its rows at a time."""
-        head = self.head
+        head = output_head(self.decoder) if self.head else None
         if head is None:
             return {}
         self.stage = "output head"

@@ -9,13 +9,13 @@ Shapes: ``T`` experts, ``B`` samples in a batch, ``n`` samples of a study, ``m``
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from mergekit_slta.engine.passes import Accumulator, Progress, pass_layers
+from mergekit_slta.engine.passes import Accumulator, Progress, Tensors, pass_layers
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Batch, Streams, Tasks, read_edges
 from mergekit_slta.errors import SltaError
@@ -101,7 +101,8 @@ def measure(
         tasks: the token ids of each expert's samples.
         levels: the levels to measure.
         studies: what to measure.
-        batch_tokens, ranks: as for ``pass_layers``.
+        batch_tokens: as for ``pass_layers``.
+        ranks: the processes that share the batches.
         progress: told how many of this process's samples have passed another layer, in all as often as
             ``count_passes`` times the layers.
 
@@ -115,27 +116,12 @@ def measure(
     measured: list[Grams] = [{} for _ in studies]
     below = [level for level in levels if level != "model"]
     if below:
-        measured = pass_layers(
-            _Submodules(decoder, models, tasks, below, studies, ranks),
-            decoder,
-            models,
-            tasks,
-            batch_tokens=batch_tokens,
-            ranks=ranks,
-            progress=progress,
-        )
+        submodules = _Submodules(decoder, models, tasks, ranks, below, studies)
+        measured = pass_layers(submodules, batch_tokens=batch_tokens, progress=progress)
     for study, grams in zip(studies if "model" in levels else (), measured, strict=False):
-        whole = _WholeModel(decoder, models, study.tasks(tasks), study, ranks)
-        grams["model"] = pass_layers(
-            whole,
-            decoder,
-            models,
-            whole.tasks,
-            batch_tokens=batch_tokens,
-            ranks=ranks,
-            folder=Path(tempfile.gettempdir()) if whole.hidden_bytes > MOST_HIDDEN_BYTES else None,
-            progress=progress,
-        )
+        whole = _WholeModel(decoder, models, study.tasks(tasks), ranks, study)
+        folder = Path(tempfile.gettempdir()) if whole.hidden_bytes > MOST_HIDDEN_BYTES else None
+        grams["model"] = pass_layers(whole, batch_tokens=batch_tokens, folder=folder, progress=progress)
     return measured
 
 
@@ -146,32 +132,25 @@ def _put_together(name: str, grams: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     return grams
 
 
+@dataclass
 class _Submodules(Accumulator[list[Grams]]):
     """All studies at all levels but the model."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        models: Sequence[Checkpoint],
-        tasks: Tasks,
-        levels: Sequence[str],
-        studies: Sequence[Study],
-        ranks: Ranks,
-    ) -> None:
-        self.decoder = decoder
-        self.sources = [[models[0]] * len(tasks)]
-        self.levels = levels
-        self.studies = studies
-        self.ranks = ranks
-        self.tokens = sum(len(token_ids) for samples in tasks for token_ids in samples)
-        task_of = [task for task, samples in enumerate(tasks) for _ in samples]
-        used = [[row for row, task in enumerate(task_of) if task in study.experts] for study in studies]
-        self.places = [{row: place for place, row in enumerate(rows)} for rows in used]  # of a row in each study
-        self.grams: list[Grams] = [{} for _ in studies]
+    levels: Sequence[str]
+    studies: Sequence[Study]
 
-    def take_layer(
-        self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress
-    ) -> Mapping[str, torch.Tensor]:
+    def __post_init__(self) -> None:
+        self.tokens = sum(len(token_ids) for samples in self.tasks for token_ids in samples)
+        task_of = [task for task, samples in enumerate(self.tasks) for _ in samples]
+        used = [[row for row, task in enumerate(task_of) if task in study.experts] for study in self.studies]
+        self.places = [{row: place for place, row in enumerate(rows)} for rows in used]  # of a row in each study
+        self.grams: list[Grams] = [{} for _ in self.studies]
+
+    def sources(self) -> list[list[Checkpoint]]:
+        """The base model's stream."""
+        return [[self.models[0]] * len(self.tasks)]
+
+    def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
         """Measure the layer's submodules in all studies."""
         names = [name for level in self.levels for name in layer_submodules(self.decoder, level, layer)]
         for study, places, grams in zip(self.studies, self.places, self.grams, strict=True):
@@ -211,7 +190,7 @@ class _Submodules(Accumulator[list[Grams]]):
         """Run a layer with all settings of a study on a batch."""
 
         def run(setting: torch.Tensor) -> ExpertRun:
-            weights = blend(features.weights[0], features.weights[1:], lambda name: setting, by_steps=True)
+            weights = _blend(features.weights[0], features.weights[1:], setting)
             done = features.run(weights, base, hidden, call)
             report(len(batch.rows) * _runs_of_layers(self.levels))
             # Of a setting's weights only the map that all heads share is needed again.
@@ -241,19 +220,19 @@ class _Submodules(Accumulator[list[Grams]]):
         self.grams[index][name][[self.places[index][row] for row in batch.rows], other] = grams
 
 
+@dataclass
 class _WholeModel(Accumulator[torch.Tensor]):
     """A study at level ``model``: the hidden states of every setting through all layers, then the logits."""
 
-    def __init__(
-        self, decoder: Decoder, models: Sequence[Checkpoint], tasks: Tasks, study: Study, ranks: Ranks
-    ) -> None:
-        self.decoder = decoder
-        self.models = models
-        self.tasks = tasks
-        self.study = study
-        self.ranks = ranks
-        self.settings = torch.cat([torch.zeros_like(study.kept[:1]), study.settings])  # stream 0 is the base model's
-        self.sources = [[self._model(setting)] * len(tasks) for setting in self.settings]
+    study: Study
+
+    def __post_init__(self) -> None:
+        kept = self.study.kept
+        self.settings = torch.cat([torch.zeros_like(kept[:1]), self.study.settings])  # stream 0 is the base model's
+
+    def sources(self) -> list[list[Blend]]:
+        """Every setting's stream."""
+        return [[self._model(setting)] * len(self.tasks) for setting in self.settings]
 
     def _model(self, setting: torch.Tensor) -> Blend:
         used = setting.nonzero().flatten()
@@ -267,13 +246,11 @@ class _WholeModel(Accumulator[torch.Tensor]):
         width: int = self.decoder.model.config.get_text_config().hidden_size
         return 2 * len(self.settings) * tokens * width * torch.float32.itemsize
 
-    def take_layer(
-        self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress
-    ) -> Mapping[str, torch.Tensor]:
+    def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
         """Let the samples of every setting pass the layer."""
         base, *experts = weights
         for stream, setting in enumerate(self.settings):
-            blended = self._blend(base, experts, setting)
+            blended = _blend(base, experts, setting)
             for number, batch in enumerate(streams.batches):
                 streams.run_layer(stream, number, blended)
                 report(len(batch.rows))
@@ -285,7 +262,7 @@ class _WholeModel(Accumulator[torch.Tensor]):
         chunk = max(1, LOGITS // self.decoder.model.config.get_text_config().vocab_size)
 
         def logits(stream: int, states: torch.Tensor) -> torch.Tensor:
-            weights = self._blend(base_edges, edges, self.settings[stream])
+            weights = _blend(base_edges, edges, self.settings[stream])
             return self.decoder.logits(states[None].to(self.decoder.device), weights)
 
         grams = self.study.no_grams(sum(map(len, self.tasks)))
@@ -298,6 +275,6 @@ class _WholeModel(Accumulator[torch.Tensor]):
                     grams[row, other] += sample_grams([*own, *kept], [base.shape[1]])[0]
         return _put_together("model", grams, self.ranks)
 
-    @staticmethod
-    def _blend(base: Weights, experts: Sequence[Weights], setting: torch.Tensor) -> Weights:
-        return blend(base, experts, lambda name: setting, by_steps=True)
+
+def _blend(base: Weights, experts: Sequence[Weights], setting: torch.Tensor) -> Weights:
+    return blend(base, experts, lambda name: setting, by_steps=True)

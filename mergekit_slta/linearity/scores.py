@@ -8,13 +8,18 @@ Shapes: ``g`` experts merged, ``n`` samples, ``K`` settings, ``N`` steps from th
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import combinations, product
+from typing import Any
 
 import torch
+from tqdm import tqdm
 
+from mergekit_slta.engine.passes import Progress
+from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Tasks
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
@@ -22,9 +27,12 @@ from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.linearity.interpolation import Grams, Study, count_passes, measure
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.recipe import calibration_problems
+from mergekit_slta.recipe.recipe import Recipe, calibration_problems
 from mergekit_slta.slta.statistics import published_name
 
+LOG = logging.getLogger(__name__)
+
+DEFAULT_LEVELS = ("model", "layer", "attn_mlp")
 STEPS = 10
 PAIR_WEIGHTS = (0.2, 0.4, 0.6, 0.8, 1.0)
 TRIPLE_WEIGHTS = (0.3, 0.5, 0.7)
@@ -205,6 +213,7 @@ class Plan:
         levels: the levels to measure.
         studies: see ``plan_studies``.
         batch_tokens: the most positions in one forward pass; 0 fits it to the device.
+        ranks: the processes that share the samples.
     """
 
     decoder: Decoder
@@ -214,6 +223,7 @@ class Plan:
     levels: Sequence[str]
     studies: Sequence[Study]
     batch_tokens: int = 0
+    ranks: Ranks = field(default_factory=Ranks)
 
     @property
     def passes(self) -> int:
@@ -229,11 +239,11 @@ class Plan:
             f"calibrating on the same {samples} samples takes {samples * len(self.models)}"
         )
 
-    def measure(self, progress: Callable[[int], object] = lambda samples: None) -> Linearity:
-        """Measure; ``progress`` is told how many samples have passed another layer.
+    def measure(self, progress: Progress = lambda samples: None) -> Linearity:
+        """Measure; ``progress`` is told how many of this process's samples have passed another layer.
 
         Raises:
-            SltaError: a level does not apply to the models, or a batch does not fit into memory.
+            SltaError: a level does not apply to the models, or one sample does not fit into memory.
         """
         submodules = {level: self._submodules(level) for level in self.levels}
         measured = measure(
@@ -243,6 +253,7 @@ class Plan:
             self.levels,
             self.studies,
             batch_tokens=self.batch_tokens,
+            ranks=self.ranks,
             progress=progress,
         )
         members = {self._group(study): tuple(self.names[e] for e in study.experts) for study in self.studies}
@@ -253,6 +264,19 @@ class Plan:
                 _add_scores(result, level, self._group(study), study, {name: grams[name] for name in names})
         return result
 
+    def measure_visibly(self, quiet: bool) -> Linearity:
+        """Measure with a progress bar."""
+        layers = len(self.decoder)
+        with tqdm(
+            total=self.passes * layers // self.ranks.count,
+            desc="Measuring linearity",
+            unit="pass",
+            unit_scale=1 / layers,
+            leave=False,
+            disable=quiet or not self.ranks.first,
+        ) as bar:
+            return self.measure(bar.update)
+
     def _group(self, study: Study) -> str:
         return "+".join(self.names[expert] for expert in study.experts)
 
@@ -261,6 +285,34 @@ class Plan:
             return ["model"]
         layers = range(len(self.decoder))
         return [name for layer in layers for name in layer_submodules(self.decoder, level, layer)]
+
+
+def linearity(
+    recipe: Recipe | Experiment,
+    levels: Sequence[str] | None = None,
+    samples: int = 5,
+    pairs: bool = True,
+    triples: bool = False,
+    **options: Any,
+) -> Linearity:
+    """Measure how linear a recipe's models are in their weights; the number of forward passes is logged first.
+
+    Args:
+        recipe: the recipe, or its models and data as they have been opened.
+        levels: by default ``model``, ``layer`` and ``attn_mlp``.
+        samples: how many records of each expert's calibration data are used.
+        pairs: compare 25 merges of every two experts with the experts.
+        triples: compare 27 merges of every three experts with the experts.
+        options: how a recipe is opened, as for ``Experiment``.
+
+    Raises:
+        SltaError: an expert has no usable calibration data, two experts have the same name, a level does not apply to
+            the models, or one sample does not fit into memory.
+    """
+    experiment = recipe if isinstance(recipe, Experiment) else Experiment(recipe, **options)
+    plan = plan_linearity(experiment, levels or DEFAULT_LEVELS, samples=samples, pairs=pairs, triples=triples)
+    LOG.info("%s.", plan)
+    return plan.measure_visibly(experiment.quiet)
 
 
 def plan_linearity(
@@ -284,38 +336,30 @@ def plan_linearity(
         levels,
         plan_studies(len(names), pairs, triples),
         experiment.recipe.settings.batch_tokens,
+        experiment.ranks,
     )
 
 
 def _add_scores(result: Linearity, level: str, group: str, study: Study, grams: Grams) -> None:
-    """Score one study at one level."""
+    """Score one study at one level; where several samples and settings count, means over samples come first."""
     skipped = 0
     for name, gram in grams.items():
         if len(study.experts) == 1:
             ratios = distances(gram[:, 0])
-            scores = _path_scores(ratios)
+            scores = {distance_metric(step): Value.of(ratios[:, step, -1]) for step in range(STEPS + 1)}
+            scores = {"non_linearity": Value.of(non_linearity(ratios)), **scores}
             result.maps.setdefault(level, {}).setdefault(group, {})[name] = ratios.nanmean(0)
             skipped += int(ratios[:, 0, 0].isnan().sum())
         else:
             # A sample on which the merge or one of the experts changes nothing says nothing about them.
             usable = (gram.diagonal(dim1=-2, dim2=-1) > 0).all(-1).all(-1)
-            scores = _merge_scores(gram[usable], torch.cat(study.others)[:, list(study.experts)])
+            gram, alpha = gram[usable], torch.cat(study.others)[:, list(study.experts)]
+            scores = {
+                "projection_distance": Value.of((1 - projection(gram, alpha).mean(0)).abs()),
+                "cosine_merge": Value.of(merge_cosine(gram, alpha).mean(0)),
+                "cosine_base": Value.of(pair_cosine(gram[:, 0, 1:, 1:])),
+            }
             skipped += int((~usable).sum())
         for metric, value in scores.items():
             result.metrics.setdefault(metric, {}).setdefault(level, {}).setdefault(group, {})[name] = value
     result.skipped.setdefault(level, {})[group] = skipped
-
-
-def _path_scores(ratios: torch.Tensor) -> dict[str, Value]:
-    """The metrics of one expert's ``distances`` [n, N + 1, N + 1]."""
-    curve = {distance_metric(step): Value.of(ratios[:, step, -1]) for step in range(STEPS + 1)}
-    return {"non_linearity": Value.of(non_linearity(ratios)), **curve}
-
-
-def _merge_scores(grams: torch.Tensor, alpha: torch.Tensor) -> dict[str, Value]:
-    """The metrics of one merge, from [n, K, 1 + g, 1 + g] and its settings [K, g]; means over samples come first."""
-    return {
-        "projection_distance": Value.of((1 - projection(grams, alpha).mean(0)).abs()),
-        "cosine_merge": Value.of(merge_cosine(grams, alpha).mean(0)),
-        "cosine_base": Value.of(pair_cosine(grams[:, 0, 1:, 1:])),
-    }

@@ -6,7 +6,8 @@ Here the two loops over layers are one, that of ``engine.passes``, so that no in
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -46,7 +47,8 @@ def calibrate(
         models: the base model, then the ``T`` experts.
         tasks: the token ids of each expert's calibration samples.
         levels: the levels to measure.
-        batch_tokens, partial, ranks: as for ``pass_layers``.
+        batch_tokens, partial: as for ``pass_layers``.
+        ranks: the processes that share the batches.
         progress: told how many of this process's samples have passed another layer.
 
     Returns:
@@ -56,38 +58,27 @@ def calibrate(
         SltaError: a level does not apply to the models, a checkpoint's tensors are missing or not finite, or one
             sample does not fit into memory.
     """
-    ranks = ranks or Ranks()
-    calibration = _Calibration(decoder, models, tasks, levels, ranks)
-    return pass_layers(
-        calibration,
-        decoder,
-        models,
-        tasks,
-        batch_tokens=batch_tokens,
-        partial=partial,
-        ranks=ranks,
-        progress=progress,
-    )
+    calibration = _Calibration(decoder, models, tasks, ranks or Ranks(), levels)
+    return pass_layers(calibration, batch_tokens=batch_tokens, partial=partial, progress=progress)
 
 
+@dataclass
 class _Calibration(Accumulator[Grams]):
     """The Gram matrices of the layers that were taken; see ``calibrate``."""
 
-    def __init__(
-        self, decoder: Decoder, models: Sequence[Checkpoint], tasks: Tasks, levels: Sequence[str], ranks: Ranks
-    ) -> None:
-        self.decoder = decoder
-        self.models = models
-        self.levels = levels
-        self.ranks = ranks
-        self.lengths = [len(token_ids) for samples in tasks for token_ids in samples]
+    levels: Sequence[str]
+
+    def __post_init__(self) -> None:
+        self.lengths = [len(token_ids) for samples in self.tasks for token_ids in samples]
         self.submodules = [
-            [name for level in levels for name in layer_submodules(decoder, level, layer)]
-            for layer in range(len(decoder))
+            [name for level in self.levels for name in layer_submodules(self.decoder, level, layer)]
+            for layer in range(len(self.decoder))
         ]
-        # Stream 0 is the base model's. The model as a whole is compared on each expert's own stream too.
-        self.sources = [[model] * len(tasks) for model in (models if "model" in levels else models[:1])]
         self.grams: Grams = {}
+
+    def sources(self) -> list[list[Checkpoint]]:
+        """The base model's stream; the model as a whole is compared on each expert's own stream too."""
+        return [[model] * len(self.tasks) for model in (self.models if "model" in self.levels else self.models[:1])]
 
     def restore(self, partial: Partial, layers: int) -> None:
         """Take the Gram matrices that an earlier process has measured."""
@@ -103,8 +94,9 @@ class _Calibration(Accumulator[Grams]):
             for name, grams in features.grams(base, hidden, call, batch.lengths):
                 measured[name][list(batch.rows)] = grams
             streams.set_output(0, number, base.output, base.state)
-            for stream in range(1, len(self.sources)):
-                streams.run_layer(stream, number, weights[stream])
+            if "model" in self.levels:
+                for stream, own in enumerate(weights[1:], 1):
+                    streams.run_layer(stream, number, own)
             report(len(batch.rows))
         return self._keep(measured)
 
@@ -118,7 +110,7 @@ class _Calibration(Accumulator[Grams]):
         experts = len(self.models) - 1
         return torch.zeros(len(self.lengths), experts, experts, dtype=torch.float64)
 
-    def _keep(self, measured: Mapping[str, torch.Tensor]) -> Grams:
+    def _keep(self, measured: Grams) -> Grams:
         """Put the ranks' samples together, and keep them."""
         grams = {name: self.ranks.sum(own) for name, own in measured.items()}
         for name, gram in grams.items():

@@ -33,6 +33,7 @@ from mergekit_slta.linearity.scores import (
     Value,
     distance_metric,
     distances,
+    linearity,
     merge_cosine,
     merge_study,
     non_linearity,
@@ -346,6 +347,17 @@ def test_a_recipe_is_measured_on_its_first_samples(llama: Family) -> None:
     assert planned.names == [folder.name for folder in llama.experts]
     assert len(planned.studies) == 3 + 3 + 1
     assert experiment.recipe.settings.samples == 30
+
+
+def test_linearity_measures_what_is_planned(llama: Family, caplog: pytest.LogCaptureFixture) -> None:
+    experiment = families.experiment(families.recipe(llama))
+    planned = plan_linearity(experiment, ["layer"], samples=1, pairs=False)
+    with caplog.at_level("INFO", "mergekit_slta.linearity.scores"):
+        found = linearity(experiment, ["layer"], samples=1, pairs=False)
+    assert_same(found, planned.measure(), 0)
+    assert f"{planned} ".strip() in caplog.text
+    opened = linearity(experiment.recipe, ["layer"], samples=1, pairs=False, quiet=True)
+    assert_same(found, opened, 0)
 
 
 def test_an_expert_without_data_is_refused(llama: Family) -> None:
