@@ -1,8 +1,8 @@
 """Solve the linear maps of one decoder layer, one group after another, on streams that stop at each group.
 
-A layer runs once per stream and batch although its maps become known one after another: each run goes on where the one
-before stopped, with the outputs that it left on the host in place of the modules that made them. Only what lies between
-maps (norms, the attention's core, activations) may be computed twice.
+A layer runs once per stream and batch, although its maps become known one after another: each run goes on where the
+run before it stopped. Modules that have run are not run again, their outputs are kept on the host. Only what lies
+between maps (norms, the attention's core, activations) may be computed twice.
 """
 
 from __future__ import annotations
@@ -98,10 +98,7 @@ class LayerSolver:
             self._kept = []
 
     def output(self, stream: int, number: int) -> tuple[torch.Tensor, State]:
-        """What the layer makes of a batch [B, S, D] and hands to later layers, both on the host.
-
-        For the merged stream once all groups are solved.
-        """
+        """What the layer, once it is solved, makes of a batch [B, S, D] and hands to later layers, on the host."""
         if (stream, number) not in self._final:
             weights = self.merged if stream == MERGED else self.experts[self.streams.batches[number].task]
             self._go_on(stream, number, weights, None)

@@ -5,14 +5,14 @@ anchor's map W_a, tasks t with weights s_t, and the change D = W - W_a [d_out, d
 
     sum_t s_t sum_x |D x - r|^2 + ridge * K(D),     s_t = 1 / |sum_x x x^T|_F
 
-with K(D) = kappa |D|^2 and kappa = trace(A) / d_in for A = sum_t s_t sum_x x x^T. Where a few dimensions of the input
-are so much larger than the others that kappa says nothing about these, K(D) = sum_j A_jj |D[:, j]|^2 instead, and where
-they would decide s_t, perhaps by a single token, s_t is taken from the others.
+with K(D) = kappa |D|^2 and kappa = trace(A) / d_in for A = sum_t s_t sum_x x x^T. A few dimensions of the input may be
+so much larger than the others that kappa says nothing about the others: then K(D) = sum_j A_jj |D[:, j]|^2. Where those
+few would decide s_t, perhaps by a single token, s_t is computed without them.
 
-The sums are made of float32 products first. How much of their rounding the solution would show is measured: a few
-random combinations of the columns of A and of the right-hand side are summed up in float64 too, which costs little, and
-the solution is applied to the difference. Where inputs are rank-deficient or ill-conditioned and the ridge is small,
-this is too much, and all tokens are added once more with float64 products.
+The sums are first made of float32 products, and the error that their rounding causes in the solution is measured: a
+few random combinations of the columns of A and of the right-hand side are summed up in float64 too, which costs little,
+and the equations are solved for the difference. Where the error is too large (inputs that are rank-deficient or
+ill-conditioned, with a small ridge), all tokens are added once more with float64 products.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ import torch
 MASSIVE = 10.0
 # s_t leaves out the dimensions whose sum of squares is so many times the 90 % quantile of all dimensions' sums.
 DECISIVE = 1000.0
-# The ridges to try, relative to the one asked for, before the anchor is kept.
+# Where the equations cannot be solved, these multiples of the ridge are tried before the anchor is kept.
 LARGER_RIDGES = (1.0, 10.0, 100.0, 1000.0, 10000.0)
-SMALLEST_RIDGE = 1e-10  # what a ridge of zero comes to; with less, inputs that were never seen decide
+SMALLEST_RIDGE = 1e-10  # used for a ridge of zero; with less, inputs that were never seen decide
 BLOCK = 256  # rows of the inputs' products that are computed at once, from the diagonal on
 ROUNDING = 2e-6  # the largest part of the solution that the rounding of float32 products may make up
 PROBES = 4  # random combinations of columns by which that is measured

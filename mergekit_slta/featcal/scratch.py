@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,10 +89,6 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings) -> SolvedMode
 
     Other processes are kept out of its folder until the solved model is removed or released.
 
-    Args:
-        experiment: the recipe's models and data.
-        settings: the recipe's settings.
-
     Raises:
         SltaError: something about models or data is wrong, memory does not suffice, or another process is solving it.
     """
@@ -105,7 +100,8 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings) -> SolvedMode
     fingerprint = experiment.fingerprint(data).model_dump(mode="json")
     asked = settings.model_dump(include={"ridge", "anchor", "teacher", "head"})
     asked |= {"compare": bool(settings.report), "format": FORMAT}
-    partial = Partial(_folder(settings, fingerprint | asked), fingerprint | asked)
+    content = fingerprint | asked
+    partial = Partial(scratch_root(settings.scratch) / f"featcal-{digest(content)}", content)
     partial.enter(experiment.ranks)
     try:
         experiment.ranks.require_equal(partial.complete, partial.folder)
@@ -160,10 +156,6 @@ def _anchor(experiment: Experiment, settings: FeatcalSettings, decoder: Decoder)
 def scratch_root(scratch: str) -> Path:
     """The folder that the folders of feature merges are in."""
     return Path(scratch).expanduser() if scratch else cache_folder()
-
-
-def _folder(settings: FeatcalSettings, content: Mapping[str, object]) -> Path:
-    return scratch_root(settings.scratch) / f"featcal-{digest(content)}"
 
 
 # What it takes

@@ -203,18 +203,7 @@ def distance_metric(step: int) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """A measurement of linearity that can be started.
-
-    Attributes:
-        decoder: the models' common decoder.
-        models: the base model, then the experts.
-        names: the experts' names.
-        tasks: the token ids of each expert's samples.
-        levels: the levels to measure.
-        studies: see ``plan_studies``.
-        batch_tokens: the most positions in one forward pass; 0 fits it to the device.
-        ranks: the processes that share the samples.
-    """
+    """A measurement of linearity that can be started, on the ``tasks`` of the base model and experts in ``models``."""
 
     decoder: Decoder
     models: Sequence[Checkpoint]
@@ -246,39 +235,25 @@ class Plan:
             SltaError: a level does not apply to the models, or one sample does not fit into memory.
         """
         submodules = {level: self._submodules(level) for level in self.levels}
-        measured = measure(
-            self.decoder,
-            self.models,
-            self.tasks,
-            self.levels,
-            self.studies,
-            batch_tokens=self.batch_tokens,
-            ranks=self.ranks,
-            progress=progress,
-        )
-        members = {self._group(study): tuple(self.names[e] for e in study.experts) for study in self.studies}
+        inputs = self.decoder, self.models, self.tasks, self.levels, self.studies
+        measured = measure(*inputs, batch_tokens=self.batch_tokens, ranks=self.ranks, progress=progress)
+        members = [tuple(self.names[expert] for expert in study.experts) for study in self.studies]
+        groups = dict(zip(map("+".join, members), members, strict=True))
         samples = tuple(map(len, self.tasks))
-        result = Linearity(tuple(self.names), tuple(self.levels), samples, {}, {}, {}, members)
+        result = Linearity(tuple(self.names), tuple(self.levels), samples, {}, {}, {}, groups)
         for level, names in submodules.items():
-            for study, grams in zip(self.studies, measured, strict=True):
-                _add_scores(result, level, self._group(study), study, {name: grams[name] for name in names})
+            for group, study, grams in zip(groups, self.studies, measured, strict=True):
+                _add_scores(result, level, group, study, {name: grams[name] for name in names})
         return result
 
     def measure_visibly(self, quiet: bool) -> Linearity:
         """Measure with a progress bar."""
-        layers = len(self.decoder)
+        layers, hidden = len(self.decoder), quiet or not self.ranks.first
+        total, scale = self.passes * layers // self.ranks.count, 1 / layers
         with tqdm(
-            total=self.passes * layers // self.ranks.count,
-            desc="Measuring linearity",
-            unit="pass",
-            unit_scale=1 / layers,
-            leave=False,
-            disable=quiet or not self.ranks.first,
+            desc="Measuring linearity", total=total, unit="pass", unit_scale=scale, leave=False, disable=hidden
         ) as bar:
             return self.measure(bar.update)
-
-    def _group(self, study: Study) -> str:
-        return "+".join(self.names[expert] for expert in study.experts)
 
     def _submodules(self, level: str) -> list[str]:
         if level == "model":
@@ -328,16 +303,11 @@ def plan_linearity(
     names = [published_name(expert.reference) for expert in experiment.recipe.experts]
     if len(set(names)) < len(names):
         raise SltaError(f"Two experts would get the same name ({', '.join(names)}): rename a folder.")
-    return Plan(
-        Decoder(experiment.base.config, experiment.trust_remote_code, experiment.device),
-        [experiment.base, *experiment.experts],
-        names,
-        [data.token_ids for data in experiment.load_data(experiment.recipe.experts, samples)],
-        levels,
-        plan_studies(len(names), pairs, triples),
-        experiment.recipe.settings.batch_tokens,
-        experiment.ranks,
-    )
+    decoder = Decoder(experiment.base.config, experiment.trust_remote_code, experiment.device)
+    models, studies = [experiment.base, *experiment.experts], plan_studies(len(names), pairs, triples)
+    tasks = [data.token_ids for data in experiment.load_data(experiment.recipe.experts, samples)]
+    batch_tokens = experiment.recipe.settings.batch_tokens
+    return Plan(decoder, models, names, tasks, levels, studies, batch_tokens, experiment.ranks)
 
 
 def _add_scores(result: Linearity, level: str, group: str, study: Study, grams: Grams) -> None:
