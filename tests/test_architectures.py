@@ -30,8 +30,9 @@ from support.synthetic import random_alpha
 from transformers import AutoModelForCausalLM
 
 from mergekit_slta.errors import SltaError
+from mergekit_slta.layers.blend import weighted_sum
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.submodules import TensorWeights, weighted_sum
+from mergekit_slta.layers.submodules import TensorWeights
 from mergekit_slta.slta.solver import solve
 
 RECORDS = 3

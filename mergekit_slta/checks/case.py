@@ -19,7 +19,7 @@ from mergekit_slta.checks.compatibility import architecture_problem, silenced
 from mergekit_slta.data.draw import CalibrationData
 from mergekit_slta.data.sources import is_dataset
 from mergekit_slta.errors import SltaError
-from mergekit_slta.featcal.needs import Needs, needs
+from mergekit_slta.featcal.scratch import Needs, needs
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.models.headers import Model, open_model
 from mergekit_slta.recipe.recipe import (

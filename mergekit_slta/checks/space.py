@@ -12,8 +12,7 @@ from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 
 from mergekit_slta.checks.case import Case, attempt
-from mergekit_slta.featcal.needs import Needs
-from mergekit_slta.featcal.scratch import scratch_root
+from mergekit_slta.featcal.scratch import Needs, scratch_root
 from mergekit_slta.files import cache_folder
 from mergekit_slta.models.headers import Model, open_model
 from mergekit_slta.models.merged_adapters import merged_folders

@@ -324,27 +324,16 @@ def linearity(
     The non-linearity score of every expert, and how far merges of them are from adding up: linearity.json, and a page
     with figures (linearity.html) in DIR. Takes as long as tens of calibrations; how many forward passes is said first.
     """
-    from tqdm import tqdm
-
-    from mergekit_slta.linearity.scores import plan_linearity
+    from mergekit_slta.linearity.scores import DEFAULT_LEVELS, plan_linearity
     from mergekit_slta.reports.linearity import score_table, write_linearity
 
     merge_options = _merge_options(options)
-    chosen = _known_levels(levels) or ["model", "layer", "attn_mlp"]
+    chosen = _known_levels(levels) or DEFAULT_LEVELS
     experiment, _ = _examined_experiment(recipe, merge_options)
     folder.mkdir(parents=True, exist_ok=True)
     plan = plan_linearity(experiment, chosen, samples=samples, pairs=pairs, triples=triples)
     click.echo(f"{plan}.")
-    layers = len(plan.decoder)
-    with tqdm(
-        total=plan.passes * layers,
-        desc="Measuring linearity",
-        unit="pass",
-        unit_scale=1 / layers,
-        leave=False,
-        disable=merge_options.quiet,
-    ) as bar:
-        result = plan.measure(bar.update)
+    result = plan.measure_visibly(merge_options.quiet)
     path = write_linearity(result, folder)
     click.echo(f"{score_table(result)}\n\n{path} written")
 

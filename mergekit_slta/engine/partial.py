@@ -6,13 +6,12 @@ import contextlib
 import functools
 import json
 import logging
-import os
 import shutil
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import filelock
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -21,14 +20,10 @@ from mergekit_slta import files
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 LOG = logging.getLogger(__name__)
 
 STATE = "state.json"
+LOCK = "lock"
 EDGES = "edges.safetensors"
 
 # Hidden states [S, D] on the host, without padding, by stream and row; and by stream, row and a path what else layers
@@ -37,11 +32,11 @@ Hidden = dict[tuple[Any, ...], torch.Tensor]
 
 
 class Partial:
-    """A folder with what each finished layer has come to, and the hidden states after the last one.
+    """A folder with the tensors of each finished layer, and the hidden states after the last one.
 
-    The state says what the folder is about, and the checksum of every file that counts: the finished layers' and the
-    hidden states after the last of them. A layer counts once the state lists it. Where a listed file is missing or its
-    checksum is another one, everything is computed again.
+    ``state.json`` says what is being measured, and lists the checksum of every file that counts: the finished layers'
+    and the hidden states after the last of them. Where a listed file is missing or its checksum is another one,
+    everything is computed again.
 
     Args:
         folder: where the state lives; ``enter`` makes it.
@@ -54,25 +49,20 @@ class Partial:
     def __init__(self, folder: Path, fingerprint: Mapping[str, object]) -> None:
         self.folder = folder
         self.fingerprint = json.loads(json.dumps(fingerprint))
-        self._release: Callable[[], object] = lambda: None
+        # The system frees the lock when this process ends, however that happens.
+        self._lock = filelock.FileLock(folder / LOCK, timeout=0, thread_local=False)
         self._damaged: Path | None = None
-        if self.folder.exists():
-            self._refuse_foreign_state()
-
-    def _refuse_foreign_state(self) -> None:
-        state = self._state(self.folder)
-        if not state:  # killed before anything was written
-            return
-        changed = [key for key in self.fingerprint if state.get(key) != self.fingerprint[key]]
+        state = self._state(folder)  # empty where a process was killed before it wrote anything
+        changed = [key for key in self.fingerprint if state and state.get(key) != self.fingerprint[key]]
         if changed:
             raise SltaError(
-                f"{self.folder} holds an unfinished calibration of something else (other {', '.join(changed)}): "
+                f"{folder} holds an unfinished calibration of something else (other {', '.join(changed)}): "
                 "finish that one, or delete the folder."
             )
 
     @staticmethod
     def _state(folder: Path) -> dict[str, Any]:
-        """What the state says; nothing if there is none."""
+        """The content of ``state.json``; empty if there is no such file."""
         path = folder / STATE
         try:
             state = json.loads(path.read_bytes()) if path.exists() else {}
@@ -81,6 +71,12 @@ class Partial:
         if not isinstance(state, dict):
             raise SltaError(f"{path} is damaged (it is not a JSON object): delete the folder {folder}.")
         return state
+
+    @staticmethod
+    def levels(folder: Path) -> set[str]:
+        """The levels that the state in a folder is about; none if there is no state."""
+        levels = Partial._state(folder).get("levels", [])
+        return {str(level) for level in levels} if isinstance(levels, list) else set()
 
     def enter(self, ranks: Ranks) -> None:
         """Make the folder when all ranks have looked at what is there, and keep other processes out of it.
@@ -94,9 +90,18 @@ class Partial:
         refusal = None
         if ranks.first:
             self.begin()
-            refusal = self._claim()
+            try:
+                self._lock.acquire()
+            except filelock.Timeout:
+                refusal = SltaError(f"Another process is at work in {self.folder}: wait until it has ended.")
+            except (OSError, NotImplementedError):  # some file systems have no locks
+                LOG.debug("%s cannot be locked", self.folder, exc_info=True)
         ranks.refuse_together(refusal)
         self.begin()  # for a rank with a disk of its own
+
+    def release(self) -> None:
+        """Let other processes into the folder again."""
+        self._lock.release()
 
     def begin(self) -> None:
         """Make the folder, and write what it belongs to."""
@@ -121,31 +126,6 @@ class Partial:
                 self._damaged = file
                 return {}
         return listed
-
-    def _claim(self) -> SltaError | None:
-        """Keep other processes out of the folder, unless one is at work in it."""
-        if fcntl is None:
-            return None
-        descriptor = os.open(self.folder, os.O_RDONLY)
-        self._release = weakref.finalize(self, os.close, descriptor)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.release()
-            return SltaError(f"Another process is at work in {self.folder}: wait until it has ended.")
-        except OSError:  # not every file system has locks
-            self.release()
-        return None
-
-    def release(self) -> None:
-        """Let other processes into the folder again."""
-        self._release()
-
-    @staticmethod
-    def levels(folder: Path) -> set[str]:
-        """The levels that the state in a folder is about; none if there is no state."""
-        levels = Partial._state(folder).get("levels", [])
-        return {str(level) for level in levels} if isinstance(levels, list) else set()
 
     def finished_layers(self) -> int:
         """How many layers, from the first one on, are finished; none if the hidden states after them are lost."""
@@ -173,18 +153,15 @@ class Partial:
         if not layers:
             self._checksums = {}
         if ranks.first:
-            self._delete_what_does_not_count()
+            for file in list(self.folder.iterdir()):
+                if file.name not in {STATE, LOCK, *self._checksums}:
+                    shutil.rmtree(file) if file.is_dir() else file.unlink()
         ranks.wait()
         return layers, self.hidden(layers - 1) if layers else None
 
-    def _delete_what_does_not_count(self) -> None:
-        for file in list(self.folder.iterdir()):
-            if file.name != STATE and file.name not in self._checksums:
-                shutil.rmtree(file) if file.is_dir() else file.unlink()
-
     def tensors(self, layers: int) -> dict[str, torch.Tensor]:
-        """What the first ``layers`` layers have come to."""
-        return {name: gram for layer in range(layers) for name, gram in load_file(self.layer_file(layer)).items()}
+        """The tensors of the first ``layers`` layers."""
+        return {name: tensor for layer in range(layers) for name, tensor in load_file(self.layer_file(layer)).items()}
 
     def hidden(self, layer: int) -> Hidden:
         """The hidden states after a layer, of all ranks' samples, by stream and row."""
@@ -198,26 +175,26 @@ class Partial:
 
     def save_hidden(self, layer: int, rank: int, hidden: Hidden) -> None:
         """Write one rank's hidden states after a layer."""
-        path = self.folder / f"hidden-{layer:04d}-{rank:04d}.safetensors"
-        names = {key: ".".join([*map(str, key[:2]), *([json.dumps(key[2:])] if key[2:] else [])]) for key in hidden}
-        with _written(path) as beside:
-            save_file({names[key]: tensor for key, tensor in hidden.items()}, beside)
+        named = {}
+        for (stream, row, *path), tensor in hidden.items():
+            named[f"{stream}.{row}" + (f".{json.dumps(path)}" if path else "")] = tensor
+        with _written(self.folder / f"hidden-{layer:04d}-{rank:04d}.safetensors") as beside:
+            save_file(named, beside)
 
     def finish_layer(self, layer: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write what a layer has come to, make it count, and drop the hidden states before it."""
-        self._finish(self.layer_file(layer), tensors, f"hidden-{layer:04d}-*.safetensors")
+        """Write a layer's tensors, make the layer count, and drop the hidden states before it."""
+        self._finish(self.layer_file(layer), tensors, self.folder.glob(f"hidden-{layer:04d}-*.safetensors"))
 
     def finish(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write what lies outside the layers, which makes the whole complete, and drop all hidden states."""
-        self._finish(self.edges_file, tensors, None)
+        """Write the tensors outside the layers, which makes the whole complete, and drop all hidden states."""
+        self._finish(self.edges_file, tensors, ())
 
-    def _finish(self, path: Path, tensors: Mapping[str, torch.Tensor], hidden: str | None) -> None:
+    def _finish(self, path: Path, tensors: Mapping[str, torch.Tensor], hidden: Iterable[Path]) -> None:
         with _written(path) as beside:
             save_file(dict(tensors), beside)
         before = self._checksums
-        added = [path, *(self.folder.glob(hidden) if hidden else [])]
         self._checksums = {name: checksum for name, checksum in before.items() if name.startswith("layer-")}
-        self._checksums |= {file.name: files.checksum(file) for file in added}
+        self._checksums |= {file.name: files.checksum(file) for file in (path, *hidden)}
         self._write_state(self._checksums)
         for name in set(before) - set(self._checksums):
             (self.folder / name).unlink(missing_ok=True)

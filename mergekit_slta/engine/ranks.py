@@ -21,15 +21,10 @@ PATIENCE = timedelta(days=1)  # while one rank merges adapters; torchrun itself 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that share a calibration.
+    """This process among those that share the work."""
 
-    Attributes:
-        index: this process's rank.
-        count: the number of processes.
-    """
-
-    index: int = 0
-    count: int = 1
+    index: int = 0  # of this process
+    count: int = 1  # of all processes
 
     @property
     def first(self) -> bool:
@@ -54,14 +49,10 @@ class Ranks:
         return self.sum(found).tolist()
 
     def require_equal(self, number: int, place: Path) -> None:
-        """Make sure that every rank has found the same on the disk.
-
-        Args:
-            number: what this rank has found.
-            place: where it has looked.
+        """Make sure that every rank has found the same ``number`` of something at a ``place`` on the disk.
 
         Raises:
-            SltaError: the ranks have found different things; every one of them raises it.
+            SltaError: the ranks have found different numbers; every one of them raises it.
         """
         if len(set(self.gather(number))) > 1:
             raise SltaError(
@@ -86,12 +77,7 @@ class Ranks:
         raise click.exceptions.Exit(1)
 
     def together(self, work: Callable[[], Result]) -> Result:
-        """Do what every rank does; go on when none refuses, as ``refuse_together`` does.
-
-        Raises:
-            click.ClickException: the refusal of a rank that is alone.
-            click.exceptions.Exit: one of several ranks has refused and said it.
-        """
+        """Do what every rank does, and go on when none refuses; raises what ``refuse_together`` raises."""
         try:
             result = work()
         except click.ClickException as error:

@@ -6,27 +6,22 @@ expert's own, or those of a merge in the making. Neither streams nor layers know
 
 from __future__ import annotations
 
-import logging
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from mergekit_slta.engine.partial import Hidden, Partial
+from mergekit_slta.engine.partial import Hidden
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.decoder import Decoder, LayerCall, State
-
-LOG = logging.getLogger(__name__)
+from mergekit_slta.layers.decoder import Decoder, LayerCall, State, Weights
 
 CPU_BATCH_TOKENS = 2048
 GPU_BATCH_TOKENS = 16384
 
-Result = TypeVar("Result")
 # The token ids of each task's samples.
 Tasks = Sequence[Sequence[Sequence[int]]]
 
@@ -93,7 +88,7 @@ def fitting_batch(device: torch.device) -> int:
 
 
 def share(decoder: Decoder, tasks: Tasks, batch_tokens: int, ranks: Ranks) -> int:
-    """How many samples this process has unless batches must be halved; the arguments are as for ``halving_batches``."""
+    """How many samples this process has, unless batches must be halved."""
     batches = decoder_batches(decoder, tasks, batch_tokens or fitting_batch(decoder.device))
     return sum(len(batch.rows) for batch in of_rank(batches, ranks))
 
@@ -103,37 +98,6 @@ def of_rank(batches: Sequence[Batch], ranks: Ranks) -> list[Batch]:
     return list(batches[ranks.index :: ranks.count])
 
 
-def halving_batches(
-    run: Callable[[int], Result], decoder: Decoder, tasks: Tasks, batch_tokens: int, ranks: Ranks
-) -> Result:
-    """Call ``run`` with a number of token positions at once, and again with half of them when memory runs out.
-
-    Args:
-        run: takes up its work where it was left.
-        decoder: whose device decides the number to begin with.
-        tasks: the token ids of each task's samples.
-        batch_tokens: a number that the user has chosen; 0 fits it to the device.
-        ranks: the processes that share the work, all of which have to use the same batches.
-
-    Raises:
-        SltaError: the chosen number, or one sample, does not fit into memory.
-    """
-    positions = batch_tokens or fitting_batch(decoder.device)
-    while True:
-        try:
-            return run(positions)
-        except torch.OutOfMemoryError as error:
-            longest = max(len(token_ids) for task in tasks for token_ids in task)
-            if batch_tokens or ranks.count > 1 or positions <= longest:
-                raise SltaError(
-                    f"{positions} token positions at once do not fit into the memory of {decoder.device}: "
-                    "lower 'batch_tokens', and 'max_tokens' if one sample is too long; if that does not help, the "
-                    "layers themselves are too large for it."
-                ) from error
-            positions //= 2
-            LOG.warning("Out of memory on %s: going on with %d token positions at once", decoder.device, positions)
-
-
 class Source(Protocol):
     """Weights that a stream begins with."""
 
@@ -141,6 +105,11 @@ class Source(Protocol):
         self, names: Mapping[str, str], base_model_prefix: str, device: torch.device | str = "cpu"
     ) -> dict[str, torch.Tensor]:
         """Read tensors as ``Checkpoint.read`` does."""
+
+
+def read_edges(decoder: Decoder, model: Source, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Read tensors outside the layers to the device, by the model's names."""
+    return model.read({name: name for name in names}, decoder.base_model_prefix, decoder.device)
 
 
 class Streams:
@@ -169,7 +138,6 @@ class Streams:
         self.decoder = decoder
         self.layer = 0
         self.batches = of_rank(batches, ranks)
-        self._ranks = ranks
         self._folder = folder
         self._hidden: Hidden = {}
         self._following: Hidden = {}
@@ -180,11 +148,7 @@ class Streams:
 
     def _embed(self, stream: int, models: Sequence[Source]) -> None:
         for model in dict.fromkeys(models):
-            edges = model.read(
-                {name: name for name in self.decoder.embedding_tensors()},
-                self.decoder.base_model_prefix,
-                self.decoder.device,
-            )
+            edges = read_edges(self.decoder, model, self.decoder.embedding_tensors())
             for number, batch in enumerate(self.batches):
                 if models[batch.task] is model:
                     hidden, self._calls[stream, number] = self.decoder.embed(batch.token_ids, edges)
@@ -225,19 +189,16 @@ class Streams:
         for path, tensor in state.items():
             self._store(self._following, stream, batch, tensor, path)
 
+    def run_layer(self, stream: int, number: int, weights: Weights) -> torch.Tensor:
+        """Run the next layer on a batch of a stream, and set and return its output [B, S, D]."""
+        run = self.decoder.run(self.layer, weights, self.hidden(stream, number), self.call(stream, number))
+        self.set_output(stream, number, run.output, run.state)
+        return run.output
+
     def final(self) -> Iterator[tuple[int, dict[int, torch.Tensor]]]:
         """Each sample's row, and its hidden states [S, D] of every stream after the last layer."""
         for row in (row for batch in self.batches for row in batch.rows):
             yield row, {key[0]: states for key, states in self._hidden.items() if key[1:] == (row,)}
-
-    def finish_layer(self, partial: Partial | None, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write what the next layer has come to and made of the samples, and go on to the layer after it."""
-        if partial is not None:
-            partial.save_hidden(self.layer, self._ranks.index, self._following)
-            self._ranks.wait()
-            if self._ranks.first:
-                partial.finish_layer(self.layer, tensors)
-        self.advance()
 
     def advance(self) -> None:
         """Go on to the layer after the next."""

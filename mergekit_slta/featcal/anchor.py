@@ -1,61 +1,44 @@
-"""The model that a feature merge stays near: the base model, its SLTA or actmat merge, or the experts' average."""
+"""The anchor ``actmat``: the model that a feature merge stays near is what ``merge_method: actmat`` gives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from mergekit_slta.actmat.covariance import merged_task
+from mergekit_slta.layers.blend import Alpha, Blend
 from mergekit_slta.layers.decoder import Weights
-from mergekit_slta.layers.submodules import weighted_sum
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.roles import Role
 from mergekit_slta.recipe.recipe import ActmatSettings
 
 
-class Anchor:
-    """A merge of the base model and the experts, formed tensor by tensor: a weighted sum, or what ``actmat`` gives.
+def equal_weights(experts: int) -> Alpha:
+    """The weights that give the average of the experts."""
+    share = torch.full((experts,), 1 / experts, dtype=torch.float64)
+    return lambda name: share
+
+
+class ActmatAnchor(Blend):
+    """The experts' average, with linear maps solved as ``actmat`` solves them.
 
     Args:
         models: the base model, then the ``T`` experts.
-        weights: the experts' weights by the model's name of a tensor, as ``TensorWeights`` gives them; None for the
-            base model itself.
-        solved: the roles of the tensors that ``actmat`` merges, by the model's names, whatever the weights are.
+        maps: the roles of the tensors to solve, by the model's names.
     """
 
-    def __init__(
-        self,
-        models: Sequence[Checkpoint],
-        weights: Callable[[str], torch.Tensor] | None = None,
-        solved: Mapping[str, Role] | None = None,
-    ) -> None:
-        self.models = models
-        self._weights = weights
-        self._solved = solved or {}
+    def __init__(self, models: Sequence[Checkpoint], maps: Mapping[str, Role]) -> None:
+        super().__init__(models, equal_weights(len(models) - 1))
+        self._maps = maps
 
-    def read(
-        self, names: Mapping[str, str], base_model_prefix: str, device: torch.device | str = "cpu"
-    ) -> dict[str, torch.Tensor]:
-        """Read tensors as ``Checkpoint.read`` does."""
-        models = self.models[:1] if self._weights is None else self.models
-        return self.blend(names, [model.read(names, base_model_prefix, device) for model in models])
-
-    def blend(self, names: Mapping[str, str], tensors: Sequence[Weights]) -> dict[str, torch.Tensor]:
-        """The anchor's tensors.
-
-        Args:
-            names: what each tensor is called in ``tensors``, and the model's name of it.
-            tensors: the base model's, then the experts'.
-        """
+    def of(self, names: Mapping[str, str], tensors: Sequence[Weights]) -> dict[str, torch.Tensor]:
+        """The anchor's tensors, from those that have been read; see ``Blend.of``."""
         base, *experts = tensors
-        blended = dict(base)
+        blended = super().of(names, tensors)
         for key, name in names.items():
-            if name in self._solved:
-                start, tasks = base[key], [own[key] - base[key] for own in experts]
-                change = merged_task(self._solved[name], tasks, ActmatSettings().ridge, [1.0] * len(tasks))
-                blended[key] = start + change.to(start.dtype)
-            elif self._weights is not None and base[key].is_floating_point():
-                weights = self._weights(name)
-                blended[key] = weighted_sum(base[key], [(own[key], w) for own, w in zip(experts, weights, strict=True)])
+            if name in self._maps:
+                tasks = [own[key] - base[key] for own in experts]
+                change = merged_task(self._maps[name], tasks, ActmatSettings().ridge, [1.0] * len(tasks))
+                blended[key] = base[key] + change.to(base[key].dtype)
         return blended

@@ -73,7 +73,11 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
     for module, given in trace.inputs.items():
         maps, child = tuple(by_module[module]), module.partition(".")[0]
         fused = is_fused(decoder.layers[layer].get_submodule(module))
-        solvable = _routed(given) if fused else _sees_all_tokens(module, given)
+        if fused:  # the module is called with the tokens and with the experts that each token goes to
+            routes = given[1] if len(given) > 1 else None
+            solvable = isinstance(routes, torch.Tensor) and not routes.is_floating_point()
+        else:  # the numbered modules of a mixture are called with some of the tokens only
+            solvable = isinstance(given[0], torch.Tensor) and not any(part.isdigit() for part in module.split("."))
         if not solvable or _is_router(maps[0], decoder.layers[layer]):
             continue
         solved |= {linear_map.name for linear_map in maps}
@@ -95,16 +99,6 @@ def _empty_beside(group: MapGroup, trace: LayerRun) -> int | None:
     first, *rest = returned if isinstance(returned, tuple) and len(returned) > 1 else [returned]
     same = first is trace.outputs[group.module] and group.module not in trace.changed
     return len(rest) if len(group.maps) == 1 and same and not any(part is not None for part in rest) else None
-
-
-def _sees_all_tokens(module: str, given: tuple[object, ...]) -> bool:
-    """Whether a map is given every token's features; the numbered modules of a mixture get some tokens only."""
-    return isinstance(given[0], torch.Tensor) and not any(part.isdigit() for part in module.split("."))
-
-
-def _routed(given: tuple[object, ...]) -> bool:
-    """Whether fused experts are called with the tokens and with the experts that each token goes to."""
-    return len(given) > 1 and isinstance(given[1], torch.Tensor) and not given[1].is_floating_point()
 
 
 def _is_router(linear_map: LinearMap, layer: torch.nn.Module) -> bool:

@@ -1,8 +1,8 @@
 """Solve the linear maps of one decoder layer, one group after another, on streams that stop at each group.
 
-A layer runs once per stream and batch although its maps become known one after another: each run goes on where the one
-before stopped, with the outputs that it left on the host in place of the modules that made them. Only what lies between
-maps (norms, the attention's core, activations) may be computed twice.
+A layer runs once per stream and batch, although its maps become known one after another: each run goes on where the
+run before it stopped. Modules that have run are not run again, their outputs are kept on the host. Only what lies
+between maps (norms, the attention's core, activations) may be computed twice.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import functools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
+from mergekit_slta.engine.passes import Progress
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Streams
 from mergekit_slta.featcal.groups import LayerMaps, MapGroup
@@ -51,10 +52,11 @@ class Regression:
         return outputs if self.teacher == 1 else torch.lerp(inputs @ matrix.T, outputs, self.teacher)
 
 
+@dataclass
 class LayerSolver:
     """One layer of a merge in the making.
 
-    Args:
+    Attributes:
         decoder: the models' common decoder.
         layer: the layer's index.
         maps: the layer's groups of maps.
@@ -63,31 +65,21 @@ class LayerSolver:
         streams: the merged model's stream and the experts' own, before this layer.
         regression: ridge and teacher.
         ranks: the processes that share the batches.
-
-    Attributes:
         merged: the layer's tensors; the anchor's where nothing is solved yet, or ever.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        layer: int,
-        maps: LayerMaps,
-        anchor: Weights,
-        experts: Sequence[Weights],
-        streams: Streams,
-        regression: Regression,
-        ranks: Ranks,
-    ) -> None:
-        self.decoder = decoder
-        self.layer = layer
-        self.maps = maps
+    decoder: Decoder
+    layer: int
+    maps: LayerMaps
+    anchor: InitVar[Weights]
+    experts: Sequence[Weights]
+    streams: Streams
+    regression: Regression
+    ranks: Ranks
+
+    def __post_init__(self, anchor: Weights) -> None:
         self.merged = dict(anchor)
-        self.experts = experts
-        self.streams = streams
-        self.regression = regression
-        self.ranks = ranks
-        self._children = {group.child for group in maps.groups}
+        self._children = {group.child for group in self.maps.groups}
         self._outputs: dict[tuple[int, int], dict[str, Any]] = defaultdict(dict)  # on the host, by stream and batch
         self._inputs: dict[int, torch.Tensor] = {}  # of the group that is being solved, on the host, by batch
         self._targets: dict[tuple[int, str], Any] = {}  # the expert's outputs, by batch and module
@@ -95,13 +87,8 @@ class LayerSolver:
         self._handed: dict[tuple[int, int], dict[Any, torch.Tensor]] = defaultdict(dict)  # to later layers, on the host
         self._kept: list[str] = []
 
-    def solve(self, group: MapGroup, progress: Callable[[int], object]) -> None:
-        """Solve the next group's maps.
-
-        Args:
-            group: the first group that is not solved.
-            progress: told how many samples have been used.
-        """
+    def solve(self, group: MapGroup, progress: Progress) -> None:
+        """Solve the maps of ``group``, the first group that is not solved; ``progress`` is told the samples used."""
         if group.fused:
             self._solve_routed(group, progress)
         else:
@@ -111,10 +98,7 @@ class LayerSolver:
             self._kept = []
 
     def output(self, stream: int, number: int) -> tuple[torch.Tensor, State]:
-        """What the layer makes of a batch [B, S, D] and hands to later layers, both on the host.
-
-        For the merged stream once all groups are solved.
-        """
+        """What the layer, once it is solved, makes of a batch [B, S, D] and hands to later layers, on the host."""
         if (stream, number) not in self._final:
             weights = self.merged if stream == MERGED else self.experts[self.streams.batches[number].task]
             self._go_on(stream, number, weights, None)
@@ -122,7 +106,7 @@ class LayerSolver:
 
     # Maps with one input
 
-    def _solve_shared(self, group: MapGroup, progress: Callable[[int], object]) -> None:
+    def _solve_shared(self, group: MapGroup, progress: Progress) -> None:
         def gather(equations: NormalEquations) -> None:
             for task, expert in enumerate(self.experts):
                 for number, batch in self.streams.batches_of(task):
@@ -172,17 +156,12 @@ class LayerSolver:
 
     def _equations(self, maps: Sequence[LinearMap]) -> NormalEquations:
         sizes = [linear_map.matrix(self.merged).shape for linear_map in maps]
-        return NormalEquations(
-            sizes[0][1],
-            sum(rows for rows, _ in sizes),
-            self.regression.ridge,
-            self.decoder.device,
-            ranks=self.ranks,
-        )
+        outputs, ridge, device = sum(rows for rows, _ in sizes), self.regression.ridge, self.decoder.device
+        return NormalEquations(sizes[0][1], outputs, ridge, device, reduce=self.ranks.sum)
 
     # Routed experts
 
-    def _solve_routed(self, group: MapGroup, progress: Callable[[int], object]) -> None:
+    def _solve_routed(self, group: MapGroup, progress: Progress) -> None:
         """Solve a mixture's experts one by one, each on the tokens that the merged model sends to it."""
         given: dict[int, tuple[torch.Tensor, ...]] = {}
         for number, batch in enumerate(self.streams.batches):
@@ -248,25 +227,19 @@ class LayerSolver:
         for linear_map in maps:
             anchor = linear_map.matrix(self.merged)
             rows = slice(start, start + len(anchor))
-            self._set(linear_map, (anchor + change.matrix[rows]).to(anchor.dtype))
+            matrix = (anchor + change.matrix[rows]).to(anchor.dtype)
+            if linear_map.expert is not None:
+                anchor.copy_(matrix)
+            else:
+                self.merged[linear_map.weight] = (matrix.T if linear_map.transposed else matrix).contiguous()
             if linear_map.bias is not None:
-                offset = linear_map.offset(self.merged)
                 own = torch.stack([linear_map.offset(expert) for expert in self.experts])  # type: ignore[misc]
-                self._set_offset(linear_map, change.offset(offset, own, rows))  # type: ignore[arg-type]
+                offset = change.offset(linear_map.offset(self.merged), own, rows)  # type: ignore[arg-type]
+                if linear_map.expert is not None:
+                    self.merged[linear_map.bias][linear_map.expert] = offset
+                else:
+                    self.merged[linear_map.bias] = offset
             start = rows.stop
-
-    def _set(self, linear_map: LinearMap, matrix: torch.Tensor) -> None:
-        if linear_map.expert is not None:
-            linear_map.matrix(self.merged).copy_(matrix)
-        else:
-            self.merged[linear_map.weight] = (matrix.T if linear_map.transposed else matrix).contiguous()
-
-    def _set_offset(self, linear_map: LinearMap, offset: torch.Tensor) -> None:
-        assert linear_map.bias is not None
-        if linear_map.expert is not None:
-            self.merged[linear_map.bias][linear_map.expert] = offset
-        else:
-            self.merged[linear_map.bias] = offset
 
     # The streams
 

@@ -1,18 +1,18 @@
 """The ridge regression of one group of linear maps that share an input, from sums over tokens.
 
-Symbols, as in ``featcal.py``: inputs x [d_in] of the merged model, residuals r = y - W_a x [d_out] against the
+Symbols, as in ``merge.py``: inputs x [d_in] of the merged model, residuals r = y - W_a x [d_out] against the
 anchor's map W_a, tasks t with weights s_t, and the change D = W - W_a [d_out, d_in], which minimizes
 
     sum_t s_t sum_x |D x - r|^2 + ridge * K(D),     s_t = 1 / |sum_x x x^T|_F
 
-with K(D) = kappa |D|^2 and kappa = trace(A) / d_in for A = sum_t s_t sum_x x x^T. Where a few dimensions of the input
-are so much larger than the others that kappa says nothing about these, K(D) = sum_j A_jj |D[:, j]|^2 instead, and where
-they would decide s_t, perhaps by a single token, s_t is taken from the others.
+with K(D) = kappa |D|^2 and kappa = trace(A) / d_in for A = sum_t s_t sum_x x x^T. A few dimensions of the input may be
+so much larger than the others that kappa says nothing about the others: then K(D) = sum_j A_jj |D[:, j]|^2. Where those
+few would decide s_t, perhaps by a single token, s_t is computed without them.
 
-The sums are made of float32 products first. How much of their rounding the solution would show is measured: a few
-random combinations of the columns of A and of the right-hand side are summed up in float64 too, which costs little, and
-the solution is applied to the difference. Where inputs are rank-deficient or ill-conditioned and the ridge is small,
-this is too much, and all tokens are added once more with float64 products.
+The sums are first made of float32 products, and the error that their rounding causes in the solution is measured: a
+few random combinations of the columns of A and of the right-hand side are summed up in float64 too, which costs little,
+and the equations are solved for the difference. Where the error is too large (inputs that are rank-deficient or
+ill-conditioned, with a small ridge), all tokens are added once more with float64 products.
 """
 
 from __future__ import annotations
@@ -22,15 +22,13 @@ from dataclasses import dataclass
 
 import torch
 
-from mergekit_slta.engine.ranks import Ranks
-
-# So many times the median of A's diagonal its mean must be for the ridge to follow the diagonal.
+# The penalty follows A's diagonal if the diagonal's mean is so many times its median.
 MASSIVE = 10.0
-# So many times what nine in ten elements of a task's diagonal are at most one must be for s_t to leave it out.
+# s_t leaves out the dimensions whose sum of squares is so many times the 90 % quantile of all dimensions' sums.
 DECISIVE = 1000.0
-# The ridges to try, relative to the one asked for, before the anchor is kept.
+# Where the equations cannot be solved, these multiples of the ridge are tried before the anchor is kept.
 LARGER_RIDGES = (1.0, 10.0, 100.0, 1000.0, 10000.0)
-SMALLEST_RIDGE = 1e-10  # what a ridge of zero comes to; with less, inputs that were never seen decide
+SMALLEST_RIDGE = 1e-10  # used for a ridge of zero; with less, inputs that were never seen decide
 BLOCK = 256  # rows of the inputs' products that are computed at once, from the diagonal on
 ROUNDING = 2e-6  # the largest part of the solution that the rounding of float32 products may make up
 PROBES = 4  # random combinations of columns by which that is measured
@@ -75,7 +73,7 @@ class NormalEquations:
         inputs, outputs: the numbers of dimensions d_in and d_out.
         ridge: how strongly the change is drawn towards zero.
         device: where the sums are.
-        ranks: the processes whose sums belong together.
+        reduce: adds up a tensor in place over the processes whose sums belong together, and returns it.
         exact: use float64 products from the start.
 
     Attributes:
@@ -90,11 +88,11 @@ class NormalEquations:
         ridge: float,
         device: torch.device | str = "cpu",
         *,
-        ranks: Ranks | None = None,
+        reduce: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
         exact: bool = False,
     ) -> None:
         self._ridge = ridge
-        self._ranks = ranks or Ranks()
+        self._reduce = reduce
         self._device = device
         draw = torch.Generator().manual_seed(0)
         self._probes = [
@@ -150,7 +148,7 @@ class NormalEquations:
         """Weight the current task's sums and go on to the next task."""
         self._add_centers()
         for part in self._of_task:
-            self._ranks.sum(part)
+            self._reduce(part)
         tokens = self._of_task[-1]
         norm = _mirrored_norm(_without_decisive(self._of_task[0]))
         weight = torch.where(norm > 0, 1 / norm, 0.0)  # a task none of whose tokens came here has no say
@@ -170,7 +168,8 @@ class NormalEquations:
         if gather is None or self.exact:
             return self._solve(LARGER_RIDGES)
         change = self._solve(LARGER_RIDGES[:1])
-        if not any(self._ranks.gather(change.ridge is None or not self._precise)):
+        failed = torch.tensor(float(change.ridge is None or not self._precise))
+        if not self._reduce(failed):  # on no process
             return change
         self._start(exact=True)
         gather(self)

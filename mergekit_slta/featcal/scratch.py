@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,10 +13,12 @@ from tqdm import tqdm
 from mergekit_slta.engine.partial import Partial, remove
 from mergekit_slta.engine.streams import Tasks, share
 from mergekit_slta.errors import SltaError
-from mergekit_slta.featcal.anchor import Anchor
+from mergekit_slta.featcal.anchor import ActmatAnchor, equal_weights
+from mergekit_slta.featcal.groups import groups_by_layer
 from mergekit_slta.featcal.layer import Regression
-from mergekit_slta.featcal.merge import ERRORS, feature_merge, stages
+from mergekit_slta.featcal.merge import ERRORS, HEAD_ELEMENTS, feature_merge, stages
 from mergekit_slta.files import cache_folder, digest
+from mergekit_slta.layers.blend import Blend
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import output_head
 from mergekit_slta.layers.submodules import TensorWeights, resolve_name
@@ -28,6 +30,7 @@ from mergekit_slta.slta.measure import measured_statistics
 LOG = logging.getLogger(__name__)
 
 FORMAT = 3  # of what is in the folder, and of how it is solved
+FLOAT32, FLOAT64 = 4, 8  # bytes
 ANCHOR_LEVEL = "attn_mlp"  # of the merging weights of 'anchor: slta'
 
 
@@ -88,10 +91,6 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings) -> SolvedMode
 
     Other processes are kept out of its folder until the solved model is removed or released.
 
-    Args:
-        experiment: the recipe's models and data.
-        settings: the recipe's settings.
-
     Raises:
         SltaError: something about models or data is wrong, memory does not suffice, or another process is solving it.
     """
@@ -103,7 +102,8 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings) -> SolvedMode
     fingerprint = experiment.fingerprint(data).model_dump(mode="json")
     asked = settings.model_dump(include={"ridge", "anchor", "teacher", "head"})
     asked |= {"compare": bool(settings.report), "format": FORMAT}
-    partial = Partial(_folder(settings, fingerprint | asked), fingerprint | asked)
+    content = fingerprint | asked
+    partial = Partial(scratch_root(settings.scratch) / f"featcal-{digest(content)}", content)
     partial.enter(experiment.ranks)
     try:
         experiment.ranks.require_equal(partial.complete, partial.folder)
@@ -144,15 +144,16 @@ def _solve(experiment: Experiment, settings: FeatcalSettings, decoder: Decoder, 
         )
 
 
-def _anchor(experiment: Experiment, settings: FeatcalSettings, decoder: Decoder) -> Anchor:
+def _anchor(experiment: Experiment, settings: FeatcalSettings, decoder: Decoder) -> Blend:
     models = [experiment.base, *experiment.experts]
     if settings.anchor == "base":
-        return Anchor(models)
-    if settings.averages_edges:
-        equal = torch.full((len(experiment.experts),), 1 / len(experiment.experts), dtype=torch.float64)
-        return Anchor(models, lambda name: equal, _layer_maps(decoder) if settings.anchor == "actmat" else None)
+        return Blend(models)
+    if settings.anchor == "average":
+        return Blend(models, equal_weights(len(experiment.experts)))
+    if settings.anchor == "actmat":
+        return ActmatAnchor(models, _layer_maps(decoder))
     solutions = measured_statistics(experiment, [ANCHOR_LEVEL]).solve(ANCHOR_LEVEL)
-    return Anchor(models, TensorWeights(decoder, ANCHOR_LEVEL, {n: s.alpha for n, s in solutions.items()}).__getitem__)
+    return Blend(models, TensorWeights(decoder, ANCHOR_LEVEL, {n: s.alpha for n, s in solutions.items()}).__getitem__)
 
 
 def _layer_maps(decoder: Decoder) -> dict[str, Role]:
@@ -167,5 +168,37 @@ def scratch_root(scratch: str) -> Path:
     return Path(scratch).expanduser() if scratch else cache_folder()
 
 
-def _folder(settings: FeatcalSettings, content: Mapping[str, object]) -> Path:
-    return scratch_root(settings.scratch) / f"featcal-{digest(content)}"
+# What it takes
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that a feature merge takes while it runs, in memory beyond what is always there, and in its folder."""
+
+    memory: int
+    disk: int
+
+
+def needs(decoder: Decoder, experts: int, tokens: int, head: bool, compare: bool = False) -> Needs:
+    """What a feature merge of ``experts`` experts needs for ``tokens`` calibration tokens in all, about."""
+    states = [layer.state_dict() for layer in decoder.layers]
+    layers = [sum(tensor.numel() for tensor in state.values()) for state in states]
+    solved = output_head(decoder) if head else None
+    if solved and decoder.tail_problem:
+        raise SltaError(decoder.tail_problem)
+    head_rows, head_columns = decoder.model.state_dict()[solved.weight].shape if solved else (0, 0)
+    shapes = [(head_columns, min(head_rows, HEAD_ELEMENTS // max(1, head_columns)))]
+    for state, maps in zip(states, groups_by_layer(decoder), strict=True):
+        for group in maps.groups:
+            sizes = [state[m.weight].shape[-2:][:: -1 if m.transposed else 1] for m in group.maps]
+            together = [(inputs, outputs) for outputs, inputs in dict.fromkeys(map(tuple, sizes))]
+            shapes += together if group.fused else [(sizes[0][1], sum(outputs for outputs, _ in sizes))]
+    sums = max(4 * inputs**2 + 3 * inputs * outputs for inputs, outputs in shapes)  # while they are solved
+    width, widest = decoder.model.config.get_text_config().hidden_size, max(map(max, shapes[1:]))
+    hidden = 2 * (3 if compare else 2) * tokens * width  # before and after a layer
+    passing = tokens * (2 * widest + 4 * width)  # what the maps of one child have returned
+    weights = max((experts + 2) * max(layers), 3 * head_rows * head_columns)
+    return Needs(
+        memory=FLOAT32 * (weights + hidden + passing) + FLOAT64 * sums,
+        disk=FLOAT32 * (sum(layers) + head_rows * head_columns + hidden),
+    )

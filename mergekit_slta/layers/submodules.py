@@ -171,23 +171,3 @@ def resolve_name(decoder: Decoder, name: str) -> tuple[str, int | None]:
             if found is not None:
                 return found, int(numbers[-1])
     return model_tensor_name(name, names, prefix) or name, None
-
-
-def weighted_sum(base: torch.Tensor, experts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """The base tensor plus the weighted task vectors, accumulated in at least float32 without forming a task vector.
-
-    What equals the base tensor is left out, so that a tensor that no expert changed stays as it is to the last bit.
-
-    Args:
-        base: the base model's tensor.
-        experts: each expert's tensor and its weights, one number or a tensor that broadcasts to it.
-    """
-    dtype = torch.promote_types(base.dtype, torch.float32)
-    experts = [(tensor, weight) for tensor, weight in experts if bool(weight.any()) and not torch.equal(tensor, base)]
-    if not experts:
-        return base
-    weights = [weight.to(base.device, dtype) for _, weight in experts]
-    result = base.to(dtype) * (1 - torch.stack(weights).sum(0))
-    for (tensor, _), weight in zip(experts, weights, strict=True):
-        result.addcmul_(tensor, weight)
-    return result.to(base.dtype)

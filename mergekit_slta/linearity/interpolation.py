@@ -9,18 +9,19 @@ Shapes: ``T`` experts, ``B`` samples in a batch, ``n`` samples of a study, ``m``
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from mergekit_slta.engine.passes import Accumulator, Progress, Tensors, pass_layers
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.engine.streams import Batch, Streams, Tasks, decoder_batches, fitting_batch
+from mergekit_slta.engine.streams import Batch, Streams, Tasks, read_edges
 from mergekit_slta.errors import SltaError
+from mergekit_slta.layers.blend import Blend, blend
 from mergekit_slta.layers.decoder import Decoder, LayerCall, LayerRun, Weights
-from mergekit_slta.layers.products import fast_products
+from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.slta.features import ExpertRun, LayerFeatures
 from mergekit_slta.slta.gram import sample_grams
@@ -54,16 +55,20 @@ class Study:
         """All settings, the kept ones first."""
         return torch.cat([self.kept, *self.others])
 
-    def rows(self, tasks: Tasks) -> list[int]:
-        """The rows of the samples that are used, among those of all tasks."""
-        task = [index for index, samples in enumerate(tasks) for _ in samples]
-        return [row for row, index in enumerate(task) if index in self.experts]
+    def tasks(self, tasks: Tasks) -> Tasks:
+        """The tasks without the samples that are not used."""
+        return [samples if task in self.experts else [] for task, samples in enumerate(tasks)]
+
+    def no_grams(self, samples: int) -> torch.Tensor:
+        """Zeros [n, K, m, m]."""
+        compared = len(self.others[0]) + len(self.kept)
+        return torch.zeros(samples, len(self.others), compared, compared, dtype=torch.float64)
 
 
 def count_passes(studies: Sequence[Study], tasks: Tasks, levels: Sequence[str]) -> int:
     """How many forward passes of one sample studies take; all layers, or all branches, count as a pass of the model."""
-    used = [len(study.rows(tasks)) for study in studies]
-    runs = sum(len(study.settings) * rows for study, rows in zip(studies, used, strict=True))
+    used = [sum(map(len, study.tasks(tasks))) for study in studies]
+    runs = sum(len(study.settings) * samples for study, samples in zip(studies, used, strict=True))
     passes = runs + sum(used) if "model" in levels else 0
     passes += runs * _runs_of_layers(levels)
     return passes + sum(map(len, tasks)) * bool(set(levels) - {"model"})
@@ -73,44 +78,6 @@ def _runs_of_layers(levels: Sequence[str]) -> int:
     return ("layer" in levels) + bool(BRANCH_LEVELS & set(levels))
 
 
-def blend(base: Weights, experts: Sequence[Weights], setting: Sequence[float]) -> Weights:
-    """The tensors of a setting [T]: the base model's plus the weighted task vectors; of an expert, its own."""
-    weights = [float(weight) for weight in setting]
-    if sorted(weights) == [0.0] * (len(weights) - 1) + [1.0]:
-        return experts[weights.index(1.0)]
-    blended = dict(base)
-    for expert, weight in zip(experts, weights, strict=True):
-        for name, tensor in base.items():
-            if weight and tensor.is_floating_point():
-                blended[name] = torch.add(blended[name], expert[name] - tensor, alpha=weight)
-    return blended
-
-
-@dataclass(frozen=True, eq=False)
-class Blend:
-    """A setting as a model that can be read; see ``blend``.
-
-    Attributes:
-        models: the base model, then the ``T`` experts.
-        setting: [T].
-    """
-
-    models: Sequence[Checkpoint]
-    setting: torch.Tensor
-
-    def read(
-        self, names: Mapping[str, str], base_model_prefix: str, device: torch.device | str = "cpu"
-    ) -> dict[str, torch.Tensor]:
-        """Read tensors as ``Checkpoint.read`` does."""
-        used = self.setting.nonzero().flatten().tolist()
-        base, *experts = (
-            self.models[index].read(names, base_model_prefix, device) for index in (0, *(1 + expert for expert in used))
-        )
-        return dict(blend(base, experts, self.setting[used].tolist()))
-
-
-@torch.no_grad()
-@fast_products()
 def measure(
     decoder: Decoder,
     models: Sequence[Checkpoint],
@@ -119,7 +86,8 @@ def measure(
     studies: Sequence[Study],
     *,
     batch_tokens: int = 0,
-    progress: Callable[[int], object] = lambda samples: None,
+    ranks: Ranks | None = None,
+    progress: Progress = lambda samples: None,
 ) -> list[Grams]:
     """Measure the Gram matrices of every study on every submodule.
 
@@ -133,175 +101,180 @@ def measure(
         tasks: the token ids of each expert's samples.
         levels: the levels to measure.
         studies: what to measure.
-        batch_tokens: the most positions in one forward pass; 0 fits it to the device.
-        progress: told how many samples have passed another layer, in all as often as ``count_passes`` times the layers.
+        batch_tokens: as for ``pass_layers``.
+        ranks: the processes that share the batches.
+        progress: told how many of this process's samples have passed another layer, in all as often as
+            ``count_passes`` times the layers.
 
     Returns:
         For each study, submodule name to [n, K, m, m] of the study's ``n`` samples, in their order.
 
     Raises:
-        SltaError: a level does not apply to the models, or a batch does not fit into memory.
+        SltaError: a level does not apply to the models, features are not finite, or a sample does not fit into memory.
     """
-    positions = batch_tokens or fitting_batch(decoder.device)
-    batches = decoder_batches(decoder, tasks, positions)
-    records = [_Record(study, study.rows(tasks)) for study in studies]
-    measurement = _Measurement(decoder, models, len(tasks), levels, progress)
-    try:
-        if set(levels) - {"model"}:
-            measurement.measure_layers(records, batches)
-        if "model" in levels:
-            for record in records:
-                measurement.measure_model(record, [b for b in batches if b.task in record.study.experts])
-    except torch.OutOfMemoryError as error:
-        raise SltaError(
-            f"{positions} token positions at once do not fit into the memory of {decoder.device}: "
-            "lower 'batch_tokens', and 'max_tokens' if one sample is too long."
-        ) from error
-    return [record.grams for record in records]
+    ranks = ranks or Ranks()
+    measured: list[Grams] = [{} for _ in studies]
+    below = [level for level in levels if level != "model"]
+    if below:
+        submodules = _Submodules(decoder, models, tasks, ranks, below, studies)
+        measured = pass_layers(submodules, batch_tokens=batch_tokens, progress=progress)
+    for study, grams in zip(studies if "model" in levels else (), measured, strict=False):
+        whole = _WholeModel(decoder, models, study.tasks(tasks), ranks, study)
+        folder = Path(tempfile.gettempdir()) if whole.hidden_bytes > MOST_HIDDEN_BYTES else None
+        grams["model"] = pass_layers(whole, batch_tokens=batch_tokens, folder=folder, progress=progress)
+    return measured
+
+
+def _put_together(name: str, grams: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """The Gram matrices of all ranks' samples."""
+    if not ranks.sum(grams).isfinite().all():
+        raise SltaError(f"The features at {name} are not finite: the weights of an expert overflow float32 there.")
+    return grams
 
 
 @dataclass
-class _Record:
-    """What has been measured of a study; ``rows`` are the rows of its samples."""
+class _Submodules(Accumulator[list[Grams]]):
+    """All studies at all levels but the model."""
 
-    study: Study
-    rows: list[int]
-    grams: Grams = field(default_factory=dict)
-
-    @cached_property
-    def _places(self) -> dict[int, int]:
-        return {row: place for place, row in enumerate(self.rows)}
-
-    def put(self, name: str, rows: Sequence[int], index: int, grams: torch.Tensor) -> None:
-        """Keep the Gram matrices [B, m, m] of some samples for the settings at ``index``.
-
-        Raises:
-            SltaError: they are not finite.
-        """
-        if not grams.isfinite().all():
-            raise SltaError(f"The features at {name} are not finite: the weights of an expert overflow float32 there.")
-        if name not in self.grams:
-            self.grams[name] = grams.new_zeros(len(self.rows), len(self.study.others), *grams.shape[1:])
-        self.grams[name][[self._places[row] for row in rows], index] = grams
-
-
-@dataclass
-class _Measurement:
-    """What all of a measurement's parts need; see ``measure``."""
-
-    decoder: Decoder
-    models: Sequence[Checkpoint]
-    tasks: int
     levels: Sequence[str]
-    progress: Callable[[int], object]
+    studies: Sequence[Study]
 
-    def measure_layers(self, records: Sequence[_Record], batches: Sequence[Batch]) -> None:
-        """Measure all levels but the model, one layer after the other."""
-        streams = Streams(self.decoder, [[self.models[0]] * self.tasks], batches, Ranks())
-        for layer in range(len(self.decoder)):
-            self._measure_layer(layer, records, streams)
-            streams.advance()
+    def __post_init__(self) -> None:
+        self.tokens = sum(len(token_ids) for samples in self.tasks for token_ids in samples)
+        task_of = [task for task, samples in enumerate(self.tasks) for _ in samples]
+        used = [[row for row, task in enumerate(task_of) if task in study.experts] for study in self.studies]
+        self.places = [{row: place for place, row in enumerate(rows)} for rows in used]  # of a row in each study
+        self.grams: list[Grams] = [{} for _ in self.studies]
 
-    def _measure_layer(self, layer: int, records: Sequence[_Record], streams: Streams) -> None:
-        weights = self._read(self.decoder.layer_tensors(layer))
-        tokens = sum(sum(batch.lengths) for batch in streams.batches)
-        run_levels = [level for level in self.levels if level not in ("model", "linear")]
-        features = LayerFeatures(self.decoder, layer, weights, run_levels, tokens)
-        maps = LayerFeatures(self.decoder, layer, weights, ["linear"], tokens) if "linear" in self.levels else None
+    def sources(self) -> list[list[Checkpoint]]:
+        """The base model's stream."""
+        return [[self.models[0]] * len(self.tasks)]
+
+    def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
+        """Measure the layer's submodules in all studies."""
+        names = [name for level in self.levels for name in layer_submodules(self.decoder, level, layer)]
+        for study, places, grams in zip(self.studies, self.places, self.grams, strict=True):
+            grams |= {name: study.no_grams(len(places)) for name in names}
+        run_levels = [level for level in self.levels if level != "linear"]
+        features = LayerFeatures(self.decoder, layer, weights, run_levels, self.tokens)
+        maps = LayerFeatures(self.decoder, layer, weights, ["linear"], self.tokens) if "linear" in self.levels else None
         for number, batch in enumerate(streams.batches):
             hidden, call = streams.hidden(0, number), streams.call(0, number)
             base = features.run_base(hidden, call)
-            concerned = [record for record in records if batch.task in record.study.experts]
-            for record in concerned if run_levels else ():
-                self._run_settings(record, features, base, hidden, call, batch)
+            concerned = [index for index, study in enumerate(self.studies) if batch.task in study.experts]
+            for index in concerned if run_levels else ():
+                self._run_settings(index, features, base, hidden, call, batch, report)
             if maps is not None:
-                _combine_maps(concerned, maps, hidden, call, batch)
+                self._combine_maps(concerned, maps, hidden, call, batch)
             streams.set_output(0, number, base.output, base.state)
-            self.progress(len(batch.rows))
+            report(len(batch.rows))
+        for grams in self.grams:
+            for name in names:
+                _put_together(name, grams[name], self.ranks)
+        return {}
+
+    def finish(self, streams: Streams, report: Progress) -> list[Grams]:
+        """The Gram matrices of each study."""
+        return self.grams
 
     def _run_settings(
         self,
-        record: _Record,
+        index: int,
         features: LayerFeatures,
         base: LayerRun,
         hidden: torch.Tensor,
         call: LayerCall,
         batch: Batch,
+        report: Progress,
     ) -> None:
         """Run a layer with all settings of a study on a batch."""
 
         def run(setting: torch.Tensor) -> ExpertRun:
-            weights = blend(features.weights[0], features.weights[1:], setting.tolist())
+            weights = _blend(features.weights[0], features.weights[1:], setting)
             done = features.run(weights, base, hidden, call)
-            self.progress(len(batch.rows) * _runs_of_layers(self.levels))
+            report(len(batch.rows) * _runs_of_layers(self.levels))
             # Of a setting's weights only the map that all heads share is needed again.
             output = [features.heads.output.weight] if features.heads is not None else []
             return replace(done, weights={name: weights[name] for name in output})
 
-        kept = [run(setting) for setting in record.study.kept]
-        for index, others in enumerate(record.study.others):
-            for name, deltas in features.deltas(base, [*(run(setting) for setting in others), *kept]):
-                record.put(name, batch.rows, index, sample_grams(deltas, batch.lengths))
+        study = self.studies[index]
+        kept = [run(setting) for setting in study.kept]
+        for other, settings in enumerate(study.others):
+            for name, deltas in features.deltas(base, [*(run(setting) for setting in settings), *kept]):
+                self._put(index, name, batch, other, sample_grams(deltas, batch.lengths))
 
-    def measure_model(self, record: _Record, batches: Sequence[Batch]) -> None:
-        """Measure level ``model``: the hidden states of every setting through all layers, then the logits."""
-        study = record.study
-        settings = torch.cat([torch.zeros_like(study.kept[:1]), study.settings])  # stream 0 is the base model's
-        tokens = sum(sum(batch.lengths) for batch in batches)
-        width = self.decoder.model.config.get_text_config().hidden_size
-        size = 2 * len(settings) * tokens * width * torch.float32.itemsize
-        folder = Path(tempfile.gettempdir()) if size > MOST_HIDDEN_BYTES else None
-        sources = [[Blend(self.models, setting)] * self.tasks for setting in settings]
-        streams = Streams(self.decoder, sources, batches, Ranks(), folder)
-        for layer in range(len(self.decoder)):
-            self._pass_layer(layer, streams, settings)
-            streams.advance()
-        self._compare_logits(record, streams, settings)
+    def _combine_maps(
+        self, concerned: Sequence[int], maps: LayerFeatures, hidden: torch.Tensor, call: LayerCall, batch: Batch
+    ) -> None:
+        """A linear map's output is linear in its weights: a setting's delta is the weighted sum of the experts'."""
+        base = maps.run_base(hidden, call)
+        for name, grams in maps.grams(base, hidden, call, batch.lengths):
+            for index in concerned:
+                study = self.studies[index]
+                for other, others in enumerate(study.others):
+                    settings = torch.cat([others, study.kept])
+                    self._put(index, name, batch, other, settings @ grams @ settings.T)
 
-    def _pass_layer(self, layer: int, streams: Streams, settings: torch.Tensor) -> None:
-        """Let the samples of every setting pass a layer."""
-        base, *experts = self._read(self.decoder.layer_tensors(layer))
-        for stream, setting in enumerate(settings):
-            weights = blend(base, experts, setting.tolist())
+    def _put(self, index: int, name: str, batch: Batch, other: int, grams: torch.Tensor) -> None:
+        """Keep the Gram matrices [B, m, m] of a batch in a study."""
+        self.grams[index][name][[self.places[index][row] for row in batch.rows], other] = grams
+
+
+@dataclass
+class _WholeModel(Accumulator[torch.Tensor]):
+    """A study at level ``model``: the hidden states of every setting through all layers, then the logits."""
+
+    study: Study
+
+    def __post_init__(self) -> None:
+        kept = self.study.kept
+        self.settings = torch.cat([torch.zeros_like(kept[:1]), self.study.settings])  # stream 0 is the base model's
+
+    def sources(self) -> list[list[Blend]]:
+        """Every setting's stream."""
+        return [[self._model(setting)] * len(self.tasks) for setting in self.settings]
+
+    def _model(self, setting: torch.Tensor) -> Blend:
+        used = setting.nonzero().flatten()
+        models = [self.models[0], *(self.models[1 + expert] for expert in used.tolist())]
+        return Blend(models, lambda name: setting[used], by_steps=True)
+
+    @property
+    def hidden_bytes(self) -> int:
+        """What the hidden states before and after a layer take."""
+        tokens = sum(len(token_ids) for samples in self.tasks for token_ids in samples)
+        width: int = self.decoder.model.config.get_text_config().hidden_size
+        return 2 * len(self.settings) * tokens * width * torch.float32.itemsize
+
+    def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
+        """Let the samples of every setting pass the layer."""
+        base, *experts = weights
+        for stream, setting in enumerate(self.settings):
+            blended = _blend(base, experts, setting)
             for number, batch in enumerate(streams.batches):
-                hidden, call = streams.hidden(stream, number), streams.call(stream, number)
-                run = self.decoder.run(layer, weights, hidden, call)
-                streams.set_output(stream, number, run.output, run.state)
-                self.progress(len(batch.rows))
+                streams.run_layer(stream, number, blended)
+                report(len(batch.rows))
+        return {}
 
-    def _compare_logits(self, record: _Record, streams: Streams, settings: torch.Tensor) -> None:
-        base_edges, *edges = self._read({name: name for name in self.decoder.edge_tensors()})
+    def finish(self, streams: Streams, report: Progress) -> torch.Tensor:
+        """The Gram matrices [n, K, m, m] of the logits' change."""
+        base_edges, *edges = (read_edges(self.decoder, model, self.decoder.edge_tensors()) for model in self.models)
         chunk = max(1, LOGITS // self.decoder.model.config.get_text_config().vocab_size)
 
         def logits(stream: int, states: torch.Tensor) -> torch.Tensor:
-            weights = blend(base_edges, edges, settings[stream].tolist())
+            weights = _blend(base_edges, edges, self.settings[stream])
             return self.decoder.logits(states[None].to(self.decoder.device), weights)
 
-        kept = len(record.study.kept)
+        grams = self.study.no_grams(sum(map(len, self.tasks)))
         for row, states in streams.final():
-            totals: dict[int, torch.Tensor] = {}
-            for part in zip(*(states[stream].split(chunk) for stream in range(len(settings))), strict=True):
-                base = logits(0, part[0])
-                deltas = [logits(stream, part[stream]) - base for stream in range(1, 1 + kept)]
-                stream = 1 + kept
-                for index, others in enumerate(record.study.others):
-                    own = [logits(s, part[s]) - base for s in range(stream, stream + len(others))]
-                    stream += len(others)
-                    totals[index] = totals.get(index, 0) + sample_grams([*own, *deltas], [base.shape[1]])
-            for index, gram in totals.items():
-                record.put("model", [row], index, gram)
-
-    def _read(self, names: Mapping[str, str]) -> list[dict[str, torch.Tensor]]:
-        return [model.read(names, self.decoder.base_model_prefix, self.decoder.device) for model in self.models]
+            for part in zip(*(states[stream].split(chunk) for stream in range(len(self.settings))), strict=True):
+                base, following = logits(0, part[0]), iter(enumerate(part[1:], 1))
+                kept = [logits(*next(following)) - base for _ in self.study.kept]
+                for other, settings in enumerate(self.study.others):
+                    own = [logits(*next(following)) - base for _ in settings]
+                    grams[row, other] += sample_grams([*own, *kept], [base.shape[1]])[0]
+        return _put_together("model", grams, self.ranks)
 
 
-def _combine_maps(
-    records: Sequence[_Record], maps: LayerFeatures, hidden: torch.Tensor, call: LayerCall, batch: Batch
-) -> None:
-    """A linear map's output is linear in its weights: a setting's delta is the weighted sum of the experts'."""
-    base = maps.run_base(hidden, call)
-    for name, grams in maps.grams(base, hidden, call, batch.lengths):
-        for record in records:
-            for index, others in enumerate(record.study.others):
-                settings = torch.cat([others, record.study.kept])
-                record.put(name, batch.rows, index, settings @ grams @ settings.T)
+def _blend(base: Weights, experts: Sequence[Weights], setting: torch.Tensor) -> Weights:
+    return blend(base, experts, lambda name: setting, by_steps=True)

@@ -8,13 +8,18 @@ Shapes: ``g`` experts merged, ``n`` samples, ``K`` settings, ``N`` steps from th
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import combinations, product
+from typing import Any
 
 import torch
+from tqdm import tqdm
 
+from mergekit_slta.engine.passes import Progress
+from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Tasks
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
@@ -22,9 +27,12 @@ from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.linearity.interpolation import Grams, Study, count_passes, measure
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.recipe import calibration_problems
+from mergekit_slta.recipe.recipe import Recipe, calibration_problems
 from mergekit_slta.slta.statistics import published_name
 
+LOG = logging.getLogger(__name__)
+
+DEFAULT_LEVELS = ("model", "layer", "attn_mlp")
 STEPS = 10
 PAIR_WEIGHTS = (0.2, 0.4, 0.6, 0.8, 1.0)
 TRIPLE_WEIGHTS = (0.3, 0.5, 0.7)
@@ -195,17 +203,7 @@ def distance_metric(step: int) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """A measurement of linearity that can be started.
-
-    Attributes:
-        decoder: the models' common decoder.
-        models: the base model, then the experts.
-        names: the experts' names.
-        tasks: the token ids of each expert's samples.
-        levels: the levels to measure.
-        studies: see ``plan_studies``.
-        batch_tokens: the most positions in one forward pass; 0 fits it to the device.
-    """
+    """A measurement of linearity that can be started, on the ``tasks`` of the base model and experts in ``models``."""
 
     decoder: Decoder
     models: Sequence[Checkpoint]
@@ -214,6 +212,7 @@ class Plan:
     levels: Sequence[str]
     studies: Sequence[Study]
     batch_tokens: int = 0
+    ranks: Ranks = field(default_factory=Ranks)
 
     @property
     def passes(self) -> int:
@@ -229,38 +228,66 @@ class Plan:
             f"calibrating on the same {samples} samples takes {samples * len(self.models)}"
         )
 
-    def measure(self, progress: Callable[[int], object] = lambda samples: None) -> Linearity:
-        """Measure; ``progress`` is told how many samples have passed another layer.
+    def measure(self, progress: Progress = lambda samples: None) -> Linearity:
+        """Measure; ``progress`` is told how many of this process's samples have passed another layer.
 
         Raises:
-            SltaError: a level does not apply to the models, or a batch does not fit into memory.
+            SltaError: a level does not apply to the models, or one sample does not fit into memory.
         """
         submodules = {level: self._submodules(level) for level in self.levels}
-        measured = measure(
-            self.decoder,
-            self.models,
-            self.tasks,
-            self.levels,
-            self.studies,
-            batch_tokens=self.batch_tokens,
-            progress=progress,
-        )
-        members = {self._group(study): tuple(self.names[e] for e in study.experts) for study in self.studies}
+        inputs = self.decoder, self.models, self.tasks, self.levels, self.studies
+        measured = measure(*inputs, batch_tokens=self.batch_tokens, ranks=self.ranks, progress=progress)
+        members = [tuple(self.names[expert] for expert in study.experts) for study in self.studies]
+        groups = dict(zip(map("+".join, members), members, strict=True))
         samples = tuple(map(len, self.tasks))
-        result = Linearity(tuple(self.names), tuple(self.levels), samples, {}, {}, {}, members)
+        result = Linearity(tuple(self.names), tuple(self.levels), samples, {}, {}, {}, groups)
         for level, names in submodules.items():
-            for study, grams in zip(self.studies, measured, strict=True):
-                _add_scores(result, level, self._group(study), study, {name: grams[name] for name in names})
+            for group, study, grams in zip(groups, self.studies, measured, strict=True):
+                _add_scores(result, level, group, study, {name: grams[name] for name in names})
         return result
 
-    def _group(self, study: Study) -> str:
-        return "+".join(self.names[expert] for expert in study.experts)
+    def measure_visibly(self, quiet: bool) -> Linearity:
+        """Measure with a progress bar."""
+        layers, hidden = len(self.decoder), quiet or not self.ranks.first
+        total, scale = self.passes * layers // self.ranks.count, 1 / layers
+        with tqdm(
+            desc="Measuring linearity", total=total, unit="pass", unit_scale=scale, leave=False, disable=hidden
+        ) as bar:
+            return self.measure(bar.update)
 
     def _submodules(self, level: str) -> list[str]:
         if level == "model":
             return ["model"]
         layers = range(len(self.decoder))
         return [name for layer in layers for name in layer_submodules(self.decoder, level, layer)]
+
+
+def linearity(
+    recipe: Recipe | Experiment,
+    levels: Sequence[str] | None = None,
+    samples: int = 5,
+    pairs: bool = True,
+    triples: bool = False,
+    **options: Any,
+) -> Linearity:
+    """Measure how linear a recipe's models are in their weights; the number of forward passes is logged first.
+
+    Args:
+        recipe: the recipe, or its models and data as they have been opened.
+        levels: by default ``model``, ``layer`` and ``attn_mlp``.
+        samples: how many records of each expert's calibration data are used.
+        pairs: compare 25 merges of every two experts with the experts.
+        triples: compare 27 merges of every three experts with the experts.
+        options: how a recipe is opened, as for ``Experiment``.
+
+    Raises:
+        SltaError: an expert has no usable calibration data, two experts have the same name, a level does not apply to
+            the models, or one sample does not fit into memory.
+    """
+    experiment = recipe if isinstance(recipe, Experiment) else Experiment(recipe, **options)
+    plan = plan_linearity(experiment, levels or DEFAULT_LEVELS, samples=samples, pairs=pairs, triples=triples)
+    LOG.info("%s.", plan)
+    return plan.measure_visibly(experiment.quiet)
 
 
 def plan_linearity(
@@ -276,46 +303,33 @@ def plan_linearity(
     names = [published_name(expert.reference) for expert in experiment.recipe.experts]
     if len(set(names)) < len(names):
         raise SltaError(f"Two experts would get the same name ({', '.join(names)}): rename a folder.")
-    return Plan(
-        Decoder(experiment.base.config, experiment.trust_remote_code, experiment.device),
-        [experiment.base, *experiment.experts],
-        names,
-        [data.token_ids for data in experiment.load_data(experiment.recipe.experts, samples)],
-        levels,
-        plan_studies(len(names), pairs, triples),
-        experiment.recipe.settings.batch_tokens,
-    )
+    decoder = Decoder(experiment.base.config, experiment.trust_remote_code, experiment.device)
+    models, studies = [experiment.base, *experiment.experts], plan_studies(len(names), pairs, triples)
+    tasks = [data.token_ids for data in experiment.load_data(experiment.recipe.experts, samples)]
+    batch_tokens = experiment.recipe.settings.batch_tokens
+    return Plan(decoder, models, names, tasks, levels, studies, batch_tokens, experiment.ranks)
 
 
 def _add_scores(result: Linearity, level: str, group: str, study: Study, grams: Grams) -> None:
-    """Score one study at one level."""
+    """Score one study at one level; where several samples and settings count, means over samples come first."""
     skipped = 0
     for name, gram in grams.items():
         if len(study.experts) == 1:
             ratios = distances(gram[:, 0])
-            scores = _path_scores(ratios)
+            scores = {distance_metric(step): Value.of(ratios[:, step, -1]) for step in range(STEPS + 1)}
+            scores = {"non_linearity": Value.of(non_linearity(ratios)), **scores}
             result.maps.setdefault(level, {}).setdefault(group, {})[name] = ratios.nanmean(0)
             skipped += int(ratios[:, 0, 0].isnan().sum())
         else:
             # A sample on which the merge or one of the experts changes nothing says nothing about them.
             usable = (gram.diagonal(dim1=-2, dim2=-1) > 0).all(-1).all(-1)
-            scores = _merge_scores(gram[usable], torch.cat(study.others)[:, list(study.experts)])
+            gram, alpha = gram[usable], torch.cat(study.others)[:, list(study.experts)]
+            scores = {
+                "projection_distance": Value.of((1 - projection(gram, alpha).mean(0)).abs()),
+                "cosine_merge": Value.of(merge_cosine(gram, alpha).mean(0)),
+                "cosine_base": Value.of(pair_cosine(gram[:, 0, 1:, 1:])),
+            }
             skipped += int((~usable).sum())
         for metric, value in scores.items():
             result.metrics.setdefault(metric, {}).setdefault(level, {}).setdefault(group, {})[name] = value
     result.skipped.setdefault(level, {})[group] = skipped
-
-
-def _path_scores(ratios: torch.Tensor) -> dict[str, Value]:
-    """The metrics of one expert's ``distances`` [n, N + 1, N + 1]."""
-    curve = {distance_metric(step): Value.of(ratios[:, step, -1]) for step in range(STEPS + 1)}
-    return {"non_linearity": Value.of(non_linearity(ratios)), **curve}
-
-
-def _merge_scores(grams: torch.Tensor, alpha: torch.Tensor) -> dict[str, Value]:
-    """The metrics of one merge, from [n, K, 1 + g, 1 + g] and its settings [K, g]; means over samples come first."""
-    return {
-        "projection_distance": Value.of((1 - projection(grams, alpha).mean(0)).abs()),
-        "cosine_merge": Value.of(merge_cosine(grams, alpha).mean(0)),
-        "cosine_base": Value.of(pair_cosine(grams[:, 0, 1:, 1:])),
-    }

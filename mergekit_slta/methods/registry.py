@@ -23,8 +23,9 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.layer import MERGED
 from mergekit_slta.featcal.merge import ANCHOR, ERRORS
 from mergekit_slta.featcal.scratch import SolvedModel, solve_model
+from mergekit_slta.layers.blend import weighted_sum
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.submodules import TensorWeights, weighted_sum
+from mergekit_slta.layers.submodules import TensorWeights
 from mergekit_slta.methods.actmat import ActmatMethod
 from mergekit_slta.methods.base import CheckedMethod
 from mergekit_slta.methods.sftm import SftmMethod

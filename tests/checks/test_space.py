@@ -12,7 +12,7 @@ from support.adapters import write_adapter
 from support.examining import adapted, feature_recipe, grow, look, only, problems
 from support.families import Family
 
-from mergekit_slta.featcal.needs import Needs
+from mergekit_slta.featcal.scratch import Needs
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from support import damaged_state, families
 from support.families import Family
 
-from mergekit_slta.engine.partial import STATE, Hidden, Partial, remove
+from mergekit_slta.engine.partial import LOCK, STATE, Hidden, Partial, remove
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError
 from mergekit_slta.slta.measure import measured_statistics
@@ -419,4 +419,4 @@ def test_a_kill_while_the_folder_is_removed_leaves_nothing_that_counts(
     again.enter(Ranks())
     assert not again.complete
     assert again.take_up(Ranks()) == (0, None)
-    assert {file.name for file in again.folder.iterdir()} == {STATE}
+    assert {file.name for file in again.folder.iterdir()} == {STATE, LOCK}

@@ -26,6 +26,8 @@ from mergekit_slta.engine.streams import make_batches
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.scratch import SolvedModel
 from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.linearity import interpolation
+from mergekit_slta.linearity.scores import merge_study, path_study
 from mergekit_slta.slta import statistics
 from mergekit_slta.slta.measure import measured_statistics
 
@@ -194,6 +196,36 @@ def test_processes_that_see_different_files_refuse_to_go_on(forks: ForkServerCon
     assert said == {f"The processes see different files in {tmp_path}: it must be a folder that all of them share."}
 
 
+# Linearity
+
+
+def share_linearity(family: Family, folder: Path, index: int, count: int) -> None:
+    """What one of several processes does; the second study has no samples for some of them."""
+    with joined(folder, index, count) as ranks:
+        found = linearity_grams(family, ranks)
+    save_file({f"{study}.{name}": gram for study, grams in enumerate(found) for name, gram in grams.items()},
+              folder / f"linearity{index}.safetensors")  # fmt: skip
+
+
+def linearity_grams(family: Family, ranks: Ranks) -> list[dict[str, torch.Tensor]]:
+    studies = [merge_study((0, 2), 3), path_study(1, 3)]
+    tasks = [samples[:2] for samples in family.token_ids()]
+    models, levels = families.checkpoints(family.folders), ("model", "layer", "linear")
+    return interpolation.measure(Decoder(family.config), models, tasks, levels, studies, ranks=ranks)
+
+
+def test_every_process_ends_up_with_the_linearity_that_one_alone_measures(
+    forks: ForkServerContext, llama: Family, tmp_path: Path
+) -> None:
+    run_together(forks, 2, share_linearity, llama, tmp_path)
+    alone = linearity_grams(llama, Ranks())
+    for index in range(2):
+        together = load_file(tmp_path / f"linearity{index}.safetensors")
+        for study, grams in enumerate(alone):
+            for name, gram in grams.items():
+                assert torch.allclose(together[f"{study}.{name}"], gram, rtol=1e-9, atol=0), name
+
+
 # The command itself
 
 
@@ -221,14 +253,14 @@ import os
 from mergekit_slta.slta.calibrate import _Calibration
 from mergekit_slta.errors import SltaError
 
-measure = _Calibration._measure_layer
+measure = _Calibration.take_layer
 
 def failing(self, layer, *rest):
     if layer == 1 and os.environ["RANK"] == "1":
         raise SltaError("the disk of rank 1 is gone")
     return measure(self, layer, *rest)
 
-_Calibration._measure_layer = failing
+_Calibration.take_layer = failing
 from mergekit_slta.cli.commands import main
 main()
 """

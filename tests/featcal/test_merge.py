@@ -20,11 +20,11 @@ from support.reference import forget
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal import regression
-from mergekit_slta.featcal.anchor import Anchor
 from mergekit_slta.featcal.groups import find_groups
 from mergekit_slta.featcal.layer import ENOUGH_TOKENS, Regression
 from mergekit_slta.featcal.merge import stages
-from mergekit_slta.featcal.needs import needs
+from mergekit_slta.featcal.scratch import needs
+from mergekit_slta.layers.blend import Blend
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import output_head
 
@@ -67,11 +67,11 @@ def worst(found: State, expected: State) -> float:
     return max(relative_errors(found, expected).values())
 
 
-def average(family: Family) -> Anchor:
+def average(family: Family) -> Blend:
     """The anchor that is the mean of the experts."""
     count = len(family.experts)
     equal = torch.full((count,), 1 / count, dtype=torch.float64)
-    return Anchor(families.checkpoints(family.folders), lambda name: equal)
+    return Blend(families.checkpoints(family.folders), lambda name: equal)
 
 
 def mean_state(family: Family) -> State:

@@ -10,7 +10,7 @@ from conftest import MakeFamily
 from support import families
 
 from mergekit_slta.engine.partial import Partial
-from mergekit_slta.featcal.needs import needs
+from mergekit_slta.featcal.scratch import needs
 from mergekit_slta.layers.decoder import Decoder
 
 

@@ -25,7 +25,7 @@ from mergekit_slta.cli.commands import main
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.linearity import interpolation
-from mergekit_slta.linearity.interpolation import Study, blend
+from mergekit_slta.linearity.interpolation import Study
 from mergekit_slta.linearity.scores import (
     STEPS,
     Linearity,
@@ -33,6 +33,7 @@ from mergekit_slta.linearity.scores import (
     Value,
     distance_metric,
     distances,
+    linearity,
     merge_cosine,
     merge_study,
     non_linearity,
@@ -133,13 +134,6 @@ def test_settings_are_the_papers() -> None:
         (0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2),
     ]  # fmt: skip
     assert [study.experts for study in plan_studies(2, pairs=False)] == [(0,), (1,)]
-
-
-def test_a_setting_of_one_expert_is_that_expert() -> None:
-    base, first, second = ({"w": random_features(3) * scale} for scale in (1.0, 3.0, 7.0))
-    assert blend(base, [first, second], [0, 1]) is second
-    assert torch.allclose(blend(base, [first, second], [0.5, 0.25])["w"], base["w"] * (1 + 0.5 * 2 + 0.25 * 6))
-    assert torch.equal(blend(base, [first, second], [0, 0])["w"], base["w"])
 
 
 # Measured on models
@@ -353,6 +347,17 @@ def test_a_recipe_is_measured_on_its_first_samples(llama: Family) -> None:
     assert planned.names == [folder.name for folder in llama.experts]
     assert len(planned.studies) == 3 + 3 + 1
     assert experiment.recipe.settings.samples == 30
+
+
+def test_linearity_measures_what_is_planned(llama: Family, caplog: pytest.LogCaptureFixture) -> None:
+    experiment = families.experiment(families.recipe(llama))
+    planned = plan_linearity(experiment, ["layer"], samples=1, pairs=False)
+    with caplog.at_level("INFO", "mergekit_slta.linearity.scores"):
+        found = linearity(experiment, ["layer"], samples=1, pairs=False)
+    assert_same(found, planned.measure(), 0)
+    assert f"{planned} ".strip() in caplog.text
+    opened = linearity(experiment.recipe, ["layer"], samples=1, pairs=False, quiet=True)
+    assert_same(found, opened, 0)
 
 
 def test_an_expert_without_data_is_refused(llama: Family) -> None:

@@ -26,9 +26,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
 
 from mergekit_slta.engine.partial import Partial
-from mergekit_slta.featcal.anchor import Anchor
 from mergekit_slta.featcal.merge import feature_merge as solve_features
 from mergekit_slta.featcal.scratch import SolvedModel
+from mergekit_slta.layers.blend import Blend
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.methods import registry
 from mergekit_slta.models.checkpoint import Checkpoint
@@ -440,7 +440,7 @@ def feature_merge(
     folder: Path,
     *,
     tasks: Any = None,
-    anchor: Anchor | None = None,
+    anchor: Blend | None = None,
     device: str = "cpu",
     **arguments: Any,
 ) -> SolvedModel:
@@ -457,7 +457,7 @@ def feature_merge(
     models = checkpoints(family.folders)
     decoder, partial = Decoder(family.config, device=device), Partial(folder, {})
     partial.begin()
-    chosen = anchor or Anchor(models)
+    chosen = anchor or Blend(models)
     solve_features(decoder, chosen, models[1:], tasks or family.token_ids(), partial, **arguments)
     return SolvedModel(decoder, partial, "base")
 

@@ -1,4 +1,4 @@
-"""The model that a feature merge stays near, tensor by tensor, against whole state dicts."""
+"""The base model plus weighted task vectors, tensor by tensor, against whole state dicts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from conftest import MakeFamily
 from support import families
 from support.families import Family
 
-from mergekit_slta.featcal.anchor import Anchor
+from mergekit_slta.layers.blend import Blend, blend
 from mergekit_slta.layers.decoder import Decoder
 
 State = dict[str, torch.Tensor]
@@ -18,14 +18,14 @@ def states(family: Family) -> list[State]:
     return [model.state_dict() for model in family.models()]
 
 
-def read(anchor: Anchor, family: Family, names: list[str]) -> State:
+def read(anchor: Blend, family: Family, names: list[str]) -> State:
     return anchor.read({name: name for name in names}, Decoder(family.config).base_model_prefix)
 
 
 def test_without_weights_it_is_the_base_model_and_reads_no_expert(llama: Family) -> None:
     models = families.checkpoints(llama.folders)
     base = llama.model(0).state_dict()
-    found = read(Anchor(models), llama, list(base))
+    found = read(Blend(models), llama, list(base))
     assert all(torch.equal(found[name].double(), tensor) for name, tensor in base.items())
     assert [model.bytes_read > 0 for model in models] == [True, False, False, False]
 
@@ -33,7 +33,7 @@ def test_without_weights_it_is_the_base_model_and_reads_no_expert(llama: Family)
 def test_equal_weights_give_the_mean_of_the_experts(llama: Family) -> None:
     third = torch.full((3,), 1 / 3, dtype=torch.float64)
     base, *experts = states(llama)
-    found = read(Anchor(families.checkpoints(llama.folders), lambda name: third), llama, list(base))
+    found = read(Blend(families.checkpoints(llama.folders), lambda name: third), llama, list(base))
     for name, tensor in found.items():
         mean = torch.stack([own[name] for own in experts]).mean(0)
         assert (tensor - mean).norm() < 1e-6 * mean.norm()
@@ -43,7 +43,7 @@ def test_weights_are_asked_for_by_the_models_name_of_a_tensor(llama: Family) -> 
     """Not by what the tensor is called in the answer, which differs from layer to layer."""
     names = {"own": "model.layers.1.mlp.up_proj.weight", "other": "model.layers.2.mlp.up_proj.weight"}
     weights = {full: torch.randn(3, dtype=torch.float64) for full in names.values()}
-    found = Anchor(families.checkpoints(llama.folders), weights.__getitem__).read(names, "model")
+    found = Blend(families.checkpoints(llama.folders), weights.__getitem__).read(names, "model")
     base, *experts = states(llama)
     for key, full in names.items():
         expected = base[full] + sum(w * (own[full] - base[full]) for w, own in zip(weights[full], experts, strict=True))
@@ -53,7 +53,7 @@ def test_weights_are_asked_for_by_the_models_name_of_a_tensor(llama: Family) -> 
 def test_weights_may_differ_inside_a_tensor(llama: Family) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
     rows = torch.randn(3, 32, 1, dtype=torch.float64)
-    found = read(Anchor(families.checkpoints(llama.folders), lambda _: rows), llama, [name])[name]
+    found = read(Blend(families.checkpoints(llama.folders), lambda _: rows), llama, [name])[name]
     base, *experts = (state[name] for state in states(llama))
     expected = base + sum(row * (own - base) for row, own in zip(rows, experts, strict=True))
     assert (found - expected).norm() < 1e-6 * expected.norm()
@@ -62,9 +62,9 @@ def test_weights_may_differ_inside_a_tensor(llama: Family) -> None:
 @pytest.mark.parametrize("weights", [None, torch.tensor([0.5, 0.5], dtype=torch.float64)], ids=["base", "average"])
 def test_blending_what_has_been_read_is_reading(weights: torch.Tensor | None, llama: Family) -> None:
     models = families.checkpoints(llama.folders[:3])
-    anchor = Anchor(models, None if weights is None else lambda name: weights)
+    anchor = Blend(models, None if weights is None else lambda name: weights)
     names = Decoder(llama.config).layer_tensors(1)
-    found = anchor.blend(names, [model.read(names, "model") for model in models])
+    found = anchor.of(names, [model.read(names, "model") for model in models])
     expected = anchor.read(names, "model")
     assert list(found) == list(expected)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -73,15 +73,41 @@ def test_blending_what_has_been_read_is_reading(weights: torch.Tensor | None, ll
 def test_numbers_that_are_no_weights_stay_the_base_models() -> None:
     """Such as buffers that count."""
     base, expert = {"count": torch.tensor([1, 2])}, {"count": torch.tensor([5, 5])}
-    anchor = Anchor([], lambda name: torch.ones(1, dtype=torch.float64))
-    assert torch.equal(anchor.blend({"count": "count"}, [base, expert])["count"], base["count"])
+    anchor = Blend([], lambda name: torch.ones(1, dtype=torch.float64))
+    assert torch.equal(anchor.of({"count": "count"}, [base, expert])["count"], base["count"])
 
 
 def test_tensors_are_read_as_float32(make_family: MakeFamily) -> None:
     family = make_family(dtype=torch.bfloat16)
     half = torch.full((2,), 0.5, dtype=torch.float64)
     for anchor in (
-        Anchor(families.checkpoints(family.folders)),
-        Anchor(families.checkpoints(family.folders), lambda name: half),
+        Blend(families.checkpoints(family.folders)),
+        Blend(families.checkpoints(family.folders), lambda name: half),
     ):
         assert read(anchor, family, ["lm_head.weight"])["lm_head.weight"].dtype == torch.float32
+
+
+def test_by_steps_a_setting_of_one_expert_is_that_expert() -> None:
+    base, first, second = ({"w": torch.randn(3, 4) * scale} for scale in (1.0, 3.0, 7.0))
+
+    def blended(*setting: float) -> torch.Tensor:
+        return blend(base, [first, second], lambda name: torch.tensor(setting), by_steps=True)["w"]
+
+    assert torch.equal(blended(0, 1), second["w"])
+    assert torch.equal(blended(0, 0), base["w"])
+    expected = base["w"] + 0.5 * (first["w"] - base["w"]) + 0.25 * (second["w"] - base["w"])
+    assert torch.allclose(blended(0.5, 0.25), expected)
+
+
+def test_by_steps_a_small_change_does_not_drown_in_rounding() -> None:
+    """What is left of it after 0.1 of the way is as exact as the subtraction of two float32 numbers."""
+    base = torch.randn(1000)
+    expert = base + 1e-4 * torch.randn(1000)
+    step = torch.tensor([0.1], dtype=torch.float64)
+    exact = 0.1 * (expert.double() - base.double())
+
+    def error(by_steps: bool) -> float:
+        blended = blend({"w": base}, [{"w": expert}], lambda name: step, by_steps=by_steps)["w"]
+        return float((blended.double() - base.double() - exact).norm())
+
+    assert error(True) < error(False)

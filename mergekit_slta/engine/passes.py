@@ -1,0 +1,173 @@
+"""The loop over a model's layers that calibration, feature merges and linearity share.
+
+Given the hidden states before a layer, the layer needs nothing from any other: one layer of each model is in memory at
+a time. What a method makes of a layer is up to its ``Accumulator``.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import torch
+
+from mergekit_slta.engine.partial import Hidden, Partial
+from mergekit_slta.engine.ranks import Ranks
+from mergekit_slta.engine.streams import Source, Streams, Tasks, decoder_batches, fitting_batch
+from mergekit_slta.errors import SltaError
+from mergekit_slta.layers.decoder import Decoder, Weights
+from mergekit_slta.layers.products import fast_products
+from mergekit_slta.models.checkpoint import Checkpoint
+
+LOG = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+Tensors = Mapping[str, torch.Tensor]
+# Told how many of this process's samples have passed another step.
+Progress = Callable[[int], object]
+
+
+@dataclass
+class Accumulator(ABC, Generic[Result]):
+    """What a method gathers on its way through the layers.
+
+    Attributes:
+        decoder: the models' common decoder.
+        models: the models whose layers are read.
+        tasks: the token ids of each task's samples.
+        ranks: the processes that share the batches.
+    """
+
+    decoder: Decoder
+    models: Sequence[Checkpoint]
+    tasks: Tasks
+    ranks: Ranks
+
+    @abstractmethod
+    def sources(self) -> Sequence[Sequence[Source]]:
+        """For each hidden-state stream, the model that embeds the samples of each task."""
+
+    def steps(self, layer: int) -> int:
+        """How many times a layer reports each sample."""
+        return 1
+
+    def restore(self, partial: Partial, layers: int) -> None:
+        """Go on after the first ``layers`` layers, which an earlier process has written to ``partial``."""
+
+    @abstractmethod
+    def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
+        """Use a layer on every batch, and set its output on every stream. Called again if memory ran out.
+
+        Args:
+            layer: the layer's index.
+            weights: the layer's tensors of each model.
+            streams: the hidden states before the layer.
+            report: told how many samples have passed a step.
+
+        Returns:
+            The tensors to be written, the same on all ranks.
+        """
+
+    @abstractmethod
+    def finish(self, streams: Streams, report: Progress) -> Result:
+        """Use the hidden states after the last layer, and return the result."""
+
+
+@torch.no_grad()
+@fast_products()
+def pass_layers(
+    accumulator: Accumulator[Result],
+    *,
+    batch_tokens: int = 0,
+    partial: Partial | None = None,
+    folder: Path | None = None,
+    progress: Progress = lambda samples: None,
+) -> Result:
+    """Take every layer, one after the other, with all samples.
+
+    Args:
+        accumulator: what is done with a layer.
+        batch_tokens: the most positions in one forward pass; 0 fits it to the device, and halves it when memory
+            runs out.
+        partial: where finished layers are written; the loop goes on after those that are there.
+        folder: where hidden states are kept instead of in memory.
+        progress: told how many of this process's samples have passed another step; a negative number when steps are
+            to be taken again with smaller batches.
+
+    Raises:
+        SltaError: a checkpoint's tensors are missing or not finite, or the chosen batches, or one sample, do not fit
+            into memory.
+    """
+    loop = _Loop(accumulator, partial, folder, progress)
+    device = accumulator.decoder.device
+    positions = batch_tokens or fitting_batch(device)
+    while True:
+        try:
+            return loop.run(positions)
+        except torch.OutOfMemoryError as error:
+            longest = max(len(token_ids) for samples in accumulator.tasks for token_ids in samples)
+            if batch_tokens or accumulator.ranks.count > 1 or positions <= longest:
+                raise SltaError(
+                    f"{positions} token positions at once do not fit into the memory of {device}: "
+                    "lower 'batch_tokens', and 'max_tokens' if one sample is too long; if that does not help, the "
+                    "layers themselves are too large for it."
+                ) from error
+            positions //= 2
+            LOG.warning("Out of memory on %s: going on with %d token positions at once", device, positions)
+
+
+@dataclass
+class _Loop(Generic[Result]):
+    """How far a pass has come, so that it can go on with smaller batches; see ``pass_layers``."""
+
+    accumulator: Accumulator[Result]
+    partial: Partial | None
+    folder: Path | None
+    progress: Progress
+
+    def __post_init__(self) -> None:
+        self.layers = 0  # that are finished
+        self.hidden: Hidden | None = None  # the hidden states after them
+        if self.partial is not None:
+            self.layers, self.hidden = self.partial.take_up(self.accumulator.ranks)
+            self.accumulator.restore(self.partial, self.layers)
+        self.reported = 0
+        self.reported_by_finished_layers: int | None = None
+
+    def run(self, positions: int) -> Result:
+        """Take the layers that are not finished, with at most ``positions`` token positions at once."""
+        own = self.accumulator
+        batches = decoder_batches(own.decoder, own.tasks, positions)
+        streams = Streams(own.decoder, own.sources(), batches, own.ranks, self.folder)
+        if self.hidden is not None:
+            streams.resume(self.hidden, self.layers)
+        if self.reported_by_finished_layers is None:
+            self.reported_by_finished_layers = sum(map(own.steps, range(self.layers))) * streams.samples
+        self._report(self.reported_by_finished_layers - self.reported)
+        for layer in range(self.layers, len(own.decoder)):
+            self._take_layer(layer, streams)
+        return own.finish(streams, self._report)
+
+    def _take_layer(self, layer: int, streams: Streams) -> None:
+        own = self.accumulator
+        names = own.decoder.layer_tensors(layer)
+        weights = [model.read(names, own.decoder.base_model_prefix, own.decoder.device) for model in own.models]
+        for model in own.models:
+            model.prefetch(layer + 1)
+        tensors = own.take_layer(layer, weights, streams, self._report)
+        streams.advance()
+        if self.partial is not None:
+            self.partial.save_hidden(layer, own.ranks.index, streams.state)
+            own.ranks.wait()
+            if own.ranks.first:
+                self.partial.finish_layer(layer, tensors)
+        self.layers, self.hidden = layer + 1, streams.state
+        self.reported_by_finished_layers = self.reported
+
+    def _report(self, samples: int) -> None:
+        self.reported += samples
+        self.progress(samples)
