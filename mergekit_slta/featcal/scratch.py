@@ -150,8 +150,8 @@ def _anchor(experiment: Experiment, settings: FeatcalSettings, decoder: Decoder)
     if settings.anchor == "average":
         equal = torch.full((len(experiment.experts),), 1 / len(experiment.experts), dtype=torch.float64)
         return Anchor(models, lambda name: equal)
-    solutions = measured_statistics(experiment, [ANCHOR_LEVEL]).solve(ANCHOR_LEVEL)
-    return Anchor(models, TensorWeights(decoder, ANCHOR_LEVEL, {n: s.alpha for n, s in solutions.items()}).__getitem__)
+    solution = measured_statistics(experiment, [ANCHOR_LEVEL]).solve(ANCHOR_LEVEL)
+    return Anchor(models, TensorWeights(decoder, ANCHOR_LEVEL, solution.alpha).__getitem__)
 
 
 def scratch_root(scratch: str) -> Path:
