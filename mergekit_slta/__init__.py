@@ -16,23 +16,29 @@ TYPE_CHECKING = False  # this file runs at every start of Python: not even typin
 if TYPE_CHECKING:
     from typing import Any
 
+    from mergekit_slta.checks.examine import check as check  # type: ignore[attr-defined]
     from mergekit_slta.errors import SltaError as SltaError
     from mergekit_slta.evaluate import evaluate as evaluate
     from mergekit_slta.featcal.scratch import solve_model as solve_model
     from mergekit_slta.layers.decoder import Decoder as Decoder
     from mergekit_slta.layers.submodules import TensorWeights as TensorWeights
+    from mergekit_slta.linearity.scores import linearity as linearity  # type: ignore[attr-defined]
     from mergekit_slta.linearity.scores import plan_linearity as plan_linearity
+    from mergekit_slta.methods.merge import merge as merge
     from mergekit_slta.recipe.experiment import Experiment as Experiment
     from mergekit_slta.recipe.recipe import Recipe as Recipe
     from mergekit_slta.reports.linearity import write_linearity as write_linearity
     from mergekit_slta.reports.merge import report as report
     from mergekit_slta.slta.calibrate import calibrate as calibrate
+    from mergekit_slta.slta.measure import measure as measure  # type: ignore[attr-defined]
     from mergekit_slta.slta.measure import measured_statistics as measured_statistics
     from mergekit_slta.slta.solution import Solution as Solution
     from mergekit_slta.slta.solver import solve as solve
     from mergekit_slta.slta.statistics import Statistics as Statistics
 
-    load, save, write_report = Statistics.load, Statistics.save, report
+    load = Statistics.load
+    save = Statistics.save
+    write_report = report
 
 # Public name -> where it is, imported on first use: the module, and the name there.
 _EXPORTS = {
@@ -44,9 +50,13 @@ _EXPORTS = {
     "Statistics": "mergekit_slta.slta.statistics:Statistics",
     "TensorWeights": "mergekit_slta.layers.submodules:TensorWeights",
     "calibrate": "mergekit_slta.slta.calibrate:calibrate",
+    "check": "mergekit_slta.checks.examine:check",
     "evaluate": "mergekit_slta.evaluate:evaluate",
+    "linearity": "mergekit_slta.linearity.scores:linearity",
     "load": "mergekit_slta.slta.statistics:Statistics.load",
+    "measure": "mergekit_slta.slta.measure:measure",
     "measured_statistics": "mergekit_slta.slta.measure:measured_statistics",
+    "merge": "mergekit_slta.methods.merge:merge",
     "plan_linearity": "mergekit_slta.linearity.scores:plan_linearity",
     "report": "mergekit_slta.reports.merge:report",
     "save": "mergekit_slta.slta.statistics:Statistics.save",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -84,29 +84,15 @@ class Evaluation:
     def _repr_html_(self) -> str:
         return as_paragraphs(*self._parts())
 
-    def _parts(self) -> list[str | Table]:
-        idle = [task.model for task in self.tasks if task.kept is None]
-        return [
-            "Negative log-likelihood per token, lower is better",
-            self.table(),
-            *(
-                [f"Experts no better than the base model on their own task, with no gain to keep: {', '.join(idle)}."]
-                if idle
-                else []
-            ),
-        ]
+    def _parts(self) -> Iterator[str | Table]:
+        yield "Negative log-likelihood per token, lower is better"
+        yield self.table()
+        if idle := [task.model for task in self.tasks if task.kept is None]:
+            yield f"Experts no better than the base model on their own task, with no gain to keep: {', '.join(idle)}."
 
 
 def evaluate(
-    recipe: Recipe | Experiment,
-    merged: str | os.PathLike[str],
-    samples: int = 100,
-    *,
-    device: str = "cpu",
-    trust_remote_code: bool = False,
-    lora_merge_cache: str | None = None,
-    transformers_cache: str | None = None,
-    quiet: bool = False,
+    recipe: Recipe | Experiment, merged: str | os.PathLike[str], samples: int = 100, **options: Any
 ) -> Evaluation:
     """Compare a merged model with the base model and with each expert on that expert's task.
 
@@ -114,28 +100,16 @@ def evaluate(
     model's tokenizer for all models. One model is in memory at a time, in float32.
 
     Args:
-        recipe: the merge's recipe; for one that is opened already the options do not count.
+        recipe: the merge's recipe; for one that is opened already there are no options.
         merged: the folder that the merge was written to.
         samples: how many records per task.
-        device: where the models run: ``cpu``, ``cuda``, ``cuda:1`` and so on, or ``auto``.
-        trust_remote_code: run the Python code that comes with a model (dangerous).
-        lora_merge_cache: the folder for models with their LoRA adapter merged in.
-        transformers_cache: the folder for downloaded models.
-        quiet: no progress bar.
+        options: ``device`` ("cpu"), ``trust_remote_code`` (False), ``lora_merge_cache`` (None), ``transformers_cache``
+            (None), ``quiet`` (False), and whatever else mergekit has options for.
 
     Raises:
         SltaError: an expert has no calibration source or no record is left in it, or a model cannot be loaded.
     """
-    experiment = _opened(
-        recipe,
-        quiet,
-        MergeOptions(
-            device=device,
-            trust_remote_code=trust_remote_code,
-            lora_merge_cache=lora_merge_cache,
-            transformers_cache=transformers_cache,
-        ),
-    )
+    experiment = recipe if isinstance(recipe, Experiment) else _opened(recipe, MergeOptions(**options))
     folder = Path(merged).expanduser()
     if not (folder / "config.json").is_file():
         raise SltaError(f"There is no model in {folder} (no config.json): give the folder that the merge wrote.")
@@ -172,17 +146,14 @@ def evaluate(
     )
 
 
-def _opened(recipe: Recipe | Experiment, quiet: bool, options: MergeOptions) -> Experiment:
-    """A recipe's models and data; one that is opened already is used as it is."""
-    if isinstance(recipe, Experiment):
-        return recipe
+def _opened(recipe: Recipe, options: MergeOptions) -> Experiment:
     LoaderCache().setup(options)
     return Experiment(
         recipe,
         device=str(options.device),
         trust_remote_code=options.trust_remote_code,
         cache_dir=options.transformers_cache,
-        quiet=quiet,
+        quiet=options.quiet,
     )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,7 @@ import torch
 import mergekit_slta
 from mergekit_slta import files
 from mergekit_slta.errors import SltaError
-from mergekit_slta.slta.solver import bootstrap
+from mergekit_slta.slta.solver import SubmoduleSolution, bootstrap
 from mergekit_slta.tables import Table, as_json, as_paragraphs, as_percentage
 
 if TYPE_CHECKING:
@@ -29,21 +31,13 @@ class Solution:
     Attributes:
         statistics: what was solved: the statistics of these experts and of the samples that were used.
         level: the submodules' level.
-        alpha: [T] float64, the merging weights.
-        retained: [T] float64, the share of each expert's feature change that the merge keeps on that expert's own
-            samples: at most 1, perhaps negative, NaN where the expert changes nothing.
-        condition: the condition number of the linear system; NaN where no expert changes anything.
-        rank: the number of directions in which the samples decide the weights; below T the solution is the
-            minimum-norm one.
+        submodules: what was found for each submodule.
         balance, ridge, task_weights: how it was solved for; see ``Statistics.solve``.
     """
 
     statistics: Statistics
     level: str
-    alpha: Mapping[str, torch.Tensor]
-    retained: Mapping[str, torch.Tensor]
-    condition: Mapping[str, float]
-    rank: Mapping[str, int]
+    submodules: Mapping[str, SubmoduleSolution]
     balance: bool
     ridge: float
     task_weights: tuple[float, ...] | None
@@ -52,6 +46,29 @@ class Solution:
     def models(self) -> tuple[str, ...]:
         """The experts' names."""
         return self.statistics.info.models
+
+    @cached_property
+    def alpha(self) -> dict[str, torch.Tensor]:
+        """The merging weights, [T] float64."""
+        return {name: own.alpha for name, own in self.submodules.items()}
+
+    @cached_property
+    def retained(self) -> dict[str, torch.Tensor]:
+        """The share of each expert's feature change that the merge keeps on that expert's own samples, [T] float64.
+
+        It is at most 1, may be negative, and is NaN where the expert changes nothing.
+        """
+        return {name: own.retained for name, own in self.submodules.items()}
+
+    @cached_property
+    def condition(self) -> dict[str, float]:
+        """The condition number of the linear system; NaN where no expert changes anything."""
+        return {name: own.condition for name, own in self.submodules.items()}
+
+    @cached_property
+    def rank(self) -> dict[str, int]:
+        """In how many directions the samples decide the weights; below T these are the minimum-norm solution."""
+        return {name: own.rank for name, own in self.submodules.items()}
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -107,7 +124,7 @@ class Solution:
                 pairs = zip(alpha, errors[name].tolist(), strict=True)
                 alpha = [f"{weight} ±{error:.3f}" for weight, error in pairs]
             retained = map(as_percentage, self.retained[name].tolist())
-            condition = "-" if self.condition[name] != self.condition[name] else f"{self.condition[name]:.3g}"
+            condition = "-" if math.isnan(self.condition[name]) else f"{self.condition[name]:.3g}"
             rows.append([name, *alpha, *retained, condition])
         return Table(["submodule", *header, "condition"], rows)
 

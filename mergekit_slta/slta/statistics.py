@@ -256,21 +256,11 @@ class Statistics:
             raise SltaError(f"'ridge' is {ridge}: give a number of at least zero.")
         weights = self._task_weights(task_weights) if task_weights else None
         used = self if samples is None else self.first_samples(samples)
-        solved = {
+        submodules = {
             name: solve(used.grams[name], used.task, balance=balance, ridge=ridge, task_weights=weights)
             for name in used.submodules(level)
         }
-        return Solution(
-            statistics=used,
-            level=level,
-            alpha={name: found.alpha for name, found in solved.items()},
-            retained={name: found.retained for name, found in solved.items()},
-            condition={name: found.condition for name, found in solved.items()},
-            rank={name: found.rank for name, found in solved.items()},
-            balance=balance,
-            ridge=ridge,
-            task_weights=weights,
-        )
+        return Solution(used, level, submodules, balance, ridge, weights)
 
     def _task_weights(self, given: Mapping[str, float] | Sequence[float]) -> tuple[float, ...]:
         """A weight for each expert's task."""
