@@ -89,7 +89,7 @@ print(time.process_time() - start, *(set(sys.modules) - before))
 def test_type_checkers_see_every_public_name() -> None:
     tree = ast.parse(Path(str(mergekit_slta.__file__)).read_text())
     (block,) = [node for node in tree.body if isinstance(node, ast.If)]
-    seen = {}
+    seen: dict[str, str] = {}
     for node in block.body:
         if isinstance(node, ast.ImportFrom):
             seen |= {str(alias.asname): f"{node.module}:{alias.name}" for alias in node.names if alias.asname}

@@ -22,9 +22,8 @@ def test_the_example_uses_public_names_alone() -> None:
     tree = ast.parse(Path(python_api.__file__).read_text())
     imported = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
     assert [line for line in imported if "mergekit" in line] == ["import mergekit_slta as slta"]
-    used = {
-        node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "slta"
-    }
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    used = {node.attr for node in attributes if ast.unparse(node.value) == "slta"}
     assert used <= set(mergekit_slta._EXPORTS)
     assert {"Recipe", "check", "measure", "Statistics", "merge", "evaluate"} <= used
     assert not [node.attr for node in attributes if node.attr.startswith("_")]
