@@ -235,13 +235,12 @@ def solve(
 
     with _one_thread():
         measured = Statistics.load(stats, transformers_cache)
-        chosen = [name.strip() for name in models.split(",")] if models is not None else measured.info.models
-        statistics = measured.select(*chosen)
-        solution = statistics.solve(
+        chosen = measured if models is None else measured.select(*map(str.strip, models.split(",")))
+        solution = chosen.solve(
             level,
             balance=balance,
             ridge=ridge,
-            task_weights=_task_weights(task_weights, statistics.info.models),
+            task_weights=_task_weights(task_weights, chosen.info.models),
             samples=samples,
         )
         errors = solution.bootstrap(bootstrap) if bootstrap else None

@@ -216,12 +216,8 @@ def _kept_without(solution: Solution) -> torch.Tensor:
         others = [expert for expert in experts if expert != left_out]
         if not any(task_weights[expert] for expert in others):
             continue
-        part = solution.statistics.take(others).solve(
-            solution.level,
-            balance=solution.balance,
-            ridge=solution.ridge,
-            task_weights=[task_weights[expert] for expert in others],
-        )
+        settings = solution.settings | {"task_weights": [task_weights[expert] for expert in others]}
+        part = solution.statistics.take(others).solve(solution.level, **settings)
         grams, task = part.statistics.grams, part.statistics.task
         share = torch.stack([_own_share(task_means(grams[name], task, part.balance)) for name in part.alpha])
         kept[others, left_out] = pooled(torch.stack(list(part.retained.values())), share)

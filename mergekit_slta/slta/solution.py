@@ -200,5 +200,4 @@ class Solution:
             The path of ``report.html``.
         """
         # Reports are made from solutions, so this module cannot import them: it asks the package as a user does.
-        path: Path = mergekit_slta.report(self, folder)
-        return path
+        return mergekit_slta.report(self, folder)

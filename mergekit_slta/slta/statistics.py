@@ -151,7 +151,7 @@ class Statistics:
     tokens: torch.Tensor
     info: Info
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         submodules = ", ".join(f"{len(self.submodules(level))} at {level}" for level in self.info.levels)
         return (
             f"{len(self.task)} samples of {len(self.info.models)} tasks ({int(self.tokens.sum())} tokens), submodules: "

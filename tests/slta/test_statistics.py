@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support import synthetic
 
+import mergekit_slta
 from mergekit_slta.errors import SltaError
 from mergekit_slta.slta.statistics import Statistics, published_name
 
@@ -86,6 +87,8 @@ def test_the_format_is_the_documented_one(path: Path, found: Statistics) -> None
 def test_paths_may_be_text(found: Statistics, tmp_path: Path) -> None:
     found.save(f"{tmp_path}/stats.safetensors")
     assert same(Statistics.load(f"{tmp_path}/stats.safetensors"), found)
+    mergekit_slta.save(found, tmp_path / "again.safetensors")
+    assert same(mergekit_slta.load(tmp_path / "again.safetensors"), found)
 
 
 def test_equal_statistics_are_equal_files(path: Path, found: Statistics, tmp_path: Path) -> None:
