@@ -25,7 +25,7 @@ from family import TASKS, Family, evaluate, train_family, write_bytes
 from tqdm import tqdm
 
 from mergekit_slta.reports.figures import Matrix, heat_map
-from mergekit_slta.slta import statistics
+from mergekit_slta.slta.statistics import Statistics
 
 STATISTICS = "statistics.safetensors"
 HEAT_MAP = "alpha.png"
@@ -145,8 +145,8 @@ def table(scores: Mapping[str, Scores]) -> str:
 
 def picture_of_weights(path: Path) -> bytes:
     """Heat maps of the merging weights: layers across, experts down, one map per branch, as PNG."""
-    measured = statistics.load(path)
-    alpha = {name: solution.alpha for name, solution in measured.solve("attn_mlp").items()}
+    measured = Statistics.load(path)
+    alpha = measured.solve("attn_mlp").alpha
     layers = [str(layer) for layer in range(measured.info.num_layers)]
     experts = [Path(model).name for model in measured.info.models]
     maps = []

@@ -1,4 +1,14 @@
-"""Merge methods for mergekit that solve for the merging weights instead of searching for them."""
+"""Merge methods for mergekit that solve for the merging weights instead of searching for them.
+
+import mergekit_slta as slta
+
+recipe = slta.Recipe.load("merge.yml")
+statistics = slta.measure(recipe)
+print(statistics.solve())
+slta.merge(recipe, "merged/")
+"""
+
+import sys
 
 __version__ = "0.1.0"
 
@@ -6,24 +16,54 @@ TYPE_CHECKING = False  # this file runs at every start of Python: not even typin
 if TYPE_CHECKING:
     from typing import Any
 
-# Public name -> the module that defines it, loaded on first use.
+    from mergekit_slta.checks.examine import check as check  # type: ignore[attr-defined]
+    from mergekit_slta.errors import SltaError as SltaError
+    from mergekit_slta.evaluate import evaluate as evaluate
+    from mergekit_slta.featcal.scratch import solve_model as solve_model
+    from mergekit_slta.layers.decoder import Decoder as Decoder
+    from mergekit_slta.layers.submodules import TensorWeights as TensorWeights
+    from mergekit_slta.linearity.scores import linearity as linearity  # type: ignore[attr-defined]
+    from mergekit_slta.linearity.scores import plan_linearity as plan_linearity
+    from mergekit_slta.methods.merge import merge as merge
+    from mergekit_slta.recipe.experiment import Experiment as Experiment
+    from mergekit_slta.recipe.recipe import Recipe as Recipe
+    from mergekit_slta.reports.linearity import write_linearity as write_linearity
+    from mergekit_slta.reports.merge import report as report
+    from mergekit_slta.slta.calibrate import calibrate as calibrate
+    from mergekit_slta.slta.measure import measure as measure  # type: ignore[attr-defined]
+    from mergekit_slta.slta.measure import measured_statistics as measured_statistics
+    from mergekit_slta.slta.solution import Solution as Solution
+    from mergekit_slta.slta.solver import solve as solve
+    from mergekit_slta.slta.statistics import Statistics as Statistics
+
+    load = Statistics.load
+    save = Statistics.save
+    write_report = report
+
+# Public name -> where it is, imported on first use: the module, and the name there.
 _EXPORTS = {
-    "Decoder": "mergekit_slta.layers.decoder",
-    "Experiment": "mergekit_slta.recipe.experiment",
-    "Recipe": "mergekit_slta.recipe.recipe",
-    "SltaError": "mergekit_slta.errors",
-    "Solution": "mergekit_slta.slta.solver",
-    "Statistics": "mergekit_slta.slta.statistics",
-    "TensorWeights": "mergekit_slta.layers.submodules",
-    "calibrate": "mergekit_slta.slta.calibrate",
-    "load": "mergekit_slta.slta.statistics",
-    "measured_statistics": "mergekit_slta.slta.measure",
-    "plan_linearity": "mergekit_slta.linearity.scores",
-    "save": "mergekit_slta.slta.statistics",
-    "solve_model": "mergekit_slta.featcal.scratch",
-    "solve": "mergekit_slta.slta.solver",
-    "write_linearity": "mergekit_slta.reports.linearity",
-    "write_report": "mergekit_slta.reports.merge",
+    "Decoder": "mergekit_slta.layers.decoder:Decoder",
+    "Experiment": "mergekit_slta.recipe.experiment:Experiment",
+    "Recipe": "mergekit_slta.recipe.recipe:Recipe",
+    "SltaError": "mergekit_slta.errors:SltaError",
+    "Solution": "mergekit_slta.slta.solution:Solution",
+    "Statistics": "mergekit_slta.slta.statistics:Statistics",
+    "TensorWeights": "mergekit_slta.layers.submodules:TensorWeights",
+    "calibrate": "mergekit_slta.slta.calibrate:calibrate",
+    "check": "mergekit_slta.checks.examine:check",
+    "evaluate": "mergekit_slta.evaluate:evaluate",
+    "linearity": "mergekit_slta.linearity.scores:linearity",
+    "load": "mergekit_slta.slta.statistics:Statistics.load",
+    "measure": "mergekit_slta.slta.measure:measure",
+    "measured_statistics": "mergekit_slta.slta.measure:measured_statistics",
+    "merge": "mergekit_slta.methods.merge:merge",
+    "plan_linearity": "mergekit_slta.linearity.scores:plan_linearity",
+    "report": "mergekit_slta.reports.merge:report",
+    "save": "mergekit_slta.slta.statistics:Statistics.save",
+    "solve": "mergekit_slta.slta.solver:solve",
+    "solve_model": "mergekit_slta.featcal.scratch:solve_model",
+    "write_linearity": "mergekit_slta.reports.linearity:write_linearity",
+    "write_report": "mergekit_slta.reports.merge:report",
 }
 
 
@@ -36,11 +76,28 @@ def __getattr__(name: str) -> "Any":
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
+    from operator import attrgetter
 
-    value = getattr(import_module(_EXPORTS[name]), name)
+    module, _, path = _EXPORTS[name].partition(":")
+    value = attrgetter(path)(import_module(module))
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_EXPORTS})
+
+
+class _Package(type(sys)):  # type: ignore[misc]
+    """This package as a module that keeps its public names.
+
+    Importing a submodule makes Python set it as an attribute of its package. The module ``mergekit_slta.evaluate``
+    would so replace the function of that name, or not, depending on what was imported first.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in _EXPORTS or not isinstance(value, type(sys)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

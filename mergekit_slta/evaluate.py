@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from mergekit.common import get_auto_cls
+from mergekit.io.tasks import LoaderCache
+from mergekit.options import MergeOptions
 from tqdm import tqdm
 
 from mergekit_slta.engine.streams import make_batches
@@ -18,8 +21,9 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.fresh import Fresh
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.recipe import calibration_problems
+from mergekit_slta.recipe.recipe import Recipe, calibration_problems
 from mergekit_slta.slta.statistics import published_name
+from mergekit_slta.tables import Table, as_json, as_paragraphs, as_percentage
 
 # The logits of a batch, positions times vocabulary, outgrow everything else.
 BATCH_TOKENS = 1024
@@ -52,48 +56,105 @@ class TaskEvaluation:
         return (self.base - self.merged) / gain if gain > 0 else None
 
 
-def evaluate(experiment: Experiment, merged: Path, samples: int = 100) -> list[TaskEvaluation]:
+@dataclass(frozen=True)
+class Evaluation:
+    """How well a merged model does each expert's task; printed, it is a table.
+
+    Attributes:
+        tasks: the tasks, in the order of the recipe's experts.
+    """
+
+    tasks: tuple[TaskEvaluation, ...]
+
+    def to_json(self) -> str:
+        """The numbers as JSON; the share that is kept is null if the expert gains nothing over the base model."""
+        return as_json({"tasks": [{**asdict(task), "kept": task.kept} for task in self.tasks]})
+
+    def table(self) -> Table:
+        """One row per task."""
+        rows = []
+        for task in self.tasks:
+            losses = [f"{loss:.4f}" for loss in (task.base, task.expert, task.merged)]
+            rows.append([task.model, str(task.records), str(task.tokens), *losses, as_percentage(task.kept)])
+        return Table(["task of", "records", "tokens", "base", "expert", "merged", "gain kept"], rows)
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(str, self._parts()))
+
+    def _repr_html_(self) -> str:
+        return as_paragraphs(*self._parts())
+
+    def _parts(self) -> Iterator[str | Table]:
+        yield "Negative log-likelihood per token, lower is better"
+        yield self.table()
+        if idle := [task.model for task in self.tasks if task.kept is None]:
+            yield f"Experts no better than the base model on their own task, with no gain to keep: {', '.join(idle)}."
+
+
+def evaluate(
+    recipe: Recipe | Experiment, merged: str | os.PathLike[str], samples: int = 100, **options: Any
+) -> Evaluation:
     """Compare a merged model with the base model and with each expert on that expert's task.
 
     The records are the next ones of each calibration source, cut as calibration cuts them and tokenized by the base
-    model's tokenizer for all models. One model is in memory at a time.
+    model's tokenizer for all models. One model is in memory at a time, in float32.
 
     Args:
-        experiment: the merge's recipe, opened.
+        recipe: the merge's recipe; for one that is opened already there are no options.
         merged: the folder that the merge was written to.
         samples: how many records per task.
+        options: ``device`` ("cpu"), ``trust_remote_code`` (False), ``lora_merge_cache`` (None), ``transformers_cache``
+            (None), ``quiet`` (False), and whatever else mergekit has options for.
 
     Raises:
         SltaError: an expert has no calibration source or no record is left in it, or a model cannot be loaded.
     """
-    if not (merged / "config.json").is_file():
-        raise SltaError(f"There is no model in {merged} (no config.json): give the folder that the merge wrote.")
+    experiment = recipe if isinstance(recipe, Experiment) else _opened(recipe, MergeOptions(**options))
+    folder = Path(merged).expanduser()
+    if not (folder / "config.json").is_file():
+        raise SltaError(f"There is no model in {folder} (no config.json): give the folder that the merge wrote.")
     if problems := calibration_problems(experiment.recipe, takes_statistics=False):
         raise SltaError("\n".join(problems))
-    experiment.load_data(experiment.recipe.experts)  # refuses the same data twice
-    held_out = [experiment.samples.held_out(expert, samples) for expert in experiment.recipe.experts]
+    experts = experiment.recipe.experts
+    experiment.load_data(experts)  # refuses the same data twice
+    held_out = [experiment.samples.held_out(expert, samples) for expert in experts]
     tasks = [[row for row in data.token_ids if len(row) > 1] for data in held_out]
-    for expert, rows in zip(experiment.recipe.experts, tasks, strict=True):
+    for expert, rows in zip(experts, tasks, strict=True):
         if not rows:
             raise SltaError(f"The held-out records of {expert} have one token each: there is nothing to predict.")
-    experts = len(tasks)
     with tqdm(
         total=3 * sum(map(len, tasks)), desc="Evaluating", unit="record", leave=False, disable=experiment.quiet
     ) as bar:
         base = _score(experiment, experiment.base.folder, tasks, bar)
-        own = [_score(experiment, experiment.experts[i].folder, [tasks[i]], bar)[0] for i in range(experts)]
-        after = _score(experiment, str(merged), tasks, bar)
-    return [
-        TaskEvaluation(
-            model=published_name(experiment.recipe.experts[i].reference),
-            records=len(tasks[i]),
-            tokens=sum(len(row) - 1 for row in tasks[i]),
-            base=base[i],
-            expert=own[i],
-            merged=after[i],
+        own = [
+            _score(experiment, model.folder, [rows], bar)[0]
+            for model, rows in zip(experiment.experts, tasks, strict=True)
+        ]
+        after = _score(experiment, str(folder), tasks, bar)
+    return Evaluation(
+        tuple(
+            TaskEvaluation(
+                model=published_name(expert.reference),
+                records=len(rows),
+                tokens=sum(len(row) - 1 for row in rows),
+                base=base[index],
+                expert=own[index],
+                merged=after[index],
+            )
+            for index, (expert, rows) in enumerate(zip(experts, tasks, strict=True))
         )
-        for i in range(experts)
-    ]
+    )
+
+
+def _opened(recipe: Recipe, options: MergeOptions) -> Experiment:
+    LoaderCache().setup(options)
+    return Experiment(
+        recipe,
+        device=str(options.device),
+        trust_remote_code=options.trust_remote_code,
+        cache_dir=options.transformers_cache,
+        quiet=options.quiet,
+    )
 
 
 def negative_log_likelihood(model: torch.nn.Module, rows: Rows, bar: Any = None) -> float:

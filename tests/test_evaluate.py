@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import random
 import weakref
@@ -18,14 +19,15 @@ from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 from support import families
 from support.families import Family
+from support.html_elements import Elements
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mergekit_slta import evaluate as module
 from mergekit_slta.errors import SltaError
-from mergekit_slta.evaluate import TaskEvaluation, evaluate, negative_log_likelihood
+from mergekit_slta.evaluate import Evaluation, TaskEvaluation, evaluate, negative_log_likelihood
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Expert, Recipe, SltaSettings
 
+module = importlib.import_module("mergekit_slta.evaluate")  # mergekit_slta.evaluate itself is the function
 SAMPLES = 2
 
 
@@ -103,7 +105,7 @@ def test_likelihood_equals_the_reference_where_padding_matters(architecture: str
 
 def test_every_model_is_measured_on_the_held_out_records(family: Family) -> None:
     merged = family.experts[1]  # as good as any merge
-    results = evaluate(experiment_of(family), merged, samples=5)
+    results = evaluate(experiment_of(family), merged, samples=5).tasks
     base, *experts = family.models()
     for task, result in enumerate(results):
         rows = held_out_rows(family, task, count=5)
@@ -115,6 +117,26 @@ def test_every_model_is_measured_on_the_held_out_records(family: Family) -> None
         assert result.merged == pytest.approx(reference(experts[1], rows), rel=1e-5)
         assert result.kept == pytest.approx((result.base - result.merged) / (result.base - result.expert))
     assert results[1].kept == 1
+
+
+def test_a_recipe_is_opened_with_the_options(family: Family) -> None:
+    opened = experiment_of(family)
+    found = evaluate(opened.recipe, str(family.experts[1]), 2, device="cpu", quiet=True)
+    assert found == evaluate(opened, family.experts[1], 2)
+
+
+def test_an_evaluation_shows_itself_as_text_html_and_json() -> None:
+    tasks = TaskEvaluation("<b>math", 5, 60, 4.0, 2.0, 3.0), TaskEvaluation("code", 5, 70, 2.0, 3.0, 1.0)
+    found = Evaluation(tasks)
+    title, table, note = str(found).split("\n\n")
+    assert "lower is better" in title
+    assert table == str(found.table())
+    assert table.splitlines()[1].split() == ["<b>math", "5", "60", "4.0000", "2.0000", "3.0000", "50.0%"]
+    assert note.endswith("no gain to keep: code.")
+    elements = Elements(found._repr_html_())
+    assert [tag for tag, _ in elements.found].count("tr") == 3
+    assert "<b>math" in elements.text and note in elements.text
+    assert [task["kept"] for task in json.loads(found.to_json())["tasks"]] == [0.5, None]
 
 
 def test_no_calibration_sample_is_used(family: Family) -> None:
@@ -129,7 +151,7 @@ def test_the_base_tokenizer_serves_all_models(make_family: MakeFamily) -> None:
     family = make_family(experts=1)
     for file in family.experts[0].glob("tokenizer*"):
         file.unlink()
-    (result,) = evaluate(experiment_of(family), family.experts[0])
+    (result,) = evaluate(experiment_of(family), family.experts[0]).tasks
     assert result.expert == result.merged
 
 
@@ -161,7 +183,7 @@ def test_a_lora_expert_is_merged_first(family: Family, tmp_path: Path) -> None:
         whole = tmp_path / f"whole{index}"
         model.merge_and_unload().save_pretrained(whole)
     LoaderCache().setup(MergeOptions(lora_merge_cache=str(tmp_path / "cache")))
-    results = evaluate(experiment_of(family, adapters), family.base)
+    results = evaluate(experiment_of(family, adapters), family.base).tasks
     for task, result in enumerate(results):
         expected = reference(families.load_model(tmp_path / f"whole{task}"), held_out_rows(family, task))
         assert result.expert == pytest.approx(expected, rel=1e-5)

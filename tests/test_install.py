@@ -27,7 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 UV = shutil.which("uv", path=os.pathsep.join([str(SCRIPTS), os.environ["PATH"]]))
 
-TEMPLATE = "mergekit_slta/reports/page.html.jinja"
+# What the package holds beside Python: a template, and the mark that tells type checkers to read its types.
+DATA = {"mergekit_slta/reports/page.html.jinja", "mergekit_slta/py.typed"}
 
 WAITS = """
 import sys
@@ -207,6 +208,7 @@ def test_install_and_uninstall(
     program = WAITS + REGISTERS if installer == "pip" else WAITS
     file = Path(environment.run("-W", "error:mergekit-slta:RuntimeWarning", "-c", program).stdout.strip())
     assert file.is_relative_to(ROOT if kind == "editable" else environment.site_packages)
+    assert (file.parent / "py.typed").is_file()
     environment.uninstall(installer)
     assert environment.files() == before
 
@@ -269,7 +271,7 @@ def test_the_wheel_holds_the_package_and_its_startup_file(distributions: dict[st
     with zipfile.ZipFile(distributions["wheel"]) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     modules = {str(file.relative_to(ROOT)) for file in (ROOT / "mergekit_slta").rglob("*.py")}
-    assert names == modules | {"mergekit_slta.pth", TEMPLATE}
+    assert names == modules | {"mergekit_slta.pth"} | DATA
 
 
 def test_the_sdist_holds_what_a_developer_needs(distributions: dict[str, str]) -> None:
@@ -278,7 +280,7 @@ def test_the_sdist_holds_what_a_developer_needs(distributions: dict[str, str]) -
     top = {"README.md", "LICENSE", "CHANGELOG.md", "constraints.txt", "pyproject.toml", "PKG-INFO", ".gitignore"}
     folders = ["mergekit_slta", "tests", "examples", ".ci"]
     needed = {str(file.relative_to(ROOT)) for folder in folders for file in (ROOT / folder).rglob("*.py")}
-    assert top | needed | {"mergekit_slta/startup.pth", TEMPLATE, ".ci/run"} <= names
+    assert top | needed | {"mergekit_slta/startup.pth", ".ci/run"} | DATA <= names
     assert {name.partition("/")[0] for name in names} == {*folders, *top}
     assert not [name for name in names if "__pycache__" in name or name.endswith((".pyc", ".safetensors", ".bin"))]
 

@@ -21,7 +21,7 @@ from mergekit_slta.models.skeleton import hashed_computation
 from mergekit_slta.recipe.recipe import Expert, Recipe, calibration_problems
 from mergekit_slta.recipe.samples import repeated_data
 from mergekit_slta.slta.matching import level_problems, match
-from mergekit_slta.slta.statistics import PUBLISHED_PREFIX, BaseContent, load
+from mergekit_slta.slta.statistics import PUBLISHED_PREFIX, BaseContent, Statistics
 
 
 def calibration_sources(case: Case) -> list[str]:
@@ -115,7 +115,7 @@ def statistics_file(case: Case) -> list[str]:
         parent = unwritable_folder(path)
         said = f"The statistics file {path} cannot be written, {parent} is no folder to write to: name another."
         return [said] if parent else []
-    found = attempt(load, path)
+    found = attempt(Statistics.load, path)
     if isinstance(found, SltaError):
         return [found.message]
     level, info, recipe = case.shared("level"), found.info, _recipe(case)

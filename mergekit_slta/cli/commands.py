@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,6 @@ from mergekit_slta import __version__, files
 from mergekit_slta.errors import SltaError, one_line
 
 if TYPE_CHECKING:
-    import torch
     from mergekit.config import MergeConfiguration
     from mergekit.options import MergeOptions
 
@@ -234,40 +232,35 @@ def solve(
     needs neither models nor data. Prints, for each submodule, the merging weight of each expert and the share of its
     feature change that the merge keeps.
     """
-    from mergekit_slta.reports.tables import solution_json, solution_table
-    from mergekit_slta.slta.statistics import load, resolve_statistics
+    from mergekit_slta.slta.statistics import Statistics
 
     with _one_thread():
-        measured = load(resolve_statistics(stats, transformers_cache))
-        statistics = _first_samples(_selected(measured, models), samples)
-        names = statistics.info.models
-        weights = _task_weights(task_weights, names)
-        level = level or ("attn_mlp" if "attn_mlp" in statistics.info.levels else statistics.info.levels[0])
-        how: dict[str, Any] = {"balance": balance, "ridge": ridge, "task_weights": weights}
-        solutions = statistics.solve(level, **how)
-        deviations = _bootstrap_errors(statistics, solutions, bootstrap, how) if bootstrap else None
-    if json_file == "-":
-        click.echo(solution_json(level, names, solutions, deviations), nl=False)
-    elif not quiet:
-        click.echo(solution_table(level, names, solutions, deviations))
-    if json_file and json_file != "-":
-        files.write(Path(json_file), solution_json(level, names, solutions, deviations).encode())
-    if recipe_file:
-        from mergekit_slta.slta.plain_recipe import plain_recipe
-
-        known = (statistics.info.base_model, *measured.info.models)
-        text = plain_recipe(
-            statistics,
+        measured = Statistics.load(stats, transformers_cache)
+        chosen = measured if models is None else measured.select(*map(str.strip, models.split(",")))
+        solution = chosen.solve(
             level,
-            solutions,
+            balance=balance,
+            ridge=ridge,
+            task_weights=_task_weights(task_weights, chosen.info.models),
+            samples=samples,
+        )
+        errors = solution.bootstrap(bootstrap) if bootstrap else None
+    if json_file == "-":
+        click.echo(solution.to_json(errors), nl=False)
+    elif not quiet:
+        click.echo(solution.text(errors))
+    if json_file and json_file != "-":
+        files.write(Path(json_file), solution.to_json(errors).encode())
+    if recipe_file:
+        known = (measured.info.base_model, *measured.info.models)
+        renamed = dict(_assignment(entry, known, "--model") for entry in paths)
+        solution.save_recipe(
+            recipe_file,
+            models={name: path for name, path in renamed.items() if name in (known[0], *solution.models)},
             edges=edges,
-            models=dict(_assignment(entry, known, "--model") for entry in paths),
             tokenizer_source=tokenizer_source or "",
-            solved_with={"balance": str(balance).lower(), "ridge": ridge}
-            | ({"task weights": ":".join(map(str, weights))} if task_weights else {}),
             trust_remote_code=trust_remote_code,
         )
-        files.write(Path(recipe_file), text.encode())
 
 
 @main.command(short_help="Measure how well a merged model does each task.")
@@ -288,18 +281,17 @@ def evaluate(recipe: Path, out: Path, samples: int, json_file: str | None, **opt
     import transformers
 
     from mergekit_slta.evaluate import evaluate as evaluate_merge
-    from mergekit_slta.reports.tables import evaluation_json, evaluation_table
 
     merge_options = _merge_options(options)
     experiment, _ = _examined_experiment(recipe, merge_options)
     transformers.utils.logging.disable_progress_bar()  # a bar of its own for every model
-    results = evaluate_merge(experiment, out, samples)
+    evaluation = evaluate_merge(experiment, out, samples)
     if json_file == "-":
-        click.echo(evaluation_json(results), nl=False)
+        click.echo(evaluation.to_json(), nl=False)
         return
-    click.echo(evaluation_table(results))
+    click.echo(evaluation)
     if json_file:
-        files.write(Path(json_file), evaluation_json(results).encode())
+        files.write(Path(json_file), evaluation.to_json().encode())
 
 
 @main.command(short_help="Measure how linear a recipe's models are in their weights.")
@@ -350,10 +342,10 @@ def report(stats: str, folder: Path, transformers_cache: str | None) -> None:
     STATS is a file that `calibrate` wrote, or hf:ORG/REPO/FILE[@REVISION] on the Hugging Face Hub.
     """
     from mergekit_slta.reports.merge import report_page
-    from mergekit_slta.slta.statistics import load, resolve_statistics
+    from mergekit_slta.slta.statistics import Statistics
 
     with _one_thread():
-        page = report_page(load(resolve_statistics(stats, transformers_cache)))
+        page = report_page(Statistics.load(stats, transformers_cache))
         path = page.write(folder, "report.html")
     click.echo(f"{page.verdict[0]}\n\n{path} written")
 
@@ -583,20 +575,6 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _selected(statistics: Statistics, models: str | None) -> Statistics:
-    """The statistics of the experts that --models names, in its order."""
-    if models is None:
-        return statistics
-    known = statistics.info.models
-    chosen = [name.strip() for name in models.split(",")]
-    for name in chosen:
-        if name not in known:
-            raise SltaError(f"The statistics hold no expert '{name}', only {', '.join(known)}.")
-        if chosen.count(name) > 1:
-            raise SltaError(f"--models {models} names '{name}' twice.")
-    return statistics.select([known.index(name) for name in chosen])
-
-
 def _assignment(entry: str, names: Sequence[str], option: str) -> tuple[str, str]:
     """The two sides of NAME=VALUE, where a name may hold an equals sign itself."""
     for name in sorted(names, key=len, reverse=True):
@@ -605,37 +583,15 @@ def _assignment(entry: str, names: Sequence[str], option: str) -> tuple[str, str
     raise SltaError(f"{option} {entry}: write NAME=VALUE, with a name that the statistics hold ({', '.join(names)}).")
 
 
-def _task_weights(entries: Sequence[str], names: Sequence[str]) -> list[float]:
-    weights = dict.fromkeys(names, 1.0)
+def _task_weights(entries: Sequence[str], names: Sequence[str]) -> dict[str, float]:
+    weights = {}
     for entry in entries:
         name, value = _assignment(entry, names, "--task-weight")
         try:
             weights[name] = float(value)
         except ValueError:
-            weights[name] = math.nan
-        if not 0 <= weights[name] < math.inf:
-            raise SltaError(f"--task-weight {entry}: '{value}' is no number of at least zero.")
-    if not any(weights.values()):
-        raise SltaError("Every --task-weight is zero: at least one task must count.")
-    return list(weights.values())
-
-
-def _bootstrap_errors(
-    statistics: Statistics, names: Iterable[str], repeats: int, how: Mapping[str, Any]
-) -> dict[str, torch.Tensor]:
-    """The standard errors [T] of each submodule's merging weights."""
-    from mergekit_slta.slta.solver import bootstrap
-
-    return {name: bootstrap(statistics.grams[name], statistics.task, repeats, **how).std(0) for name in names}
-
-
-def _first_samples(statistics: Statistics, count: int | None) -> Statistics:
-    if count is None:
-        return statistics
-    most = int(statistics.task.bincount().max())
-    if count > most:
-        raise SltaError(f"--samples {count}: the statistics hold {most} samples per task.")
-    return statistics.first_samples(count)
+            raise SltaError(f"--task-weight {entry}: '{value}' is no number.") from None
+    return weights
 
 
 # What is printed and written
@@ -647,9 +603,4 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _describe(statistics: Statistics, path: Path) -> str:
-    levels = statistics.info.levels
-    submodules = ", ".join(f"{len(statistics.submodules(level))} at {level}" for level in levels)
-    return (
-        f"{path.stat().st_size / 1e6:.2f} MB, {len(statistics.task)} samples of {len(statistics.info.models)} tasks "
-        f"({int(statistics.tokens.sum())} tokens), submodules: {submodules}"
-    )
+    return f"{path.stat().st_size / 1e6:.2f} MB, {statistics}"

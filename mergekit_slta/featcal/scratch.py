@@ -152,8 +152,8 @@ def _anchor(experiment: Experiment, settings: FeatcalSettings, decoder: Decoder)
         return Blend(models, equal_weights(len(experiment.experts)))
     if settings.anchor == "actmat":
         return ActmatAnchor(models, _layer_maps(decoder))
-    solutions = measured_statistics(experiment, [ANCHOR_LEVEL]).solve(ANCHOR_LEVEL)
-    return Blend(models, TensorWeights(decoder, ANCHOR_LEVEL, {n: s.alpha for n, s in solutions.items()}).__getitem__)
+    solution = measured_statistics(experiment, [ANCHOR_LEVEL]).solve(ANCHOR_LEVEL)
+    return Blend(models, TensorWeights(decoder, ANCHOR_LEVEL, solution.alpha).__getitem__)
 
 
 def _layer_maps(decoder: Decoder) -> dict[str, Role]:

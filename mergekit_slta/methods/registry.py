@@ -43,9 +43,9 @@ from mergekit_slta.recipe.recipe import (
     from_config,
     parameter_specs,
 )
-from mergekit_slta.reports.tables import solution_notes
 from mergekit_slta.slta.measure import measured_statistics
-from mergekit_slta.slta.statistics import PUBLISHED_PREFIX, Statistics, published_name, resolve_statistics
+from mergekit_slta.slta.solution import Solution
+from mergekit_slta.slta.statistics import PUBLISHED_PREFIX, published_name, resolve_statistics
 
 if TYPE_CHECKING:
     from mergekit_slta.reports.page import Page
@@ -276,13 +276,12 @@ def solve_weights(experiment: Experiment, settings: SltaSettings) -> TensorWeigh
     path = resolve_statistics(settings.statistics, experiment.cache_dir) if settings.statistics else None
     published = settings.statistics.startswith(PUBLISHED_PREFIX)
     statistics = measured_statistics(experiment, [settings.level], path, published=published)
-    solutions = statistics.solve(settings.level, balance=settings.balance, ridge=settings.ridge)
-    for note in solution_notes(settings.level, solutions):
+    solution = statistics.solve(settings.level, balance=settings.balance, ridge=settings.ridge)
+    for note in solution.notes():
         LOG.warning("%s", note)
     if settings.report:
-        _report(settings.report, lambda: _report_page(statistics, settings))
-    alpha = {name: solution.alpha for name, solution in solutions.items()}
-    return TensorWeights(decoder, settings.level, alpha, settings.edges)
+        _report(settings.report, lambda: _report_page(solution))
+    return TensorWeights(decoder, settings.level, solution.alpha, settings.edges)
 
 
 def _report(folder: str, make: Callable[[], Page]) -> None:
@@ -294,10 +293,10 @@ def _report(folder: str, make: Callable[[], Page]) -> None:
     LOG.info("Report written to %s", path)
 
 
-def _report_page(statistics: Statistics, settings: SltaSettings) -> Page:
+def _report_page(solution: Solution) -> Page:
     from mergekit_slta.reports.merge import report_page
 
-    return report_page(statistics, levels=[settings.level], balance=settings.balance, ridge=settings.ridge)
+    return report_page(solution)
 
 
 def _drift_page(solved: SolvedModel, experiment: Experiment, settings: FeatcalSettings) -> Page:

@@ -16,8 +16,8 @@ from itertools import takewhile
 import torch
 
 from mergekit_slta.reports.words import plain_number
+from mergekit_slta.slta.solution import Solution
 from mergekit_slta.slta.solver import bootstrap, bootstrap_counts, merging_weights, retained_share, task_means
-from mergekit_slta.slta.statistics import Statistics
 
 DRAWS = 200
 INTERVAL = (0.05, 0.95)
@@ -144,63 +144,51 @@ def pooled(retained: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
 # Analysis
 
 
-def analyse(statistics: Statistics, level: str, *, balance: bool = True, ridge: float = 0.0) -> LevelAnalysis:
-    """Analyse the merge that the statistics give at a level.
-
-    Args:
-        statistics: what calibration measured, of the experts that are merged.
-        level: the level.
-        balance, ridge: how the merging weights are solved for, as in ``solver.solve``.
-
-    Raises:
-        SltaError: the level was not measured.
-    """
-    names = statistics.submodules(level)
-    solutions = statistics.solve(level, balance=balance, ridge=ridge)
+def analyse(solution: Solution) -> LevelAnalysis:
+    """Analyse the merge that a solution gives."""
+    statistics, names = solution.statistics, list(solution.alpha)
     draws = [
-        bootstrap(statistics.grams[name], statistics.task, DRAWS, seed=SEED, balance=balance, ridge=ridge)
-        for name in names
+        bootstrap(statistics.grams[name], statistics.task, DRAWS, seed=SEED, **solution.settings) for name in names
     ]
     low, high = (torch.stack([alpha.quantile(q, dim=0) for alpha in draws]) for q in INTERVAL)
-    means = [task_means(statistics.grams[name], statistics.task, balance) for name in names]
-    alpha = torch.stack([solutions[name].alpha for name in names])
+    means = [task_means(statistics.grams[name], statistics.task, solution.balance) for name in names]
     doubts = {
         name: found
         for index, name in enumerate(names)
-        if (found := _doubts(alpha[index], high[index] - low[index], solutions[name].condition, means[index], ridge))
+        if (found := _doubts(solution, name, high[index] - low[index], means[index]))
     }
     return LevelAnalysis(
-        level=level,
-        experts=short_names(statistics.info.models),
+        level=solution.level,
+        experts=short_names(solution.models),
         submodules=tuple(names),
         samples=int(statistics.task.bincount().min()),
-        alpha=alpha,
+        alpha=torch.stack(list(solution.alpha.values())),
         low=low,
         high=high,
-        retained=torch.stack([solutions[name].retained for name in names]),
+        retained=torch.stack(list(solution.retained.values())),
         share=torch.stack([_own_share(mean) for mean in means]),
-        condition=torch.tensor([solutions[name].condition for name in names], dtype=torch.float64),
+        condition=torch.tensor(list(solution.condition.values()), dtype=torch.float64),
         cosine=torch.stack([_cosine(mean.sum(0)) for mean in means]),
-        without=_kept_without(statistics, level, balance, ridge),
-        by_samples=_by_samples(statistics, dict(zip(names, means, strict=True)), balance, ridge),
+        without=_kept_without(solution),
+        by_samples=_by_samples(solution, dict(zip(names, means, strict=True))),
         doubts=doubts,
     )
 
 
-def _doubts(alpha: torch.Tensor, width: torch.Tensor, condition: float, means: torch.Tensor, ridge: float) -> list[str]:
-    """Why the merging weights [T] of a submodule are unreliable, in words."""
+def _doubts(solution: Solution, name: str, width: torch.Tensor, means: torch.Tensor) -> list[str]:
+    """Why the merging weights of a submodule are unreliable, in words; their intervals are ``width`` [T] wide."""
     if not bool(means.any()):
         return ["no expert changes its features on any sample"]
     found = []
     changing = means.sum(0).diagonal() > 0
-    _, kept = merging_weights(means, ridge)
-    if int((kept > 0).sum()) < int(changing.sum()):
+    if solution.rank[name] < int(changing.sum()):
         found.append("experts are linearly dependent")
-    if condition > MOST_CONDITION:
-        found.append(f"condition number {plain_number(condition)}")
+    if solution.condition[name] > MOST_CONDITION:
+        found.append(f"condition number {plain_number(solution.condition[name])}")
     if float(width.max()) > WIDEST_INTERVAL:
         found.append(f"interval {plain_number(float(width.max()))} wide")
-    outside = [value for value in alpha.tolist() if not PLAUSIBLE_ALPHA[0] <= value <= PLAUSIBLE_ALPHA[1]]
+    alpha = solution.alpha[name].tolist()
+    outside = [value for value in alpha if not PLAUSIBLE_ALPHA[0] <= value <= PLAUSIBLE_ALPHA[1]]
     if outside:
         found.append(f"weight {', '.join(map(plain_number, outside))}")
     return found
@@ -219,24 +207,26 @@ def _cosine(matrix: torch.Tensor) -> torch.Tensor:
     return torch.where(product > 0, matrix / product, torch.nan)
 
 
-def _kept_without(statistics: Statistics, level: str, balance: bool, ridge: float) -> torch.Tensor:
-    """[T, T]: what the merge without expert b keeps of expert a; NaN on the diagonal, and with one expert."""
-    experts = len(statistics.info.models)
-    kept = torch.full((experts, experts), torch.nan, dtype=torch.float64)
-    for left_out in range(experts) if experts > 1 else ():
-        others = [expert for expert in range(experts) if expert != left_out]
-        part = statistics.select(others)
-        solutions = part.solve(level, balance=balance, ridge=ridge)
-        retained = torch.stack([solution.retained for solution in solutions.values()])
-        share = torch.stack([_own_share(task_means(part.grams[name], part.task, balance)) for name in solutions])
-        kept[others, left_out] = pooled(retained, share)
+def _kept_without(solution: Solution) -> torch.Tensor:
+    """[T, T]: what the merge without expert b keeps of expert a; NaN on the diagonal and where no other task counts."""
+    experts = range(len(solution.models))
+    task_weights = solution.task_weights or [1.0 for _ in experts]
+    kept = torch.full((len(experts), len(experts)), torch.nan, dtype=torch.float64)
+    for left_out in experts:
+        others = [expert for expert in experts if expert != left_out]
+        if not any(task_weights[expert] for expert in others):
+            continue
+        settings = solution.settings | {"task_weights": [task_weights[expert] for expert in others]}
+        part = solution.statistics.take(others).solve(solution.level, **settings)
+        grams, task = part.statistics.grams, part.statistics.task
+        share = torch.stack([_own_share(task_means(grams[name], task, part.balance)) for name in part.alpha])
+        kept[others, left_out] = pooled(torch.stack(list(part.retained.values())), share)
     return kept
 
 
-def _by_samples(
-    statistics: Statistics, means_by_name: Mapping[str, torch.Tensor], balance: bool, ridge: float
-) -> dict[int, SampleEffect]:
+def _by_samples(solution: Solution, means_by_name: Mapping[str, torch.Tensor]) -> dict[int, SampleEffect]:
     """What the merging weights would be with fewer samples per task, drawn with replacement."""
+    statistics = solution.statistics
     available = statistics.task.bincount()
     most = int(available.max())
     effects = {}
@@ -244,8 +234,8 @@ def _by_samples(
         counts = bootstrap_counts(statistics.task, DRAWS // 2, SEED, most=count)
         alphas, kept, shares = [], [], []
         for name, means in means_by_name.items():
-            drawn_means = task_means(statistics.grams[name], statistics.task, balance, counts)
-            alpha, _ = merging_weights(drawn_means, ridge)
+            drawn_means = task_means(statistics.grams[name], statistics.task, solution.balance, counts)
+            alpha, _ = merging_weights(drawn_means, solution.ridge, solution.task_weights)
             alphas.append(alpha)
             kept.append(retained_share(means, alpha))
             shares.append(_own_share(means).expand_as(alpha))

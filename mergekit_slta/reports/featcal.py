@@ -13,8 +13,9 @@ import torch
 from mergekit_slta.recipe.recipe import FeatcalSettings
 from mergekit_slta.reports.analysis import short_names
 from mergekit_slta.reports.figures import Line, Panel, line_chart
-from mergekit_slta.reports.page import Chart, Page, Section, Table
+from mergekit_slta.reports.page import Chart, Page, Section
 from mergekit_slta.reports.words import enumerated, plain_number
+from mergekit_slta.tables import Table
 
 MEANING = (
     "The error of a layer is the distance between the merged model's output and the expert's output, relative to the "

@@ -1,4 +1,4 @@
-"""The report on a merge: ``report.html`` with its charts, from a statistics file.
+"""The report on a merge: ``report.html`` with its charts, from a solution or from all that statistics hold.
 
 Shapes: ``S`` submodules of a level, ``T`` experts, and as many tasks, each named after its expert.
 """
@@ -6,6 +6,7 @@ Shapes: ``S`` submodules of a level, ``T`` experts, and as many tasks, each name
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, groupby, permutations
@@ -27,9 +28,11 @@ from mergekit_slta.reports.analysis import (
     short_names,
 )
 from mergekit_slta.reports.figures import PAIR, Line, Matrix, Panel, heat_map, line_chart
-from mergekit_slta.reports.page import Chart, Page, Section, Table
+from mergekit_slta.reports.page import Chart, Page, Section
 from mergekit_slta.reports.words import counted, enumerated, extent, kind_name, percent, plain_number
+from mergekit_slta.slta.solution import Solution
 from mergekit_slta.slta.statistics import Statistics
+from mergekit_slta.tables import Table
 
 LOSES_MOST = 0.5
 MEANING = (
@@ -94,21 +97,43 @@ def reliability(analysis: LevelAnalysis) -> str:
 # The page
 
 
-def report_page(
-    statistics: Statistics, *, levels: Sequence[str] = (), balance: bool = True, ridge: float = 0.0
-) -> Page:
-    """The report on a merge.
+def report(
+    found: Solution | Statistics,
+    folder: str | os.PathLike[str],
+    *,
+    levels: Sequence[str] = (),
+    balance: bool = True,
+    ridge: float = 0.0,
+) -> Path:
+    """Write ``report.html`` and its charts as PNG files into a folder: what a merge keeps of each expert, and why.
 
     Args:
-        statistics: what calibration measured, of the experts that are merged.
-        levels: the levels to report on, the most important first; by default all levels that were measured.
-        balance, ridge: how the merging weights are solved for, as in ``solver.solve``.
+        found: a solution, or what calibration measured of the experts that are merged.
+        folder: the folder to write to; it is made.
+        levels: of statistics, the levels to report on, the most important first; by default all that were measured.
+        balance, ridge: how to solve statistics; see ``Statistics.solve``.
+
+    Returns:
+        The path of ``report.html``.
 
     Raises:
         SltaError: a level was not measured.
+        OSError: a file cannot be written.
     """
-    chosen = levels or sorted(statistics.info.levels, key=lambda level: level != "attn_mlp")
-    analyses = [analyse(statistics, level, balance=balance, ridge=ridge) for level in chosen]
+    page = report_page(found, levels=levels, balance=balance, ridge=ridge)
+    return page.write(Path(folder).expanduser(), "report.html")
+
+
+def report_page(
+    found: Solution | Statistics, *, levels: Sequence[str] = (), balance: bool = True, ridge: float = 0.0
+) -> Page:
+    """The report on a merge; the arguments are those of ``report``."""
+    if isinstance(found, Solution):
+        solutions = [found]
+    else:
+        chosen = levels or sorted(found.info.levels, key=lambda level: level != "attn_mlp")
+        solutions = [found.solve(level, balance=balance, ridge=ridge) for level in chosen]
+    analyses = [analyse(solution) for solution in solutions]
     first = analyses[0]
     sections = []
     if len(analyses) > 1:
@@ -125,24 +150,13 @@ def report_page(
     return Page(
         title=f"What a merge of {enumerated(first.experts)} keeps",
         verdict=[verdict(first), MEANING, reliability(first)],
-        facts=_facts(statistics, balance, ridge),
+        facts=_facts(solutions[0]),
         sections=sections,
     )
 
 
-def write_report(
-    statistics: Statistics, folder: Path, *, levels: Sequence[str] = (), balance: bool = True, ridge: float = 0.0
-) -> Path:
-    """Write ``report.html`` and its charts as PNG files into a folder; the arguments are those of ``report_page``.
-
-    Returns:
-        The path of ``report.html``.
-    """
-    return report_page(statistics, levels=levels, balance=balance, ridge=ridge).write(folder, "report.html")
-
-
-def _facts(statistics: Statistics, balance: bool, ridge: float) -> dict[str, str]:
-    info = statistics.info
+def _facts(solution: Solution) -> dict[str, str]:
+    statistics, info = solution.statistics, solution.statistics.info
     facts = {"Base model": f"{info.base_model} ({info.architecture}, {counted(info.num_layers, 'layer')})"}
     for index, name in enumerate(short_names(info.models)):
         rows = statistics.task == index
@@ -151,8 +165,10 @@ def _facts(statistics: Statistics, balance: bool, ridge: float) -> dict[str, str
             f"{info.models[index]}, measured on {counted(samples, 'sample')} ({counted(tokens, 'token')}) of "
             f"{info.calibration[index].source}"
         )
-    balanced = "every sample has the same influence" if balance else "samples are not balanced"
-    facts["Solved with"] = f"{balanced}, ridge {plain_number(ridge)}"
+    balanced = "every sample has the same influence" if solution.balance else "samples are not balanced"
+    facts["Solved with"] = f"{balanced}, ridge {plain_number(solution.ridge)}"
+    if solution.task_weights:
+        facts["Solved with"] += f", task weights {', '.join(map(plain_number, solution.task_weights))}"
     facts["Intervals"] = (
         f"from the {INTERVAL[0]:.0%} to the {INTERVAL[1]:.0%} quantile of {DRAWS} bootstrap draws of the samples"
     )

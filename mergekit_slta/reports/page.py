@@ -13,23 +13,7 @@ from pathlib import Path
 import jinja2
 
 from mergekit_slta import __version__, files
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table: the first column names the rows."""
-
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-    def __str__(self) -> str:
-        """The table as text, the first column to the left and the others to the right."""
-        widths = [max(map(len, column)) for column in zip(self.header, *self.rows, strict=True)]
-        lines = []
-        for name, *cells in (self.header, *self.rows):
-            right = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-            lines.append("  ".join([name.ljust(widths[0]), *right]).rstrip())
-        return "\n".join(lines)
+from mergekit_slta.tables import Table
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,7 @@ from mergekit_slta.slta.statistics import (
     Fingerprint,
     Info,
     Statistics,
-    load,
     published_name,
-    save,
     versions,
 )
 
@@ -84,7 +82,7 @@ class _Measurement:
 
     def reuse(self, levels: Sequence[str], published: bool) -> Statistics:
         """Match the file's content with the recipe, add the levels that it lacks, and take the recipe's experts."""
-        found, recipe = load(self.path), self.experiment.recipe
+        found, recipe = Statistics.load(self.path), self.experiment.recipe
         dates = [entry.chat_date for entry in found.info.calibration if entry.chat_date]
         self.experiment.samples.chat_date = next(iter(dates), CHAT_DATE)
         if problems := calibration_problems(recipe, statistics_exist=True):
@@ -108,7 +106,7 @@ class _Measurement:
             found = self._add_levels(found, order, data, missing)
         elif not published and Partial.levels(partial_folder(self.path)) <= set(found.info.levels):
             self._finish()  # what a process that was killed after writing the file has left
-        return found.select(order)
+        return found.take(order)
 
     def _add_levels(
         self, found: Statistics, order: Sequence[int], data: Sequence[CalibrationData], levels: Sequence[str]
@@ -138,7 +136,7 @@ class _Measurement:
             grams = self._calibrate(experts, data, levels, partial)
             statistics = _assemble({**(known or {}), **grams}, data, info)
             if self.experiment.ranks.first:
-                save(statistics, self.path)
+                statistics.save(self.path)
             self._finish()
         finally:
             partial.release()

@@ -24,8 +24,8 @@ from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.submodules import TensorWeights
 from mergekit_slta.models.skeleton import model_tensor_name
-from mergekit_slta.slta.solver import Solution
-from mergekit_slta.slta.statistics import Info, Statistics
+from mergekit_slta.slta.solution import Solution
+from mergekit_slta.slta.statistics import Info
 
 # Ten digits: two orders of magnitude below float32's rounding, and a table that one can still read.
 DIGITS = 10
@@ -48,26 +48,20 @@ class PlannedTensor:
 
 
 def plain_recipe(
-    statistics: Statistics,
-    level: str,
-    solutions: Mapping[str, Solution],
+    solution: Solution,
     *,
     edges: str = "base",
     models: Mapping[str, str] | None = None,
     tokenizer_source: str = "",
-    solved_with: Mapping[str, object] | None = None,
     trust_remote_code: bool = False,
 ) -> str:
     """Write a solution as a mergekit recipe that reproduces ``merge_method: slta`` without this package.
 
     Args:
-        statistics: what the solution was made from.
-        level: the solution's level.
-        solutions: the merging weights of each submodule of the level.
+        solution: the merging weights of each submodule of a level.
         edges: ``base`` or ``mean``, for the tensors outside the decoder layers.
         models: the path or Hub id of models, by their names in the statistics; the others are written as they stand.
         tokenizer_source: mergekit's setting of that name, left out when empty.
-        solved_with: further settings to name in the recipe's header.
         trust_remote_code: mergekit's flag of that name.
 
     Returns:
@@ -76,14 +70,13 @@ def plain_recipe(
     Raises:
         SltaError: a recipe cannot express the level, or the base model's configuration cannot be read.
     """
+    level, alpha, info = solution.level, solution.alpha, solution.statistics.info
     if level == "head_mlp":
         raise SltaError(
             "A recipe gives a tensor one weight, but at level 'head_mlp' its rows differ: solve at another level, or "
             "use 'merge_method: slta' with these statistics."
         )
-    info = statistics.info
     paths = {name: (models or {}).get(name, name) for name in (info.base_model, *info.models)}
-    alpha = {name: solution.alpha for name, solution in solutions.items()}
     if level == "model":
         planned = []
         settings: list[Any] = [_rounded(float(weight)) for weight in alpha["model"]]
@@ -94,8 +87,7 @@ def plain_recipe(
     content = _content(info, paths, settings) | ({"tokenizer_source": tokenizer_source} if tokenizer_source else {})
     _verify(content, planned)
     body = yaml.dump(content, Dumper=ConfigYamlDumper, sort_keys=False, width=120, allow_unicode=True)
-    settings_said = ({} if level == "model" else {"edges": edges}) | dict(solved_with or {})
-    return _header(statistics, level, solutions, settings_said) + body
+    return _header(solution, {} if level == "model" else {"edges": edges}) + body
 
 
 def _content(info: Info, paths: Mapping[str, str], settings: Sequence[Any]) -> dict[str, Any]:
@@ -290,21 +282,22 @@ def _read_config(info: Info, path: str, trust_remote_code: bool) -> transformers
     return config
 
 
-def _header(
-    statistics: Statistics, level: str, solutions: Mapping[str, Solution], solved_with: Mapping[str, object]
-) -> str:
+def _header(solution: Solution, edges: Mapping[str, str]) -> str:
     """What the weights come from, as comments."""
-    info = statistics.info
-    settings = ", ".join(f"{name} {value}" for name, value in {"level": level, **solved_with}.items())
+    info, task = solution.statistics.info, solution.statistics.task
+    solved_with = {"level": solution.level, **edges, "balance": str(solution.balance).lower(), "ridge": solution.ridge}
+    if solution.task_weights:
+        solved_with["task weights"] = ":".join(map(str, solution.task_weights))
+    settings = ", ".join(f"{name} {value}" for name, value in solved_with.items())
     lines = [
         f"Written by mergekit-slta {__version__}: merging weights solved in closed form (arXiv 2504.10902).",
         "mergekit runs this recipe as it is, without that package and without the calibration data.",
         "",
         f"Solved with: {settings}.",
-        f"Measured on: {', '.join(str(int((statistics.task == i).sum())) for i in range(len(info.models)))} samples "
+        f"Measured on: {', '.join(str(int((task == i).sum())) for i in range(len(info.models)))} samples "
         f"of at most {info.max_tokens} tokens, seed {info.seed}.",
         "Share of each expert's feature change that the merge keeps, on the calibration samples:",
-        *(f"  {name}: {_kept(solutions, index)}" for index, name in enumerate(info.models)),
+        *(f"  {name}: {_kept(solution, index)}" for index, name in enumerate(info.models)),
         "Fingerprint of the statistics:",
         f"  base {info.base_model}: {info.fingerprint.base}",
         *(
@@ -316,8 +309,8 @@ def _header(
     return "".join(f"# {line}".rstrip() + "\n" for line in lines)
 
 
-def _kept(solutions: Mapping[str, Solution], expert: int) -> str:
-    shares = {name: float(solution.retained[expert]) for name, solution in solutions.items()}
+def _kept(solution: Solution, expert: int) -> str:
+    shares = {name: float(retained[expert]) for name, retained in solution.retained.items()}
     shares = {name: share for name, share in shares.items() if not math.isnan(share)}
     if not shares:
         return "it changes nothing"

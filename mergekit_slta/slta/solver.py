@@ -20,7 +20,7 @@ EIGENVALUE_CUTOFF = 1e-10
 
 
 @dataclass(frozen=True)
-class Solution:
+class SubmoduleSolution:
     """Merging weights of one submodule and what they are worth.
 
     Attributes:
@@ -118,7 +118,7 @@ def solve(
     balance: bool = True,
     ridge: float = 0.0,
     task_weights: Sequence[float] | None = None,
-) -> Solution:
+) -> SubmoduleSolution:
     """Merging weights of one submodule from its per-sample Gram matrices (Eq. 12-14, 32-34).
 
     Args:
@@ -132,7 +132,7 @@ def solve(
     alpha, kept = merging_weights(means, ridge, task_weights)
     used = kept[kept > 0]
     condition = float(used.max() / used.min()) if used.numel() else float("nan")
-    return Solution(alpha, retained_share(means, alpha), condition, int(used.numel()))
+    return SubmoduleSolution(alpha, retained_share(means, alpha), condition, int(used.numel()))
 
 
 def bootstrap(

@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -27,7 +28,8 @@ from safetensors.torch import save as serialize
 from mergekit_slta import __version__, files
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models import hub
-from mergekit_slta.slta.solver import Solution, solve
+from mergekit_slta.slta.solution import Solution
+from mergekit_slta.slta.solver import solve
 
 if TYPE_CHECKING:  # to solve takes a second, to import mergekit several
     from mergekit.common import ModelPath, ModelReference
@@ -149,6 +151,13 @@ class Statistics:
     tokens: torch.Tensor
     info: Info
 
+    def __repr__(self) -> str:
+        submodules = ", ".join(f"{len(self.submodules(level))} at {level}" for level in self.info.levels)
+        return (
+            f"{len(self.task)} samples of {len(self.info.models)} tasks ({int(self.tokens.sum())} tokens), submodules: "
+            f"{submodules}"
+        )
+
     def submodules(self, level: str) -> list[str]:
         """The names of a level's submodules, in the order of the layers, attention before the MLP, linear maps by name.
 
@@ -162,31 +171,56 @@ class Statistics:
         names = [name for name in self.grams if re.fullmatch(_LEVEL_PATTERNS[level], name)]
         return sorted(names, key=_by_number)
 
-    def select(self, experts: Sequence[int]) -> Statistics:
-        """The statistics of a subset of the experts in the given order, as if only they had been measured."""
+    def select(self, *names: str) -> Statistics:
+        """The statistics of some of the experts in the given order, as if only they had been measured.
+
+        Args:
+            names: the experts' names, as in ``info.models``.
+
+        Raises:
+            SltaError: a name is not in the statistics, is given twice, or there is none.
+        """
+        known = self.info.models
+        for name in names:
+            if name not in known:
+                raise SltaError(f"The statistics hold no expert '{name}', only {', '.join(known)}.")
+            if names.count(name) > 1:
+                raise SltaError(f"The expert '{name}' is named twice: name each of {', '.join(known)} once at most.")
+        if not names:
+            raise SltaError(f"No expert is named: name some of {', '.join(known)}.")
+        return self.take([known.index(name) for name in names])
+
+    def take(self, experts: Sequence[int]) -> Statistics:
+        """``select`` by the experts' positions in ``info.models``."""
         chosen = torch.tensor(list(experts))
         rows = torch.cat([(self.task == expert).nonzero().flatten() for expert in experts])
-        grams = {name: gram[rows][:, chosen][:, :, chosen] for name, gram in self.grams.items()}
         position = {expert: index for index, expert in enumerate(experts)}
-        task = torch.tensor([position[int(expert)] for expert in self.task[rows]])
         calibration = tuple(self.info.calibration[expert] for expert in experts)
-        fingerprint = self.info.fingerprint
-        info = self.info.model_copy(
+        fingerprint = self.info.fingerprint.model_copy(
             update={
-                "models": tuple(self.info.models[expert] for expert in experts),
-                "calibration": calibration,
-                "fingerprint": fingerprint.model_copy(
-                    update={
-                        "experts": tuple(fingerprint.experts[expert] for expert in experts),
-                        "tokens": tokens_fingerprint([entry.sha256 for entry in calibration]),
-                    }
-                ),
+                "experts": tuple(self.info.fingerprint.experts[expert] for expert in experts),
+                "tokens": tokens_fingerprint([entry.sha256 for entry in calibration]),
             }
         )
-        return Statistics(grams, task, self.tokens[rows], info)
+        models = tuple(self.info.models[expert] for expert in experts)
+        return Statistics(
+            grams={name: gram[rows][:, chosen][:, :, chosen] for name, gram in self.grams.items()},
+            task=torch.tensor([position[int(expert)] for expert in self.task[rows]]),
+            tokens=self.tokens[rows],
+            info=self.info.model_copy(
+                update={"models": models, "calibration": calibration, "fingerprint": fingerprint}
+            ),
+        )
 
     def first_samples(self, count: int) -> Statistics:
-        """The statistics of each task's first ``count`` samples."""
+        """The statistics of each task's first ``count`` samples, or of all that a task has.
+
+        Raises:
+            SltaError: no task has so many, or ``count`` is not positive.
+        """
+        most = int(self.task.bincount().max())
+        if not 1 <= count <= most:
+            raise SltaError(f"The statistics hold {most} samples per task: the first {count} of them cannot be used.")
         rows = torch.cat([(self.task == task).nonzero().flatten()[:count] for task in self.task.unique()])
         return replace(
             self,
@@ -197,60 +231,106 @@ class Statistics:
 
     def solve(
         self,
-        level: str,
+        level: str | None = None,
         *,
         balance: bool = True,
         ridge: float = 0.0,
-        task_weights: Sequence[float] | None = None,
-    ) -> dict[str, Solution]:
-        """Merging weights of every submodule of a level; the arguments are those of ``solver.solve``."""
-        return {
-            name: solve(self.grams[name], self.task, balance=balance, ridge=ridge, task_weights=task_weights)
-            for name in self.submodules(level)
+        task_weights: Mapping[str, float] | Sequence[float] | None = None,
+        samples: int | None = None,
+    ) -> Solution:
+        """Solve for the merging weights of every submodule of a level.
+
+        Args:
+            level: the level; by default ``attn_mlp`` if it was measured, else the first one that was.
+            balance: give every sample the same influence (Eq. 33-34).
+            ridge: draws the weights towards zero: adds ridge * trace(A) / T to A's diagonal.
+            task_weights: how much each expert's task counts against the others': by the experts' names, 1 for those
+                that are left out, or ``T`` numbers.
+            samples: use each task's first samples only, so many.
+
+        Raises:
+            SltaError: the level was not measured, or an argument is out of its range.
+        """
+        level = level or ("attn_mlp" if "attn_mlp" in self.info.levels else self.info.levels[0])
+        if not 0 <= ridge < math.inf:
+            raise SltaError(f"'ridge' is {ridge}: give a number of at least zero.")
+        weights = self._task_weights(task_weights) if task_weights else None
+        used = self if samples is None else self.first_samples(samples)
+        submodules = {
+            name: solve(used.grams[name], used.task, balance=balance, ridge=ridge, task_weights=weights)
+            for name in used.submodules(level)
         }
+        return Solution(used, level, submodules, balance, ridge, weights)
 
+    def _task_weights(self, given: Mapping[str, float] | Sequence[float]) -> tuple[float, ...]:
+        """A weight for each expert's task."""
+        names = self.info.models
+        if not isinstance(given, Mapping):
+            if len(given) != len(names):
+                raise SltaError(f"There are {len(given)} task weights for {len(names)} experts: give one for each.")
+            given = dict(zip(names, given, strict=True))
+        for name, weight in given.items():
+            if name not in names:
+                raise SltaError(f"A task weight is for '{name}', but the experts are {', '.join(names)}.")
+            if not 0 <= weight < math.inf:
+                raise SltaError(f"The task weight of {name} is {weight}: give a number of at least zero.")
+        weights = tuple(float(given.get(name, 1.0)) for name in names)
+        if not any(weights):
+            raise SltaError("Every task weight is zero: at least one task must count.")
+        return weights
 
-def save(statistics: Statistics, path: Path) -> None:
-    """Write a statistics file."""
-    tensors = {_GRAM + name: gram.contiguous() for name, gram in statistics.grams.items()}
-    tensors |= {"task": statistics.task, "tokens": statistics.tokens}
-    text = json.dumps(statistics.info.model_dump(mode="json", exclude_none=True), sort_keys=True)
-    files.write(path, serialize(tensors, metadata={METADATA_KEY: text}))
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the statistics file.
 
+        Raises:
+            OSError: it cannot be written; what was there is still there.
+        """
+        tensors = {_GRAM + name: gram.contiguous() for name, gram in self.grams.items()}
+        tensors |= {"task": self.task, "tokens": self.tokens}
+        text = json.dumps(self.info.model_dump(mode="json", exclude_none=True), sort_keys=True)
+        files.write(Path(path).expanduser(), serialize(tensors, metadata={METADATA_KEY: text}))
 
-def load(path: Path) -> Statistics:
-    """Read and check a statistics file.
+    @staticmethod
+    def load(source: str | os.PathLike[str], cache_dir: str | None = None) -> Statistics:
+        """Read and check a statistics file.
 
-    Raises:
-        SltaError: the file is missing, truncated, of another kind or of a newer version, or its content cannot be
-            what a calibration measured.
-    """
-    if not path.is_file():
-        raise SltaError(f"There is no statistics file {path}: make one with 'mergekit-slta calibrate'.")
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (safetensors.SafetensorError, OSError) as error:
-        raise SltaError(f"{path} is truncated or no safetensors file ({error}): get it or measure it again.") from None
-    if METADATA_KEY not in metadata:
-        raise SltaError(f"{path} is no statistics file of mergekit-slta.")
-    info = _parse_info(metadata[METADATA_KEY], path)
-    grams = {name.removeprefix(_GRAM): tensor for name, tensor in tensors.items() if name.startswith(_GRAM)}
-    rest = {name: tensor for name, tensor in tensors.items() if not name.startswith(_GRAM)}
-    if set(metadata) != {METADATA_KEY} or set(rest) != {"task", "tokens"}:
-        raise SltaError(f"{path} holds entries that a statistics file does not have: get it or measure it again.")
-    statistics = Statistics(dict(sorted(grams.items(), key=lambda item: _by_number(item[0]))), **rest, info=info)
-    if problem := _problem(statistics):
-        raise SltaError(f"{path} is damaged or was changed ({problem}): get it or measure it again.")
-    return statistics
+        Args:
+            source: its path, or ``hf:ORG/REPO/FILE[@REVISION]`` on the Hugging Face Hub.
+            cache_dir: where downloads are kept; the Hub's own cache by default.
+
+        Raises:
+            SltaError: the file is missing, truncated, of another kind or of a newer version, its content cannot be
+                what a calibration measured, or the Hub does not give it.
+        """
+        path = resolve_statistics(os.fspath(source), cache_dir)
+        if not path.is_file():
+            raise SltaError(f"There is no statistics file {path}: make one with 'mergekit-slta calibrate'.")
+        try:
+            with safetensors.safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (safetensors.SafetensorError, OSError) as error:
+            raise SltaError(
+                f"{path} is truncated or no safetensors file ({error}): get it or measure it again."
+            ) from None
+        if METADATA_KEY not in metadata:
+            raise SltaError(f"{path} is no statistics file of mergekit-slta.")
+        info = _parse_info(metadata[METADATA_KEY], path)
+        grams = {name.removeprefix(_GRAM): tensor for name, tensor in tensors.items() if name.startswith(_GRAM)}
+        rest = {name: tensor for name, tensor in tensors.items() if not name.startswith(_GRAM)}
+        if set(metadata) != {METADATA_KEY} or set(rest) != {"task", "tokens"}:
+            raise SltaError(f"{path} holds entries that a statistics file does not have: get it or measure it again.")
+        statistics = Statistics(dict(sorted(grams.items(), key=lambda item: _by_number(item[0]))), **rest, info=info)
+        if problem := _problem(statistics):
+            raise SltaError(f"{path} is damaged or was changed ({problem}): get it or measure it again.")
+        return statistics
 
 
 def resolve_statistics(source: str, cache_dir: str | None = None) -> Path:
     """Find a statistics file: a local path, or ``hf:ORG/REPO/FILE[@REVISION]``, which is fetched from the Hub.
 
     Args:
-        source: what the recipe or the command line gives.
+        source: what the recipe or the user gives.
         cache_dir: where downloads are kept; the Hub's own cache by default.
 
     Raises:

@@ -34,7 +34,7 @@ from mergekit_slta.checks.examine import Findings
 from mergekit_slta.cli.commands import main
 from mergekit_slta.slta import measure
 from mergekit_slta.slta.solver import bootstrap
-from mergekit_slta.slta.statistics import Statistics, load
+from mergekit_slta.slta.statistics import Statistics
 
 COMMANDS = ["calibrate", "check", "evaluate", "linearity", "merge", "report", "solve"]
 
@@ -62,7 +62,7 @@ def solution(*arguments: str | Path) -> dict[str, Any]:
 
 
 def alphas(statistics: Statistics, level: str = "attn_mlp", **how: Any) -> dict[str, list[float]]:
-    return {name: found.alpha.tolist() for name, found in statistics.solve(level, **how).items()}
+    return {name: alpha.tolist() for name, alpha in statistics.solve(level, **how).alpha.items()}
 
 
 # Help
@@ -200,7 +200,7 @@ def test_calibrate_ends_with_one_line_about_the_file(llama: Family, write_recipe
     assert line.startswith(f"{file} written: {file.stat().st_size / 1e6:.2f} MB")
     assert "6 samples of 3 tasks" in line
     assert "3 at layer" in line
-    assert load(file).info.levels == ("layer",)
+    assert Statistics.load(file).info.levels == ("layer",)
     assert not (tmp_path / "new" / "stats.safetensors.partial").exists()
 
 
@@ -280,7 +280,7 @@ def test_torchrun_shares_the_samples_and_talks_once(
     done = torchrun(2, "-m", "mergekit_slta", "calibrate", recipe, "-o", file, "--level", "layer", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(str(file)) == 1
-    found, expected = load(file).grams, load(stats).grams
+    found, expected = Statistics.load(file).grams, Statistics.load(stats).grams
     assert largest_difference(found, {name: expected[name] for name in found}) <= 1e-6
 
 
@@ -289,7 +289,7 @@ def test_torchrun_shares_the_samples_and_talks_once(
 
 def test_the_solution_as_json(stats: Path) -> None:
     content = solution(stats)
-    statistics = load(stats)
+    statistics = Statistics.load(stats)
     solved = statistics.solve("attn_mlp")
     assert list(content) == ["level", "models", "alpha", "retained", "condition"]
     assert content["level"] == "attn_mlp"
@@ -298,17 +298,17 @@ def test_the_solution_as_json(stats: Path) -> None:
     for key in ("alpha", "retained", "condition"):
         assert list(content[key]) == names
     assert content["alpha"] == alphas(statistics)
-    assert content["retained"] == {name: found.retained.tolist() for name, found in solved.items()}
-    assert content["condition"] == {name: found.condition for name, found in solved.items()}
+    assert content["retained"] == {name: retained.tolist() for name, retained in solved.retained.items()}
+    assert content["condition"] == solved.condition
 
 
 def test_every_option_of_solve_changes_the_solution_as_it_should(stats: Path) -> None:
-    statistics = load(stats)
+    statistics = Statistics.load(stats)
     for options, expected in [
         (["--level", "layer"], alphas(statistics, "layer")),
-        (["--models", "expert2, expert0"], alphas(statistics.select([2, 0]))),
+        (["--models", "expert2, expert0"], alphas(statistics.take([2, 0]))),
         (["--task-weight", "expert1=2.5"], alphas(statistics, task_weights=[1, 2.5, 1])),
-        (["--models", "expert1", "--task-weight", "expert1=3"], alphas(statistics.select([1]))),
+        (["--models", "expert1", "--task-weight", "expert1=3"], alphas(statistics.take([1]))),
         (["--ridge", "0.5"], alphas(statistics, ridge=0.5)),
         (["--no-balance"], alphas(statistics, balance=False)),
         (["--samples", "2"], alphas(statistics.first_samples(2))),
@@ -320,7 +320,7 @@ def test_every_option_of_solve_changes_the_solution_as_it_should(stats: Path) ->
 
 
 def test_bootstrap_adds_standard_errors(stats: Path) -> None:
-    statistics = load(stats)
+    statistics = Statistics.load(stats)
     content = solution(stats, "--bootstrap", "20", "--ridge", "0.1")
     for name, deviations in content["alpha_std"].items():
         expected = bootstrap(statistics.grams[name], statistics.task, 20, ridge=0.1).std(0)
@@ -377,7 +377,8 @@ def test_the_recipe_says_how_it_was_solved(stats: Path, llama: Family, tmp_path:
     content = yaml.safe_load(text)
     assert [entry["model"] for entry in content["models"]] == ["expert2", "org/a=b"]
     assert content["tokenizer_source"] == "base"
-    expected = alphas(load(stats).select([2, 1]).first_samples(3), ridge=0.25, balance=False, task_weights=[1, 2])
+    chosen = Statistics.load(stats).select("expert2", "expert1")
+    expected = alphas(chosen, samples=3, ridge=0.25, balance=False, task_weights={"expert1": 2})
     mean = torch.tensor(list(expected.values()), dtype=torch.float64).mean(0).tolist()
     edges = [entry["parameters"]["weight"][-1]["value"] for entry in content["models"]]
     assert edges == pytest.approx(mean, rel=1e-9)
@@ -388,12 +389,12 @@ def test_the_recipe_says_how_it_was_solved(stats: Path, llama: Family, tmp_path:
     ("options", "said"),
     [
         (["--models", "expert0,math"], "no expert 'math', only expert0, expert1, expert2"),
-        (["--models", "expert0,expert0"], "names 'expert0' twice"),
+        (["--models", "expert0,expert0"], "'expert0' is named twice"),
         (["--models", "expert0", "--task-weight", "expert1=2"], "write NAME=VALUE"),
         (["--task-weight", "expert1"], "write NAME=VALUE"),
         (["--task-weight", "expert1=much"], "'much' is no number"),
-        (["--task-weight", "expert1=-1"], "'-1' is no number of at least zero"),
-        (["--task-weight", "expert1=nan"], "'nan' is no number"),
+        (["--task-weight", "expert1=-1"], "expert1 is -1.0: give a number of at least zero"),
+        (["--task-weight", "expert1=nan"], "expert1 is nan: give a number of at least zero"),
         (["--models", "expert0", "--task-weight", "expert0=0"], "at least one task must count"),
         (["--level", "linear"], "no level 'linear', only layer, attn_mlp"),
         (["--samples", "5"], "hold 4 samples per task"),
@@ -544,7 +545,7 @@ def test_merge_under_torchrun_shares_the_calibration(
     command = ("-m", "mergekit_slta", "merge", recipe, tmp_path / "two", "--no-write-model-card", "--quiet")
     done = torchrun(2, *command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert load(tmp_path / "stats.safetensors").info.levels == ("attn_mlp",)
+    assert Statistics.load(tmp_path / "stats.safetensors").info.levels == ("attn_mlp",)
     found = load_file(tmp_path / "two" / "model.safetensors")
     for name, tensor in load_file(one / "model.safetensors").items():
         assert (found[name] - tensor).abs().max() <= 1e-5 * tensor.abs().max(), name

@@ -28,8 +28,8 @@ from mergekit_slta.featcal.scratch import SolvedModel
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.linearity import interpolation
 from mergekit_slta.linearity.scores import merge_study, path_study
-from mergekit_slta.slta import statistics
 from mergekit_slta.slta.measure import measured_statistics
+from mergekit_slta.slta.statistics import Statistics
 
 LEVELS = ("layer", "attn_mlp")
 BATCH_TOKENS = 40
@@ -240,7 +240,7 @@ def test_torchrun_calibrate_writes_the_same_file(
     )
     done = torchrun(count, "-m", "mergekit_slta", "calibrate", recipe, "-o", together)
     assert done.returncode == 0, done.stderr
-    one, other = statistics.load(alone), statistics.load(together)
+    one, other = Statistics.load(alone), Statistics.load(together)
     assert largest_difference(other.grams, one.grams) < 1e-8
     assert other.info == one.info
     assert torch.equal(other.task, one.task)

@@ -45,8 +45,8 @@ from mergekit_slta.linearity.scores import (
     projection,
 )
 from mergekit_slta.reports.linearity import linearity_page, merge_sentence, score_sentence, score_table, write_linearity
-from mergekit_slta.reports.merge import write_report
-from mergekit_slta.reports.tables import as_json
+from mergekit_slta.reports.merge import report
+from mergekit_slta.tables import as_json
 
 NAMES = ("one", "two", "three")
 SUBMODULE_LEVELS = ("layer", "attn_mlp", "head_mlp")
@@ -458,8 +458,8 @@ def test_the_report_on_a_merge_may_go_into_the_same_folder(written: tuple[Linear
         return {file.name: file.read_bytes() for file in folder.iterdir()}
 
     measured = synthetic.statistics([f"org/{name}" for name in NAMES], ["model", *synthetic.INSIDE], layers=LAYERS)
-    write_report(measured, tmp_path / "report")
-    write_report(measured, tmp_path / "both")
+    report(measured, tmp_path / "report")
+    report(measured, tmp_path / "both")
     write_linearity(written[0], tmp_path / "both")
     assert contents(tmp_path / "both") == contents(tmp_path / "report") | contents(written[1])
 

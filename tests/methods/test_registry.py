@@ -34,7 +34,8 @@ from mergekit_slta.featcal import scratch as solved_module
 from mergekit_slta.layers.blend import weighted_sum
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.methods import registry
-from mergekit_slta.slta import measure, statistics
+from mergekit_slta.slta import measure
+from mergekit_slta.slta.statistics import Statistics
 
 LEVELS = ("layer", "attn_mlp")
 
@@ -59,7 +60,7 @@ def worst_error(found: State, expected: State) -> float:
 
 
 def solved(path: Path, level: str) -> dict[str, torch.Tensor]:
-    return {name: solution.alpha for name, solution in statistics.load(path).solve(level).items()}
+    return dict(Statistics.load(path).solve(level).alpha)
 
 
 # Tensors
@@ -312,7 +313,7 @@ def test_loras_of_the_attention_leave_everything_else_alone(
             assert torch.allclose(found[name], tensor, rtol=1e-6)
         else:
             assert torch.equal(found[name], tensor), name
-    for name, gram in statistics.load(tmp_path / "stats").grams.items():
+    for name, gram in Statistics.load(tmp_path / "stats").grams.items():
         assert gram.any() == name.endswith(".attn")
     alpha = solved(tmp_path / "stats", "attn_mlp")
     assert all(alpha[name].any() == name.endswith(".attn") for name in alpha)

@@ -16,10 +16,10 @@ from support.html_elements import Elements, assert_self_contained
 from mergekit_slta.cli.commands import main
 from mergekit_slta.errors import SltaError
 from mergekit_slta.reports.analysis import MOST_CONDITION, PLAUSIBLE_ALPHA, WIDEST_INTERVAL, analyse
-from mergekit_slta.reports.merge import reliability, report_page, verdict, write_report
+from mergekit_slta.reports.merge import reliability, report, report_page, verdict
 from mergekit_slta.reports.words import percent, plain_number
 from mergekit_slta.slta.measure import measured_statistics
-from mergekit_slta.slta.statistics import Statistics, load, save
+from mergekit_slta.slta.statistics import Statistics
 
 
 def interfering(powers: Sequence[float], samples: int = 6) -> Statistics:
@@ -41,7 +41,7 @@ def kept_share(powers: Sequence[float]) -> float:
 
 
 def sentence(powers: Sequence[float]) -> str:
-    return verdict(analyse(interfering(powers), "layer"))
+    return verdict(analyse(interfering(powers).solve("layer")))
 
 
 def test_the_verdict_states_what_is_kept() -> None:
@@ -82,7 +82,7 @@ def test_the_verdict_when_nothing_is_kept() -> None:
     statistics = synthetic.statistics(
         ["math", "code"], ["layer"], layers=1, samples=5, grams=lambda name, number: grams.double()
     )
-    found = analyse(statistics, "layer")
+    found = analyse(statistics.solve("layer"))
     assert found.kept[0] < 0
     assert f"keeps nothing of math's feature change ({percent(float(found.kept[0]))});" in verdict(found)
 
@@ -92,7 +92,7 @@ def test_the_verdict_on_an_expert_that_changes_nothing() -> None:
     statistics = synthetic.statistics(
         ["math", "code"], ["layer"], layers=2, samples=5, grams=lambda name, number: grams
     )
-    text = verdict(analyse(statistics, "layer"))
+    text = verdict(analyse(statistics.solve("layer")))
     assert "has nothing of math to keep" in text
     assert "keeps 75 % of code's feature change" in text  # half a weight serves its own data and the other alike
     assert report_page(statistics).verdict[0] == text
@@ -102,18 +102,18 @@ def test_unreliable_submodules_are_counted_and_listed_with_the_thresholds() -> N
     alike = torch.tensor([[1.0, 0.999], [0.999, 1.0]]).double()
     statistics = interfering([0.1, 0.1, 0.1])
     statistics.grams["layer.1"] = alike.expand(12, 2, 2)
-    assert reliability(analyse(statistics, "layer")).startswith("The merging weights of 1 of 3 submodules are")
+    assert reliability(analyse(statistics.solve("layer"))).startswith("The merging weights of 1 of 3 submodules are")
     page = report_page(statistics)
     (section,) = (section for section in page.sections if section.title.startswith("Unreliable"))
     assert section.table is not None
     assert [row[0] for row in section.table.rows] == ["layer.1"]
     for threshold in (MOST_CONDITION, WIDEST_INTERVAL, *PLAUSIBLE_ALPHA):
         assert plain_number(threshold) in section.paragraphs[0]
-    assert "all 3 submodules look reliable." in reliability(analyse(interfering([0.1, 0.1, 0.1]), "layer"))
+    assert "all 3 submodules look reliable." in reliability(analyse(interfering([0.1, 0.1, 0.1]).solve("layer")))
 
 
 def test_few_samples_are_not_called_reliable() -> None:
-    found = analyse(interfering([0.1], samples=1), "layer")
+    found = analyse(interfering([0.1], samples=1).solve("layer"))
     assert reliability(found) == "The merging weights look reliable, as far as 1 sample per task can tell."
 
 
@@ -126,7 +126,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Statistics, Pa
     models = ["org/<script>alert(1)</script>", 'org/$a_{\\beta$&"quoted"', "_hidden"]
     statistics = synthetic.statistics(models, ALL_LEVELS, layers=2)
     statistics.grams["layer.0.mlp.experts.1.down_proj"] = torch.zeros(12, 3, 3).double()
-    return statistics, write_report(statistics, tmp_path_factory.mktemp("report") / "new")
+    return statistics, report(statistics, tmp_path_factory.mktemp("report") / "new")
 
 
 def test_the_page_needs_nothing_from_outside(everything: tuple[Statistics, Path]) -> None:
@@ -136,7 +136,7 @@ def test_the_page_needs_nothing_from_outside(everything: tuple[Statistics, Path]
 def test_the_page_opens_with_the_verdict_on_the_default_level(everything: tuple[Statistics, Path]) -> None:
     statistics, path = everything
     text = " ".join(Elements(path.read_text()).text.split())
-    said = verdict(analyse(statistics, "attn_mlp"))
+    said = verdict(analyse(statistics.solve("attn_mlp")))
     assert said in text
     assert (
         text.index(said)
@@ -163,19 +163,20 @@ def test_the_tables_hold_the_solution(everything: tuple[Statistics, Path]) -> No
     statistics, path = everything
     text = path.read_text()
     for level in ALL_LEVELS[1:]:
-        for name, solution in statistics.solve(level).items():
-            cells = "".join(f"<td>{percent(share)}</td>" for share in solution.retained.tolist())
+        solution = statistics.solve(level)
+        for name in solution.alpha:
+            cells = "".join(f"<td>{percent(share)}</td>" for share in solution.retained[name].tolist())
             assert f'<th scope="row">{name}</th>{cells}</tr>' in text
-            cells = "".join(f"<td>{plain_number(weight)}</td>" for weight in solution.alpha.tolist())
+            cells = "".join(f"<td>{plain_number(weight)}</td>" for weight in solution.alpha[name].tolist())
             assert f'<th scope="row">{name}</th>{cells}</tr>' in text
-            assert f'<th scope="row">{name}</th><td>{plain_number(solution.condition)}</td></tr>' in text
+            assert f'<th scope="row">{name}</th><td>{plain_number(solution.condition[name])}</td></tr>' in text
 
 
 def test_only_the_levels_and_the_solution_that_are_asked_for() -> None:
     statistics = synthetic.statistics(levels=("layer", "attn_mlp"), layers=2)
     page = report_page(statistics, levels=["layer"], balance=False, ridge=0.5)
-    assert page.verdict[0] == verdict(analyse(statistics, "layer", balance=False, ridge=0.5))
-    assert page.verdict[0] != verdict(analyse(statistics, "layer"))
+    assert page.verdict[0] == verdict(analyse(statistics.solve("layer", balance=False, ridge=0.5)))
+    assert page.verdict[0] != verdict(analyse(statistics.solve("layer")))
     assert all(chart.name.endswith("-layer") for section in page.sections for chart in section.charts)
     assert page.facts["Solved with"] == "samples are not balanced, ridge 0.5"
     with pytest.raises(SltaError, match="'head_mlp'"):
@@ -206,17 +207,17 @@ def test_a_report_on_measured_statistics(llama: Family, tmp_path: Path) -> None:
     statistics = measured_statistics(
         families.experiment(families.recipe(llama)), ["attn_mlp"], tmp_path / "s.safetensors"
     )
-    path = write_report(statistics, tmp_path / "report")
+    path = report(statistics, tmp_path / "report")
     assert_self_contained(path.read_text())
-    assert verdict(analyse(statistics, "attn_mlp")) in " ".join(Elements(path.read_text()).text.split())
+    assert verdict(analyse(statistics.solve("attn_mlp"))) in " ".join(Elements(path.read_text()).text.split())
 
 
 def test_the_command_writes_the_report_and_says_the_verdict(tmp_path: Path) -> None:
     statistics = interfering([0.1, 3.0])
-    save(statistics, tmp_path / "stats.safetensors")
+    statistics.save(tmp_path / "stats.safetensors")
     result = CliRunner().invoke(main, ["report", str(tmp_path / "stats.safetensors"), "-o", str(tmp_path / "new")])
     assert result.exit_code == 0, result.output
-    assert verdict(analyse(statistics, "layer")) in result.output
+    assert verdict(analyse(statistics.solve("layer"))) in result.output
     assert (tmp_path / "new" / "report.html").is_file()
     wrong = CliRunner().invoke(main, ["report", str(tmp_path / "none"), "-o", str(tmp_path / "other")])
     assert wrong.exit_code == 1
@@ -229,7 +230,7 @@ def test_a_recipe_writes_the_report_of_its_merge(llama: Family, tmp_path: Path) 
         llama, level="layer", ridge=0.2, statistics=str(tmp_path / "s.safetensors"), report=str(tmp_path / "report")
     )
     families.merge(recipe, tmp_path / "out")
-    measured = load(tmp_path / "s.safetensors")
+    measured = Statistics.load(tmp_path / "s.safetensors")
     text = " ".join(Elements((tmp_path / "report" / "report.html").read_text()).text.split())
-    assert verdict(analyse(measured, "layer", ridge=0.2)) in text
+    assert verdict(analyse(measured.solve("layer", ridge=0.2))) in text
     assert "ridge 0.2" in text

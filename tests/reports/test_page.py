@@ -7,7 +7,8 @@ from pathlib import Path
 
 from support.html_elements import Elements, assert_self_contained
 
-from mergekit_slta.reports.page import Chart, Page, Section, Table
+from mergekit_slta.reports.page import Chart, Page, Section
+from mergekit_slta.tables import Table
 
 EVIL = "<script>alert('x')</script> & \"quotes\""
 
@@ -39,11 +40,6 @@ def test_pictures_are_in_the_page_and_beside_it(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "chart.png").read_bytes() == b"\x89PNG"
     assert base64.b64encode(b"\x89PNG").decode() in path.read_text()
     assert sorted(file.name for file in path.parent.iterdir()) == ["chart.png", "report.html"]
-
-
-def test_a_table_as_text_is_aligned() -> None:
-    lines = str(Table(["name", "n"], [["a", "1"], ["long name", "100"]])).splitlines()
-    assert lines == ["name         n", "a            1", "long name  100"]
 
 
 def test_a_page_suits_dark_screens_and_phones() -> None:

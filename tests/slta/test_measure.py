@@ -23,7 +23,7 @@ from support.families import Family
 from mergekit_slta.data.draw import CHAT_DATE
 from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe import samples
-from mergekit_slta.slta import measure, statistics
+from mergekit_slta.slta import measure
 from mergekit_slta.slta.measure import measured_statistics
 from mergekit_slta.slta.statistics import Info, Statistics
 
@@ -69,15 +69,15 @@ def same(first: Statistics, second: Statistics) -> bool:
 
 
 def close(first: Statistics, second: Statistics, level: str = "attn_mlp") -> bool:
-    pairs = zip(first.solve(level).values(), second.solve(level).values(), strict=True)
-    return all(torch.allclose(one.alpha, other.alpha, atol=1e-8, rtol=0) for one, other in pairs)
+    one, other = first.solve(level).alpha, second.solve(level).alpha
+    return all(torch.allclose(alpha, other[name], atol=1e-8, rtol=0) for name, alpha in one.items())
 
 
 # What is measured
 
 
 def test_rows_are_the_samples_that_the_settings_draw(llama: Family, path: Path) -> None:
-    found = statistics.load(path)
+    found = Statistics.load(path)
     tasks = llama.token_ids(**SETTINGS)
     assert found.tokens.tolist() == [len(ids) for samples in tasks for ids in samples]
     assert found.task.tolist() == [task for task, samples in enumerate(tasks) for _ in samples]
@@ -86,7 +86,7 @@ def test_rows_are_the_samples_that_the_settings_draw(llama: Family, path: Path) 
 
 
 def test_what_it_was_measured_on_is_written_down(llama: Family, path: Path) -> None:
-    info = statistics.load(path).info
+    info = Statistics.load(path).info
     assert info.base_model == "base"
     assert info.models == ("expert0", "expert1", "expert2")
     assert [entry.source for entry in info.calibration] == ["task0.jsonl", "task1.jsonl", "task2.jsonl"]
@@ -100,7 +100,7 @@ def test_a_merge_writes_down_the_base_checkpoints_dtype(
 ) -> None:
     family = make_family(dtype=dtype)
     families.merge(recipe(family, statistics=str(tmp_path / "stats.safetensors")), tmp_path / "merged")
-    assert statistics.load(tmp_path / "stats.safetensors").info.dtype == str(dtype).removeprefix("torch.")
+    assert Statistics.load(tmp_path / "stats.safetensors").info.dtype == str(dtype).removeprefix("torch.")
 
 
 def test_no_path_of_this_machine_and_no_user_name_gets_into_the_file(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_an_expert_without_data_is_named(llama: Family, tmp_path: Path) -> None:
 
 def test_a_file_that_fits_is_used_and_not_touched(no_measuring: None, llama: Family, path: Path) -> None:
     before = path.stat()
-    assert same(measured(recipe(llama), path), statistics.load(path))
+    assert same(measured(recipe(llama), path), Statistics.load(path))
     assert path.stat().st_mtime_ns == before.st_mtime_ns
     assert path.stat().st_ino == before.st_ino
 
@@ -146,7 +146,7 @@ def test_a_file_that_fits_is_used_and_not_touched(no_measuring: None, llama: Fam
 def test_a_subset_in_another_order_needs_no_data(no_measuring: None, llama: Family, path: Path) -> None:
     part = measured(recipe(llama, experts=[2, 0], calibration=False), path)
     assert part.info.models == ("expert2", "expert0")
-    assert same(part, statistics.load(path).select([2, 0]))
+    assert same(part, Statistics.load(path).take([2, 0]))
 
 
 @pytest.mark.parametrize("order", [[1, 2], [2, 0], [1]], ids=str)
@@ -163,18 +163,18 @@ def test_other_copies_of_the_same_models_fit(no_measuring: None, llama: Family, 
     for folder in folders:
         families.write_tokenizer(folder)
     copies = Family(folders[0], tuple(folders[1:]), llama.data, llama.config)
-    assert close(measured(recipe(copies, calibration=False), path), statistics.load(path))
-    assert close(measured(recipe(copies), path), statistics.load(path))
+    assert close(measured(recipe(copies, calibration=False), path), Statistics.load(path))
+    assert close(measured(recipe(copies), path), Statistics.load(path))
 
 
 def test_settings_of_the_solution_do_not_matter(no_measuring: None, llama: Family, path: Path) -> None:
     content = recipe(llama, balance=False, ridge=0.5, edges="mean", batch_tokens=7)
-    assert same(measured(content, path), statistics.load(path))
+    assert same(measured(content, path), Statistics.load(path))
 
 
 def test_without_data_the_settings_of_the_data_do_not_matter(no_measuring: None, llama: Family, path: Path) -> None:
     content = recipe(llama, calibration=False, samples=30, seed=9)
-    assert same(measured(content, path), statistics.load(path))
+    assert same(measured(content, path), Statistics.load(path))
 
 
 def change_base(content: dict[str, Any], llama: Family, tmp_path: Path) -> None:
@@ -285,11 +285,11 @@ def test_all_that_does_not_fit_is_said_at_once(no_measuring: None, llama: Family
 
 def older(path: Path, content: dict[str, Any], **versions: str) -> None:
     """Change what a file says of itself."""
-    found = statistics.load(path)
+    found = Statistics.load(path)
     info = found.info.model_dump(mode="json")
     info["fingerprint"] |= content
     info["versions"] |= versions
-    statistics.save(replace(found, info=Info.model_validate(info)), path)
+    replace(found, info=Info.model_validate(info)).save(path)
 
 
 def test_a_file_of_an_older_version_is_compared_by_samples_which_is_said(
@@ -297,7 +297,7 @@ def test_a_file_of_an_older_version_is_compared_by_samples_which_is_said(
 ) -> None:
     measured(recipe(llama), path)
     assert "older version" not in caplog.text
-    base, *experts = (content.sample for content in statistics.load(path).info.fingerprint.contents)
+    base, *experts = (content.sample for content in Statistics.load(path).info.fingerprint.contents)
     older(path, {"base": base, "experts": experts})
     measured(recipe(llama, experts=[2, 0], calibration=False), path)
     assert f"{path} is of an older version" in caplog.text
@@ -310,7 +310,7 @@ def test_a_file_of_an_older_version_is_compared_by_samples_which_is_said(
 def test_an_entry_that_another_transformers_does_not_know_is_not_compared(
     no_measuring: None, llama: Family, path: Path
 ) -> None:
-    base = statistics.load(path).info.fingerprint.model_dump()["base"]
+    base = Statistics.load(path).info.fingerprint.model_dump()["base"]
     base["config"]["invented_later"] = base["config"].pop("hidden_act")
     older(path, {"base": base}, transformers="99.0")
     measured(recipe(llama), path)
@@ -323,9 +323,9 @@ def test_an_entry_that_another_transformers_does_not_know_is_not_compared(
 
 
 def test_a_missing_level_is_added(llama: Family, path: Path, tmp_path: Path) -> None:
-    before = statistics.load(path)
+    before = Statistics.load(path)
     both = measured(recipe(llama), path, "layer", "attn_mlp")
-    assert same(both, statistics.load(path))
+    assert same(both, Statistics.load(path))
     assert both.info.levels == ("layer", "attn_mlp")
     assert all(torch.equal(both.grams[name], gram) for name, gram in before.grams.items())
     alone = measured(recipe(llama), tmp_path / "alone.safetensors", "layer")
@@ -336,7 +336,7 @@ def test_a_missing_level_is_added(llama: Family, path: Path, tmp_path: Path) -> 
 def test_a_level_can_be_added_by_a_recipe_in_another_order(llama: Family, path: Path, tmp_path: Path) -> None:
     added = measured(recipe(llama, experts=[1, 2, 0]), path, "layer")
     assert added.info.models == ("expert1", "expert2", "expert0")
-    assert statistics.load(path).info.models == ("expert0", "expert1", "expert2")
+    assert Statistics.load(path).info.models == ("expert0", "expert1", "expert2")
     alone = measured(recipe(llama, experts=[1, 2, 0]), tmp_path / "alone.safetensors", "layer")
     assert close(added, alone, "layer")
 

@@ -30,10 +30,7 @@ from mergekit_slta.recipe.recipe import Expert, Recipe, SltaSettings
 from mergekit_slta.slta import plain_recipe as module
 from mergekit_slta.slta.measure import measured_statistics
 from mergekit_slta.slta.plain_recipe import PlannedTensor, plain_recipe, planned_tensors, weight_settings
-from mergekit_slta.slta.statistics import (
-    Statistics,
-    load,
-)
+from mergekit_slta.slta.statistics import Statistics
 
 # Runs merges where mergekit-slta cannot be imported: arguments are recipe, output, recipe, output ...
 STOCK = """
@@ -91,12 +88,8 @@ def merged(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, tuple[Path, P
         )
         ours = families.merge(recipe, folder / f"slta{number}")
         plain = folder / f"plain{number}.yml"
-        statistics = load(file).select(case.experts)
-        plain.write_text(
-            plain_recipe(
-                statistics, case.level, statistics.solve(case.level), edges=case.edges, models=paths_of(family)
-            )
-        )
+        statistics = Statistics.load(file).take(case.experts)
+        plain.write_text(plain_recipe(statistics.solve(case.level), edges=case.edges, models=paths_of(family)))
         outputs[case] = (ours, folder / f"plain{number}")
         arguments += [str(plain), str(outputs[case][1])]
     run_stock(folder, arguments)
@@ -289,11 +282,8 @@ def base(tmp_path: Path) -> Path:
 
 
 def test_a_recipe_names_models_dtypes_and_tokenizer(base: Path) -> None:
-    statistics = statistics_of("attn_mlp")
     text = plain_recipe(
-        statistics,
-        "attn_mlp",
-        statistics.solve("attn_mlp"),
+        statistics_of("attn_mlp").solve("attn_mlp"),
         models={"org/base": str(base), "org/expert1": "./mine"},
         tokenizer_source="base",
     )
@@ -305,18 +295,16 @@ def test_a_recipe_names_models_dtypes_and_tokenizer(base: Path) -> None:
 
 
 def test_the_header_says_what_the_weights_come_from(base: Path) -> None:
-    statistics = statistics_of("layer", experts=3).select([2, 0])
-    solutions = statistics.solve("layer")
-    text = plain_recipe(
-        statistics, "layer", solutions, models={"org/base": str(base)}, solved_with={"ridge": 0.25, "balance": "true"}
-    )
+    statistics = statistics_of("layer", experts=3).take([2, 0])
+    solution = statistics.solve("layer", ridge=0.25)
+    text = plain_recipe(solution, models={"org/base": str(base)})
     header = [line for line in text.splitlines() if line.startswith("#")]
     assert text.startswith("\n".join(header))
     said = "\n".join(header)
     for expected in ["level layer", "ridge 0.25", "balance true", "4, 4 samples", "99 tokens", "seed 7"]:
         assert expected in said
     for index, name in enumerate(["org/expert2", "org/expert0"]):
-        mean = torch.stack([solution.retained for solution in solutions.values()]).mean(0)[index]
+        mean = torch.stack(list(solution.retained.values())).mean(0)[index]
         assert f"{name}: {float(mean):.1%} on average over 3 submodules" in said
     fingerprint = statistics.info.fingerprint
     for part in (fingerprint.base, *fingerprint.experts, f"{2:064x}", fingerprint.settings):
@@ -328,39 +316,38 @@ def test_an_expert_that_changes_nothing_is_said_to(base: Path) -> None:
     statistics = statistics_of("layer")
     for gram in statistics.grams.values():
         gram[:, 1, :] = gram[:, :, 1] = 0
-    text = plain_recipe(statistics, "layer", statistics.solve("layer"), models={"org/base": str(base)})
+    text = plain_recipe(statistics.solve("layer"), models={"org/base": str(base)})
     assert "org/expert1: it changes nothing" in text
 
 
 def test_the_model_level_needs_no_configuration() -> None:
-    statistics = statistics_of("model")
-    solution = statistics.solve("model")["model"]
-    content = yaml.safe_load(plain_recipe(statistics, "model", {"model": solution}))
+    solution = statistics_of("model").solve("model")
+    content = yaml.safe_load(plain_recipe(solution))
     weights = [entry["parameters"]["weight"] for entry in content["models"]]
-    assert weights == pytest.approx(solution.alpha.tolist(), rel=1e-9)
+    assert weights == pytest.approx(solution.alpha["model"].tolist(), rel=1e-9)
 
 
 def test_heads_are_refused() -> None:
     statistics = statistics_of("head_mlp")
     with pytest.raises(SltaError, match=r"'head_mlp'.*'merge_method: slta'"):
-        plain_recipe(statistics, "head_mlp", statistics.solve("head_mlp"))
+        plain_recipe(statistics.solve("head_mlp"))
 
 
 def test_a_base_model_that_cannot_be_had_is_asked_for(tmp_path: Path) -> None:
     statistics = statistics_of("layer")
     with pytest.raises(SltaError, match=r"cannot be read.*--model org/base=PATH"):
-        plain_recipe(statistics, "layer", statistics.solve("layer"), models={"org/base": str(tmp_path / "none")})
+        plain_recipe(statistics.solve("layer"), models={"org/base": str(tmp_path / "none")})
 
 
 def test_another_base_model_is_refused(tmp_path: Path) -> None:
     config_of("qwen2").save_pretrained(tmp_path)
     statistics = statistics_of("layer")
     with pytest.raises(SltaError, match=r"not the base model.*LlamaForCausalLM of 3 layers.*--model org/base=PATH"):
-        plain_recipe(statistics, "layer", statistics.solve("layer"), models={"org/base": str(tmp_path)})
+        plain_recipe(statistics.solve("layer"), models={"org/base": str(tmp_path)})
 
 
 def test_a_recipe_that_mergekit_would_read_otherwise_is_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     statistics = statistics_of("layer")
     monkeypatch.setattr(module, "weight_settings", lambda planned: [0.5, 0.5])
     with pytest.raises(SltaError, match="Filters cannot give"):
-        plain_recipe(statistics, "layer", statistics.solve("layer"), models={"org/base": str(base)})
+        plain_recipe(statistics.solve("layer"), models={"org/base": str(base)})

@@ -16,13 +16,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support import synthetic
 
+import mergekit_slta
 from mergekit_slta.errors import SltaError
-from mergekit_slta.slta.statistics import (
-    Statistics,
-    load,
-    published_name,
-    save,
-)
+from mergekit_slta.slta.statistics import Statistics, published_name
 
 MODELS = [f"org/expert{index}" for index in range(3)]
 LAYERS, SAMPLES = 4, 5
@@ -44,7 +40,7 @@ def found() -> Statistics:
 
 @pytest.fixture
 def path(found: Statistics, tmp_path: Path) -> Path:
-    save(found, tmp_path / "deep" / "stats.safetensors")
+    found.save(tmp_path / "deep" / "stats.safetensors")
     return tmp_path / "deep" / "stats.safetensors"
 
 
@@ -66,8 +62,8 @@ def same(first: Statistics, second: Statistics) -> bool:
 )
 def test_what_is_written_is_what_is_read(levels: list[str], tmp_path: Path) -> None:
     written = uneven(*levels)
-    save(written, tmp_path / "stats.safetensors")
-    assert same(load(tmp_path / "stats.safetensors"), written)
+    written.save(tmp_path / "stats.safetensors")
+    assert same(Statistics.load(tmp_path / "stats.safetensors"), written)
 
 
 def test_the_format_is_the_documented_one(path: Path, found: Statistics) -> None:
@@ -88,21 +84,28 @@ def test_the_format_is_the_documented_one(path: Path, found: Statistics) -> None
     assert set(content["calibration"][0]) == {"source", "template", "sha256"}
 
 
+def test_paths_may_be_text(found: Statistics, tmp_path: Path) -> None:
+    found.save(f"{tmp_path}/stats.safetensors")
+    assert same(Statistics.load(f"{tmp_path}/stats.safetensors"), found)
+    mergekit_slta.save(found, tmp_path / "again.safetensors")
+    assert same(mergekit_slta.load(tmp_path / "again.safetensors"), found)
+
+
 def test_equal_statistics_are_equal_files(path: Path, found: Statistics, tmp_path: Path) -> None:
-    save(load(path), tmp_path / "again.safetensors")
+    Statistics.load(path).save(tmp_path / "again.safetensors")
     assert (tmp_path / "again.safetensors").read_bytes() == path.read_bytes()
 
 
 def test_sixty_layers_five_experts_and_150_samples_are_small(tmp_path: Path) -> None:
     large = synthetic.statistics(list("abcde"), ["attn_mlp"], layers=60, samples=30)
-    save(large, tmp_path / "stats.safetensors")
+    large.save(tmp_path / "stats.safetensors")
     assert (tmp_path / "stats.safetensors").stat().st_size < 5e6
     begin = time.perf_counter()
-    read = load(tmp_path / "stats.safetensors")
+    read = Statistics.load(tmp_path / "stats.safetensors")
     middle = time.perf_counter()
-    solutions = read.solve("attn_mlp")
+    solution = read.solve("attn_mlp")
     print(f"read in {middle - begin:.2f} s, solved in {time.perf_counter() - middle:.2f} s")
-    assert len(solutions) == 120
+    assert len(solution.alpha) == 120
 
 
 def test_a_write_that_fails_leaves_the_file_as_it_was(
@@ -114,7 +117,7 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(
     before = path.read_bytes()
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="no space left"):
-        save(found.first_samples(2), path)
+        found.first_samples(2).save(path)
     assert path.read_bytes() == before
     assert os.listdir(path.parent) == [path.name]
 
@@ -124,7 +127,7 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(
 
 def refused(path: Path, words: str) -> None:
     with pytest.raises(SltaError, match=words) as caught:
-        load(path)
+        Statistics.load(path)
     assert str(path) in caught.value.message
     assert "\n" not in caught.value.message
 
@@ -272,7 +275,7 @@ def test_more_metadata(path: Path) -> None:
 
 
 def test_a_subset_in_another_order(found: Statistics) -> None:
-    part = found.select([2, 0])
+    part = found.take([2, 0])
     assert part.info.models == ("org/expert2", "org/expert0")
     assert part.info.fingerprint.experts == ("2" * 64, "0" * 64)
     assert part.task.tolist() == [0] * 5 + [1] * 5
@@ -284,12 +287,29 @@ def test_a_subset_in_another_order(found: Statistics) -> None:
                 assert part.grams[name][row, b, c] == gram[source, [2, 0][b], [2, 0][c]]
 
 
+def test_experts_are_selected_by_name(found: Statistics) -> None:
+    assert same(found.select("org/expert2", "org/expert0"), found.take([2, 0]))
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["org/expert0", "expert1"], "no expert 'expert1', only org/expert0, org/expert1, org/expert2"),
+        (["org/expert1", "org/expert1"], "'org/expert1' is named twice.*org/expert0, org/expert1, org/expert2"),
+        ([], "No expert is named.*org/expert0, org/expert1, org/expert2"),
+    ],
+)
+def test_a_selection_that_nobody_meant_is_refused(names: list[str], said: str, found: Statistics) -> None:
+    with pytest.raises(SltaError, match=said):
+        found.select(*names)
+
+
 def test_a_selection_is_itself_a_valid_file(found: Statistics, tmp_path: Path) -> None:
     for order in ([0, 1, 2], [1], [2, 0]):
-        part = found.select(order)
-        save(part, tmp_path / "part.safetensors")
-        assert same(load(tmp_path / "part.safetensors"), part)
-    assert same(found.select([0, 1, 2]), found)
+        part = found.take(order)
+        part.save(tmp_path / "part.safetensors")
+        assert same(Statistics.load(tmp_path / "part.safetensors"), part)
+    assert same(found.take([0, 1, 2]), found)
 
 
 def test_the_first_samples_of_each_task(found: Statistics) -> None:

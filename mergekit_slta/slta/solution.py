@@ -1,0 +1,203 @@
+"""The merging weights of a level and what they are worth: a table, JSON, a plain recipe, a report."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import mergekit_slta
+from mergekit_slta import files
+from mergekit_slta.errors import SltaError
+from mergekit_slta.slta.solver import SubmoduleSolution, bootstrap
+from mergekit_slta.tables import Table, as_json, as_paragraphs, as_percentage
+
+if TYPE_CHECKING:
+    from mergekit_slta.slta.statistics import Statistics
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Solution:
+    """The merging weights of every submodule of a level, as ``Statistics.solve`` gives them.
+
+    ``T`` experts, in the order of ``models``. The mappings are by submodule, in the order of the layers.
+
+    Attributes:
+        statistics: what was solved: the statistics of these experts and of the samples that were used.
+        level: the submodules' level.
+        submodules: what was found for each submodule.
+        balance, ridge, task_weights: how it was solved for; see ``Statistics.solve``.
+    """
+
+    statistics: Statistics
+    level: str
+    submodules: Mapping[str, SubmoduleSolution]
+    balance: bool
+    ridge: float
+    task_weights: tuple[float, ...] | None
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The experts' names."""
+        return self.statistics.info.models
+
+    @cached_property
+    def alpha(self) -> dict[str, torch.Tensor]:
+        """The merging weights, [T] float64."""
+        return {name: own.alpha for name, own in self.submodules.items()}
+
+    @cached_property
+    def retained(self) -> dict[str, torch.Tensor]:
+        """The share of each expert's feature change that the merge keeps on that expert's own samples, [T] float64.
+
+        It is at most 1, may be negative, and is NaN where the expert changes nothing.
+        """
+        return {name: own.retained for name, own in self.submodules.items()}
+
+    @cached_property
+    def condition(self) -> dict[str, float]:
+        """The condition number of the linear system; NaN where no expert changes anything."""
+        return {name: own.condition for name, own in self.submodules.items()}
+
+    @cached_property
+    def rank(self) -> dict[str, int]:
+        """In how many directions the samples decide the weights; below T these are the minimum-norm solution."""
+        return {name: own.rank for name, own in self.submodules.items()}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The arguments of ``solver.solve`` and ``solver.bootstrap`` that it was solved with."""
+        return {"balance": self.balance, "ridge": self.ridge, "task_weights": self.task_weights}
+
+    def bootstrap(self, repeats: int, seed: int = 0) -> dict[str, torch.Tensor]:
+        """The standard errors [T] of each submodule's merging weights, from draws of the samples with replacement.
+
+        Args:
+            repeats: the number of draws, at least 2.
+            seed: what the draws depend on.
+
+        Returns:
+            Submodule name to [T] float64; NaN where a task has one sample, which can only be drawn again.
+
+        Raises:
+            SltaError: there are fewer than two draws.
+        """
+        if repeats < 2:
+            raise SltaError(f"Standard errors need at least two bootstrap draws, not {repeats}.")
+        grams, task = self.statistics.grams, self.statistics.task
+        return {name: bootstrap(grams[name], task, repeats, seed=seed, **self.settings).std(0) for name in self.alpha}
+
+    def to_json(self, errors: Mapping[str, torch.Tensor] | None = None) -> str:
+        """The solution as JSON, in which undefined numbers are null.
+
+        Args:
+            errors: the standard errors of ``bootstrap``, to be written as ``alpha_std``.
+        """
+        content: dict[str, Any] = {
+            "level": self.level,
+            "models": self.models,
+            "alpha": {name: alpha.tolist() for name, alpha in self.alpha.items()},
+            "retained": {name: retained.tolist() for name, retained in self.retained.items()},
+            "condition": self.condition,
+        }
+        if errors is not None:
+            content["alpha_std"] = {name: error.tolist() for name, error in errors.items()}
+        return as_json(content)
+
+    def table(self, errors: Mapping[str, torch.Tensor] | None = None) -> Table:
+        """One row per submodule: merging weights, kept shares, condition number.
+
+        Args:
+            errors: the standard errors of ``bootstrap``, to be shown beside the weights.
+        """
+        header = [f"alpha {name}" for name in self.models] + [f"keeps {name}" for name in self.models]
+        rows = []
+        for name in self.alpha:
+            alpha = [f"{weight:.3f}" for weight in self.alpha[name].tolist()]
+            if errors is not None and not errors[name].isnan().any():
+                pairs = zip(alpha, errors[name].tolist(), strict=True)
+                alpha = [f"{weight} ±{error:.3f}" for weight, error in pairs]
+            retained = map(as_percentage, self.retained[name].tolist())
+            condition = "-" if math.isnan(self.condition[name]) else f"{self.condition[name]:.3g}"
+            rows.append([name, *alpha, *retained, condition])
+        return Table(["submodule", *header, "condition"], rows)
+
+    def notes(self) -> list[str]:
+        """Where the samples do not decide every expert's weight, and what it is there; in sentences."""
+        idle = [name for name, rank in self.rank.items() if self.level == "linear" and rank == 0]
+        dependent = [name for name, rank in self.rank.items() if rank < len(self.models) and name not in idle]
+        notes = []
+        if idle:
+            notes.append(
+                f"{len(idle)} of {len(self.rank)} linear maps ({idle[0]} ...) are reached by no sample or changed by "
+                "no expert: they take the mean weights of their branch."
+            )
+        if dependent:
+            notes.append(
+                f"In {len(dependent)} of {len(self.rank)} submodules ({dependent[0]} ...) experts are linearly "
+                "dependent or change nothing: their weights are the minimum-norm solution."
+            )
+        return notes
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, errors: Mapping[str, torch.Tensor] | None = None) -> str:
+        """The table, aligned, and the notes; the argument is that of ``table``."""
+        return "\n\n".join([str(self.table(errors)), *self.notes()])
+
+    def _repr_html_(self) -> str:
+        return as_paragraphs(f"Merging weights at level {self.level}", self.table(), *self.notes())
+
+    def save_recipe(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        models: Mapping[str, str] | None = None,
+        edges: str = "base",
+        tokenizer_source: str = "",
+        trust_remote_code: bool = False,
+    ) -> None:
+        """Write a mergekit recipe that does the same merge without this package, without data and without statistics.
+
+        Args:
+            path: the YAML file to write.
+            models: the path or Hub id to write for a model, the base model included, by its name in the statistics;
+                the others are written by their names.
+            edges: ``base`` to keep the base model's embeddings, final norm and output head, or ``mean`` to merge them
+                with the mean of all merging weights.
+            tokenizer_source: mergekit's setting of that name; left out when empty.
+            trust_remote_code: run the Python code that comes with the base model, whose configuration is read.
+
+        Raises:
+            SltaError: a name is not in the statistics, ``edges`` is something else, a recipe cannot express the level,
+                or the base model's configuration cannot be read.
+            OSError: the file cannot be written.
+        """
+        from mergekit_slta.slta.plain_recipe import plain_recipe  # which imports mergekit, and that takes seconds
+
+        known = (self.statistics.info.base_model, *self.models)
+        for name in models or {}:
+            if name not in known:
+                raise SltaError(f"There is no model '{name}' to give a path to, only {', '.join(known)}.")
+        if edges not in ("base", "mean"):
+            raise SltaError(f"'edges' is '{edges}': it must be base or mean.")
+        text = plain_recipe(
+            self, edges=edges, models=models, tokenizer_source=tokenizer_source, trust_remote_code=trust_remote_code
+        )
+        files.write(Path(path).expanduser(), text.encode())
+
+    def report(self, folder: str | os.PathLike[str]) -> Path:
+        """Write ``report.html`` and its charts into a folder; see ``mergekit_slta.report``.
+
+        Returns:
+            The path of ``report.html``.
+        """
+        # Reports are made from solutions, so this module cannot import them: it asks the package as a user does.
+        return mergekit_slta.report(self, folder)

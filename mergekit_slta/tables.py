@@ -1,0 +1,52 @@
+"""What is printed and written: tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup
+from pydantic import ConfigDict, TypeAdapter
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table: the first column names the rows."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def __str__(self) -> str:
+        """The table as text, the first column to the left and the others to the right."""
+        widths = [max(map(len, column)) for column in zip(self.header, *self.rows, strict=True)]
+        lines = []
+        for name, *cells in (self.header, *self.rows):
+            right = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+            lines.append("  ".join([name.ljust(widths[0]), *right]).rstrip())
+        return "\n".join(lines)
+
+    def __html__(self) -> str:
+        """The table as HTML, which jinja asks for by this name; cells are escaped, they may hold anybody's text."""
+        cell, named = Markup("<td>{}</td>"), Markup('<th scope="row">{}</th>')
+        header = Markup().join(Markup('<th scope="col">{}</th>').format(title) for title in self.header)
+        rows = [[named.format(name), *map(cell.format, cells)] for name, *cells in self.rows]
+        body = Markup().join(Markup("<tr>{}</tr>\n").format(Markup().join(row)) for row in rows)
+        return Markup("<table>\n<thead><tr>{}</tr></thead>\n<tbody>\n{}</tbody>\n</table>").format(header, body)
+
+
+def as_percentage(share: float | None) -> str:
+    """A share with one decimal, as in "83.1%"; a dash where it is not defined."""
+    return "-" if share is None or math.isnan(share) else f"{share:.1%}"
+
+
+def as_paragraphs(*parts: object) -> str:
+    """Sentences and tables as HTML, one below the other, for a notebook."""
+    html = [part if isinstance(part, Table) else Markup("<p>{}</p>").format(part) for part in parts]
+    return str(Markup("\n").join(html))
+
+
+def as_json(content: object) -> str:
+    """Content as indented JSON; numbers that are not finite become null, because JSON has no word for them."""
+    return TypeAdapter(Any, config=ConfigDict(ser_json_inf_nan="null")).dump_json(content, indent=1).decode() + "\n"

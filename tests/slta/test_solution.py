@@ -1,0 +1,165 @@
+"""A solution: what it prints, writes and refuses; its numbers are tested with the solver and the command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import synthetic
+from support.html_elements import Elements, assert_self_contained
+
+from mergekit_slta.errors import SltaError
+from mergekit_slta.slta import solver
+from mergekit_slta.slta.statistics import Statistics
+
+MODELS = ["org/math", "org/code", "org/<b>chat"]
+
+
+@pytest.fixture
+def statistics() -> Statistics:
+    return synthetic.statistics(MODELS, ["layer", "attn_mlp"], layers=2)
+
+
+def test_each_submodule_is_solved_alone(statistics: Statistics) -> None:
+    solution = statistics.solve("layer", ridge=0.1, balance=False, task_weights=[1, 0, 2])
+    assert list(solution.alpha) == statistics.submodules("layer")
+    assert solution.models == tuple(MODELS)
+    for name, gram in statistics.grams.items():
+        if name in solution.alpha:
+            alone = solver.solve(gram, statistics.task, ridge=0.1, balance=False, task_weights=[1, 0, 2])
+            assert torch.equal(solution.alpha[name], alone.alpha)
+            assert torch.equal(solution.retained[name], alone.retained)
+            assert (solution.condition[name], solution.rank[name]) == (alone.condition, alone.rank)
+
+
+@pytest.mark.parametrize(
+    ("levels", "level"), [(["layer", "attn_mlp"], "attn_mlp"), (["layer", "linear"], "layer"), (["model"], "model")]
+)
+def test_the_level_is_that_of_branches_if_it_was_measured(levels: list[str], level: str) -> None:
+    assert synthetic.statistics(MODELS, levels, layers=1).solve().level == level
+
+
+@pytest.mark.parametrize(
+    ("weights", "same_as"), [({"org/code": 2.5}, [1, 2.5, 1]), ({}, None), ([1, 1, 1], None), ((0, 0, 1), [0, 0, 7])]
+)
+def test_task_weights_by_name_or_in_order(
+    weights: Mapping[str, float] | Sequence[float], same_as: Sequence[float] | None, statistics: Statistics
+) -> None:
+    found, expected = (statistics.solve(task_weights=given).alpha for given in (weights, same_as))
+    assert all(torch.allclose(alpha, expected[name]) for name, alpha in found.items())
+
+
+def test_only_the_first_samples_are_used(statistics: Statistics) -> None:
+    found, expected = statistics.solve(samples=2), statistics.first_samples(2).solve()
+    assert all(torch.equal(alpha, expected.alpha[name]) for name, alpha in found.alpha.items())
+    one, other = found.bootstrap(10), expected.bootstrap(10)
+    assert all(torch.equal(error, other[name]) for name, error in one.items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"level": "linear"}, "no level 'linear', only layer, attn_mlp"),
+        ({"ridge": -1.0}, "'ridge' is -1.0"),
+        ({"ridge": float("nan")}, "'ridge' is nan"),
+        ({"samples": 5}, "hold 4 samples per task"),
+        ({"samples": 0}, "hold 4 samples per task"),
+        ({"task_weights": {"org/maths": 1}}, "for 'org/maths', but the experts are org/math, org/code"),
+        ({"task_weights": [1, 2]}, "2 task weights for 3 experts"),
+        ({"task_weights": [1, 2, -3]}, "task weight of org/<b>chat is -3: give a number of at least zero"),
+        ({"task_weights": [1, 2, float("inf")]}, "task weight of org/<b>chat is inf"),
+        ({"task_weights": [0, 0, 0]}, "at least one task must count"),
+    ],
+)
+def test_what_cannot_be_solved_is_refused(arguments: dict[str, Any], said: str, statistics: Statistics) -> None:
+    with pytest.raises(SltaError) as caught:
+        statistics.solve(**arguments)
+    assert said in caught.value.message
+
+
+def test_standard_errors_are_those_of_the_draws(statistics: Statistics) -> None:
+    settings: dict[str, Any] = {"ridge": 0.2, "balance": False, "task_weights": (1.0, 2.0, 3.0)}
+    solution = statistics.solve(**settings)
+    for name, error in solution.bootstrap(20, seed=3).items():
+        draws = solver.bootstrap(statistics.grams[name], statistics.task, 20, seed=3, **settings)
+        assert torch.equal(error, draws.std(0))
+    with pytest.raises(SltaError, match="at least two"):
+        solution.bootstrap(1)
+
+
+def test_printed_it_is_a_table_with_notes(statistics: Statistics) -> None:
+    statistics.grams["layer.1.mlp"].zero_()
+    solution = statistics.solve()
+    table, note = str(solution).split("\n\n")
+    assert table == str(solution.table())
+    assert table.splitlines()[0].split() == [
+        *("submodule", "alpha", "org/math", "alpha", "org/code", "alpha", "org/<b>chat"),
+        *("keeps", "org/math", "keeps", "org/code", "keeps", "org/<b>chat", "condition"),
+    ]
+    assert table.splitlines()[-1].split() == ["layer.1.mlp", *["0.000"] * 3, *["-"] * 4]
+    assert note.startswith("In 1 of 4 submodules (layer.1.mlp ...)")
+    assert [note] == solution.notes()
+
+
+def test_in_a_notebook_it_is_an_escaped_table(statistics: Statistics) -> None:
+    solution = statistics.solve()
+    text = solution._repr_html_()
+    assert "<b>" not in text
+    elements = Elements(text)
+    for row in solution.table().rows:
+        assert all(cell in elements.text for cell in row)
+    assert [tag for tag, _ in elements.found].count("tr") == 5
+
+
+def test_undefined_numbers_are_null_in_json(statistics: Statistics) -> None:
+    statistics.grams["layer.1"].zero_()
+    solution = statistics.first_samples(1).solve("layer")
+    content = json.loads(solution.to_json(solution.bootstrap(5)))
+    assert list(content) == ["level", "models", "alpha", "retained", "condition", "alpha_std"]
+    assert content["retained"]["layer.1"] == content["alpha_std"]["layer.0"] == [None] * 3
+    assert content["condition"]["layer.1"] is None
+    assert "alpha_std" not in json.loads(solution.to_json())
+
+
+def test_a_recipe_is_written(tmp_path: Path) -> None:
+    solution = synthetic.statistics(["org/math", "org/code"], ["model"]).solve(task_weights={"org/code": 2})
+    solution.save_recipe(tmp_path / "new" / "plain.yml", models={"org/llama": "./base"}, tokenizer_source="base")
+    text = (tmp_path / "new" / "plain.yml").read_text()
+    for said in ("base_model: ./base", "model: org/math", "tokenizer_source: base", "task weights 1.0:2.0"):
+        assert said in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"models": {"org/maths": "./math"}}, "no model 'org/maths'.*only org/llama, org/math"),
+        ({"edges": "all"}, "'edges' is 'all': it must be base or mean"),
+    ],
+)
+def test_a_recipe_that_nobody_meant_is_refused(
+    arguments: dict[str, Any], said: str, statistics: Statistics, tmp_path: Path
+) -> None:
+    with pytest.raises(SltaError, match=said):
+        statistics.solve().save_recipe(tmp_path / "plain.yml", **arguments)
+    assert not list(tmp_path.iterdir())
+
+
+def test_its_report_is_that_of_its_level_and_settings(statistics: Statistics, tmp_path: Path) -> None:
+    solution = statistics.select("org/code", "org/math").solve("layer", ridge=0.25, task_weights={"org/code": 2})
+    path = solution.report(tmp_path / "report")
+    assert path == tmp_path / "report" / "report.html"
+    text = path.read_text()
+    assert_self_contained(text)
+    said = Elements(text).text
+    assert "Merged at level layer" in said
+    assert "ridge 0.25, task weights 2, 1" in said
+    assert "attn_mlp" not in said
+
+
+def test_a_report_where_one_task_counts(statistics: Statistics, tmp_path: Path) -> None:
+    """Without that task's expert there is no merge to compare with."""
+    assert statistics.solve("layer", task_weights=[0, 0, 1]).report(tmp_path).is_file()

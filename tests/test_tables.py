@@ -1,0 +1,32 @@
+"""What people and programs read: aligned tables, escaped HTML, and JSON in which every number is finite."""
+
+from __future__ import annotations
+
+import json
+import math
+
+from support.html_elements import Elements
+
+from mergekit_slta.linearity.scores import Value
+from mergekit_slta.tables import Table, as_json, as_paragraphs
+
+
+def test_a_table_as_text_is_aligned() -> None:
+    lines = str(Table(["name", "n"], [["a", "1"], ["long name", "100"]])).splitlines()
+    assert lines == ["name         n", "a            1", "long name  100"]
+
+
+def test_a_table_as_html_is_escaped() -> None:
+    evil = "<b>&'\""
+    text = as_paragraphs(evil, Table([evil, "n"], [[evil, "{}"]]))
+    tags = [tag for tag, _ in Elements(text).found]
+    assert tags == ["p", "table", "thead", "tr", "th", "th", "tbody", "tr", "th", "td"]
+    assert Elements(text).text.count(evil) == 3
+    assert "{}" in text
+
+
+def test_numbers_that_are_not_finite_are_null_in_json() -> None:
+    text = as_json({"médian": {"value": Value(math.nan, 0.1, 2)}, "list": [math.inf, -math.inf, 1e-9]})
+    assert json.loads(text) == {"médian": {"value": {"mean": None, "std": 0.1, "n": 2}}, "list": [None, None, 1e-9]}
+    assert "médian" in text
+    assert text.endswith("}\n")
