@@ -16,7 +16,7 @@ from support.linearity_values import assert_same
 from support.separate_device import separate_device
 
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.submodules import LEVELS
+from mergekit_slta.levels import LEVELS
 from mergekit_slta.linearity.scores import Plan, plan_studies
 from mergekit_slta.slta.features import LayerFeatures
 

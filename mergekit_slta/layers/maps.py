@@ -10,6 +10,7 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from mergekit_slta.layers.decoder import Decoder, Weights
+from mergekit_slta.levels import fused_map_part
 
 FUSED = ("gate_up_proj", "up_proj", "down_proj")
 
@@ -86,7 +87,7 @@ def _maps_of(path: str, module: torch.nn.Module) -> Iterator[LinearMap]:
             bias = f"{path}.{name}_bias" if hasattr(module, f"{name}_bias") else None
             transposed = bool(getattr(module, "is_transposed", False))
             for expert in range(len(stacked) if stacked is not None else 0):
-                yield LinearMap(f"{path}.{expert}.{name}", path, f"{path}.{name}", bias, transposed, expert)
+                yield LinearMap(fused_map_part(path, expert, name), path, f"{path}.{name}", bias, transposed, expert)
         return
     weight = getattr(module, "weight", None)
     if isinstance(weight, torch.nn.Parameter) and weight.ndim == 2 and not _only_scales(module):

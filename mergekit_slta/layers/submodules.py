@@ -1,12 +1,8 @@
-"""The submodules of each level, and which merging weights every tensor of the model takes.
-
-Levels (section 2.2, A.3.5 and A.5.5 of arXiv 2504.10902): ``model``, ``layer``, ``attn_mlp``, ``head_mlp``, ``linear``.
-"""
+"""The submodules of each level, and which merging weights every tensor of the model takes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, get_args
 
 import torch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -16,11 +12,8 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.heads import find_heads
 from mergekit_slta.layers.maps import linear_maps
+from mergekit_slta.levels import head_part, submodule_name
 from mergekit_slta.models.skeleton import model_tensor_name
-
-Level = Literal["model", "layer", "attn_mlp", "head_mlp", "linear"]
-Edges = Literal["base", "mean"]
-LEVELS: tuple[Level, ...] = get_args(Level)
 
 
 def layer_submodules(decoder: Decoder, level: str, layer: int) -> list[str]:
@@ -30,19 +23,18 @@ def layer_submodules(decoder: Decoder, level: str, layer: int) -> list[str]:
         SltaError: the layer has no such submodules, or cannot be run by itself.
     """
     decoder.split_problem(layer)  # runs the layer, which every level needs
-    prefix = f"layer.{layer}"
     if level == "model" and decoder.tail_problem:
         raise SltaError(decoder.tail_problem)
     if level == "layer":
-        return [prefix]
+        return [submodule_name(layer)]
     if level == "attn_mlp":
-        return [f"{prefix}.{branch}" for branch in decoder.structure(layer).branches]
+        return [submodule_name(layer, branch) for branch in decoder.structure(layer).branches]
     if level == "head_mlp":
-        heads = find_heads(decoder, layer)
-        return [*(f"{prefix}.head.{head}" for head in range(heads.count)), f"{prefix}.mlp"]
+        parts = [*map(head_part, range(find_heads(decoder, layer).count)), "mlp"]
+        return [submodule_name(layer, part) for part in parts]
     if level == "linear":
         decoder.structure(layer)  # a tensor that belongs to no map takes its branch's weights
-        return [f"{prefix}.{linear_map.name}" for linear_map in linear_maps(decoder.layers[layer])]
+        return [submodule_name(layer, linear_map.name) for linear_map in linear_maps(decoder.layers[layer])]
     return []
 
 
@@ -85,12 +77,12 @@ class TensorWeights:
         number, _, inside = name.removeprefix(path).partition(".")
         layer = int(number)
         if self.level == "layer":
-            return self.alpha[f"layer.{layer}"]
+            return self.alpha[submodule_name(layer)]
         if self.level == "linear":
             return self._linear(layer, inside, mixture_expert)
         branches = self._branches(layer, inside)
         if self.level == "attn_mlp":
-            return torch.stack([self.alpha[f"layer.{layer}.{branch}"] for branch in branches]).mean(0)
+            return torch.stack([self.alpha[submodule_name(layer, branch)] for branch in branches]).mean(0)
         return torch.stack([self._head_level(layer, inside, branch) for branch in branches]).mean(0)
 
     def _branches(self, layer: int, inside: str) -> list[str]:
@@ -103,9 +95,11 @@ class TensorWeights:
     def _head_level(self, layer: int, inside: str, branch: str) -> torch.Tensor:
         """Query rows and output columns take their head's weights, shared key and value rows the mean of theirs."""
         if branch == "mlp":
-            return self.alpha[f"layer.{layer}.mlp"]
+            return self.alpha[submodule_name(layer, "mlp")]
         heads = find_heads(self.decoder, layer)
-        alpha = torch.stack([self.alpha[f"layer.{layer}.head.{head}"] for head in range(heads.count)])  # [H, T]
+        alpha = torch.stack(
+            [self.alpha[submodule_name(layer, head_part(head))] for head in range(heads.count)]
+        )  # [H, T]
         output = heads.output
         if inside == output.weight:
             columns = self._shape(layer, inside)[0 if output.transposed else 1]
@@ -129,7 +123,9 @@ class TensorWeights:
         mean = torch.stack([self._branch_mean(layer, branch) for branch in branches]).mean(0)
         if not maps:
             return mean
-        found = torch.stack([self.alpha[f"layer.{layer}.{m.name}"] for m in maps])  # [1 or experts of the mixture, T]
+        found = torch.stack(
+            [self.alpha[submodule_name(layer, m.name)] for m in maps]
+        )  # [1 or experts of the mixture, T]
         reached = (found != 0).any(1, keepdim=True)
         found = torch.where(reached, found, mean)  # a map that no sample reached takes its branch's weights
         if maps[0].expert is None:
@@ -142,7 +138,7 @@ class TensorWeights:
         """The mean weights of a branch's maps, leaving out those that no sample reached."""
         children = self.decoder.structure(layer).branches[branch]
         names = [m.name for m in self._maps[layer] if m.module.partition(".")[0] in children]
-        found = [self.alpha[f"layer.{layer}.{name}"] for name in names]
+        found = [self.alpha[submodule_name(layer, name)] for name in names]
         used = [alpha for alpha in found if bool((alpha != 0).any())]
         return torch.stack(used or found).mean(0)
 

@@ -10,6 +10,7 @@ import torch
 from mergekit_slta.layers.decoder import Decoder, LayerCall, LayerRun, LayerStructure, Weights
 from mergekit_slta.layers.heads import Heads, find_heads
 from mergekit_slta.layers.maps import LinearMap, MapDeltas, fused_hidden, linear_maps
+from mergekit_slta.levels import head_part, submodule_name
 from mergekit_slta.slta.gram import sample_grams
 
 
@@ -81,24 +82,22 @@ class LayerFeatures:
         for linear_map, deltas_of_map in self.maps.items():
             inputs = self._map_inputs(linear_map, base, len(lengths))
             grams = [deltas_of_map.gram(x) for x in _per_sample(inputs, lengths)]
-            yield f"layer.{self.layer}.{linear_map.name}", torch.stack(grams).cpu()
+            yield submodule_name(self.layer, linear_map.name), torch.stack(grams).cpu()
 
     def deltas(self, base: LayerRun, runs: Sequence[ExpertRun]) -> Iterator[tuple[str, list[torch.Tensor]]]:
         """Each submodule's name and its feature deltas, one [B, S, D] per run; linear maps are left out."""
-        prefix = f"layer.{self.layer}"
         if "layer" in self.levels:
-            yield prefix, [_output_delta(run.own, base) for run in runs]
+            yield submodule_name(self.layer), [_output_delta(run.own, base) for run in runs]
         if self.structure is None:
             return
         for branch, children in self.structure.branches.items():
             if branch == "mlp" or "attn_mlp" in self.levels:
-                yield f"{prefix}.{branch}", [_branch_delta(run.branches, base, children) for run in runs]
+                deltas = [_branch_delta(run.branches, base, children) for run in runs]
+                yield submodule_name(self.layer, branch), deltas
         for head in range(self.heads.count if self.heads is not None else 0):
             features = self._head_features(head, base, self.weights[0])
-            yield (
-                f"{prefix}.head.{head}",
-                [self._head_features(head, run.branches, run.weights) - features for run in runs],
-            )
+            deltas = [self._head_features(head, run.branches, run.weights) - features for run in runs]
+            yield submodule_name(self.layer, head_part(head)), deltas
 
     def run(self, weights: Weights, base: LayerRun, hidden: torch.Tensor, call: LayerCall) -> ExpertRun:
         """Run the layer with other weights on the base model's input, and its branches each on theirs."""

@@ -10,7 +10,8 @@ from support.synthetic import random_alpha
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.submodules import LEVELS, TensorWeights, layer_submodules
+from mergekit_slta.layers.submodules import TensorWeights, layer_submodules
+from mergekit_slta.levels import LEVELS
 
 EXPERTS = 2
 
