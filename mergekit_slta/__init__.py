@@ -14,7 +14,7 @@ _EXPORTS = {
     "SltaError": "mergekit_slta.errors",
     "Solution": "mergekit_slta.slta.solver",
     "Statistics": "mergekit_slta.slta.statistics",
-    "TensorWeights": "mergekit_slta.layers.submodules",
+    "TensorWeights": "mergekit_slta.slta.weights",
     "calibrate": "mergekit_slta.slta.calibrate",
     "load": "mergekit_slta.slta.statistics",
     "measured_statistics": "mergekit_slta.slta.measure",

@@ -26,13 +26,14 @@ from support.architecture_table import LEVELS, NONE, ROWS, WITHOUT_HEADS
 from support.families import Family
 from support.gram_difference import gram_difference, largest_difference
 from support.processes import ROOT, run_python
-from support.synthetic import random_alpha
+from support.synthetic import random_alpha, solutions
 from transformers import AutoModelForCausalLM
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.submodules import TensorWeights, weighted_sum
-from mergekit_slta.slta.solver import solve
+from mergekit_slta.layers.submodules import weighted_sum
+from mergekit_slta.slta.solver import Solution, solve
+from mergekit_slta.slta.weights import TensorWeights
 
 RECORDS = 3
 LONGEST = 12
@@ -80,10 +81,13 @@ class Case:
         """The reference's feature deltas by level."""
         return {level: reference.deltas(self.models, self.tasks, level, self.split) for level in self.levels}
 
-    def alpha(self, level: str) -> State:
-        """Merging weights from the measured Gram matrices."""
+    def solutions(self, level: str) -> dict[str, Solution]:
+        """Solved for from the measured Gram matrices."""
         task = torch.tensor([index for index, samples in enumerate(self.tasks) for _ in samples])
-        return {name: solve(self.grams[name], task).alpha for name in self.deltas[level]}
+        return {name: solve(self.grams[name], task) for name in self.deltas[level]}
+
+    def alpha(self, level: str) -> State:
+        return {name: solution.alpha for name, solution in self.solutions(level).items()}
 
     def merged(self, level: str, edges: str) -> State:
         """The reference's merged tensors, from the reference's own merging weights."""
@@ -166,7 +170,7 @@ def test_every_tensor_takes_the_references_weights_where_mergekit_cannot_merge(
     name: str, level: str, case: Callable[[str], Case]
 ) -> None:
     found = case(name)
-    weights = TensorWeights(Decoder(found.family.config), level, found.alpha(level), edges_at(level))
+    weights = TensorWeights(Decoder(found.family.config), level, found.solutions(level), edges_at(level))
     base, *experts = (model.state_dict() for model in found.models)
     merged = {
         tensor: weighted_sum(
@@ -392,7 +396,7 @@ def test_a_mixtures_expert_that_one_task_reaches_keeps_its_weights() -> None:
     measured = random_alpha(decoder, "linear")
     for part in ("gate_up_proj", "down_proj"):
         measured[f"layer.1.mlp.experts.2.{part}"] = torch.tensor([0.0, 1.0]).double()
-    weights = TensorWeights(decoder, "linear", measured)["model.layers.1.mlp.experts.gate_up_proj"]
+    weights = TensorWeights(decoder, "linear", solutions(measured))["model.layers.1.mlp.experts.gate_up_proj"]
     assert weights[:, 2].flatten().tolist() == [0.0, 1.0]
 
 
@@ -421,7 +425,7 @@ def test_a_mixtures_single_matrices_take_their_part_of_the_fused_weights(
     name: str, level: str, case: Callable[[str], Case]
 ) -> None:
     found = case(name)
-    weights = TensorWeights(Decoder(found.family.config), level, found.alpha(level))
+    weights = TensorWeights(Decoder(found.family.config), level, found.solutions(level))
     numbers = re.compile(r"layers\.(\d+)\..*\.experts\.(\d+)\.(\w+)\.weight")
     single = [match for match in map(numbers.search, load_file(found.family.base / "model.safetensors")) if match]
     mixtures = sum(key.endswith(".experts.gate_up_proj") for key in found.models[0].state_dict())

@@ -19,10 +19,11 @@ from mergekit_slta.featcal.merge import ERRORS, feature_merge, stages
 from mergekit_slta.files import cache_folder, digest
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import output_head
-from mergekit_slta.layers.submodules import TensorWeights, resolve_name
+from mergekit_slta.layers.submodules import resolve_name
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import FeatcalSettings, calibration_problems
 from mergekit_slta.slta.measure import measured_statistics
+from mergekit_slta.slta.weights import TensorWeights
 
 LOG = logging.getLogger(__name__)
 
@@ -151,7 +152,7 @@ def _anchor(experiment: Experiment, settings: FeatcalSettings, decoder: Decoder)
         equal = torch.full((len(experiment.experts),), 1 / len(experiment.experts), dtype=torch.float64)
         return Anchor(models, lambda name: equal)
     solutions = measured_statistics(experiment, [ANCHOR_LEVEL]).solve(ANCHOR_LEVEL)
-    return Anchor(models, TensorWeights(decoder, ANCHOR_LEVEL, {n: s.alpha for n, s in solutions.items()}).__getitem__)
+    return Anchor(models, TensorWeights(decoder, ANCHOR_LEVEL, solutions).__getitem__)
 
 
 def scratch_root(scratch: str) -> Path:

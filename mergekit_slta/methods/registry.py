@@ -24,7 +24,7 @@ from mergekit_slta.featcal.layer import MERGED
 from mergekit_slta.featcal.merge import ANCHOR, ERRORS
 from mergekit_slta.featcal.scratch import SolvedModel, solve_model
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.submodules import TensorWeights, weighted_sum
+from mergekit_slta.layers.submodules import weighted_sum
 from mergekit_slta.methods.base import CheckedMethod
 from mergekit_slta.methods.sftm import SftmMethod
 from mergekit_slta.models.checkpoint import current_loader, merge_adapter
@@ -43,6 +43,7 @@ from mergekit_slta.recipe.recipe import (
 from mergekit_slta.reports.tables import solution_notes
 from mergekit_slta.slta.measure import measured_statistics
 from mergekit_slta.slta.statistics import PUBLISHED_PREFIX, Statistics, published_name, resolve_statistics
+from mergekit_slta.slta.weights import TensorWeights
 
 if TYPE_CHECKING:
     from mergekit_slta.reports.page import Page
@@ -278,8 +279,7 @@ def solve_weights(experiment: Experiment, settings: SltaSettings) -> TensorWeigh
         LOG.warning("%s", note)
     if settings.report:
         _report(settings.report, lambda: _report_page(statistics, settings))
-    alpha = {name: solution.alpha for name, solution in solutions.items()}
-    return TensorWeights(decoder, settings.level, alpha, settings.edges)
+    return TensorWeights(decoder, settings.level, solutions, settings.edges)
 
 
 def _report(folder: str, make: Callable[[], Page]) -> None:

@@ -83,7 +83,12 @@ def solution_notes(level: str, solutions: Mapping[str, Solution]) -> list[str]:
     if dependent:
         notes.append(
             f"In {len(dependent)} of {len(solutions)} submodules ({dependent[0]} ...) experts are linearly dependent "
-            "or change nothing: their weights are the minimum-norm solution."
+            "or change nothing: their weights are the minimum-norm solution"
+            + (
+                "; an expert that changes nothing there takes its mean weight in the branch."
+                if level == "linear"
+                else "."
+            )
         )
     return notes
 

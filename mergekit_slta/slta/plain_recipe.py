@@ -22,10 +22,10 @@ from mergekit.config import ConfigYamlDumper, MergeConfiguration, evaluate_setti
 from mergekit_slta import __version__
 from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.submodules import TensorWeights
 from mergekit_slta.models.skeleton import model_tensor_name
 from mergekit_slta.slta.solver import Solution
 from mergekit_slta.slta.statistics import Info, Statistics
+from mergekit_slta.slta.weights import TensorWeights
 
 # Ten digits: two orders of magnitude below float32's rounding, and a table that one can still read.
 DIGITS = 10
@@ -83,13 +83,12 @@ def plain_recipe(
         )
     info = statistics.info
     paths = {name: (models or {}).get(name, name) for name in (info.base_model, *info.models)}
-    alpha = {name: solution.alpha for name, solution in solutions.items()}
     if level == "model":
         planned = []
-        settings: list[Any] = [_rounded(float(weight)) for weight in alpha["model"]]
+        settings: list[Any] = [_rounded(float(weight)) for weight in solutions["model"].alpha]
     else:
         config = _read_config(info, paths[info.base_model], trust_remote_code)
-        planned = planned_tensors(config, TensorWeights(Decoder(config, trust_remote_code), level, alpha, edges))
+        planned = planned_tensors(config, TensorWeights(Decoder(config, trust_remote_code), level, solutions, edges))
         settings = weight_settings(planned)
     content = _content(info, paths, settings) | ({"tokenizer_source": tokenizer_source} if tokenizer_source else {})
     _verify(content, planned)
