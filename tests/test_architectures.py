@@ -202,9 +202,9 @@ def test_a_level_that_does_not_apply_is_refused_with_what_to_use_instead(
     if ROWS[name].levels == NONE:
         words = "more than one hidden state per token.*'merge_method: sftm'"
     elif ROWS[name].levels == WITHOUT_HEADS:
-        words = r"Layer 0 mixes tokens by \w+, which has no heads: use attn_mlp"
+        words = rf"'level: {level}' does not .*: layer 0 mixes tokens by \w+, which has no heads; use 'level: attn_mlp'"
     else:
-        words = r"Layer 0 \(\w+\) does not split into an attention and an MLP branch: use 'level: layer'"
+        words = rf"{level}\b.* do not apply to \w+. Layer 0 \(\w+\) does not split into .* branch: use 'level: layer'"
     with pytest.raises(SltaError, match=words):
         families.measure(case(name).family, level)
     with pytest.raises(SltaError, match=words):

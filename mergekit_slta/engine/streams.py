@@ -19,7 +19,10 @@ from torch.nn.utils.rnn import pad_sequence
 from mergekit_slta.engine.partial import Hidden, Partial
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.decoder import Decoder, LayerCall, State
+from mergekit_slta.layers.calls import LayerCall, State
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.ends import embed, embedding_tensors
+from mergekit_slta.layers.probe import padding_matters
 
 LOG = logging.getLogger(__name__)
 
@@ -83,7 +86,7 @@ def make_batches(tasks: Tasks, batch_tokens: int, unpadded: Collection[int] = ()
 
 def decoder_batches(decoder: Decoder, tasks: Tasks, batch_tokens: int) -> list[Batch]:
     """``make_batches`` without padding where it would change a sample's features."""
-    unpadded = {task for task, samples in enumerate(tasks) if decoder.padding_matters([*map(len, samples)])}
+    unpadded = {task for task, samples in enumerate(tasks) if padding_matters(decoder, [*map(len, samples)])}
     return make_batches(tasks, batch_tokens, unpadded)
 
 
@@ -181,13 +184,13 @@ class Streams:
     def _embed(self, stream: int, models: Sequence[Source]) -> None:
         for model in dict.fromkeys(models):
             edges = model.read(
-                {name: name for name in self.decoder.embedding_tensors()},
+                {name: name for name in embedding_tensors(self.decoder)},
                 self.decoder.base_model_prefix,
                 self.decoder.device,
             )
             for number, batch in enumerate(self.batches):
                 if models[batch.task] is model:
-                    hidden, self._calls[stream, number] = self.decoder.embed(batch.token_ids, edges)
+                    hidden, self._calls[stream, number] = embed(self.decoder, batch.token_ids, edges)
                     self._store(self._hidden, stream, batch, hidden)
 
     @property

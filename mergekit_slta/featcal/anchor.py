@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from mergekit_slta.layers.decoder import Weights
+from mergekit_slta.layers.calls import Weights
 from mergekit_slta.layers.submodules import weighted_sum
 from mergekit_slta.models.checkpoint import Checkpoint
 

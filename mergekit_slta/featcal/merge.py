@@ -29,7 +29,9 @@ from mergekit_slta.featcal.anchor import Anchor
 from mergekit_slta.featcal.groups import groups_by_layer
 from mergekit_slta.featcal.layer import EXPERT, MERGED, LayerSolver, Regression
 from mergekit_slta.featcal.regression import Change, NormalEquations
-from mergekit_slta.layers.decoder import Decoder, Weights
+from mergekit_slta.layers.calls import Weights
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.ends import head_input, tail_tensors
 from mergekit_slta.layers.maps import LinearMap, output_head
 from mergekit_slta.layers.products import fast_products
 from mergekit_slta.models.checkpoint import Checkpoint
@@ -202,15 +204,15 @@ class _FeatureMerge:
 
     def _change_head(self, head: LinearMap, anchor: Weights, rows: slice, streams: Streams) -> Change:
         matrix = head.matrix(anchor)[rows]
-        tail = self.decoder.tail_tensors()
+        tail = tail_tensors(self.decoder)
         merged_tail = self._read(self.anchor, tail)
 
         def gather(equations: NormalEquations) -> None:
             for task, expert in enumerate(self.experts):
                 own_tail, own = self._read(expert, tail), head.matrix(self._read(expert, [head.weight]))[rows]
                 for number, batch in streams.batches_of(task):
-                    given = batch.unpadded(self.decoder.head_input(streams.hidden(MERGED, number), merged_tail))
-                    own_given = batch.unpadded(self.decoder.head_input(streams.hidden(EXPERT, number), own_tail))
+                    given = batch.unpadded(head_input(self.decoder, streams.hidden(MERGED, number), merged_tail))
+                    own_given = batch.unpadded(head_input(self.decoder, streams.hidden(EXPERT, number), own_tail))
                     targets = self.regression.targets(own, given, own_given @ own.T)
                     equations.add(given, targets - given @ matrix.T)
                     if rows.start == 0 and not equations.exact:

@@ -8,6 +8,7 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.groups import groups_by_layer
 from mergekit_slta.featcal.merge import HEAD_ELEMENTS
 from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.ends import tail_problem
 from mergekit_slta.layers.maps import output_head
 
 FLOAT32, FLOAT64 = 4, 8  # bytes
@@ -26,8 +27,8 @@ def needs(decoder: Decoder, experts: int, tokens: int, head: bool, compare: bool
     states = [layer.state_dict() for layer in decoder.layers]
     layers = [sum(tensor.numel() for tensor in state.values()) for state in states]
     solved = output_head(decoder) if head else None
-    if solved and decoder.tail_problem:
-        raise SltaError(decoder.tail_problem)
+    if solved and (problem := tail_problem(decoder)):
+        raise SltaError(problem)
     head_rows, head_columns = decoder.model.state_dict()[solved.weight].shape if solved else (0, 0)
     shapes = [(head_columns, min(head_rows, HEAD_ELEMENTS // max(1, head_columns)))]
     for state, maps in zip(states, groups_by_layer(decoder), strict=True):

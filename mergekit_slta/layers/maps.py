@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from mergekit_slta.layers.decoder import Decoder, Weights
+from mergekit_slta.layers.calls import Weights
+from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.levels import fused_map_part
 
 FUSED = ("gate_up_proj", "up_proj", "down_proj")

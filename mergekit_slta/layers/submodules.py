@@ -10,8 +10,10 @@ from transformers.core_model_loading import WeightRenaming
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.ends import tail_problem
 from mergekit_slta.layers.heads import find_heads
 from mergekit_slta.layers.maps import linear_maps
+from mergekit_slta.layers.structure import split_problem, structure
 from mergekit_slta.levels import head_part, submodule_name
 from mergekit_slta.models.skeleton import model_tensor_name
 
@@ -22,18 +24,18 @@ def layer_submodules(decoder: Decoder, level: str, layer: int) -> list[str]:
     Raises:
         SltaError: the layer has no such submodules, or cannot be run by itself.
     """
-    decoder.split_problem(layer)  # runs the layer, which every level needs
-    if level == "model" and decoder.tail_problem:
-        raise SltaError(decoder.tail_problem)
+    split_problem(decoder, layer)  # runs the layer, which every level needs
+    if level == "model" and (problem := tail_problem(decoder)):
+        raise SltaError(problem)
     if level == "layer":
         return [submodule_name(layer)]
     if level == "attn_mlp":
-        return [submodule_name(layer, branch) for branch in decoder.structure(layer).branches]
+        return [submodule_name(layer, branch) for branch in structure(decoder, layer).branches]
     if level == "head_mlp":
         parts = [*map(head_part, range(find_heads(decoder, layer).count)), "mlp"]
         return [submodule_name(layer, part) for part in parts]
     if level == "linear":
-        decoder.structure(layer)  # a tensor that belongs to no map takes its branch's weights
+        structure(decoder, layer)  # a tensor that belongs to no map takes its branch's weights
         return [submodule_name(layer, linear_map.name) for linear_map in linear_maps(decoder.layers[layer])]
     return []
 

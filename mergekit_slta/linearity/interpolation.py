@@ -19,8 +19,11 @@ import torch
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Batch, Streams, Tasks, decoder_batches, fitting_batch
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.decoder import Decoder, LayerCall, LayerRun, Weights
+from mergekit_slta.layers import ends
+from mergekit_slta.layers.calls import LayerCall, Weights
+from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.products import fast_products
+from mergekit_slta.layers.recording import LayerRun
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.slta.features import ExpertRun, LayerFeatures
 from mergekit_slta.slta.gram import sample_grams
@@ -275,7 +278,7 @@ class _Measurement:
 
         def logits(stream: int, states: torch.Tensor) -> torch.Tensor:
             weights = blend(base_edges, edges, settings[stream].tolist())
-            return self.decoder.logits(states[None].to(self.decoder.device), weights)
+            return ends.logits(self.decoder, states[None].to(self.decoder.device), weights)
 
         kept = len(record.study.kept)
         for row, states in streams.final():

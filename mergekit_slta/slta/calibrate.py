@@ -16,6 +16,7 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Streams, Tasks, decoder_batches, halving_batches
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.ends import logits
 from mergekit_slta.layers.products import fast_products
 from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.models.checkpoint import Checkpoint
@@ -160,4 +161,4 @@ class _Calibration:
         return grams
 
     def _logits(self, hidden: torch.Tensor, edges: dict[str, torch.Tensor]) -> torch.Tensor:
-        return self.decoder.logits(hidden[None].to(self.decoder.device), edges)
+        return logits(self.decoder, hidden[None].to(self.decoder.device), edges)

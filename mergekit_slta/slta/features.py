@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mergekit_slta.layers.decoder import Decoder, LayerCall, LayerRun, LayerStructure, Weights
+from mergekit_slta.layers.calls import LayerCall, Weights
+from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.heads import Heads, find_heads
 from mergekit_slta.layers.maps import LinearMap, MapDeltas, fused_hidden, linear_maps
+from mergekit_slta.layers.recording import LayerRun
+from mergekit_slta.layers.structure import LayerStructure, structure
 from mergekit_slta.levels import head_part, submodule_name
 from mergekit_slta.slta.gram import sample_grams
 
@@ -52,7 +55,7 @@ class LayerFeatures:
 
     def __post_init__(self) -> None:
         if {"attn_mlp", "head_mlp"} & set(self.levels):
-            self.structure = self.decoder.structure(self.layer)
+            self.structure = structure(self.decoder, self.layer)
         if "head_mlp" in self.levels:
             self.heads = find_heads(self.decoder, self.layer)
         if "linear" in self.levels:

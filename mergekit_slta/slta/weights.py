@@ -10,6 +10,7 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.heads import find_heads
 from mergekit_slta.layers.maps import linear_maps
+from mergekit_slta.layers.structure import structure
 from mergekit_slta.layers.submodules import layer_submodules, resolve_name
 from mergekit_slta.levels import head_part, submodule_name
 from mergekit_slta.slta.solver import Solution
@@ -36,7 +37,7 @@ class TensorWeights:
         for layer in range(len(decoder)):  # traced here, so that several threads may ask afterwards
             layer_submodules(decoder, level, layer)
             if level not in ("model", "layer"):
-                decoder.structure(layer)
+                structure(decoder, layer)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The merging weights of a tensor, by its name in a checkpoint or in mergekit's plan.
@@ -66,7 +67,7 @@ class TensorWeights:
     def _branches(self, layer: int, inside: str) -> Iterator[str]:
         """The branches that a tensor feeds."""
         child = inside.partition(".")[0]
-        branches = [b for b, children in self.decoder.structure(layer).branches.items() if child in children]
+        branches = [b for b, children in structure(self.decoder, layer).branches.items() if child in children]
         if not branches:
             raise SltaError(f"The tensor {inside} of layer {layer} feeds neither of its branches: use 'level: layer'.")
         return iter(branches)
@@ -115,7 +116,7 @@ class TensorWeights:
 
     def _branch_mean(self, layer: int, branch: str) -> torch.Tensor:
         """Each expert's mean weight over the maps of a branch whose outputs it changes; zero if there is none."""
-        children = self.decoder.structure(layer).branches[branch]
+        children = structure(self.decoder, layer).branches[branch]
         names = [m.name for m in self._maps[layer] if m.module.partition(".")[0] in children]
         found = [self.solutions[submodule_name(layer, name)] for name in names]
         measured = torch.stack([own.measured for own in found])  # [maps, T]

@@ -38,7 +38,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
         "JetMoeConfig",
         SMALL | {"kv_channels": 8, "num_local_experts": 4},
         ("head_mlp",),
-        "'level: head_mlp' does not apply to JetMoeForCausalLM: the heads of layer 0 cannot be told .*use attn_mlp",
+        "does not apply to JetMoeForCausalLM: the heads of layer 0 cannot be told .*use 'level: attn_mlp'",
     ),
     "more than hidden states from layer to layer": (
         "ZayaConfig",
@@ -62,7 +62,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
         "Inkling2TextConfig",
         SMALL | {"num_experts": 4, "moe_intermediate_size": 16, "swa_num_key_value_heads": 2, "swa_head_dim": 8},
         ("model",),
-        "Inkling2ForCausalLM computes its logits from more than the output of its last decoder layer: use 'level: la",
+        "Inkling2ForCausalLM: it computes its logits from more than the output of its last decoder layer. Use 'level",
     ),
     "a module that feeds no branch": (
         "MBartConfig",
@@ -70,7 +70,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
         | {"d_model": 32, "decoder_layers": 3, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}
         | {"is_encoder_decoder": False, "is_decoder": True},
         BRANCHES,
-        r"Layer 0 \(MBartDecoderLayer\) does not split into an attention and an MLP branch: use 'level: layer'",
+        r"to MBartForCausalLM. Layer 0 \(MBartDecoderLayer\) does not split into .* branch: use 'level: layer'",
     ),
 }
 
