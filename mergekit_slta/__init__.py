@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from mergekit_slta.evaluate import evaluate as evaluate
     from mergekit_slta.featcal.scratch import solve_model as solve_model
     from mergekit_slta.layers.decoder import Decoder as Decoder
-    from mergekit_slta.layers.submodules import TensorWeights as TensorWeights
-    from mergekit_slta.linearity.scores import linearity as linearity  # type: ignore[attr-defined]
+    from mergekit_slta.linearity.scores import linearity as linearity
     from mergekit_slta.linearity.scores import plan_linearity as plan_linearity
     from mergekit_slta.methods.merge import merge as merge
     from mergekit_slta.recipe.experiment import Experiment as Experiment
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from mergekit_slta.slta.solution import Solution as Solution
     from mergekit_slta.slta.solver import solve as solve
     from mergekit_slta.slta.statistics import Statistics as Statistics
+    from mergekit_slta.slta.weights import TensorWeights as TensorWeights
 
     load = Statistics.load
     save = Statistics.save
@@ -48,7 +48,7 @@ _EXPORTS = {
     "SltaError": "mergekit_slta.errors:SltaError",
     "Solution": "mergekit_slta.slta.solution:Solution",
     "Statistics": "mergekit_slta.slta.statistics:Statistics",
-    "TensorWeights": "mergekit_slta.layers.submodules:TensorWeights",
+    "TensorWeights": "mergekit_slta.slta.weights:TensorWeights",
     "calibrate": "mergekit_slta.slta.calibrate:calibrate",
     "check": "mergekit_slta.checks.examine:check",
     "evaluate": "mergekit_slta.evaluate:evaluate",

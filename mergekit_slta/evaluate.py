@@ -20,6 +20,7 @@ from mergekit_slta.engine.streams import make_batches
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.fresh import Fresh
+from mergekit_slta.layers.probe import padding_matters
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe, calibration_problems
 from mergekit_slta.slta.statistics import published_name
@@ -187,7 +188,7 @@ def negative_log_likelihood(model: torch.nn.Module, rows: Rows, bar: Any = None)
 def _padding_matters(model: Any, rows: Rows) -> bool:
     own_code = type(model).__module__.startswith("transformers_modules")  # which was trusted when it was loaded
     try:
-        return Decoder(copy.deepcopy(model.config), own_code).padding_matters([*map(len, rows)])
+        return padding_matters(Decoder(copy.deepcopy(model.config), own_code), [*map(len, rows)])
     except SltaError:  # a model that nobody can look into
         return True
 

@@ -26,14 +26,14 @@ from support.architecture_table import LEVELS, NONE, ROWS, WITHOUT_HEADS
 from support.families import Family
 from support.gram_difference import gram_difference, largest_difference
 from support.processes import ROOT, run_python
-from support.synthetic import random_alpha
+from support.synthetic import random_alpha, solutions
 from transformers import AutoModelForCausalLM
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.blend import weighted_sum
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.submodules import TensorWeights
-from mergekit_slta.slta.solver import solve
+from mergekit_slta.slta.solver import SubmoduleSolution, solve
+from mergekit_slta.slta.weights import TensorWeights
 
 RECORDS = 3
 LONGEST = 12
@@ -81,10 +81,13 @@ class Case:
         """The reference's feature deltas by level."""
         return {level: reference.deltas(self.models, self.tasks, level, self.split) for level in self.levels}
 
-    def alpha(self, level: str) -> State:
-        """Merging weights from the measured Gram matrices."""
+    def solutions(self, level: str) -> dict[str, SubmoduleSolution]:
+        """Solved for from the measured Gram matrices."""
         task = torch.tensor([index for index, samples in enumerate(self.tasks) for _ in samples])
-        return {name: solve(self.grams[name], task).alpha for name in self.deltas[level]}
+        return {name: solve(self.grams[name], task) for name in self.deltas[level]}
+
+    def alpha(self, level: str) -> State:
+        return {name: solution.alpha for name, solution in self.solutions(level).items()}
 
     def merged(self, level: str, edges: str) -> State:
         """The reference's merged tensors, from the reference's own merging weights."""
@@ -167,7 +170,7 @@ def test_every_tensor_takes_the_references_weights_where_mergekit_cannot_merge(
     name: str, level: str, case: Callable[[str], Case]
 ) -> None:
     found = case(name)
-    weights = TensorWeights(Decoder(found.family.config), level, found.alpha(level), edges_at(level))
+    weights = TensorWeights(Decoder(found.family.config), level, found.solutions(level), edges_at(level))
     base, *experts = (model.state_dict() for model in found.models)
     merged = {
         tensor: weighted_sum(
@@ -199,9 +202,9 @@ def test_a_level_that_does_not_apply_is_refused_with_what_to_use_instead(
     if ROWS[name].levels == NONE:
         words = "more than one hidden state per token.*'merge_method: sftm'"
     elif ROWS[name].levels == WITHOUT_HEADS:
-        words = r"Layer 0 mixes tokens by \w+, which has no heads: use attn_mlp"
+        words = rf"'level: {level}' does not .*: layer 0 mixes tokens by \w+, which has no heads; use 'level: attn_mlp'"
     else:
-        words = r"Layer 0 \(\w+\) does not split into an attention and an MLP branch: use 'level: layer'"
+        words = rf"{level}\b.* do not apply to \w+. Layer 0 \(\w+\) does not split into .* branch: use 'level: layer'"
     with pytest.raises(SltaError, match=words):
         families.measure(case(name).family, level)
     with pytest.raises(SltaError, match=words):
@@ -393,7 +396,7 @@ def test_a_mixtures_expert_that_one_task_reaches_keeps_its_weights() -> None:
     measured = random_alpha(decoder, "linear")
     for part in ("gate_up_proj", "down_proj"):
         measured[f"layer.1.mlp.experts.2.{part}"] = torch.tensor([0.0, 1.0]).double()
-    weights = TensorWeights(decoder, "linear", measured)["model.layers.1.mlp.experts.gate_up_proj"]
+    weights = TensorWeights(decoder, "linear", solutions(measured))["model.layers.1.mlp.experts.gate_up_proj"]
     assert weights[:, 2].flatten().tolist() == [0.0, 1.0]
 
 
@@ -422,7 +425,7 @@ def test_a_mixtures_single_matrices_take_their_part_of_the_fused_weights(
     name: str, level: str, case: Callable[[str], Case]
 ) -> None:
     found = case(name)
-    weights = TensorWeights(Decoder(found.family.config), level, found.alpha(level))
+    weights = TensorWeights(Decoder(found.family.config), level, found.solutions(level))
     numbers = re.compile(r"layers\.(\d+)\..*\.experts\.(\d+)\.(\w+)\.weight")
     single = [match for match in map(numbers.search, load_file(found.family.base / "model.safetensors")) if match]
     mixtures = sum(key.endswith(".experts.gate_up_proj") for key in found.models[0].state_dict())

@@ -16,7 +16,8 @@ from support.linearity_values import assert_same
 from support.separate_device import separate_device
 
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.submodules import LEVELS
+from mergekit_slta.layers.ends import embed
+from mergekit_slta.levels import LEVELS
 from mergekit_slta.linearity.scores import Plan, plan_studies
 from mergekit_slta.slta.features import LayerFeatures
 
@@ -69,8 +70,8 @@ def test_a_map_that_no_token_reaches_changes_nothing(llama: Family) -> None:
         names = decoder.layer_tensors(0)
         weights = [model.read(names, decoder.base_model_prefix, decoder.device) for model in models]
         edges = {name: name for name in decoder.edge_tensors()}
-        hidden, calls = decoder.embed(
-            torch.arange(10).reshape(2, 5), models[0].read(edges, decoder.base_model_prefix, decoder.device)
+        hidden, calls = embed(
+            decoder, torch.arange(10).reshape(2, 5), models[0].read(edges, decoder.base_model_prefix, decoder.device)
         )
         features = LayerFeatures(decoder, 0, weights, ["linear"], tokens=10)
         base = features.run_base(hidden, calls[0])

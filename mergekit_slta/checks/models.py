@@ -18,6 +18,7 @@ from mergekit_slta.checks.compatibility import (
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import output_head
+from mergekit_slta.layers.structure import split_problem
 from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.recipe.recipe import EDGES_AVERAGED, slice_problems
 
@@ -181,5 +182,5 @@ def anchor_branches(case: Case, decoder: Decoder) -> list[str]:
     """Layers without the branches that an SLTA anchor has merging weights for."""
     if case.shared("anchor") != "slta":
         return []
-    found = [attempt(decoder.split_problem, layer) for layer in decoder.one_of_each_kind()]
+    found = [attempt(split_problem, decoder, layer) for layer in decoder.one_of_each_kind()]
     return failures(found) + [f"{problem}: choose another 'anchor'." for problem in found if isinstance(problem, str)]

@@ -546,7 +546,7 @@ def _joined_ranks() -> Iterator[Ranks]:
 
 
 def _known_levels(levels: Sequence[str]) -> list[str]:
-    from mergekit_slta.layers.submodules import LEVELS
+    from mergekit_slta.levels import LEVELS
 
     for level in levels:
         if level not in LEVELS:

@@ -17,7 +17,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mergekit_slta.engine.partial import Hidden
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.layers.decoder import Decoder, LayerCall, State, Weights
+from mergekit_slta.layers.calls import LayerCall, State, Weights
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.ends import embed, embedding_tensors
+from mergekit_slta.layers.probe import padding_matters
 
 CPU_BATCH_TOKENS = 2048
 GPU_BATCH_TOKENS = 16384
@@ -78,7 +81,7 @@ def make_batches(tasks: Tasks, batch_tokens: int, unpadded: Collection[int] = ()
 
 def decoder_batches(decoder: Decoder, tasks: Tasks, batch_tokens: int) -> list[Batch]:
     """``make_batches`` without padding where it would change a sample's features."""
-    unpadded = {task for task, samples in enumerate(tasks) if decoder.padding_matters([*map(len, samples)])}
+    unpadded = {task for task, samples in enumerate(tasks) if padding_matters(decoder, [*map(len, samples)])}
     return make_batches(tasks, batch_tokens, unpadded)
 
 
@@ -148,10 +151,10 @@ class Streams:
 
     def _embed(self, stream: int, models: Sequence[Source]) -> None:
         for model in dict.fromkeys(models):
-            edges = read_edges(self.decoder, model, self.decoder.embedding_tensors())
+            edges = read_edges(self.decoder, model, embedding_tensors(self.decoder))
             for number, batch in enumerate(self.batches):
                 if models[batch.task] is model:
-                    hidden, self._calls[stream, number] = self.decoder.embed(batch.token_ids, edges)
+                    hidden, self._calls[stream, number] = embed(self.decoder, batch.token_ids, edges)
                     self._store(self._hidden, stream, batch, hidden)
 
     @property

@@ -8,7 +8,7 @@ import torch
 
 from mergekit_slta.actmat.covariance import merged_task
 from mergekit_slta.layers.blend import Alpha, Blend
-from mergekit_slta.layers.decoder import Weights
+from mergekit_slta.layers.calls import Weights
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.roles import Role
 from mergekit_slta.recipe.recipe import ActmatSettings

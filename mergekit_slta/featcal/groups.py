@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn.modules.conv import _ConvNd
 
-from mergekit_slta.layers.decoder import Decoder, LayerRun
+from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import LinearMap, is_fused, linear_maps
+from mergekit_slta.layers.probe import trace
+from mergekit_slta.layers.recording import LayerRun
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,11 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
     for linear_map in linear_maps(decoder.layers[layer]):
         by_module.setdefault(linear_map.module, []).append(linear_map)
     with torch.no_grad():
-        trace = decoder.trace(layer, watch=by_module)
+        run = trace(decoder, layer, watch=by_module)
     groups: list[MapGroup] = []
     solved: set[str] = set()
     previous: object = None
-    for module, given in trace.inputs.items():
+    for module, given in run.inputs.items():
         maps, child = tuple(by_module[module]), module.partition(".")[0]
         fused = is_fused(decoder.layers[layer].get_submodule(module))
         if fused:  # the module is called with the tokens and with the experts that each token goes to
@@ -87,11 +89,11 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
         else:
             groups.append(MapGroup(child, module, maps, fused))
         previous = None if fused else same
-    groups = [replace(group, empty=_empty_beside(group, trace)) for group in groups]
+    groups = [replace(group, empty=_empty_beside(group, run)) for group in groups]
     kept = [m.name for maps in by_module.values() for m in maps if m.name not in solved]
     known = {linear_map.weight for maps in by_module.values() for linear_map in maps}
     kept += [name for name in _stacks(decoder.layers[layer]) if name not in known]
-    return LayerMaps(tuple(groups), tuple(kept), trace.changed)
+    return LayerMaps(tuple(groups), tuple(kept), run.changed)
 
 
 def _empty_beside(group: MapGroup, trace: LayerRun) -> int | None:

@@ -22,7 +22,8 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Streams
 from mergekit_slta.featcal.groups import LayerMaps, MapGroup
 from mergekit_slta.featcal.regression import Change, NormalEquations
-from mergekit_slta.layers.decoder import Decoder, State, Weights
+from mergekit_slta.layers.calls import State, Weights
+from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import LinearMap, fused_hidden
 
 LOG = logging.getLogger(__name__)

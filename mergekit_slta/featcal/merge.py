@@ -29,7 +29,9 @@ from mergekit_slta.featcal.groups import groups_by_layer
 from mergekit_slta.featcal.layer import EXPERT, MERGED, LayerSolver, Regression
 from mergekit_slta.featcal.regression import Change, NormalEquations
 from mergekit_slta.layers.blend import Blend
-from mergekit_slta.layers.decoder import Decoder, Weights
+from mergekit_slta.layers.calls import Weights
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.ends import head_input, tail_tensors
 from mergekit_slta.layers.maps import LinearMap, output_head
 from mergekit_slta.models.checkpoint import Checkpoint
 
@@ -176,7 +178,7 @@ class _FeatureMerge(Accumulator[Tensors]):
 
     def _change_head(self, head: LinearMap, anchor: Weights, rows: slice, streams: Streams, report: Progress) -> Change:
         matrix = head.matrix(anchor)[rows]
-        tail = self.decoder.tail_tensors()
+        tail = tail_tensors(self.decoder)
         merged_tail = read_edges(self.decoder, self.anchor, tail)
 
         def gather(equations: NormalEquations) -> None:
@@ -184,8 +186,8 @@ class _FeatureMerge(Accumulator[Tensors]):
                 own_tail = read_edges(self.decoder, expert, tail)
                 own = head.matrix(read_edges(self.decoder, expert, [head.weight]))[rows]
                 for number, batch in streams.batches_of(task):
-                    given = batch.unpadded(self.decoder.head_input(streams.hidden(MERGED, number), merged_tail))
-                    own_given = batch.unpadded(self.decoder.head_input(streams.hidden(EXPERT, number), own_tail))
+                    given = batch.unpadded(head_input(self.decoder, streams.hidden(MERGED, number), merged_tail))
+                    own_given = batch.unpadded(head_input(self.decoder, streams.hidden(EXPERT, number), own_tail))
                     targets = self.regression.targets(own, given, own_given @ own.T)
                     equations.add(given, targets - given @ matrix.T)
                     if rows.start == 0 and not equations.exact:

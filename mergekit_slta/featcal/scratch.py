@@ -20,12 +20,14 @@ from mergekit_slta.featcal.merge import ERRORS, HEAD_ELEMENTS, feature_merge, st
 from mergekit_slta.files import cache_folder, digest
 from mergekit_slta.layers.blend import Blend
 from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.ends import tail_problem
 from mergekit_slta.layers.maps import output_head
-from mergekit_slta.layers.submodules import TensorWeights, resolve_name
+from mergekit_slta.layers.submodules import resolve_name
 from mergekit_slta.models.roles import Role, tensor_roles
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import FeatcalSettings, calibration_problems
 from mergekit_slta.slta.measure import measured_statistics
+from mergekit_slta.slta.weights import TensorWeights
 
 LOG = logging.getLogger(__name__)
 
@@ -153,7 +155,7 @@ def _anchor(experiment: Experiment, settings: FeatcalSettings, decoder: Decoder)
     if settings.anchor == "actmat":
         return ActmatAnchor(models, _layer_maps(decoder))
     solution = measured_statistics(experiment, [ANCHOR_LEVEL]).solve(ANCHOR_LEVEL)
-    return Blend(models, TensorWeights(decoder, ANCHOR_LEVEL, solution.alpha).__getitem__)
+    return Blend(models, TensorWeights(decoder, ANCHOR_LEVEL, solution.submodules).__getitem__)
 
 
 def _layer_maps(decoder: Decoder) -> dict[str, Role]:
@@ -184,8 +186,8 @@ def needs(decoder: Decoder, experts: int, tokens: int, head: bool, compare: bool
     states = [layer.state_dict() for layer in decoder.layers]
     layers = [sum(tensor.numel() for tensor in state.values()) for state in states]
     solved = output_head(decoder) if head else None
-    if solved and decoder.tail_problem:
-        raise SltaError(decoder.tail_problem)
+    if solved and (problem := tail_problem(decoder)):
+        raise SltaError(problem)
     head_rows, head_columns = decoder.model.state_dict()[solved.weight].shape if solved else (0, 0)
     shapes = [(head_columns, min(head_rows, HEAD_ELEMENTS // max(1, head_columns)))]
     for state, maps in zip(states, groups_by_layer(decoder), strict=True):

@@ -12,45 +12,41 @@ import torch
 
 
 class Fresh:
-    """The modules of a model that own buffers outside its checkpoint, as they are now."""
+    """Restores the modules of a model that own buffers outside its checkpoint to what they are now."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._modules = [
-            _Snapshot(module)
-            for module in model.modules()
-            if any(module._buffers[name] is not None for name in module._non_persistent_buffers_set)
-        ]
+        self._modules = []
+        for module in model.modules():
+            own = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
+            buffers = {name: _Buffer(buffer) for name, buffer in own.items() if buffer is not None}
+            if buffers:
+                self._modules.append((module, _attributes(module), buffers))
 
     def restore(self) -> None:
         """Put back what calls have changed since."""
-        for snapshot in self._modules:
-            snapshot.restore()
+        for module, attributes, buffers in self._modules:
+            now = _attributes(module)
+            for name in now.keys() - attributes.keys():
+                delattr(module, name)
+            for name, value in attributes.items():
+                if now.get(name) is not value:
+                    setattr(module, name, value)
+            for name, buffer in buffers.items():
+                module._buffers[name] = buffer.restored(module._buffers[name])
 
 
-class _Snapshot:
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
-        self._attributes = _attributes(module)
-        self._values = {
-            name: module.get_buffer(name).clone()
-            for name in module._non_persistent_buffers_set
-            if module._buffers[name] is not None
-        }
-        # What each buffer was when it was last looked at, and torch's count of the changes of it.
-        self._seen = {name: (module.get_buffer(name), module.get_buffer(name)._version) for name in self._values}
+class _Buffer:
+    """A buffer's value, and the tensor that holds it with torch's count of the changes of that tensor."""
 
-    def restore(self) -> None:
-        now = _attributes(self._module)
-        for name in now.keys() - self._attributes.keys():
-            delattr(self._module, name)
-        for name, value in self._attributes.items():
-            if now.get(name) is not value:
-                setattr(self._module, name, value)
-        for name, value in self._values.items():
-            buffer, version = self._seen[name]
-            if self._module._buffers[name] is not buffer or buffer._version != version:
-                own = value.clone()
-                self._module._buffers[name], self._seen[name] = own, (own, own._version)
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._value = buffer.clone()
+        self._seen, self._version = buffer, buffer._version
+
+    def restored(self, now: torch.Tensor | None) -> torch.Tensor:
+        if now is not self._seen or self._seen._version != self._version:
+            self._seen = self._value.clone()
+            self._version = self._seen._version
+        return self._seen
 
 
 def _attributes(module: torch.nn.Module) -> dict[str, Any]:

@@ -16,6 +16,8 @@ import torch
 from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import LinearMap, linear_maps
+from mergekit_slta.layers.probe import trace
+from mergekit_slta.layers.structure import structure
 
 
 @dataclass(frozen=True)
@@ -40,32 +42,42 @@ def find_heads(decoder: Decoder, layer: int) -> Heads:
     Raises:
         SltaError: the layer mixes tokens by something that has no heads, or its heads cannot be told apart.
     """
-    decoder.structure(layer)
+    structure(decoder, layer)
     try:
         return decoder.once_per_kind(layer, _find_heads)
     except Exception as error:  # a model's own code may raise anything when its projections give random numbers
         if isinstance(error, SltaError) and error.__cause__ is None:
             raise
         raise SltaError(
-            f"'level: head_mlp' does not apply to {type(decoder.model).__name__}: the heads of layer {layer} cannot be "
-            f"told apart ({first_line(error.__cause__ or error)}); use attn_mlp."
+            f"{_refusal(decoder)}the heads of layer {layer} cannot be told apart "
+            f"({first_line(error.__cause__ or error)}); use 'level: attn_mlp'."
         ) from error
+
+
+def _refusal(decoder: Decoder) -> str:
+    return f"'level: head_mlp' does not apply to {decoder.name}: "
 
 
 @torch.enable_grad()
 def _find_heads(decoder: Decoder, layer: int) -> Heads:
-    mixer = decoder.structure(layer).mixer
+    mixer = structure(decoder, layer).mixer
     module = decoder.layers[layer].get_submodule(mixer)
     if "attention" not in type(module).__name__.lower():
-        raise SltaError(f"Layer {layer} mixes tokens by {type(module).__name__}, which has no heads: use attn_mlp.")
+        raise SltaError(
+            f"{_refusal(decoder)}layer {layer} mixes tokens by {type(module).__name__}, which has no heads; use "
+            "'level: attn_mlp'."
+        )
     maps = {found.name: found for found in linear_maps(decoder.layers[layer]) if found.name.startswith(mixer + ".")}
     with _random_projections(module) as calls:
-        decoder.trace(layer)
+        trace(decoder, layer)
     output = f"{mixer}.{list(calls)[-1]}"
     features = calls.pop(list(calls)[-1])[0]
     count = decoder.model.config.get_text_config().num_attention_heads
     if features.shape[-1] % count:
-        raise SltaError(f"The attention of layer {layer} does not split into {count} heads of one size: use attn_mlp.")
+        raise SltaError(
+            f"{_refusal(decoder)}the attention of layer {layer} does not split into {count} heads of one size; use "
+            "'level: attn_mlp'."
+        )
     rows = {f"{mixer}.{name}": torch.zeros(v.shape[-1], count, dtype=torch.bool) for name, (_, v) in calls.items()}
     leaves = [values for _, values in calls.values()]
     for head, part in enumerate(features.unflatten(-1, (count, -1)).unbind(-2)):

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from mergekit_slta.layers.decoder import Decoder, Weights
+from mergekit_slta.layers.calls import Weights
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.levels import fused_map_part
 
 FUSED = ("gate_up_proj", "up_proj", "down_proj")
 
@@ -86,7 +88,7 @@ def _maps_of(path: str, module: torch.nn.Module) -> Iterator[LinearMap]:
             bias = f"{path}.{name}_bias" if hasattr(module, f"{name}_bias") else None
             transposed = bool(getattr(module, "is_transposed", False))
             for expert in range(len(stacked) if stacked is not None else 0):
-                yield LinearMap(f"{path}.{expert}.{name}", path, f"{path}.{name}", bias, transposed, expert)
+                yield LinearMap(fused_map_part(path, expert, name), path, f"{path}.{name}", bias, transposed, expert)
         return
     weight = getattr(module, "weight", None)
     if isinstance(weight, torch.nn.Parameter) and weight.ndim == 2 and not _only_scales(module):
@@ -132,21 +134,16 @@ class MapDeltas:
 
     def gram(self, inputs: torch.Tensor) -> torch.Tensor:
         """The Gram matrix [T, T] float64 of one sample, from the map's inputs [S, D]; exactly symmetric."""
-        gram = self._direct(inputs) if self.products is None else self._by_moments(inputs, self.products)
+        if self.products is not None:
+            moments = inputs.double().T @ inputs.double()
+            gram = torch.einsum("ij,bcij->bc", moments, self.products)
+        else:
+            deltas = [inputs @ matrix.T for matrix in self.matrices]
+            pairs = zip(deltas, self.biases, strict=True)
+            deltas = [(delta if bias is None else delta + bias).flatten().double() for delta, bias in pairs]
+            features = torch.stack(deltas)
+            gram = features @ features.T
         return (gram + gram.T) / 2
-
-    def _direct(self, inputs: torch.Tensor) -> torch.Tensor:
-        deltas = []
-        for matrix, bias in zip(self.matrices, self.biases, strict=True):
-            delta = inputs @ matrix.T
-            deltas.append((delta if bias is None else delta + bias).flatten().double())
-        features = torch.stack(deltas)
-        return features @ features.T
-
-    @staticmethod
-    def _by_moments(inputs: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
-        moments = inputs.double().T @ inputs.double()
-        return torch.einsum("ij,bcij->bc", moments, products)
 
 
 def _products(matrices: Sequence[torch.Tensor]) -> torch.Tensor:

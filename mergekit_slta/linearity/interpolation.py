@@ -19,8 +19,11 @@ from mergekit_slta.engine.passes import Accumulator, Progress, Tensors, pass_lay
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Batch, Streams, Tasks, read_edges
 from mergekit_slta.errors import SltaError
+from mergekit_slta.layers import ends
 from mergekit_slta.layers.blend import Blend, blend
-from mergekit_slta.layers.decoder import Decoder, LayerCall, LayerRun, Weights
+from mergekit_slta.layers.calls import LayerCall, Weights
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.recording import LayerRun
 from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.slta.features import ExpertRun, LayerFeatures
@@ -263,7 +266,7 @@ class _WholeModel(Accumulator[torch.Tensor]):
 
         def logits(stream: int, states: torch.Tensor) -> torch.Tensor:
             weights = _blend(base_edges, edges, self.settings[stream])
-            return self.decoder.logits(states[None].to(self.decoder.device), weights)
+            return ends.logits(self.decoder, states[None].to(self.decoder.device), weights)
 
         grams = self.study.no_grams(sum(map(len, self.tasks)))
         for row, states in streams.final():

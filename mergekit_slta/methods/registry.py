@@ -25,7 +25,6 @@ from mergekit_slta.featcal.merge import ANCHOR, ERRORS
 from mergekit_slta.featcal.scratch import SolvedModel, solve_model
 from mergekit_slta.layers.blend import weighted_sum
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.submodules import TensorWeights
 from mergekit_slta.methods.actmat import ActmatMethod
 from mergekit_slta.methods.base import CheckedMethod
 from mergekit_slta.methods.sftm import SftmMethod
@@ -46,6 +45,7 @@ from mergekit_slta.recipe.recipe import (
 from mergekit_slta.slta.measure import measured_statistics
 from mergekit_slta.slta.solution import Solution
 from mergekit_slta.slta.statistics import PUBLISHED_PREFIX, published_name, resolve_statistics
+from mergekit_slta.slta.weights import TensorWeights
 
 if TYPE_CHECKING:
     from mergekit_slta.reports.page import Page
@@ -281,7 +281,7 @@ def solve_weights(experiment: Experiment, settings: SltaSettings) -> TensorWeigh
         LOG.warning("%s", note)
     if settings.report:
         _report(settings.report, lambda: _report_page(solution))
-    return TensorWeights(decoder, settings.level, solution.alpha, settings.edges)
+    return TensorWeights(decoder, settings.level, solution.submodules, settings.edges)
 
 
 def _report(folder: str, make: Callable[[], Page]) -> None:

@@ -23,7 +23,7 @@ from pydantic.fields import FieldInfo
 
 from mergekit_slta.data.sources import source_key
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.submodules import Edges, Level
+from mergekit_slta.levels import Edges, Level
 
 Input: TypeAlias = InputModelDefinition | InputSliceDefinition
 Parameters = Mapping[str, Any]

@@ -15,6 +15,7 @@ from itertools import takewhile
 
 import torch
 
+from mergekit_slta.levels import place_of
 from mergekit_slta.reports.words import plain_number
 from mergekit_slta.slta.solution import Solution
 from mergekit_slta.slta.solver import bootstrap, bootstrap_counts, merging_weights, retained_share, task_means
@@ -30,25 +31,6 @@ WIDEST_INTERVAL = 0.2
 PLAUSIBLE_ALPHA = (-0.25, 1.25)
 # With fewer samples per task than this the bootstrap gives intervals that are too narrow.
 FEW_SAMPLES = 5
-
-
-@dataclass(frozen=True)
-class Place:
-    """The place of a submodule: its layer, its kind, and its number if a layer has several of its kind."""
-
-    layer: int | None
-    kind: str
-    member: int | None
-
-
-def place_of(name: str) -> Place:
-    match = re.fullmatch(r"layer\.(\d+)(?:\.(.+))?", name)
-    if match is None:
-        return Place(None, name, None)
-    inside = match[2] or "layer"
-    number = re.search(r"(?<![^.])\d+(?![^.])", inside)
-    kind = inside.replace(f".{number[0]}", "", 1) if number else inside
-    return Place(int(match[1]), kind, int(number[0]) if number else None)
 
 
 def kinds_of(names: Sequence[str]) -> dict[str, dict[int, list[int]]]:

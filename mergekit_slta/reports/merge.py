@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from mergekit_slta.levels import place_of
 from mergekit_slta.reports.analysis import (
     DRAWS,
     FEW_SAMPLES,
@@ -23,7 +24,6 @@ from mergekit_slta.reports.analysis import (
     WIDEST_INTERVAL,
     LevelAnalysis,
     analyse,
-    place_of,
     pooled,
     short_names,
 )

@@ -16,7 +16,9 @@ from mergekit_slta.engine.passes import Accumulator, Progress, pass_layers
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Streams, Tasks, read_edges
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.decoder import Decoder, Weights
+from mergekit_slta.layers.calls import Weights
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.ends import logits
 from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.slta.features import LayerFeatures
@@ -131,7 +133,7 @@ class _Calibration(Accumulator[Grams]):
         for row, states in streams.final():
             for part in zip(*(states[stream].split(LOGIT_TOKENS) for stream in range(len(edges))), strict=True):
                 base, *experts = (
-                    self.decoder.logits(hidden[None].to(self.decoder.device), own)
+                    logits(self.decoder, hidden[None].to(self.decoder.device), own)
                     for hidden, own in zip(part, edges, strict=True)
                 )
                 grams[row] += sample_grams([expert - base for expert in experts], [base.shape[1]])[0]

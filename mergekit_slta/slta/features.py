@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from mergekit_slta.layers.decoder import Decoder, LayerCall, LayerRun, LayerStructure, Weights
+from mergekit_slta.layers.calls import LayerCall, Weights
+from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.heads import Heads, find_heads
 from mergekit_slta.layers.maps import LinearMap, MapDeltas, fused_hidden, linear_maps
+from mergekit_slta.layers.recording import LayerRun
+from mergekit_slta.layers.structure import LayerStructure, structure
+from mergekit_slta.levels import head_part, submodule_name
 from mergekit_slta.slta.gram import sample_grams
 
 
@@ -51,7 +55,7 @@ class LayerFeatures:
 
     def __post_init__(self) -> None:
         if {"attn_mlp", "head_mlp"} & set(self.levels):
-            self.structure = self.decoder.structure(self.layer)
+            self.structure = structure(self.decoder, self.layer)
         if "head_mlp" in self.levels:
             self.heads = find_heads(self.decoder, self.layer)
         if "linear" in self.levels:
@@ -79,26 +83,23 @@ class LayerFeatures:
         for name, deltas in self.deltas(base, runs):
             yield name, sample_grams(deltas, lengths)
         for linear_map, deltas_of_map in self.maps.items():
-            inputs = self._map_inputs(linear_map, base, len(lengths))
-            grams = [deltas_of_map.gram(x) for x in _per_sample(inputs, lengths)]
-            yield f"layer.{self.layer}.{linear_map.name}", torch.stack(grams).cpu()
+            grams = [deltas_of_map.gram(inputs) for inputs in self._inputs(linear_map, base, lengths)]
+            yield submodule_name(self.layer, linear_map.name), torch.stack(grams).cpu()
 
     def deltas(self, base: LayerRun, runs: Sequence[ExpertRun]) -> Iterator[tuple[str, list[torch.Tensor]]]:
         """Each submodule's name and its feature deltas, one [B, S, D] per run; linear maps are left out."""
-        prefix = f"layer.{self.layer}"
         if "layer" in self.levels:
-            yield prefix, [_output_delta(run.own, base) for run in runs]
+            yield submodule_name(self.layer), [_delta(run.own, base) for run in runs]
         if self.structure is None:
             return
         for branch, children in self.structure.branches.items():
             if branch == "mlp" or "attn_mlp" in self.levels:
-                yield f"{prefix}.{branch}", [_branch_delta(run.branches, base, children) for run in runs]
+                deltas = [_delta(run.branches, base, children) for run in runs]
+                yield submodule_name(self.layer, branch), deltas
         for head in range(self.heads.count if self.heads is not None else 0):
             features = self._head_features(head, base, self.weights[0])
-            yield (
-                f"{prefix}.head.{head}",
-                [self._head_features(head, run.branches, run.weights) - features for run in runs],
-            )
+            deltas = [self._head_features(head, run.branches, run.weights) - features for run in runs]
+            yield submodule_name(self.layer, head_part(head)), deltas
 
     def run(self, weights: Weights, base: LayerRun, hidden: torch.Tensor, call: LayerCall) -> ExpertRun:
         """Run the layer with other weights on the base model's input, and its branches each on theirs."""
@@ -107,9 +108,7 @@ class LayerFeatures:
             own = self.decoder.run(self.layer, weights, hidden, call, capture=self._head_modules())
         if self.structure is not None:
             attention = self.structure.branches["attn"]
-            replay: Mapping[str, object] = {}
-            if own is not None:  # the attention branch has the same input in both runs
-                replay = {name: output for name, output in own.outputs.items() if name in attention}
+            done = own.outputs if own is not None else {}  # the attention branch has the same input in both runs
             branches = self.decoder.run(
                 self.layer,
                 weights,
@@ -117,7 +116,7 @@ class LayerFeatures:
                 call,
                 mlp_reads=self.structure.mlp_reads,
                 mlp_input=base.mlp_input,
-                replay=replay,
+                replay={name: output for name, output in done.items() if name in attention},
                 capture=self._head_modules(),
             )
             if own is not None:
@@ -135,48 +134,38 @@ class LayerFeatures:
         columns = output.matrix(weights).unflatten(-1, (self.heads.count, -1))[:, head, :]
         return part @ columns.T
 
-    def _map_inputs(self, linear_map: LinearMap, base: LayerRun, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A map's inputs [B, S, D] in the base model, and which positions [B, S] reach it."""
-        captured = base.inputs.get(linear_map.module)
-        width = linear_map.matrix(self.weights[0]).shape[-1]
-        if captured is None:  # a module whose weights the layer uses without calling it, or that no token reaches
-            device = self.decoder.device
-            return torch.zeros(batch, 1, width, device=device), torch.zeros(batch, 1, dtype=torch.bool, device=device)
-        flat = captured[0].reshape(-1, captured[0].shape[-1])
-        reached = torch.ones(len(flat), dtype=torch.bool, device=flat.device)
+    def _inputs(self, linear_map: LinearMap, base: LayerRun, lengths: Sequence[int]) -> Iterator[torch.Tensor]:
+        """Each sample's inputs [S, D] to a map in the base model, of the tokens that reach it, without padding."""
+        if linear_map.module not in base.inputs:  # the layer never calls it, or no token reaches it
+            width = linear_map.matrix(self.weights[0]).shape[-1]
+            yield from [torch.zeros(0, width, device=self.decoder.device)] * len(lengths)
+            return
+        values, *chosen = base.inputs[linear_map.module]
+        values = values.reshape(-1, values.shape[-1])
+        positions = torch.arange(len(values), device=values.device)
+        width = len(values) // len(lengths)
         if linear_map.expert is not None:
-            reached = (captured[1] == linear_map.expert).any(-1)
+            positions = positions[(chosen[0] == linear_map.expert).any(-1)]
+            values = values[positions]
             if linear_map.name.endswith(".down_proj"):
-                flat = self._fused_hidden(linear_map, flat, reached)
-        return flat.unflatten(0, (batch, -1)), reached.unflatten(0, (batch, -1))
+                values = self._fused_hidden(linear_map, values)
+        for row, length in enumerate(lengths):
+            yield values[(positions >= row * width) & (positions < row * width + length)]
 
-    def _fused_hidden(self, down: LinearMap, flat: torch.Tensor, reached: torch.Tensor) -> torch.Tensor:
+    def _fused_hidden(self, down: LinearMap, inputs: torch.Tensor) -> torch.Tensor:
         """What the base model feeds to a fused expert's down projection, by the module's own gate."""
         module = self.decoder.layers[self.layer].get_submodule(down.module)
         first = next(m for m in self.maps if m.module == down.module and m.expert == down.expert and m is not down)
-        hidden = fused_hidden(module, first.apply(self.weights[0], flat[reached]))
-        result = flat.new_zeros(len(flat), hidden.shape[-1])
-        result[reached] = hidden
-        return result
+        return fused_hidden(module, first.apply(self.weights[0], inputs))
 
 
-def _per_sample(inputs: tuple[torch.Tensor, torch.Tensor], lengths: Sequence[int]) -> Iterator[torch.Tensor]:
-    """Each sample's inputs [S, D] at the positions that count."""
-    values, reached = inputs
-    for row, length in enumerate(lengths):
-        yield values[row, :length][reached[row, :length]]
+def _delta(expert: LayerRun | None, base: LayerRun, children: Collection[str] | None = None) -> torch.Tensor:
+    """What some children, or all, add to the residual stream, expert minus base.
 
-
-def _branch_delta(expert: LayerRun | None, base: LayerRun, children: frozenset[str]) -> torch.Tensor:
-    """What the branch adds to the residual stream, expert minus base."""
-    assert expert is not None and expert.terms is not None and base.terms is not None
-    parts = [expert.terms[name] - base.terms[name] for name in base.terms if name in children]
-    return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
-
-
-def _output_delta(expert: LayerRun | None, base: LayerRun) -> torch.Tensor:
-    """The difference of the layer's outputs, term by term where they are known: the input cancels exactly."""
+    The difference of the layers' outputs is taken term by term where the terms are known: the input cancels exactly.
+    """
     assert expert is not None
     if expert.terms is None or base.terms is None:
         return expert.output - base.output
-    return _branch_delta(expert, base, frozenset(base.terms))
+    parts = [expert.terms[name] - base.terms[name] for name in base.terms if children is None or name in children]
+    return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]

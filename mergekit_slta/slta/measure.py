@@ -18,7 +18,7 @@ from mergekit_slta.engine.streams import share
 from mergekit_slta.errors import SltaError
 from mergekit_slta.files import cache_folder, digest
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.submodules import LEVELS
+from mergekit_slta.levels import LEVELS
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.skeleton import hashed_computation
 from mergekit_slta.recipe.experiment import Experiment

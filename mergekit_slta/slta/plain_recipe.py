@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import transformers
@@ -22,10 +22,10 @@ from mergekit.config import ConfigYamlDumper, MergeConfiguration, evaluate_setti
 from mergekit_slta import __version__
 from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.submodules import TensorWeights
 from mergekit_slta.models.skeleton import model_tensor_name
 from mergekit_slta.slta.solution import Solution
 from mergekit_slta.slta.statistics import Info
+from mergekit_slta.slta.weights import TensorWeights
 
 # Ten digits: two orders of magnitude below float32's rounding, and a table that one can still read.
 DIGITS = 10
@@ -70,7 +70,7 @@ def plain_recipe(
     Raises:
         SltaError: a recipe cannot express the level, or the base model's configuration cannot be read.
     """
-    level, alpha, info = solution.level, solution.alpha, solution.statistics.info
+    level, submodules, info = solution.level, solution.submodules, solution.statistics.info
     if level == "head_mlp":
         raise SltaError(
             "A recipe gives a tensor one weight, but at level 'head_mlp' its rows differ: solve at another level, or "
@@ -79,29 +79,23 @@ def plain_recipe(
     paths = {name: (models or {}).get(name, name) for name in (info.base_model, *info.models)}
     if level == "model":
         planned = []
-        settings: list[Any] = [_rounded(float(weight)) for weight in alpha["model"]]
+        settings: list[Any] = [_rounded(float(weight)) for weight in submodules["model"].alpha]
     else:
         config = _read_config(info, paths[info.base_model], trust_remote_code)
-        planned = planned_tensors(config, TensorWeights(Decoder(config, trust_remote_code), level, alpha, edges))
+        planned = planned_tensors(config, TensorWeights(Decoder(config, trust_remote_code), level, submodules, edges))
         settings = weight_settings(planned)
-    content = _content(info, paths, settings) | ({"tokenizer_source": tokenizer_source} if tokenizer_source else {})
+    models_settings = zip(info.models, settings, strict=True)
+    content = {
+        "merge_method": "task_arithmetic",
+        "base_model": paths[info.base_model],
+        "models": [{"model": paths[name], "parameters": {"weight": weight}} for name, weight in models_settings],
+        "dtype": "float32",
+        "out_dtype": info.dtype,
+        **({"tokenizer_source": tokenizer_source} if tokenizer_source else {}),
+    }
     _verify(content, planned)
     body = yaml.dump(content, Dumper=ConfigYamlDumper, sort_keys=False, width=120, allow_unicode=True)
     return _header(solution, {} if level == "model" else {"edges": edges}) + body
-
-
-def _content(info: Info, paths: Mapping[str, str], settings: Sequence[Any]) -> dict[str, Any]:
-    """The recipe with one weight setting per expert."""
-    return {
-        "merge_method": "task_arithmetic",
-        "base_model": paths[info.base_model],
-        "models": [
-            {"model": paths[name], "parameters": {"weight": setting}}
-            for name, setting in zip(info.models, settings, strict=True)
-        ],
-        "dtype": "float32",
-        "out_dtype": info.dtype,
-    }
 
 
 def planned_tensors(config: transformers.PretrainedConfig, weights: TensorWeights) -> list[PlannedTensor]:
@@ -154,17 +148,6 @@ def _plan(config: transformers.PretrainedConfig, decoder: Decoder) -> Iterable[t
             yield weight.name, None, weight.optional
 
 
-@dataclass
-class _Group:
-    """Tensors that take the same weights: those of each layer, and their names inside a layer."""
-
-    alpha: dict[int, tuple[float, ...]]
-    names: list[str] = field(default_factory=list)
-
-    def agrees(self, alpha: Mapping[int, tuple[float, ...]]) -> bool:
-        return all(self.alpha.get(layer, value) == value for layer, value in alpha.items())
-
-
 def weight_settings(planned: Sequence[PlannedTensor]) -> list[Any]:
     """Each expert's ``weight`` in a mergekit recipe: a number, or filters with numbers and gradients.
 
@@ -195,11 +178,11 @@ def _filters(planned: Sequence[PlannedTensor], depth: int) -> list[tuple[str, li
     """
     shared: list[tuple[str, list[tuple[float, ...]]]] = []
     single: list[tuple[str, list[tuple[float, ...]]]] = []
-    for group in _groups(planned):
-        members = {tensor.name for tensor in planned if tensor.layer is not None and _inside(tensor) in group.names}
+    for alpha, names in _groups(planned):
+        members = {tensor.name for tensor in planned if tensor.layer is not None and _inside(tensor) in names}
         others = [tensor.name for tensor in planned if tensor.name not in members]
-        missing = next(iter(group.alpha.values()))  # of a layer that has no such tensor
-        values = [group.alpha.get(layer, missing) for layer in range(depth)]
+        missing = next(iter(alpha.values()))  # of a layer that has no such tensor
+        values = [alpha.get(layer, missing) for layer in range(depth)]
         found: list[str] = []
         for tensor in planned:
             if tensor.name not in members or any(name in tensor.name for name in found):
@@ -213,19 +196,21 @@ def _filters(planned: Sequence[PlannedTensor], depth: int) -> list[tuple[str, li
     return sorted(single, key=lambda entry: -len(entry[0])) + shared
 
 
-def _groups(planned: Sequence[PlannedTensor]) -> list[_Group]:
+def _groups(planned: Sequence[PlannedTensor]) -> list[tuple[dict[int, tuple[float, ...]], set[str]]]:
+    """Tensors that take the same weights: those of each layer, and the tensors' names inside a layer."""
     by_name: dict[str, dict[int, tuple[float, ...]]] = {}
     for tensor in planned:
         if tensor.layer is not None:
             by_name.setdefault(_inside(tensor), {})[tensor.layer] = tensor.alpha
-    groups: list[_Group] = []
+    groups: list[tuple[dict[int, tuple[float, ...]], set[str]]] = []
     for name, alpha in by_name.items():
-        group = next((group for group in groups if group.agrees(alpha)), None)
-        if group is None:
-            group = _Group({})
-            groups.append(group)
-        group.alpha |= alpha
-        group.names.append(name)
+        for shared, names in groups:
+            if all(shared.get(layer, value) == value for layer, value in alpha.items()):
+                shared |= alpha
+                names.add(name)
+                break
+        else:
+            groups.append((dict(alpha), {name}))
     return groups
 
 

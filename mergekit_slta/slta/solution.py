@@ -141,7 +141,12 @@ class Solution:
         if dependent:
             notes.append(
                 f"In {len(dependent)} of {len(self.rank)} submodules ({dependent[0]} ...) experts are linearly "
-                "dependent or change nothing: their weights are the minimum-norm solution."
+                "dependent or change nothing: their weights are the minimum-norm solution"
+                + (
+                    "; one that changes nothing there takes its mean weight in the branch."
+                    if self.level == "linear"
+                    else "."
+                )
             )
         return notes
 

@@ -29,12 +29,15 @@ class SubmoduleSolution:
             task, 1 - J_a(alpha) / J_a(0); NaN where the expert changes nothing. It may be negative.
         condition: condition number of the scaled A over its kept eigenvalues; NaN where A is zero.
         rank: number of kept eigenvalues; below T the solution is the minimum-norm one.
+        measured: [T] bool, whether an expert changes the submodule's features on any sample that counts. If not, its
+            weight is zero because nothing is known of it, even where its task vector is not zero.
     """
 
     alpha: torch.Tensor
     retained: torch.Tensor
     condition: float
     rank: int
+    measured: torch.Tensor
 
 
 def sample_weights(grams: torch.Tensor, balance: bool) -> torch.Tensor:
@@ -132,7 +135,10 @@ def solve(
     alpha, kept = merging_weights(means, ridge, task_weights)
     used = kept[kept > 0]
     condition = float(used.max() / used.min()) if used.numel() else float("nan")
-    return SubmoduleSolution(alpha, retained_share(means, alpha), condition, int(used.numel()))
+    power = means.diagonal(dim1=1, dim2=2)  # [tasks, T]
+    counts = torch.ones(len(power), 1) if task_weights is None else torch.tensor(task_weights)[:, None]
+    measured = (power * counts != 0).any(0)
+    return SubmoduleSolution(alpha, retained_share(means, alpha), condition, int(used.numel()), measured)
 
 
 def bootstrap(

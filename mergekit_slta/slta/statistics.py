@@ -13,7 +13,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -27,6 +27,7 @@ from safetensors.torch import save as serialize
 
 from mergekit_slta import __version__, files
 from mergekit_slta.errors import SltaError
+from mergekit_slta.levels import LEVELS, belongs, covers, sort_key
 from mergekit_slta.models import hub
 from mergekit_slta.slta.solution import Solution
 from mergekit_slta.slta.solver import solve
@@ -39,13 +40,6 @@ METADATA_KEY = "mergekit_slta"
 PUBLISHED_PREFIX = "hf:"
 _GRAM = "gram/"
 _PUBLISHED = re.compile(r"hf:(?P<repo>[^/@]+/[^/@]+)/(?P<file>[^@]+)(?:@(?P<revision>[^@]+))?")
-_LEVEL_PATTERNS = {
-    "model": r"model",
-    "layer": r"layer\.\d+",
-    "attn_mlp": r"layer\.\d+\.(attn|mlp)",
-    "head_mlp": r"layer\.\d+\.(head\.\d+|mlp)",
-    "linear": r"layer\.\d+\.(?!(attn|mlp|head\.\d+)$).+",
-}
 
 
 class CalibrationInfo(BaseModel):
@@ -165,11 +159,11 @@ class Statistics:
             SltaError: the level was not measured.
         """
         if level not in self.info.levels:
-            known = level in _LEVEL_PATTERNS
+            known = level in LEVELS
             fix = f"measure it with 'mergekit-slta calibrate --level {level}'" if known else "name one of these"
             raise SltaError(f"The statistics hold no level '{level}', only {', '.join(self.info.levels)}: {fix}.")
-        names = [name for name in self.grams if re.fullmatch(_LEVEL_PATTERNS[level], name)]
-        return sorted(names, key=_by_number)
+        names = [name for name in self.grams if belongs(name, level)]
+        return sorted(names, key=sort_key)
 
     def select(self, *names: str) -> Statistics:
         """The statistics of some of the experts in the given order, as if only they had been measured.
@@ -320,7 +314,7 @@ class Statistics:
         rest = {name: tensor for name, tensor in tensors.items() if not name.startswith(_GRAM)}
         if set(metadata) != {METADATA_KEY} or set(rest) != {"task", "tokens"}:
             raise SltaError(f"{path} holds entries that a statistics file does not have: get it or measure it again.")
-        statistics = Statistics(dict(sorted(grams.items(), key=lambda item: _by_number(item[0]))), **rest, info=info)
+        statistics = Statistics(dict(sorted(grams.items(), key=lambda item: sort_key(item[0]))), **rest, info=info)
         if problem := _problem(statistics):
             raise SltaError(f"{path} is damaged or was changed ({problem}): get it or measure it again.")
         return statistics
@@ -415,39 +409,18 @@ def _problem(statistics: Statistics) -> str | None:
     if tokens.dtype != torch.int64 or tokens.shape != task.shape or bool((tokens < 1).any()):
         return "'tokens' does not fit"
     for level in info.levels:
-        if level not in _LEVEL_PATTERNS:
+        if level not in LEVELS:
             return f"unknown level '{level}'"
-        if not _is_complete(level, statistics.grams, info.num_layers):
+        if not covers(statistics.grams, level, info.num_layers):
             return f"level '{level}' does not cover the {info.num_layers} layers"
     for name, gram in statistics.grams.items():
-        if not any(re.fullmatch(_LEVEL_PATTERNS[level], name) for level in info.levels):
+        if not any(belongs(name, level) for level in info.levels):
             return f"'{name}' belongs to no level of the file"
         if gram.dtype != torch.float64 or gram.shape != (rows, experts, experts):
             return f"the Gram matrices of '{name}' have the wrong shape or type"
         if not _is_gram(gram):
             return f"'{name}' holds no Gram matrices"
     return None
-
-
-def _is_complete(level: str, names: Collection[str], num_layers: int) -> bool:
-    """Whether every layer of the model, and no other, has its submodules of a level."""
-    if level == "model":
-        return "model" in names
-    layers: dict[int, set[str]] = {}
-    for name in names:
-        if re.fullmatch(_LEVEL_PATTERNS[level], name):
-            _, layer, *rest = name.split(".", 2)
-            layers.setdefault(int(layer), set()).update(rest)
-    return set(layers) == set(range(num_layers)) and all(_is_whole(level, parts) for parts in layers.values())
-
-
-def _is_whole(level: str, parts: set[str]) -> bool:
-    """Whether these are all parts of a layer; which linear maps it has only the model knows."""
-    if level == "attn_mlp":
-        return parts == {"attn", "mlp"}
-    if level == "head_mlp":
-        return len(parts) > 1 and parts == {"mlp", *(f"head.{head}" for head in range(len(parts) - 1))}
-    return True
 
 
 def _is_gram(gram: torch.Tensor) -> bool:
@@ -460,8 +433,3 @@ def _is_gram(gram: torch.Tensor) -> bool:
     untouched = gram.abs().sum(-1)[diagonal == 0]
     lowest = torch.linalg.eigvalsh(scale[:, :, None] * gram * scale[:, None, :])[:, 0]
     return bool((diagonal >= 0).all()) and bool((untouched == 0).all()) and bool((lowest >= -1e-9).all())
-
-
-def _by_number(name: str) -> tuple[object, ...]:
-    """Sort key: layers and heads by number, all else by name."""
-    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split("."))

@@ -420,7 +420,10 @@ def test_a_level_that_the_layers_do_not_have(make_family: MakeFamily) -> None:
     family = make_family("lfm2")
     assert problems(families.recipe(family)) == []
     problem = only(families.recipe(family, level="head_mlp"))
-    assert problem == "Layer 0 mixes tokens by Lfm2ShortConv, which has no heads: use attn_mlp."
+    assert problem == (
+        "'level: head_mlp' does not apply to Lfm2ForCausalLM: layer 0 mixes tokens by Lfm2ShortConv, which has no "
+        "heads; use 'level: attn_mlp'."
+    )
 
 
 def test_an_slta_anchor_needs_layers_with_branches(make_family: MakeFamily) -> None:

@@ -14,6 +14,7 @@ from support.families import ORIGINAL_CONTEXT, Family
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Streams, decoder_batches, make_batches, of_rank, share
 from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.ends import logits
 
 
 @pytest.fixture
@@ -136,4 +137,4 @@ def test_no_sample_sees_the_length_of_another(architecture: str, rope_type: str)
     edges = {name: model.state_dict()[name] for name in decoder.edge_tensors()}
     for row, states in streams.final():
         expected = copy.deepcopy(model)(torch.tensor([samples[row]]), use_cache=False).logits
-        assert torch.allclose(decoder.logits(states[0][None], edges), expected, atol=1e-4)
+        assert torch.allclose(logits(decoder, states[0][None], edges), expected, atol=1e-4)

@@ -10,8 +10,12 @@ from support import families, reference
 from support.families import LAYERS, PAD
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.decoder import Decoder, LayerCall
+from mergekit_slta.layers.calls import LayerCall
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.ends import embed, logits
+from mergekit_slta.layers.probe import is_causal, padding_matters
 from mergekit_slta.layers.residual import INPUT
+from mergekit_slta.layers.structure import split_problem, structure
 
 LENGTHS = (9, 5)
 TOLERANCE = 2e-5
@@ -41,7 +45,7 @@ def weights_of(decoder: Decoder, state: State, layer: int) -> State:
 
 
 def embedded(decoder: Decoder, state: State, ids: torch.Tensor) -> tuple[torch.Tensor, list[LayerCall]]:
-    return decoder.embed(ids, edges_of(decoder, state))
+    return embed(decoder, ids, edges_of(decoder, state))
 
 
 def layer_outputs(model: Any, path: str, ids: torch.Tensor) -> list[torch.Tensor]:
@@ -77,7 +81,7 @@ def test_layer_by_layer_equals_the_models_own_forward_pass(architecture: str) ->
     for row, length in enumerate(LENGTHS):
         reference.forget(model)
         expected.append(layer_outputs(model, decoder.layers_path, ids[row : row + 1, :length]))
-    for rows in ((0,), (1,)) if decoder.padding_matters(LENGTHS) else ((0, 1),):
+    for rows in ((0,), (1,)) if padding_matters(decoder, LENGTHS) else ((0, 1),):
         hidden, calls = embedded(decoder, state, ids[list(rows), : max(LENGTHS[row] for row in rows)])
         assert len(decoder) == len(calls) == LAYERS
         for layer in range(LAYERS):
@@ -89,9 +93,9 @@ def test_layer_by_layer_equals_the_models_own_forward_pass(architecture: str) ->
             for states, row in zip(hidden, rows, strict=True):
                 assert torch.allclose(states[: LENGTHS[row]], expected[row][layer][0], atol=TOLERANCE)
         if rows[0] == 0:
-            logits = decoder.logits(hidden[:1, : LENGTHS[0]], edges_of(decoder, state))
+            found = logits(decoder, hidden[:1, : LENGTHS[0]], edges_of(decoder, state))
             reference.forget(model)
-            assert torch.allclose(logits, model(ids[:1, : LENGTHS[0]]).logits, atol=TOLERANCE)
+            assert torch.allclose(found, model(ids[:1, : LENGTHS[0]]).logits, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -100,9 +104,9 @@ def test_layer_by_layer_equals_the_models_own_forward_pass(architecture: str) ->
 def test_samples_are_padded_unless_it_matters(architecture: str) -> None:
     """Rotary embeddings that depend on the length matter beyond the original context only."""
     decoder = families.skeleton(architecture)
-    assert decoder.padding_matters((3, 20, 60)) == (architecture in ("llama_dynamic", "phi3_longrope", "gemma4"))
-    assert decoder.padding_matters((3, 5, 8)) == (architecture == "gemma4")
-    assert not decoder.padding_matters((20, 20))
+    assert padding_matters(decoder, (3, 20, 60)) == (architecture in ("llama_dynamic", "phi3_longrope", "gemma4"))
+    assert padding_matters(decoder, (3, 5, 8)) == (architecture == "gemma4")
+    assert not padding_matters(decoder, (20, 20))
 
 
 BERT_DECODER = transformers.BertConfig(
@@ -125,8 +129,8 @@ def test_padding_matters_where_a_token_sees_later_ones(config: transformers.Pret
     model, decoder, _ = opened(config)
     first, other = (model(torch.tensor([[5, 6, last]])).logits[0, 0] for last in (7, 8))
     assert not torch.allclose(first, other, atol=TOLERANCE)  # that it is such a model
-    assert not decoder._probe.causal
-    assert decoder.padding_matters((3, 5))
+    assert not is_causal(decoder)
+    assert padding_matters(decoder, (3, 5))
 
 
 @pytest.mark.parametrize("architecture", families.ARCHITECTURES)
@@ -136,10 +140,10 @@ def test_the_split_into_branches_is_the_one_in_the_table(architecture: str) -> N
     assert decoder.layers_path == split.layers
     for layer, module in enumerate(model.get_submodule(split.layers)):
         children = {name for name, child in module.named_children() if child.state_dict()}  # what tensors belong to
-        structure = decoder.structure(layer)
-        assert structure.branches["attn"] & children == children & set(split.attn)
-        assert structure.branches["mlp"] & children == children & set(split.mlp)
-        assert (structure.mlp_reads == {INPUT}) == split.parallel
+        found = structure(decoder, layer)
+        assert found.branches["attn"] & children == children & set(split.attn)
+        assert found.branches["mlp"] & children == children & set(split.mlp)
+        assert (found.mlp_reads == {INPUT}) == split.parallel
 
 
 @torch.no_grad()
@@ -147,7 +151,7 @@ def test_the_mlp_branch_can_be_given_another_input() -> None:
     model, decoder, state = opened(families.config_of("llama"))
     hidden, calls = embedded(decoder, state, padded_ids())
     weights = weights_of(decoder, state, 0)
-    mlp_reads = decoder.structure(0).mlp_reads
+    mlp_reads = structure(decoder, 0).mlp_reads
     own = decoder.run(0, weights, hidden, calls[0], mlp_reads=mlp_reads)
     assert own.terms is not None and own.mlp_input is not None
     assert torch.allclose(own.mlp_input, hidden + own.terms["self_attn"], atol=TOLERANCE)
@@ -164,7 +168,7 @@ def test_replayed_children_give_the_same_run() -> None:
     _, decoder, state = opened(families.config_of("gemma2"))
     hidden, calls = embedded(decoder, state, padded_ids())
     weights = weights_of(decoder, state, 1)
-    attention = decoder.structure(1).branches["attn"]
+    attention = structure(decoder, 1).branches["attn"]
     first = decoder.run(1, weights, hidden, calls[1])
     without_attention = {
         name: torch.full_like(tensor, torch.nan) if name.partition(".")[0] in attention else tensor
@@ -213,13 +217,13 @@ def test_a_layer_that_does_not_split_runs_whole() -> None:
 def test_a_layer_that_does_not_split_is_refused_by_name_with_what_to_use_instead() -> None:
     _, decoder, _ = opened(UNSPLIT)
     with pytest.raises(SltaError, match=r"Layer 0 \(BloomBlock\).*level: layer"):
-        decoder.structure(0)
-    problem = decoder.split_problem(1)
+        structure(decoder, 0)
+    problem = split_problem(decoder, 1)
     assert problem is not None and problem.startswith("Layer 1 (BloomBlock)") and "level" not in problem
 
 
 def test_a_layer_that_splits_has_no_problem_with_it() -> None:
-    assert families.skeleton("llama").split_problem(0) is None
+    assert split_problem(families.skeleton("llama"), 0) is None
 
 
 T5 = transformers.T5Config(d_model=16, num_layers=2, architectures=["T5ForConditionalGeneration"])

@@ -10,24 +10,9 @@ from support import reference, synthetic
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.reports import analysis as module
-from mergekit_slta.reports.analysis import Place, analyse, kinds_of, place_of, pooled, short_names
+from mergekit_slta.reports.analysis import analyse, kinds_of, pooled, short_names
 from mergekit_slta.slta.solver import bootstrap_counts, solve
 from mergekit_slta.slta.statistics import Statistics
-
-
-@pytest.mark.parametrize(
-    ("name", "place"),
-    [
-        ("model", Place(None, "model", None)),
-        ("layer.12", Place(12, "layer", None)),
-        ("layer.0.attn", Place(0, "attn", None)),
-        ("layer.3.head.11", Place(3, "head", 11)),
-        ("layer.3.self_attn.q_proj", Place(3, "self_attn.q_proj", None)),
-        ("layer.3.mlp.experts.7.down_proj", Place(3, "mlp.experts.down_proj", 7)),
-    ],
-)
-def test_places(name: str, place: Place) -> None:
-    assert place_of(name) == place
 
 
 def test_kinds_keep_the_order() -> None:

@@ -24,13 +24,13 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.submodules import TensorWeights
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Expert, Recipe, SltaSettings
 from mergekit_slta.slta import plain_recipe as module
 from mergekit_slta.slta.measure import measured_statistics
 from mergekit_slta.slta.plain_recipe import PlannedTensor, plain_recipe, planned_tensors, weight_settings
 from mergekit_slta.slta.statistics import Statistics
+from mergekit_slta.slta.weights import TensorWeights
 
 # Runs merges where mergekit-slta cannot be imported: arguments are recipe, output, recipe, output ...
 STOCK = """
@@ -161,7 +161,7 @@ def config_of(architecture: str) -> PretrainedConfig:
 
 def random_weights(config: PretrainedConfig, level: str, edges: str) -> TensorWeights:
     decoder = Decoder(config)
-    return TensorWeights(decoder, level, synthetic.random_alpha(decoder, level), edges)
+    return TensorWeights(decoder, level, synthetic.solutions(synthetic.random_alpha(decoder, level)), edges)
 
 
 def mergekit_weight(setting: Any, tensor: PlannedTensor, layers: int) -> float:

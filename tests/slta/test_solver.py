@@ -172,3 +172,13 @@ def test_bootstrap_of_equal_samples_has_no_spread() -> None:
     gram = random_deltas().grams()[:3].sum(0)
     grams = gram.expand(6, EXPERTS, EXPERTS)
     assert bootstrap(grams, torch.tensor([0, 0, 1, 1, 2, 2]), 10).std(0).max() < 1e-9
+
+
+def test_an_expert_that_changes_no_feature_of_a_task_that_counts_is_not_measured() -> None:
+    deltas = random_deltas()
+    for sample, task in zip(deltas.samples, deltas.task, strict=True):
+        sample[0] = 0
+        sample[1] *= task == 2
+    grams = deltas.grams()
+    assert solve(grams, tasks(deltas)).measured.tolist() == [False, True, True]
+    assert solve(grams, tasks(deltas), task_weights=[1, 1, 0]).measured.tolist() == [False, False, True]

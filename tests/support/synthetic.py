@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.submodules import layer_submodules
+from mergekit_slta.slta.solver import SubmoduleSolution
 from mergekit_slta.slta.statistics import (
     CalibrationInfo,
     Fingerprint,
@@ -112,3 +114,13 @@ def random_alpha(decoder: Decoder, level: str, experts: int = 2) -> dict[str, to
     names = [name for layer in range(len(decoder)) for name in layer_submodules(decoder, level, layer)] or ["model"]
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(experts, generator=generator, dtype=torch.float64) for name in names}
+
+
+def solutions(alpha: Mapping[str, torch.Tensor]) -> dict[str, SubmoduleSolution]:
+    """Merging weights [T] of submodules as if they had been solved for, every expert changing all features."""
+    return {
+        name: SubmoduleSolution(
+            weights, torch.ones_like(weights), math.nan, len(weights), torch.ones(len(weights)).bool()
+        )
+        for name, weights in alpha.items()
+    }

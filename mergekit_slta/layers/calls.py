@@ -1,0 +1,125 @@
+"""How a model calls its decoder layers: what it gives to each of them, and what it gets back.
+
+A layer can be run by itself once it is known what the model calls it with. To find out, ``stand_ins`` puts a function
+in the place of every layer while the model runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from mergekit_slta.errors import SltaError
+from mergekit_slta.layers.residual import plain
+
+Weights = Mapping[str, torch.Tensor]
+# What layers have handed to later layers in a dictionary that the model gives to all of them: tensors [B, ...] by the
+# argument that the dictionary is (its position or name), the key in it, and, for a tuple of tensors, the index.
+State = Mapping[tuple[Any, ...], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """The arguments that a model has called a layer with, except the hidden states."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def arguments(self) -> dict[Any, Any]:
+        """All arguments, by position or name."""
+        return dict(enumerate(self.args)) | self.kwargs
+
+    @property
+    def shares(self) -> bool:
+        """Whether a dictionary is among the arguments, by which layers may hand tensors to later layers."""
+        return any(isinstance(value, MutableMapping) for value in self.arguments.values())
+
+    def own(self, state: State) -> LayerCall:
+        """The same call with dictionaries of its own, in which ``state`` is entered."""
+        arguments = self.arguments
+        for argument, value in arguments.items():
+            if isinstance(value, MutableMapping):
+                arguments[argument] = copy.copy(value)
+        for path in sorted(state, key=lambda path: path[2:]):
+            argument, key, *index = path
+            before = arguments[argument].get(key, ())[: index[0]] if index else ()
+            arguments[argument][key] = (*before, state[path]) if index else state[path]
+        args = tuple(arguments.pop(position) for position in range(len(self.args)))
+        return LayerCall(args, arguments)
+
+    def entered(self, before: LayerCall) -> State:
+        """What the layer has entered into the dictionaries of this call, which was ``before``.
+
+        Raises:
+            SltaError: it is neither a tensor nor a tuple of tensors.
+        """
+        found: dict[tuple[Any, ...], torch.Tensor] = {}
+        earlier = before.arguments
+        for argument, value in self.arguments.items():
+            if not isinstance(value, MutableMapping):
+                continue
+            for key, entry in value.items():
+                if key in earlier[argument] and earlier[argument][key] is entry:
+                    continue
+                parts: dict[tuple[Any, ...], Any] = {(argument, key): entry}
+                if isinstance(entry, tuple):
+                    parts = {(argument, key, index): part for index, part in enumerate(entry)}
+                for path, part in parts.items():
+                    if not isinstance(part, torch.Tensor):
+                        raise SltaError(
+                            f"A layer hands a {type(part).__name__} to later layers, in '{argument}', which cannot be "
+                            "kept between layers, so no level applies: use 'merge_method: sftm'."
+                        )
+                    found[path] = plain(part)
+        return found
+
+
+# Gives what a layer returns, from its index, its hidden states and its call.
+LayerForward = Callable[[int, torch.Tensor, LayerCall], Any]
+
+
+@contextlib.contextmanager
+def stand_ins(layers: torch.nn.ModuleList, forward: LayerForward) -> Iterator[None]:
+    """Let every layer return what ``forward`` gives, which may run the layer itself."""
+
+    def stand_in(index: int, *args: Any, **kwargs: Any) -> Any:
+        hidden = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
+        del layers[index].forward
+        try:
+            return forward(index, plain(hidden), LayerCall(args[1:], kwargs))
+        finally:
+            layers[index].forward = functools.partial(stand_in, index)
+
+    for index, layer in enumerate(layers):
+        layer.forward = functools.partial(stand_in, index)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+class Made(torch.Tensor):
+    """Something that a stand-in has returned, or that was computed from it."""
+
+
+def hidden_of(returned: Any) -> Any:
+    """The hidden states in what a layer returns, which may hold more."""
+    return returned[0] if isinstance(returned, (tuple, list)) else returned
+
+
+def returned_like(returned: Any, hidden: torch.Tensor) -> Any:
+    """What a layer returns in the form of ``returned``, with other hidden states; all of it marked as ``Made``."""
+    made = hidden.as_subclass(Made)
+    if not isinstance(returned, (tuple, list)):
+        return made
+    rest = [tree_map(lambda v: v.as_subclass(Made) if isinstance(v, torch.Tensor) else v, v) for v in returned[1:]]
+    return type(returned)([made, *rest])

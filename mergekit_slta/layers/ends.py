@@ -1,0 +1,227 @@
+"""What a model computes before its first decoder layer and after its last one.
+
+``embed`` turns token ids into the first layer's input and captures how the model calls each layer; ``logits`` and
+``head_input`` go on from the last layer's output. In both, stand-ins take the place of the layers and return what a
+layer of that type returns, be it the hidden states or more. To know that, one layer of each type runs first, in
+``try_layers``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from mergekit_slta.errors import SltaError, first_line
+from mergekit_slta.layers.calls import LayerCall, LayerForward, Made, State, Weights, returned_like, stand_ins
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.placeholders import zeros
+from mergekit_slta.layers.recording import LayerRun, Reached
+
+
+def embedding_tensors(decoder: Decoder) -> list[str]:
+    """The model's names of the edge tensors that ``embed`` needs: all but the output head's."""
+    return [name for name in decoder.edge_tensors() if name.startswith(decoder.body_path)]
+
+
+def embed(decoder: Decoder, token_ids: torch.Tensor, edges: Weights) -> tuple[torch.Tensor, list[LayerCall]]:
+    """Run everything before the first layer, and capture how the model calls each layer.
+
+    Right padding needs no mask where ``padding_matters`` denies it.
+
+    Args:
+        decoder: the model's decoder.
+        token_ids: [B, S] int64.
+        edges: tensors outside the layers, by the model's names.
+
+    Returns:
+        The first layer's input [B, S, D] and one call per layer.
+
+    Raises:
+        SltaError: the layers need more than the hidden states that the layer before returns.
+    """
+    returned = decoder.once(trial).returned
+    return _capture(decoder, token_ids, edges, lambda layer, hidden, call: returned[layer])
+
+
+def _capture(
+    decoder: Decoder, token_ids: torch.Tensor, edges: Weights, returned: LayerForward
+) -> tuple[torch.Tensor, list[LayerCall]]:
+    """``embed``, with stand-ins that return what is in the form of ``returned``."""
+    inputs: list[torch.Tensor] = []
+    calls: list[LayerCall] = []
+    handed: list[torch.Tensor] = []
+
+    def hand_on(layer: int, hidden: torch.Tensor, call: LayerCall) -> Any:
+        inputs.append(hidden.as_subclass(torch.Tensor))
+        calls.append(call)
+        form = returned(layer, inputs[0], call)
+        if not handed:  # values that show any change of them
+            handed.append(torch.arange(1.0, hidden.numel() + 1, device=decoder.device).view(hidden.shape))
+        return returned_like(form, handed[0])
+
+    weights = {name.removeprefix(decoder.body_path): edges[name] for name in embedding_tensors(decoder)}
+    kwargs = {"input_ids": token_ids.to(decoder.device), "use_cache": False}
+    decoder.fresh.restore()
+    with stand_ins(decoder.layers, hand_on), torch.no_grad():
+        torch.func.functional_call(decoder.body, weights, kwargs=kwargs)
+    if len(calls) != len(decoder):
+        problem = f"does not call its {len(decoder)} decoder layers one after the other ({len(calls)} calls)"
+    elif inputs[0].ndim != 3:
+        problem = "hands its decoder layers more than one hidden state per token"
+    elif inputs[0].shape[:2] != token_ids.shape:
+        problem = "hands its decoder layers other positions than the tokens'"
+    elif any(isinstance(leaf, Made) for call in calls for leaf in tree_leaves((call.args, call.kwargs))):
+        problem = "hands its decoder layers more of earlier layers than the hidden states"
+    elif not all(torch.equal(given, handed[0]) for given in inputs[1:]):
+        problem = "changes the hidden states between its decoder layers"
+    else:
+        return inputs[0], calls
+    raise SltaError(f"{decoder.name} {problem}, so no level applies to it; it can be merged with 'merge_method: sftm'.")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What the layers of a model did with made-up weights on two tokens.
+
+    Attributes:
+        returned: what the first layer of each layer's type returned.
+        state: what layers hand to later layers, for one sample.
+    """
+
+    returned: list[Any]
+    state: State
+
+
+def trial(decoder: Decoder) -> Trial:
+    """Try the layers with weights that are all zero, which cost nothing."""
+    return try_layers(decoder, torch.zeros(1, 2, dtype=torch.int64), zeros)
+
+
+def try_layers(decoder: Decoder, token_ids: torch.Tensor, fill: Callable[[Weights, torch.device], Weights]) -> Trial:
+    """Run the first layer of each type on the embedded tokens [B, 2], with weights that ``fill`` makes up."""
+    types = _types(decoder)
+    found: dict[Any, Any] = {}
+    state: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def run(layer: int, hidden: torch.Tensor, call: LayerCall) -> Any:
+        if types[layer] not in found:
+            weights, run = fill(decoder.layers[layer].state_dict(), decoder.device), LayerRun()
+            found[types[layer]] = decoder.call(run, layer, weights, hidden, call.own(state))
+            state.update(run.state)
+        return found[types[layer]]
+
+    _capture(decoder, token_ids, fill(edge_state(decoder), decoder.device), run)
+    return Trial([found.get(kind) for kind in types], {path: tensor[:1] for path, tensor in state.items()})
+
+
+def _types(decoder: Decoder) -> list[Any]:
+    """What tells layers apart: their kind, and the choices among what it can do (a window, states to share)."""
+    names = getattr(decoder.model.config.get_text_config(), "layer_types", None) or [None] * len(decoder)
+    choices = [tuple(map(_choices, layer.modules())) for layer in decoder.layers]
+    return list(zip(decoder.first_of_kind, names, choices, strict=True))
+
+
+def _choices(module: torch.nn.Module) -> tuple[Any, ...]:
+    """What a module is told to do by flags and names."""
+    return tuple(
+        (name, value if isinstance(value, bool | str) else type(value))
+        for name, value in vars(module).items()
+        if not name.startswith("_") and isinstance(value, bool | str | int | None)
+    )
+
+
+def edge_state(decoder: Decoder) -> Weights:
+    """The tensors outside the layers, without values."""
+    state = decoder.model.state_dict()
+    return {name: state[name] for name in decoder.edge_tensors()}
+
+
+def logits(decoder: Decoder, hidden: torch.Tensor, edges: Weights) -> torch.Tensor:
+    """Run everything after the last layer on its output [B, S, D]; returns [B, S, V]."""
+    return _run_tail(decoder, hidden, edges).logits.as_subclass(torch.Tensor)
+
+
+def tail_tensors(decoder: Decoder) -> list[str]:
+    """The model's names of the edge tensors that ``head_input`` needs: all but the embedding and the head."""
+    embedding, head = decoder.model.get_input_embeddings(), decoder.model.get_output_embeddings()
+    left_out = {id(embedding.weight), *(id(tensor) for tensor in head.parameters())}
+    state = decoder.model.state_dict(keep_vars=True)
+    return [name for name in decoder.edge_tensors() if id(state[name]) not in left_out]
+
+
+def head_input(decoder: Decoder, hidden: torch.Tensor, edges: Weights) -> torch.Tensor:
+    """What the output head is given for the last layer's output [B, S, D]; returns [B, S, D].
+
+    Args:
+        decoder: the model's decoder.
+        hidden: [B, S, D].
+        edges: the tensors that ``tail_tensors`` names.
+
+    Raises:
+        SltaError: the head is given something else, or is not called.
+    """
+    head = decoder.model.get_output_embeddings()
+    embedding: Any = decoder.model.get_input_embeddings()
+    name = next(name for name, weight in decoder.model.named_parameters() if weight is embedding.weight)
+    rows, columns = embedding.weight.shape
+    edges = {**edges, name: torch.full((1, columns), torch.nan, device=decoder.device).expand(rows, columns)}
+    given: list[torch.Tensor] = []
+
+    def stop(states: torch.Tensor) -> torch.Tensor:
+        given.append(states.as_subclass(torch.Tensor))
+        raise Reached
+
+    head.forward = stop
+    try:
+        _run_tail(decoder, hidden, edges)
+    except Reached:
+        pass
+    else:
+        raise SltaError(f"{decoder.name} does not call its output head: set 'head: false'.")
+    finally:
+        del head.forward
+    if given[0].isnan().any() and not hidden.isnan().any():
+        raise SltaError(
+            f"'level: model' does not apply to {decoder.name}: it computes its logits from more than the output of its "
+            "last decoder layer. Use 'level: layer', or 'head: false' for featcal."
+        )
+    return given[0]
+
+
+def tail_problem(decoder: Decoder) -> str | None:
+    """Why the logits cannot be computed from the last layer's output alone."""
+    return decoder.once(_tail_problem)
+
+
+def _tail_problem(decoder: Decoder) -> str | None:
+    if decoder.model.get_output_embeddings() is None:
+        return None
+    edges = zeros(edge_state(decoder), decoder.device)
+    inputs, _ = embed(decoder, torch.zeros(1, 2, dtype=torch.int64), edges)
+    try:
+        head_input(decoder, inputs, {name: edges[name] for name in tail_tensors(decoder)})
+    except SltaError as error:
+        return error.message
+    except Exception as error:  # a model's own code may raise anything
+        return (
+            f"'level: model' does not apply to {decoder.name}: it cannot compute its logits from the output of its "
+            f"last decoder layer alone ({first_line(error)}). Use 'level: layer', or 'head: false' for featcal."
+        )
+    return None
+
+
+def _run_tail(decoder: Decoder, hidden: torch.Tensor, edges: Weights) -> Any:
+    token_ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=decoder.device)
+    returned, last = decoder.once(trial).returned, len(decoder) - 1
+
+    def output(layer: int, given: torch.Tensor, call: LayerCall) -> Any:
+        return returned_like(returned[layer], hidden if layer == last else torch.full_like(hidden, torch.nan))
+
+    with stand_ins(decoder.layers, output), torch.no_grad():
+        return torch.func.functional_call(
+            decoder.model, dict(edges), kwargs={"input_ids": token_ids, "use_cache": False}
+        )

@@ -1,0 +1,123 @@
+"""What a model does to tokens, found by trial: runs with made-up weights on a few tokens.
+
+``trace`` shows how a layer's modules call each other; ``padding_matters`` whether samples of different lengths can run
+side by side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from mergekit_slta.errors import SltaError
+from mergekit_slta.layers.calls import LayerCall, hidden_of
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.ends import edge_state, embed, trial, try_layers
+from mergekit_slta.layers.placeholders import random_numbers, zeros
+from mergekit_slta.layers.recording import LayerRun
+from mergekit_slta.layers.residual import plain
+
+# Of the largest number: what rounding may change of a token's hidden state.
+CAUSAL_TOLERANCE = 1e-3
+PREFIX_TOLERANCE = 1e-5
+
+
+def trace(decoder: Decoder, layer: int, watch: Collection[str] = ()) -> LayerRun:
+    """Run a layer on two tokens with weights that are all zero, to see how its modules call each other.
+
+    Args:
+        decoder: the layer's decoder.
+        layer: the layer's index.
+        watch: paths of the modules inside the layer whose inputs and outputs are wanted.
+
+    Raises:
+        SltaError: the model's layers cannot be run one at a time.
+    """
+    with _explained(decoder):
+        edges = zeros(edge_state(decoder), decoder.device)
+        hidden, calls = embed(decoder, torch.zeros(1, 2, dtype=torch.int64), edges)
+        call = calls[layer].own(decoder.once(trial).state) if calls[layer].shares else calls[layer]
+        weights = zeros(decoder.layers[layer].state_dict(), decoder.device)
+        return decoder.run(layer, weights, hidden, call, capture=watch, keep=watch)
+
+
+@contextlib.contextmanager
+def _explained(decoder: Decoder) -> Iterator[None]:
+    """Say of whatever a model's own code raises that its layers cannot be run one at a time."""
+    try:
+        yield
+    except SltaError:
+        raise
+    except Exception as error:
+        raise SltaError(
+            f"The layers of {decoder.name} cannot be run one at a time ({type(error).__name__}: {error}), so no level "
+            "applies to it; it can be merged with 'merge_method: sftm'."
+        ) from error
+
+
+def padding_matters(decoder: Decoder, lengths: Collection[int]) -> bool:
+    """Whether samples of these lengths may get other features side by side, right-padded, than each one alone.
+
+    They do where a token sees later ones, where rotary embeddings depend on the length, and, since nobody knows
+    where the padding is in it, where layers hand more than hidden states to later layers.
+
+    Raises:
+        SltaError: the model's layers cannot be run one at a time.
+    """
+    ordered = sorted({max(length, 2) for length in lengths})  # of one token no position shows
+    if len(set(lengths)) < 2 or len(ordered) < 2:
+        return False
+    with _explained(decoder), torch.no_grad():
+        if decoder.once(trial).state or not decoder.once(is_causal):
+            return True
+        # Where frequencies change with the length, they do so beyond some length: the second longest sample shows
+        # whether the longest is there too, the shortest whether some are not.
+        return any(decoder.once(_length_matters, short, ordered[-1]) for short in {ordered[0], ordered[-2]})
+
+
+def is_causal(decoder: Decoder) -> bool:
+    """Whether no token sees a later one, from two samples that differ in the second of two tokens."""
+    config = decoder.model.config.get_text_config()
+    padding = getattr(config, "pad_token_id", None)  # by which some models count positions
+    first, second, other = [token for token in range(4) if token != padding][:3]
+    tried = try_layers(decoder, torch.tensor([[first, second], [first, other]]), random_numbers)
+    pairs = [plain(hidden_of(returned))[:, 0] for returned in tried.returned]
+    return all(bool((one - two).abs().max() <= CAUSAL_TOLERANCE * one.abs().max()) for one, two in pairs)
+
+
+def _length_matters(decoder: Decoder, short: int, long: int) -> bool:
+    """Whether the calls of the layers differ where a short and a long sample have the same tokens."""
+    token_ids, edges = torch.zeros(1, long, dtype=torch.int64), random_numbers(edge_state(decoder), decoder.device)
+    calls = [embed(decoder, token_ids[:, :length], edges)[1] for length in (short, long)]
+    pairs = {(id(own), id(other)): (own, other) for own, other in _pairs(*calls)}
+    return not all(_is_prefix(own, other) for own, other in pairs.values())
+
+
+def _pairs(own: Any, other: Any) -> Iterator[tuple[Any, Any]]:
+    """What stands in the same places of two layers' calls."""
+    if isinstance(own, LayerCall):
+        own, other = own.arguments, other.arguments
+    if isinstance(own, Mapping) and isinstance(other, Mapping):
+        own, other = list(own.values()), list(other.values())
+    if isinstance(own, list | tuple) and isinstance(other, list | tuple) and len(own) == len(other):
+        for parts in zip(own, other, strict=True):
+            yield from _pairs(*parts)
+    else:
+        yield own, other
+
+
+def _is_prefix(own: Any, other: Any) -> bool:
+    """Whether a tensor is what stands at the beginning of another one, in each dimension.
+
+    What is no number does not matter: where a mask is left out, or has more than one sample would need.
+    """
+    whole = (torch.bool, torch.int32, torch.int64)
+    if not any(isinstance(value, torch.Tensor) and value.dtype not in whole for value in (own, other)):
+        return True
+    if not isinstance(own, torch.Tensor) or not isinstance(other, torch.Tensor) or own.ndim != other.ndim:
+        return False
+    other = other[tuple(map(slice, own.shape))]
+    return own.shape == other.shape and torch.allclose(own, other, rtol=PREFIX_TOLERANCE, atol=PREFIX_TOLERANCE)

@@ -1,0 +1,98 @@
+"""The levels and the names of their submodules: every name is made and taken apart here.
+
+A submodule is a part of the model that takes merging weights of its own; a level says which parts these are
+(sections 2.2, A.3.5 and A.5.5 of arXiv 2504.10902):
+
+    model      model                               the whole model
+    layer      layer.3                             each decoder layer
+    attn_mlp   layer.3.attn, layer.3.mlp           the two branches of each layer
+    head_mlp   layer.3.head.2, layer.3.mlp         each attention head, and the MLP branch
+    linear     layer.3.self_attn.q_proj            each linear map, by its path in the layer
+               layer.3.mlp.experts.4.gate_up_proj  one expert's map where a mixture holds them in one tensor
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Level = Literal["model", "layer", "attn_mlp", "head_mlp", "linear"]
+Edges = Literal["base", "mean"]
+LEVELS: tuple[Level, ...] = get_args(Level)
+
+_PATTERNS = {
+    "model": r"model",
+    "layer": r"layer\.\d+",
+    "attn_mlp": r"layer\.\d+\.(attn|mlp)",
+    "head_mlp": r"layer\.\d+\.(head\.\d+|mlp)",
+    "linear": r"layer\.\d+\.(?!(attn|mlp|head\.\d+)$).+",
+}
+
+
+def submodule_name(layer: int, part: str = "") -> str:
+    """The name of a part of a layer, such as a branch or the path of a linear map; of the whole layer without one."""
+    return f"layer.{layer}.{part}" if part else f"layer.{layer}"
+
+
+def head_part(head: int) -> str:
+    """An attention head as a part of its layer."""
+    return f"head.{head}"
+
+
+def fused_map_part(module: str, expert: int, tensor: str) -> str:
+    """The map of one expert of a mixture as a part of its layer, where a module's tensor holds those of all experts."""
+    return f"{module}.{expert}.{tensor}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a submodule: its layer, its kind, and its number if a layer has several of its kind."""
+
+    layer: int | None
+    kind: str
+    member: int | None
+
+
+def place_of(name: str) -> Place:
+    match = re.fullmatch(r"layer\.(\d+)(?:\.(.+))?", name)
+    if match is None:
+        return Place(None, name, None)
+    inside = match[2] or "layer"
+    number = re.search(r"(?<![^.])\d+(?![^.])", inside)
+    kind = inside.replace(f".{number[0]}", "", 1) if number else inside
+    return Place(int(match[1]), kind, int(number[0]) if number else None)
+
+
+def belongs(name: str, level: str) -> bool:
+    """Whether a level has submodules of such a name."""
+    return re.fullmatch(_PATTERNS[level], name) is not None
+
+
+def sort_key(name: str) -> tuple[object, ...]:
+    """Sorts names by the numbers of layers, heads and experts, and by all else in alphabetical order."""
+    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split("."))
+
+
+def covers(names: Collection[str], level: str, num_layers: int) -> bool:
+    """Whether names hold a level's submodules of every layer of a model, and of no other.
+
+    Which linear maps a layer has only the model knows, so that one for each layer is enough.
+    """
+    if level == "model":
+        return "model" in names
+    layers: dict[int, set[str]] = {}
+    for name in names:
+        if belongs(name, level):
+            _, layer, *part = name.split(".", 2)
+            layers.setdefault(int(layer), set()).update(part)
+    return layers.keys() == set(range(num_layers)) and all(_is_whole(level, parts) for parts in layers.values())
+
+
+def _is_whole(level: str, parts: set[str]) -> bool:
+    if level == "attn_mlp":
+        return parts == {"attn", "mlp"}
+    if level == "head_mlp":
+        return len(parts) > 1 and parts == {"mlp", *map(head_part, range(len(parts) - 1))}
+    return True

@@ -1,0 +1,126 @@
+"""Which merging weights every tensor of the model takes, from those of the submodules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from mergekit_slta.errors import SltaError
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.heads import find_heads
+from mergekit_slta.layers.maps import linear_maps
+from mergekit_slta.layers.structure import structure
+from mergekit_slta.layers.submodules import layer_submodules, resolve_name
+from mergekit_slta.levels import head_part, submodule_name
+from mergekit_slta.slta.solver import SubmoduleSolution
+
+
+class TensorWeights:
+    """The merging weights of every tensor.
+
+    Args:
+        decoder: the model's decoder.
+        level: the level of the solutions.
+        solutions: the merging weights [T] of each submodule of the level.
+        edges: ``base`` keeps the base model's tensors outside the decoder layers, ``mean`` gives them the mean of
+            all submodules' weights.
+    """
+
+    def __init__(
+        self, decoder: Decoder, level: str, solutions: Mapping[str, SubmoduleSolution], edges: str = "base"
+    ) -> None:
+        self.decoder = decoder
+        self.level = level
+        self.solutions = solutions
+        mean = torch.stack([solution.alpha for solution in solutions.values()]).mean(0)
+        self.edge_alpha = mean if edges == "mean" or level == "model" else torch.zeros_like(mean)
+        self._maps = [linear_maps(layer) for layer in decoder.layers]
+        for layer in range(len(decoder)):  # traced here, so that several threads may ask afterwards
+            layer_submodules(decoder, level, layer)
+            if level not in ("model", "layer"):
+                structure(decoder, layer)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """The merging weights of a tensor, by its name in a checkpoint or in mergekit's plan.
+
+        Returns:
+            [T], or [T, ...] with the tensor's own dimensions, each full or one, where they differ inside the tensor.
+
+        Raises:
+            SltaError: the tensor belongs to a decoder layer but to none of its modules.
+        """
+        name, mixture_expert = resolve_name(self.decoder, name)
+        path = self.decoder.layers_path + "."
+        if self.level == "model" or not name.startswith(path):
+            return self.edge_alpha
+        number, _, inside = name.removeprefix(path).partition(".")
+        layer = int(number)
+        if self.level == "layer":
+            return self._alpha(layer)
+        if self.level == "linear":
+            return self._of_map(layer, inside, mixture_expert)
+        parts = [self._of_branch(layer, inside, branch) for branch in self._branches(layer, inside)]
+        return torch.stack(parts).mean(0)
+
+    def _alpha(self, layer: int, part: str = "") -> torch.Tensor:
+        return self.solutions[submodule_name(layer, part)].alpha
+
+    def _branches(self, layer: int, inside: str) -> Iterator[str]:
+        """The branches that a tensor feeds."""
+        child = inside.partition(".")[0]
+        branches = [b for b, children in structure(self.decoder, layer).branches.items() if child in children]
+        if not branches:
+            raise SltaError(f"The tensor {inside} of layer {layer} feeds neither of its branches: use 'level: layer'.")
+        return iter(branches)
+
+    def _of_branch(self, layer: int, inside: str, branch: str) -> torch.Tensor:
+        """The weights of a branch, or of heads: query rows and output columns take those of their own head, key and
+        value rows the mean of the heads that share them, and the attention's other tensors the mean of all heads.
+        """
+        if self.level == "attn_mlp" or branch == "mlp":
+            return self._alpha(layer, branch)
+        heads = find_heads(self.decoder, layer)
+        alpha = torch.stack([self._alpha(layer, head_part(head)) for head in range(heads.count)])  # [H, T]
+        output = heads.output
+        if inside == output.weight:
+            columns = self.decoder.layers[layer].state_dict()[inside].shape[0 if output.transposed else 1]
+            spread = alpha.repeat_interleave(columns // heads.count, 0).T  # [T, columns]
+            return spread[:, :, None] if output.transposed else spread[:, None, :]
+        for linear_map in self._maps[layer]:
+            if linear_map.name in heads.rows and inside in (linear_map.weight, linear_map.bias):
+                belongs = heads.rows[linear_map.name].double()
+                rows = (belongs @ alpha / belongs.sum(1, keepdim=True)).T  # [T, rows]
+                if inside == linear_map.bias:
+                    return rows
+                return rows[:, None, :] if linear_map.transposed else rows[:, :, None]
+        return alpha.mean(0)
+
+    def _of_map(self, layer: int, inside: str, mixture_expert: int | None) -> torch.Tensor:
+        """The weights of a linear map, or where the tensor belongs to none, the mean of its branches.
+
+        An expert that changes none of a map's outputs on the samples, though perhaps the map, takes that mean too.
+        """
+        mean = torch.stack([self._branch_mean(layer, branch) for branch in self._branches(layer, inside)]).mean(0)
+        maps = [m for m in self._maps[layer] if inside in (m.weight, m.bias)]
+        if not maps:
+            maps = [m for m in self._maps[layer] if inside.startswith(m.module + ".")]
+        if not maps:
+            return mean
+        found = [self.solutions[submodule_name(layer, linear_map.name)] for linear_map in maps]
+        alpha = torch.stack([torch.where(own.measured, own.alpha, mean) for own in found])  # [1 or mixture, T]
+        if maps[0].expert is None:
+            return alpha[0]
+        if mixture_expert is not None:
+            return alpha[mixture_expert]
+        dimensions = self.decoder.layers[layer].state_dict()[inside].ndim
+        return alpha.T.reshape(*alpha.T.shape, *[1] * (dimensions - 1))
+
+    def _branch_mean(self, layer: int, branch: str) -> torch.Tensor:
+        """Each expert's mean weight over the maps of a branch whose outputs it changes; zero if there is none."""
+        children = structure(self.decoder, layer).branches[branch]
+        names = [m.name for m in self._maps[layer] if m.module.partition(".")[0] in children]
+        found = [self.solutions[submodule_name(layer, name)] for name in names]
+        measured = torch.stack([own.measured for own in found])  # [maps, T]
+        alpha = torch.stack([own.alpha for own in found])
+        return torch.where(measured, alpha, 0.0).sum(0) / measured.sum(0).clamp_min(1)

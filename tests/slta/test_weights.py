@@ -1,0 +1,110 @@
+"""Which merging weights every tensor takes, against the table made by hand."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import MakeFamily
+from safetensors.torch import load_file, save_file
+from support import families, reference
+from support.synthetic import random_alpha, solutions
+
+from mergekit_slta.errors import SltaError
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.levels import LEVELS
+from mergekit_slta.slta.weights import TensorWeights
+
+EXPERTS = 2
+
+
+def opened(architecture: str) -> tuple[Any, Decoder]:
+    config = families.config_of(architecture)
+    model = families.random_model(config)
+    config.architectures = [type(model).__name__]
+    return model, Decoder(config)
+
+
+def has_heads(layer: torch.nn.Module, split: reference.Split) -> bool:
+    """Whether a layer mixes its tokens by attention."""
+    return getattr(layer, split.output.partition(".")[0], None) is not None
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("architecture", families.ARCHITECTURES)
+def test_every_tensor_takes_the_weights_of_the_table(architecture: str, level: str) -> None:
+    model, decoder = opened(architecture)
+    split = reference.SPLITS[architecture]
+    if level == "head_mlp" and not all(has_heads(layer, split) for layer in model.get_submodule(split.layers)):
+        with pytest.raises(SltaError, match="no heads"):
+            random_alpha(decoder, level)
+        return
+    alpha = random_alpha(decoder, level)
+    for edges in ("base", "mean"):
+        weights = TensorWeights(decoder, level, solutions(alpha), edges)
+        for name, tensor in model.state_dict().items():
+            found = weights[name]
+            found = found.view(EXPERTS, *found.shape[1:], *[1] * (tensor.ndim + 1 - found.ndim))
+            expected = reference.tensor_weights(name, tensor, model, alpha, level, split, edges)
+            everywhere = torch.zeros(*tensor.shape, EXPERTS, dtype=torch.float64) + expected
+            assert torch.allclose(found.movedim(0, -1).expand(*tensor.shape, EXPERTS), everywhere, atol=1e-12), name
+
+
+def test_edges_take_the_mean_of_all_submodules_or_nothing() -> None:
+    _, decoder = opened("llama")
+    alpha = random_alpha(decoder, "attn_mlp")
+    for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"):
+        assert not TensorWeights(decoder, "attn_mlp", solutions(alpha))[name].any()
+        mean = torch.stack(list(alpha.values())).mean(0)
+        assert torch.allclose(TensorWeights(decoder, "attn_mlp", solutions(alpha), "mean")[name], mean)
+
+
+def test_at_level_model_edges_are_ignored() -> None:
+    _, decoder = opened("llama")
+    alpha = random_alpha(decoder, "model")
+    for edges in ("base", "mean"):
+        for name in ("model.embed_tokens.weight", "model.layers.2.mlp.up_proj.weight"):
+            assert torch.equal(TensorWeights(decoder, "model", solutions(alpha), edges)[name], alpha["model"])
+
+
+def test_layer_1_is_not_layer_11() -> None:
+    config = families.config_of("llama", num_hidden_layers=12, architectures=["LlamaForCausalLM"])
+    decoder = Decoder(config)
+    alpha = random_alpha(decoder, "layer")
+    weights = TensorWeights(decoder, "layer", solutions(alpha))
+    for layer in (1, 10, 11):
+        assert weights[f"model.layers.{layer}.mlp.up_proj.weight"] is alpha[f"layer.{layer}"]
+
+
+def test_names_of_a_bare_bodys_checkpoint_are_known() -> None:
+    _, decoder = opened("gpt2")
+    alpha = random_alpha(decoder, "attn_mlp")
+    weights = TensorWeights(decoder, "attn_mlp", solutions(alpha))
+    for name in ("h.1.attn.c_attn.weight", "h.1.ln_2.weight"):
+        assert torch.equal(weights[name], weights[f"transformer.{name}"])
+        assert weights[name].any()
+
+
+@torch.no_grad()
+def test_an_expert_whose_change_no_input_excites_takes_its_branchs_weight(
+    make_family: MakeFamily, tmp_path: Path
+) -> None:
+    """The base model's norm lets nothing through in one dimension, and one expert changes a map in that one alone."""
+    family = make_family("llama", records=3, longest=12)
+    norm, key = (f"model.layers.1.{name}.weight" for name in ("post_attention_layernorm", "mlp.up_proj"))
+    base = load_file(family.base / "model.safetensors")
+    base[norm][5] = 0
+    save_file(base, family.base / "model.safetensors", {"format": "pt"})
+    expert = load_file(family.experts[0] / "model.safetensors")
+    expert[key] = base[key].clone()
+    expert[key][:, 5] += 1
+    save_file(expert, family.experts[0] / "model.safetensors", {"format": "pt"})
+    deltas = reference.deltas(family.models(), family.token_ids(), "linear", reference.SPLITS["llama"])
+    alpha = reference.solve(deltas)
+    assert alpha["layer.1.mlp.up_proj"][0] == 0 != alpha["layer.1.mlp.up_proj"][1]
+    branch = (alpha["layer.1.mlp.gate_proj"] + alpha["layer.1.mlp.down_proj"])[0] / 2
+    other = load_file(family.experts[1] / "model.safetensors")
+    expected = base[key] + branch * (expert[key] - base[key])
+    expected += alpha["layer.1.mlp.up_proj"][1] * (other[key] - base[key])
+    merged = families.merge(families.recipe(family, level="linear", samples=3), tmp_path / "merged")
+    assert torch.allclose(load_file(merged / "model.safetensors")[key], expected, atol=1e-5)
