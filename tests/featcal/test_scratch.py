@@ -104,7 +104,7 @@ def test_it_is_in_the_cache_folder(llama: Family) -> None:
     solve(recipe(llama))
     (folder,) = scratch_folders()
     layers = [f"layer-{layer:04d}.safetensors" for layer in range(families.LAYERS)]
-    assert sorted(contents(folder)) == ["edges.safetensors", *layers, "state.json"]
+    assert sorted(contents(folder)) == ["edges.safetensors", *layers, "lock", "state.json"]
 
 
 def test_it_is_where_the_recipe_says(llama: Family, tmp_path: Path) -> None:
