@@ -18,8 +18,7 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.fresh import Fresh
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.recipe import calibration_problems
-from mergekit_slta.slta.statistics import published_name
+from mergekit_slta.recipe.recipe import calibration_problems, published_name
 
 # The logits of a batch, positions times vocabulary, outgrow everything else.
 BATCH_TOKENS = 1024

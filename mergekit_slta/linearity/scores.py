@@ -22,8 +22,7 @@ from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.linearity.interpolation import Grams, Study, count_passes, measure
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.recipe import calibration_problems
-from mergekit_slta.slta.statistics import published_name
+from mergekit_slta.recipe.recipe import calibration_problems, published_name
 
 STEPS = 10
 PAIR_WEIGHTS = (0.2, 0.4, 0.6, 0.8, 1.0)
@@ -277,13 +276,13 @@ def plan_linearity(
     if len(set(names)) < len(names):
         raise SltaError(f"Two experts would get the same name ({', '.join(names)}): rename a folder.")
     return Plan(
-        Decoder(experiment.base.config, experiment.trust_remote_code, experiment.device),
+        experiment.decoder.to(experiment.device),
         [experiment.base, *experiment.experts],
         names,
         [data.token_ids for data in experiment.load_data(experiment.recipe.experts, samples)],
         levels,
         plan_studies(len(names), pairs, triples),
-        experiment.recipe.settings.batch_tokens,
+        experiment.settings.batch_tokens,
     )
 
 

@@ -1,111 +1,25 @@
 """The merge method ``sftm``: Superpose Features from Task Matrices (arXiv 2502.10698, Algorithm 2), without any data.
 
-What a tensor is - linear map, convolution, norm or something else - is read off the module that owns it in
-transformers' own model, built without weights. mergekit passes integer tensors through by itself.
+mergekit passes integer tensors through by itself.
 """
 
+from __future__ import annotations
+
 import functools
-import logging
-import math
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from enum import Enum
-from typing import Annotated, Any
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-import transformers
-from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
-from mergekit.merge_methods import InputContract, MergeMethodSpec, TensorGroup
-from mergekit.merge_methods.base import (
-    BasePolicy,
-    OptionalTensorPolicy,
-    ParameterScope,
-    ParameterSpec,
-    TensorMetadata,
-)
-from pydantic import BeforeValidator
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
+from mergekit.merge_methods import TensorGroup
+from mergekit.merge_methods.base import OptionalTensorPolicy, TensorMetadata
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.methods.base import CheckedMethod, not_finite
-from mergekit_slta.models.skeleton import meta_model
+from mergekit_slta.methods.base import FiniteMethod, method_spec, not_finite
+from mergekit_slta.recipe.settings import SftmSettings
+from mergekit_slta.sftm.roles import Role, dotted_tails, model_roles, role_by_shape
 from mergekit_slta.sftm.superpose import merge_task_matrices, trim
-
-LOG = logging.getLogger(__name__)
-
-TORCH_NORMS = (torch.nn.LayerNorm, torch.nn.RMSNorm, torch.nn.GroupNorm, _NormBase)
-
-
-class Role(Enum):
-    """What a tensor is to its model, as far as Algorithm 2 tells tensors apart."""
-
-    LINEAR = "linear map, or a stack of them"
-    CONVOLUTION = "convolution kernel"
-    NORM = "normalization"
-    OTHER = "bias, embedding, output head and all else"
-
-
-def tensor_role(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> Role:
-    """The role of a module's own parameter or buffer.
-
-    Normalizations and embeddings of transformers are classes of their own without a common base, hence told by their
-    class names, and so are a mixture's fused experts [experts, ...]. A matrix named ``weight`` is a linear map in every
-    other module (``Linear``, the transposed ``Conv1D``, routers); other matrices act element by element (Mamba's
-    ``A_log``, tables of positions).
-    """
-    kind = type(module).__name__
-    if isinstance(module, torch.nn.Embedding) or "Embedding" in kind:
-        return Role.OTHER
-    if isinstance(module, TORCH_NORMS) or "Norm" in kind:
-        return Role.NORM
-    if isinstance(module, _ConvNd) and tensor.ndim > 2:
-        return Role.CONVOLUTION
-    if tensor.ndim == 2 and name.endswith("weight"):
-        return Role.LINEAR
-    if tensor.ndim == 3 and "Expert" in kind:
-        return Role.LINEAR
-    return Role.OTHER
-
-
-def role_by_shape(tensor: torch.Tensor, vocabulary_axis: int | None) -> Role:
-    """The role of a tensor that no module is known for: a matrix without a vocabulary is taken for a linear map.
-
-    What has four dimensions or more is taken for a convolution kernel. A vector may be a bias or a norm; it counts as a
-    bias, and so does what has three dimensions (a kernel, a fused mixture or a table of positions).
-    """
-    if tensor.ndim == 2 and vocabulary_axis is None:
-        return Role.LINEAR
-    return Role.CONVOLUTION if tensor.ndim >= 4 else Role.OTHER
-
-
-def dotted_tails(name: str) -> Iterator[str]:
-    """The endings of a dotted name, the longest first, down to a parameter with the name of its module."""
-    parts = name.split(".")
-    for start in range(max(1, len(parts) - 1)):
-        yield ".".join(parts[start:])
-
-
-def tensor_roles(model: transformers.PreTrainedModel) -> dict[str, Role]:
-    """The roles of a model's tensors by name, and by every ending of the names that has but one role.
-
-    Endings serve checkpoints that spell the front of their names otherwise than the model does (with or without the
-    base model's prefix, ``language_model.model.`` for ``model.language_model.``), and sliced recipes, whose output has
-    more layers than the base model.
-    """
-    head = model.get_output_embeddings()
-    head_parameters = {id(parameter) for parameter in head.parameters()} if head is not None else set()
-    named: dict[str, Role] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            role = Role.OTHER if id(tensor) in head_parameters else tensor_role(module, name, tensor)
-            named[f"{path}.{name}" if path else name] = role
-    endings: dict[str, set[Role]] = {}
-    for full_name, role in named.items():
-        for ending in dotted_tails(full_name):
-            endings.setdefault(ending, set()).add(role)
-    return {ending: next(iter(found)) for ending, found in endings.items() if len(found) == 1} | named
 
 
 def merged_task(role: Role, tasks: Iterable[torch.Tensor], density: Sequence[float], rank: int) -> torch.Tensor:
@@ -140,23 +54,7 @@ def task_vectors(group: TensorGroup, start: torch.Tensor, weight: Mapping[Hashab
         yield task
 
 
-def checked_number(name: str, kind: type, valid: Callable[[float], bool], rule: str) -> Any:
-    """The type of a parameter that must satisfy a rule; a value that does not raises an `SltaError`."""
-
-    def check(value: Any) -> Any:
-        try:
-            number = kind(value)
-            accepted = number == float(value) and valid(number)
-        except (TypeError, ValueError, OverflowError):
-            accepted = False
-        if not accepted:
-            raise SltaError(f"'{name}' of merge_method sftm must be {rule}, not {value!r}.")
-        return value
-
-    return Annotated[kind, BeforeValidator(check)]
-
-
-class SftmMethod(CheckedMethod):
+class SftmMethod(FiniteMethod):
     """Superpose Features from Task Matrices: per tensor, data-free, on the tensors' device.
 
     Linear maps and convolutions keep the singular features of every expert's task matrix, biases, embeddings and the
@@ -164,42 +62,9 @@ class SftmMethod(CheckedMethod):
     are ``weight`` (expert − base) in float32 (float64 for float64 tensors), trimmed to the share ``density``.
     """
 
-    spec = MergeMethodSpec(
-        name="sftm",
-        parameters=(
-            ParameterSpec(
-                "lambda",
-                checked_number("lambda", float, math.isfinite, "a finite number"),
-                ParameterScope.SHARED,
-                default=0.6,
-                description="the scaling factor γ of the merged task matrices",
-            ),
-            ParameterSpec(
-                "rank",
-                checked_number("rank", int, lambda rank: rank >= 0, "a whole number, 0 (full rank) or above"),
-                ParameterScope.SHARED,
-                default=0,
-                description="how many singular features of a task matrix to keep; 0 keeps all",
-            ),
-            ParameterSpec(
-                "weight",
-                checked_number("weight", float, math.isfinite, "a finite number"),
-                ParameterScope.NON_BASE,
-                default=1.0,
-                description="multiplies the expert's task vectors",
-            ),
-            ParameterSpec(
-                "density",
-                checked_number("density", float, lambda share: 0 < share <= 1, "above 0 and at most 1"),
-                ParameterScope.NON_BASE,
-                default=0.2,
-                description="the share η of every task vector's entries to keep, the largest by magnitude",
-            ),
-        ),
-        contract=InputContract(base=BasePolicy.REQUIRED, min_non_base=1),
-        pretty_name="SFTM",
-        reference_url="https://arxiv.org/abs/2502.10698",
-        optional_tensor_policy=OptionalTensorPolicy.PASSTHROUGH_BASE_SINGLETON,
+    settings = SftmSettings
+    spec = method_spec(
+        SftmSettings, "SFTM", "2502.10698", optional_tensor_policy=OptionalTensorPolicy.PASSTHROUGH_BASE_SINGLETON
     )
 
     def __init__(self) -> None:
@@ -242,19 +107,3 @@ class SftmMethod(CheckedMethod):
             roles = self._roles[base]
         known = (roles[ending] for ending in dotted_tails(metadata.name or "") if ending in roles)
         return next(known, None) or role_by_shape(tensor, metadata.vocabulary_axis)
-
-
-def model_roles(base: Hashable, trust_remote_code: bool) -> Mapping[str, Role]:
-    """The roles of the base model's tensors; none, and a warning, where transformers cannot build the model."""
-    try:
-        if not isinstance(base, ModelReference):
-            raise SltaError("the tensors come without a model")
-        return tensor_roles(meta_model(base.config(trust_remote_code), trust_remote_code))
-    except Exception as error:
-        LOG.warning(
-            "sftm cannot see the structure of %s (%s). It goes by the shapes of its tensors: matrices are merged as "
-            "linear maps, norms as biases.",
-            base,
-            error,
-        )
-        return {}

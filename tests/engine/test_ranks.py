@@ -254,7 +254,7 @@ import os, pathlib, sys, time
 import torch.distributed as dist
 from mergekit_slta.checks import examine
 
-examine = examine.examine
+look = examine.examine
 waiting = pathlib.Path(__file__).with_name("waiting")
 
 def late(*arguments, **purpose):
@@ -262,7 +262,7 @@ def late(*arguments, **purpose):
         while not waiting.exists():
             time.sleep(0.01)
         assert not any(map(pathlib.Path.exists, map(pathlib.Path, (sys.argv[3], sys.argv[5])))), "rank 0 writes already"
-    return examine(*arguments, **purpose)
+    return look(*arguments, **purpose)
 
 def marked(operation):
     def run(*arguments, **more):
@@ -296,10 +296,10 @@ REFUSING_ON_RANK_1 = """
 import os
 from mergekit_slta.checks import examine
 
-examine = examine.examine
+look = examine.examine
 
 def full(*arguments, **purpose):
-    found = examine(*arguments, **purpose)
+    found = look(*arguments, **purpose)
     if os.environ["RANK"] == "1":
         found.problems.append("the disk of rank 1 is full")
     return found

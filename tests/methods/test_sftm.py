@@ -21,9 +21,11 @@ from mergekit.scripts.run_yaml import main as mergekit_yaml
 from support.sftm_reference import dense_merge
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.methods import registry, sftm
-from mergekit_slta.methods.sftm import Role, SftmMethod, role_by_shape, tensor_roles
+from mergekit_slta.methods import registry
+from mergekit_slta.methods.sftm import SftmMethod
 from mergekit_slta.models.skeleton import meta_model
+from mergekit_slta.sftm import roles
+from mergekit_slta.sftm.roles import Role, role_by_shape, tensor_roles
 
 Config = transformers.PretrainedConfig
 VOCABULARY: dict[str, Any] = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -212,13 +214,13 @@ def test_works_on_bfloat16_checkpoints(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("own", "shared", "words"),
     [
-        ({"density": 0}, {}, r"'density'.*above 0 and at most 1, not 0"),
+        ({"density": 0}, {}, r"'density'.*greater than 0, not 0"),
         ({"density": 1.2}, {}, r"'density'.*not 1\.2"),
         ({"density": "some"}, {}, r"'density'.*not 'some'"),
         ({"weight": float("nan")}, {}, r"'weight'.*finite number, not nan"),
         ({}, {"lambda": float("inf")}, r"'lambda'.*finite number, not inf"),
-        ({}, {"rank": -1}, r"'rank'.*whole number.*not -1"),
-        ({}, {"rank": 2.5}, r"'rank'.*whole number.*not 2\.5"),
+        ({}, {"rank": -1}, r"'rank'.*greater than or equal to 0, not -1"),
+        ({}, {"rank": 2.5}, r"'rank'.*integer.*not 2\.5"),
     ],
 )
 def test_refuses_a_wrong_value_in_one_sentence(
@@ -346,7 +348,7 @@ def test_a_model_that_transformers_cannot_build_merges_by_shapes(
     def refuse(*arguments: Any) -> None:
         raise SltaError("no such architecture")
 
-    monkeypatch.setattr(sftm, "meta_model", refuse)
+    monkeypatch.setattr(roles, "meta_model", refuse)
     family = write_family("llama", tmp_path)
     with caplog.at_level(logging.WARNING):
         assert run(recipe(family), tmp_path).exit_code == 0
@@ -366,7 +368,7 @@ def test_threads_share_one_look_at_the_model(tmp_path: Path, monkeypatch: pytest
         built.append(threading.get_ident())
         return meta_model(*arguments)
 
-    monkeypatch.setattr(sftm, "meta_model", build)
+    monkeypatch.setattr(roles, "meta_model", build)
     references = [ModelReference.parse(str(folder)) for folder in (base, *experts)]
     models = [load("llama", folder) for folder in (base, *experts)]
     method = SftmMethod()

@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from support import synthetic
 
 from mergekit_slta.errors import SltaError
+from mergekit_slta.recipe.recipe import published_name
 from mergekit_slta.slta.statistics import (
     Statistics,
     load,
-    published_name,
     save,
 )
 
