@@ -74,7 +74,6 @@ class Recipe:
     """
 
     config: MergeConfiguration
-    text: str
     content: Any
 
     def __init__(
@@ -120,7 +119,7 @@ class Recipe:
     def from_config(cls, config: MergeConfiguration, content: Any = None) -> Recipe:
         """A recipe that mergekit has read already."""
         recipe = cls.__new__(cls)
-        recipe.config, recipe.text, recipe.content = config, config.to_yaml(), content
+        recipe.config, recipe.content = config, content
         return recipe
 
     def _parse(self, text: str, name: object) -> None:
@@ -137,6 +136,10 @@ class Recipe:
         except Exception as error:  # what parses the values of YAML's tags raises errors of any kind
             said = one_line(error)
         raise SltaError(f"{name} is not valid as {kind}: {said}.")
+
+    @cached_property
+    def text(self) -> str:
+        return self.config.to_yaml()
 
     @property
     def base(self) -> ModelReference:
