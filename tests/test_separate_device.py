@@ -80,6 +80,30 @@ def test_a_map_that_no_token_reaches_changes_nothing(llama: Family) -> None:
     assert all(gram.ne(0).any() for gram in grams.values())
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_decoder_that_was_used_elsewhere_runs_where_it_is_moved(name: str, make_family: MakeFamily) -> None:
+    family = make_family(name, experts=1)
+    (model,) = families.checkpoints(family.folders[:1])
+    decoder = Decoder(family.config)
+    edges = {tensor: tensor for tensor in decoder.edge_tensors()}
+
+    def first_layer() -> torch.Tensor:
+        decoder.structure(0)
+        weights = model.read(decoder.layer_tensors(0), decoder.base_model_prefix, decoder.device)
+        outside = model.read(edges, decoder.base_model_prefix, decoder.device)
+        hidden, calls = decoder.embed(torch.arange(10).reshape(2, 5), outside)
+        return decoder.run(0, weights, hidden, calls[0]).output
+
+    expected = first_layer()
+    with separate_device() as device:
+        decoder.to(device)
+        there = first_layer()
+        assert there.device.type != "cpu"
+        assert (there.cpu() - expected).norm() <= TOLERANCE * expected.norm()
+        assert torch.equal(decoder.to("cpu") and first_layer(), expected)
+
+
 def test_linearity(make_family: MakeFamily) -> None:
     family = make_family(experts=2, records=2, longest=8)
     models = families.checkpoints(family.folders)

@@ -140,7 +140,7 @@ def nearest_folder(path: Path) -> Path:
 
 
 def unwritable_folder(path: Path) -> Path | None:
-    """What keeps a path from being made or written to: the nearest above it that is there, if it is no such folder."""
+    """The nearest existing folder above a path, if that is no folder or cannot be written to; None if it can."""
     nearest = nearest_folder(path)
     return None if nearest.is_dir() and os.access(nearest, os.W_OK) else nearest
 

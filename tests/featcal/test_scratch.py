@@ -469,7 +469,7 @@ def test_a_merge_that_fails_keeps_nobody_out(llama: Family, tmp_path: Path, monk
         raise SltaError("The report cannot be written.")
 
     with monkeypatch.context() as patch:
-        patch.setattr(registry, "_report", fail)
+        patch.setattr("mergekit_slta.methods.featcal.write_report", fail)
         with pytest.raises(SltaError, match="cannot be written"):
             families.merge(content, tmp_path / "failed")
     families.merge(content, tmp_path / "out")
