@@ -17,7 +17,7 @@ def main(folder: Path) -> None:
     """Merge the family in ``folder/family``; everything that is written goes to ``folder/python``."""
     family, out = folder / "family", folder / "python"
     data = {str(family / file.stem): str(file) for file in sorted((family / "calibration").glob("*.jsonl"))}
-    recipe = slta.Recipe(str(family / "base"), data, level="attn_mlp")  # type: ignore[call-arg, arg-type]
+    recipe = slta.Recipe(str(family / "base"), data, level="attn_mlp")
 
     # What is wrong with the recipe, from configurations, file headers and data alone.
     print(slta.check(recipe))

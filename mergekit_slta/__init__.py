@@ -16,7 +16,7 @@ TYPE_CHECKING = False  # this file runs at every start of Python: not even typin
 if TYPE_CHECKING:
     from typing import Any
 
-    from mergekit_slta.checks.examine import check as check  # type: ignore[attr-defined]
+    from mergekit_slta.checks.examine import check as check
     from mergekit_slta.errors import SltaError as SltaError
     from mergekit_slta.evaluate import evaluate as evaluate
     from mergekit_slta.featcal.scratch import solve_model as solve_model
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mergekit_slta.reports.linearity import write_linearity as write_linearity
     from mergekit_slta.reports.merge import report as report
     from mergekit_slta.slta.calibrate import calibrate as calibrate
-    from mergekit_slta.slta.measure import measure as measure  # type: ignore[attr-defined]
+    from mergekit_slta.slta.measure import measure as measure
     from mergekit_slta.slta.measure import measured_statistics as measured_statistics
     from mergekit_slta.slta.solution import Solution as Solution
     from mergekit_slta.slta.solver import solve as solve

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 import transformers
 from mergekit.common import get_auto_cls
-from mergekit.io.tasks import LoaderCache
-from mergekit.options import MergeOptions
 from tqdm import tqdm
 
 from mergekit_slta.engine.streams import make_batches
@@ -22,8 +20,7 @@ from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.fresh import Fresh
 from mergekit_slta.layers.probe import padding_matters
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.recipe import Recipe, calibration_problems
-from mergekit_slta.slta.statistics import published_name
+from mergekit_slta.recipe.recipe import Recipe, calibration_problems, published_name
 from mergekit_slta.tables import Table, as_json, as_paragraphs, as_percentage
 
 # The logits of a batch, positions times vocabulary, outgrow everything else.
@@ -110,7 +107,7 @@ def evaluate(
     Raises:
         SltaError: an expert has no calibration source or no record is left in it, or a model cannot be loaded.
     """
-    experiment = recipe if isinstance(recipe, Experiment) else _opened(recipe, MergeOptions(**options))
+    experiment = recipe if isinstance(recipe, Experiment) else Experiment(recipe, **options)
     folder = Path(merged).expanduser()
     if not (folder / "config.json").is_file():
         raise SltaError(f"There is no model in {folder} (no config.json): give the folder that the merge wrote.")
@@ -144,17 +141,6 @@ def evaluate(
             )
             for index, (expert, rows) in enumerate(zip(experts, tasks, strict=True))
         )
-    )
-
-
-def _opened(recipe: Recipe, options: MergeOptions) -> Experiment:
-    LoaderCache().setup(options)
-    return Experiment(
-        recipe,
-        device=str(options.device),
-        trust_remote_code=options.trust_remote_code,
-        cache_dir=options.transformers_cache,
-        quiet=options.quiet,
     )
 
 

@@ -14,9 +14,6 @@ from typing import Any
 import pytest
 import torch
 from conftest import MakeFamily
-from mergekit.common import ModelReference
-from mergekit.io.tasks import LoaderCache
-from mergekit.options import MergeOptions
 from support import families
 from support.families import Family
 from support.html_elements import Elements
@@ -25,23 +22,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mergekit_slta.errors import SltaError
 from mergekit_slta.evaluate import Evaluation, TaskEvaluation, evaluate, negative_log_likelihood
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.recipe import Expert, Recipe, SltaSettings
+from mergekit_slta.recipe.recipe import Recipe
 
 module = importlib.import_module("mergekit_slta.evaluate")  # mergekit_slta.evaluate itself is the function
 SAMPLES = 2
 
 
-def experiment_of(family: Family, adapters: Sequence[Path] = (), **settings: Any) -> Experiment:
+def experiment_of(
+    family: Family, adapters: Sequence[Path] = (), options: dict[str, Any] | None = None, **settings: Any
+) -> Experiment:
     models = [f"{family.base}+{adapter}" for adapter in adapters] or [str(folder) for folder in family.experts]
-    experts = tuple(
-        Expert(ModelReference.parse(model), str(data)) for model, data in zip(models, family.data, strict=True)
-    )
-    recipe = Recipe(
-        ModelReference.parse(str(family.base)),
-        experts,
-        SltaSettings(**{"samples": SAMPLES, "max_tokens": 12} | settings),
-    )
-    return Experiment(recipe, quiet=True)
+    data = dict(zip(models, family.data, strict=True))
+    recipe = Recipe(family.base, data, **{"samples": SAMPLES, "max_tokens": 12} | settings)
+    return Experiment(recipe, quiet=True, **(options or {}))
 
 
 def held_out_rows(family: Family, task: int, count: int = 100, max_tokens: int = 12) -> list[list[int]]:
@@ -182,8 +175,8 @@ def test_a_lora_expert_is_merged_first(family: Family, tmp_path: Path) -> None:
         adapters.append(tmp_path / f"adapter{index}")
         whole = tmp_path / f"whole{index}"
         model.merge_and_unload().save_pretrained(whole)
-    LoaderCache().setup(MergeOptions(lora_merge_cache=str(tmp_path / "cache")))
-    results = evaluate(experiment_of(family, adapters), family.base).tasks
+    experiment = experiment_of(family, adapters, {"lora_merge_cache": str(tmp_path / "cache")})
+    results = evaluate(experiment, family.base).tasks
     for task, result in enumerate(results):
         expected = reference(families.load_model(tmp_path / f"whole{task}"), held_out_rows(family, task))
         assert result.expert == pytest.approx(expected, rel=1e-5)
@@ -213,7 +206,7 @@ def test_a_broken_model_is_refused(family: Family, tmp_path: Path) -> None:
 
 
 def test_an_expert_without_data_is_refused(family: Family) -> None:
-    recipe = Recipe(ModelReference.parse(str(family.base)), (Expert(ModelReference.parse("x")),), SltaSettings())
+    recipe = Recipe(family.base, ["x"])
     with pytest.raises(SltaError, match="The expert x has no 'calibration'"):
         evaluate(Experiment(recipe, quiet=True), family.base)
 

@@ -41,7 +41,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.xfail(raises=TypeError, strict=True, reason="Recipe cannot be made from names and data yet")
 def test_the_example_gives_the_weights_that_the_commands_give(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     python_api.main(folder)
     said = capsys.readouterr().out

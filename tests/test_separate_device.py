@@ -17,6 +17,7 @@ from support.separate_device import separate_device
 
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.ends import embed
+from mergekit_slta.layers.structure import structure
 from mergekit_slta.levels import LEVELS
 from mergekit_slta.linearity.scores import Plan, plan_studies
 from mergekit_slta.slta.features import LayerFeatures
@@ -79,6 +80,30 @@ def test_a_map_that_no_token_reaches_changes_nothing(llama: Family) -> None:
         grams = dict(features.grams(base, hidden, calls[0], [5, 5]))
     assert grams.pop("layer.0.mlp.down_proj").eq(0).all()
     assert all(gram.ne(0).any() for gram in grams.values())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_decoder_that_was_used_elsewhere_runs_where_it_is_moved(name: str, make_family: MakeFamily) -> None:
+    family = make_family(name, experts=1)
+    (model,) = families.checkpoints(family.folders[:1])
+    decoder = Decoder(family.config)
+    edges = {tensor: tensor for tensor in decoder.edge_tensors()}
+
+    def first_layer() -> torch.Tensor:
+        structure(decoder, 0)
+        weights = model.read(decoder.layer_tensors(0), decoder.base_model_prefix, decoder.device)
+        outside = model.read(edges, decoder.base_model_prefix, decoder.device)
+        hidden, calls = embed(decoder, torch.arange(10).reshape(2, 5), outside)
+        return decoder.run(0, weights, hidden, calls[0]).output
+
+    expected = first_layer()
+    with separate_device() as device:
+        decoder.to(device)
+        there = first_layer()
+        assert there.device.type != "cpu"
+        assert (there.cpu() - expected).norm() <= TOLERANCE * expected.norm()
+        assert torch.equal(decoder.to("cpu") and first_layer(), expected)
 
 
 def test_linearity(make_family: MakeFamily) -> None:

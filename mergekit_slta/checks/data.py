@@ -18,25 +18,20 @@ from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.models.fingerprint import fingerprint_of
 from mergekit_slta.models.headers import Model
 from mergekit_slta.models.skeleton import hashed_computation
-from mergekit_slta.recipe.recipe import Expert, Recipe, calibration_problems
+from mergekit_slta.recipe.recipe import Expert, calibration_problems
 from mergekit_slta.recipe.samples import repeated_data
+from mergekit_slta.recipe.settings import CalibrationSettings, SltaSettings
 from mergekit_slta.slta.matching import level_problems, match
 from mergekit_slta.slta.statistics import PUBLISHED_PREFIX, BaseContent, Statistics
 
 
 def calibration_sources(case: Case) -> list[str]:
     """Experts without data and without statistics, and experts that share their data."""
-    if not case.calibrates or case.config.base_model is None:
+    if case.reading.base is None:
         return []
     there = isinstance(case.statistics, Path) and case.statistics.exists()
     known = there or isinstance(case.statistics, SltaError)
-    return calibration_problems(_recipe(case), known, takes_statistics=case.shared("statistics") is not None)
-
-
-def _recipe(case: Case) -> Recipe:
-    """The recipe of a case with a base model, as far as it is sound."""
-    assert case.config.base_model is not None
-    return Recipe(case.config.base_model, tuple(case.experts), case.calibration_settings)
+    return calibration_problems(case.reading, known, case.method.takes_statistics)
 
 
 def same_samples(case: Case) -> list[str]:
@@ -46,7 +41,7 @@ def same_samples(case: Case) -> list[str]:
 
 def calibration_data(case: Case) -> list[str]:
     """Sources that cannot be read, records that cannot be turned into text, samples that the model cannot take."""
-    return [problem for expert in case.experts for problem in expert_data(case, expert)] if case.calibrates else []
+    return [problem for expert in case.reading.experts for problem in expert_data(case, expert)]
 
 
 def expert_data(case: Case, expert: Expert) -> list[str]:
@@ -98,7 +93,7 @@ def sample_problems(case: Case, drawn: CalibrationData) -> list[str]:
 def unknown_ids(case: Case, expert: Expert, drawn: CalibrationData) -> list[str]:
     """Samples with tokens that the expert itself has no embedding for."""
     model, highest = case.opened.get(expert.reference), max(map(max, drawn.token_ids))
-    if not case.runs_experts or not isinstance(model, Model) or highest < size(model, "vocab_size"):
+    if not case.method.runs_experts or not isinstance(model, Model) or highest < size(model, "vocab_size"):
         return []
     return [
         f"The tokenizer of the base model gives the token id {highest}, but the expert {model} has only "
@@ -108,8 +103,8 @@ def unknown_ids(case: Case, expert: Expert, drawn: CalibrationData) -> list[str]
 
 def statistics_file(case: Case) -> list[str]:
     """Statistics that cannot be read, do not fit, lack the level and cannot be completed, or cannot be written."""
-    path = case.statistics
-    if case.config.base_model is None or not isinstance(path, Path):
+    path, settings, reading = case.statistics, case.settings(SltaSettings), case.reading
+    if reading.base is None or not isinstance(path, Path):
         return failures([path])
     if not path.exists():
         parent = unwritable_folder(path)
@@ -118,18 +113,19 @@ def statistics_file(case: Case) -> list[str]:
     found = attempt(Statistics.load, path)
     if isinstance(found, SltaError):
         return [found.message]
-    level, info, recipe = case.shared("level"), found.info, _recipe(case)
-    base, *experts = (_content(case, reference) for reference in (recipe.base, *(e.reference for e in recipe.experts)))
-    data = [case.samples.get(expert) for expert in recipe.experts]
-    problems = match(info, path, recipe, base, experts, data).problems
-    if level not in info.levels and not all(expert.calibration for expert in recipe.experts):
+    level, info = settings.level, found.info
+    base = _content(case, reading.base)
+    experts = [_content(case, expert.reference) for expert in reading.experts]
+    data = [case.samples.get(expert) for expert in reading.experts]
+    problems = match(info, path, reading, base, experts, data).problems
+    if level not in info.levels and not all(expert.calibration for expert in reading.experts):
         return [
             *problems,
             f"{path} holds {', '.join(info.levels)} but not 'level: {level}': choose one of these, or give every "
             "expert its calibration, so that it can be measured.",
         ]
-    published = case.shared("statistics").startswith(PUBLISHED_PREFIX)
-    return problems + level_problems(info, path, recipe, [level], published)
+    published = settings.statistics.startswith(PUBLISHED_PREFIX)
+    return problems + level_problems(info, path, reading, [level], published)
 
 
 def _content(case: Case, reference: ModelReference) -> BaseContent | None:
@@ -146,7 +142,7 @@ def _content(case: Case, reference: ModelReference) -> BaseContent | None:
 
 def few_records(case: Case) -> list[str]:
     """Sources with fewer usable records than asked."""
-    asked = case.shared("samples")
+    asked = case.settings(CalibrationSettings).samples
     return [
         f"Calibration source {data.source!r} has {len(data.records)} usable records, 'samples' asks for {asked}."
         for data in case.samples.values()

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mergekit.config import MergeConfiguration
-from mergekit.merge_methods import MergeMethodSpec
-from mergekit.options import MergeOptions
+import click
 
 from mergekit_slta.checks.adapters import adapters
 from mergekit_slta.checks.case import Case, Check, of_decoder, of_models, of_siblings
-from mergekit_slta.checks.compatibility import quantization_problem, shape_problem, tied_problem
+from mergekit_slta.checks.compatibility import quantization_problem, shape_problem, silenced, tied_problem
 from mergekit_slta.checks.data import (
     calibration_data,
     calibration_sources,
@@ -44,12 +40,14 @@ from mergekit_slta.checks.models import (
 )
 from mergekit_slta.checks.space import disk_space, feature_merge_needs, folders
 from mergekit_slta.checks.text import card_lookup, precision, recipe_text, tensor_types
+from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError
-
-LOG = logging.getLogger(__name__)
+from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.recipe.recipe import Recipe
+from mergekit_slta.recipe.settings import FeatcalSettings, MethodSettings, SftmSettings, SltaSettings
 
 # In the order in which problems are listed.
-CHECKS: tuple[Check, ...] = (
+MODELS: tuple[Check, ...] = (
     recipe_text,
     openable_models,
     one_architecture,
@@ -57,20 +55,23 @@ CHECKS: tuple[Check, ...] = (
     of_siblings(tied_problem),
     of_models(quantization_problem),
     adapters,
-    known_decoder,
-    of_decoder(whole_depth),
-    of_decoder(compared_outputs),
-    of_decoder(head_rows),
-    of_decoder(compared_logits),
-    solvable_layers,
-    of_decoder(level_submodules),
-    of_decoder(anchor_branches),
-    calibration_sources,
-    same_samples,
-    calibration_data,
-    statistics_file,
 )
-MERGE_CHECKS: tuple[Check, ...] = (tensor_types, planned_tensors, vocabularies, folders, disk_space)
+LAYERS: tuple[Check, ...] = (known_decoder, of_decoder(whole_depth))
+DATA: tuple[Check, ...] = (calibration_sources, same_samples, calibration_data)
+# What each method has checked beyond the models. A new merge method is entered here.
+CHECKS: dict[type[MethodSettings], tuple[Check, ...]] = {
+    SltaSettings: (*LAYERS, of_decoder(compared_logits), of_decoder(level_submodules), *DATA, statistics_file),
+    FeatcalSettings: (
+        *LAYERS,
+        of_decoder(compared_outputs),
+        of_decoder(head_rows),
+        solvable_layers,
+        of_decoder(anchor_branches),
+        *DATA,
+    ),
+    SftmSettings: (),
+}
+MERGE: tuple[Check, ...] = (tensor_types, planned_tensors, vocabularies, folders, disk_space)
 NOTES: tuple[Check, ...] = (unseen_tensors, other_configurations)
 MERGE_NOTES: tuple[Check, ...] = (feature_merge_needs, precision, no_tokenizer, card_lookup)
 
@@ -89,13 +90,53 @@ class Findings:
     notes: list[str]
     seen: bool = True
 
+    @property
+    def listed_problems(self) -> str:
+        """How many problems there are, and a line for each."""
+        count = len(self.problems)
+        return "\n- ".join([f"{count} problem{'s' * (count > 1)} found.", *self.problems])
+
+    def __str__(self) -> str:
+        found = self.listed_problems if self.problems else "No problem found."
+        return "\n".join([found, *(f"Note: {note}" for note in self.notes)])
+
+    def refuse_problems(self) -> Findings:
+        """Go on without problems.
+
+        Raises:
+            SltaError: all problems, if there are any.
+        """
+        if self.problems:
+            raise SltaError("\n".join(self.problems))
+        return self
+
+    def say_notes(self) -> None:
+        """Print the notes on standard error."""
+        for note in self.notes:
+            click.echo(f"Note: {note}", err=True)
+
+
+def check(recipe: Recipe, out_path: str | os.PathLike[str] | None = None, **options: Any) -> Findings:
+    """Find out what is wrong with a recipe, from configurations, file headers and calibration data alone.
+
+    Args:
+        recipe: a recipe for ``slta``, ``featcal`` or ``sftm``.
+        out_path: where the merged model is to go, to check that there is room for it.
+        options: ``device`` ("cpu"), ``trust_remote_code`` (False), ``lora_merge_cache`` (None), ``transformers_cache``
+            (None), ``quiet`` (False), and whatever else mergekit has options for.
+
+    Returns:
+        Problems, which keep the recipe from being merged, and notes; printed, they are sentences.
+
+    Raises:
+        SltaError: the recipe is for another method.
+    """
+    return examine(Experiment(recipe, **options), out_path=out_path, running=False)
+
 
 def examine(
-    config: MergeConfiguration,
-    options: MergeOptions,
-    spec: MergeMethodSpec,
+    experiment: Experiment,
     *,
-    source: Any = None,
     out_path: str | os.PathLike[str] | None = None,
     merging: bool = True,
     running: bool = True,
@@ -103,19 +144,20 @@ def examine(
     """Look at a recipe, its models' configurations and file headers, and its calibration data; read no weights.
 
     Args:
-        config: the recipe.
-        options: mergekit's options.
-        spec: the merge method's.
-        source: the recipe as YAML gives it, for keys that ``config`` has no place for.
+        experiment: the recipe; what the checks open of it is there for the run.
         out_path: where the merged model goes, for the space that it needs.
         merging: a merge is meant, rather than a measurement alone.
         running: the recipe is run next, which has its own words for some of what is worth knowing.
     """
-    case = Case(config, options, spec, source, None if out_path is None else Path(out_path))
-    checks = [*CHECKS, *(MERGE_CHECKS if merging else ())]
-    notes = [*(() if running else (few_records,)), *NOTES, *(MERGE_NOTES if merging else ())]
+    method = experiment.recipe.method
+    case = Case(experiment, None if out_path is None else Path(out_path))
+    checks = [*MODELS, *CHECKS[method], *(MERGE if merging else ())]
+    few = [few_records] if method.runs_models and not running else []
+    notes = [*few, *NOTES, *(MERGE_NOTES if merging else ())]
+    with contextlib.nullcontext() if running else silenced("mergekit_slta.data.draw"):  # which says what a note says
+        problems = _sentences(checks, case)
     seen = all(model.tensors is not None for model in case.models)
-    return Findings(_sentences(checks, case), _sentences(notes, case), seen)
+    return Findings(problems, _sentences(notes, case), seen)
 
 
 def _sentences(checks: Sequence[Check], case: Case) -> list[str]:
@@ -123,34 +165,31 @@ def _sentences(checks: Sequence[Check], case: Case) -> list[str]:
     return list(dict.fromkeys(sentence for check in checks for sentence in check(case)))
 
 
-_EXAMINED: ContextVar[tuple[MergeConfiguration, Findings] | None] = ContextVar("examined", default=None)
-
-
-@contextlib.contextmanager
-def examined(config: MergeConfiguration, findings: Findings) -> Iterator[None]:
-    """Merge a recipe, the same object, whose findings have been said: they are not said again.
-
-    It is looked at again only if a download now shows what did not show before.
-    """
-    token = _EXAMINED.set((config, findings))
-    try:
-        yield
-    finally:
-        _EXAMINED.reset(token)
-
-
-def refuse_problems(config: MergeConfiguration, options: MergeOptions, spec: MergeMethodSpec) -> None:
-    """Look at a recipe before mergekit plans its merge, and log what is worth knowing, unless it is ``examined``.
+def sound_experiment(recipe: Recipe, ranks: Ranks | None = None, **options: Any) -> Experiment:
+    """Open a recipe for a measurement, with its models here; no process goes on before all have found it sound.
 
     Raises:
-        SltaError: everything that is wrong with it.
+        SltaError: everything that is wrong with the recipe.
     """
-    known = _EXAMINED.get()
-    said = known[1] if known and known[0] is config else None
-    if said is not None and said.seen:
-        return
-    findings = examine(config, options, spec)
-    if findings.problems:
-        raise SltaError("\n".join(findings.problems))
-    for note in findings.notes if said is None and not options.quiet else ():
-        LOG.warning(note)
+    experiment = Experiment(recipe, ranks=ranks, **options)
+    found = experiment.ranks.together(lambda: _sound(experiment))
+    open_models(experiment, found)
+    return experiment
+
+
+def _sound(experiment: Experiment) -> Findings:
+    if experiment.recipe.method.runs_models:
+        return examine(experiment, merging=False).refuse_problems()
+    experiment.settings  # noqa: B018  says which methods there is something to measure for
+    raise AssertionError
+
+
+def open_models(experiment: Experiment, found: Findings) -> None:
+    """Have the models of an examined recipe here, and examine what only their download shows.
+
+    Raises:
+        SltaError: a model cannot be opened, or has a problem.
+    """
+    experiment.open()
+    if not found.seen:
+        experiment.ranks.together(lambda: examine(experiment, merging=False).refuse_problems())

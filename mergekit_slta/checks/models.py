@@ -20,7 +20,8 @@ from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import output_head
 from mergekit_slta.layers.structure import split_problem
 from mergekit_slta.layers.submodules import layer_submodules
-from mergekit_slta.recipe.recipe import EDGES_AVERAGED, slice_problems
+from mergekit_slta.recipe.problems import slice_problems
+from mergekit_slta.recipe.settings import FeatcalSettings, SltaSettings
 
 
 def openable_models(case: Case) -> list[str]:
@@ -51,7 +52,7 @@ def unseen_tensors(case: Case) -> list[str]:
 
 def other_configurations(case: Case) -> list[str]:
     """Experts whose configuration makes them compute something else from the same weights."""
-    measured = ", and the expert is measured with that too" if case.calibrates else ""
+    measured = ", and the expert is measured with that too" if case.method.runs_models else ""
     return [
         f"The configuration of the expert {expert} differs from that of the base model {base} in {', '.join(names)}: "
         f"the merged model gets the base model's{measured}."
@@ -101,23 +102,23 @@ def changes_rows(case: Case) -> bool:
         return True
     if made and (made.tokens or made.pad_to_multiple_of):
         return True
-    tokenizer = attempt(case.tokenizer, base.reference)
+    tokenizer = attempt(case.experiment.samples.tokenizer, base.reference)
     return isinstance(tokenizer, SltaError) or len(tokenizer) != size(base, "vocab_size")
 
 
 def moved_ids(case: Case) -> list[str]:
     """Experts that would misread the base model's token ids, or whose tensors mergekit cannot align."""
-    fix = f"'{case.spec.name}' runs every expert on the base model's ids, choose experts that have these."
+    fix = f"'{case.method.method}' runs every expert on the base model's ids, choose experts that have these."
     return [
-        f"{problem}: {fix if case.runs_experts else NOT_ALIGNED}"
+        f"{problem}: {fix if case.method.runs_experts else NOT_ALIGNED}"
         for base, expert in case.siblings
-        if (case.runs_experts or brings_tokenizer(expert)) and (problem := moved_tokens_problem(base, expert))
+        if (case.method.runs_experts or brings_tokenizer(expert)) and (problem := moved_tokens_problem(base, expert))
     ]
 
 
 def compared_outputs(case: Case, decoder: Decoder) -> list[str]:
     """Experts with another vocabulary, whose output head or embeddings cannot be compared with the base model's."""
-    averaged, solved = case.shared("anchor") in EDGES_AVERAGED, solves_head(case, decoder)
+    averaged, solved = case.settings(FeatcalSettings).averages_edges, solves_head(case, decoder)
     fix = "choose another 'anchor'" if averaged else "set 'head: false'"
     return [f"The {other}: {fix}." for other in other_vocabularies(case) if averaged or solved]
 
@@ -131,12 +132,12 @@ def head_rows(case: Case, decoder: Decoder) -> list[str]:
 
 def solves_head(case: Case, decoder: Decoder) -> bool:
     """Whether the output head is solved."""
-    return bool(case.shared("head")) and output_head(decoder) is not None
+    return case.settings(FeatcalSettings).head and output_head(decoder) is not None
 
 
 def compared_logits(case: Case, decoder: Decoder) -> list[str]:
     """Experts with another vocabulary, whose logits cannot be compared with the base model's."""
-    if case.shared("level") != "model":
+    if case.settings(SltaSettings).level != "model":
         return []
     others = other_vocabularies(case)
     return [f"'level: model' compares logits, but the {other}: choose another level." for other in others]
@@ -172,15 +173,13 @@ def solvable_layers(case: Case) -> list[str]:
 
 def level_submodules(case: Case, decoder: Decoder) -> list[str]:
     """Layers without the submodules of the level that is to be measured."""
-    level = case.shared("level")
-    if not level:
-        return []
+    level = case.settings(SltaSettings).level
     return failures(attempt(layer_submodules, decoder, level, layer) for layer in decoder.one_of_each_kind())
 
 
 def anchor_branches(case: Case, decoder: Decoder) -> list[str]:
     """Layers without the branches that an SLTA anchor has merging weights for."""
-    if case.shared("anchor") != "slta":
+    if case.settings(FeatcalSettings).anchor != "slta":
         return []
     found = [attempt(split_problem, decoder, layer) for layer in decoder.one_of_each_kind()]
     return failures(found) + [f"{problem}: choose another 'anchor'." for problem in found if isinstance(problem, str)]

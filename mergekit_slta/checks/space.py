@@ -8,14 +8,14 @@ import shutil
 from pathlib import Path
 
 import torch
-from mergekit.config import MergeConfiguration
-from mergekit.options import MergeOptions
 
 from mergekit_slta.checks.case import Case, attempt
 from mergekit_slta.featcal.scratch import Needs, scratch_root
 from mergekit_slta.files import cache_folder
-from mergekit_slta.models.headers import Model, open_model
+from mergekit_slta.models.headers import Model
 from mergekit_slta.models.merged_adapters import merged_folders
+from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.recipe.settings import FeatcalSettings
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 WORTH_A_WORD = 100_000  # bytes that a finished part of a merge takes
@@ -24,8 +24,8 @@ WORTH_A_WORD = 100_000  # bytes that a finished part of a merge takes
 def folders(case: Case) -> list[str]:
     """Folders for the report and for the layers of a feature merge that cannot be made or written to."""
     problems = []
-    for name in ("scratch", "report"):
-        given = case.shared(name)
+    for name in case.method.folders:
+        given = getattr(case.reading.settings, name)
         parent = unwritable_folder(Path(given).expanduser()) if given else None
         if parent:
             problems.append(f"'{name}: {given}' cannot be made, {parent} is no folder to write to: name another.")
@@ -74,7 +74,8 @@ def scratch_need(case: Case) -> list[tuple[Path, str, int]]:
     needed = case.needs
     if not isinstance(needed, Needs):
         return []
-    return [(scratch_root(case.shared("scratch")), "the layers as they are solved", needed.disk)]
+    root = scratch_root(case.settings(FeatcalSettings).scratch)
+    return [(root, "the layers as they are solved", needed.disk)]
 
 
 def feature_merge_needs(case: Case) -> list[str]:
@@ -82,9 +83,9 @@ def feature_merge_needs(case: Case) -> list[str]:
     needed = case.needs
     if not isinstance(needed, Needs):
         return []
-    root = scratch_root(case.shared("scratch"))
+    root = scratch_root(case.settings(FeatcalSettings).scratch)
     said = [
-        f"'{case.spec.name}' takes about {gigabytes(needed.memory)} of memory while it solves, and "
+        f"'{case.method.method}' takes about {gigabytes(needed.memory)} of memory while it solves, and "
         f"{gigabytes(needed.disk)} on the disk with {root} until the output is written."
     ]
     left = sum(file.stat().st_size for file in root.glob("featcal-*/*"))
@@ -101,13 +102,13 @@ def is_disk_full(error: Exception) -> bool:
     return getattr(error, "errno", None) in FULL or any(os.strerror(number) in str(error) for number in FULL)
 
 
-def full_disk_problem(config: MergeConfiguration, options: MergeOptions, out: Path) -> str:
+def full_disk_problem(experiment: Experiment, out: Path) -> str:
     """Which of the disks that a merge writes to is full, and how much it lacks for the merged model."""
+    config, options = experiment.recipe.config, experiment.options
     cache = [Path(options.lora_merge_cache)] if options.lora_merge_cache else []
     place = min([out, *cache, cache_folder()], key=free_bytes)
     said = f"The disk with {place} is full"
-    reference = config.base_model or config.referenced_models()[0]
-    model = attempt(open_model, reference, options.trust_remote_code, options.transformers_cache)
+    model = attempt(experiment.model, experiment.recipe.references[0])
     if place == out and isinstance(model, Model):
         whole = stored_bytes(model, config.out_dtype or config.dtype)
         written = sum(file.stat().st_size for file in out.glob("*") if file.is_file())
@@ -138,7 +139,7 @@ def nearest_folder(path: Path) -> Path:
 
 
 def unwritable_folder(path: Path) -> Path | None:
-    """What keeps a path from being made or written to: the nearest above it that is there, if it is no such folder."""
+    """The nearest existing folder above a path, if that is no folder or cannot be written to; None if it can."""
     nearest = nearest_folder(path)
     return None if nearest.is_dir() and os.access(nearest, os.W_OK) else nearest
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 from mergekit_slta.checks.case import Case
-from mergekit_slta.recipe.recipe import key_problems, recipe_problems
 
 HALF = ("bfloat16", "float16")
 FLOATS = (*HALF, "float32", "float64")
@@ -13,7 +12,7 @@ FLOATS = (*HALF, "float32", "float64")
 
 def recipe_text(case: Case) -> list[str]:
     """Unknown, misplaced and wrong parameters, slices and modules, no base model, no expert."""
-    return key_problems(case.source, case.spec) + recipe_problems(case.config, case.spec)
+    return case.experiment.recipe.problems
 
 
 def tensor_types(case: Case) -> list[str]:
@@ -27,8 +26,8 @@ def tensor_types(case: Case) -> list[str]:
 
 
 def precision(case: Case) -> list[str]:
-    """Merges in half precision, and of models in several precisions; feature merges are solved in single precision."""
-    if case.runs_experts:
+    """Merges in half precision, and of models in several precisions; what a method solves beforehand is float32."""
+    if case.method.solves_layers:
         return []
     config = case.config
     given = (config.dtype or "").removeprefix("torch.")

@@ -11,7 +11,7 @@ from mergekit_slta.layers.blend import Alpha, Blend
 from mergekit_slta.layers.calls import Weights
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.roles import Role
-from mergekit_slta.recipe.recipe import ActmatSettings
+from mergekit_slta.recipe.settings import ActmatSettings
 
 
 def equal_weights(experts: int) -> Alpha:

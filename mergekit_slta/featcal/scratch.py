@@ -25,7 +25,9 @@ from mergekit_slta.layers.maps import output_head
 from mergekit_slta.layers.submodules import resolve_name
 from mergekit_slta.models.roles import Role, tensor_roles
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.recipe import FeatcalSettings, calibration_problems
+from mergekit_slta.recipe.recipe import calibration_problems
+from mergekit_slta.recipe.settings import FeatcalSettings
+from mergekit_slta.slta.fingerprints import fingerprint
 from mergekit_slta.slta.measure import measured_statistics
 from mergekit_slta.slta.weights import TensorWeights
 
@@ -98,13 +100,13 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings) -> SolvedMode
     """
     if problems := calibration_problems(experiment.recipe, takes_statistics=False):
         raise SltaError("\n".join(problems))
-    decoder = Decoder(experiment.base.config, experiment.trust_remote_code, experiment.device)
+    decoder = experiment.decoder.to(experiment.device)
     data = experiment.load_data(experiment.recipe.experts)
     tasks = [samples.token_ids for samples in data]
-    fingerprint = experiment.fingerprint(data).model_dump(mode="json")
+    content = fingerprint(experiment, data).model_dump(mode="json")
     asked = settings.model_dump(include={"ridge", "anchor", "teacher", "head"})
     asked |= {"compare": bool(settings.report), "format": FORMAT}
-    content = fingerprint | asked
+    content |= asked
     partial = Partial(scratch_root(settings.scratch) / f"featcal-{digest(content)}", content)
     partial.enter(experiment.ranks)
     try:
@@ -119,13 +121,12 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings) -> SolvedMode
 
 def _solve(experiment: Experiment, settings: FeatcalSettings, decoder: Decoder, tasks: Tasks, partial: Partial) -> None:
     head = settings.head and output_head(decoder) is not None
-    experiment.check_edges(decoder, experts=head or settings.averages_edges)
+    experiment.check_edges(experts=head or settings.averages_edges)
     if settings.head and not head:
         LOG.warning("The output head is the embedding too, so it stays the anchor's ('head' is off).")
     anchor = _anchor(experiment, settings, decoder)
     total = stages(decoder, settings.head) * share(decoder, tasks, settings.batch_tokens, experiment.ranks)
-    quiet = experiment.quiet or not experiment.ranks.first
-    with tqdm(total=total, desc="Solving", unit="sample", leave=False, disable=quiet) as bar:
+    with tqdm(total=total, desc="Solving", unit="sample", leave=False, disable=experiment.quiet) as bar:
 
         def progress(stage: str, samples: int) -> None:
             bar.set_description(f"Solving {stage}", refresh=False)

@@ -66,6 +66,19 @@ class Decoder:
     def __len__(self) -> int:
         return len(self.layers)
 
+    def to(self, device: torch.device | str) -> Decoder:
+        """Run layers on another device from now on; what was found out by running them is found anew there."""
+        if torch.device(device) != self.device:
+            self.fresh.restore()
+            self.device = torch.device(device)
+            for module in self.model.modules():
+                for name in module._non_persistent_buffers_set & module._buffers.keys():
+                    if (buffer := module._buffers[name]) is not None:
+                        module._buffers[name] = buffer.to(self.device)
+            self.fresh = Fresh(self.model)
+            self._known.clear()
+        return self
+
     @property
     def base_model_prefix(self) -> str:
         return self.model.base_model_prefix

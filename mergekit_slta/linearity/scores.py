@@ -27,8 +27,7 @@ from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.linearity.interpolation import Grams, Study, count_passes, measure
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.recipe import Recipe, calibration_problems
-from mergekit_slta.slta.statistics import published_name
+from mergekit_slta.recipe.recipe import Recipe, calibration_problems, published_name
 
 LOG = logging.getLogger(__name__)
 
@@ -303,11 +302,10 @@ def plan_linearity(
     names = [published_name(expert.reference) for expert in experiment.recipe.experts]
     if len(set(names)) < len(names):
         raise SltaError(f"Two experts would get the same name ({', '.join(names)}): rename a folder.")
-    decoder = Decoder(experiment.base.config, experiment.trust_remote_code, experiment.device)
     models, studies = [experiment.base, *experiment.experts], plan_studies(len(names), pairs, triples)
     tasks = [data.token_ids for data in experiment.load_data(experiment.recipe.experts, samples)]
-    batch_tokens = experiment.recipe.settings.batch_tokens
-    return Plan(decoder, models, names, tasks, levels, studies, batch_tokens, experiment.ranks)
+    decoder = experiment.decoder.to(experiment.device)
+    return Plan(decoder, models, names, tasks, levels, studies, experiment.settings.batch_tokens, experiment.ranks)
 
 
 def _add_scores(result: Linearity, level: str, group: str, study: Study, grams: Grams) -> None:

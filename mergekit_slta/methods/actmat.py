@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from mergekit.merge_methods import InputContract, MergeMethodSpec, TensorGroup
-from mergekit.merge_methods.base import BasePolicy, OptionalTensorPolicy
+from mergekit.merge_methods import TensorGroup
+from mergekit.merge_methods.base import OptionalTensorPolicy
 
 from mergekit_slta.actmat.covariance import merged_task
+from mergekit_slta.methods.base import method_spec
 from mergekit_slta.methods.data_free import DataFreeMethod, task_vectors
 from mergekit_slta.models.roles import Role
-from mergekit_slta.recipe.recipe import ActmatExpertSettings, ActmatSettings, parameter_specs
+from mergekit_slta.recipe.settings import ActmatSettings
 
 
 class ActmatMethod(DataFreeMethod):
@@ -26,13 +27,9 @@ class ActmatMethod(DataFreeMethod):
     that is told to reproduce half of an expert gives the half; ``scale`` multiplies the merged change as a whole.
     """
 
-    spec = MergeMethodSpec(
-        name="actmat",
-        parameters=parameter_specs(ActmatSettings, ActmatExpertSettings),
-        contract=InputContract(base=BasePolicy.REQUIRED, min_non_base=1),
-        pretty_name="ACTMat",
-        reference_url="https://arxiv.org/abs/2604.01329",
-        optional_tensor_policy=OptionalTensorPolicy.PASSTHROUGH_BASE_SINGLETON,
+    settings = ActmatSettings
+    spec = method_spec(
+        ActmatSettings, "ACTMat", "2604.01329", optional_tensor_policy=OptionalTensorPolicy.PASSTHROUGH_BASE_SINGLETON
     )
 
     def merge(self, group: TensorGroup, **parameters: Any) -> torch.Tensor:

@@ -7,21 +7,19 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import torch
 from mergekit.io.tasks import LoaderCache
-from mergekit.merge_methods import MergeMethodSpec, TensorGroup
+from mergekit.merge_methods import TensorGroup
 from mergekit.merge_methods.base import TensorMetadata
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.methods.base import CheckedMethod, not_finite
+from mergekit_slta.methods.base import FiniteMethod, not_finite
 from mergekit_slta.models.roles import Role, dotted_tails, model_roles, role_by_shape
 
 
-class DataFreeMethod(CheckedMethod):
+class DataFreeMethod(FiniteMethod):
     """A merge method that merges each tensor by itself and tells what the tensor is from the base model's structure.
 
     mergekit passes integer tensors through by itself.
     """
-
-    spec: MergeMethodSpec
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

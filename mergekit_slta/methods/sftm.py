@@ -1,18 +1,22 @@
-"""The merge method ``sftm``: Superpose Features from Task Matrices (arXiv 2502.10698, Algorithm 2), without data."""
+"""The merge method ``sftm``: Superpose Features from Task Matrices (arXiv 2502.10698, Algorithm 2), without any data.
+
+mergekit passes integer tensors through by itself.
+"""
+
+from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
-from mergekit.merge_methods import InputContract, MergeMethodSpec, TensorGroup
-from mergekit.merge_methods.base import BasePolicy, OptionalTensorPolicy, ParameterScope, ParameterSpec
-from pydantic import BeforeValidator
+from mergekit.merge_methods import TensorGroup
+from mergekit.merge_methods.base import OptionalTensorPolicy
 
-from mergekit_slta.errors import SltaError
+from mergekit_slta.methods.base import method_spec
 from mergekit_slta.methods.data_free import DataFreeMethod, task_vectors
 from mergekit_slta.models.roles import Role
+from mergekit_slta.recipe.settings import SftmSettings
 from mergekit_slta.sftm.superpose import merge_task_matrices, trim
 
 
@@ -22,7 +26,7 @@ def merged_task(role: Role, tasks: Iterable[torch.Tensor], density: Sequence[flo
     A stack [..., m, n] of linear maps is trimmed and merged matrix by matrix, as it would be in a checkpoint that keeps
     them apart. Sums need one task vector at a time, so ``tasks`` may be a generator.
     """
-    if role in (Role.LINEAR, Role.TRANSPOSED):
+    if role is Role.LINEAR:
         stacks = list(tasks)
         if stacks[0].ndim > 2:
             return torch.stack([merged_task(role, matrices, density, rank) for matrices in zip(*stacks, strict=True)])
@@ -35,22 +39,6 @@ def merged_task(role: Role, tasks: Iterable[torch.Tensor], density: Sequence[flo
     return total / len(density) if role is Role.NORM else total
 
 
-def checked_number(name: str, kind: type, valid: Callable[[float], bool], rule: str) -> Any:
-    """The type of a parameter that must satisfy a rule; a value that does not raises an `SltaError`."""
-
-    def check(value: Any) -> Any:
-        try:
-            number = kind(value)
-            accepted = number == float(value) and valid(number)
-        except (TypeError, ValueError, OverflowError):
-            accepted = False
-        if not accepted:
-            raise SltaError(f"'{name}' of merge_method sftm must be {rule}, not {value!r}.")
-        return value
-
-    return Annotated[kind, BeforeValidator(check)]
-
-
 class SftmMethod(DataFreeMethod):
     """Superpose Features from Task Matrices: per tensor, data-free, on the tensors' device.
 
@@ -59,42 +47,9 @@ class SftmMethod(DataFreeMethod):
     are ``weight`` (expert − base) in float32 (float64 for float64 tensors), trimmed to the share ``density``.
     """
 
-    spec = MergeMethodSpec(
-        name="sftm",
-        parameters=(
-            ParameterSpec(
-                "lambda",
-                checked_number("lambda", float, math.isfinite, "a finite number"),
-                ParameterScope.SHARED,
-                default=0.6,
-                description="the scaling factor γ of the merged task matrices",
-            ),
-            ParameterSpec(
-                "rank",
-                checked_number("rank", int, lambda rank: rank >= 0, "a whole number, 0 (full rank) or above"),
-                ParameterScope.SHARED,
-                default=0,
-                description="how many singular features of a task matrix to keep; 0 keeps all",
-            ),
-            ParameterSpec(
-                "weight",
-                checked_number("weight", float, math.isfinite, "a finite number"),
-                ParameterScope.NON_BASE,
-                default=1.0,
-                description="multiplies the expert's task vectors",
-            ),
-            ParameterSpec(
-                "density",
-                checked_number("density", float, lambda share: 0 < share <= 1, "above 0 and at most 1"),
-                ParameterScope.NON_BASE,
-                default=0.2,
-                description="the share η of every task vector's entries to keep, the largest by magnitude",
-            ),
-        ),
-        contract=InputContract(base=BasePolicy.REQUIRED, min_non_base=1),
-        pretty_name="SFTM",
-        reference_url="https://arxiv.org/abs/2502.10698",
-        optional_tensor_policy=OptionalTensorPolicy.PASSTHROUGH_BASE_SINGLETON,
+    settings = SftmSettings
+    spec = method_spec(
+        SftmSettings, "SFTM", "2502.10698", optional_tensor_policy=OptionalTensorPolicy.PASSTHROUGH_BASE_SINGLETON
     )
 
     def merge(self, group: TensorGroup, **parameters: Any) -> torch.Tensor:

@@ -1,76 +1,135 @@
-"""A recipe with its models and data opened, for everything that runs them."""
+"""A recipe with its models and data opened, each once and only when it is looked at: by the checks and by the run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from mergekit.common import ModelReference
+from mergekit.io.tasks import LoaderCache
+from mergekit.options import MergeOptions
 
 from mergekit_slta.data.draw import CalibrationData
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.models.checkpoint import Checkpoint
-from mergekit_slta.models.skeleton import hashed_computation
+from mergekit_slta.models.headers import Model, open_model
 from mergekit_slta.recipe.recipe import Expert, Recipe
 from mergekit_slta.recipe.samples import Samples, repeated_data
-from mergekit_slta.slta.statistics import BaseContent, Content, Fingerprint, settings_fingerprint, tokens_fingerprint
+from mergekit_slta.recipe.settings import CalibrationSettings
 
 
 class Experiment:
-    """A recipe's models and data, opened; what is costly is done once and only when it is needed.
+    """A recipe's models and data, opened.
 
     Args:
         recipe: the recipe.
-        device: where the layers run.
-        trust_remote_code, cache_dir: mergekit's options ``--trust-remote-code`` and ``--transformers-cache``.
-        quiet: no progress bar.
         ranks: the processes that share the work.
+        options: mergekit's options by their names, above all ``device`` ("cpu"), ``trust_remote_code`` (False),
+            ``lora_merge_cache`` (None), ``transformers_cache`` (None) and ``quiet`` (False).
+
+    Attributes:
+        device: where the layers run.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        *,
-        device: str = "cpu",
-        trust_remote_code: bool = False,
-        cache_dir: str | None = None,
-        quiet: bool = False,
-        ranks: Ranks | None = None,
-    ) -> None:
+    def __init__(self, recipe: Recipe, *, ranks: Ranks | None = None, **options: Any) -> None:
         self.recipe = recipe
-        self.device = device
-        self.trust_remote_code = trust_remote_code
-        self.cache_dir = cache_dir
-        self.quiet = quiet
         self.ranks = ranks or Ranks()
-        self.samples = Samples(recipe.base, recipe.settings, trust_remote_code, cache_dir, quiet)
-        self.base = Checkpoint(recipe.base, trust_remote_code)
-        self.experts = [Checkpoint(expert.reference, trust_remote_code) for expert in recipe.experts]
-        self._merge_adapters()
+        self.options = MergeOptions(**options)
+        self.device = str(self.options.device)
+        self._models: dict[ModelReference, Model] = {}
+        LoaderCache().setup(self.options)
+
+    @property
+    def trust_remote_code(self) -> bool:
+        return self.options.trust_remote_code
+
+    @property
+    def transformers_cache(self) -> str | None:
+        return self.options.transformers_cache
+
+    @property
+    def settings(self) -> CalibrationSettings:
+        """How many samples, of which length, drawn by which seed; an SltaError if the recipe is wrong."""
+        return self.recipe.settings_of(CalibrationSettings)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether progress bars are off: they were not asked for, or another process shows them."""
+        return self.options.quiet or not self.ranks.first
+
+    # Models
+
+    def model(self, reference: ModelReference) -> Model:
+        """A model's configuration and the headers of its files.
+
+        Raises:
+            SltaError: it is not there, or its configuration or its files cannot be read.
+        """
+        if reference not in self._models:
+            self._models[reference] = open_model(reference, self.trust_remote_code, self.transformers_cache)
+        return self._models[reference]
+
+    @cached_property
+    def base(self) -> Checkpoint:
+        """The base model's weights."""
+        return self._checkpoint(self.recipe.base)
+
+    @cached_property
+    def experts(self) -> list[Checkpoint]:
+        """The experts' weights, in the recipe's order."""
+        return [self._checkpoint(expert.reference) for expert in self.recipe.experts]
+
+    def _checkpoint(self, reference: ModelReference) -> Checkpoint:
+        checkpoint = Checkpoint(reference, self.trust_remote_code)
+        checkpoint.config = self.model(reference).config
+        return checkpoint
+
+    @cached_property
+    def decoder(self) -> Decoder:
+        """The base model's decoder, without weights; on the cpu until it is moved to where the layers run.
+
+        Raises:
+            SltaError: the base model cannot be opened, or is no decoder.
+        """
+        base = self.recipe.reading.base
+        assert base is not None
+        return Decoder(self.model(base).config, self.trust_remote_code)
 
     def open(self) -> None:
-        """Have all models here: mergekit downloads those that are not."""
-        for checkpoint in (self.base, *self.experts):
-            checkpoint.open()
+        """Have the files of all models here: mergekit downloads what is missing, and merges adapters.
 
-    def _merge_adapters(self) -> None:
-        """Have the first rank alone merge the adapters that mergekit has not merged yet."""
-        adapted = [expert for expert in (self.base, *self.experts) if expert.reference.lora is not None]
-        if not adapted or self.ranks.count == 1:
-            return
-        if self.ranks.first:
-            for checkpoint in adapted:
-                checkpoint.open()
-        self.ranks.wait()
+        What only a download shows of a model is seen from then on. The first process alone merges adapters.
+        """
+        if self.ranks.count > 1 and any(reference.lora for reference in self.recipe.references):
+            self.ranks.together(lambda: self._open_all() if self.ranks.first else None)
+        self.ranks.together(self._open_all)
+        self._models = {reference: model for reference, model in self._models.items() if model.tensors is not None}
 
-    def check_edges(self, decoder: Decoder, experts: bool) -> None:
+    def _open_all(self) -> None:
+        for reference in self.recipe.references:
+            Checkpoint(reference, self.trust_remote_code).open()
+
+    def check_edges(self, experts: bool) -> None:
         """Read the tensors outside the decoder layers, the base model's and perhaps the experts', for their values.
 
         Raises:
             SltaError: a tensor is missing, or holds NaN or Inf.
         """
         for model in [self.base, *self.experts] if experts else [self.base]:
-            for name in decoder.edge_tensors():
-                model.read({name: name}, decoder.base_model_prefix)
+            for name in self.decoder.edge_tensors():
+                model.read({name: name}, self.decoder.base_model_prefix)
+
+    # Data
+
+    @cached_property
+    def samples(self) -> Samples:
+        """What draws the experts' samples, of a recipe with a base model."""
+        base, settings = self.recipe.reading.base, self.recipe.reading.settings
+        assert base is not None and isinstance(settings, CalibrationSettings)
+        return Samples(base, settings, self.trust_remote_code, self.transformers_cache, self.quiet)
 
     def load_data(self, experts: Sequence[Expert], count: int | None = None) -> list[CalibrationData]:
         """The calibration samples of experts that have a source: as many as the recipe says, or ``count``.
@@ -82,27 +141,3 @@ class Experiment:
         if problems := repeated_data(zip(experts, data, strict=True)):
             raise SltaError("\n".join(problems))
         return data
-
-    def contents(self) -> tuple[BaseContent, list[Content]]:
-        """The base model and the experts by content; the first rank alone reads them whole, where files are shared."""
-        if not self.ranks.first:
-            self.ranks.wait()
-        base, *experts = (
-            {"sample": model.fingerprint(self.cache_dir), "whole": model.fingerprint(self.cache_dir, whole=True)}
-            for model in (self.base, *self.experts)
-        )
-        if self.ranks.first:
-            self.ranks.wait()
-        config = hashed_computation(self.base.config)
-        return BaseContent(**base, config=config), [Content(**expert) for expert in experts]
-
-    def fingerprint(self, data: Sequence[CalibrationData]) -> Fingerprint:
-        """What the models, the samples and how they were drawn are, by content."""
-        settings = self.recipe.settings
-        base, experts = self.contents()
-        return Fingerprint(
-            base=base,
-            experts=tuple(experts),
-            tokens=tokens_fingerprint([samples.sha256 for samples in data]),
-            settings=settings_fingerprint(settings.samples, settings.max_tokens, settings.seed),
-        )

@@ -12,7 +12,8 @@ from mergekit_slta.data.draw import CHAT_DATE, CalibrationData, CalibrationSourc
 from mergekit_slta.data.sources import is_dataset
 from mergekit_slta.errors import reading
 from mergekit_slta.models.adapters import adapter_chat_template, tokenizer_folder
-from mergekit_slta.recipe.recipe import CalibrationSettings, Expert
+from mergekit_slta.recipe.recipe import Expert
+from mergekit_slta.recipe.settings import CalibrationSettings
 
 
 class Samples:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mergekit_slta.recipe.recipe import FeatcalSettings
+from mergekit_slta.recipe.settings import FeatcalSettings
 from mergekit_slta.reports.analysis import short_names
 from mergekit_slta.reports.figures import Line, Panel, line_chart
 from mergekit_slta.reports.page import Chart, Page, Section

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mergekit_slta.data.draw import CalibrationData
-from mergekit_slta.recipe.recipe import Expert, Recipe
+from mergekit_slta.recipe.recipe import Expert, Reading, Recipe
 from mergekit_slta.slta.statistics import BaseContent, Content, Info, versions
 
 
@@ -27,7 +27,7 @@ class Match:
 def match(
     info: Info,
     path: Path,
-    recipe: Recipe,
+    recipe: Recipe | Reading,
     base: BaseContent | None,
     experts: Sequence[Content | None],
     data: Sequence[CalibrationData | None],
@@ -63,7 +63,7 @@ def match(
     return Match(order, problems)
 
 
-def _base_problems(info: Info, path: Path, recipe: Recipe, base: BaseContent) -> list[str]:
+def _base_problems(info: Info, path: Path, recipe: Recipe | Reading, base: BaseContent) -> list[str]:
     known = info.fingerprint.base
     if not info.fingerprint.contents[0].fits(base):
         return [
@@ -84,7 +84,7 @@ def _base_problems(info: Info, path: Path, recipe: Recipe, base: BaseContent) ->
     ]
 
 
-def _setting_problems(info: Info, path: Path, recipe: Recipe) -> list[str]:
+def _setting_problems(info: Info, path: Path, recipe: Recipe | Reading) -> list[str]:
     return [
         f"The recipe has {name} {getattr(recipe.settings, name)}, but {path} was measured with {getattr(info, name)}: "
         "set it so, or measure into another file."
@@ -109,7 +109,9 @@ def _data_problems(
     ]
 
 
-def level_problems(info: Info, path: Path, recipe: Recipe, levels: Collection[str], published: bool) -> list[str]:
+def level_problems(
+    info: Info, path: Path, recipe: Recipe | Reading, levels: Collection[str], published: bool
+) -> list[str]:
     """Levels that the file lacks and that the recipe cannot add to it."""
     missing = [level for level in levels if level not in info.levels]
     if not missing:

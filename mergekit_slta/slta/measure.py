@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -17,54 +19,78 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import share
 from mergekit_slta.errors import SltaError
 from mergekit_slta.files import cache_folder, digest
-from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.levels import LEVELS
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.skeleton import hashed_computation
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.recipe import calibration_problems
+from mergekit_slta.recipe.recipe import Recipe, calibration_problems, published_name
+from mergekit_slta.recipe.settings import SltaSettings
 from mergekit_slta.slta.calibrate import Grams, calibrate
+from mergekit_slta.slta.fingerprints import fingerprint, model_contents
 from mergekit_slta.slta.matching import level_problems, match
 from mergekit_slta.slta.statistics import (
+    PUBLISHED_PREFIX,
     CalibrationInfo,
     Fingerprint,
     Info,
     Statistics,
-    published_name,
+    resolve_statistics,
     versions,
 )
 
 LOG = logging.getLogger(__name__)
 
 
-def measured_statistics(
-    experiment: Experiment, levels: Sequence[str], path: Path | None = None, *, published: bool = False
+def measure(
+    recipe: Recipe,
+    levels: Sequence[str] | None = None,
+    path: str | os.PathLike[str] | None = None,
+    **options: Any,
 ) -> Statistics:
-    """The statistics of the recipe's experts, in the recipe's order.
+    """Measure what the closed form needs of a recipe's models, on its calibration data.
 
-    An existing file is matched by content and used; a level that it lacks is measured and added. Without a file
-    everything is measured and written to ``path``, or to the cache folder.
+    What is measured already is used: the file at ``path``, or an earlier measurement in the cache folder. A measurement
+    that was interrupted goes on where it was. Takes about one forward pass of each model per sample, in float32, with
+    one decoder layer of each model in memory.
 
     Args:
-        experiment: the recipe's models and data.
-        levels: the levels that are wanted.
-        path: the statistics file.
-        published: the file is a copy of a published one, to which nothing is added.
+        recipe: a recipe for ``slta`` or ``featcal`` whose experts have calibration data.
+        levels: ``model``, ``layer``, ``attn_mlp``, ``head_mlp`` or ``linear``; by default the recipe's.
+        path: the statistics file, which is written if it is not there and which gets the levels that it lacks; or a
+            published one, ``hf:ORG/REPO/FILE[@REVISION]``. By default the recipe's ``statistics``, or a file in the
+            cache folder.
+        options: ``device`` ("cpu"), ``trust_remote_code`` (False), ``lora_merge_cache`` (None), ``transformers_cache``
+            (None), ``quiet`` (False), and whatever else mergekit has options for.
+
+    Returns:
+        Per submodule the Gram matrices [N, T, T] float64 of N samples and T experts, in the recipe's order.
 
     Raises:
-        SltaError: an existing file does not fit the recipe, or something about models or data is wrong.
+        SltaError: the recipe, a model or the data is wrong, or a file that is there does not fit the recipe.
     """
-    if path is not None and _exists(path, experiment.ranks):
-        return _Measurement(experiment, path).reuse(levels, published)
+    return measured_statistics(Experiment(recipe, **options), levels, path)
+
+
+def measured_statistics(
+    experiment: Experiment, levels: Sequence[str] | None = None, path: str | os.PathLike[str] | None = None
+) -> Statistics:
+    """``measure`` for a recipe that is opened already."""
+    settings = experiment.settings
+    levels = list(levels or [settings.measured_level])
+    source = os.fspath(path) if path else settings.statistics if isinstance(settings, SltaSettings) else ""
+    published = source.startswith(PUBLISHED_PREFIX)
+    file = resolve_statistics(source, experiment.transformers_cache) if source else None
+    if file is not None and _exists(file, experiment.ranks):
+        return _Measurement(experiment, file).reuse(levels, published)
     if problems := calibration_problems(experiment.recipe, statistics_exist=False):
         raise SltaError("\n".join(problems))
     data = experiment.load_data(experiment.recipe.experts)
-    fingerprint = experiment.fingerprint(data)
-    path = path or cache_file(fingerprint, levels)
-    measurement = _Measurement(experiment, path)
-    if _exists(path, experiment.ranks):
+    content = fingerprint(experiment, data)
+    file = file or cache_file(content, levels)
+    measurement = _Measurement(experiment, file)
+    if _exists(file, experiment.ranks):
         return measurement.reuse(levels, published)
-    return measurement.measure(_info(experiment, levels, data, fingerprint), experiment.experts, data, levels)
+    return measurement.measure(_info(experiment, levels, data, content), experiment.experts, data, levels)
 
 
 def _exists(path: Path, ranks: Ranks) -> bool:
@@ -89,7 +115,7 @@ class _Measurement:
             raise SltaError("\n".join(problems))
         given = all(expert.calibration for expert in recipe.experts)
         data = self.experiment.load_data(recipe.experts) if given else None
-        base, experts = self.experiment.contents()
+        base, experts = model_contents(self.experiment)
         matched = match(found.info, self.path, recipe, base, experts, data or [None] * len(experts))
         problems = matched.problems + level_problems(found.info, self.path, recipe, levels, published)
         if problems:
@@ -146,16 +172,16 @@ class _Measurement:
         self, experts: Sequence[Checkpoint], data: Sequence[CalibrationData], levels: Sequence[str], partial: Partial
     ) -> Grams:
         experiment, ranks = self.experiment, self.experiment.ranks
-        decoder = Decoder(experiment.base.config, experiment.trust_remote_code, experiment.device)
+        decoder = experiment.decoder.to(experiment.device)
         tasks = [samples.token_ids for samples in data]
-        batch_tokens = experiment.recipe.settings.batch_tokens
+        batch_tokens = experiment.settings.batch_tokens
         with tqdm(
             total=share(decoder, tasks, batch_tokens, ranks) * len(decoder),
             desc=f"Calibrating {', '.join(levels)}",
             unit="sample",
             unit_scale=1 / len(decoder),
             leave=False,
-            disable=experiment.quiet or not ranks.first,
+            disable=experiment.quiet,
         ) as bar:
             return calibrate(
                 decoder,
@@ -197,9 +223,9 @@ def _info(
             )
             for samples in data
         ),
-        samples=recipe.settings.samples,
-        max_tokens=recipe.settings.max_tokens,
-        seed=recipe.settings.seed,
+        samples=experiment.settings.samples,
+        max_tokens=experiment.settings.max_tokens,
+        seed=experiment.settings.seed,
         inputs="base",
         architecture=(config.architectures or [""])[0],
         num_layers=config.num_hidden_layers,

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import huggingface_hub
 import safetensors
@@ -31,9 +31,6 @@ from mergekit_slta.levels import LEVELS, belongs, covers, sort_key
 from mergekit_slta.models import hub
 from mergekit_slta.slta.solution import Solution
 from mergekit_slta.slta.solver import solve
-
-if TYPE_CHECKING:  # to solve takes a second, to import mergekit several
-    from mergekit.common import ModelPath, ModelReference
 
 FORMAT_VERSION = 1
 METADATA_KEY = "mergekit_slta"
@@ -359,18 +356,6 @@ def versions() -> dict[str, str]:
     """The versions of what measures."""
     installed = {name: importlib.metadata.version(name) for name in ("mergekit", "torch", "transformers")}
     return {"mergekit-slta": __version__, **installed}
-
-
-def published_name(reference: ModelReference) -> str:
-    """A model's name as it may be published: as the recipe spells it, an absolute path by its last part."""
-    parts = [part for part in (reference.model, reference.lora) if part is not None]
-    return "+".join(_published_path(part) for part in parts)
-
-
-def _published_path(path: ModelPath) -> str:
-    absolute = os.path.isabs(path.path) or path.path.startswith("~")
-    name = Path(path.path).name if absolute else path.path
-    return f"{name}@{path.revision}" if path.revision else name
 
 
 def _sha256(content: object) -> str:

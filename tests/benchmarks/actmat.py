@@ -29,7 +29,7 @@ from support.memory import PeakMemory
 
 import mergekit_slta.methods.registry
 from mergekit_slta.actmat.covariance import merge_by_covariance
-from mergekit_slta.recipe.recipe import ActmatSettings
+from mergekit_slta.recipe.settings import ActmatSettings
 
 METHODS = ("actmat", "task_arithmetic")
 Tasks = list[torch.Tensor]

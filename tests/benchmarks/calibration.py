@@ -24,7 +24,7 @@ from mergekit.io.tasks import LoaderCache
 
 from mergekit_slta.engine.streams import Batch, fitting_batch, make_batches
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.recipe import Recipe, SltaSettings
+from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.slta.measure import measured_statistics
 
 
@@ -41,7 +41,7 @@ from mergekit_slta.slta.measure import measured_statistics
 @click.option("--memory", type=click.Choice(["calibration", "naive"]), help="Measure only this, in this process.")
 def main(setting: Setting, level_sets: tuple[str, ...], memory: str | None) -> None:
     """Compare calibration with its floor on synthetic Llama-shaped checkpoints."""
-    folders, recipe = setting.write(SltaSettings)
+    folders, recipe = setting.write("slta")
     device = setting.device
     if memory:
         naively = functools.partial(_naive, recipe, folders, device)

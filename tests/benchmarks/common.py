@@ -21,11 +21,10 @@ from typing import Any
 import click
 import torch
 import transformers
-from mergekit.common import ModelReference
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from mergekit_slta.layers import products
-from mergekit_slta.recipe.recipe import CalibrationSettings, Expert, Recipe
+from mergekit_slta.recipe.recipe import Recipe
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from support.memory import PeakMemory
@@ -91,12 +90,11 @@ def write_samples(folder: Path, tasks: int, samples: int, tokens: int) -> list[P
     return files
 
 
-def make_recipe(folders: Sequence[Path], settings: CalibrationSettings) -> Recipe:
+def make_recipe(folders: Sequence[Path], method: str, samples: int, max_tokens: int) -> Recipe:
     """A recipe of a family with data of random words, ``samples`` records of ``max_tokens`` each."""
-    base, *experts = (ModelReference.parse(str(folder)) for folder in folders)
-    files = write_samples(CACHE, len(experts), settings.samples, settings.max_tokens)
-    chosen = tuple(Expert(reference, str(file)) for reference, file in zip(experts, files, strict=True))
-    return Recipe(base, chosen, settings)
+    base, *experts = folders
+    files = write_samples(CACHE, len(experts), samples, max_tokens)
+    return Recipe(base, dict(zip(experts, files, strict=True)), method, samples=samples, max_tokens=max_tokens)
 
 
 @dataclass(frozen=True)
@@ -112,10 +110,10 @@ class Setting:
     repeats: int
     default_products: bool
 
-    def write(self, settings: type[CalibrationSettings]) -> tuple[list[Path], Recipe]:
+    def write(self, method: str) -> tuple[list[Path], Recipe]:
         """Write the family and its data, once; returns the models' folders and the recipe."""
         folders = make_family(CACHE, self.size, self.experts, self.layers)
-        return folders, make_recipe(folders, settings(samples=self.samples, max_tokens=self.tokens))
+        return folders, make_recipe(folders, method, self.samples, self.tokens)
 
     def peak_memory(self, script: str, *arguments: str) -> float:
         """The bytes that a benchmark prints in a process of its own, with these options and further ones."""

@@ -26,7 +26,8 @@ from mergekit_slta.featcal.groups import groups_by_layer
 from mergekit_slta.featcal.scratch import solve_model
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.recipe import FeatcalSettings, Recipe
+from mergekit_slta.recipe.recipe import Recipe
+from mergekit_slta.recipe.settings import FeatcalSettings
 
 
 @click.command()
@@ -34,7 +35,7 @@ from mergekit_slta.recipe.recipe import FeatcalSettings, Recipe
 @click.option("--memory", is_flag=True, help="Measure only the peak memory, in this process.")
 def main(setting: Setting, memory: bool) -> None:
     """Compare a feature merge with its floor on synthetic Llama-shaped checkpoints."""
-    folders, recipe = setting.write(FeatcalSettings)
+    folders, recipe = setting.write("featcal")
     device = setting.device
     if memory:
         print_peak_memory(lambda: _solve(recipe, device))
@@ -65,7 +66,7 @@ def main(setting: Setting, memory: bool) -> None:
 def _solve(recipe: Recipe, device: str) -> None:
     LoaderCache.loaders.clear()
     with tempfile.TemporaryDirectory() as folder:
-        settings = FeatcalSettings(**recipe.settings.model_dump() | {"scratch": folder})
+        settings = recipe.settings_of(FeatcalSettings).model_copy(update={"scratch": folder})
         solve_model(Experiment(recipe, device=device, quiet=True), settings)
 
 

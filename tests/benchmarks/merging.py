@@ -25,7 +25,6 @@ from support.memory import PeakMemory
 
 import mergekit_slta.methods.registry
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.recipe import SltaSettings
 from mergekit_slta.slta.measure import measured_statistics
 
 METHODS = ("slta", "task_arithmetic", "linear")
@@ -69,7 +68,7 @@ def main(size: str, experts: int, threads: int, repeats: int, method: str | None
 
 def _measure(folders: list[Path], file: Path) -> None:
     """Make the statistics, once."""
-    recipe = make_recipe(folders, SltaSettings(samples=2, max_tokens=16))
+    recipe = make_recipe(folders, "slta", samples=2, max_tokens=16)
     measured_statistics(Experiment(recipe, quiet=True), [LEVEL], file)
 
 

@@ -25,7 +25,6 @@ from common import CACHE, be_quiet, in_subprocess, make_family, make_recipe, wri
 from support.memory import PeakMemory
 
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.recipe import SltaSettings
 from mergekit_slta.slta.measure import measured_statistics
 
 DEFAULTS = {"samples": 8, "tokens": 128, "experts": 3, "layers": 4}
@@ -72,7 +71,7 @@ def report(quantity: str, values: list[int], runs: list[dict[str, float]]) -> No
 
 def _run(size: str, level: str, values: dict[str, Any]) -> dict[str, float]:
     folders = make_family(CACHE, size, values["experts"], values["layers"])
-    recipe = make_recipe(folders, SltaSettings(samples=values["samples"], max_tokens=values["tokens"]))
+    recipe = make_recipe(folders, "slta", values["samples"], values["tokens"])
     with tempfile.TemporaryDirectory() as folder, PeakMemory() as peak:
         start = time.perf_counter()
         measured_statistics(Experiment(recipe, quiet=True), [level], Path(folder) / "statistics.safetensors")

@@ -6,24 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mergekit.config import MergeConfiguration
-from mergekit.options import MergeOptions
 from support import families
 from support.adapters import write_adapter
-from support.examining import SPECS, problems, save_random, with_data, with_expert
+from support.examining import problems, save_random, with_data, with_expert
 from support.families import Family
-from transformers import AutoTokenizer
 
-from mergekit_slta.checks import case as case_module
 from mergekit_slta.checks.case import Case, attempt, failures, of_decoder, of_models, of_siblings
-from mergekit_slta.data.draw import CalibrationSource
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 
 
 def case_of(recipe: dict[str, Any]) -> Case:
-    config = MergeConfiguration.model_validate(recipe)
-    return Case(config, MergeOptions(), SPECS[recipe["merge_method"]], recipe, None)
+    return Case(families.experiment(recipe))
 
 
 def test_a_wrong_value_does_not_hide_what_else_is_wrong(family: Family, tmp_path: Path) -> None:
@@ -41,28 +35,6 @@ def test_what_cannot_be_opened_does_not_keep_the_rest_from_it(family: Family, tm
     assert [str(expert) for _, expert in case.pairs] == [str(other), str(family.experts[2])]
     assert [str(expert) for _, expert in case.siblings] == [str(family.experts[2])]
     assert str(case.base) == str(family.base)
-
-
-def test_everything_is_opened_once(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[str] = []
-
-    def count(owner: Any, name: str) -> None:
-        function = getattr(owner, name)
-
-        def counted(*arguments: Any, **more: Any) -> Any:
-            opened.append(name)
-            return function(*arguments, **more)
-
-        monkeypatch.setattr(owner, name, counted)
-
-    for name in ("open_model", "needs"):
-        count(case_module, name)
-    count(AutoTokenizer, "from_pretrained")
-    count(CalibrationSource, "draw")
-    case = case_of(families.recipe(family, "featcal", experts=[0, 1]))
-    for _ in range(2):
-        assert case.models and case.samples and case.needs
-    assert opened == ["open_model"] * 3 + ["from_pretrained"] + ["draw"] * 2 + ["needs"]
 
 
 def test_the_models_that_are_adapters(family: Family, tmp_path: Path) -> None:

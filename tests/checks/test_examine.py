@@ -16,7 +16,6 @@ import torch
 import transformers
 from click.testing import CliRunner
 from conftest import MakeFamily
-from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 from mergekit.scripts.run_yaml import main as mergekit_yaml
 from safetensors.torch import load_file
@@ -26,10 +25,10 @@ from support.examining import feature_recipe, grow, larger_vocabulary, problems,
 from support.families import Family
 from support.hub import serve
 
-from mergekit_slta.checks.examine import Findings, examine, examined, refuse_problems
+from mergekit_slta.checks.examine import Findings
 from mergekit_slta.errors import SltaError
 from mergekit_slta.methods import registry
-from mergekit_slta.methods.registry import SltaMethod
+from mergekit_slta.methods.registry import examined, sound_experiment
 
 # What is sound
 
@@ -80,10 +79,11 @@ def test_looks_at_headers_and_not_at_weights(family: Family) -> None:
 EXAMINE = """
 import json, sys
 from mergekit.config import MergeConfiguration
-from mergekit.options import MergeOptions
-from mergekit_slta.methods.registry import SltaMethod
 from mergekit_slta.checks.examine import examine
-found = examine(MergeConfiguration.model_validate(json.loads(sys.argv[1])), MergeOptions(), SltaMethod.spec)
+from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.recipe.recipe import Recipe
+recipe = Recipe.from_config(MergeConfiguration.model_validate(json.loads(sys.argv[1])))
+found = examine(Experiment(recipe))
 print(json.dumps([found.problems, found.notes]))
 """
 
@@ -157,8 +157,7 @@ def broken_recipe(family: Family, tmp_path: Path) -> dict[str, Any]:
 
 def test_all_problems_at_once(family: Family, tmp_path: Path) -> None:
     recipe = broken_recipe(family, tmp_path)
-    config = MergeConfiguration.model_validate(recipe)
-    found = examine(config, MergeOptions(), SltaMethod.spec).problems
+    found = problems(recipe)
     assert len(found) == 5
     for words in ("'sampels'", "'ridge'", "none.jsonl", "has no 'calibration'", "lacks model.norm.weight"):
         assert sum(words in problem for problem in found) == 1
@@ -197,27 +196,27 @@ def test_mergekit_yaml_refuses_a_feature_merge_before_it_solves(family: Family, 
 
 
 def test_only_the_recipe_that_was_examined_is_merged_without_a_second_look(family: Family) -> None:
-    one, other = (MergeConfiguration.model_validate(families.recipe(family, sampels=2)) for _ in range(2))
+    one, other = (families.experiment(families.recipe(family, sampels=2)) for _ in range(2))
     with examined(one, Findings([], [])):
-        refuse_problems(one, MergeOptions(), SltaMethod.spec)
+        assert sound_experiment(one.recipe.config, MergeOptions()) is one
         with pytest.raises(SltaError, match="sampels"):
-            refuse_problems(other, MergeOptions(), SltaMethod.spec)
+            sound_experiment(other.recipe.config, MergeOptions())
     with pytest.raises(SltaError, match="sampels"):
-        refuse_problems(one, MergeOptions(), SltaMethod.spec)
+        sound_experiment(one.recipe.config, MergeOptions())
 
 
 def test_what_only_a_download_shows_is_looked_at_again_and_not_said_again(
     family: Family, caplog: pytest.LogCaptureFixture
 ) -> None:
     fine, wrong = (families.recipe(family, **changes) for changes in ({"dtype": "bfloat16"}, {"sampels": 2}))
-    fine, wrong = map(MergeConfiguration.model_validate, (fine, wrong))
-    with examined(fine, Findings([], [], seen=False)):
-        refuse_problems(fine, MergeOptions(), SltaMethod.spec)
-    assert not caplog.records
-    refuse_problems(fine, MergeOptions(), SltaMethod.spec)
+    one, other = map(families.experiment, (fine, wrong))
+    with examined(one, Findings([], [], seen=False)):
+        sound_experiment(one.recipe.config, MergeOptions())
+    assert "Merging in bfloat16" not in caplog.text
+    sound_experiment(one.recipe.config, MergeOptions())
     assert "Merging in bfloat16 rounds at every step" in caplog.text
-    with examined(wrong, Findings([], [], seen=False)), pytest.raises(SltaError, match="sampels"):
-        refuse_problems(wrong, MergeOptions(), SltaMethod.spec)
+    with examined(other, Findings([], [], seen=False)), pytest.raises(SltaError, match="sampels"):
+        sound_experiment(other.recipe.config, MergeOptions())
 
 
 def take_base(recipe: dict[str, Any], family: Family, tmp_path: Path) -> str:

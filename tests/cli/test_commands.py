@@ -32,6 +32,7 @@ from mergekit_slta import __version__
 from mergekit_slta.checks import examine
 from mergekit_slta.checks.examine import Findings
 from mergekit_slta.cli.commands import main
+from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.slta import measure
 from mergekit_slta.slta.solver import bootstrap
 from mergekit_slta.slta.statistics import Statistics
@@ -111,7 +112,8 @@ def test_options_are_called_as_in_mergekit() -> None:
         "-v",
     ]
     for command in ("check", "calibrate", "evaluate"):
-        ours = {option: parameter for parameter in main.commands[command].params for option in parameter.opts}
+        parameters = main.commands[command].get_params(click.Context(main.commands[command]))
+        ours = {option: parameter for parameter in parameters for option in parameter.opts}
         for option in shared:
             assert ours[option].name == theirs[option].name
             assert ours[option].multiple == theirs[option].multiple
@@ -152,11 +154,11 @@ def test_check_lists_everything_at_once(llama: Family, write_recipe: WriteRecipe
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a: [", "is no YAML"),
-        ("merge_method: slta", "is no mergekit recipe"),
+        ("a: [", "is not valid as YAML"),
+        ("merge_method: slta", "is not valid as a mergekit recipe"),
         ("merge_method: [slta]\nmodels: []", "'merge_method'"),
-        ("just text", "is no mergekit recipe"),
-        (b"\xff\xfe", "is no UTF-8 text"),
+        ("just text", "is not valid as a mergekit recipe"),
+        (b"\xff\xfe", "is not UTF-8 text"),
     ],
 )
 def test_what_is_no_recipe_is_refused(tmp_path: Path, command: str, text: str | bytes, said: str) -> None:
@@ -597,13 +599,13 @@ def test_merge_says_which_disk_is_full_and_what_it_lacks(
 
 
 @pytest.fixture
-def examinations(monkeypatch: pytest.MonkeyPatch) -> list[MergeConfiguration]:
-    """The recipes that are examined, in that order."""
+def examinations(monkeypatch: pytest.MonkeyPatch) -> list[Experiment]:
+    """What is examined, in that order."""
     original, seen = examine.examine, []
 
-    def look(config: MergeConfiguration, *arguments: Any, **purpose: Any) -> Findings:
-        seen.append(config)
-        return original(config, *arguments, **purpose)
+    def look(experiment: Experiment, **purpose: Any) -> Findings:
+        seen.append(experiment)
+        return original(experiment, **purpose)
 
     monkeypatch.setattr(examine, "examine", look)
     return seen
@@ -612,7 +614,7 @@ def examinations(monkeypatch: pytest.MonkeyPatch) -> list[MergeConfiguration]:
 @pytest.mark.parametrize("method", ["slta", "sftm"])
 def test_every_merge_is_examined_once(
     method: str,
-    examinations: list[MergeConfiguration],
+    examinations: list[Experiment],
     llama: Family,
     stats: Path,
     write_recipe: WriteRecipe,

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from conftest import MakeFamily
-from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache
 from mergekit.io.tensor_writer import TensorWriter
 from safetensors.torch import load_file
@@ -27,7 +26,7 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal import merge, scratch
 from mergekit_slta.featcal.scratch import SolvedModel, solve_model
 from mergekit_slta.methods import registry
-from mergekit_slta.recipe.recipe import FeatcalSettings, shared_settings
+from mergekit_slta.recipe.settings import FeatcalSettings
 from mergekit_slta.reports.page import Page
 
 DEEP = 6
@@ -57,8 +56,8 @@ def scratch_folders(root: Path | None = None) -> list[Path]:
 
 def solve(content: Recipe, **arguments: Any) -> SolvedModel:
     """Solve a recipe as a merge does before its first tensor."""
-    settings = shared_settings(MergeConfiguration.model_validate(content), FeatcalSettings)
-    return solve_model(families.experiment(content, **arguments), settings)
+    experiment = families.experiment(content, **arguments)
+    return solve_model(experiment, experiment.recipe.settings_of(FeatcalSettings))
 
 
 def recipe(family: Family, **changes: Any) -> Recipe:
@@ -470,7 +469,7 @@ def test_a_merge_that_fails_keeps_nobody_out(llama: Family, tmp_path: Path, monk
         raise SltaError("The report cannot be written.")
 
     with monkeypatch.context() as patch:
-        patch.setattr(registry, "_report", fail)
+        patch.setattr("mergekit_slta.methods.featcal.write_report", fail)
         with pytest.raises(SltaError, match="cannot be written"):
             families.merge(content, tmp_path / "failed")
     families.merge(content, tmp_path / "out")

@@ -346,7 +346,7 @@ def test_a_recipe_is_measured_on_its_first_samples(llama: Family) -> None:
     assert [list(map(list, samples)) for samples in planned.tasks] == [task[:2] for task in llama.token_ids()]
     assert planned.names == [folder.name for folder in llama.experts]
     assert len(planned.studies) == 3 + 3 + 1
-    assert experiment.recipe.settings.samples == 30
+    assert experiment.settings.samples == 30
 
 
 def test_linearity_measures_what_is_planned(llama: Family, caplog: pytest.LogCaptureFixture) -> None:

@@ -675,7 +675,8 @@ def test_values_that_change_are_noticed_without_the_recipe_too(
     llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content = with_parameter(llama, "ridge", [0.0, 0.5])
-    monkeypatch.setattr(registry.SltaMethod, "begin", lambda self, config, options: None)
+    monkeypatch.setattr(registry, "sound_experiment", lambda config, options: None)
+    monkeypatch.setattr(registry.SltaMethod, "begin", lambda self, experiment: None)
     with pytest.raises(SltaError, match="'ridge' changes between tensors"):
         families.merge(content, tmp_path / "out")
 
@@ -700,7 +701,7 @@ def test_an_optional_tensor_that_comes_first_hides_no_experts_parameters(
         found = merged_state(families.merge(families.recipe(llama), tmp_path / "out"))
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
         return
-    monkeypatch.setattr(registry.SltaMethod, "begin", lambda self, config, options: None)
+    monkeypatch.setattr(registry.SltaMethod, "begin", lambda self, experiment: None)
     with pytest.raises(SltaError, match="expert2 lacks, .* 'mergekit-slta merge'"):
         families.merge(families.recipe(llama), tmp_path / "out")
 

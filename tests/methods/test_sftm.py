@@ -117,13 +117,13 @@ def test_works_on_bfloat16_checkpoints(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("own", "shared", "words"),
     [
-        ({"density": 0}, {}, r"'density'.*above 0 and at most 1, not 0"),
+        ({"density": 0}, {}, r"'density'.*greater than 0, not 0"),
         ({"density": 1.2}, {}, r"'density'.*not 1\.2"),
         ({"density": "some"}, {}, r"'density'.*not 'some'"),
         ({"weight": float("nan")}, {}, r"'weight'.*finite number, not nan"),
         ({}, {"lambda": float("inf")}, r"'lambda'.*finite number, not inf"),
-        ({}, {"rank": -1}, r"'rank'.*whole number.*not -1"),
-        ({}, {"rank": 2.5}, r"'rank'.*whole number.*not 2\.5"),
+        ({}, {"rank": -1}, r"'rank'.*greater than or equal to 0, not -1"),
+        ({}, {"rank": 2.5}, r"'rank'.*integer.*not 2\.5"),
     ],
 )
 def test_refuses_a_wrong_value_in_one_sentence(

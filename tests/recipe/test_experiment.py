@@ -13,7 +13,7 @@ from support import copies, families
 from support.families import Family
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.slta.fingerprints import fingerprint
 
 
 def test_as_many_samples_as_the_recipe_says_or_as_asked(llama: Family) -> None:
@@ -31,25 +31,25 @@ def test_the_same_data_for_two_experts_is_refused(llama: Family, tmp_path: Path)
 
 
 def test_the_fingerprint_follows_models_samples_and_settings(llama: Family, make_family: MakeFamily) -> None:
-    def fingerprint(family: Family, **settings: Any) -> dict[str, object]:
+    def found(family: Family, **settings: Any) -> dict[str, object]:
         LoaderCache.loaders.clear()
         experiment = families.experiment(families.recipe(family, **settings))
-        return experiment.fingerprint(experiment.load_data(experiment.recipe.experts)).model_dump()
+        return fingerprint(experiment, experiment.load_data(experiment.recipe.experts)).model_dump()
 
-    first = fingerprint(llama, samples=3)
-    assert fingerprint(llama, samples=3) == first
-    assert {name for name, value in fingerprint(llama, samples=2).items() if value != first[name]} == {
+    first = found(llama, samples=3)
+    assert found(llama, samples=3) == first
+    assert {name for name, value in found(llama, samples=2).items() if value != first[name]} == {
         "tokens",
         "settings",
     }
     other = Family(make_family(experts=1).experts[0], llama.experts, llama.data, llama.config)
-    assert {name for name, value in fingerprint(other, samples=3).items() if value != first[name]} == {"base"}
+    assert {name for name, value in found(other, samples=3).items() if value != first[name]} == {"base"}
 
 
 def test_values_outside_the_layers_are_looked_at(make_family: MakeFamily) -> None:
     family = make_family(experts=2)
     copies.edit_tensors(family.experts[1], lambda tensors: tensors["lm_head.weight"][3].fill_(float("nan")))
     experiment = families.experiment(families.recipe(family))
-    experiment.check_edges(Decoder(family.config), experts=False)
+    experiment.check_edges(experts=False)
     with pytest.raises(SltaError, match=r"expert1.*lm_head\.weight|lm_head\.weight.*expert1"):
-        experiment.check_edges(Decoder(family.config), experts=True)
+        experiment.check_edges(experts=True)

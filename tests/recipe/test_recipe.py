@@ -10,30 +10,16 @@ from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.methods.registry import METHODS, SltaMethod
-from mergekit_slta.recipe.recipe import (
-    CalibrationSettings,
-    Expert,
-    FeatcalSettings,
-    SltaSettings,
-    calibrates,
-    calibration_problems,
-    expert_parameters,
-    from_config,
-    key_problems,
-    recipe_problems,
-    shared_settings,
-    slice_problems,
-)
-
-SLTA = SltaMethod.spec
-SPECS = {method.spec.name: method.spec for method in METHODS}
+from mergekit_slta.recipe.configuration import expert_parameters
+from mergekit_slta.recipe.problems import key_problems, recipe_problems, slice_problems
+from mergekit_slta.recipe.recipe import Expert, Recipe, calibration_problems
+from mergekit_slta.recipe.settings import SETTINGS, FeatcalSettings, SltaSettings
 
 
 def content(method: str = "slta", **changes: Any) -> dict[str, Any]:
     """A sound recipe for two experts, with changed top-level keys."""
     models: list[dict[str, Any]] = [{"model": name} for name in ("org/math", "org/code")]
-    if calibrates(SPECS[method]):
+    if SETTINGS[method].runs_models:
         models = [{**entry, "parameters": {"calibration": f"{entry['model'][4:]}.jsonl"}} for entry in models]
     return {"merge_method": method, "base_model": "org/base", "models": models} | changes
 
@@ -43,7 +29,11 @@ def parse(recipe: dict[str, Any]) -> MergeConfiguration:
 
 
 def problems(recipe: dict[str, Any]) -> list[str]:
-    return recipe_problems(parse(recipe), SPECS[recipe["merge_method"]])
+    return recipe_problems(parse(recipe), SETTINGS[recipe["merge_method"]])
+
+
+def read(recipe: dict[str, Any]) -> Recipe:
+    return Recipe.from_config(parse(recipe), recipe)
 
 
 def under_expert(**parameters: Any) -> dict[str, Any]:
@@ -64,27 +54,68 @@ def test_a_sound_recipe_has_no_problems(recipe: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("recipe", [content(), whole_slice()])
 def test_reads_what_the_recipe_names(recipe: dict[str, Any]) -> None:
-    read = from_config(parse(recipe | {"parameters": {"template": "{q}", "samples": "7"}}))
-    assert read.base == ModelReference.parse("org/base")
-    assert read.experts == tuple(
+    found = read(recipe | {"parameters": {"template": "{q}", "samples": "7"}})
+    assert found.base == ModelReference.parse("org/base")
+    assert found.experts == tuple(
         Expert(ModelReference.parse(f"org/{task}"), f"{task}.jsonl", "{q}") for task in ("math", "code")
     )
-    assert read.settings == CalibrationSettings(samples=7)
-    assert shared_settings(parse(recipe | {"parameters": {"samples": "7"}}), SltaSettings) == SltaSettings(samples=7)
+    assert found.settings == SltaSettings(samples=7)
 
 
 def test_a_slice_sets_parameters_over_the_recipe() -> None:
     recipe = whole_slice(parameters={"samples": 3}) | {"parameters": {"samples": 5, "seed": 1}}
-    assert from_config(parse(recipe)).settings == CalibrationSettings(samples=3, seed=1)
-    assert shared_settings(parse(recipe), SltaSettings) == SltaSettings(samples=3, seed=1)
+    assert read(recipe).settings == SltaSettings(samples=3, seed=1)
 
 
 def test_each_method_reads_its_own_settings() -> None:
-    given = {"level": "layer", "edges": "mean", "teacher": "0.5", "head": "false", "ridge": 0.2, "max_tokens": 9}
-    config = parse(content(parameters=given))
-    assert shared_settings(config, SltaSettings) == SltaSettings(level="layer", edges="mean", ridge=0.2, max_tokens=9)
-    assert shared_settings(config, FeatcalSettings) == FeatcalSettings(teacher=0.5, head=False, ridge=0.2, max_tokens=9)
-    assert shared_settings(config, CalibrationSettings) == CalibrationSettings(max_tokens=9)
+    both = {"ridge": 0.2, "max_tokens": 9}
+    slta, featcal = both | {"level": "layer", "edges": "mean"}, both | {"teacher": "0.5", "head": "false"}
+    assert read(content(parameters=slta)).settings == SltaSettings.model_validate(slta)
+    assert read(content("featcal", parameters=featcal)).settings == FeatcalSettings(
+        teacher=0.5, head=False, ridge=0.2, max_tokens=9
+    )
+
+
+def test_what_can_be_read_of_a_recipe_with_wrong_parameters() -> None:
+    """The checks look at the rest of it, and nothing else takes it."""
+    recipe = content(parameters={"samples": "many", "seed": 4, "sampels": 3})
+    recipe["models"][0]["parameters"]["calibration"] = 5
+    found = read(recipe)
+    assert found.reading.settings == SltaSettings(seed=4)
+    assert [str(expert) for expert in found.reading.experts] == ["org/code"]
+    for name in ("base", "experts", "settings"):
+        with pytest.raises(SltaError) as caught:
+            getattr(found, name)
+        assert caught.value.message.splitlines() == found.problems and len(found.problems) == 3
+
+
+def test_a_recipe_made_in_python_is_the_one_in_yaml(tmp_path: Path) -> None:
+    made = Recipe(
+        "org/base",
+        {"org/math": Path("math.jsonl"), "org/code": {"calibration": "code.jsonl", "template": "{q}"}},
+        level="layer",
+        samples=4,
+        out_dtype="bfloat16",
+    )
+    (tmp_path / "recipe.yml").write_text(made.text)
+    for found in (made, Recipe.load(tmp_path / "recipe.yml")):
+        assert found.settings == SltaSettings(level="layer", samples=4)
+        assert [(str(e), e.calibration, e.template) for e in found.experts] == [
+            ("org/math", "math.jsonl", ""),
+            ("org/code", "code.jsonl", "{q}"),
+        ]
+        assert str(found.base) == "org/base"
+        assert (found.config.dtype, found.config.out_dtype) == ("float32", "bfloat16")
+    scale: dict[str, Any] = {"lambda": 0.3}
+    without_data = Recipe("org/base", ["org/math", "org/code"], "sftm", **scale)
+    assert without_data.problems == [] and without_data.settings.model_dump(by_alias=True) == {"lambda": 0.3, "rank": 0}
+
+
+def test_a_method_of_mergekits_own_has_no_settings_here() -> None:
+    found = read(content("ties"))
+    assert [str(reference) for reference in found.references] == ["org/base", "org/math", "org/code"]
+    with pytest.raises(SltaError, match="'ties': this command knows slta, featcal, sftm"):
+        found.settings  # noqa: B018
 
 
 def test_an_experts_own_parameter_comes_before_the_shared_one() -> None:
@@ -97,12 +128,12 @@ def test_the_base_model_among_the_models_is_no_expert() -> None:
     recipe = content()
     recipe["models"].insert(1, {"model": "org/base"})
     assert problems(recipe) == []
-    assert len(from_config(parse(recipe)).experts) == 2
+    assert len(read(recipe).experts) == 2
 
 
 def test_reading_a_wrong_value_is_no_traceback() -> None:
-    with pytest.raises(SltaError, match="'samples' has a wrong value"):
-        from_config(parse(content(parameters={"samples": "many"})))
+    with pytest.raises(SltaError, match="'samples' in the recipe's parameters should be a valid integer"):
+        read(content(parameters={"samples": "many"})).settings  # noqa: B018
 
 
 @pytest.mark.parametrize(
@@ -162,7 +193,7 @@ def test_misplaced_parameters_of_a_feature_merge() -> None:
         "'parameters' of the recipe.",
         "'template' in the parameters of org/base has no effect: it belongs to an expert, not to the base model.",
     ]
-    assert key_problems(content("featcal", anchor="slta"), SPECS["featcal"]) == [
+    assert key_problems(content("featcal", anchor="slta"), FeatcalSettings) == [
         "'anchor' in the recipe has no effect: put it under 'parameters'."
     ]
 
@@ -217,11 +248,11 @@ def test_a_method_without_calibration_takes_gradients_and_filters() -> None:
 def test_every_value_of_a_gradient_is_checked() -> None:
     density = [{"filter": "mlp", "value": [0.1, 3]}, {"value": 0.2}]
     (problem,) = problems(content("sftm", parameters={"density": density}))
-    assert "'density'" in problem and "at most 1" in problem and "not 3" in problem
+    assert "'density'" in problem and "less than or equal to 1" in problem and "not 3" in problem
     assert "the recipe's parameters" in problem
 
 
-@pytest.mark.parametrize("method", SPECS)
+@pytest.mark.parametrize("method", SETTINGS)
 def test_no_base_model(method: str) -> None:
     (problem,) = problems(content(method, base_model=None))
     assert problem.startswith(f"The recipe has no base_model: '{method}' needs")
@@ -259,7 +290,7 @@ def test_modules_and_slices_are_refused_where_whole_models_are_needed() -> None:
         (problem,) = problems(recipe)
         assert problem.startswith(sentence)
         with pytest.raises(SltaError, match=sentence):
-            from_config(parse(recipe))
+            read(recipe).base  # noqa: B018
 
 
 def test_a_method_that_works_tensor_by_tensor_takes_modules_and_slices() -> None:
@@ -310,16 +341,16 @@ def test_all_problems_at_once() -> None:
     ],
 )
 def test_keys_that_mergekit_drops(recipe: dict[str, Any], sentence: str) -> None:
-    assert key_problems(recipe, SLTA) == [sentence]
+    assert key_problems(recipe, SltaSettings) == [sentence]
 
 
 @pytest.mark.parametrize("recipe", [content(), whole_slice(), content(name="mine", description="for the fair"), None])
 def test_keys_that_mean_nothing_are_left_alone(recipe: Any) -> None:
-    assert key_problems(recipe, SLTA) == []
+    assert key_problems(recipe, SltaSettings) == []
 
 
 def test_an_expert_without_calibration() -> None:
-    recipe = from_config(parse(content(models=[{"model": "org/math"}])))
+    recipe = read(content(models=[{"model": "org/math"}]))
     (problem,) = calibration_problems(recipe, statistics_exist=False)
     assert problem.startswith("The expert org/math has no 'calibration'")
     assert calibration_problems(recipe, statistics_exist=True) == []
@@ -329,11 +360,11 @@ def test_two_experts_with_the_same_source(tmp_path: Path) -> None:
     recipe = content()
     for entry, spelling in zip(recipe["models"], ("task.jsonl", "./task.jsonl"), strict=True):
         entry["parameters"]["calibration"] = f"{tmp_path}/{spelling}"
-    (problem,) = calibration_problems(from_config(parse(recipe)), statistics_exist=False)
+    (problem,) = calibration_problems(read(recipe), statistics_exist=False)
     assert problem.startswith("The experts org/math and org/code have the same calibration source")
 
 
 def test_one_source_for_all_experts() -> None:
     recipe = content(models=[{"model": "org/math"}, {"model": "org/code"}], parameters={"calibration": "all.jsonl"})
-    (problem,) = calibration_problems(from_config(parse(recipe)), statistics_exist=False)
+    (problem,) = calibration_problems(read(recipe), statistics_exist=False)
     assert "have the same calibration source 'all.jsonl'" in problem

@@ -15,8 +15,9 @@ from transformers import AutoTokenizer
 
 from mergekit_slta.data.draw import CalibrationData, CalibrationSource
 from mergekit_slta.errors import SltaError
-from mergekit_slta.recipe.recipe import CalibrationSettings, Expert
+from mergekit_slta.recipe.recipe import Expert
 from mergekit_slta.recipe.samples import Samples, repeated_data
+from mergekit_slta.recipe.settings import CalibrationSettings
 
 SETTINGS = CalibrationSettings(samples=3, max_tokens=12, seed=1)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.html_elements import Elements, assert_self_contained
 
-from mergekit_slta.recipe.recipe import FeatcalSettings
+from mergekit_slta.recipe.settings import FeatcalSettings
 from mergekit_slta.reports.featcal import ANCHORS, MEANING, drift_page
 from mergekit_slta.reports.page import Page
 from mergekit_slta.reports.words import percent

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration, evaluate_setting
 from safetensors.torch import load_file
 from support import families, synthetic
@@ -25,7 +24,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.recipe import Expert, Recipe, SltaSettings
+from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.slta import plain_recipe as module
 from mergekit_slta.slta.measure import measured_statistics
 from mergekit_slta.slta.plain_recipe import PlannedTensor, plain_recipe, planned_tensors, weight_settings
@@ -98,11 +97,7 @@ def merged(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, tuple[Path, P
 
 def measure(folder: Path, architecture: str, changes: dict[str, Any], levels: Sequence[str]) -> tuple[Family, Path]:
     family = families.make_family(folder, families.config_of(architecture, **changes), experts=3, records=3)
-    experts = tuple(
-        Expert(ModelReference.parse(str(path)), str(data))
-        for path, data in zip(family.experts, family.data, strict=True)
-    )
-    recipe = Recipe(ModelReference.parse(str(family.base)), experts, SltaSettings(samples=2))
+    recipe = Recipe(family.base, dict(zip(family.experts, family.data, strict=True)), samples=2)
     measured_statistics(Experiment(recipe, quiet=True), levels, folder / "stats.safetensors")
     return family, folder / "stats.safetensors"
 

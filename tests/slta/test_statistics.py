@@ -18,7 +18,8 @@ from support import synthetic
 
 import mergekit_slta
 from mergekit_slta.errors import SltaError
-from mergekit_slta.slta.statistics import Statistics, published_name
+from mergekit_slta.recipe.recipe import published_name
+from mergekit_slta.slta.statistics import Statistics
 
 MODELS = [f"org/expert{index}" for index in range(3)]
 LAYERS, SAMPLES = 4, 5

@@ -7,22 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from mergekit.config import MergeConfiguration
-from mergekit.options import MergeOptions
 from support import families
 from support.families import Family
 
 from mergekit_slta.checks.examine import Findings, examine
-from mergekit_slta.methods.registry import METHODS
-
-SPECS = {method.spec.name: method.spec for method in METHODS}
 
 
 def look(recipe: dict[str, Any], **arguments: Any) -> Findings:
     """Examine a recipe; ``options`` are those of ``MergeOptions``."""
-    options = MergeOptions(**arguments.pop("options", {}))
-    config = MergeConfiguration.model_validate(recipe)
-    return examine(config, options, SPECS[recipe["merge_method"]], source=recipe, **arguments)
+    return examine(families.experiment(recipe, **arguments.pop("options", {})), **arguments)
 
 
 def problems(recipe: dict[str, Any], **arguments: Any) -> list[str]:

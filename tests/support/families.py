@@ -33,7 +33,7 @@ from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.methods import registry
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.recipe import from_config
+from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.slta.calibrate import calibrate
 
 PAD, BOS, EOS = 0, 1, 2
@@ -497,8 +497,8 @@ def solved_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def experiment(content: dict[str, Any], **arguments: Any) -> Experiment:
     """What a recipe asks for, opened; ``arguments`` are those of ``Experiment``."""
-    opened = from_config(MergeConfiguration.model_validate(content))
-    return Experiment(opened, **{"quiet": True} | arguments)
+    recipe = Recipe.from_config(MergeConfiguration.model_validate(content), content)
+    return Experiment(recipe, **{"quiet": True} | arguments)
 
 
 def _floats(model: torch.nn.Module) -> dict[str, torch.Tensor]:

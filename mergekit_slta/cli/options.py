@@ -1,0 +1,81 @@
+"""The arguments and options that several commands share; mergekit's options come from mergekit itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+LEVELS_HELP = "model, layer, attn_mlp, head_mlp or linear"
+# mergekit's options that say where to compute and how to get models.
+MODEL_OPTIONS = {"device", "cuda", "trust_remote_code", "lora_merge_cache", "transformers_cache", "quiet", "verbosity"}
+
+
+class ModelCommand(click.Command):
+    """A command with mergekit's options for models, read from mergekit only when the command is used."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        return [*super().get_params(ctx), *(option for option in mergekit_options() if option.name in MODEL_OPTIONS)]
+
+
+class MergeCommand(click.Command):
+    """A command with all of mergekit-yaml's options."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        return [*super().get_params(ctx), *mergekit_options()]
+
+
+def mergekit_options() -> list[click.Option]:
+    """The options of mergekit-yaml."""
+    from mergekit.scripts.run_yaml import main
+
+    return [parameter for parameter in main.params if isinstance(parameter, click.Option)]
+
+
+def applied(options: Mapping[str, Any]) -> dict[str, Any]:
+    """mergekit's options with its logging set up; under torchrun the processes are spread over the GPUs."""
+    import torch
+    import transformers
+    from mergekit.options import MergeOptions
+
+    merge_options = MergeOptions(**options)
+    merge_options.apply_global_options()
+    if merge_options.quiet:
+        transformers.utils.logging.disable_progress_bar()
+    found = merge_options.model_dump()
+    if merge_options.device == "cuda" and "LOCAL_RANK" in os.environ:
+        found["device"] = f"cuda:{int(os.environ['LOCAL_RANK']) % max(1, torch.cuda.device_count())}"
+    return found
+
+
+def existing_file(argument: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    return click.argument(argument, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+
+
+def output_folder(command: Callable[..., None]) -> Callable[..., None]:
+    return click.option(
+        "-o",
+        "--output",
+        "folder",
+        required=True,
+        metavar="DIR",
+        type=click.Path(file_okay=False, path_type=Path),
+        help="Folder to write to.",
+    )(command)
+
+
+def known_levels(levels: tuple[str, ...]) -> list[str]:
+    """The values of --level in the order of the levels, from the whole model to its maps.
+
+    Raises:
+        click.BadParameter: one is no level.
+    """
+    from mergekit_slta.levels import LEVELS
+
+    for level in levels:
+        if level not in LEVELS:
+            raise click.BadParameter(f"'{level}' is none of {', '.join(LEVELS)}.", param_hint="--level")
+    return [level for level in LEVELS if level in levels]

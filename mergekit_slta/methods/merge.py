@@ -1,0 +1,78 @@
+"""Merge a recipe as mergekit-yaml does, with a check first."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import transformers
+from mergekit.merge import run_merge
+
+from mergekit_slta.checks import examine
+from mergekit_slta.checks.space import full_disk_problem, is_disk_full
+from mergekit_slta.engine.ranks import Ranks, join, leave
+from mergekit_slta.errors import SltaError
+from mergekit_slta.methods import registry
+from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.recipe.recipe import Recipe
+
+
+def merge(recipe: Recipe, out: str | os.PathLike[str], **options: Any) -> None:
+    """Merge a recipe's models, as mergekit-yaml does, with a check first that names all problems at once.
+
+    Takes recipes for mergekit's other methods too. Under torchrun all processes calibrate, and the first one merges.
+
+    Args:
+        recipe: the recipe.
+        out: the folder to write to.
+        options: ``device`` ("cpu"), ``trust_remote_code`` (False), ``lora_merge_cache`` (None), ``transformers_cache``
+            (None), ``quiet`` (False), and whatever else mergekit has options for.
+
+    Raises:
+        SltaError: the recipe, a model, the data or the disk does not allow the merge.
+    """
+    registry.watch_planner()
+    method = registry.METHODS.get(recipe.config.merge_method)
+    found = examine.Findings([], [])
+    with joined_ranks() as ranks:
+        experiment = Experiment(recipe, ranks=ranks, **options)
+        if method is not None:
+            found = ranks.together(lambda: examine.examine(experiment, out_path=out).refuse_problems())
+            if not experiment.quiet:
+                found.say_notes()
+            if ranks.count > 1:
+                examine.open_models(experiment, found)
+                method.share(experiment)
+    if ranks.first:
+        experiment.ranks = Ranks()
+        with _full_disk_said(experiment, Path(out)), registry.examined(experiment, found):
+            experiment.open()
+            run_merge(recipe.config, str(out), options=experiment.options, config_source=recipe.text)
+
+
+@contextlib.contextmanager
+def joined_ranks() -> Iterator[Ranks]:
+    """The processes that torchrun started; only the first one talks."""
+    ranks = join()
+    if not ranks.first:
+        logging.disable(logging.WARNING)
+        transformers.utils.logging.disable_progress_bar()
+    try:
+        yield ranks
+    finally:
+        leave()
+
+
+@contextlib.contextmanager
+def _full_disk_said(experiment: Experiment, out: Path) -> Iterator[None]:
+    """Say which disk has filled up and what it lacks, whichever library has met its end."""
+    try:
+        yield
+    except Exception as error:
+        if not is_disk_full(error):
+            raise
+        raise SltaError(full_disk_problem(experiment, out)) from error

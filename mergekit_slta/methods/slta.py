@@ -1,0 +1,61 @@
+"""The merge method ``slta``: Submodule Linearity for Task Arithmetic (arXiv 2504.10902)."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+from mergekit.merge_methods import TensorGroup
+
+from mergekit_slta.layers.blend import weighted_sum
+from mergekit_slta.methods.base import CalibratedMethod, Merge, method_spec, write_report
+from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.recipe.settings import SltaSettings
+from mergekit_slta.slta.measure import measured_statistics
+from mergekit_slta.slta.solution import Solution
+from mergekit_slta.slta.statistics import PUBLISHED_PREFIX
+from mergekit_slta.slta.weights import TensorWeights
+
+if TYPE_CHECKING:
+    from mergekit_slta.reports.page import Page
+
+LOG = logging.getLogger(__name__)
+
+
+class SltaMethod(CalibratedMethod):
+    """Merging weights in closed form, one for each submodule and expert."""
+
+    settings = SltaSettings
+    spec = method_spec(SltaSettings, "SLTA", "2504.10902")
+
+    def compute(self, experiment: Experiment) -> TensorWeights:
+        """Measure what is not measured yet, and solve for the merging weights of every tensor."""
+        settings = experiment.recipe.settings_of(SltaSettings)
+        experiment.check_edges(experts=settings.edges == "mean" or settings.level == "model")
+        statistics = measured_statistics(experiment)
+        solution = statistics.solve(settings.level, balance=settings.balance, ridge=settings.ridge)
+        for note in solution.notes():
+            LOG.warning("%s", note)
+        if settings.report:
+            write_report(settings.report, lambda: _report_page(solution))
+        return TensorWeights(experiment.decoder.to("cpu"), settings.level, solution.submodules, settings.edges)
+
+    def merge_tensor(self, group: TensorGroup, merge: Merge) -> torch.Tensor:
+        """The base model's tensor plus the weighted task vectors."""
+        assert merge.experiment is not None
+        alpha = merge.result[group.metadata.name]
+        position = {expert.reference: index for index, expert in enumerate(merge.experiment.recipe.experts)}
+        experts = [(entry.tensor, alpha[position[entry.id]]) for entry in group.non_base]
+        return weighted_sum(group.base.tensor, experts)
+
+    def share(self, experiment: Experiment) -> None:
+        """Measure with all processes, unless a published file is used."""
+        if not experiment.recipe.settings_of(SltaSettings).statistics.startswith(PUBLISHED_PREFIX):
+            measured_statistics(experiment)
+
+
+def _report_page(solution: Solution) -> Page:
+    from mergekit_slta.reports.merge import report_page
+
+    return report_page(solution)

@@ -1,0 +1,168 @@
+"""What is wrong with a recipe as a text, one sentence for each problem; no model is looked at."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from mergekit.common import ModelReference
+from mergekit.config import (
+    ConditionalParameter,
+    InputModelDefinition,
+    InputSliceDefinition,
+    MergeConfiguration,
+    OutputSliceDefinition,
+)
+from mergekit.merge_methods.base import ParameterScope, ParameterSpec
+from pydantic import BaseModel
+
+from mergekit_slta.errors import SltaError
+from mergekit_slta.recipe.configuration import ParameterTable, expert_references, model_inputs, parameter_tables
+from mergekit_slta.recipe.settings import MethodSettings, parameter_specs
+
+
+def recipe_problems(config: MergeConfiguration, settings: type[MethodSettings]) -> list[str]:
+    """Everything that is wrong with a recipe for a method, in the order of the recipe."""
+    problems = []
+    if not config.base_model:
+        needed = f"'{settings.method}' needs the model that the experts were fine-tuned from"
+        problems.append(f"The recipe has no base_model: {needed}.")
+    problems += structure_problems(config, settings.method) if settings.runs_models else []
+    problems += input_problems(config)
+    specs = {spec.name: spec for spec in parameter_specs(settings)}
+    for table in parameter_tables(config):
+        problems += placement_problems(table, specs) if table.model is not None else []
+        problems += parameter_problems(table, specs, one_value=settings.runs_models)
+    return problems
+
+
+def structure_problems(config: MergeConfiguration, method: str) -> list[str]:
+    """What keeps a recipe from being a merge of whole models, for a method that needs it to be."""
+    if config.modules:
+        return [f"'{method}' does not take 'modules': list the experts under 'models'."]
+    slices = config.slices or []
+    if len(slices) > 1:
+        return [f"'{method}' merges whole models, not {len(slices)} slices: list the experts under 'models'."]
+    if slices and slices[0].base_model not in (None, config.base_model):
+        return ["The slice has a base_model of its own: write it at the top of the recipe."]
+    if slices and config.base_model and config.base_model not in [source.model for source in slices[0].sources]:
+        return [f"The slice lacks the base model {config.base_model}: list the experts under 'models'."]
+    return []
+
+
+def slice_problems(config: MergeConfiguration, num_layers: int) -> list[str]:
+    """What keeps the recipe's one slice from being the whole depth of the models."""
+    return [
+        f"The slice of {source.model} takes layers {source.layer_range[0]}-{source.layer_range[1]} of {num_layers}: "
+        "only whole models can be calibrated, list the experts under 'models'."
+        for output in config.slices or []
+        for source in output.sources
+        if tuple(source.layer_range) != (0, num_layers)
+    ]
+
+
+def input_problems(config: MergeConfiguration) -> list[str]:
+    """No expert, an expert that is listed twice, and a base model that is listed under another spelling."""
+    if model_inputs(config) and not expert_references(config):
+        return ["The recipe has no expert: it names nothing but the base model."]
+    problems = []
+    listed = [entry.model for entry in config.models or []]
+    for model in dict.fromkeys(listed):
+        if listed.count(model) > 1:
+            problems.append(f"{model} is listed {listed.count(model)} times: list it once.")
+        if config.base_model and model != config.base_model and _same_folder(model, config.base_model):
+            problems.append(f"{model} is the base model {config.base_model}: spell it alike, or leave it out.")
+    return problems
+
+
+def _same_folder(one: ModelReference, other: ModelReference) -> bool:
+    if one.lora != other.lora or not (os.path.exists(one.model.path) and os.path.exists(other.model.path)):
+        return False
+    return os.path.samefile(one.model.path, other.model.path)
+
+
+def placement_problems(table: ParameterTable, specs: Mapping[str, ParameterSpec]) -> list[str]:
+    """Parameters under a model where mergekit never looks for them, and says nothing."""
+    problems = []
+    for name in [name for name in table.parameters if name in specs]:
+        if specs[name].scope == ParameterScope.SHARED:
+            problems.append(
+                f"'{name}' in {table.where} has no effect: it is one value for the whole merge, move it to the "
+                "'parameters' of the recipe."
+            )
+        elif table.is_base:
+            problems.append(f"'{name}' in {table.where} has no effect: it belongs to an expert, not to the base model.")
+    return problems
+
+
+def parameter_problems(table: ParameterTable, specs: Mapping[str, ParameterSpec], one_value: bool) -> list[str]:
+    """Unknown names (with the nearest known one), wrong values, and lists where one value is needed."""
+    problems = []
+    for name, setting in table.parameters.items():
+        if name not in specs:
+            near = difflib.get_close_matches(name.lower(), specs, n=1)
+            hint = f", did you mean '{near[0]}'?" if near else f"; known are {', '.join(sorted(specs))}."
+            problems.append(f"Unknown parameter '{name}' in {table.where}{hint}")
+        elif one_value and not isinstance(setting, (str, int, float, bool)):
+            problems.append(f"'{name}' in {table.where} must be one value for the whole merge, not a list or a filter.")
+        else:
+            for value in dict.fromkeys(_values(setting)):
+                try:
+                    specs[name].validate(value)
+                except SltaError as error:
+                    problems.append(error.message.replace(f"'{name}'", f"'{name}' in {table.where}", 1))
+    return problems
+
+
+def _values(setting: Any) -> Iterator[Any]:
+    """The scalars of a setting: one, or those of a gradient or of filters."""
+    if isinstance(setting, ConditionalParameter):
+        yield from _values(setting.value)
+    elif isinstance(setting, list):
+        for part in setting:
+            yield from _values(part)
+    else:
+        yield setting
+
+
+def key_problems(source: Any, settings: type[MethodSettings]) -> list[str]:
+    """Keys of a recipe's YAML that mergekit drops without a word although they were meant to do something.
+
+    Args:
+        source: the recipe as YAML gives it.
+        settings: the method's.
+    """
+    if not isinstance(source, Mapping):
+        return []
+    places: list[tuple[str, Any, type[BaseModel]]] = [("the recipe", source, MergeConfiguration)]
+    places += [(f"the entry of {_name(entry)}", entry, InputModelDefinition) for entry in _entries(source, "models")]
+    for output in _entries(source, "slices"):
+        places.append(("a slice", output, OutputSliceDefinition))
+        places += [
+            (f"the entry of {_name(entry)}", entry, InputSliceDefinition) for entry in _entries(output, "sources")
+        ]
+    parameters = [spec.name for spec in parameter_specs(settings)]
+    return [problem for where, table, model in places for problem in _dropped_keys(where, table, model, parameters)]
+
+
+def _dropped_keys(where: str, table: Mapping[str, Any], model: type[BaseModel], parameters: Sequence[str]) -> list[str]:
+    problems = []
+    for key in map(str, table):
+        if key in model.model_fields:
+            continue
+        if key in parameters:
+            problems.append(f"'{key}' in {where} has no effect: put it under 'parameters'.")
+        elif near := difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.75):
+            problems.append(f"Unknown key '{key}' in {where}, did you mean '{near[0]}'?")
+    return problems
+
+
+def _entries(table: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+    entries = table.get(key)
+    return [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, list) else []
+
+
+def _name(entry: Mapping[str, Any]) -> str:
+    return str(entry.get("model", "a model"))

@@ -1,0 +1,173 @@
+"""The parameters of every merge method, and what else there is to know about a method: one class for each.
+
+Who wants to know something about a method (does it run the experts? does it take a statistics file?) asks its class
+here, so that no other room asks which method it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+from mergekit.merge_methods.base import ParameterScope, ParameterSpec
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, WrapValidator
+from pydantic.fields import FieldInfo
+
+from mergekit_slta.errors import SltaError
+from mergekit_slta.levels import Edges, Level
+
+Ridge: TypeAlias = Annotated[FiniteFloat, Field(ge=0)]
+
+
+class Parameters(BaseModel):
+    """A table of a recipe's parameters, each with its type and its default."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+
+class CalibratedExpert(Parameters):
+    """The parameters of an expert whose task's data is looked at."""
+
+    calibration: str = ""
+    template: str = ""
+
+
+class MethodSettings(Parameters):
+    """The parameters of a merge method for the whole merge.
+
+    Attributes:
+        method: what recipes call the method.
+        expert: the parameters of one expert.
+        runs_models: it runs models on samples, so that it needs whole models and one value for the whole merge.
+        runs_experts: the experts run on the samples themselves, rather than on what the base model makes of them.
+        takes_statistics: it can take a statistics file in place of data.
+        solves_layers: it solves the layers into a folder, in float32, before anything is merged.
+        folders: the parameters that name a folder to write to.
+    """
+
+    method: ClassVar[str]
+    expert: ClassVar[type[Parameters]]
+    runs_models: ClassVar[bool] = False
+    runs_experts: ClassVar[bool] = False
+    takes_statistics: ClassVar[bool] = False
+    solves_layers: ClassVar[bool] = False
+    folders: ClassVar[tuple[str, ...]] = ()
+
+
+class CalibrationSettings(MethodSettings):
+    """The parameters of every method that looks at calibration data.
+
+    Attributes:
+        measured_level: the level that the method wants Gram matrices of, if it wants any.
+    """
+
+    runs_models: ClassVar[bool] = True
+    expert: ClassVar[type[Parameters]] = CalibratedExpert
+    folders: ClassVar[tuple[str, ...]] = ("report",)
+    samples: Annotated[int, Field(ge=1)] = 30
+    max_tokens: Annotated[int, Field(ge=1)] = 512
+    seed: int = 0
+    batch_tokens: Annotated[int, Field(ge=0)] = 0
+    report: str = ""
+
+    @property
+    def measured_level(self) -> Level:
+        return "attn_mlp"
+
+
+class SltaSettings(CalibrationSettings):
+    """The parameters of ``merge_method: slta``."""
+
+    method: ClassVar[str] = "slta"
+    takes_statistics: ClassVar[bool] = True
+    level: Level = "attn_mlp"
+    balance: bool = True
+    ridge: Ridge = 0.0
+    edges: Edges = "base"
+    statistics: str = ""
+
+    @property
+    def measured_level(self) -> Level:
+        return self.level
+
+
+class FeatcalSettings(CalibrationSettings):
+    """The parameters of ``merge_method: featcal``."""
+
+    method: ClassVar[str] = "featcal"
+    runs_experts: ClassVar[bool] = True
+    solves_layers: ClassVar[bool] = True
+    folders: ClassVar[tuple[str, ...]] = ("scratch", "report")
+    ridge: Ridge = 0.003
+    anchor: Literal["base", "slta", "average", "actmat"] = "base"
+    teacher: Annotated[float, Field(ge=0, le=1)] = 1.0
+    head: bool = True
+    scratch: str = ""
+
+    @property
+    def averages_edges(self) -> bool:
+        """Whether what lies outside the decoder layers is the experts' average."""
+        return self.anchor in ("average", "actmat")
+
+
+class ActmatExpert(Parameters):
+    """The parameters of an expert of ``merge_method: actmat``."""
+
+    weight: Annotated[FiniteFloat, Field(ge=0)] = Field(1.0, description="how much the expert counts")
+
+
+class ActmatSettings(MethodSettings):
+    """The parameters of ``merge_method: actmat``, which takes other values for other tensors."""
+
+    method: ClassVar[str] = "actmat"
+    expert: ClassVar[type[Parameters]] = ActmatExpert
+    ridge: Ridge = 0.1
+    scale: FiniteFloat = 1.0
+
+
+class SftmExpert(Parameters):
+    """The parameters of an expert of ``merge_method: sftm``."""
+
+    weight: FiniteFloat = Field(1.0, description="multiplies the expert's task vectors")
+    density: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.2, description="the share η of every task vector's entries to keep, the largest by magnitude"
+    )
+
+
+class SftmSettings(MethodSettings):
+    """The parameters of ``merge_method: sftm``, which takes other values for other tensors."""
+
+    method: ClassVar[str] = "sftm"
+    expert: ClassVar[type[Parameters]] = SftmExpert
+    lambda_: FiniteFloat = Field(0.6, alias="lambda", description="the scaling factor γ of the merged task matrices")
+    rank: Annotated[int, Field(ge=0)] = Field(
+        0, description="how many singular features of a task matrix to keep; 0 keeps all"
+    )
+
+
+# A new merge method gets a class above and is entered here.
+SETTINGS: dict[str, type[MethodSettings]] = {
+    kind.method: kind for kind in (SltaSettings, FeatcalSettings, ActmatSettings, SftmSettings)
+}
+
+
+def parameter_specs(settings: type[MethodSettings]) -> tuple[ParameterSpec, ...]:
+    """A method's parameters as mergekit declares them."""
+    scopes = ((settings, ParameterScope.SHARED), (settings.expert, ParameterScope.NON_BASE))
+    return tuple(
+        _spec(field.alias or name, field, scope)
+        for table, scope in scopes
+        for name, field in table.model_fields.items()
+    )
+
+
+def _spec(name: str, field: FieldInfo, scope: ParameterScope) -> ParameterSpec:
+    def in_a_sentence(value: Any, validate: Callable[[Any], Any]) -> Any:
+        try:
+            return validate(value)
+        except ValidationError as error:
+            rule = error.errors()[0]["msg"].removeprefix("Input ")
+            raise SltaError(f"'{name}' {rule[0].lower()}{rule[1:]}, not {value!r}.") from None
+
+    arguments = (field.annotation, *field.metadata, WrapValidator(in_a_sentence))
+    return ParameterSpec(name, Annotated[arguments], scope, default=field.default, description=field.description)

@@ -1,0 +1,73 @@
+"""A whole merge by mergekit opens everything once: what the checks have opened is there for the run."""
+
+from __future__ import annotations
+
+import collections
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mergekit.common import ModelReference
+from safetensors.torch import load_file
+from support import families
+from support.families import Family
+from transformers import AutoTokenizer
+
+from mergekit_slta.data import draw
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.methods.merge import merge
+from mergekit_slta.models import headers
+from mergekit_slta.recipe.recipe import Recipe
+
+Counts = collections.Counter[tuple[str, str]]
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Counts:
+    """How often this package, not mergekit itself, has opened what: kind and name."""
+    counts: Counts = collections.Counter()
+
+    def count(owner: Any, name: str, kind: str, own: bool = True) -> None:
+        function = getattr(owner, name)
+
+        def counted(*arguments: Any, **more: Any) -> Any:
+            if own or sys._getframe(1).f_globals["__name__"].startswith("mergekit_slta."):
+                counts[kind, Path(str(arguments[0])).name if kind != "decoder" else ""] += 1
+            return function(*arguments, **more)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(ModelReference, "config", "configuration", own=False)
+    count(headers, "folder_headers", "header")
+    count(draw, "read_records", "data")
+    count(Decoder, "__init__", "decoder")
+    count(AutoTokenizer, "from_pretrained", "tokenizer", own=False)
+    return counts
+
+
+@pytest.mark.parametrize("way", ["mergekit-yaml", "python"])
+@pytest.mark.parametrize(("method", "parameters"), [("slta", {}), ("featcal", {"anchor": "slta"})])
+def test_a_merge_opens_everything_once(
+    method: str, parameters: dict[str, Any], way: str, llama: Family, opened: Counts, tmp_path: Path
+) -> None:
+    content = families.recipe(llama, method, samples=3, **parameters)
+    if way == "python":
+        (tmp_path / "recipe.yml").write_text(json.dumps(content))
+        merge(Recipe.load(tmp_path / "recipe.yml"), tmp_path / "out", quiet=True, write_model_card=False)
+    else:
+        families.merge(content, tmp_path / "out")
+    models = [folder.name for folder in llama.folders]
+    names = {"configuration": models, "header": models, "tokenizer": models[:1]}
+    names |= {"data": [file.name for file in llama.data], "decoder": [""]}
+    assert opened == {(kind, name): 1 for kind, found in names.items() for name in found}
+
+
+def test_a_merge_in_python_is_mergekits_own(llama: Family, tmp_path: Path) -> None:
+    content = families.recipe(llama, samples=3, level="layer")
+    data = dict(zip(llama.experts, llama.data, strict=True))
+    merge(Recipe(llama.base, data, samples=3, level="layer"), tmp_path / "ours", quiet=True, write_model_card=False)
+    theirs = load_file(families.merge(content, tmp_path / "theirs") / "model.safetensors")
+    ours = load_file(tmp_path / "ours" / "model.safetensors")
+    assert ours.keys() == theirs.keys() and all(ours[name].equal(tensor) for name, tensor in theirs.items())

@@ -1,0 +1,78 @@
+"""The rooms of the package: imports between folders run down the floors only."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import mergekit_slta
+
+PACKAGE = Path(mergekit_slta.__file__).parent
+# From the top. A module imports from the floors below its own, and from its own room.
+FLOORS = (
+    ("__main__",),
+    ("cli", "startup"),
+    ("methods",),
+    ("checks", "reports"),
+    ("featcal", "linearity"),
+    ("slta", "evaluate"),
+    ("recipe",),
+    ("engine",),
+    ("layers", "sftm", "actmat"),
+    ("models", "data"),
+    ("files", "levels", "tables"),
+    ("errors", "__init__"),
+)
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+
+
+def room_of(path: Path) -> str:
+    """The folder or the top module that a file belongs to."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_rooms(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """The line and the room of every import from this package, those inside functions too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module == "mergekit_slta":
+            names = [f"mergekit_slta.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"line {node.lineno} is a relative import: write the whole name"
+            names = [node.module or ""]
+        else:
+            continue
+        for name in names:
+            top, _, rest = name.partition(".")
+            if top == "mergekit_slta":
+                room = rest.partition(".")[0]
+                yield node.lineno, room if room in FLOOR else "__init__"
+
+
+def arrows_up(path: Path) -> list[str]:
+    """The imports of a file that do not run down."""
+    room = room_of(path)
+    return [
+        f"{path.relative_to(PACKAGE)}:{line} imports from {target}/, which is not below {room}/"
+        for line, target in imported_rooms(ast.parse(path.read_text(encoding="utf-8")))
+        if target != room and FLOOR[target] <= FLOOR[room]
+    ]
+
+
+def test_every_room_has_a_floor() -> None:
+    rooms = {room_of(path) for path in PACKAGE.rglob("*.py")}
+    assert rooms <= set(FLOOR), f"give {sorted(rooms - set(FLOOR))} a place in FLOORS"
+
+
+def test_imports_run_down_the_floors_so_that_no_circle_can_be() -> None:
+    assert not [arrow for path in sorted(PACKAGE.rglob("*.py")) for arrow in arrows_up(path)]
+
+
+def test_an_import_that_runs_up_is_named() -> None:
+    path = PACKAGE / "engine" / "sample.py"
+    code = "def f():\n    from mergekit_slta.slta import gram\n    import mergekit_slta.methods.base\n"
+    found = list(imported_rooms(ast.parse(code)))
+    assert found == [(2, "slta"), (3, "methods")]
+    assert all(FLOOR[target] <= FLOOR[room_of(path)] for _, target in found)
