@@ -44,7 +44,7 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
-from mergekit_slta.recipe.settings import FeatcalSettings, MethodSettings, SftmSettings, SltaSettings
+from mergekit_slta.recipe.settings import ActmatSettings, FeatcalSettings, MethodSettings, SftmSettings, SltaSettings
 
 # In the order in which problems are listed.
 MODELS: tuple[Check, ...] = (
@@ -69,6 +69,7 @@ CHECKS: dict[type[MethodSettings], tuple[Check, ...]] = {
         of_decoder(anchor_branches),
         *DATA,
     ),
+    ActmatSettings: (),
     SftmSettings: (),
 }
 MERGE: tuple[Check, ...] = (tensor_types, planned_tensors, vocabularies, folders, disk_space)

@@ -26,7 +26,7 @@ def merged_task(role: Role, tasks: Iterable[torch.Tensor], density: Sequence[flo
     A stack [..., m, n] of linear maps is trimmed and merged matrix by matrix, as it would be in a checkpoint that keeps
     them apart. Sums need one task vector at a time, so ``tasks`` may be a generator.
     """
-    if role is Role.LINEAR:
+    if role in (Role.LINEAR, Role.TRANSPOSED):
         stacks = list(tasks)
         if stacks[0].ndim > 2:
             return torch.stack([merged_task(role, matrices, density, rank) for matrices in zip(*stacks, strict=True)])

@@ -19,7 +19,7 @@ from mergekit_slta.recipe.settings import SETTINGS, FeatcalSettings, SltaSetting
 def content(method: str = "slta", **changes: Any) -> dict[str, Any]:
     """A sound recipe for two experts, with changed top-level keys."""
     models: list[dict[str, Any]] = [{"model": name} for name in ("org/math", "org/code")]
-    if SETTINGS[method].runs_models:
+    if method in SETTINGS and SETTINGS[method].runs_models:
         models = [{**entry, "parameters": {"calibration": f"{entry['model'][4:]}.jsonl"}} for entry in models]
     return {"merge_method": method, "base_model": "org/base", "models": models} | changes
 
@@ -114,7 +114,7 @@ def test_a_recipe_made_in_python_is_the_one_in_yaml(tmp_path: Path) -> None:
 def test_a_method_of_mergekits_own_has_no_settings_here() -> None:
     found = read(content("ties"))
     assert [str(reference) for reference in found.references] == ["org/base", "org/math", "org/code"]
-    with pytest.raises(SltaError, match="'ties': this command knows slta, featcal, sftm"):
+    with pytest.raises(SltaError, match="'ties': this command knows slta, featcal, actmat, sftm"):
         found.settings  # noqa: B018
 
 
