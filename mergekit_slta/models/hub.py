@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import huggingface_hub
 from huggingface_hub import errors as hub
-from mergekit.common import ModelPath
 
 from mergekit_slta.errors import SltaError, first_line
+
+if TYPE_CHECKING:  # to solve takes a second, to import mergekit several
+    from mergekit.common import ModelPath
 
 ERRORS = (OSError, ValueError, hub.HTTPError, hub.EntryNotFoundError)
 _UNREACHABLE = "the Hub cannot be reached"
