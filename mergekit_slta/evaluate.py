@@ -21,6 +21,7 @@ from mergekit_slta.layers.fresh import Fresh
 from mergekit_slta.layers.probe import padding_matters
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe, calibration_problems, published_name
+from mergekit_slta.recipe.settings import CalibrationSettings
 from mergekit_slta.tables import Table, as_json, as_paragraphs, as_percentage
 
 # The logits of a batch, positions times vocabulary, outgrow everything else.
@@ -111,6 +112,7 @@ def evaluate(
     folder = Path(merged).expanduser()
     if not (folder / "config.json").is_file():
         raise SltaError(f"There is no model in {folder} (no config.json): give the folder that the merge wrote.")
+    experiment.recipe.settings_of(CalibrationSettings)  # a recipe of another method has no held-out records
     if problems := calibration_problems(experiment.recipe, takes_statistics=False):
         raise SltaError("\n".join(problems))
     experts = experiment.recipe.experts

@@ -200,7 +200,7 @@ def test_a_level_that_does_not_apply_is_refused_with_what_to_use_instead(
     name: str, level: str, case: Callable[[str], Case], tmp_path: Path
 ) -> None:
     if ROWS[name].levels == NONE:
-        words = "more than one hidden state per token.*'merge_method: sftm'"
+        words = "more than one hidden state per token.*'merge_method: actmat'"
     elif ROWS[name].levels == WITHOUT_HEADS:
         words = rf"'level: {level}' does not .*: layer 0 mixes tokens by \w+, which has no heads; use 'level: attn_mlp'"
     else:
@@ -269,7 +269,7 @@ def test_other_kinds_of_models_are_refused_and_pointed_to_sftm(kind: str, level:
         families.write_tokenizer(tmp_path / folder)
     data = tuple(families.write_records(tmp_path / f"task{index}.jsonl", index, RECORDS) for index in range(2))
     family = Family(tmp_path / "base", (tmp_path / "expert0", tmp_path / "expert1"), data, config)
-    with pytest.raises(SltaError, match=f"{name} {words}.*'merge_method: sftm'"):
+    with pytest.raises(SltaError, match=f"{name} {words}.*'merge_method: actmat'"):
         families.merge(families.recipe(family, level=level), tmp_path / "merged")
 
 

@@ -121,7 +121,7 @@ def check(recipe: Recipe, out_path: str | os.PathLike[str] | None = None, **opti
     """Find out what is wrong with a recipe, from configurations, file headers and calibration data alone.
 
     Args:
-        recipe: a recipe for ``slta``, ``featcal`` or ``sftm``.
+        recipe: a recipe for ``slta``, ``featcal``, ``actmat`` or ``sftm``.
         out_path: where the merged model is to go, to check that there is room for it.
         options: ``device`` ("cpu"), ``trust_remote_code`` (False), ``lora_merge_cache`` (None), ``transformers_cache``
             (None), ``quiet`` (False), and whatever else mergekit has options for.

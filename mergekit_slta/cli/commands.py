@@ -40,7 +40,7 @@ class _Commands(click.Group):
             raise SltaError(str(error)) from error
         except UnicodeEncodeError as error:  # an escape such as \\ud800 gives half a character
             spoilt = error.object[max(0, error.start - 20) : error.end + 20]
-            raise SltaError(f"{spoilt!r} holds a character that is none: write it anew where it comes from.") from error
+            raise SltaError(f"{spoilt!r} is not valid UTF-8 text: correct it where it comes from.") from error
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -56,7 +56,7 @@ class Partial:
         changed = [key for key in self.fingerprint if state and state.get(key) != self.fingerprint[key]]
         if changed:
             raise SltaError(
-                f"{folder} holds an unfinished calibration of something else (other {', '.join(changed)}): "
+                f"{folder} belongs to another measurement or merge (other {', '.join(changed)}): "
                 "finish that one, or delete the folder."
             )
 

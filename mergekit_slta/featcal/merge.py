@@ -61,7 +61,7 @@ def feature_merge(
 
     Args:
         decoder: the models' common decoder.
-        anchor: the model that the solution stays near: the base model, its SLTA merge, or the experts' average.
+        anchor: the model that the solution stays near: the base model, or its SLTA, actmat or average merge.
         experts: the ``T`` experts.
         tasks: the token ids of each expert's calibration samples.
         partial: where the layers are written; what is finished there is not computed again.

@@ -26,7 +26,7 @@ from mergekit_slta.layers.submodules import resolve_name
 from mergekit_slta.models.roles import Role, tensor_roles
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import calibration_problems
-from mergekit_slta.recipe.settings import FeatcalSettings
+from mergekit_slta.recipe.settings import ActmatSettings, FeatcalSettings
 from mergekit_slta.slta.fingerprints import fingerprint
 from mergekit_slta.slta.measure import measured_statistics
 from mergekit_slta.slta.weights import TensorWeights
@@ -44,12 +44,10 @@ class SolvedModel:
     Args:
         decoder: the model's decoder.
         partial: the folder that it was solved into.
-        anchor: the name of the anchor, which decides what is not in the folder.
     """
 
-    def __init__(self, decoder: Decoder, partial: Partial, anchor: str) -> None:
+    def __init__(self, decoder: Decoder, partial: Partial) -> None:
         self.decoder = decoder
-        self.anchor = anchor
         self._partial = partial
 
     def tensor(self, name: str) -> torch.Tensor | None:
@@ -106,6 +104,7 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings) -> SolvedMode
     content = fingerprint(experiment, data).model_dump(mode="json")
     asked = settings.model_dump(include={"ridge", "anchor", "teacher", "head"})
     asked |= {"compare": bool(settings.report), "format": FORMAT}
+    asked |= {"anchor_settings": ActmatSettings().model_dump()} if settings.anchor == "actmat" else {}
     content |= asked
     partial = Partial(scratch_root(settings.scratch) / f"featcal-{digest(content)}", content)
     partial.enter(experiment.ranks)
@@ -116,7 +115,7 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings) -> SolvedMode
     except BaseException:
         partial.release()
         raise
-    return SolvedModel(decoder, partial, settings.anchor)
+    return SolvedModel(decoder, partial)
 
 
 def _solve(experiment: Experiment, settings: FeatcalSettings, decoder: Decoder, tasks: Tasks, partial: Partial) -> None:

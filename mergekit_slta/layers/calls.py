@@ -76,7 +76,7 @@ class LayerCall:
                     if not isinstance(part, torch.Tensor):
                         raise SltaError(
                             f"A layer hands a {type(part).__name__} to later layers, in '{argument}', which cannot be "
-                            "kept between layers, so no level applies: use 'merge_method: sftm'."
+                            "kept between layers, so no level applies: use 'merge_method: actmat'."
                         )
                     found[path] = plain(part)
         return found

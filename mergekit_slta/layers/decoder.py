@@ -233,7 +233,7 @@ def refuse_unless_decoder(config: transformers.PretrainedConfig) -> None:
         kind = "is no decoder-only language model"
     else:
         return
-    raise SltaError(f"{architecture} {kind}, which calibration does not cover: use 'merge_method: sftm' instead.")
+    raise SltaError(f"{architecture} {kind}, which calibration does not cover: use 'merge_method: actmat' instead.")
 
 
 def _find_layers(model: transformers.PreTrainedModel, config: transformers.PretrainedConfig) -> torch.nn.ModuleList:
@@ -241,4 +241,4 @@ def _find_layers(model: transformers.PreTrainedModel, config: transformers.Pretr
     for module in model.modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == depth:
             return module
-    raise SltaError(f"Cannot find the {depth} decoder layers of {type(model).__name__}: use 'merge_method: sftm'.")
+    raise SltaError(f"Cannot find the {depth} decoder layers of {type(model).__name__}: use 'merge_method: actmat'.")

@@ -80,7 +80,9 @@ def _capture(
         problem = "changes the hidden states between its decoder layers"
     else:
         return inputs[0], calls
-    raise SltaError(f"{decoder.name} {problem}, so no level applies to it; it can be merged with 'merge_method: sftm'.")
+    raise SltaError(
+        f"{decoder.name} {problem}, so no level applies to it; it can be merged with 'merge_method: actmat'."
+    )
 
 
 @dataclass(frozen=True)

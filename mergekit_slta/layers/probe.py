@@ -54,7 +54,7 @@ def _explained(decoder: Decoder) -> Iterator[None]:
     except Exception as error:
         raise SltaError(
             f"The layers of {decoder.name} cannot be run one at a time ({type(error).__name__}: {error}), so no level "
-            "applies to it; it can be merged with 'merge_method: sftm'."
+            "applies to it; it can be merged with 'merge_method: actmat'."
         ) from error
 
 

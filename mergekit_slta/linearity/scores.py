@@ -297,6 +297,7 @@ def plan_linearity(
     Raises:
         SltaError: an expert has no usable calibration data, or two experts have the same name.
     """
+    batch_tokens = experiment.settings.batch_tokens
     if problems := calibration_problems(experiment.recipe, takes_statistics=False):
         raise SltaError("\n".join(problems))
     names = [published_name(expert.reference) for expert in experiment.recipe.experts]
@@ -305,7 +306,7 @@ def plan_linearity(
     models, studies = [experiment.base, *experiment.experts], plan_studies(len(names), pairs, triples)
     tasks = [data.token_ids for data in experiment.load_data(experiment.recipe.experts, samples)]
     decoder = experiment.decoder.to(experiment.device)
-    return Plan(decoder, models, names, tasks, levels, studies, experiment.settings.batch_tokens, experiment.ranks)
+    return Plan(decoder, models, names, tasks, levels, studies, batch_tokens, experiment.ranks)
 
 
 def _add_scores(result: Linearity, level: str, group: str, study: Study, grams: Grams) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from mergekit.merge import run_merge
 
 from mergekit_slta.checks import examine
 from mergekit_slta.checks.space import full_disk_problem, is_disk_full
@@ -30,11 +29,14 @@ def merge(recipe: Recipe, out: str | os.PathLike[str], **options: Any) -> None:
         recipe: the recipe.
         out: the folder to write to.
         options: ``device`` ("cpu"), ``trust_remote_code`` (False), ``lora_merge_cache`` (None), ``transformers_cache``
-            (None), ``quiet`` (False), and whatever else mergekit has options for.
+            (None), ``quiet`` (False), and mergekit's other options but ``num_threads`` and ``verbosity``, which are
+            for commands.
 
     Raises:
         SltaError: the recipe, a model, the data or the disk does not allow the merge.
     """
+    from mergekit.merge import run_merge  # imports the planner, which the start-up hook waits for
+
     registry.watch_planner()
     method = registry.METHODS.get(recipe.config.merge_method)
     found = examine.Findings([], [])
@@ -72,6 +74,8 @@ def _full_disk_said(experiment: Experiment, out: Path) -> Iterator[None]:
     """Say which disk has filled up and what it lacks, whichever library has met its end."""
     try:
         yield
+    except SltaError:
+        raise  # it names the file that could not be written
     except Exception as error:
         if not is_disk_full(error):
             raise

@@ -32,12 +32,17 @@ class Experiment:
 
     Attributes:
         device: where the layers run.
+
+    Raises:
+        TypeError: an option has a name that mergekit does not know.
     """
 
     def __init__(self, recipe: Recipe, *, ranks: Ranks | None = None, **options: Any) -> None:
         self.recipe = recipe
         self.ranks = ranks or Ranks()
-        self.options = MergeOptions(**options)
+        if unknown := sorted(options.keys() - MergeOptions.model_fields.keys()):
+            raise TypeError(f"There is no option {', '.join(unknown)}.")
+        self.options = MergeOptions(**{**options, "device": str(options.get("device", "cpu"))})
         self.device = str(self.options.device)
         self._models: dict[ModelReference, Model] = {}
         LoaderCache().setup(self.options)

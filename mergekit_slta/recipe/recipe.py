@@ -59,7 +59,7 @@ class Recipe:
         experts: the experts, each with its calibration source, or with its parameters by their names, such as
             ``{"org/math": "math.jsonl", "org/code": {"calibration": "code.jsonl", "template": "{prompt}"}}``; only
             their names for a method without data.
-        method: ``slta``, ``featcal`` or ``sftm``.
+        method: ``slta``, ``featcal``, ``actmat`` or ``sftm``.
         dtype: the type to merge in.
         out_dtype: the type to write; by default ``dtype``.
         parameters: the method's parameters for the whole merge, such as ``level="layer"``.
@@ -103,7 +103,7 @@ class Recipe:
         """Read a recipe from a YAML file.
 
         Raises:
-            SltaError: the file cannot be read, or holds no YAML that mergekit takes for a recipe.
+            SltaError: the file cannot be read, is not valid YAML, or is not a mergekit recipe.
         """
         recipe = cls.__new__(cls)
         try:

@@ -82,7 +82,7 @@ def measured_statistics(
     file = resolve_statistics(source, experiment.transformers_cache) if source else None
     if file is not None and _exists(file, experiment.ranks):
         return _Measurement(experiment, file).reuse(levels, published)
-    if problems := calibration_problems(experiment.recipe, statistics_exist=False):
+    if problems := calibration_problems(experiment.recipe, takes_statistics=settings.takes_statistics):
         raise SltaError("\n".join(problems))
     data = experiment.load_data(experiment.recipe.experts)
     content = fingerprint(experiment, data)

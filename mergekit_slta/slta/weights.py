@@ -22,7 +22,7 @@ class TensorWeights:
     Args:
         decoder: the model's decoder.
         level: the level of the solutions.
-        solutions: the merging weights [T] of each submodule of the level.
+        solutions: the solution of each submodule of the level.
         edges: ``base`` keeps the base model's tensors outside the decoder layers, ``mean`` gives them the mean of
             all submodules' weights.
     """

@@ -278,7 +278,7 @@ def two_slices(recipe: dict[str, Any], family: Family, tmp_path: Path) -> str:
 def encoder_decoder(recipe: dict[str, Any], family: Family, tmp_path: Path) -> str:
     recipe["base_model"] = str(t5(tmp_path / "t5"))
     recipe["models"] = [{"model": str(t5(tmp_path / "t5x")), "parameters": {"calibration": str(family.data[0])}}]
-    return "is an encoder-decoder, which calibration does not cover: use 'merge_method: sftm' instead."
+    return "is an encoder-decoder, which calibration does not cover: use 'merge_method: actmat' instead."
 
 
 @pytest.mark.parametrize(

@@ -384,7 +384,7 @@ def test_models_that_are_no_decoder(family: Family, tmp_path: Path, save: Callab
     recipe = with_expert(family, save(tmp_path / "expert")) | {"base_model": str(save(tmp_path / "base"))}
     del recipe["models"][0]
     assert only(recipe, merging=False) == (
-        f"{words}, which calibration does not cover: use 'merge_method: sftm' instead."
+        f"{words}, which calibration does not cover: use 'merge_method: actmat' instead."
     )
 
 
@@ -413,7 +413,7 @@ def test_layers_that_cannot_be_run_one_at_a_time(
     family = make_family(transformers.RwkvConfig(**small, rescale_every=2), experts=2)
     problem = only(families.recipe(family, method, **parameters))
     assert problem.startswith("RwkvForCausalLM changes the hidden states between its decoder layers")
-    assert problem.endswith("it can be merged with 'merge_method: sftm'.")
+    assert problem.endswith("it can be merged with 'merge_method: actmat'.")
 
 
 def test_a_level_that_the_layers_do_not_have(make_family: MakeFamily) -> None:

@@ -367,7 +367,7 @@ def test_the_state_of_another_calibration_is_refused_and_left_alone(
     changes: dict[str, Any], levels: tuple[str, ...], words: str, family: Family, interrupted: Path
 ) -> None:
     before = {file: file.read_bytes() for file in partial_of(interrupted).iterdir()}
-    with pytest.raises(SltaError, match=f"unfinished calibration of something else.*{words}"):
+    with pytest.raises(SltaError, match=f"belongs to another measurement or merge .*{words}"):
         measured_statistics(families.experiment(recipe(family, **changes)), levels, interrupted)
     assert {file: file.read_bytes() for file in partial_of(interrupted).iterdir()} == before
     assert not interrupted.exists()

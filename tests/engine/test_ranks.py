@@ -130,7 +130,7 @@ def test_processes_that_share_a_feature_merge_write_what_one_alone_writes(
         assert (together[name] - tensor).norm() <= 1e-6 * tensor.norm(), name
     assert not list((tmp_path / "state").glob("hidden-*"))
     decoder = Decoder(family.config)
-    found = SolvedModel(decoder, Partial(tmp_path / "state", {}), "base").errors()
+    found = SolvedModel(decoder, Partial(tmp_path / "state", {})).errors()
     assert all(torch.allclose(found[name], error, rtol=1e-5) for name, error in errors.items())
 
 

@@ -44,19 +44,19 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
         "ZayaConfig",
         SMALL | {"num_experts": 4},
         LEVELS,
-        "ZayaForCausalLM hands its decoder layers more of earlier layers than the hidden states.*'merge_method: sftm'",
+        "ZayaForCausalLM hands its decoder layers more of earlier layers than the hidden states.*'merge_method: actmat",
     ),
     "a prompt before the tokens": (
         "CpmAntConfig",
         SMALL | {"dim_head": 8, "dim_ff": 48, "prompt_length": 4},
         LEVELS,
-        "CpmAntForCausalLM hands its decoder layers other positions than the tokens'.*'merge_method: sftm'",
+        "CpmAntForCausalLM hands its decoder layers other positions than the tokens'.*'merge_method: actmat'",
     ),
     "a change between layers": (
         "RwkvConfig",
         SMALL | {"rescale_every": 2},
         LEVELS,
-        "RwkvForCausalLM changes the hidden states between its decoder layers.*'merge_method: sftm'",
+        "RwkvForCausalLM changes the hidden states between its decoder layers.*'merge_method: actmat'",
     ),
     "logits from more than the last layer": (
         "Inkling2TextConfig",

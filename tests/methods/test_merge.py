@@ -13,6 +13,7 @@ from mergekit.common import ModelReference
 from safetensors.torch import load_file
 from support import families
 from support.families import Family
+from support.processes import run_python
 from transformers import AutoTokenizer
 
 from mergekit_slta.data import draw
@@ -71,3 +72,16 @@ def test_a_merge_in_python_is_mergekits_own(llama: Family, tmp_path: Path) -> No
     theirs = load_file(families.merge(content, tmp_path / "theirs") / "model.safetensors")
     ours = load_file(tmp_path / "ours" / "model.safetensors")
     assert ours.keys() == theirs.keys() and all(ours[name].equal(tensor) for name, tensor in theirs.items())
+
+
+def test_importing_merge_leaves_the_methods_known_to_stock_mergekit(tmp_path: Path) -> None:
+    code = (
+        "from mergekit_slta import startup; startup.install()\n"
+        "import mergekit_slta; mergekit_slta.merge\n"
+        "from mergekit.merge import run_merge\n"
+        "from mergekit import merge_methods\n"
+        "names = {method.spec.name for method in merge_methods.registered_methods()}\n"
+        "assert {'slta', 'featcal', 'actmat', 'sftm'} <= names, names\n"
+    )
+    done = run_python("-c", code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr

@@ -13,6 +13,8 @@ from support import copies, families
 from support.families import Family
 
 from mergekit_slta.errors import SltaError
+from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.slta.fingerprints import fingerprint
 
 
@@ -53,3 +55,8 @@ def test_values_outside_the_layers_are_looked_at(make_family: MakeFamily) -> Non
     experiment.check_edges(experts=False)
     with pytest.raises(SltaError, match=r"expert1.*lm_head\.weight|lm_head\.weight.*expert1"):
         experiment.check_edges(experts=True)
+
+
+def test_an_option_that_mergekit_does_not_know_is_refused(llama: Family) -> None:
+    with pytest.raises(TypeError, match="There is no option levels"):
+        Experiment(Recipe(str(llama.base), {"a": "a.jsonl"}), levels=["layer"])

@@ -459,7 +459,7 @@ def feature_merge(
     partial.begin()
     chosen = anchor or Blend(models)
     solve_features(decoder, chosen, models[1:], tasks or family.token_ids(), partial, **arguments)
-    return SolvedModel(decoder, partial, "base")
+    return SolvedModel(decoder, partial)
 
 
 def started(
