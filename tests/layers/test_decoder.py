@@ -236,10 +236,10 @@ LLAVA = transformers.LlavaConfig(architectures=["LlavaForConditionalGeneration"]
     [(T5, "encoder-decoder"), (BERT, "no decoder-only"), (LLAVA, "several modules")],
     ids=["t5", "bert", "llava"],
 )
-def test_other_kinds_of_models_are_refused_and_pointed_to_sftm(
+def test_other_kinds_of_models_are_refused_and_pointed_to_actmat(
     config: transformers.PretrainedConfig, words: str
 ) -> None:
-    with pytest.raises(SltaError, match=f"{words}.*sftm"):
+    with pytest.raises(SltaError, match=f"{words}.*actmat"):
         Decoder(config)
 
 
