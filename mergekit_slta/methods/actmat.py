@@ -6,6 +6,7 @@ takes the experts' mean.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from mergekit.merge_methods.base import OptionalTensorPolicy
 
 from mergekit_slta.actmat.covariance import merged_task
 from mergekit_slta.methods.base import method_spec
-from mergekit_slta.methods.data_free import DataFreeMethod, task_vectors
+from mergekit_slta.methods.data_free import DataFreeMethod
 from mergekit_slta.models.roles import Role
 from mergekit_slta.recipe.settings import ActmatSettings
 
@@ -32,18 +33,11 @@ class ActmatMethod(DataFreeMethod):
         ActmatSettings, "ACTMat", "2604.01329", optional_tensor_policy=OptionalTensorPolicy.PASSTHROUGH_BASE_SINGLETON
     )
 
-    def merge(self, group: TensorGroup, **parameters: Any) -> torch.Tensor:
-        """Merge one tensor.
-
-        Raises:
-            SltaError: the base model or an expert has a value that is not finite.
-        """
-        base = group.base
-        assert base is not None, "the input contract requires a base"
-        start = base.tensor.to(torch.promote_types(base.tensor.dtype, torch.float32))
-        role = self._role(base.id, group.metadata, start)
+    def merge_tasks(
+        self, role: Role, tasks: Iterator[torch.Tensor], group: TensorGroup, parameters: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, float]:
+        """Solve a linear map; average what is none, or is too large to solve for."""
         if group.metadata.vocabulary_axis is not None:  # too large to solve for, whatever module holds it
             role = Role.OTHER
-        tasks = list(task_vectors(group, start))
-        merged = merged_task(role, tasks, parameters["ridge"], parameters["weight"].values_for(group.non_base))
-        return start.add(merged.to(start.dtype), alpha=parameters["scale"]).to(base.tensor.dtype)
+        weights = parameters["weight"].values_for(group.non_base)
+        return merged_task(role, list(tasks), parameters["ridge"], weights), parameters["scale"]

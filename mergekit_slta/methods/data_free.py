@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from mergekit.io.tasks import LoaderCache
@@ -37,6 +38,32 @@ class DataFreeMethod(FiniteMethod):
             # The settings are the planning thread's own: the threads that execute the merge do not see them.
             self._trust_remote_code = LoaderCache().trust_remote_code
             self._roles.pop(base_id, None)
+
+    def merge_tasks(
+        self, role: Role, tasks: Iterator[torch.Tensor], group: TensorGroup, parameters: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, float]:
+        """The merged task vector of a tensor, and what it is multiplied by.
+
+        Args:
+            role: what the tensor is to its model.
+            tasks: the experts' task vectors, made one by one.
+            group: the tensor in all models.
+            parameters: the method's parameters for the tensor.
+        """
+        raise NotImplementedError
+
+    def merge(self, group: TensorGroup, **parameters: Any) -> torch.Tensor:
+        """Add the merged task vector to the base model's tensor, in at least float32.
+
+        Raises:
+            SltaError: the base model or an expert has a value that is not finite.
+        """
+        base = group.base
+        assert base is not None, "the input contract requires a base"
+        start = base.tensor.to(torch.promote_types(base.tensor.dtype, torch.float32))
+        role = self._role(base.id, group.metadata, start)
+        merged, scale = self.merge_tasks(role, task_vectors(group, start), group, parameters)
+        return start.add(merged.to(start.dtype), alpha=scale).to(base.tensor.dtype)
 
     def _role(self, base: Hashable, metadata: TensorMetadata, tensor: torch.Tensor) -> Role:
         with self._lock:

@@ -6,7 +6,7 @@ mergekit passes integer tensors through by itself.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from mergekit.merge_methods import TensorGroup
 from mergekit.merge_methods.base import OptionalTensorPolicy
 
 from mergekit_slta.methods.base import method_spec
-from mergekit_slta.methods.data_free import DataFreeMethod, task_vectors
+from mergekit_slta.methods.data_free import DataFreeMethod
 from mergekit_slta.models.roles import Role
 from mergekit_slta.recipe.settings import SftmSettings
 from mergekit_slta.sftm.superpose import merge_task_matrices, trim
@@ -52,19 +52,11 @@ class SftmMethod(DataFreeMethod):
         SftmSettings, "SFTM", "2502.10698", optional_tensor_policy=OptionalTensorPolicy.PASSTHROUGH_BASE_SINGLETON
     )
 
-    def merge(self, group: TensorGroup, **parameters: Any) -> torch.Tensor:
-        """Merge one tensor (Algorithm 2).
-
-        Raises:
-            SltaError: the base model or an expert has a value that is not finite.
-        """
-        base = group.base
-        assert base is not None, "the input contract requires a base"
-        dtype = torch.promote_types(base.tensor.dtype, torch.float32)
-        start = base.tensor.to(dtype)
-        role = self._role(base.id, group.metadata, start)
+    def merge_tasks(
+        self, role: Role, tasks: Iterator[torch.Tensor], group: TensorGroup, parameters: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, float]:
+        """Superpose the experts' features (Algorithm 2)."""
         weights = parameters["weight"].values_for(group.non_base)
-        tasks = (task.mul_(weight) for task, weight in zip(task_vectors(group, start), weights, strict=True))
-        merged = merged_task(role, tasks, parameters["density"].values_for(group.non_base), parameters["rank"])
-        scale = 1.0 if role is Role.NORM else parameters["lambda"]
-        return start.add(merged, alpha=scale).to(base.tensor.dtype)
+        weighted = (task.mul_(weight) for task, weight in zip(tasks, weights, strict=True))
+        merged = merged_task(role, weighted, parameters["density"].values_for(group.non_base), parameters["rank"])
+        return merged, 1.0 if role is Role.NORM else parameters["lambda"]
