@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from mergekit_slta.evaluate import evaluate as evaluate
     from mergekit_slta.featcal.scratch import solve_model as solve_model
     from mergekit_slta.layers.decoder import Decoder as Decoder
-    from mergekit_slta.linearity.scores import linearity as linearity
-    from mergekit_slta.linearity.scores import plan_linearity as plan_linearity
     from mergekit_slta.methods.merge import merge as merge
+    from mergekit_slta.nonlinearity.scores import linearity as linearity
+    from mergekit_slta.nonlinearity.scores import plan_linearity as plan_linearity
     from mergekit_slta.recipe.experiment import Experiment as Experiment
     from mergekit_slta.recipe.recipe import Recipe as Recipe
     from mergekit_slta.reports.linearity import write_linearity as write_linearity
@@ -52,12 +52,12 @@ _EXPORTS = {
     "calibrate": "mergekit_slta.slta.calibrate:calibrate",
     "check": "mergekit_slta.checks.examine:check",
     "evaluate": "mergekit_slta.evaluate:evaluate",
-    "linearity": "mergekit_slta.linearity.scores:linearity",
+    "linearity": "mergekit_slta.nonlinearity.scores:linearity",
     "load": "mergekit_slta.slta.statistics:Statistics.load",
     "measure": "mergekit_slta.slta.measure:measure",
     "measured_statistics": "mergekit_slta.slta.measure:measured_statistics",
     "merge": "mergekit_slta.methods.merge:merge",
-    "plan_linearity": "mergekit_slta.linearity.scores:plan_linearity",
+    "plan_linearity": "mergekit_slta.nonlinearity.scores:plan_linearity",
     "report": "mergekit_slta.reports.merge:report",
     "save": "mergekit_slta.slta.statistics:Statistics.save",
     "solve": "mergekit_slta.slta.solver:solve",
@@ -91,8 +91,8 @@ def __dir__() -> list[str]:
 class _Package(type(sys)):  # type: ignore[misc]
     """This package as a module that keeps its public names.
 
-    Importing a submodule makes Python set it as an attribute of its package. The module ``mergekit_slta.evaluate``
-    would so replace the function of that name, or not, depending on what was imported first.
+    Python makes every imported submodule an attribute of its package. Without this class the module
+    ``mergekit_slta.evaluate`` would replace the public function of the same name.
     """
 
     def __setattr__(self, name: str, value: object) -> None:

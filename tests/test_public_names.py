@@ -29,7 +29,6 @@ def import_submodules():
             importlib.import_module(module.name)
     exec("import mergekit_slta.evaluate")
     from mergekit_slta.evaluate import BATCH_TOKENS
-    from mergekit_slta.linearity import scores
 
 def public():
     found = {name: getattr(mergekit_slta, name) for name in NAMES}
@@ -51,12 +50,19 @@ def test_the_public_names_are_those_that_are_promised() -> None:
 
 
 def test_names_stay_when_submodules_are_imported_after_them() -> None:
-    """Python makes a submodule an attribute of its package, where evaluate and linearity are functions."""
+    """Python makes a submodule an attribute of its package, where evaluate is a function."""
     run("before = public()\nimport_submodules()\nassert public() == before")
 
 
 def test_names_are_there_when_submodules_are_imported_before_them() -> None:
     run("import_submodules()\npublic()")
+
+
+def test_no_folder_has_a_public_name() -> None:
+    """``import mergekit_slta.FOLDER.module as name`` reads FOLDER as an attribute of the package."""
+    folders = {path.parent.name for path in Path(str(mergekit_slta.__file__)).parent.glob("*/__init__.py")}
+    assert not folders & set(NAMES)
+    run("import mergekit_slta.nonlinearity.scores as s\nassert mergekit_slta.linearity is s.linearity")
 
 
 def test_a_test_may_still_replace_a_public_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ FLOORS = (
     ("cli", "startup"),
     ("methods",),
     ("checks", "reports"),
-    ("featcal", "linearity"),
+    ("featcal", "nonlinearity"),
     ("slta", "evaluate"),
     ("recipe",),
     ("engine",),

@@ -19,7 +19,7 @@ from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.ends import embed
 from mergekit_slta.layers.structure import structure
 from mergekit_slta.levels import LEVELS
-from mergekit_slta.linearity.scores import Plan, plan_studies
+from mergekit_slta.nonlinearity.scores import Plan, plan_studies
 from mergekit_slta.slta.features import LayerFeatures
 
 State = dict[str, torch.Tensor]

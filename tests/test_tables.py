@@ -7,7 +7,7 @@ import math
 
 from support.html_elements import Elements
 
-from mergekit_slta.linearity.scores import Value
+from mergekit_slta.nonlinearity.scores import Value
 from mergekit_slta.tables import Table, as_json, as_paragraphs
 
 

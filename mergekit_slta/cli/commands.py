@@ -272,7 +272,7 @@ def linearity(
     with figures (linearity.html) in DIR. Takes as long as tens of calibrations; how many forward passes is said first.
     """
     from mergekit_slta.checks.examine import sound_experiment
-    from mergekit_slta.linearity.scores import DEFAULT_LEVELS, plan_linearity
+    from mergekit_slta.nonlinearity.scores import DEFAULT_LEVELS, plan_linearity
     from mergekit_slta.recipe.recipe import Recipe
     from mergekit_slta.reports.linearity import score_table, write_linearity
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mergekit_slta import files
 from mergekit_slta.levels import place_of
-from mergekit_slta.linearity.scores import STEPS, Linearity, Value, distance_metric, pooled
+from mergekit_slta.nonlinearity.scores import STEPS, Linearity, Value, distance_metric, pooled
 from mergekit_slta.reports.analysis import kinds_of, short_names
 from mergekit_slta.reports.figures import Bar, Line, Matrix, Panel, bar_chart, heat_map, line_chart
 from mergekit_slta.reports.page import Chart, Page, Section

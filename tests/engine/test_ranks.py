@@ -26,8 +26,8 @@ from mergekit_slta.engine.streams import make_batches
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.scratch import SolvedModel
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.linearity import interpolation
-from mergekit_slta.linearity.scores import merge_study, path_study
+from mergekit_slta.nonlinearity import interpolation
+from mergekit_slta.nonlinearity.scores import merge_study, path_study
 from mergekit_slta.slta.measure import measured_statistics
 from mergekit_slta.slta.statistics import Statistics
 

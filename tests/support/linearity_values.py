@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mergekit_slta.linearity.scores import Linearity, Value
+from mergekit_slta.nonlinearity.scores import Linearity, Value
 
 
 def all_values(result: Linearity) -> dict[tuple[str, str, str, str], Value]:

@@ -24,9 +24,9 @@ from support.linearity_values import all_values, assert_same
 from mergekit_slta.cli.commands import main
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.linearity import interpolation
-from mergekit_slta.linearity.interpolation import Study
-from mergekit_slta.linearity.scores import (
+from mergekit_slta.nonlinearity import interpolation
+from mergekit_slta.nonlinearity.interpolation import Study
+from mergekit_slta.nonlinearity.scores import (
     STEPS,
     Linearity,
     Plan,
@@ -352,7 +352,7 @@ def test_a_recipe_is_measured_on_its_first_samples(llama: Family) -> None:
 def test_linearity_measures_what_is_planned(llama: Family, caplog: pytest.LogCaptureFixture) -> None:
     experiment = families.experiment(families.recipe(llama))
     planned = plan_linearity(experiment, ["layer"], samples=1, pairs=False)
-    with caplog.at_level("INFO", "mergekit_slta.linearity.scores"):
+    with caplog.at_level("INFO", "mergekit_slta.nonlinearity.scores"):
         found = linearity(experiment, ["layer"], samples=1, pairs=False)
     assert_same(found, planned.measure(), 0)
     assert f"{planned} ".strip() in caplog.text

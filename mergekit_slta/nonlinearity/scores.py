@@ -24,8 +24,8 @@ from mergekit_slta.engine.streams import Tasks
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.submodules import layer_submodules
-from mergekit_slta.linearity.interpolation import Grams, Study, count_passes, measure
 from mergekit_slta.models.checkpoint import Checkpoint
+from mergekit_slta.nonlinearity.interpolation import Grams, Study, count_passes, measure
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe, calibration_problems, published_name
 
