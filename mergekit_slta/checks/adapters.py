@@ -1,4 +1,4 @@
-"""The checks of LoRA adapters."""
+"""Checks of LoRA adapters."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ from mergekit_slta.models.skeleton import meta_model
 
 
 def adapters(case: Case) -> list[str]:
-    """LoRA adapters without a place to merge them in, incomplete ones, and those of another model."""
-    trust = case.options.trust_remote_code
-    problems = [problem for model in case.adapted for problem in adapter_problems(model, trust)]
+    """Incomplete LoRA adapters, adapters of another model, and adapters that mergekit has no folder to merge in."""
+    problems = []
+    for model in case.adapted:
+        headers = attempt(adapter_headers, model.reference.lora)  # None if only a download would show them
+        if isinstance(headers, SltaError):
+            problems.append(headers.message)
+        elif headers is not None and (problem := misfit(model, headers, case.options.trust_remote_code)):
+            problems.append(problem)
     if not case.options.lora_merge_cache:
         problems += [
             f"{model} is a LoRA adapter: give mergekit a folder to merge it in with --lora-merge-cache FOLDER."
@@ -23,20 +28,11 @@ def adapters(case: Case) -> list[str]:
     return problems
 
 
-def adapter_problems(model: Model, trust_remote_code: bool = False) -> list[str]:
-    """Why an adapter cannot be used with its model; what only a download would tell is left open."""
-    headers = attempt(adapter_headers, model.reference.lora)
-    if headers is None:
-        return []
-    problem = headers.message if isinstance(headers, SltaError) else misfit(model, headers, trust_remote_code)
-    return [problem] if problem else []
+def misfit(model: Model, headers: Headers, trust_remote_code: bool) -> str | None:
+    """Why the sizes of an adapter's matrices do not fit its model.
 
-
-def misfit(model: Model, headers: Headers, trust_remote_code: bool = False) -> str | None:
-    """Why an adapter cannot be for its model, by the sizes of its matrices.
-
-    The checkpoint's tensors tell it for most adapters. One that adapts what checkpoints store otherwise, such as a
-    mixture's fused experts, is compared with the modules that transformers builds, as peft does.
+    Most adapters are compared with the checkpoint's tensors. An adapter of modules that checkpoints store under other
+    names, such as a mixture's fused experts, is compared with the modules that transformers builds, as peft does.
     """
     sizes = {}
     for name, down in headers.items():
@@ -55,7 +51,8 @@ def misfit(model: Model, headers: Headers, trust_remote_code: bool = False) -> s
         reason = reason or (f"its matrices for {listed(wrong)} have other sizes" if wrong else "")
     reason = reason or f"it adapts {listed(list(sizes))}"
     return (
-        f"The adapter {model.reference.lora} was not trained on {model.reference.model} ({reason}): name its own base."
+        f"The adapter {model.reference.lora} was not trained on {model.reference.model} ({reason}): name the model "
+        "that it was trained on."
     )
 
 
@@ -63,17 +60,17 @@ Shapes = dict[str, list[tuple[int, ...]]]
 
 
 def _stored_shapes(model: Model, targets: Sequence[str], _: bool) -> Shapes:
-    """The shapes of the targets that are tensors of the checkpoint."""
+    """The shapes of those targets that the checkpoint stores."""
     return {target: [stored.shape] for target in targets if (stored := model.tensor(f"{target}.weight"))}
 
 
 def _built_shapes(model: Model, targets: Sequence[str], trust_remote_code: bool) -> Shapes:
-    """The shapes of the maps in the modules that targets name; of fused experts, those of one expert's map."""
+    """The shapes of the matrices in the modules that targets name; for fused experts, the shape of one expert's."""
     built = attempt(meta_model, model.config, trust_remote_code)
     if isinstance(built, SltaError):
         return {}
     modules = dict(built.named_modules())
-    # peft wraps a module once for each of its parameters, and writes "base_layer" for what is inside a wrapper.
+    # peft wraps a module once for each of its parameters, and calls the module inside a wrapper "base_layer".
     adapted = {target: modules.get(target.replace(".base_layer", "")) for target in targets}
     return {
         target: [tuple(parameter.shape[-2:]) for parameter in module.parameters(recurse=False) if parameter.ndim > 1]

@@ -1,4 +1,4 @@
-"""A recipe under examination: its experiment, of which some may not open, and what the checks of it are made with."""
+"""The recipe that the checks examine, with its models and data as far as they can be opened."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Kind = TypeVar("Kind", bound=MethodSettings)
 
 @dataclass(frozen=True)
 class Case:
-    """An experiment under examination, and where its merged model goes, if that is known."""
+    """The experiment that the checks examine, and the folder of its merged model, if that is known."""
 
     experiment: Experiment
     out_path: Path | None = None
@@ -51,7 +51,7 @@ class Case:
         return self.experiment.recipe.method
 
     def settings(self, kind: type[Kind]) -> Kind:
-        """The recipe's settings, in a check of methods of that kind."""
+        """The recipe's settings, for a check that only methods of that kind have."""
         settings = self.reading.settings
         assert isinstance(settings, kind)
         return settings
@@ -73,7 +73,7 @@ class Case:
 
     @property
     def pairs(self) -> list[tuple[Model, Model]]:
-        """The base model with each expert, as far as they can be opened."""
+        """The base model with each expert, for all that can be opened."""
         base = self.base
         return [(base, model) for model in self.models if model is not base] if base else []
 
@@ -83,7 +83,7 @@ class Case:
         return [(base, expert) for base, expert in self.pairs if not self.architecture_problem(base, expert)]
 
     def architecture_problem(self, base: Model, expert: Model) -> str | None:
-        """Why an expert is of another architecture, unless mixing was asked for and nothing has to be run."""
+        """Why an expert's architecture is wrong; --allow-crimes allows another one if no model has to be run."""
         return architecture_problem(base, expert, mixed=self.options.allow_crimes and not self.method.runs_models)
 
     @property
@@ -105,7 +105,7 @@ class Case:
 
     @cached_property
     def needs(self) -> Needs | SltaError | None:
-        """What solving the layers takes, or why they cannot be solved; None where the method solves none."""
+        """The memory and disk that solving the layers takes, or why it is impossible; None where no layer is solved."""
         if not self.method.solves_layers or not isinstance(self.decoder, Decoder):
             return None
         settings, experts = self.settings(FeatcalSettings), self.reading.experts
@@ -118,14 +118,14 @@ class Case:
 
     @cached_property
     def statistics(self) -> Path | SltaError | None:
-        """The statistics file that the recipe names, be it there or not."""
+        """The statistics file that the recipe names, whether it exists or not."""
         if not self.method.takes_statistics or not (name := self.settings(SltaSettings).statistics):
             return None
         return attempt(resolve_statistics, name, self.options.transformers_cache)
 
     @cached_property
     def drawn(self) -> dict[Expert, CalibrationData | SltaError]:
-        """The calibration samples of every expert whose source is a file, or why there are none."""
+        """The calibration samples of every expert whose source is a file, or why they cannot be drawn."""
         if not self.method.runs_models or self.base is None:
             return {}
         files = [expert for expert in self.reading.experts if expert.calibration and not is_dataset(expert.calibration)]
@@ -133,26 +133,26 @@ class Case:
 
     @property
     def samples(self) -> dict[Expert, CalibrationData]:
-        """The calibration samples of the experts that there are some of."""
+        """The calibration samples that could be drawn."""
         return {expert: data for expert, data in self.drawn.items() if isinstance(data, CalibrationData)}
 
 
-# A check names what there is to say about a case, one sentence each.
+# A check returns the problems that it finds in a case, one sentence each. Its docstring names them.
 Check = Callable[[Case], list[str]]
 
 
 def of_models(problem: Callable[[Model], str | None]) -> Check:
-    """The check of every model for a problem that it may have by itself."""
+    """Make a check of every model from a function that says what is wrong with one."""
     return lambda case: [said for model in case.models if (said := problem(model))]
 
 
 def of_siblings(problem: Callable[[Model, Model], str | None]) -> Check:
-    """The check of every expert of the base model's architecture and sizes for a problem beside the base model."""
+    """Make a check of every pair of ``Case.siblings`` from a function that says what is wrong with one."""
     return lambda case: [said for base, expert in case.siblings if (said := problem(base, expert))]
 
 
 def of_decoder(check: Callable[[Case, Decoder], list[str]]) -> Check:
-    """The check of a decoder whose layers will be run; it says nothing of a case without one."""
+    """Make a check of cases that run a decoder; other cases have no problem."""
     return lambda case: check(case, case.decoder) if isinstance(case.decoder, Decoder) else []
 
 
@@ -165,5 +165,5 @@ def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def failures(results: Iterable[object]) -> list[str]:
-    """What the errors among the results of attempts say."""
+    """The messages of the errors that ``attempt`` has returned."""
     return [result.message for result in results if isinstance(result, SltaError)]

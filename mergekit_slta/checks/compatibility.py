@@ -1,4 +1,4 @@
-"""Whether models can be merged with each other, by their configurations and the headers of their files."""
+"""Whether models can be merged with each other, judged by their configurations and file headers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mergekit.architecture import ModelArchitecture, WeightInfo, arch_info_for_c
 from mergekit.architecture.conversion import can_convert_checkpoint_keys
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.models.headers import Model, TensorHeader, listed
+from mergekit_slta.models.headers import Model, listed
 from mergekit_slta.models.skeleton import computation, meta_model, model_tensor_name
 
 LAYER_NUMBER = re.compile(r"\.(\d+)\.")
@@ -24,12 +24,12 @@ SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_val
 
 
 def architecture_problem(base: Model, expert: Model, *, mixed: bool = False) -> str | None:
-    """Why an expert cannot have been fine-tuned from the base model, by their configurations.
+    """Why an expert's configuration says that it was not fine-tuned from the base model.
 
     Args:
         base: the base model.
         expert: the expert.
-        mixed: the architectures may have different names.
+        mixed: whether the architectures may have different names.
     """
     if not mixed and (expert.architecture, expert.config.model_type) != (base.architecture, base.config.model_type):
         return (
@@ -37,7 +37,7 @@ def architecture_problem(base: Model, expert: Model, *, mixed: bool = False) -> 
             f"{base.architecture} ({base.config.model_type}): only models of one architecture can be merged."
         )
     sizes = [(name, size(expert, name), size(base, name)) for name in SIZES]
-    sizes = [entry for entry in sizes if None not in entry]  # a size that one configuration leaves out is a default
+    sizes = [entry for entry in sizes if None not in entry]  # a configuration may leave a default size out
     differing = [f"{name} {own} instead of {wanted}" for name, own, wanted in sizes if own != wanted]
     if differing:
         return (
@@ -48,21 +48,27 @@ def architecture_problem(base: Model, expert: Model, *, mixed: bool = False) -> 
 
 
 def other_settings(base: Model, expert: Model) -> list[str]:
-    """The entries of the configurations by which an expert of the base model's sizes computes something else."""
+    """The entries of the configurations that make an expert compute something else than the base model."""
     own, theirs = computation(base.config), computation(expert.config)
     return sorted(name for name in own.keys() & theirs.keys() if own[name] != theirs[name])
 
 
 def size(model: Model, name: str) -> Any:
-    """A size by the configuration of the language model, or of the only one."""
+    """A size from the configuration of a model, or of its language model if it has several parts."""
     return getattr(model.config.get_text_config(), name, None)
 
 
 def shape_problem(base: Model, expert: Model) -> str | None:
-    """The tensors of an expert that differ in shape from the base model's, but for the size of the vocabulary."""
-    shapes = [(name, stored.shape, other.shape) for name, stored, other in both_have(base, expert)]
-    unequal = [(name, own, others) for name, own, others in shapes if own != others]
-    unequal = [entry for entry in unequal if not is_vocabulary(base, expert, *entry[1:])]
+    """Which tensors of an expert have another shape than the base model's, apart from the vocabulary's size."""
+    vocabularies = (size(base, "vocab_size"), size(expert, "vocab_size"))
+    unequal = []
+    for name, stored in (base.tensors or {}).items():
+        other = expert.tensor(name)
+        if other is None or other.shape == stored.shape:
+            continue
+        own, others = stored.shape, other.shape
+        if (*own[:1], *others[:1]) != vocabularies or own[1:] != others[1:]:
+            unequal.append((name, own, others))
     if not unequal:
         return None
     name, own, others = unequal[0]
@@ -73,38 +79,20 @@ def shape_problem(base: Model, expert: Model) -> str | None:
     )
 
 
-def both_have(base: Model, expert: Model) -> Iterator[tuple[str, TensorHeader, TensorHeader]]:
-    """The base model's tensors that an expert has too: name, the base model's and the expert's."""
-    for name, stored in (base.tensors or {}).items():
-        other = expert.tensor(name)
-        if other is not None:
-            yield name, stored, other
-
-
-def is_vocabulary(base: Model, expert: Model, shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Whether a tensor's rows are tokens, in both models, and all else about it is equal."""
-    sizes = (size(base, "vocab_size"), size(expert, "vocab_size"))
-    return (*shape[:1], *other[:1]) == sizes and shape[1:] == other[1:]
-
-
 def tied_problem(base: Model, expert: Model) -> str | None:
-    """Whether one of two models ties its output head to its embedding and the other does not."""
-    if is_tied(expert) == is_tied(base):
+    """Why two models of which only one ties its output head to its embedding cannot be merged."""
+    tied = [model for model in (base, expert) if getattr(model.config, "tie_word_embeddings", False)]
+    if len(tied) != 1:
         return None
-    tied, untied = (base, expert) if is_tied(base) else (expert, base)
+    untied = expert if tied[0] is base else base
     return (
-        f"{tied} ties its output head to its embedding and {untied} does not (tie_word_embeddings): the merged "
-        f"head would fit neither, save {expert} in the way of the base model {base}."
+        f"{tied[0]} ties its output head to its embedding and {untied} does not (tie_word_embeddings): the merged "
+        f"head would fit neither, save {expert} with the setting of the base model {base}."
     )
 
 
-def is_tied(model: Model) -> bool:
-    """Whether the output head is the embedding."""
-    return bool(getattr(model.config, "tie_word_embeddings", False))
-
-
 def quantization_problem(model: Model) -> str | None:
-    """Whether a model's weights are codes, which cannot be averaged."""
+    """Why a quantized model cannot be merged: its tensors hold codes, which cannot be averaged."""
     quantization = getattr(model.config, "quantization_config", None)
     if not quantization:
         return None
@@ -136,7 +124,7 @@ def moved_tokens_problem(base: Model, expert: Model) -> str | None:
 
 
 def token_ids(base: Model, expert: Model) -> tuple[dict[str, int], dict[str, int]]:
-    """The tokens of two models' tokenizers but those added later; none where files are equal or not at hand."""
+    """The vocabularies of two models' tokenizers; empty if their files are equal or not on this machine."""
     own, theirs = tokenizer_file(base), tokenizer_file(expert)
     if own is None or theirs is None or filecmp.cmp(own, theirs, shallow=False):
         return {}, {}
@@ -144,19 +132,19 @@ def token_ids(base: Model, expert: Model) -> tuple[dict[str, int], dict[str, int
 
 
 def tokenizer_file(model: Model) -> Path | None:
-    """The ``tokenizer.json`` of a model, if it is at hand."""
+    """The ``tokenizer.json`` of a model, if it is on this machine."""
     if model.reference.lora and brings_tokenizer(model):
         return Path(model.reference.lora.path) / TOKENIZER
     return model.folder / TOKENIZER if model.folder and (model.folder / TOKENIZER).is_file() else None
 
 
 def brings_tokenizer(model: Model) -> bool:
-    """Whether a model is an adapter in a folder that holds a tokenizer of its own."""
+    """Whether a model is an adapter whose folder holds a tokenizer."""
     return model.reference.lora is not None and (Path(model.reference.lora.path) / TOKENIZER).is_file()
 
 
 def tokens_of(file: Path) -> dict[str, int]:
-    """The tokens of a ``tokenizer.json``; none if it is damaged, which loading it tells."""
+    """The vocabulary in a ``tokenizer.json``; empty if the file is damaged, which loading the tokenizer reports."""
     try:
         tokens = json.loads(file.read_text(encoding="utf-8"))["model"]["vocab"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -164,25 +152,25 @@ def tokens_of(file: Path) -> dict[str, int]:
     return tokens if isinstance(tokens, dict) else {token: index for index, (token, *_) in enumerate(tokens)}
 
 
-# What mergekit will ask for
+# The tensors that mergekit reads and writes
 
 
 def missing_tensors(models: Sequence[Model], trust_remote_code: bool = False) -> list[str]:
-    """The tensors that mergekit will ask for and a checkpoint lacks, one sentence for models that lack the same."""
-    lost: dict[tuple[str, ...], list[str]] = {}
+    """The tensors that mergekit needs and checkpoints lack: one sentence for all models that lack the same."""
+    lacking: dict[tuple[str, ...], list[str]] = {}
     for model in models:
-        planned = plan(model, models, trust_remote_code)
-        lost.setdefault(tuple(weight.name for weight in planned if not can_load(model, weight)), []).append(str(model))
+        names = tuple(weight.name for weight in plan(model, models, trust_remote_code) if not can_load(model, weight))
+        lacking.setdefault(names, []).append(str(model))
     return [
-        f"{listed(stripped)}: the checkpoint lacks {listed(list(names))}, which mergekit asks for; it is incomplete, "
+        f"{listed(incomplete)}: the checkpoint lacks {listed(list(names))}, which mergekit needs; it is incomplete, "
         "or of a variant of its architecture that mergekit cannot merge."
-        for names, stripped in lost.items()
+        for names, incomplete in lacking.items()
         if names
     ]
 
 
 def plan(model: Model, models: Sequence[Model], trust_remote_code: bool) -> list[WeightInfo]:
-    """The tensors that mergekit needs of a model: by its definition of the architecture, else all that any has."""
+    """The tensors that mergekit needs of a model: those that it defines for the architecture, or all of any model."""
     if model.tensors is None:
         return []
     architecture = known_architecture(model)
@@ -197,7 +185,7 @@ def plan(model: Model, models: Sequence[Model], trust_remote_code: bool) -> list
 
 
 def dropped_tensors(model: Model, trust_remote_code: bool = False) -> list[str]:
-    """The tensors that a checkpoint has and mergekit would leave out of the merged model, in one sentence."""
+    """One sentence with the tensors that a checkpoint has and that mergekit would leave out of the merged model."""
     if model.tensors is None:
         return []
     architecture = known_architecture(model)
@@ -217,13 +205,13 @@ def dropped_tensors(model: Model, trust_remote_code: bool = False) -> list[str]:
 
 
 def known_architecture(model: Model) -> ModelArchitecture | None:
-    """mergekit's definition of a model's architecture; None where it goes by the tensors instead, as it says itself."""
+    """mergekit's definition of a model's architecture; None if it has none, about which it logs a message."""
     with silenced("mergekit.architecture"):
         return arch_info_for_config(model.config)
 
 
 def undefined_parameters(model: Model, architecture: ModelArchitecture, trust_remote_code: bool) -> list[str]:
-    """The stored tensors that mergekit's definition lacks; what old checkpoints hold beside parameters is no loss."""
+    """The stored parameters that mergekit's definition lacks; the buffers of old checkpoints do not count."""
     written = {name for weight in architecture.all_weights(model.config) for name in names_of(weight)}
     undefined = [name for name in model.tensors or {} if not model_tensor_name(name, written, model.prefix)]
     if not undefined:
@@ -233,7 +221,10 @@ def undefined_parameters(model: Model, architecture: ModelArchitecture, trust_re
 
 
 def partial_conversions(model: Model, trust_remote_code: bool) -> list[str]:
-    """The parameters of some layers that are stored under other names: mergekit converts those of every layer only."""
+    """The parameters that only some layers have and that are stored under other names.
+
+    mergekit converts names only where all layers have the parameter.
+    """
     parameters = own_parameters(model, trust_remote_code)
     layers: dict[str, set[str]] = {}
     for name in parameters:
@@ -251,7 +242,7 @@ def template(name: str) -> str:
 
 
 def own_parameters(model: Model, trust_remote_code: bool) -> list[str]:
-    """The names of a model's parameters, but for those that are another one's.
+    """The names of a model's parameters; tied parameters are named once.
 
     Raises:
         SltaError: transformers cannot build the model.
@@ -277,7 +268,6 @@ def can_load(model: Model, weight: WeightInfo) -> bool:
 
 @contextlib.contextmanager
 def silenced(name: str) -> Iterator[None]:
-    """Keep a logger quiet meanwhile."""
     logger = logging.getLogger(name)
     before, logger.disabled = logger.disabled, True
     try:

@@ -1,4 +1,4 @@
-"""The checks of calibration data and of statistics files: what the experts are measured on, or have been."""
+"""Checks of calibration data and of statistics files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mergekit_slta.slta.statistics import PUBLISHED_PREFIX, BaseContent, Statist
 
 
 def calibration_sources(case: Case) -> list[str]:
-    """Experts without data and without statistics, and experts that share their data."""
+    """Experts with neither data nor statistics, and experts that share their data."""
     if case.reading.base is None:
         return []
     there = isinstance(case.statistics, Path) and case.statistics.exists()
@@ -41,32 +41,21 @@ def same_samples(case: Case) -> list[str]:
 
 def calibration_data(case: Case) -> list[str]:
     """Sources that cannot be read, records that cannot be turned into text, samples that the model cannot take."""
-    return [problem for expert in case.reading.experts for problem in expert_data(case, expert)]
-
-
-def expert_data(case: Case, expert: Expert) -> list[str]:
-    """What is wrong with one expert's source or samples."""
-    drawn = case.drawn.get(expert)
-    if isinstance(drawn, CalibrationData):
-        return sample_problems(case, drawn) + unknown_ids(case, expert, drawn)
-    if drawn is None and expert.calibration:
-        drawn = attempt(check_unread, expert)
-    return failures([drawn])
-
-
-def check_unread(expert: Expert) -> None:
-    """Check what can be checked of a dataset, or of a file without a tokenizer.
-
-    Raises:
-        SltaError: the template is no template, or the source is malformed or missing.
-    """
-    if expert.template:
-        template_fields(expert.template)
-    check_source(expert.calibration)
+    problems = []
+    for expert in case.reading.experts:
+        drawn = case.drawn.get(expert)
+        if isinstance(drawn, CalibrationData):
+            problems += sample_problems(case, drawn) + unknown_ids(case, expert, drawn)
+        elif drawn is not None:
+            problems.append(drawn.message)
+        elif expert.calibration:  # a dataset, or a file without a tokenizer
+            wrong_template = attempt(template_fields, expert.template) if expert.template else None
+            problems += failures([wrong_template]) or failures([attempt(check_source, expert.calibration)])
+    return problems
 
 
 def sample_problems(case: Case, drawn: CalibrationData) -> list[str]:
-    """Samples that are longer than a table of positions, or have tokens that the base model has no embedding for."""
+    """Samples that are longer than the position table, or have tokens that the base model has no embedding for."""
     decoder, base = case.decoder, case.base
     if not isinstance(decoder, Decoder) or base is None:
         return []
@@ -85,31 +74,31 @@ def sample_problems(case: Case, drawn: CalibrationData) -> list[str]:
     if highest >= vocabulary:
         problems.append(
             f"The tokenizer of {base} gives the token id {highest}, but the model has only {vocabulary} embeddings: "
-            "it needs the tokenizer that it was trained with."
+            "put the tokenizer that it was trained with into its folder."
         )
     return problems
 
 
 def unknown_ids(case: Case, expert: Expert, drawn: CalibrationData) -> list[str]:
-    """Samples with tokens that the expert itself has no embedding for."""
+    """Samples with tokens that the expert has no embedding for, if the expert runs on them itself."""
     model, highest = case.opened.get(expert.reference), max(map(max, drawn.token_ids))
     if not case.method.runs_experts or not isinstance(model, Model) or highest < size(model, "vocab_size"):
         return []
     return [
         f"The tokenizer of the base model gives the token id {highest}, but the expert {model} has only "
-        f"{size(model, 'vocab_size')} embeddings: choose one with the base model's vocabulary."
+        f"{size(model, 'vocab_size')} embeddings: choose an expert with the base model's vocabulary."
     ]
 
 
 def statistics_file(case: Case) -> list[str]:
-    """Statistics that cannot be read, do not fit, lack the level and cannot be completed, or cannot be written."""
+    """A statistics file that is unreadable, does not fit, lacks a level that cannot be added, or is not writable."""
     path, settings, reading = case.statistics, case.settings(SltaSettings), case.reading
     if reading.base is None or not isinstance(path, Path):
         return failures([path])
     if not path.exists():
         parent = unwritable_folder(path)
-        said = f"The statistics file {path} cannot be written, {parent} is no folder to write to: name another."
-        return [said] if parent else []
+        problem = f"The statistics file {path} cannot be created: {parent} is not a writable folder, name another."
+        return [problem] if parent else []
     found = attempt(Statistics.load, path)
     if isinstance(found, SltaError):
         return [found.message]
@@ -121,15 +110,15 @@ def statistics_file(case: Case) -> list[str]:
     if level not in info.levels and not all(expert.calibration for expert in reading.experts):
         return [
             *problems,
-            f"{path} holds {', '.join(info.levels)} but not 'level: {level}': choose one of these, or give every "
-            "expert its calibration, so that it can be measured.",
+            f"{path} holds {', '.join(info.levels)} but not 'level: {level}': choose a level that it holds, or give "
+            "every expert its 'calibration', so that the level can be measured.",
         ]
     published = settings.statistics.startswith(PUBLISHED_PREFIX)
     return problems + level_problems(info, path, reading, [level], published)
 
 
 def _content(case: Case, reference: ModelReference) -> BaseContent | None:
-    """A model by a sample of its tensors; None where that takes a download or unpickling."""
+    """Identify a model by samples of its tensors; None if that takes a download or unpickling."""
     model = case.opened.get(reference)
     if not isinstance(model, Model) or model.folder is None:
         return None
@@ -141,10 +130,10 @@ def _content(case: Case, reference: ModelReference) -> BaseContent | None:
 
 
 def few_records(case: Case) -> list[str]:
-    """Sources with fewer usable records than asked."""
+    """Sources with fewer usable records than 'samples' asks for."""
     asked = case.settings(CalibrationSettings).samples
     return [
-        f"Calibration source {data.source!r} has {len(data.records)} usable records, 'samples' asks for {asked}."
+        f"Calibration source {data.source!r} has {len(data.records)} usable records, but 'samples' asks for {asked}."
         for data in case.samples.values()
         if len(data.records) < asked
     ]

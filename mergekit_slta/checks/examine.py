@@ -1,4 +1,4 @@
-"""Everything about a recipe that can be known to be wrong before weights are read, all at once."""
+"""Check a recipe for everything that can be known to be wrong before weights are read."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ MERGE_NOTES: tuple[Check, ...] = (feature_merge_needs, precision, no_tokenizer, 
 
 @dataclass(frozen=True)
 class Findings:
-    """What there is to say about a recipe, one sentence each.
+    """What the checks have found, one sentence each.
 
     Attributes:
-        problems: what keeps it from being merged.
-        notes: what is worth knowing before it is.
-        seen: whether the tensors of all models could be looked at without a download.
+        problems: what keeps the recipe from being merged.
+        notes: what the user should know before the merge.
+        seen: whether the tensors of all models could be checked without a download.
     """
 
     problems: list[str]
@@ -93,7 +93,6 @@ class Findings:
 
     @property
     def listed_problems(self) -> str:
-        """How many problems there are, and a line for each."""
         count = len(self.problems)
         return "\n- ".join([f"{count} problem{'s' * (count > 1)} found.", *self.problems])
 
@@ -102,10 +101,10 @@ class Findings:
         return "\n".join([found, *(f"Note: {note}" for note in self.notes)])
 
     def refuse_problems(self) -> Findings:
-        """Go on without problems.
+        """Return these findings if they hold no problem.
 
         Raises:
-            SltaError: all problems, if there are any.
+            SltaError: all problems.
         """
         if self.problems:
             raise SltaError("\n".join(self.problems))
@@ -118,16 +117,16 @@ class Findings:
 
 
 def check(recipe: Recipe, out_path: str | os.PathLike[str] | None = None, **options: Any) -> Findings:
-    """Find out what is wrong with a recipe, from configurations, file headers and calibration data alone.
+    """Find out what is wrong with a recipe; read configurations, file headers and calibration data, but no weights.
 
     Args:
         recipe: a recipe for ``slta``, ``featcal``, ``actmat`` or ``sftm``.
-        out_path: where the merged model is to go, to check that there is room for it.
+        out_path: the folder of the merged model, to check that there is room for it.
         options: ``device`` ("cpu"), ``trust_remote_code`` (False), ``lora_merge_cache`` (None), ``transformers_cache``
             (None), ``quiet`` (False), and whatever else mergekit has options for.
 
     Returns:
-        Problems, which keep the recipe from being merged, and notes; printed, they are sentences.
+        Problems, which keep the recipe from being merged, and notes; ``print`` shows them as sentences.
 
     Raises:
         SltaError: the recipe is for another method.
@@ -142,51 +141,47 @@ def examine(
     merging: bool = True,
     running: bool = True,
 ) -> Findings:
-    """Look at a recipe, its models' configurations and file headers, and its calibration data; read no weights.
+    """Run the checks on a recipe, its models' configurations and file headers, and its calibration data.
 
     Args:
-        experiment: the recipe; what the checks open of it is there for the run.
-        out_path: where the merged model goes, for the space that it needs.
-        merging: a merge is meant, rather than a measurement alone.
-        running: the recipe is run next, which has its own words for some of what is worth knowing.
+        experiment: the opened recipe; a run after the checks need not open it again.
+        out_path: the folder of the merged model, to check that there is room for it.
+        merging: whether the recipe is to be merged, not only measured.
+        running: whether the recipe is run next. The run logs some notes itself, so they are left out here.
     """
     method = experiment.recipe.method
     case = Case(experiment, None if out_path is None else Path(out_path))
     checks = [*MODELS, *CHECKS[method], *(MERGE if merging else ())]
     few = [few_records] if method.runs_models and not running else []
     notes = [*few, *NOTES, *(MERGE_NOTES if merging else ())]
-    with contextlib.nullcontext() if running else silenced("mergekit_slta.data.draw"):  # which says what a note says
-        problems = _sentences(checks, case)
-    seen = all(model.tensors is not None for model in case.models)
-    return Findings(problems, _sentences(notes, case), seen)
 
+    def sentences(checks: Sequence[Check]) -> list[str]:
+        return list(dict.fromkeys(sentence for check in checks for sentence in check(case)))  # each sentence once
 
-def _sentences(checks: Sequence[Check], case: Case) -> list[str]:
-    """What checks have to say, each sentence once."""
-    return list(dict.fromkeys(sentence for check in checks for sentence in check(case)))
+    with contextlib.nullcontext() if running else silenced("mergekit_slta.data.draw"):  # it logs what a note says
+        problems = sentences(checks)
+    return Findings(problems, sentences(notes), seen=all(model.tensors is not None for model in case.models))
 
 
 def sound_experiment(recipe: Recipe, ranks: Ranks | None = None, **options: Any) -> Experiment:
-    """Open a recipe for a measurement, with its models here; no process goes on before all have found it sound.
+    """Check a recipe for a measurement and download its models; all processes wait until each has checked it.
 
     Raises:
         SltaError: everything that is wrong with the recipe.
     """
     experiment = Experiment(recipe, ranks=ranks, **options)
-    found = experiment.ranks.together(lambda: _sound(experiment))
-    open_models(experiment, found)
+
+    def checked() -> Findings:
+        if not recipe.method.runs_models:
+            experiment.settings  # noqa: B018  raises: there is nothing to measure for this method
+        return examine(experiment, merging=False).refuse_problems()
+
+    open_models(experiment, experiment.ranks.together(checked))
     return experiment
 
 
-def _sound(experiment: Experiment) -> Findings:
-    if experiment.recipe.method.runs_models:
-        return examine(experiment, merging=False).refuse_problems()
-    experiment.settings  # noqa: B018  says which methods there is something to measure for
-    raise AssertionError
-
-
 def open_models(experiment: Experiment, found: Findings) -> None:
-    """Have the models of an examined recipe here, and examine what only their download shows.
+    """Download the models of a checked recipe, and check what only their download shows.
 
     Raises:
         SltaError: a model cannot be opened, or has a problem.

@@ -1,6 +1,6 @@
-"""The checks of models: one by one, beside each other, their vocabularies, and the layers that are run.
+"""Checks of the models: each alone, against each other, their vocabularies, and the layers that are run.
 
-They go by configurations and by the headers of files.
+They read configurations and file headers, no weights.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mergekit_slta.recipe.settings import FeatcalSettings, SltaSettings
 
 
 def openable_models(case: Case) -> list[str]:
-    """Models that are not there, whose configuration cannot be read, or whose files are missing or damaged."""
+    """Models that do not exist, whose configuration cannot be read, or whose files are missing or damaged."""
     return failures(case.opened.values())
 
 
@@ -35,16 +35,16 @@ def one_architecture(case: Case) -> list[str]:
 
 
 def planned_tensors(case: Case) -> list[str]:
-    """Tensors that mergekit will ask for and a checkpoint lacks, or that it will not ask for."""
+    """Tensors that mergekit needs and a checkpoint lacks, or that a checkpoint has and mergekit would drop."""
     models = [*filter(None, [case.base]), *(expert for _, expert in case.siblings)]
     missing = missing_tensors(models, case.options.trust_remote_code)
     return missing or (dropped_tensors(case.base, case.options.trust_remote_code) if case.base else [])
 
 
 def unseen_tensors(case: Case) -> list[str]:
-    """Models whose tensors are only seen after a download."""
+    """Models whose tensors can be checked only after a download."""
     return [
-        f"The weights of {model} are pickled on the Hub: whether they fit shows after their download."
+        f"The weights of {model} are pickled on the Hub: they can be checked only after their download."
         for model in case.models
         if model.tensors is None
     ]
@@ -52,30 +52,28 @@ def unseen_tensors(case: Case) -> list[str]:
 
 def other_configurations(case: Case) -> list[str]:
     """Experts whose configuration makes them compute something else from the same weights."""
-    measured = ", and the expert is measured with that too" if case.method.runs_models else ""
+    measured = ", and the expert is measured with it too" if case.method.runs_models else ""
     return [
         f"The configuration of the expert {expert} differs from that of the base model {base} in {', '.join(names)}: "
-        f"the merged model gets the base model's{measured}."
+        f"the merged model gets the base model's configuration{measured}."
         for base, expert in case.siblings
         if (names := other_settings(base, expert))
     ]
 
 
 def no_tokenizer(case: Case) -> list[str]:
-    """A base model without a tokenizer to copy, over which mergekit prints a traceback after the merge."""
+    """A base model without a tokenizer to copy, for which mergekit prints a traceback after the merge."""
     base, copies = case.base, case.options.copy_tokenizer and not case.aligns_vocabularies
     if not copies or base is None or base.folder is None or any(base.folder.glob("tokenizer*")):
         return []
-    return [
-        f"{base} has no tokenizer, so the merged model gets none: mergekit says so with a traceback, which is harmless."
-    ]
+    return [f"{base} has no tokenizer, so the merged model gets none: mergekit prints a harmless traceback about it."]
 
 
-# Whether the rows of embeddings, token ids and logits mean the same in all models
+# Whether token ids, and with them the rows of embeddings and logits, mean the same in all models
 
 
 def vocabularies(case: Case) -> list[str]:
-    """Vocabularies that differ in size or in what an id stands for, where the recipe does not have them aligned."""
+    """Vocabularies that differ in size or in the token ids, unless the recipe has mergekit align them."""
     if case.aligns_vocabularies:
         return moved_ids(case)
     if case.options.unsafe_truncate_embeddings:
@@ -95,7 +93,7 @@ NOT_ALIGNED = (
 
 
 def changes_rows(case: Case) -> bool:
-    """Whether mergekit gives the models' embeddings other rows than they have."""
+    """Whether mergekit changes the rows of the models' embeddings."""
     config, base = case.config, case.base
     made = config.tokenizer
     if base is None or (made.source if made else config.tokenizer_source) != "base":
@@ -108,7 +106,7 @@ def changes_rows(case: Case) -> bool:
 
 def moved_ids(case: Case) -> list[str]:
     """Experts that would misread the base model's token ids, or whose tensors mergekit cannot align."""
-    fix = f"'{case.method.method}' runs every expert on the base model's ids, choose experts that have these."
+    fix = f"'{case.method.method}' runs every expert on the base model's token ids, choose experts with the same ids."
     return [
         f"{problem}: {fix if case.method.runs_experts else NOT_ALIGNED}"
         for base, expert in case.siblings
@@ -117,26 +115,28 @@ def moved_ids(case: Case) -> list[str]:
 
 
 def compared_outputs(case: Case, decoder: Decoder) -> list[str]:
-    """Experts with another vocabulary, whose output head or embeddings cannot be compared with the base model's."""
+    """Experts with another vocabulary size, whose output head or embeddings cannot be merged with the base model's."""
     averaged, solved = case.settings(FeatcalSettings).averages_edges, solves_head(case, decoder)
     fix = "choose another 'anchor'" if averaged else "set 'head: false'"
     return [f"The {other}: {fix}." for other in other_vocabularies(case) if averaged or solved]
 
 
 def head_rows(case: Case, decoder: Decoder) -> list[str]:
-    """An output head that is solved and that mergekit gives other rows."""
+    """A solved output head whose rows mergekit changes."""
     if not (solves_head(case, decoder) and case.aligns_vocabularies and changes_rows(case)):
         return []
-    return ["mergekit gives the output head the rows of the recipe's 'tokenizer': set 'head: false', or leave it out."]
+    return [
+        "mergekit changes the rows of the output head to those of the recipe's 'tokenizer': set 'head: false', or "
+        "leave 'tokenizer' and 'tokenizer_source' out."
+    ]
 
 
 def solves_head(case: Case, decoder: Decoder) -> bool:
-    """Whether the output head is solved."""
     return case.settings(FeatcalSettings).head and output_head(decoder) is not None
 
 
 def compared_logits(case: Case, decoder: Decoder) -> list[str]:
-    """Experts with another vocabulary, whose logits cannot be compared with the base model's."""
+    """Experts with another vocabulary size, whose logits cannot be compared with the base model's."""
     if case.settings(SltaSettings).level != "model":
         return []
     others = other_vocabularies(case)
@@ -144,7 +144,7 @@ def compared_logits(case: Case, decoder: Decoder) -> list[str]:
 
 
 def other_vocabularies(case: Case) -> list[str]:
-    """Experts with a vocabulary of another size than the base model's, in words."""
+    """One clause for each expert whose vocabulary size differs from the base model's."""
     sizes = [(expert, size(expert, "vocab_size"), size(base, "vocab_size")) for base, expert in case.siblings]
     return [
         f"expert {expert} has a vocabulary of {others} tokens and the base model one of {own}"
@@ -153,32 +153,32 @@ def other_vocabularies(case: Case) -> list[str]:
     ]
 
 
-# The layers that are run: whether the recipe takes all, and how they split
+# The layers that are run
 
 
 def known_decoder(case: Case) -> list[str]:
-    """Models that are no decoder."""
+    """A base model that is not a decoder-only language model."""
     return failures([case.decoder])
 
 
 def whole_depth(case: Case, decoder: Decoder) -> list[str]:
-    """Slices that are not all of the layers."""
+    """A slice that leaves layers out."""
     return slice_problems(case.config, len(decoder))
 
 
 def solvable_layers(case: Case) -> list[str]:
-    """Layers that cannot be run one at a time, where a feature merge is to solve them."""
+    """Layers that a feature merge cannot solve because they cannot be run one at a time."""
     return failures([case.needs])
 
 
 def level_submodules(case: Case, decoder: Decoder) -> list[str]:
-    """Layers without the submodules of the level that is to be measured."""
+    """Layers that do not have the submodules of the recipe's level."""
     level = case.settings(SltaSettings).level
     return failures(attempt(layer_submodules, decoder, level, layer) for layer in decoder.one_of_each_kind())
 
 
 def anchor_branches(case: Case, decoder: Decoder) -> list[str]:
-    """Layers without the branches that an SLTA anchor has merging weights for."""
+    """Layers without the two branches that the anchor 'slta' needs."""
     if case.settings(FeatcalSettings).anchor != "slta":
         return []
     found = [attempt(split_problem, decoder, layer) for layer in decoder.one_of_each_kind()]

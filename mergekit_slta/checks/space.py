@@ -1,10 +1,11 @@
-"""The checks of disks, folders and memory: whether there is room for what a merge writes, and how much it takes."""
+"""Checks of disks, folders and memory: whether a merge has room for its files, and how much it takes."""
 
 from __future__ import annotations
 
 import errno
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -18,24 +19,24 @@ from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.settings import FeatcalSettings
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-WORTH_A_WORD = 100_000  # bytes that a finished part of a merge takes
+LEAST_REPORTED = 100_000  # bytes of unfinished merges
 
 
 def folders(case: Case) -> list[str]:
-    """Folders for the report and for the layers of a feature merge that cannot be made or written to."""
+    """Folders named in the recipe that cannot be created or written to."""
     problems = []
     for name in case.method.folders:
         given = getattr(case.reading.settings, name)
         parent = unwritable_folder(Path(given).expanduser()) if given else None
         if parent:
-            problems.append(f"'{name}: {given}' cannot be made, {parent} is no folder to write to: name another.")
+            problems.append(f"'{name}: {given}' cannot be created: {parent} is not a writable folder, name another.")
     return problems
 
 
 def disk_space(case: Case) -> list[str]:
-    """Disks that are too small for the output and for the adapters that mergekit merges first."""
+    """Disks that are too small for the merged model, the adapters that mergekit merges, and solved layers."""
     needs: dict[int, list[tuple[Path, str, int]]] = {}
-    for folder, what, nbytes in [*output_need(case), *adapter_needs(case), *scratch_need(case)]:
+    for folder, what, nbytes in _needs(case):
         needs.setdefault(nearest_folder(folder).stat().st_dev, []).append((folder, what, nbytes))
     problems = []
     for entries in needs.values():
@@ -49,33 +50,18 @@ def disk_space(case: Case) -> list[str]:
     return problems
 
 
-def output_need(case: Case) -> list[tuple[Path, str, int]]:
-    """The folder of the merged model, and its size by the base model's."""
-    if case.out_path is None or case.base is None:
-        return []
-    name = case.config.out_dtype or case.config.dtype
-    return [(case.out_path, "the merged model", stored_bytes(case.base, name))]
-
-
-def adapter_needs(case: Case) -> list[tuple[Path, str, int]]:
-    """The folders of adapters that are still to be merged, and their sizes."""
-    if not case.options.lora_merge_cache:
-        return []
-    cache, dtype = case.options.lora_merge_cache, case.options.lora_merge_dtype
-    return [
-        (Path(cache), f"the merged adapter {model}", stored_bytes(model, dtype))
-        for model in case.adapted
-        if not merged_folders(model.reference, cache)
-    ]
-
-
-def scratch_need(case: Case) -> list[tuple[Path, str, int]]:
-    """The folder that a feature merge is solved into, and its size."""
-    needed = case.needs
-    if not isinstance(needed, Needs):
-        return []
-    root = scratch_root(case.settings(FeatcalSettings).scratch)
-    return [(root, "the layers as they are solved", needed.disk)]
+def _needs(case: Case) -> Iterator[tuple[Path, str, int]]:
+    """Everything that the merge writes: the folder, what it is, and its bytes."""
+    if case.out_path is not None and case.base is not None:
+        name = case.config.out_dtype or case.config.dtype
+        yield case.out_path, "the merged model", stored_bytes(case.base, name)
+    cache = case.options.lora_merge_cache
+    for model in case.adapted if cache else ():
+        if not merged_folders(model.reference, cache):
+            nbytes = stored_bytes(model, case.options.lora_merge_dtype)
+            yield Path(cache), f"the merged adapter {model}", nbytes
+    if isinstance(case.needs, Needs):
+        yield scratch_root(case.settings(FeatcalSettings).scratch), "the solved layers", case.needs.disk
 
 
 def feature_merge_needs(case: Case) -> list[str]:
@@ -89,21 +75,21 @@ def feature_merge_needs(case: Case) -> list[str]:
         f"{gigabytes(needed.disk)} on the disk with {root} until the output is written."
     ]
     left = sum(file.stat().st_size for file in root.glob("featcal-*/*"))
-    if left >= WORTH_A_WORD:
+    if left >= LEAST_REPORTED:
         said.append(
-            f"{root} holds {gigabytes(left)} of merges that did not finish: this one goes on if it is among them; "
-            "delete the folders featcal-* of those that are not wanted."
+            f"{root} holds {gigabytes(left)} of unfinished merges: if this merge is one of them, it is resumed; "
+            "delete the folders featcal-* of the others if you do not need them."
         )
     return said
 
 
 def is_disk_full(error: Exception) -> bool:
-    """Whether something could not be written for lack of space; libraries in Rust only say it in words."""
+    """Whether an error says that a disk is full; libraries in Rust say it only in the error's text."""
     return getattr(error, "errno", None) in FULL or any(os.strerror(number) in str(error) for number in FULL)
 
 
 def full_disk_problem(experiment: Experiment, out: Path) -> str:
-    """Which of the disks that a merge writes to is full, and how much it lacks for the merged model."""
+    """Say which disk of a merge is full, and how much space the merged model lacks."""
     config, options = experiment.recipe.config, experiment.options
     cache = [Path(options.lora_merge_cache)] if options.lora_merge_cache else []
     place = min([out, *cache, cache_folder()], key=free_bytes)
@@ -120,12 +106,12 @@ def full_disk_problem(experiment: Experiment, out: Path) -> str:
 
 
 def free_bytes(path: Path) -> int:
-    """What is free on the disk where a path is, or is to be."""
+    """The free space of the disk that a path is on, or will be on."""
     return shutil.disk_usage(nearest_folder(path)).free
 
 
 def stored_bytes(model: Model, dtype: str | None) -> int:
-    """The bytes that a model's tensors take in a type, or in those that they have."""
+    """The bytes that a model's tensors take in a data type, or in their own without one."""
     tensors = (model.tensors or {}).values()
     kind = getattr(torch, (dtype or "").removeprefix("torch."), None)
     if not isinstance(kind, torch.dtype):
@@ -134,16 +120,15 @@ def stored_bytes(model: Model, dtype: str | None) -> int:
 
 
 def nearest_folder(path: Path) -> Path:
-    """The path itself, or the nearest of the folders above it that is there."""
+    """The path itself if it exists, or the nearest folder above it that does."""
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
 def unwritable_folder(path: Path) -> Path | None:
-    """The nearest existing folder above a path, if that is no folder or cannot be written to; None if it can."""
+    """The nearest existing path at or above ``path``, if it is not a folder that can be written to; else None."""
     nearest = nearest_folder(path)
     return None if nearest.is_dir() and os.access(nearest, os.W_OK) else nearest
 
 
 def gigabytes(nbytes: int) -> str:
-    """A size in words."""
     return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:,.1f} MB"

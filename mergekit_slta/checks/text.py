@@ -1,4 +1,4 @@
-"""The checks of what a recipe says: its parameters, its types, its spelling of paths."""
+"""Checks of a recipe's text: its parameters, its data types, its paths."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ FLOATS = (*HALF, "float32", "float64")
 
 
 def recipe_text(case: Case) -> list[str]:
-    """Unknown, misplaced and wrong parameters, slices and modules, no base model, no expert."""
+    """Unknown, misplaced and wrong parameters, slices and modules, a missing base model, missing experts."""
     return case.experiment.recipe.problems
 
 
 def tensor_types(case: Case) -> list[str]:
-    """Names of types that mergekit does not know; it would say so in the middle of the merge."""
+    """Data types that mergekit does not know, which it would say only in the middle of the merge."""
     given = {"dtype": case.config.dtype, "out_dtype": case.config.out_dtype}
     return [
-        f"'{key}: {name}' is no type for a merge: write {', '.join(FLOATS[:-1])} or {FLOATS[-1]}."
+        f"'{key}: {name}' is not a data type for a merge: write {', '.join(FLOATS[:-1])} or {FLOATS[-1]}."
         for key, name in given.items()
         if name is not None and name.removeprefix("torch.") not in FLOATS
     ]
 
 
 def precision(case: Case) -> list[str]:
-    """Merges in half precision, and of models in several precisions; what a method solves beforehand is float32."""
+    """Merges in half precision, unless the method solves its tensors in float32 beforehand."""
     if case.method.solves_layers:
         return []
     config = case.config
@@ -35,19 +35,22 @@ def precision(case: Case) -> list[str]:
     if given in HALF or (not given and stored & set(HALF)):
         half = given or next(name for name in HALF if name in stored)
         return [
-            f"Merging in {half} rounds at every step: better round once, with 'dtype: float32' and "
-            f"'out_dtype: {config.out_dtype or half}'."
+            f"Merging in {half} rounds at every step: set 'dtype: float32' and 'out_dtype: {config.out_dtype or half}' "
+            "to round only once."
         ]
     return []
 
 
 def card_lookup(case: Case) -> list[str]:
-    """Relative paths that mergekit takes for names on the Hub when it writes the model card, after the weights."""
+    """Relative paths that mergekit takes for names on the Hub when it writes the model card, after the weights.
+
+    Without a network it fails there.
+    """
     if not case.options.write_model_card:
         return []
     paths = [path.path for reference in case.opened for path in (reference.model, reference.lora) if path]
     return [
-        f"mergekit looks {path} up on the Hub when it writes the model card, and fails there without a network: "
+        f"mergekit looks {path} up on the Hub when it writes the model card, and fails without a network: "
         f"write ./{path}, or merge with --no-write-model-card."
         for path in paths
         if os.path.exists(path) and path[0] not in "./~" and path.count("/") <= 1

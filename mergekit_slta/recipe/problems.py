@@ -1,4 +1,4 @@
-"""What is wrong with a recipe as a text, one sentence for each problem; no model is looked at."""
+"""What is wrong with a recipe's text, one sentence for each problem; models are checked elsewhere."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ def recipe_problems(config: MergeConfiguration, settings: type[MethodSettings]) 
     """Everything that is wrong with a recipe for a method, in the order of the recipe."""
     problems = []
     if not config.base_model:
-        needed = f"'{settings.method}' needs the model that the experts were fine-tuned from"
-        problems.append(f"The recipe has no base_model: {needed}.")
+        problems.append(
+            f"The recipe has no base_model: '{settings.method}' needs the model that the experts were fine-tuned from."
+        )
     problems += structure_problems(config, settings.method) if settings.runs_models else []
     problems += input_problems(config)
     specs = {spec.name: spec for spec in parameter_specs(settings)}
@@ -39,21 +40,21 @@ def recipe_problems(config: MergeConfiguration, settings: type[MethodSettings]) 
 
 
 def structure_problems(config: MergeConfiguration, method: str) -> list[str]:
-    """What keeps a recipe from being a merge of whole models, for a method that needs it to be."""
+    """Why a recipe is not a merge of whole models, for a method that merges only these."""
     if config.modules:
         return [f"'{method}' does not take 'modules': list the experts under 'models'."]
     slices = config.slices or []
     if len(slices) > 1:
         return [f"'{method}' merges whole models, not {len(slices)} slices: list the experts under 'models'."]
     if slices and slices[0].base_model not in (None, config.base_model):
-        return ["The slice has a base_model of its own: write it at the top of the recipe."]
+        return ["The slice has its own base_model: move it to the top of the recipe."]
     if slices and config.base_model and config.base_model not in [source.model for source in slices[0].sources]:
         return [f"The slice lacks the base model {config.base_model}: list the experts under 'models'."]
     return []
 
 
 def slice_problems(config: MergeConfiguration, num_layers: int) -> list[str]:
-    """What keeps the recipe's one slice from being the whole depth of the models."""
+    """Why the recipe's one slice does not cover all layers of the models."""
     return [
         f"The slice of {source.model} takes layers {source.layer_range[0]}-{source.layer_range[1]} of {num_layers}: "
         "only whole models can be calibrated, list the experts under 'models'."
@@ -66,44 +67,43 @@ def slice_problems(config: MergeConfiguration, num_layers: int) -> list[str]:
 def input_problems(config: MergeConfiguration) -> list[str]:
     """No expert, an expert that is listed twice, and a base model that is listed under another spelling."""
     if model_inputs(config) and not expert_references(config):
-        return ["The recipe has no expert: it names nothing but the base model."]
+        return ["The recipe has no expert: list a fine-tuned model beside the base model."]
     problems = []
     listed = [entry.model for entry in config.models or []]
     for model in dict.fromkeys(listed):
         if listed.count(model) > 1:
             problems.append(f"{model} is listed {listed.count(model)} times: list it once.")
         if config.base_model and model != config.base_model and _same_folder(model, config.base_model):
-            problems.append(f"{model} is the base model {config.base_model}: spell it alike, or leave it out.")
+            problems.append(f"{model} is the base model {config.base_model}: spell it the same way, or leave it out.")
     return problems
 
 
 def _same_folder(one: ModelReference, other: ModelReference) -> bool:
-    if one.lora != other.lora or not (os.path.exists(one.model.path) and os.path.exists(other.model.path)):
-        return False
-    return os.path.samefile(one.model.path, other.model.path)
+    paths = one.model.path, other.model.path
+    return one.lora == other.lora and all(map(os.path.exists, paths)) and os.path.samefile(*paths)
 
 
 def placement_problems(table: ParameterTable, specs: Mapping[str, ParameterSpec]) -> list[str]:
-    """Parameters under a model where mergekit never looks for them, and says nothing."""
+    """Parameters that stand under a model where mergekit silently ignores them."""
     problems = []
     for name in [name for name in table.parameters if name in specs]:
         if specs[name].scope == ParameterScope.SHARED:
             problems.append(
-                f"'{name}' in {table.where} has no effect: it is one value for the whole merge, move it to the "
+                f"'{name}' in {table.where} has no effect: it is one value for the whole merge, so move it to the "
                 "'parameters' of the recipe."
             )
         elif table.is_base:
-            problems.append(f"'{name}' in {table.where} has no effect: it belongs to an expert, not to the base model.")
+            problems.append(f"'{name}' in {table.where} has no effect: move it to an expert.")
     return problems
 
 
 def parameter_problems(table: ParameterTable, specs: Mapping[str, ParameterSpec], one_value: bool) -> list[str]:
-    """Unknown names (with the nearest known one), wrong values, and lists where one value is needed."""
+    """Unknown names (with the closest known one), wrong values, and lists where one value is needed."""
     problems = []
     for name, setting in table.parameters.items():
         if name not in specs:
             near = difflib.get_close_matches(name.lower(), specs, n=1)
-            hint = f", did you mean '{near[0]}'?" if near else f"; known are {', '.join(sorted(specs))}."
+            hint = f", did you mean '{near[0]}'?" if near else f"; the known ones are {', '.join(sorted(specs))}."
             problems.append(f"Unknown parameter '{name}' in {table.where}{hint}")
         elif one_value and not isinstance(setting, (str, int, float, bool)):
             problems.append(f"'{name}' in {table.where} must be one value for the whole merge, not a list or a filter.")
@@ -117,7 +117,7 @@ def parameter_problems(table: ParameterTable, specs: Mapping[str, ParameterSpec]
 
 
 def _values(setting: Any) -> Iterator[Any]:
-    """The scalars of a setting: one, or those of a gradient or of filters."""
+    """The single values in a setting, which may be a value, a gradient or filters."""
     if isinstance(setting, ConditionalParameter):
         yield from _values(setting.value)
     elif isinstance(setting, list):
@@ -128,11 +128,11 @@ def _values(setting: Any) -> Iterator[Any]:
 
 
 def key_problems(source: Any, settings: type[MethodSettings]) -> list[str]:
-    """Keys of a recipe's YAML that mergekit drops without a word although they were meant to do something.
+    """Keys of a recipe's YAML that look like a mistake and that mergekit silently ignores.
 
     Args:
-        source: the recipe as YAML gives it.
-        settings: the method's.
+        source: the parsed YAML.
+        settings: the method's settings.
     """
     if not isinstance(source, Mapping):
         return []
@@ -160,6 +160,7 @@ def _dropped_keys(where: str, table: Mapping[str, Any], model: type[BaseModel], 
 
 
 def _entries(table: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+    """The tables in the list under a key; none if the key holds something else."""
     entries = table.get(key)
     return [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, list) else []
 

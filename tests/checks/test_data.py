@@ -175,7 +175,7 @@ def test_the_data_is_looked_at_without_a_word_in_the_log(family: Family, caplog:
         found = look(families.recipe(family, samples=30), running=False)
     assert not caplog.records
     assert found.notes == [
-        f"Calibration source '{file}' has 6 usable records, 'samples' asks for 30." for file in family.data
+        f"Calibration source '{file}' has 6 usable records, but 'samples' asks for 30." for file in family.data
     ]
 
 
@@ -221,4 +221,4 @@ def test_statistics_may_be_written_into_a_new_folder_but_not_into_a_file(family:
     assert problems(families.recipe(family, statistics=str(tmp_path / "new" / "stats.safetensors"))) == []
     (tmp_path / "file").write_text("")
     problem = only(families.recipe(family, statistics=str(tmp_path / "file" / "stats.safetensors")))
-    assert f"{tmp_path}/file is no folder to write to" in problem
+    assert f"{tmp_path}/file is not a writable folder" in problem

@@ -41,7 +41,7 @@ def test_finds_nothing_wrong_exactly_where_mergekit_can_merge(
     found = problems(families.recipe(family), out_path=tmp_path / "out")
     recipe = families.recipe(family, "task_arithmetic", calibration=False, per_expert={"weight": 0.5})
     if found:
-        assert "which mergekit asks for" in found[0] and len(found) == 1
+        assert "which mergekit needs" in found[0] and len(found) == 1
         with pytest.raises(RuntimeError, match="required but not present"):
             families.merge(recipe, tmp_path / "out")
     else:
@@ -104,7 +104,9 @@ def test_models_on_the_hub_are_examined_without_a_download(family: Family, tmp_p
         found, notes = json.loads(hub.run(EXAMINE, json.dumps(recipe)).splitlines()[-1])
     (problem,) = found
     assert "The expert org/other has num_hidden_layers 4 instead of 3" in problem
-    assert notes == ["The weights of org/pickled are pickled on the Hub: whether they fit shows after their download."]
+    assert notes == [
+        "The weights of org/pickled are pickled on the Hub: they can be checked only after their download."
+    ]
     assert not {"model.safetensors", "pytorch_model.bin"} & set(hub.fetched)
 
 

@@ -122,7 +122,7 @@ def test_tensors_missing_from_an_expert(family: Family) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     edit_tensors(family.experts[0], lambda tensors: tensors.pop(name))
     problem = only(families.recipe(family))
-    assert problem.startswith(f"{family.experts[0]}: the checkpoint lacks {name}, which mergekit asks for")
+    assert problem.startswith(f"{family.experts[0]}: the checkpoint lacks {name}, which mergekit needs")
 
 
 def test_names_with_and_without_the_prefix_are_the_same(family: Family) -> None:
@@ -224,11 +224,9 @@ def test_an_expert_that_computes_something_else_from_the_same_weights(make_famil
     edit_config(family.experts[1], rope_parameters={"rope_type": "default", "rope_theta": 7e5}, rms_norm_eps=1e-3)
     (note,) = look(recipe).notes
     assert note.startswith(f"The configuration of the expert {family.experts[1]} differs from that of the base model")
-    assert (
-        "in rms_norm_eps, rope_parameters: the merged model gets the base model's, and the expert is measured" in note
-    )
+    assert "in rms_norm_eps, rope_parameters: the merged model gets the base model's configuration, and" in note
     (note,) = look(families.recipe(family, "sftm", calibration=False)).notes
-    assert note.endswith("the merged model gets the base model's.")
+    assert note.endswith("the merged model gets the base model's configuration.")
 
 
 def test_a_base_model_without_tokenizer_to_copy(family: Family) -> None:

@@ -29,7 +29,7 @@ def test_no_base_model(family: Family, method: str) -> None:
 
 def test_types_that_mergekit_does_not_know(family: Family) -> None:
     first, second = problems(families.recipe(family, dtype="fp32", out_dtype="int8"))
-    assert first.startswith("'dtype: fp32' is no type for a merge: write bfloat16,")
+    assert first.startswith("'dtype: fp32' is not a data type for a merge: write bfloat16,")
     assert second.startswith("'out_dtype: int8'")
     assert problems(families.recipe(family, dtype="fp32"), merging=False) == []
 
@@ -45,7 +45,7 @@ def test_half_precision_is_advised_against(make_family: MakeFamily) -> None:
     assert look(recipe).notes == []
     for dtype in ("bfloat16", None):
         (note,) = look(recipe | {"dtype": dtype}).notes
-        assert "with 'dtype: float32' and 'out_dtype: bfloat16'" in note
+        assert "set 'dtype: float32' and 'out_dtype: bfloat16'" in note
     assert look(recipe | {"dtype": None}, merging=False).notes == []
 
 
@@ -53,7 +53,7 @@ def test_half_precision_of_the_base_model_alone_is_advised_against(make_family: 
     experts = make_family()
     family = Family(make_family(dtype=torch.float16).base, experts.experts, experts.data, experts.config)
     (note,) = look(families.recipe(family, samples=6) | {"dtype": None}).notes
-    assert "with 'dtype: float32' and 'out_dtype: float16'" in note
+    assert "set 'dtype: float32' and 'out_dtype: float16'" in note
 
 
 def test_a_feature_merge_rounds_once_in_any_type(make_family: MakeFamily) -> None:

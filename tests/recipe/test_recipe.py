@@ -161,7 +161,7 @@ def test_wrong_shared_parameters(parameters: dict[str, Any], sentence: str) -> N
         ({"techer": 1}, "Unknown parameter 'techer' in the recipe's parameters, did you mean 'teacher'?"),
         (
             {"level": "attn_mlp"},
-            "Unknown parameter 'level' in the recipe's parameters; known are anchor, batch_tokens,",
+            "Unknown parameter 'level' in the recipe's parameters; the known ones are anchor, batch_tokens,",
         ),
         ({"statistics": "x.safetensors"}, "Unknown parameter 'statistics' in the recipe's parameters"),
         ({"teacher": 1.5}, "'teacher' in the recipe's parameters should be less than or equal to 1, not 1.5."),
@@ -189,9 +189,9 @@ def test_misplaced_parameters_of_a_feature_merge() -> None:
     recipe["models"][0]["parameters"]["teacher"] = 0.5
     recipe["models"].append({"model": "org/base", "parameters": {"template": "{text}"}})
     assert problems(recipe) == [
-        "'teacher' in the parameters of org/math has no effect: it is one value for the whole merge, move it to the "
+        "'teacher' in the parameters of org/math has no effect: it is one value for the whole merge, so move it to the "
         "'parameters' of the recipe.",
-        "'template' in the parameters of org/base has no effect: it belongs to an expert, not to the base model.",
+        "'template' in the parameters of org/base has no effect: move it to an expert.",
     ]
     assert key_problems(content("featcal", anchor="slta"), FeatcalSettings) == [
         "'anchor' in the recipe has no effect: put it under 'parameters'."
@@ -200,7 +200,9 @@ def test_misplaced_parameters_of_a_feature_merge() -> None:
 
 def test_a_name_that_resembles_none_is_answered_with_all_names() -> None:
     (problem,) = problems(content(parameters={"zzz": 1}))
-    assert problem.startswith("Unknown parameter 'zzz' in the recipe's parameters; known are balance, batch_tokens,")
+    assert problem.startswith(
+        "Unknown parameter 'zzz' in the recipe's parameters; the known ones are balance, batch_tokens,"
+    )
 
 
 def test_a_wrong_choice_is_answered_with_the_choices() -> None:
@@ -235,9 +237,7 @@ def test_an_experts_parameter_may_stand_among_the_shared_ones() -> None:
 def test_an_experts_parameter_under_the_base_model() -> None:
     recipe = content()
     recipe["models"].append({"model": "org/base", "parameters": {"calibration": "base.jsonl"}})
-    assert problems(recipe) == [
-        "'calibration' in the parameters of org/base has no effect: it belongs to an expert, not to the base model."
-    ]
+    assert problems(recipe) == ["'calibration' in the parameters of org/base has no effect: move it to an expert."]
 
 
 def test_a_method_without_calibration_takes_gradients_and_filters() -> None:
@@ -260,7 +260,7 @@ def test_no_base_model(method: str) -> None:
 
 def test_no_expert() -> None:
     assert problems(content(models=[{"model": "org/base"}])) == [
-        "The recipe has no expert: it names nothing but the base model."
+        "The recipe has no expert: list a fine-tuned model beside the base model."
     ]
 
 
@@ -275,7 +275,7 @@ def test_the_base_model_in_another_spelling(tmp_path: Path) -> None:
     recipe = content(base_model=str(tmp_path / "base"))
     recipe["models"].append({"model": f"{tmp_path}/./base", "parameters": {"calibration": "x.txt"}})
     assert problems(recipe) == [
-        f"{tmp_path}/./base is the base model {tmp_path}/base: spell it alike, or leave it out."
+        f"{tmp_path}/./base is the base model {tmp_path}/base: spell it the same way, or leave it out."
     ]
 
 
@@ -284,7 +284,7 @@ def test_modules_and_slices_are_refused_where_whole_models_are_needed() -> None:
     for recipe, sentence in [
         (content(models=None, modules={"default": {"slices": slices}}), "'slta' does not take 'modules'"),
         (content(models=None, slices=slices * 2), "'slta' merges whole models, not 2 slices"),
-        (whole_slice(base_model="org/other"), "The slice has a base_model of its own"),
+        (whole_slice(base_model="org/other"), "The slice has its own base_model"),
         (whole_slice(sources=slices[0]["sources"][1:]), "The slice lacks the base model org/base"),
     ]:
         (problem,) = problems(recipe)
