@@ -29,16 +29,16 @@ INTERRUPTED = 130
 
 
 class _Commands(click.Group):
-    """The commands; what files, the Hub and the network refuse ends one of them in a sentence, not in a traceback."""
+    """The commands; errors of files, the Hub and the network end a command with a sentence, not a traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except OSError as error:
-            if error.errno == errno.EPIPE:  # the reader of a pipe has gone, which click handles
+            if error.errno == errno.EPIPE:  # click handles a pipe whose reader has gone
                 raise
             raise SltaError(str(error)) from error
-        except UnicodeEncodeError as error:  # an escape such as \\ud800 gives half a character
+        except UnicodeEncodeError as error:  # an escape such as \\ud800 is half a character
             spoilt = error.object[max(0, error.start - 20) : error.end + 20]
             raise SltaError(f"{spoilt!r} is not valid UTF-8 text: correct it where it comes from.") from error
 
@@ -327,7 +327,7 @@ def merge(recipe: Path, out: str, **options: Any) -> None:
 
 
 def _refuse_output(stats: str) -> None:
-    """Refuse what is no local file's name."""
+    """Refuse an output that is not the name of a local file."""
     if stats.startswith("hf:"):
         raise SltaError(f"-o {stats} is on the Hub: write a local file, then publish it with 'hf upload'.")
     if Path(stats).is_dir():
@@ -336,7 +336,7 @@ def _refuse_output(stats: str) -> None:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """For many tiny matrices, on which threads cost more than they give."""
+    """Compute on one thread, which is fastest for many tiny matrices."""
     import torch
 
     threads = torch.get_num_threads()
@@ -348,7 +348,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _assignment(entry: str, names: Sequence[str], option: str) -> tuple[str, str]:
-    """The two sides of NAME=VALUE, where a name may hold an equals sign itself."""
+    """Split NAME=VALUE, where the name itself may hold an equals sign."""
     for name in sorted(names, key=len, reverse=True):
         if entry.startswith(f"{name}=") and entry != f"{name}=":
             return name, entry.removeprefix(f"{name}=")
@@ -362,7 +362,7 @@ def _task_weights(entries: Sequence[str], names: Sequence[str]) -> dict[str, flo
         try:
             weights[name] = float(value)
         except ValueError:
-            raise SltaError(f"--task-weight {entry}: '{value}' is no number.") from None
+            raise SltaError(f"--task-weight {entry}: '{value}' is not a number.") from None
     return weights
 
 
@@ -370,7 +370,7 @@ def _task_weights(entries: Sequence[str], names: Sequence[str]) -> dict[str, flo
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """What changes when a file is written anew."""
+    """Two numbers that change when a file is written again."""
     return (path.stat().st_ino, path.stat().st_mtime_ns) if path.is_file() else None
 
 

@@ -71,11 +71,13 @@ def known_levels(levels: tuple[str, ...]) -> list[str]:
     """The values of --level in the order of the levels, from the whole model to its maps.
 
     Raises:
-        click.BadParameter: one is no level.
+        click.BadParameter: a level is unknown.
     """
     from mergekit_slta.levels import LEVELS
 
     for level in levels:
         if level not in LEVELS:
-            raise click.BadParameter(f"'{level}' is none of {', '.join(LEVELS)}.", param_hint="--level")
+            raise click.BadParameter(
+                f"'{level}' is not a level: choose from {', '.join(LEVELS)}.", param_hint="--level"
+            )
     return [level for level in LEVELS if level in levels]

@@ -1,4 +1,4 @@
-"""Calibration data: the samples drawn from a source as token ids, in an order that only the seed decides."""
+"""Calibration data: samples drawn from a source as token ids, in an order that depends on the seed alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
-CHAT_DATE = datetime.date(2024, 7, 26)  # what Llama 3.2's chat template writes where it cannot ask for the date
+CHAT_DATE = datetime.date(2024, 7, 26)  # the date that Llama 3.2's chat template writes when it is given none
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class CalibrationData:
         template: the template of the expert, or "".
         token_ids: one row of token ids per sample, in the order drawn; no padding.
         records: each row's index in the source.
-        skipped: how many records were passed over because they are empty.
-        chat_date: the date that the chat template was told; None where none asked for it.
-        complete: how many texts hold the special token that the tokenizer adds, so that it is not added a second time.
+        skipped: how many empty records were skipped.
+        chat_date: the date that the chat template was given; None if it asked for no date.
+        complete: how many texts already hold the special token that the tokenizer would add.
     """
 
     source: str
@@ -58,17 +58,17 @@ class CalibrationData:
 
 @dataclass(frozen=True)
 class CalibrationSource:
-    """A source's records, and how they become samples.
+    """Draws samples from the records of one source.
 
     Attributes:
         source: what the recipe gives as ``calibration``.
-        template: a ``str.format`` string over a record's fields, or "" to go by the shape of the record.
-        tokenizer: the base model's; it tokenizes everything.
-        expert_tokenizer: loads the expert's tokenizer, or raises an SltaError; called only for a chat template that
-            the base does not have.
+        template: a ``str.format`` string over a record's fields, or "" to choose the fields by their names.
+        tokenizer: the base model's tokenizer, which tokenizes everything.
+        expert_tokenizer: loads the expert's tokenizer, or raises an SltaError; called only if the base model's
+            tokenizer lacks a chat template that is needed.
         max_tokens: how many tokens of a sample to keep, from its beginning.
         seed: decides the order in which records are taken, ``random.Random(seed).sample(range(n), n)``.
-        chat_date: what a chat template that asks for today's date is told, so that the tokens are the same every day.
+        chat_date: the date for chat templates that ask for today's, so that the tokens are the same every day.
     """
 
     source: str
@@ -82,7 +82,7 @@ class CalibrationSource:
     def draw(self, samples: int) -> CalibrationData:
         """Draw calibration samples: records in the seed's order, without the empty ones, until there are enough.
 
-        Records that are not needed are not tokenized. Fewer than ``samples`` are a warning.
+        If there are fewer than ``samples``, a warning is logged.
 
         Raises:
             SltaError: the source cannot be read, a record cannot be turned into text, or no record is usable.
@@ -95,23 +95,25 @@ class CalibrationSource:
             LOG.warning("Calibration source %r: skipped %d empty records.", self.source, drawn.skipped)
         if drawn.complete:
             LOG.warning(
-                "Calibration source %r: %d texts begin or end with the special token that the tokenizer adds there; it "
-                "is not added a second time.",
+                "Calibration source %r: %d texts already begin or end with the tokenizer's special token, which is not "
+                "added again.",
                 self.source,
                 drawn.complete,
             )
         if (usable := len(drawn.records)) < samples:
-            LOG.warning("Calibration source %r has %d usable records of %d asked.", self.source, usable, samples)
+            LOG.warning(
+                "Calibration source %r has %d usable records, but 'samples' asks for %d.", self.source, usable, samples
+            )
         return drawn
 
     def held_out(self, samples: int, used: CalibrationData) -> CalibrationData:
-        """Draw records that calibration did not use: the next usable ones in the order that it took them in.
+        """Draw the next records in the seed's order that calibration did not use.
 
-        A record that repeats a calibration sample, token by token, is passed over too. Fewer than ``samples`` are a
-        warning.
+        A record with the same tokens as a calibration sample is skipped too. If there are fewer than ``samples``, a
+        warning is logged.
 
         Raises:
-            SltaError: as for ``draw``, and when calibration left no usable record.
+            SltaError: as for ``draw``, or calibration left no usable record.
         """
         drawn = self._draw(read_records(self.source), samples, used)
         if not drawn.records:
@@ -121,7 +123,7 @@ class CalibrationSource:
             )
         if (usable := len(drawn.records)) < samples:
             LOG.warning(
-                "Calibration source %r has only %d records that calibration did not use, %d were asked for.",
+                "Calibration source %r has only %d records that calibration did not use, not %d.",
                 self.source,
                 usable,
                 samples,
@@ -152,10 +154,10 @@ class CalibrationSource:
         return CalibrationData(self.source, self.template, rows, indices, skipped, date, complete)
 
     def _encode(self, text: str, is_chat: bool) -> tuple[tuple[int, ...], bool]:
-        """A text's token ids, none if all are special ones, and whether it had one that the tokenizer adds itself."""
+        """A text's token ids, empty if all are special, and whether the text already held a special token."""
         if not text.strip():
             return (), False
-        # A chat template writes the special tokens itself; adding them again would double the first one.
+        # A chat template writes the special tokens itself; the tokenizer would write the first one again.
         token_ids = self._tokenize(text, special=not is_chat)
         special = 0 if is_chat else self.tokenizer.num_special_tokens_to_add()
         begins = special > 0 and token_ids[:2] == [self.tokenizer.bos_token_id] * 2
@@ -165,7 +167,7 @@ class CalibrationSource:
             begins = begins and token_ids[1 : 1 + len(own)] == own
             ends = ends and token_ids[-1 - len(own) : -1] == own
         token_ids = token_ids[begins : len(token_ids) - ends]
-        # The tokenizer's own truncation may cut at the beginning, so the cut is made here.
+        # The tokenizer's own truncation may cut at the beginning, so the end is cut here.
         return tuple(token_ids[: self.max_tokens]) if len(token_ids) > special else (), begins or ends
 
     def _tokenize(self, text: str, special: bool) -> list[int]:
@@ -210,9 +212,9 @@ class CalibrationSource:
 
 
 def _clock(day: datetime.date) -> str:
-    """A macro in place of transformers' function ``strftime_now``: midnight of a day, whatever day it is.
+    """A template macro that replaces transformers' function ``strftime_now``, which gives today's date.
 
-    transformers passes no functions to chat templates, and its own one takes the date from the system.
+    It has to be a macro because transformers passes no functions to chat templates.
     """
     midnight = datetime.datetime.combine(day, datetime.time())
     values = {code: midnight.strftime(f"%{code}") for code in "aAbBcdfGHIjmMpSuUVwWxXyYzZ"}
@@ -226,7 +228,7 @@ def _clock(day: datetime.date) -> str:
         "%": "%",
     }
     steps = "".join(f"|replace({'%' + code!r}, {value!r})" for code, value in values.items())
-    # The newline after a block is dropped, so that the template that follows begins a line as it does alone.
+    # Jinja drops the newline after the block, so the template that follows still begins a line.
     return f"{{%- macro strftime_now(format) -%}}{{{{ format{steps} }}}}{{%- endmacro %}}\n"
 
 

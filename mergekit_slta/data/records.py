@@ -1,4 +1,4 @@
-"""Calibration records: from the fields of one to its text, by a template or by the shape that it has."""
+"""Turn a calibration record into text, by a template or by the names of its fields."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mergekit_slta.errors import SltaError, one_line
 Record = Mapping[str, Any]
 
 CHAT_FIELDS = ("messages", "conversations")
-# Shapes are tried in this order; the parts of one are joined by a newline.
+# These groups of fields are tried in order; the texts of one group are joined by a newline.
 TEXT_FIELDS = (
     ("text",),
     ("prompt", "completion"),
@@ -27,15 +27,15 @@ ROLES = {"human": "user", "gpt": "assistant"}
 def record_text(
     record: Record, template: str, *, where: object, render_chat: Callable[[list[dict[str, Any]]], str]
 ) -> tuple[str, bool]:
-    """Turn a record into text, by the template or else by the first shape that it fits and that is not blank.
+    """Turn a record into text by the template, or else by the first of these fields that it has and that is not blank.
 
-    The shapes, in order: ``messages`` or ``conversations``, ``text``, and the pairs of ``TEXT_FIELDS``.
+    In order: ``messages``, ``conversations``, and the groups of ``TEXT_FIELDS``.
 
     Args:
         record: the fields of one sample.
         template: a ``str.format`` string over the fields, or "".
-        where: as text, names the record at the beginning of an error's sentence.
-        render_chat: renders turns, each with ``role`` and ``content``, as text with its special tokens.
+        where: names the record at the beginning of an error message.
+        render_chat: turns a conversation, a list of ``role`` and ``content``, into text with special tokens.
 
     Returns:
         The text, "" for an empty record, and whether a chat template wrote it.
@@ -64,18 +64,24 @@ def record_text(
                 return text, False
     if not fits:
         raise SltaError(
-            f"{where} has no known shape: its fields are {joined(record)}. "
+            f"{where} has none of the known fields: its fields are {joined(record)}. "
             "Give the expert a 'template' that names the fields to use, such as '{question} {answer}'."
         )
     return "", False
 
 
 def template_fields(template: str) -> list[str]:
-    """The fields of a record that a template names, in order; an SltaError if it cannot be used."""
+    """The fields of a record that a template names, in order.
+
+    Raises:
+        SltaError: the template is not valid, or names no field.
+    """
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
     except ValueError as error:
-        raise SltaError(f"The template {template!r} is no format string ({error}): write a brace as '{{{{'.") from error
+        raise SltaError(
+            f"The template {template!r} is not a valid format string ({error}): write a brace as '{{{{'."
+        ) from error
     fields = [re.split(r"[.\[]", name, maxsplit=1)[0] for name in names]
     if not fields or any(not field or field.isdigit() for field in fields):
         raise SltaError(f"The template {template!r} must name fields of a record, such as '{{question}} {{answer}}'.")
@@ -99,13 +105,13 @@ def _fill(template: str, record: Record, where: object) -> str:
 
 
 def _turns(value: Any, what: str) -> list[dict[str, Any]]:
-    """The turns of a conversation as dictionaries with ``role`` and ``content``."""
+    """The turns of a conversation, each with ``role`` and ``content``."""
     if value is None:
         return []
-    if isinstance(value, dict):  # how datasets hands out a sequence of structures
+    if isinstance(value, dict):  # datasets returns a sequence of structures by columns
         value = rows(value)
     if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
-        raise SltaError(f"{what} is no list of turns: give the expert a 'template'.")
+        raise SltaError(f"{what} is not a list of turns: give the expert a 'template'.")
     turns = []
     for turn in value:
         if turn.get("role") is None:
@@ -123,7 +129,7 @@ def _plain_text(value: Any, what: str) -> str:
     if value is None:
         return ""
     if isinstance(value, (list, dict, bytes)):
-        raise SltaError(f"{what} holds a {type(value).__name__}, no text: give the expert a 'template'.")
+        raise SltaError(f"{what} holds a {type(value).__name__}, not text: give the expert a 'template'.")
     return str(value)
 
 
@@ -132,7 +138,7 @@ def _is_blank(value: Any) -> bool:
 
 
 def rows(columns: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """The records of a table that is given by its columns, None where they are no lists of one length."""
+    """The records of a table given by its columns; None if the columns are not lists of one length."""
     lengths = {len(column) if isinstance(column, list) else None for column in columns.values()}
     if len(lengths) != 1 or None in lengths:
         return None
@@ -140,5 +146,4 @@ def rows(columns: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def joined(names: Iterable[Any]) -> str:
-    """Names joined by commas, or "none"."""
     return ", ".join(map(str, names)) or "none"

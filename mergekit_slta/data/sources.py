@@ -1,4 +1,4 @@
-"""Calibration sources: from the file or dataset that a recipe names to its records, and what sources are called."""
+"""Calibration sources: read the records of the file or dataset that a recipe names."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def is_dataset(source: str) -> bool:
 
 
 def read_records(source: str) -> Sequence[Record]:
-    """Read all records of a calibration source, in its order; those of a dataset are read when they are asked for.
+    """Read the records of a calibration source, in its order; a dataset reads each record when it is used.
 
     Args:
         source: a ``.jsonl``, ``.json``, ``.csv``, ``.parquet`` or ``.txt`` file (relative to the current directory), or
             ``hf:DATASET[?config=...&split=...]``, where DATASET is a dataset repository or a local folder.
 
     Raises:
-        SltaError: the source is missing, unknown, broken or has no records.
+        SltaError: the source is missing, broken, empty or of an unknown kind.
     """
     records = _read_dataset(source) if is_dataset(source) else _read_file(source)
     if not len(records):
@@ -40,9 +40,9 @@ def read_records(source: str) -> Sequence[Record]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a record is, in words: the line of a file with one for each record, or the number of the record.
+    """Names a record in error messages: by its line in a ``.jsonl`` file, else by its number.
 
-    The line is looked for only when an error is written.
+    The file is searched for the line only when the message is written.
     """
 
     source: str
@@ -57,7 +57,7 @@ class Place:
 
 
 def check_source(source: str) -> None:
-    """Raise an SltaError for what is wrong with a file, or with a dataset as far as it shows without a download."""
+    """Raise an SltaError if a file cannot be read or a dataset's name is wrong; datasets are not downloaded."""
     if is_dataset(source):
         _find_dataset(source)
     else:
@@ -65,9 +65,7 @@ def check_source(source: str) -> None:
 
 
 def source_key(source: str) -> tuple[str, ...]:
-    """What tells two calibration sources apart: equal for two spellings of the same file or dataset.
-
-    The template is no part of it, for it does not change which data are used.
+    """Identify a calibration source: the key is equal for two spellings of the same file or dataset.
 
     Raises:
         SltaError: the query of a dataset is malformed.
@@ -80,7 +78,7 @@ def source_key(source: str) -> tuple[str, ...]:
 
 
 def source_name(source: str) -> str:
-    """How published files name a source: as the recipe spells it, but a path of this machine by its last part."""
+    """A source's name for published files: the recipe's spelling, but only the last part of an absolute path."""
     if not is_dataset(source):
         return _path_name(source)
     name, mark, query = source.removeprefix(DATASET_PREFIX).partition("?")
@@ -114,12 +112,7 @@ def _read_file(source: str) -> Sequence[Record]:
 
 
 class _BrokenFile(Exception):
-    """What is the matter with a file, as the rest of a sentence that names it."""
-
-
-def _read_jsonl(path: str) -> list[Record]:
-    with _open_text(path) as file:
-        return _parse_json_lines(file)
+    """A file cannot be parsed; the text completes a sentence that begins with the file's name."""
 
 
 def _parse_json_lines(lines: Iterable[str]) -> list[Record]:
@@ -131,8 +124,13 @@ def _parse_json_lines(lines: Iterable[str]) -> list[Record]:
             except json.JSONDecodeError as error:
                 raise _BrokenFile(f"has broken JSON in line {number} ({error.msg})") from error
             if not isinstance(records[-1], dict):
-                raise _BrokenFile(f"has no JSON object with named fields in line {number}")
+                raise _BrokenFile(f"has no JSON object in line {number}")
     return records
+
+
+def _read_jsonl(path: str) -> list[Record]:
+    with _open_text(path) as file:
+        return _parse_json_lines(file)
 
 
 def _read_json(path: str) -> list[Record]:
@@ -151,7 +149,7 @@ def _read_json(path: str) -> list[Record]:
         content = data if _is_list_of_records(data) else rows(content)
     if not _is_list_of_records(content):
         raise _BrokenFile(
-            "must be a list of records, an object with that list under 'data', or an object with one list per field, "
+            "must hold a list of records, an object with that list under 'data', or an object with one list per field, "
             "all of one length"
         )
     return content
@@ -206,7 +204,7 @@ READERS: dict[str, Callable[[str], Sequence[Record]]] = {
 
 
 class _Dataset(NamedTuple):
-    """The parts of ``hf:NAME[?config=...&split=...]``; a name that is a path is that of a folder."""
+    """The parts of ``hf:NAME[?config=...&split=...]``; the name may be the path of a folder."""
 
     name: str
     config: str | None = None
@@ -220,13 +218,13 @@ class _Dataset(NamedTuple):
 def _parse_dataset(source: str) -> _Dataset:
     name, _, query = source.removeprefix(DATASET_PREFIX).partition("?")
     settings: dict[str, str] = {}
-    # Not urllib's parser: a split may hold a plus sign, which that one reads as a space.
+    # urllib's parser would read the plus sign that a split may hold as a space.
     for setting in query.split("&") if query else ():
         key, _, value = setting.partition("=")
         if key not in ("config", "split") or key in settings or not value:
             raise SltaError(
                 f"Calibration source {source!r}: cannot use {setting!r}; "
-                "after the '?' may stand config=NAME and split=NAME, joined by '&'."
+                "after the '?' write config=NAME or split=NAME, or both joined by '&'."
             )
         settings[key] = value
     if not name:
@@ -235,7 +233,7 @@ def _parse_dataset(source: str) -> _Dataset:
 
 
 def _find_dataset(source: str) -> _Dataset:
-    """The parts of a dataset's source, whose name must be that of a folder if it can only be a path."""
+    """Parse a dataset's source; a name that can only be a path must be an existing folder."""
     dataset = _parse_dataset(source)
     is_path = dataset.name.startswith((".", "~")) or os.path.isabs(dataset.name)
     if is_path and not os.path.isdir(dataset.folder):
@@ -247,7 +245,7 @@ def _read_dataset(source: str) -> Sequence[Record]:
     dataset = _find_dataset(source)
     try:
         loaded = _load_dataset(dataset)
-    except Exception as error:  # datasets raises what its readers and the Hub raise, without a common base
+    except Exception as error:  # datasets lets the errors of its readers and of the Hub pass
         raise SltaError(f"Calibration source {source!r} cannot be read ({one_line(error)}).") from error
     if not isinstance(loaded, dict):
         return loaded
@@ -260,7 +258,7 @@ def _read_dataset(source: str) -> Sequence[Record]:
 
 
 def _load_dataset(dataset: _Dataset) -> Any:
-    """One split where the source names it, else all of them by name."""
+    """The split that the source names, or all splits by name."""
     import datasets  # slow to import
 
     saved = (datasets.config.DATASET_STATE_JSON_FILENAME, datasets.config.DATASETDICT_JSON_FILENAME)

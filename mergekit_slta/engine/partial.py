@@ -1,4 +1,4 @@
-"""What a calibration or a feature merge has finished, on disk after every layer, so that it can go on after a crash."""
+"""The finished layers of a calibration or a feature merge on disk, so that it can be resumed after a crash."""
 
 from __future__ import annotations
 
@@ -26,21 +26,20 @@ STATE = "state.json"
 LOCK = "lock"
 EDGES = "edges.safetensors"
 
-# Hidden states [S, D] on the host, without padding, by stream and row; and by stream, row and a path what else layers
-# hand to later ones.
+# By stream and row, hidden states [S, D] in host memory, without padding; by stream, row and path, other tensors that
+# layers pass to later layers.
 Hidden = dict[tuple[Any, ...], torch.Tensor]
 
 
 class Partial:
     """A folder with the tensors of each finished layer, and the hidden states after the last one.
 
-    ``state.json`` says what is being measured, and lists the checksum of every file that counts: the finished layers'
-    and the hidden states after the last of them. Where a listed file is missing or its checksum is another one,
-    everything is computed again.
+    ``state.json`` identifies the measurement and lists the checksums of all valid files: the finished layers, and the
+    hidden states after the last one. If a listed file is missing or has another checksum, everything is computed again.
 
     Args:
-        folder: where the state lives; ``enter`` makes it.
-        fingerprint: identifies what is being measured.
+        folder: the folder; ``enter`` creates it.
+        fingerprint: identifies the measurement.
 
     Raises:
         SltaError: the folder holds the state of another measurement.
@@ -74,17 +73,15 @@ class Partial:
 
     @staticmethod
     def levels(folder: Path) -> set[str]:
-        """The levels that the state in a folder is about; none if there is no state."""
+        """The levels of the measurement in a folder; empty without one."""
         levels = Partial._state(folder).get("levels", [])
         return {str(level) for level in levels} if isinstance(levels, list) else set()
 
     def enter(self, ranks: Ranks) -> None:
-        """Make the folder when all ranks have looked at what is there, and keep other processes out of it.
-
-        Until ``release``, or until this process ends.
+        """Create the folder when all ranks have read it, and lock it until ``release`` or the end of this process.
 
         Raises:
-            SltaError: another process is at work in it; see ``Ranks.refuse_together`` for several ranks.
+            SltaError: another process uses the folder; see ``Ranks.refuse_together`` for several ranks.
         """
         ranks.wait()
         refusal = None
@@ -100,11 +97,11 @@ class Partial:
         self.begin()  # for a rank with a disk of its own
 
     def release(self) -> None:
-        """Let other processes into the folder again."""
+        """Unlock the folder."""
         self._lock.release()
 
     def begin(self) -> None:
-        """Make the folder, and write what it belongs to."""
+        """Create the folder and its ``state.json``."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if not (self.folder / STATE).exists():
             self._write_state({})
@@ -116,7 +113,7 @@ class Partial:
 
     @functools.cached_property
     def _checksums(self) -> dict[str, str]:
-        """The checksums of the files that count, by their names; none if one of the files is not what was written."""
+        """The checksums of the valid files, by their names; empty if one of the files is missing or has changed."""
         listed = self._state(self.folder).get("files")
         if not isinstance(listed, dict):
             return {}
@@ -128,7 +125,7 @@ class Partial:
         return listed
 
     def finished_layers(self) -> int:
-        """How many layers, from the first one on, are finished; none if the hidden states after them are lost."""
+        """How many layers are finished; 0 if the hidden states after them are lost."""
         layer = 0
         while self.layer_file(layer).name in self._checksums:
             layer += 1
@@ -138,9 +135,9 @@ class Partial:
         return [self.folder / name for name in sorted(self._checksums) if name.startswith(f"hidden-{layer:04d}-")]
 
     def take_up(self, ranks: Ranks) -> tuple[int, Hidden | None]:
-        """How many layers are finished, and the hidden states after the last of them, if there is one.
+        """Resume: return how many layers are finished, and the hidden states after the last one.
 
-        Files that do not count are deleted.
+        All other files are deleted.
 
         Raises:
             SltaError: the ranks see different files.
@@ -182,11 +179,11 @@ class Partial:
             save_file(named, beside)
 
     def finish_layer(self, layer: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write a layer's tensors, make the layer count, and drop the hidden states before it."""
+        """Write a layer's tensors, mark the layer as finished, and delete the hidden states before it."""
         self._finish(self.layer_file(layer), tensors, self.folder.glob(f"hidden-{layer:04d}-*.safetensors"))
 
     def finish(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write the tensors outside the layers, which makes the whole complete, and drop all hidden states."""
+        """Write the tensors outside the layers, mark everything as complete, and delete the hidden states."""
         self._finish(self.edges_file, tensors, ())
 
     def _finish(self, path: Path, tensors: Mapping[str, torch.Tensor], hidden: Iterable[Path]) -> None:
@@ -213,7 +210,7 @@ class Partial:
 
 
 def remove(folder: Path) -> None:
-    """Delete a folder, the state first, so that what a kill leaves of it does not count."""
+    """Delete a folder, ``state.json`` first, so that a rest that a killed process leaves is not resumed."""
     with contextlib.suppress(OSError):
         (folder / STATE).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
@@ -226,5 +223,5 @@ def _written(path: Path) -> Iterator[Path]:
             yield beside
     except (OSError, SafetensorError) as error:
         raise SltaError(
-            f"{path} cannot be written ({error}): make room and run it again, it goes on from the last finished layer."
+            f"{path} cannot be written ({error}): make room and run it again, it resumes after the last finished layer."
         ) from error

@@ -1,7 +1,7 @@
 """The loop over a model's layers that calibration, feature merges and linearity share.
 
-Given the hidden states before a layer, the layer needs nothing from any other: one layer of each model is in memory at
-a time. What a method makes of a layer is up to its ``Accumulator``.
+A layer needs only the hidden states before it, so one layer of each model is in memory at a time. Each method has an
+``Accumulator`` that uses the layers.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ LOG = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Tensors = Mapping[str, torch.Tensor]
-# Told how many of this process's samples have passed another step.
+# Called with the number of this process's samples that have passed another step.
 Progress = Callable[[int], object]
 
 
 @dataclass
 class Accumulator(ABC, Generic[Result]):
-    """What a method gathers on its way through the layers.
+    """What a method computes with each layer, and what it collects.
 
     Attributes:
         decoder: the models' common decoder.
@@ -52,29 +52,29 @@ class Accumulator(ABC, Generic[Result]):
         """For each hidden-state stream, the model that embeds the samples of each task."""
 
     def steps(self, layer: int) -> int:
-        """How many times a layer reports each sample."""
+        """How many steps a layer reports for each sample."""
         return 1
 
     def restore(self, partial: Partial, layers: int) -> None:
-        """Go on after the first ``layers`` layers, which an earlier process has written to ``partial``."""
+        """Load the results of the first ``layers`` layers, which an earlier process has written to ``partial``."""
 
     @abstractmethod
     def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
-        """Use a layer on every batch, and set its output on every stream. Called again if memory ran out.
+        """Run a layer on every batch, and set its output on every stream. Called again after memory ran out.
 
         Args:
             layer: the layer's index.
             weights: the layer's tensors of each model.
             streams: the hidden states before the layer.
-            report: told how many samples have passed a step.
+            report: called with the number of samples that have passed a step.
 
         Returns:
-            The tensors to be written, the same on all ranks.
+            The tensors to write, the same on all ranks.
         """
 
     @abstractmethod
     def finish(self, streams: Streams, report: Progress) -> Result:
-        """Use the hidden states after the last layer, and return the result."""
+        """Return the result, with the hidden states after the last layer at hand."""
 
 
 @torch.no_grad()
@@ -87,16 +87,16 @@ def pass_layers(
     folder: Path | None = None,
     progress: Progress = lambda samples: None,
 ) -> Result:
-    """Take every layer, one after the other, with all samples.
+    """Run all samples through the layers, one layer after the other.
 
     Args:
-        accumulator: what is done with a layer.
-        batch_tokens: the most positions in one forward pass; 0 fits it to the device, and halves it when memory
-            runs out.
-        partial: where finished layers are written; the loop goes on after those that are there.
-        folder: where hidden states are kept instead of in memory.
-        progress: told how many of this process's samples have passed another step; a negative number when steps are
-            to be taken again with smaller batches.
+        accumulator: what to do with each layer.
+        batch_tokens: the most token positions in one forward pass; 0 chooses by the device, and halves the number when
+            memory runs out.
+        partial: the folder for finished layers; the loop resumes after the layers in it.
+        folder: a folder that keeps hidden states instead of memory.
+        progress: called with the number of this process's samples that have passed another step; negative when steps
+            must be repeated with smaller batches.
 
     Raises:
         SltaError: a checkpoint's tensors are missing or not finite, or the chosen batches, or one sample, do not fit
@@ -117,12 +117,12 @@ def pass_layers(
                     "layers themselves are too large for it."
                 ) from error
             positions //= 2
-            LOG.warning("Out of memory on %s: going on with %d token positions at once", device, positions)
+            LOG.warning("Out of memory on %s: continuing with %d token positions at once", device, positions)
 
 
 @dataclass
 class _Loop(Generic[Result]):
-    """How far a pass has come, so that it can go on with smaller batches; see ``pass_layers``."""
+    """The progress of ``pass_layers``, which lets it continue with smaller batches."""
 
     accumulator: Accumulator[Result]
     partial: Partial | None
@@ -139,7 +139,7 @@ class _Loop(Generic[Result]):
         self.reported_by_finished_layers: int | None = None
 
     def run(self, positions: int) -> Result:
-        """Take the layers that are not finished, with at most ``positions`` token positions at once."""
+        """Run the unfinished layers, with at most ``positions`` token positions at once."""
         own = self.accumulator
         batches = decoder_batches(own.decoder, own.tasks, positions)
         streams = Streams(own.decoder, own.sources(), batches, own.ranks, self.folder)

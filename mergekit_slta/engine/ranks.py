@@ -1,4 +1,4 @@
-"""The processes that ``torchrun`` started, or the one there is."""
+"""The processes that ``torchrun`` started, or this single process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Ranks:
         return self.index == 0
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Add up a tensor over the ranks, in place and in the order of the ranks, so that every one has the same."""
+        """Sum a tensor over the ranks in place, in the order of the ranks, so that all get equal sums."""
         if self.count > 1:
             own = tensor.to("cuda" if dist.get_backend() == "nccl" else "cpu", copy=True)
             tensor.zero_()
@@ -43,16 +43,16 @@ class Ranks:
         return tensor
 
     def gather(self, number: float) -> list[float]:
-        """What every rank has, in the order of the ranks; each goes on when all have come here."""
+        """Every rank's number, in the order of the ranks; waits for all ranks."""
         found = torch.zeros(self.count, dtype=torch.float64)
         found[self.index] = number
         return self.sum(found).tolist()
 
     def require_equal(self, number: int, place: Path) -> None:
-        """Make sure that every rank has found the same ``number`` of something at a ``place`` on the disk.
+        """Check that every rank has found the same ``number`` of things at a ``place`` on the disk.
 
         Raises:
-            SltaError: the ranks have found different numbers; every one of them raises it.
+            SltaError: the numbers differ; all ranks raise it.
         """
         if len(set(self.gather(number))) > 1:
             raise SltaError(
@@ -60,11 +60,11 @@ class Ranks:
             )
 
     def refuse_together(self, refusal: click.ClickException | None) -> None:
-        """Go on when every rank has come here and none refuses to; else all end, and the first that does says why.
+        """Wait for all ranks, and end them if one refuses to continue; the first that refuses prints its reason.
 
         Raises:
-            click.ClickException: the refusal of a rank that is alone.
-            click.exceptions.Exit: one of several ranks has refused and said it.
+            click.ClickException: the refusal of a single process.
+            click.exceptions.Exit: one of several ranks has refused.
         """
         if self.count == 1 and refusal is not None:
             raise refusal
@@ -77,23 +77,23 @@ class Ranks:
         raise click.exceptions.Exit(1)
 
     def together(self, work: Callable[[], Result]) -> Result:
-        """Do what every rank does, and go on when none refuses; raises what ``refuse_together`` raises."""
+        """Do the same work on every rank, and continue only if no rank refuses; see ``refuse_together``."""
         try:
             result = work()
         except click.ClickException as error:
             self.refuse_together(error)
-            raise  # not reached: who refuses ends there
+            raise  # not reached: refuse_together has raised
         self.refuse_together(None)
         return result
 
     def wait(self) -> None:
-        """Go on when every rank has come here."""
+        """Wait for all ranks."""
         if self.count > 1:
             dist.barrier()
 
 
 def join() -> Ranks:
-    """Join the processes of ``torchrun`` (nccl where each has a GPU, else gloo), or stay alone."""
+    """Join the processes of ``torchrun``, through nccl if each has a GPU, else gloo."""
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1:
         return Ranks()

@@ -1,7 +1,7 @@
-"""Hidden-state streams: samples on their way through the decoder, one layer at a time, in batches.
+"""Hidden-state streams: the samples' hidden states before the next layer, in batches.
 
-A stream carries every sample's hidden states as one model after another would compute them: the base model's, an
-expert's own, or those of a merge in the making. Neither streams nor layers know what is measured on them.
+A stream holds every sample's hidden states as one model computes them: the base model, an expert or a merge. Streams do
+not know what is measured on them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Batch:
     lengths: tuple[int, ...]
 
     def unpadded(self, features: torch.Tensor) -> torch.Tensor:
-        """The features [n, D] of the tokens, from [B, S, D] or [B * S, D] with those of the padding."""
+        """Remove the padding: the features [n, D] of the tokens, from [B, S, D] or [B * S, D]."""
         flat = features.reshape(-1, features.shape[-1])
         if min(self.lengths) == max(self.lengths):
             return flat
@@ -57,12 +57,12 @@ class Batch:
 def make_batches(tasks: Tasks, batch_tokens: int, unpadded: Collection[int] = ()) -> list[Batch]:
     """Group samples into batches of at most ``batch_tokens`` positions, padding included, longest first.
 
-    A batch never mixes tasks, so that leaving an expert out leaves the other tasks' batches as they are.
+    A batch never mixes tasks, so that the batches of a task do not depend on the other experts.
 
     Args:
         tasks: the token ids of each task's samples.
         batch_tokens: the largest number of positions; a longer sample runs alone.
-        unpadded: the tasks of which only samples of one length run together.
+        unpadded: the tasks whose batches hold samples of one length only.
     """
     batches = []
     offset = 0
@@ -80,18 +80,18 @@ def make_batches(tasks: Tasks, batch_tokens: int, unpadded: Collection[int] = ()
 
 
 def decoder_batches(decoder: Decoder, tasks: Tasks, batch_tokens: int) -> list[Batch]:
-    """``make_batches`` without padding where it would change a sample's features."""
+    """``make_batches``, without padding in tasks where it would change a sample's features."""
     unpadded = {task for task, samples in enumerate(tasks) if padding_matters(decoder, [*map(len, samples)])}
     return make_batches(tasks, batch_tokens, unpadded)
 
 
 def fitting_batch(device: torch.device) -> int:
-    """How many token positions a batch has unless a recipe says so."""
+    """The default number of token positions in a batch."""
     return CPU_BATCH_TOKENS if device.type == "cpu" else GPU_BATCH_TOKENS
 
 
 def share(decoder: Decoder, tasks: Tasks, batch_tokens: int, ranks: Ranks) -> int:
-    """How many samples this process has, unless batches must be halved."""
+    """How many samples this process has, if batches need not be halved."""
     batches = decoder_batches(decoder, tasks, batch_tokens or fitting_batch(decoder.device))
     return sum(len(batch.rows) for batch in of_rank(batches, ranks))
 
@@ -123,7 +123,7 @@ class Streams:
         sources: for each stream, the model that embeds the samples of each task.
         batches: all batches, of which this process takes its share.
         ranks: the processes that share the batches.
-        folder: where hidden states are kept instead of in memory, in files without names.
+        folder: a folder for temporary files that keep the hidden states instead of memory.
 
     Attributes:
         layer: the index of the next layer.
@@ -145,7 +145,7 @@ class Streams:
         self._hidden: Hidden = {}
         self._following: Hidden = {}
         self._calls: dict[tuple[int, int], list[LayerCall]] = {}
-        self._handed: dict[int, set[tuple[Any, ...]]] = {}  # by stream, what its samples' state consists of
+        self._handed: dict[int, set[tuple[Any, ...]]] = {}  # by stream, the paths in its samples' state
         for stream, models in enumerate(sources):
             self._embed(stream, models)
 
@@ -172,7 +172,7 @@ class Streams:
         return pad_sequence([self._hidden[stream, row] for row in rows], batch_first=True).to(self.decoder.device)
 
     def call(self, stream: int, number: int) -> LayerCall:
-        """How the model calls the next layer on a batch, with what the stream's earlier layers have handed on."""
+        """The model's call of the next layer on a batch, with the tensors that the earlier layers have passed on."""
         call, rows = self._calls[stream, number][self.layer], self.batches[number].rows
         if stream not in self._handed:
             return call
@@ -183,7 +183,7 @@ class Streams:
         return call.own(state)
 
     def set_output(self, stream: int, number: int, output: torch.Tensor, state: State) -> None:
-        """Note what the next layer makes of a batch's hidden states, and what it hands to later layers."""
+        """Set the next layer's output on a batch, and the tensors that it passes to later layers."""
         batch = self.batches[number]
         unchanged = self._handed.get(stream, set()) - set(state)
         for key in [(stream, row, *path) for row in batch.rows for path in unchanged]:
@@ -204,12 +204,12 @@ class Streams:
             yield row, {key[0]: states for key, states in self._hidden.items() if key[1:] == (row,)}
 
     def advance(self) -> None:
-        """Go on to the layer after the next."""
+        """Move on to the following layer."""
         self._take(self._following, self.layer + 1)
         self._following = {}
 
     def resume(self, hidden: Hidden, layer: int) -> None:
-        """Take the place before ``layer``, with hidden states that were kept."""
+        """Continue before ``layer`` with stored hidden states."""
         own = {key: hidden[key] for key in self._hidden}
         self._take(own | {key: tensor for key, tensor in hidden.items() if key[:2] in own}, layer)
 
@@ -221,20 +221,20 @@ class Streams:
 
     @property
     def state(self) -> Hidden:
-        """The hidden states before the next layer, and what the layers before it have handed on."""
+        """The hidden states before the next layer, and the tensors that earlier layers have passed on."""
         return self._hidden
 
     def _store(
         self, target: Hidden, stream: int, batch: Batch, tensor: torch.Tensor, path: tuple[Any, ...] = ()
     ) -> None:
-        """Keep each sample's part of a tensor [B, ...]: hidden states without padding, what is handed on as it is."""
+        """Store each sample's part of a tensor [B, ...]; padding is removed from hidden states only."""
         host = tensor.cpu()
         for index, (row, length) in enumerate(zip(batch.rows, batch.lengths, strict=True)):
             key = stream, row, *path
             target[key] = self._keep_apart(host[index] if path else host[index, :length])
 
     def _keep_apart(self, states: torch.Tensor) -> torch.Tensor:
-        """A copy in memory, or in a mapped file whose space is free again once nothing refers to the copy."""
+        """A copy in memory, or in a mapped temporary file whose space is freed with the copy."""
         if self._folder is None:
             return states.clone(memory_format=torch.contiguous_format)
         with tempfile.NamedTemporaryFile(dir=self._folder) as file:

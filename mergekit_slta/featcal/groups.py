@@ -1,4 +1,4 @@
-"""Which linear maps of a decoder layer are solved together, and in which order."""
+"""Find which linear maps of a decoder layer are solved together, and in which order."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mergekit_slta.layers.recording import LayerRun
 
 @dataclass(frozen=True)
 class MapGroup:
-    """Linear maps with the same input, inside one child of the layer; or the routed experts of a mixture.
+    """Linear maps with the same input inside one child of the layer, or the routed experts of a mixture.
 
     Attributes:
-        child: the direct child of the layer that holds them.
-        module: the path of the first module of them that the layer calls.
+        child: the direct child of the layer that holds the maps.
+        module: the path of the first module in the group that the layer calls.
         maps: the maps, in the order in which the layer calls them.
-        fused: whether they are routed experts in one module, each with an input of its own.
-        empty: where the only map's output is what the child returns, the number of empty values beside it; else None.
+        fused: whether the maps are routed experts in one module, each with its own input.
+        empty: if the child returns the only map's output, the number of None values beside it in a tuple; else None.
     """
 
     child: str
@@ -46,9 +46,9 @@ class LayerMaps:
     """The linear maps of a layer.
 
     Attributes:
-        groups: those to be solved, in the order in which they feed each other.
-        kept: the names of those that stay the anchor's: routers, experts of a mixture that are modules of their own,
-            and what no forward pass calls as a module.
+        groups: the maps to solve, in the order in which they feed each other.
+        kept: the names of the maps that stay the anchor's: routers, a mixture's experts that are separate modules, and
+            tensors that no module call uses.
         changed: the modules whose outputs the layer changes in place.
     """
 
@@ -63,7 +63,7 @@ def groups_by_layer(decoder: Decoder) -> list[LayerMaps]:
 
 
 def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
-    """Trace a layer once to see which maps are given the same tensor, and when."""
+    """Trace a layer once to see which maps receive the same tensor, and in which order."""
     by_module: dict[str, list[LinearMap]] = {}
     for linear_map in linear_maps(decoder.layers[layer]):
         by_module.setdefault(linear_map.module, []).append(linear_map)
@@ -75,10 +75,10 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
     for module, given in run.inputs.items():
         maps, child = tuple(by_module[module]), module.partition(".")[0]
         fused = is_fused(decoder.layers[layer].get_submodule(module))
-        if fused:  # the module is called with the tokens and with the experts that each token goes to
+        if fused:  # called with the tokens' features and with the experts that each token goes to
             routes = given[1] if len(given) > 1 else None
             solvable = isinstance(routes, torch.Tensor) and not routes.is_floating_point()
-        else:  # the numbered modules of a mixture are called with some of the tokens only
+        else:  # the numbered modules of a mixture are called with only some of the tokens
             solvable = isinstance(given[0], torch.Tensor) and not any(part.isdigit() for part in module.split("."))
         if not solvable or _is_router(maps[0], decoder.layers[layer]):
             continue
@@ -104,7 +104,7 @@ def _empty_beside(group: MapGroup, trace: LayerRun) -> int | None:
 
 
 def _is_router(linear_map: LinearMap, layer: torch.nn.Module) -> bool:
-    """Whether a map decides which experts of a mixture beside it a token goes to."""
+    """Whether a map decides to which experts of a mixture a token goes: it has one row for each expert beside it."""
     if linear_map.expert is not None:
         return False
     child = linear_map.module.partition(".")[0]
@@ -113,7 +113,7 @@ def _is_router(linear_map: LinearMap, layer: torch.nn.Module) -> bool:
 
 
 def _stacks(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters that hold the matrices of several experts; a convolution's are no such stack."""
+    """The parameters that hold the matrices of several experts; convolutions do not count."""
     return {
         f"{path}.{name}": parameter
         for path, module in layer.named_modules()

@@ -1,4 +1,4 @@
-"""A recipe's feature merge: solved into a scratch folder, from which mergekit takes the tensors."""
+"""Solve a recipe's feature merge into a scratch folder, from which mergekit reads the tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from mergekit_slta.slta.weights import TensorWeights
 
 LOG = logging.getLogger(__name__)
 
-FORMAT = 3  # of what is in the folder, and of how it is solved
+FORMAT = 3  # changes with the folder's content and with the way that layers are solved
 FLOAT32, FLOAT64 = 4, 8  # bytes
 ANCHOR_LEVEL = "attn_mlp"  # of the merging weights of 'anchor: slta'
 
@@ -43,7 +43,7 @@ class SolvedModel:
 
     Args:
         decoder: the model's decoder.
-        partial: the folder that it was solved into.
+        partial: the folder with the solved layers.
     """
 
     def __init__(self, decoder: Decoder, partial: Partial) -> None:
@@ -51,10 +51,10 @@ class SolvedModel:
         self._partial = partial
 
     def tensor(self, name: str) -> torch.Tensor | None:
-        """A float32 tensor by its name in mergekit's plan; None if it is the anchor's and lies outside the layers.
+        """A float32 tensor by its name in mergekit's plan; None for the anchor's tensors outside the layers.
 
         Raises:
-            SltaError: the plan wants the experts of a mixture one by one.
+            SltaError: mergekit stores the experts of a mixture in separate tensors.
         """
         found, mixture_expert = resolve_name(self.decoder, name)
         if mixture_expert is not None:
@@ -66,10 +66,10 @@ class SolvedModel:
             return tensors.get_tensor(found) if found in tensors.keys() else None  # noqa: SIM118
 
     def errors(self) -> dict[str, torch.Tensor]:
-        """How far each layer's output is from the experts', by whose output it is and task [layers, T].
+        """The errors [layers, T] of the merged model's and the anchor's layer outputs on each task.
 
-        The mean over the task's tokens of |h - h_t| / |h_t|, with h_t what expert t's own forward pass gives. The
-        anchor's errors are there only if they were asked for.
+        An error is the mean over the task's tokens of |h - h_t| / |h_t|, where h_t is expert t's own output. The
+        anchor's errors are measured only for a report.
         """
         found: dict[str, list[torch.Tensor]] = {name: [] for name in ERRORS.values()}
         for layer in range(len(self.decoder)):
@@ -84,14 +84,14 @@ class SolvedModel:
         self.release()
 
     def release(self) -> None:
-        """Let other processes go on with the folder."""
+        """Unlock the folder for other processes."""
         self._partial.release()
 
 
 def solve_model(experiment: Experiment, settings: FeatcalSettings) -> SolvedModel:
-    """Solve a recipe's feature merge, or go on with it, or find it finished.
+    """Solve a recipe's feature merge; resume an unfinished one, and reuse a finished one.
 
-    Other processes are kept out of its folder until the solved model is removed or released.
+    The folder is locked for other processes until the solved model is removed or released.
 
     Raises:
         SltaError: something about models or data is wrong, memory does not suffice, or another process is solving it.
@@ -122,7 +122,7 @@ def _solve(experiment: Experiment, settings: FeatcalSettings, decoder: Decoder, 
     head = settings.head and output_head(decoder) is not None
     experiment.check_edges(experts=head or settings.averages_edges)
     if settings.head and not head:
-        LOG.warning("The output head is the embedding too, so it stays the anchor's ('head' is off).")
+        LOG.warning("The output head is tied to the embedding, so 'head' is off and the head stays the anchor's.")
     anchor = _anchor(experiment, settings, decoder)
     total = stages(decoder, settings.head) * share(decoder, tasks, settings.batch_tokens, experiment.ranks)
     with tqdm(total=total, desc="Solving", unit="sample", leave=False, disable=experiment.quiet) as bar:
@@ -159,30 +159,29 @@ def _anchor(experiment: Experiment, settings: FeatcalSettings, decoder: Decoder)
 
 
 def _layer_maps(decoder: Decoder) -> dict[str, Role]:
-    """The roles of the layers' linear maps."""
     roles = tensor_roles(decoder.model)
     names = [name for layer in range(len(decoder)) for name in decoder.layer_tensors(layer).values()]
     return {name: roles[name] for name in names if roles.get(name) in (Role.LINEAR, Role.TRANSPOSED)}
 
 
 def scratch_root(scratch: str) -> Path:
-    """The folder that the folders of feature merges are in."""
+    """The parent of the folders of feature merges."""
     return Path(scratch).expanduser() if scratch else cache_folder()
 
 
-# What it takes
+# Memory and disk
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that a feature merge takes while it runs, in memory beyond what is always there, and in its folder."""
+    """The bytes that a feature merge takes while it runs, in memory and in its folder."""
 
     memory: int
     disk: int
 
 
 def needs(decoder: Decoder, experts: int, tokens: int, head: bool, compare: bool = False) -> Needs:
-    """What a feature merge of ``experts`` experts needs for ``tokens`` calibration tokens in all, about."""
+    """Estimate the needs of a feature merge of ``experts`` experts with ``tokens`` calibration tokens in all."""
     states = [layer.state_dict() for layer in decoder.layers]
     layers = [sum(tensor.numel() for tensor in state.values()) for state in states]
     solved = output_head(decoder) if head else None
@@ -198,7 +197,7 @@ def needs(decoder: Decoder, experts: int, tokens: int, head: bool, compare: bool
     sums = max(4 * inputs**2 + 3 * inputs * outputs for inputs, outputs in shapes)  # while they are solved
     width, widest = decoder.model.config.get_text_config().hidden_size, max(map(max, shapes[1:]))
     hidden = 2 * (3 if compare else 2) * tokens * width  # before and after a layer
-    passing = tokens * (2 * widest + 4 * width)  # what the maps of one child have returned
+    passing = tokens * (2 * widest + 4 * width)  # the outputs of one child's maps
     weights = max((experts + 2) * max(layers), 3 * head_rows * head_columns)
     return Needs(
         memory=FLOAT32 * (weights + hidden + passing) + FLOAT64 * sums,

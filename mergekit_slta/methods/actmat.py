@@ -1,7 +1,7 @@
 """The merge method ``actmat``: every linear map solved by least squares without any data (arXiv 2604.01329).
 
-``covariance.py`` is the regression. What is no linear map - embeddings, the output head, norms, biases, convolutions -
-takes the experts' mean.
+``actmat/covariance.py`` is the regression. Embeddings, the output head, norms, biases and convolutions take the
+experts' mean.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from mergekit_slta.recipe.settings import ActmatSettings
 class ActmatMethod(DataFreeMethod):
     """Data-free covariance estimation: per tensor, on the tensors' device, in float64.
 
-    ``weight`` says how much an expert counts against the others, in the regression and in the mean: an expert with 0 is
-    as good as not listed, and equal weights change nothing. It does not scale the task vectors, because a regression
-    that is told to reproduce half of an expert gives the half; ``scale`` multiplies the merged change as a whole.
+    ``weight`` says how much an expert counts against the others, in the regression and in the mean: weight 0 leaves the
+    expert out, and equal weights change nothing. It does not scale the task vectors: the regression would reproduce
+    the scaled expert. ``scale`` multiplies the merged change as a whole.
     """
 
     settings = ActmatSettings
@@ -36,8 +36,8 @@ class ActmatMethod(DataFreeMethod):
     def merge_tasks(
         self, role: Role, tasks: Iterator[torch.Tensor], group: TensorGroup, parameters: Mapping[str, Any]
     ) -> tuple[torch.Tensor, float]:
-        """Solve a linear map; average what is none, or is too large to solve for."""
-        if group.metadata.vocabulary_axis is not None:  # too large to solve for, whatever module holds it
+        """Solve a linear map; average other tensors, and those that are too large to solve."""
+        if group.metadata.vocabulary_axis is not None:  # too large to solve
             role = Role.OTHER
         weights = parameters["weight"].values_for(group.non_base)
         return merged_task(role, list(tasks), parameters["ridge"], weights), parameters["scale"]

@@ -1,4 +1,4 @@
-"""What merge methods have in common: finite tensors only, and one result for all tensors where models are run first."""
+"""What the merge methods share: they write finite tensors only, and those that run models do so once per merge."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from mergekit.common import ModelReference, dtype_from_name
-from mergekit.io.tasks import LoaderCache
 from mergekit.merge_methods import GroupMergeMethod, InputContract, MergeMethodSpec, TensorGroup
-from mergekit.merge_methods.base import BasePolicy, ParameterScope
+from mergekit.merge_methods.base import BasePolicy
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.models.headers import listed
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.recipe.settings import CalibrationSettings, MethodSettings, parameter_specs
 
 if TYPE_CHECKING:
@@ -56,18 +53,18 @@ class FiniteMethod(GroupMergeMethod):
         raise NotImplementedError
 
     def begin(self, experiment: Experiment) -> None:
-        """A recipe that has been examined is going to be merged: take what the checks have opened of it."""
+        """Start the merge of a recipe that the checks have opened."""
         out_dtype = experiment.recipe.config.out_dtype
         self._out_dtype = dtype_from_name(out_dtype) if out_dtype else None
 
     def share(self, experiment: Experiment) -> None:
-        """Compute with all processes what the merge would compute with one before its first tensor."""
+        """Compute with all processes of torchrun what the merge needs before its first tensor."""
 
     def forget(self) -> None:
-        """Another merge begins."""
+        """Drop the previous merge."""
 
     def written(self) -> None:
-        """mergekit has written the whole output."""
+        """Clean up after mergekit has written the whole output."""
 
     def merge_group(self, group: TensorGroup, /, **parameters: Any) -> torch.Tensor:
         """Merge one tensor.
@@ -87,55 +84,21 @@ class Merge:
     """One merge in progress.
 
     Attributes:
-        references: the experts, in mergekit's order.
-        base: the base model.
-        experiment: the opened recipe; None until the first tensor, where only the parameters of tensors tell it.
-        trust_remote_code, transformers_cache: mergekit's options, which its other threads do not know.
-        parameters: those of the tensors that have been merged.
-        result: what every tensor is made from.
+        experiment: the opened recipe.
+        result: what every tensor is made from; None until the first tensor is merged.
         failure: why there is no result.
     """
 
-    references: tuple[ModelReference, ...]
-    base: ModelReference
-    experiment: Experiment | None
-    trust_remote_code: bool
-    transformers_cache: str | None
-    parameters: dict[str, Any] | None = None
+    experiment: Experiment
     result: Any = None
     failure: Exception | None = None
 
-    def open(self, settings: type[MethodSettings]) -> Experiment:
-        """The merge's models and data.
-
-        Raises:
-            SltaError: the first tensor is an optional one that an expert lacks, and nothing else tells its parameters.
-        """
-        if self.experiment is not None:
-            return self.experiment
-        given = self.parameters or {}
-        own = list(settings.expert.model_fields)
-        if unknown := [str(model) for model in self.references if model not in given[own[0]]]:
-            raise SltaError(
-                f"mergekit begins with a tensor that {listed(unknown)} lacks, so that the parameters are not known: "
-                "merge with 'mergekit-slta merge', which reads the whole recipe."
-            )
-        experts = {str(model): {name: given[name][model] for name in own} for model in self.references}
-        shared = {name: given[name] for name in settings.model_fields}
-        return Experiment(
-            Recipe(str(self.base), experts, settings.method, **shared),
-            trust_remote_code=self.trust_remote_code,
-            transformers_cache=self.transformers_cache,
-            lora_merge_cache=LoaderCache().lora_cache_dir,
-        )
-
 
 class CalibratedMethod(FiniteMethod):
-    """A merge method that looks at whole models and their tasks' data before it merges the first tensor.
+    """A merge method that runs whole models on their tasks' data before it merges the first tensor.
 
-    mergekit plans a merge on its main thread and executes it tensor by tensor, perhaps on several threads. What a
-    method computes from the whole, its result, is computed once, when the first tensor is asked for, and whoever asks
-    meanwhile waits for it.
+    mergekit plans a merge on its main thread and executes it tensor by tensor, perhaps on several threads. The first
+    tensor computes the result that all tensors are made from; other threads wait for it.
     """
 
     settings: type[CalibrationSettings]
@@ -143,55 +106,47 @@ class CalibratedMethod(FiniteMethod):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._merge: Merge | None = None
-        self._experiment: Experiment | None = None
 
     def compute(self, experiment: Experiment) -> Any:
-        """What every tensor of the merge is made from."""
+        """Compute what every tensor of the merge is made from."""
         raise NotImplementedError
 
     def merge_tensor(self, group: TensorGroup, merge: Merge) -> torch.Tensor:
-        """Merge one tensor, when the result is there."""
+        """Merge one tensor from the result."""
         raise NotImplementedError
 
     def begin(self, experiment: Experiment) -> None:
-        """Take what the checks have opened of the recipe."""
+        """Start the merge of a recipe that the checks have opened."""
         super().begin(experiment)
-        self._experiment = experiment
+        self._merge = Merge(experiment)
 
     def forget(self) -> None:
-        """Another merge begins."""
-        self._merge = self._experiment = None
+        """Drop the previous merge."""
+        self._merge = None
 
     def validate_inputs(
         self, input_ids: Sequence[Hashable], base_id: Hashable | None = None, *, group_name: str | None = None
     ) -> None:
-        """Check the inputs' structure; at the first slice, forget the previous merge and note the loader's settings."""
+        """Refuse to merge without the whole recipe, which the planner shows only in merges of whole models."""
         if group_name is None or not all(isinstance(model, ModelReference) for model in input_ids):
             raise SltaError(NOT_A_FOLDER.format(method=self.spec.name))
+        if self._merge is None:
+            raise SltaError(
+                f"mergekit does not show '{self.spec.name}' the recipe, because mergekit-slta's start-up file did not "
+                "run: merge with 'mergekit-slta merge'."
+            )
         super().validate_inputs(input_ids, base_id, group_name=group_name)
-        if group_name.endswith(".slices[0]"):
-            self._merge = self._planned(input_ids, base_id)
-        elif ".slices[" in group_name:
-            raise SltaError(f"'{self.spec.name}' merges whole models, not slices: list the experts under 'models'.")
-
-    def _planned(self, input_ids: Sequence[Any], base: Any) -> Merge:
-        loaders = LoaderCache()
-        experiment, self._experiment = self._experiment, None
-        experts = tuple(model for model in input_ids if model != base)
-        return Merge(experts, base, experiment, loaders.trust_remote_code, loaders.hf_cache_dir)
 
     def merge(self, group: TensorGroup, **parameters: Any) -> torch.Tensor:
-        """Merge one tensor; the first one waits for the result."""
+        """Merge one tensor; the first one computes the result."""
         merge, base = self._merge, group.base
         if merge is None or base is None or group.metadata.name is None:
             raise SltaError(NOT_A_FOLDER.format(method=self.spec.name))
         with self._lock:
-            self._refuse_changing(merge, parameters)
             if merge.failure is not None:
                 raise merge.failure
             if merge.result is None:
                 try:
-                    merge.experiment = merge.open(self.settings)
                     merge.experiment.device = str(base.tensor.device)
                     merge.result = self.compute(merge.experiment)
                 except Exception as error:
@@ -199,28 +154,9 @@ class CalibratedMethod(FiniteMethod):
                     raise
         return self.merge_tensor(group, merge)
 
-    def _refuse_changing(self, merge: Merge, parameters: dict[str, Any]) -> None:
-        """Every tensor must be merged under the same parameters; optional tensors may lack some experts."""
-        known = merge.parameters
-        if known is None:
-            merge.parameters = dict(parameters)
-            return
-        for parameter in self.spec.parameters:
-            new, old = parameters[parameter.name], known[parameter.name]
-            if parameter.scope == ParameterScope.SHARED:
-                changed = new != old
-            else:
-                changed = any(new[expert] != old.get(expert, new[expert]) for expert in new)
-                known[parameter.name] = {**old, **new}
-            if changed:
-                raise SltaError(
-                    f"'{parameter.name}' changes between tensors: '{self.spec.name}' needs one value for the whole "
-                    "merge, not a list or a filter."
-                )
-
 
 def write_report(folder: str, make: Callable[[], Page]) -> None:
-    """Write a report; the pictures are drawn by matplotlib, whose second of import other merges are spared."""
+    """Write a report; ``make`` imports matplotlib, which takes a second that other merges need not wait."""
     try:
         path = make().write(Path(folder).expanduser(), "report.html")
     except OSError as error:
@@ -229,14 +165,14 @@ def write_report(folder: str, make: Callable[[], Page]) -> None:
 
 
 def is_finite(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether all of a tensor's values are finite in a data type; the smallest and the largest decide for all."""
+    """Whether a tensor's values are finite in a data type; it is enough to look at the smallest and the largest."""
     if not tensor.numel() or not tensor.is_floating_point():
         return True
     return bool(torch.stack(tensor.aminmax()).to(dtype).isfinite().all())
 
 
 def not_finite(group: TensorGroup, dtype: torch.dtype) -> SltaError:
-    """That a merged tensor is not finite in a data type, with the models whose own tensor is not, if there are some."""
+    """The error for a merged tensor that is not finite; it names the models whose own tensor is not finite."""
     damaged = [str(entry.id) for entry in group.entries if not is_finite(entry.tensor, entry.tensor.dtype)]
     if damaged:
         return SltaError(

@@ -1,4 +1,4 @@
-"""What merge methods that need no data have in common: they merge tensor by tensor, each as its role asks."""
+"""What the merge methods without data share: they merge tensor by tensor, each by its role in the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mergekit_slta.models.roles import Role, dotted_tails, model_roles, role_by_
 
 
 class DataFreeMethod(FiniteMethod):
-    """A merge method that merges each tensor by itself and tells what the tensor is from the base model's structure.
+    """A merge method that merges each tensor by itself and finds its role in the base model's structure.
 
     mergekit passes integer tensors through by itself.
     """
@@ -30,22 +30,22 @@ class DataFreeMethod(FiniteMethod):
     def validate_inputs(
         self, input_ids: Sequence[Hashable], base_id: Hashable | None = None, *, group_name: str | None = None
     ) -> None:
-        """Check the inputs' structure; at the first slice, forget the previous merge and note the loader's settings."""
+        """Check the inputs; at the first slice, drop the previous merge's roles and note mergekit's settings."""
         if base_id is None:
             raise SltaError(f"'{self.spec.name}' needs base_model: the model that the experts were fine-tuned from.")
         super().validate_inputs(input_ids, base_id, group_name=group_name)
         if group_name is not None and group_name.endswith(".slices[0]"):
-            # The settings are the planning thread's own: the threads that execute the merge do not see them.
+            # The settings belong to the planning thread; the threads that execute the merge do not see them.
             self._trust_remote_code = LoaderCache().trust_remote_code
             self._roles.pop(base_id, None)
 
     def merge_tasks(
         self, role: Role, tasks: Iterator[torch.Tensor], group: TensorGroup, parameters: Mapping[str, Any]
     ) -> tuple[torch.Tensor, float]:
-        """The merged task vector of a tensor, and what it is multiplied by.
+        """Return the merged task vector of a tensor, and its scaling factor.
 
         Args:
-            role: what the tensor is to its model.
+            role: the tensor's role in its model.
             tasks: the experts' task vectors, made one by one.
             group: the tensor in all models.
             parameters: the method's parameters for the tensor.

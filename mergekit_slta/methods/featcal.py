@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class FeatcalMethod(CalibratedMethod):
-    """Layer by layer, the maps whose outputs are nearest to the experts' own; after RegMean++ and FeatCal."""
+    """Solve each layer's linear maps so that their outputs are nearest to the experts'; after RegMean++ and FeatCal."""
 
     settings = FeatcalSettings
     spec = method_spec(FeatcalSettings, "FeatCal", "2605.13030")
 
     def compute(self, experiment: Experiment) -> SolvedModel:
-        """The merged model's tensors, in the scratch folder."""
+        """Solve the merged model's tensors into the scratch folder."""
         settings = experiment.recipe.settings_of(FeatcalSettings)
         solved = solve_model(experiment, settings)
         if settings.report:
@@ -40,12 +40,11 @@ class FeatcalMethod(CalibratedMethod):
         return solved
 
     def merge_tensor(self, group: TensorGroup, merge: Merge) -> torch.Tensor:
-        """The solved tensor, or the anchor's."""
+        """Return the solved tensor, or the anchor's where none is solved."""
         base = group.base.tensor
         tensor = merge.result.tensor(group.metadata.name)
         if tensor is not None:
             return tensor.to(base.device, base.dtype)
-        assert merge.experiment is not None
         if not merge.experiment.recipe.settings_of(FeatcalSettings).averages_edges:
             return base
         equal = torch.tensor(1 / len(group.non_base))
@@ -56,13 +55,13 @@ class FeatcalMethod(CalibratedMethod):
         solve_model(experiment, experiment.recipe.settings_of(FeatcalSettings)).release()
 
     def forget(self) -> None:
-        """Another merge begins; what this one has solved stays for whoever starts it again."""
+        """Drop the previous merge; its scratch folder stays, so that the same merge can be resumed."""
         if self._merge is not None and self._merge.result is not None:
             self._merge.result.release()
         super().forget()
 
     def written(self) -> None:
-        """The scratch folder has served its purpose."""
+        """Delete the scratch folder."""
         if self._merge is not None and self._merge.result is not None:
             self._merge.result.remove()
             self._merge = None

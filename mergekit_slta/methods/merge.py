@@ -29,8 +29,7 @@ def merge(recipe: Recipe, out: str | os.PathLike[str], **options: Any) -> None:
         recipe: the recipe.
         out: the folder to write to.
         options: ``device`` ("cpu"), ``trust_remote_code`` (False), ``lora_merge_cache`` (None), ``transformers_cache``
-            (None), ``quiet`` (False), and mergekit's other options but ``num_threads`` and ``verbosity``, which are
-            for commands.
+            (None), ``quiet`` (False), and mergekit's other options except ``num_threads`` and ``verbosity``.
 
     Raises:
         SltaError: the recipe, a model, the data or the disk does not allow the merge.
@@ -58,7 +57,7 @@ def merge(recipe: Recipe, out: str | os.PathLike[str], **options: Any) -> None:
 
 @contextlib.contextmanager
 def joined_ranks() -> Iterator[Ranks]:
-    """The processes that torchrun started; only the first one talks."""
+    """The processes that torchrun started; all but the first are silent."""
     ranks = join()
     if not ranks.first:
         logging.disable(logging.WARNING)
@@ -71,7 +70,7 @@ def joined_ranks() -> Iterator[Ranks]:
 
 @contextlib.contextmanager
 def _full_disk_said(experiment: Experiment, out: Path) -> Iterator[None]:
-    """Say which disk has filled up and what it lacks, whichever library has met its end."""
+    """If a library fails because a disk is full, say which disk and how much space the merge lacks."""
     try:
         yield
     except SltaError:

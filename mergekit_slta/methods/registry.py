@@ -1,4 +1,4 @@
-"""The merge methods of this package, registered with mergekit, and their look at a recipe before it is planned."""
+"""Register this package's merge methods with mergekit, and check their recipes before mergekit plans a merge."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LOG = logging.getLogger(__name__)
 METHODS: dict[str, FiniteMethod] = {
     method.spec.name: method for method in (SltaMethod(), FeatcalMethod(), ActmatMethod(), SftmMethod())
 }
-WATCHED = "_watched_by_mergekit_slta"  # the mark of a planner that shows the methods its recipe
+WATCHED = "_watched_by_mergekit_slta"  # marks a planner that passes its recipe to the methods
 
 
 def register() -> None:
@@ -43,9 +43,9 @@ def register() -> None:
 
 
 def watch_planner() -> None:
-    """Register, show the methods the whole recipe, which mergekit does not, and have adapters merged by content.
+    """Register the methods, pass them the whole recipe before each merge, and have adapters merged by content.
 
-    A second call changes nothing.
+    mergekit itself shows a method only one tensor at a time. A second call changes nothing.
     """
     from mergekit.plan import MergePlanner
 
@@ -85,9 +85,9 @@ _EXAMINED: ContextVar[tuple[Experiment, examine.Findings] | None] = ContextVar("
 
 @contextlib.contextmanager
 def examined(experiment: Experiment, findings: examine.Findings) -> Iterator[None]:
-    """Merge an experiment's recipe, the same object, whose findings have been said: they are not said again.
+    """Merge the recipe of a checked experiment without repeating its notes.
 
-    It is looked at again only if a download now shows what did not show before.
+    The recipe is checked again only if a model's tensors could not be seen before its download.
     """
     token = _EXAMINED.set((experiment, findings))
     try:
@@ -97,7 +97,7 @@ def examined(experiment: Experiment, findings: examine.Findings) -> Iterator[Non
 
 
 def sound_experiment(config: MergeConfiguration, options: MergeOptions) -> Experiment:
-    """Open a recipe before mergekit plans its merge, and log what is worth knowing, unless it is ``examined``.
+    """Open and check a recipe before mergekit plans its merge, and log notes, unless it is ``examined`` already.
 
     Raises:
         SltaError: everything that is wrong with it.

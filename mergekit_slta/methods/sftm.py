@@ -21,10 +21,10 @@ from mergekit_slta.sftm.superpose import merge_task_matrices, trim
 
 
 def merged_task(role: Role, tasks: Iterable[torch.Tensor], density: Sequence[float], rank: int) -> torch.Tensor:
-    """Trim the experts' task vectors and merge them as their role asks, before the scaling factor γ (Algorithm 2).
+    """Trim the experts' task vectors and merge them by their role, before the scaling factor γ (Algorithm 2).
 
-    A stack [..., m, n] of linear maps is trimmed and merged matrix by matrix, as it would be in a checkpoint that keeps
-    them apart. Sums need one task vector at a time, so ``tasks`` may be a generator.
+    A stack [..., m, n] of linear maps is trimmed and merged matrix by matrix, as if the checkpoint stored them apart.
+    Sums need one task vector at a time, so ``tasks`` may be a generator.
     """
     if role in (Role.LINEAR, Role.TRANSPOSED):
         stacks = list(tasks)

@@ -30,7 +30,7 @@ class SltaMethod(CalibratedMethod):
     spec = method_spec(SltaSettings, "SLTA", "2504.10902")
 
     def compute(self, experiment: Experiment) -> TensorWeights:
-        """Measure what is not measured yet, and solve for the merging weights of every tensor."""
+        """Measure the models unless the statistics exist, and solve for the merging weights of every tensor."""
         settings = experiment.recipe.settings_of(SltaSettings)
         experiment.check_edges(experts=settings.edges == "mean" or settings.level == "model")
         statistics = measured_statistics(experiment)
@@ -43,7 +43,6 @@ class SltaMethod(CalibratedMethod):
 
     def merge_tensor(self, group: TensorGroup, merge: Merge) -> torch.Tensor:
         """The base model's tensor plus the weighted task vectors."""
-        assert merge.experiment is not None
         alpha = merge.result[group.metadata.name]
         position = {expert.reference: index for index, expert in enumerate(merge.experiment.recipe.experts)}
         experts = [(entry.tensor, alpha[position[entry.id]]) for entry in group.non_base]

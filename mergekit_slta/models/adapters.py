@@ -1,4 +1,4 @@
-"""LoRA adapters as they are published: their files, in a folder or on the Hub."""
+"""The files of a LoRA adapter, in a folder or on the Hub."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from mergekit_slta.models.headers import (
     listed,
 )
 
-ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")  # in the order of preference
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")  # the first one is preferred
 
 CHAT_TEMPLATE = "chat_template.jinja"
-# The first three tell that there is a tokenizer.
+# A folder with one of the first three holds a tokenizer.
 TOKENIZER_FILES = (
     "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.*", "merges.txt", "chat_template*", "additional_chat_templates/*", "*.py",
@@ -32,7 +32,7 @@ TOKENIZER_FILES = (
 
 
 def adapter_headers(path: ModelPath) -> Headers | None:
-    """The tensors of an adapter, or None where only a download would tell.
+    """The tensors of an adapter; None if only a download would show them.
 
     Raises:
         SltaError: files are missing or damaged, or the Hub cannot be asked.
@@ -41,7 +41,7 @@ def adapter_headers(path: ModelPath) -> Headers | None:
     files = [file.name for file in folder.iterdir()] if folder else hub.file_names(path)
     weights = next((name for name in ADAPTER_FILES if name in files), ADAPTER_FILES[0])
     if missing := [name for name in (ADAPTER_CONFIG, weights) if name not in files]:
-        raise SltaError(f"{path} is no LoRA adapter: it lacks {listed(missing)}.")
+        raise SltaError(f"{path} is not a LoRA adapter: it lacks {listed(missing)}.")
     if folder:
         adapter_config(folder)
         return file_headers(folder / weights)
@@ -57,29 +57,29 @@ def adapter_config(folder: Path) -> dict[str, Any]:
     with reading(folder / ADAPTER_CONFIG):
         content = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         if not isinstance(content, dict):
-            raise ValueError("it is no JSON object with named entries")
+            raise ValueError("it is not a JSON object")
         return content
 
 
 def adapter_folder(path: ModelPath, cache_dir: str | None = None) -> Path:
-    """The folder with an adapter's files: the one that the path names, or the download of one on the Hub."""
+    """The folder with an adapter's files; an adapter on the Hub is downloaded."""
     return _folder(path, [*ADAPTER_FILES, ADAPTER_CONFIG], cache_dir)
 
 
 def tokenizer_folder(path: ModelPath, cache_dir: str | None = None) -> Path | None:
-    """The folder with the tokenizer that an adapter brings along; None if it brings none."""
+    """The folder with an adapter's own tokenizer; None if the adapter has none."""
     folder = _folder(path, TOKENIZER_FILES, cache_dir)
     return folder if any((folder / name).exists() for name in TOKENIZER_FILES[:3]) else None
 
 
 def adapter_chat_template(path: ModelPath, cache_dir: str | None = None) -> str | None:
-    """The chat template that an adapter brings along in a file of its own."""
+    """The chat template that an adapter has in a file of its own."""
     file = _folder(path, TOKENIZER_FILES, cache_dir) / CHAT_TEMPLATE
     return file.read_text(encoding="utf-8") if file.exists() else None
 
 
 def _folder(path: ModelPath, files: Sequence[str], cache_dir: str | None) -> Path:
-    """The folder that a path names, or the download of some files of a repository on the Hub."""
+    """The folder that a path names; the named files of a Hub repository are downloaded."""
     if Path(path.path).exists():
         return Path(path.path)
     return Path(
@@ -94,4 +94,4 @@ def adapter_weights(folder: Path) -> Path:
     for file in (folder / name for name in ADAPTER_FILES):
         if file.exists():
             return file
-    raise SltaError(f"{folder} holds no LoRA adapter ({ADAPTER_FILES[0]}).")
+    raise SltaError(f"{folder} is not a LoRA adapter: it lacks {ADAPTER_FILES[0]}.")

@@ -50,7 +50,7 @@ class Checkpoint:
             return current_loader(self.reference)
 
     def open(self) -> None:
-        """Find the checkpoint's files; mergekit downloads them, or merges the LoRA, where that is still to be done."""
+        """Find the checkpoint's files; mergekit downloads them and merges the LoRA if necessary."""
         self._loader  # noqa: B018
 
     @property
@@ -65,7 +65,7 @@ class Checkpoint:
 
     @cached_property
     def dtype(self) -> str:
-        """The dtype that most of the checkpoint's tensors have, by the config or else by a tensor."""
+        """The checkpoint's dtype, from its configuration or else from its first tensor."""
         declared = getattr(self.config, "dtype", None)
         if declared is None:
             declared = self._loader.get_tensor(next(iter(self.tensor_names))).dtype
@@ -77,7 +77,7 @@ class Checkpoint:
         """Read tensors as float32 (integer ones as they are).
 
         Args:
-            names: what to call each tensor, and the model's name of it.
+            names: the key to return each tensor under, and the model's name of it.
             base_model_prefix: the prefix that checkpoints of the bare base model lack.
             device: where the tensors go.
 
@@ -89,10 +89,10 @@ class Checkpoint:
         return tensors
 
     def prefetch(self, layer: int) -> None:
-        """Ask the system to read a decoder layer from the disk while something else is computed; takes no memory.
+        """Have the operating system read a decoder layer into its file cache in the background.
 
         Args:
-            layer: the layer's index, which is the first number in its tensors' names.
+            layer: the layer's index, the first number in its tensors' names.
         """
         if not hasattr(os, "posix_fadvise"):
             return
@@ -102,7 +102,7 @@ class Checkpoint:
 
     @cached_property
     def _places(self) -> dict[int, list[tuple[Path, int, int]]]:
-        """Where in which file each layer's tensors are: the first byte and how many."""
+        """By layer, the file, the first byte and the length of each of its tensors."""
         places = defaultdict(list)
         for path in (Path(self.folder) / shard.filename for shard in self._loader.index.shards):
             tensors = file_headers(path) if path.suffix == ".safetensors" else {}
@@ -122,7 +122,7 @@ class Checkpoint:
         self.bytes_read += tensor.nbytes
         if not tensor.is_floating_point():
             return tensor.to(device)
-        # A sum is NaN or infinite if any element is; only then is a closer look needed, since it may also overflow.
+        # A sum is NaN or infinite if any element is. Since it may also overflow, only then is every element checked.
         if not torch.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
             raise SltaError(
                 f"{self} holds NaN or Inf in the tensor {name}: the checkpoint is broken, get a sound copy."
@@ -137,13 +137,13 @@ class Checkpoint:
             for key in self.tensor_names
             if all(f".{index}." in f".{key}." for index in indices[:1])
         }
-        # transformers lists what one class stores otherwise by its name, and what a family does by its model type.
+        # transformers lists conversions by the class of one model or by the model type of a family.
         conversions = (*(self.config.architectures or ()), self.config.model_type)
         found = (convert_checkpoint_tensors(key, sources, name) for key in conversions)
         return next((tensor for tensor in found if tensor is not None), None)
 
     def fingerprint(self, cache_dir: str | None = None, *, whole: bool = False) -> str:
-        """Identify the model by content; mergekit downloads it first where it is not here."""
+        """Identify the model by content; mergekit downloads it first if necessary."""
         if self.reference.lora is None:
             return fingerprint_of(self.folder, whole=whole)
         base = ModelReference(model=self.reference.model).local_path(cache_dir=cache_dir)

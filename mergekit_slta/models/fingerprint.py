@@ -1,4 +1,4 @@
-"""A model by content, whatever its folder, its shards and its file format are."""
+"""Identify a model by its content, independent of its folder, shards and file format."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _ENTRIES = TypeAdapter(list[_Entry], config=ConfigDict(ser_json_bytes="hex", val
 def fingerprint_of(folder: str | Path, adapter: Path | None = None, *, whole: bool = False) -> str:
     """Identify a model by the names, shapes, dtypes and bytes of its tensors; sha256 in hex.
 
-    A LoRA is identified by its base model and its adapter, whatever it was merged into.
+    A LoRA is identified by its base model and its adapter.
 
     Args:
-        folder: the model's files.
-        adapter: a LoRA's.
-        whole: take all bytes of a tensor, so that a change of a few rows shows, rather than a sample. Large files are
-            read once for it: their hashes are kept in the cache folder until the file changes.
+        folder: the folder with the model's files.
+        adapter: the folder of a LoRA.
+        whole: hash all bytes of each tensor instead of a sample, so that a change of a few rows shows. A large file is
+            read once; its hashes are kept in the cache folder until the file changes.
     """
     entries = _remembered_hashes if whole else _sampled
     shards = ShardedTensorIndex.from_disk(str(folder)).shards
@@ -68,13 +68,13 @@ def _remembered_hashes(path: Path) -> list[_Entry]:
     status = path.stat()
     if status.st_size < REMEMBERED_FROM:
         return _hashed(path)
-    # A file that is replaced by one with an older date has another time of change (ctime).
+    # The ctime also differs when a file is replaced by one with an older date.
     key = [os.path.realpath(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns]
     known = cache_folder() / "hashes" / f"{digest(key)}.json"
     try:
         return _ENTRIES.validate_json(known.read_bytes())
     except (OSError, ValueError):  # not hashed yet, or damaged
-        LOG.info("Reading all of %s, to know it by content.", path)
+        LOG.info("Reading all of %s to identify its content.", path)
     entries = _hashed(path)
     with contextlib.suppress(OSError):
         files.write(known, _ENTRIES.dump_json(entries))
@@ -82,7 +82,7 @@ def _remembered_hashes(path: Path) -> list[_Entry]:
 
 
 def _hashed(path: Path) -> list[_Entry]:
-    with ThreadPoolExecutor() as pool:  # hashing lets other threads run
+    with ThreadPoolExecutor() as pool:  # hashing releases Python's lock
         return list(pool.map(lambda tensor: (*tensor[:3], hashlib.sha256(tensor[3]).digest()), _tensors(path)))
 
 
@@ -95,10 +95,9 @@ def _sampled(path: Path) -> Iterator[_Entry]:
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, str, list[int], memoryview]]:
-    """Every tensor in a file, with its bytes, which are read from the disk when they are looked at.
+    """Every tensor in a file with its bytes, which are read from the disk when they are used.
 
-    As mergekit's own loader does, this maps the file: it needs no memory, but the system refuses a file that is larger
-    than all memory of the machine.
+    Like mergekit's own loader, this maps the file into memory. The system refuses files larger than its memory.
     """
     if path.suffix == ".safetensors":
         with safetensors.safe_open(path, "pt") as file:

@@ -1,4 +1,4 @@
-"""A model as its configuration and the headers of its files show it, in a folder or on the Hub: no weight is read."""
+"""A model's configuration and the headers of its weight files, in a folder or on the Hub, without reading weights."""
 
 from __future__ import annotations
 
@@ -33,14 +33,13 @@ _LFS_POINTER = b"version https://git-lfs"
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """A stored tensor: its shape, and the bytes that it takes in the file."""
+    """A stored tensor: its shape and its bytes in the file."""
 
     shape: tuple[int, ...]
     nbytes: int
 
     @property
     def count(self) -> int:
-        """The number of its elements."""
         return math.prod(self.shape)
 
 
@@ -49,13 +48,13 @@ Headers = Mapping[str, TensorHeader]
 
 @dataclass(frozen=True)
 class Model:
-    """What is known of a model without its weights; of a LoRA, the model that it adapts.
+    """A model without its weights; for a LoRA, the model that it adapts.
 
     Attributes:
         reference: the model as the recipe names it.
         config: its configuration.
-        tensors: its checkpoint's tensors by name; None where only a download would tell.
-        folder: where its files are; None for a model on the Hub that has not been downloaded.
+        tensors: its checkpoint's tensors by name; None if only a download would show them.
+        folder: the folder with its files; None for a model on the Hub that has not been downloaded.
     """
 
     reference: ModelReference
@@ -68,7 +67,7 @@ class Model:
 
     @property
     def architecture(self) -> str:
-        """The class of the model, by its configuration."""
+        """The model's class as its configuration names it."""
         return str((self.config.architectures or [""])[0])
 
     @property
@@ -87,12 +86,12 @@ def open_model(reference: ModelReference, trust_remote_code: bool = False, cache
     """Read a model's configuration and the headers of its weight files.
 
     Args:
-        reference: a local folder or a model on the Hub; an adapter is left aside.
+        reference: a local folder or a model on the Hub; its adapter is ignored.
         trust_remote_code: mergekit's flag of that name.
         cache_dir: mergekit's ``--transformers-cache``.
 
     Raises:
-        SltaError: there is no such model, its configuration cannot be read, or files are missing or damaged.
+        SltaError: the model does not exist, its configuration cannot be read, or files are missing or damaged.
     """
     path = reference.model
     folder = local_folder(path, cache_dir)
@@ -102,9 +101,9 @@ def open_model(reference: ModelReference, trust_remote_code: bool = False, cache
     elif (folder / "config.json").is_file():
         file = folder / "config.json"
     elif (folder / ADAPTER_CONFIG).is_file():
-        raise SltaError(f"{folder} is a LoRA adapter: write it behind its base model, 'BASE+{folder}'.")
+        raise SltaError(f"{folder} is a LoRA adapter: write 'BASE+{folder}', with the model that it adapts as BASE.")
     else:
-        raise SltaError(f"{folder} has no config.json: it is no model's folder, or its download is incomplete.")
+        raise SltaError(f"{folder} has no config.json: name a model's folder, or complete the download.")
     tensors = folder_headers(folder) if folder else hub_headers(path)
     layers = _layers(file)
     if tensors is not None and layers > len(tensors):  # transformers would build them all
@@ -116,13 +115,13 @@ def open_model(reference: ModelReference, trust_remote_code: bool = False, cache
 
 
 def local_folder(path: ModelPath, cache_dir: str | None = None) -> Path | None:
-    """The folder with a model's files: the one that the path names, or the download of a Hub model with weights."""
+    """The folder with a model's files, also that of an earlier download; None if the model was not downloaded."""
     if os.path.isdir(path.path):
         return Path(path.path)
     if os.path.exists(path.path):
         raise SltaError(f"{path} is a file: name the model's folder.")
     if path.path.startswith("~"):
-        raise SltaError(f"{path}: mergekit does not replace '~', write the whole path.")
+        raise SltaError(f"{path}: mergekit does not know '~', write the whole path.")
     try:
         folder = huggingface_hub.snapshot_download(
             path.path, revision=path.revision, cache_dir=cache_dir, local_files_only=True
@@ -134,9 +133,9 @@ def local_folder(path: ModelPath, cache_dir: str | None = None) -> Path | None:
 
 
 def _layers(config: Path) -> int:
-    """The largest number of layers that a configuration names for any part of a model, by the text of the file."""
+    """The largest number of layers in the text of a configuration, for any part of the model."""
     counts: list[object] = []
-    with contextlib.suppress(ValueError, RecursionError):  # transformers says what is wrong with the file
+    with contextlib.suppress(ValueError, RecursionError):  # transformers reports what is wrong with the file
         json.loads(
             config.read_text(encoding="utf-8"),
             object_pairs_hook=lambda pairs: counts.extend(count for name, count in pairs if name in LAYER_COUNTS),
@@ -163,10 +162,10 @@ def _config(reference: ModelReference, trust_remote_code: bool) -> transformers.
 
 
 def weight_map(folder: Path) -> dict[str, list[str] | None]:
-    """The weight files of a folder as mergekit finds them, each with its tensors' names where an index tells them.
+    """The weight files that mergekit reads from a folder, with their tensors' names if there is an index.
 
     Raises:
-        SltaError: there are none, or the index cannot be read or names files that are missing.
+        SltaError: the folder has no weights, or the index cannot be read or names missing files.
     """
     for name in WEIGHT_FILES:
         index = folder / f"{name}.index.json"
@@ -182,7 +181,7 @@ def _indexed_files(index: Path) -> dict[str, list[str] | None]:
     with reading(index):
         for tensor, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
             if not isinstance(file, str):
-                raise ValueError(f"it says that {tensor} is in {file!r}, which is no file's name")
+                raise ValueError(f"it says that {tensor} is in {file!r}, which is not the name of a file")
             files[file].append(tensor)
     if missing := [file for file in files if not (index.parent / file).is_file()]:
         raise SltaError(f"{index.parent} lacks {listed(missing)}, which its index names: complete the download.")
@@ -228,13 +227,13 @@ def file_headers(path: Path) -> Headers:
 
 
 def _header(shape: list[int], dtype: str) -> TensorHeader:
-    """What safetensors says of a tensor; its names of types tell how many bits an element has, but for BOOL."""
+    """A tensor's header; a dtype's name holds the bits of an element, except for BOOL, which has 8."""
     bits = re.search(r"\d+", dtype)
     return TensorHeader(tuple(shape), math.prod(shape) * (int(bits[0]) if bits else 8) // 8)
 
 
 def hub_headers(path: ModelPath) -> Headers | None:
-    """The tensors of a model on the Hub by ranged requests, or None where its weights are pickled.
+    """The tensors of a model on the Hub, read by requests for parts of its files; None if its weights are pickled.
 
     Raises:
         SltaError: the Hub cannot be asked, or the repository has no weights.
@@ -255,6 +254,6 @@ def hub_file_headers(file: SafetensorsFileMetadata) -> Headers:
 
 
 def listed(names: list[str], most: int = 3) -> str:
-    """A few names in words, and how many more there are."""
+    """The first few names joined by commas, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

@@ -1,4 +1,4 @@
-"""What the Hugging Face Hub tells of a repository without a download, and what it means to a user when it does not."""
+"""Ask the Hugging Face Hub about a repository, and explain its errors to a user."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from huggingface_hub import errors as hub
 
 from mergekit_slta.errors import SltaError, first_line
 
-if TYPE_CHECKING:  # to solve takes a second, to import mergekit several
+if TYPE_CHECKING:  # importing mergekit takes seconds, which the command solve does not need
     from mergekit.common import ModelPath
 
 ERRORS = (OSError, ValueError, hub.HTTPError, hub.EntryNotFoundError)
 _UNREACHABLE = "the Hub cannot be reached"
-# From the special to the general: the first kind that fits is said.
+# The first kind that fits is reported, so special kinds stand before general ones.
 _REASONS: tuple[tuple[type[Exception], str], ...] = (
     (hub.GatedRepoError, "the repository is gated; ask for access on its page, then run 'hf auth login'"),
     (hub.RepositoryNotFoundError, "there is no such repository, or it is private; check the name or 'hf auth login'"),
@@ -25,18 +25,18 @@ _REASONS: tuple[tuple[type[Exception], str], ...] = (
     (hub.OfflineModeIsEnabled, _UNREACHABLE),
     (hub.EntryNotFoundError, "the repository has no such file"),
 )
-# Such a name may have been meant as a folder's; a gated repository is there.
+# After these errors the name may have been meant as a folder's.
 _MISSING = (hub.RepositoryNotFoundError, hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled)
 
 
 def reason(error: Exception) -> str:
-    """Why a request failed, without a full stop; for one of ``ERRORS``."""
+    """Why a request failed with one of ``ERRORS``, without a full stop."""
     return next((words for kind, words in _REASONS if isinstance(error, kind)), first_line(error))
 
 
 @contextmanager
 def asking(path: ModelPath) -> Iterator[None]:
-    """Say why a model or an adapter cannot be used if the Hub does not give what it is asked for.
+    """Turn the Hub's errors into one that says why a model or an adapter cannot be used.
 
     Raises:
         SltaError: a request failed.
@@ -56,7 +56,7 @@ def file_names(path: ModelPath) -> list[str]:
     """The names of a repository's files.
 
     Raises:
-        SltaError: the Hub cannot be asked.
+        SltaError: the request failed.
     """
     with asking(path):
         return huggingface_hub.list_repo_files(path.path, revision=path.revision)

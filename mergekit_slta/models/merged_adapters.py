@@ -1,4 +1,4 @@
-"""LoRA adapters merged by mergekit, each into a folder that is named by the content of the adapter and its base."""
+"""Have mergekit merge a LoRA adapter into a folder named by the content of the adapter and its base model."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ LOG = logging.getLogger(__name__)
 
 
 def current_loader(reference: ModelReference) -> LazyTensorLoader:
-    """mergekit's loader of a model; one of an adapter is made anew if its files changed since it was made."""
+    """mergekit's loader of a model; an adapter whose files have changed gets a new loader."""
     cache = LoaderCache()
-    if reference.lora is not None and cache.lora_cache_dir:  # other threads of a merge than the first know no folder
+    if reference.lora is not None and cache.lora_cache_dir:  # only the first thread of a merge knows this folder
         merged = merge_adapter(reference, cache.lora_cache_dir, cache.trust_remote_code, cache.lora_merge_dtype)
         if reference in cache.loaders and cache.loaders[reference].index.base_path != merged.model.path:
             del cache.loaders[reference]
@@ -45,11 +45,10 @@ def merge_adapter(
     trust_remote_code: bool = False,
     lora_merge_dtype: str | None = None,
 ) -> ModelReference:
-    """mergekit's ``ModelReference.merged``, with a folder for each content instead of one for each pair of paths.
+    """Replace mergekit's ``ModelReference.merged``, which names the folder by the two paths.
 
-    mergekit takes whatever is in its folder, though the base model or the adapter has changed since, and though the
-    merge was interrupted. Here the folder's name tells the content of both and the type that they were merged in, and
-    the folder gets its name when it is complete.
+    mergekit reuses that folder even if the base model or the adapter has changed, or if the merge was interrupted.
+    Here the name depends on the content of both and on the dtype, and the folder gets it only when it is complete.
     """
     if self.lora is None or not cache_dir:
         return _MERGED(self, cache_dir, trust_remote_code, lora_merge_dtype)
@@ -66,8 +65,8 @@ def merge_adapter(
                     shutil.rmtree(part, ignore_errors=True)
                 if others := [other.name for other in merged_folders(self, cache_dir) if other != folder]:
                     LOG.warning(
-                        "%s also holds %s as it was merged from other files or in another type (%s): delete what is "
-                        "not needed any more.",
+                        "%s also holds %s merged from other files or in another dtype (%s): delete what you no longer "
+                        "need.",
                         cache_dir,
                         self,
                         ", ".join(others),
@@ -78,7 +77,7 @@ def merge_adapter(
 
 
 def _merged_content(reference: ModelReference, dtype: str | None) -> str:
-    """What decides the files of a merged adapter: the base model's weights and configuration, the adapter, the type."""
+    """Identify everything that a merged adapter depends on: the base model, the adapter and the dtype."""
     assert reference.lora is not None
     cache_dir = LoaderCache().hf_cache_dir
     base = Path(ModelReference(model=reference.model).local_path(cache_dir=cache_dir))
@@ -88,12 +87,12 @@ def _merged_content(reference: ModelReference, dtype: str | None) -> str:
 
 
 def merged_name(reference: ModelReference) -> str:
-    """What mergekit calls the folder of a merged adapter, by the paths alone."""
+    """mergekit's name for the folder of a merged adapter, which depends only on the paths."""
     assert reference.lora is not None
     return f"{reference.model._unique_id()}_{reference.lora._unique_id()}"
 
 
 def merged_folders(reference: ModelReference, cache: str) -> list[Path]:
-    """The folders that an adapter at these paths has been merged into, now or before its files changed."""
+    """All folders that an adapter at these paths has been merged into, also before its files changed."""
     found = sorted(Path(cache).glob(f"{glob.escape(merged_name(reference))}*"))
     return [folder for folder in found if folder.is_dir() and folder.suffix != ".partial"]

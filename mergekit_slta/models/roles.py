@@ -1,7 +1,7 @@
-"""What each tensor of a model is: linear map, convolution, norm or something else.
+"""The role of each tensor in its model: linear map, convolution, norm or something else.
 
-It is read off the module that owns the tensor in transformers' own model, built without weights.
-Merge methods that see one tensor at a time tell by its role how to merge it.
+The role follows from the module that owns the tensor in transformers' own model, built without weights. Merge methods
+that see one tensor at a time decide by its role how to merge it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TORCH_NORMS = (torch.nn.LayerNorm, torch.nn.RMSNorm, torch.nn.GroupNorm, _NormBa
 
 
 class Role(Enum):
-    """What a tensor is to its model, as far as the merge methods tell tensors apart."""
+    """The kinds of tensors that merge methods treat differently."""
 
     LINEAR = "linear map [out, in], or a stack of them"
     TRANSPOSED = "linear map stored as [in, out], or a stack of them"
@@ -38,10 +38,9 @@ class Role(Enum):
 def tensor_role(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> Role:
     """The role of a module's own parameter or buffer.
 
-    Normalizations and embeddings of transformers are classes of their own without a common base, hence told by their
-    class names, and so are a mixture's fused experts [experts, ...]. A matrix named ``weight`` is a linear map in every
-    other module (``Linear``, the transposed ``Conv1D``, routers); other matrices act element by element (Mamba's
-    ``A_log``, tables of positions).
+    The normalizations, embeddings and fused experts [experts, ...] of transformers share no base class, so they are
+    recognized by their class names. In every other module a matrix named ``weight`` is a linear map (``Linear``, the
+    transposed ``Conv1D``, routers); other matrices act element by element (Mamba's ``A_log``, tables of positions).
     """
     kind = type(module).__name__
     if isinstance(module, torch.nn.Embedding) or "Embedding" in kind:
@@ -60,8 +59,8 @@ def tensor_role(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> Rol
 def has_transposed_experts(module: torch.nn.Module) -> bool:
     """Whether a mixture's fused experts are stored as [experts, in, out].
 
-    transformers notes it on most of these modules. On the others it shows where the first projection gives the gate as
-    well as the input of the second one: only one of its dimensions is then the hidden size.
+    transformers says so on most of these modules. On the others the shapes show it if the first projection computes
+    both the gate and the input of the second one: only one of its dimensions is then the hidden size.
     """
     noted = getattr(module, "is_transposed", None)
     if noted is not None:
@@ -71,10 +70,11 @@ def has_transposed_experts(module: torch.nn.Module) -> bool:
 
 
 def role_by_shape(tensor: torch.Tensor, vocabulary_axis: int | None) -> Role:
-    """The role of a tensor that no module is known for: a matrix without a vocabulary is taken for a linear map.
+    """Guess the role of a tensor whose module is unknown from its shape.
 
-    What has four dimensions or more is taken for a convolution kernel. A vector may be a bias or a norm; it counts as a
-    bias, and so does what has three dimensions (a kernel, a fused mixture or a table of positions).
+    A matrix is a linear map unless one of its axes is the vocabulary, and a tensor of four or more dimensions is a
+    convolution kernel. Vectors may be biases or norms, and tensors of three dimensions kernels, fused experts or
+    tables of positions; they all count as biases.
     """
     if tensor.ndim == 2 and vocabulary_axis is None:
         return Role.LINEAR
@@ -82,18 +82,18 @@ def role_by_shape(tensor: torch.Tensor, vocabulary_axis: int | None) -> Role:
 
 
 def dotted_tails(name: str) -> Iterator[str]:
-    """The endings of a dotted name, the longest first, down to a parameter with the name of its module."""
+    """The endings of a dotted name, from the longest to a parameter with the name of its module."""
     parts = name.split(".")
     for start in range(max(1, len(parts) - 1)):
         yield ".".join(parts[start:])
 
 
 def tensor_roles(model: transformers.PreTrainedModel) -> dict[str, Role]:
-    """The roles of a model's tensors by name, and by every ending of the names that has but one role.
+    """The roles of a model's tensors by name, and by every ending of a name that has only one role.
 
-    Endings serve checkpoints that spell the front of their names otherwise than the model does (with or without the
-    base model's prefix, ``language_model.model.`` for ``model.language_model.``), and sliced recipes, whose output has
-    more layers than the base model.
+    Endings serve checkpoints whose names begin differently than the model's (with or without the base model's prefix,
+    ``language_model.model.`` for ``model.language_model.``), and sliced recipes, whose output has more layers than the
+    base model.
     """
     head = model.get_output_embeddings()
     head_parameters = {id(parameter) for parameter in head.parameters()} if head is not None else set()
@@ -110,15 +110,15 @@ def tensor_roles(model: transformers.PreTrainedModel) -> dict[str, Role]:
 
 
 def model_roles(base: Hashable, trust_remote_code: bool, method: str) -> Mapping[str, Role]:
-    """The roles of the base model's tensors; none, and a warning, where transformers cannot build the model."""
+    """The roles of the base model's tensors; empty, with a warning, if transformers cannot build the model."""
     try:
         if not isinstance(base, ModelReference):
             raise SltaError("the tensors come without a model")
         return tensor_roles(meta_model(base.config(trust_remote_code), trust_remote_code))
     except Exception as error:
         LOG.warning(
-            "%s cannot see the structure of %s (%s). It goes by the shapes of its tensors: matrices are merged as "
-            "linear maps, norms as biases.",
+            "%s cannot see the structure of %s (%s). It goes by the shapes of its tensors: matrices count as linear "
+            "maps, norms as biases.",
             method,
             base,
             error,

@@ -17,7 +17,7 @@ from mergekit_slta.files import digest
 def meta_model(config: transformers.PretrainedConfig, trust_remote_code: bool = False) -> transformers.PreTrainedModel:
     """Build the model that ``config`` describes on the meta device, in evaluation mode and with tied weights tied.
 
-    It is built from a copy: transformers notes in the configuration the dtype and the kernels that it builds with.
+    It is built from a copy, because transformers changes the configuration.
 
     Raises:
         SltaError: the configuration names no architecture, or transformers cannot build it.
@@ -37,8 +37,8 @@ def meta_model(config: transformers.PretrainedConfig, trust_remote_code: bool = 
     return model.eval()
 
 
-# Entries of a configuration, or parts of their names, that change nothing about what a trained model's layers compute.
-# What max_window_layers comes to is in layer_types.
+# Entries of a configuration, or parts of their names, that do not change what a trained model's layers compute.
+# (layer_types holds what max_window_layers stands for.)
 _INERT = {
     "_name_or_path", "architectures", "auto_map", "chunk_size_feed_forward", "dtype", "gradient_checkpointing",
     "id2label", "is_encoder_decoder", "label2id", "max_position_embeddings", "max_sequence_length",
@@ -57,9 +57,9 @@ def computation(config: transformers.PretrainedConfig) -> dict[str, Any]:
 
 
 def hashed_computation(config: transformers.PretrainedConfig) -> dict[str, str]:
-    """The entries of ``computation``, those of a table by their own names, each with a hash of its value.
+    """The entries of ``computation`` with a hash of each value; entries of nested tables have dotted names.
 
-    A hash tells what has changed without publishing values, which may be paths. 1 and 1.0 are equal.
+    Hashes show what has changed without publishing the values, which may be paths. 1 and 1.0 are equal.
     """
     text = json.dumps(computation(config), default=str)
     return dict(_hashed(json.loads(text, parse_int=float)))
@@ -74,7 +74,7 @@ def _hashed(entries: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def model_tensor_name(name: str, names: Collection[str], base_model_prefix: str) -> str | None:
-    """A tensor's name among ``names``, where it may lack or carry the base model's prefix; None if it is not there."""
+    """Find a tensor among ``names``, with or without the base model's prefix; None if it is missing."""
     prefix = base_model_prefix + "."
     spellings = (name, prefix + name, name.removeprefix(prefix))
     return next((spelling for spelling in spellings if spelling in names), None)

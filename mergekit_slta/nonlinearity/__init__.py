@@ -1,1 +1,1 @@
-"""How linear models and their submodules are in their weights."""
+"""Non-linearity scores: how linear models and their submodules are in their weights."""

@@ -1,7 +1,7 @@
-"""Models between and beyond the experts, measured as experts are in calibration.
+"""Measure feature deltas of models between the base model and the experts, as calibration measures experts.
 
-A setting c [T] stands for the weights theta_0 + sum_t c_t tau_t. It runs on the base model's input to a layer, or as a
-whole model, and is kept as Gram matrices of feature deltas.
+A setting c [T] stands for the weights theta_0 + sum_t c_t tau_t. Each setting runs on the base model's input to a
+layer, or as a whole model; the Gram matrices of its feature deltas are kept.
 
 Shapes: ``T`` experts, ``B`` samples in a batch, ``n`` samples of a study, ``m`` settings that are compared.
 """
@@ -30,9 +30,9 @@ from mergekit_slta.slta.features import ExpertRun, LayerFeatures
 from mergekit_slta.slta.gram import sample_grams
 
 BRANCH_LEVELS = frozenset({"attn_mlp", "head_mlp"})
-# At level model the hidden states of all settings go to the folder for temporary files if they take more than this.
+# At level model, hidden states that take more than this go to the folder for temporary files.
 MOST_HIDDEN_BYTES = 2**31
-# So many logits of each setting are compared at once.
+# The number of logits of each setting that are compared at once.
 LOGITS = 2**23
 
 # Submodule name to [n, K, m, m] float64.
@@ -44,7 +44,7 @@ class Study:
     """Settings that are compared with each other, on the data of some experts.
 
     Attributes:
-        experts: the experts that the settings are about, and whose data is used.
+        experts: the experts in the settings, whose data is used.
         kept: [k, T], settings that are compared with all others.
         others: ``K`` tensors [j, T]; the settings of each are compared with the kept ones, so that m = j + k.
     """
@@ -69,7 +69,7 @@ class Study:
 
 
 def count_passes(studies: Sequence[Study], tasks: Tasks, levels: Sequence[str]) -> int:
-    """How many forward passes of one sample studies take; all layers, or all branches, count as a pass of the model."""
+    """How many forward passes of one sample studies take; all layers, or all branches, count as one pass."""
     used = [sum(map(len, study.tasks(tasks))) for study in studies]
     runs = sum(len(study.settings) * samples for study, samples in zip(studies, used, strict=True))
     passes = runs + sum(used) if "model" in levels else 0
@@ -94,9 +94,9 @@ def measure(
 ) -> list[Grams]:
     """Measure the Gram matrices of every study on every submodule.
 
-    Below the model, one layer of the base model, of each expert and of one setting is in memory at a time, beside what
-    the kept settings of one study make of one batch. At level ``model`` every setting of a study has a stream of hidden
-    states of its own, on the disk where they are many.
+    At levels below the model, memory holds one layer of the base model, of each expert and of one setting, and the
+    features of one study's kept settings on one batch. At level ``model`` every setting of a study has its own stream
+    of hidden states, on the disk if they are large.
 
     Args:
         decoder: the models' common decoder.
@@ -106,8 +106,8 @@ def measure(
         studies: what to measure.
         batch_tokens: as for ``pass_layers``.
         ranks: the processes that share the batches.
-        progress: told how many of this process's samples have passed another layer, in all as often as
-            ``count_passes`` times the layers.
+        progress: called with the number of this process's samples that have passed another layer; the numbers add up
+            to ``count_passes`` times the layers.
 
     Returns:
         For each study, submodule name to [n, K, m, m] of the study's ``n`` samples, in their order.
@@ -129,7 +129,7 @@ def measure(
 
 
 def _put_together(name: str, grams: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """The Gram matrices of all ranks' samples."""
+    """Sum the Gram matrices over the ranks, each of which holds its own samples."""
     if not ranks.sum(grams).isfinite().all():
         raise SltaError(f"The features at {name} are not finite: the weights of an expert overflow float32 there.")
     return grams
@@ -137,7 +137,7 @@ def _put_together(name: str, grams: torch.Tensor, ranks: Ranks) -> torch.Tensor:
 
 @dataclass
 class _Submodules(Accumulator[list[Grams]]):
-    """All studies at all levels but the model."""
+    """All studies at all levels except ``model``."""
 
     levels: Sequence[str]
     studies: Sequence[Study]
@@ -196,7 +196,7 @@ class _Submodules(Accumulator[list[Grams]]):
             weights = _blend(features.weights[0], features.weights[1:], setting)
             done = features.run(weights, base, hidden, call)
             report(len(batch.rows) * _runs_of_layers(self.levels))
-            # Of a setting's weights only the map that all heads share is needed again.
+            # Keep only those of the setting's weights that are needed again: the map that all heads share.
             output = [features.heads.output.weight] if features.heads is not None else []
             return replace(done, weights={name: weights[name] for name in output})
 
@@ -209,7 +209,7 @@ class _Submodules(Accumulator[list[Grams]]):
     def _combine_maps(
         self, concerned: Sequence[int], maps: LayerFeatures, hidden: torch.Tensor, call: LayerCall, batch: Batch
     ) -> None:
-        """A linear map's output is linear in its weights: a setting's delta is the weighted sum of the experts'."""
+        """Compute the linear maps' Gram matrices without running settings: a map's output is linear in its weights."""
         base = maps.run_base(hidden, call)
         for name, grams in maps.grams(base, hidden, call, batch.lengths):
             for index in concerned:
@@ -244,13 +244,13 @@ class _WholeModel(Accumulator[torch.Tensor]):
 
     @property
     def hidden_bytes(self) -> int:
-        """What the hidden states before and after a layer take."""
+        """The bytes of the hidden states before and after a layer."""
         tokens = sum(len(token_ids) for samples in self.tasks for token_ids in samples)
         width: int = self.decoder.model.config.get_text_config().hidden_size
         return 2 * len(self.settings) * tokens * width * torch.float32.itemsize
 
     def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
-        """Let the samples of every setting pass the layer."""
+        """Run the layer with every setting's weights on its stream."""
         base, *experts = weights
         for stream, setting in enumerate(self.settings):
             blended = _blend(base, experts, setting)

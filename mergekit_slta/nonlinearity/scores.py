@@ -1,7 +1,7 @@
 """How linear models and their submodules are in their weights (arXiv 2504.10902: 2.2, 2.3, A.1.1, A.2 and A.5.9).
 
-Every score is arithmetic on Gram matrices of feature deltas: of settings on the way from the base model to an expert,
-or of merges and the experts that are merged.
+Every score is computed from Gram matrices of feature deltas: those of points on the way from the base model to an
+expert, or those of merges and their experts.
 
 Shapes: ``g`` experts merged, ``n`` samples, ``K`` settings, ``N`` steps from the base model to an expert.
 """
@@ -44,7 +44,7 @@ def distances(grams: torch.Tensor) -> torch.Tensor:
     """Distances between the features along the way from the base model to an expert, as in Figure 6.
 
     Args:
-        grams: [..., N, N] of the feature deltas at 1/N, 2/N ... 1 of the task vector.
+        grams: [..., N, N], Gram matrices of the feature deltas at 1/N, 2/N ... 1 of the task vector.
 
     Returns:
         [..., N + 1, N + 1], D(f_i, f_j) / D(f_N, f_0); NaN where the expert changes nothing.
@@ -65,11 +65,11 @@ def non_linearity(ratios: torch.Tensor) -> torch.Tensor:
 
 
 def projection(grams: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
-    """The merge's feature delta, projected on the sum of the experts' and relative to it (the fraction in Eq. 8).
+    """The merge's feature delta projected on the experts' weighted sum, relative to the sum (the fraction in Eq. 8).
 
     Args:
-        grams: [..., 1 + g, 1 + g] of the merge's feature delta and the experts'.
-        alpha: [..., g], what the experts are merged with.
+        grams: [..., 1 + g, 1 + g], Gram matrices of the merge's feature delta and the experts'.
+        alpha: [..., g], the merging weights.
 
     Returns:
         [...], NaN where either delta is zero.
@@ -79,16 +79,16 @@ def projection(grams: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
 
 
 def merge_cosine(grams: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
-    """Cosine similarity of the merge's feature delta and the sum of the experts' (Eq. 7, 15); as ``projection``."""
+    """Cosine similarity of the merge's feature delta and the experts' weighted sum (Eq. 7, 15); see ``projection``."""
     merged, along, planned = _merge_products(grams, alpha)
     return torch.where((merged > 0) & (planned > 0), along / (merged * planned).sqrt(), torch.nan)
 
 
 def pair_cosine(grams: torch.Tensor) -> torch.Tensor:
-    """Mean cosine similarity of the experts' feature deltas over all pairs of them (in Eq. 17; the mean, not its half).
+    """Mean cosine similarity of the experts' feature deltas over all pairs of experts (Eq. 17 without its factor 1/2).
 
     Args:
-        grams: [..., g, g] of the experts' feature deltas.
+        grams: [..., g, g], Gram matrices of the experts' feature deltas.
 
     Returns:
         [...], NaN where a delta is zero.
@@ -125,7 +125,7 @@ def merge_study(group: Sequence[int], experts: int) -> Study:
 
 
 def plan_studies(experts: int, pairs: bool = True, triples: bool = False) -> list[Study]:
-    """The studies of all experts and, when asked for, of all pairs and triples of them."""
+    """The studies of all experts and, if wanted, of all their pairs and triples."""
     sizes = [size for size, wanted in ((2, pairs), (3, triples)) if wanted]
     groups = [group for size in sizes for group in combinations(range(experts), size)]
     return [
@@ -139,7 +139,7 @@ def plan_studies(experts: int, pairs: bool = True, triples: bool = False) -> lis
 
 @dataclass(frozen=True)
 class Value:
-    """Mean and (population) standard deviation of ``n`` numbers; NaN where there is none."""
+    """Mean and (population) standard deviation of ``n`` numbers; NaN if ``n`` is 0."""
 
     mean: float
     std: float
@@ -147,7 +147,7 @@ class Value:
 
     @staticmethod
     def of(numbers: torch.Tensor) -> Value:
-        """Of those of the numbers [n] that are not NaN."""
+        """Summarize the numbers [n] that are not NaN."""
         found = numbers[~numbers.isnan()]
         if not len(found):
             return Value(math.nan, math.nan, 0)
@@ -155,7 +155,7 @@ class Value:
 
 
 def pooled(values: Sequence[Value]) -> Value:
-    """Mean and standard deviation of all the numbers that several values were made of."""
+    """Mean and standard deviation of the numbers behind several values together."""
     found = [value for value in values if value.n]
     n = sum(value.n for value in found)
     if not n:
@@ -181,8 +181,8 @@ class Linearity:
             samples), ``projection_distance`` (Eq. 8) and ``cosine_merge`` (Eq. 16), both over the settings of a merge,
             and ``cosine_base`` (Eq. 17; over samples).
         maps: level -> expert -> submodule -> [N + 1, N + 1], the mean distances of Figure 6.
-        skipped: level -> expert or "A+B" -> how many times a sample was left out of a submodule, as a feature delta is
-            zero.
+        skipped: level -> expert or "A+B" -> how many times a sample was left out of a submodule because a feature
+            delta is zero.
         members: the experts' names of each "A+B".
     """
 
@@ -196,13 +196,13 @@ class Linearity:
 
 
 def distance_metric(step: int) -> str:
-    """The name of the metric for the distance to the expert at ``step`` of ``N`` steps."""
+    """The name of the metric for the distance to the expert after ``step`` of ``N`` steps."""
     return f"distance_{step / STEPS:.1f}"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A measurement of linearity that can be started, on the ``tasks`` of the base model and experts in ``models``."""
+    """A planned measurement of linearity; ``models`` are the base model and the experts, ``tasks`` their samples."""
 
     decoder: Decoder
     models: Sequence[Checkpoint]
@@ -228,7 +228,7 @@ class Plan:
         )
 
     def measure(self, progress: Progress = lambda samples: None) -> Linearity:
-        """Measure; ``progress`` is told how many of this process's samples have passed another layer.
+        """Measure; ``progress`` is called with the number of this process's samples that have passed another layer.
 
         Raises:
             SltaError: a level does not apply to the models, or one sample does not fit into memory.
@@ -272,7 +272,7 @@ def linearity(
     """Measure how linear a recipe's models are in their weights; the number of forward passes is logged first.
 
     Args:
-        recipe: the recipe, or its models and data as they have been opened.
+        recipe: the recipe, or an opened one.
         levels: by default ``model``, ``layer`` and ``attn_mlp``.
         samples: how many records of each expert's calibration data are used.
         pairs: compare 25 merges of every two experts with the experts.
@@ -310,7 +310,7 @@ def plan_linearity(
 
 
 def _add_scores(result: Linearity, level: str, group: str, study: Study, grams: Grams) -> None:
-    """Score one study at one level; where several samples and settings count, means over samples come first."""
+    """Score one study at one level; scores over several settings average over the samples first."""
     skipped = 0
     for name, gram in grams.items():
         if len(study.experts) == 1:
@@ -320,7 +320,7 @@ def _add_scores(result: Linearity, level: str, group: str, study: Study, grams: 
             result.maps.setdefault(level, {}).setdefault(group, {})[name] = ratios.nanmean(0)
             skipped += int(ratios[:, 0, 0].isnan().sum())
         else:
-            # A sample on which the merge or one of the experts changes nothing says nothing about them.
+            # Skip samples on which the merge or one of the experts changes nothing.
             usable = (gram.diagonal(dim1=-2, dim2=-1) > 0).all(-1).all(-1)
             gram, alpha = gram[usable], torch.cat(study.others)[:, list(study.experts)]
             scores = {

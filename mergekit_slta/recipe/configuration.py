@@ -1,4 +1,4 @@
-"""What mergekit's configuration of a merge says, wherever a recipe may say it: under models, slices or modules."""
+"""Read mergekit's configuration of a merge, in which models stand under ``models``, ``slices`` or ``modules``."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ def model_inputs(config: MergeConfiguration) -> list[Input]:
 
 
 def expert_references(config: MergeConfiguration) -> list[ModelReference]:
-    """The models of a recipe but the base, each once, in the recipe's order."""
+    """The models of a recipe except the base model, each once, in the recipe's order."""
     named = dict.fromkeys(entry.model for entry in model_inputs(config))
     return [model for model in named if model != config.base_model]
 
 
 def shared_parameters(config: MergeConfiguration) -> dict[str, Any]:
-    """The parameters for the whole merge of a recipe with one slice at most; a slice's own come first."""
+    """The parameters for the whole merge of a recipe with at most one slice, whose own parameters take precedence."""
     slices = output_slices(config)
     return {**(config.parameters or {}), **(slices[0].parameters or {} if slices else {})}
 
 
 def expert_parameters(config: MergeConfiguration) -> dict[ModelReference, dict[str, Any]]:
-    """The parameters of every expert, for which mergekit looks under the expert first, then among the shared ones."""
+    """Each expert's parameters: the shared ones, overridden by its own."""
     own = {entry.model: entry.parameters or {} for entry in reversed(model_inputs(config))}
     return {model: {**shared_parameters(config), **own[model]} for model in expert_references(config)}
 
 
 @dataclass(frozen=True)
 class ParameterTable:
-    """One ``parameters:`` of a recipe: where it stands, in words, and the model that it is under, if any."""
+    """One ``parameters:`` table of a recipe: its place for error messages, and the model that it belongs to, if any."""
 
     where: str
     parameters: Mapping[str, Any]

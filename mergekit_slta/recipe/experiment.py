@@ -1,4 +1,4 @@
-"""A recipe with its models and data opened, each once and only when it is looked at: by the checks and by the run."""
+"""A recipe whose models and data are opened once, when they are first used, by the checks or by the run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mergekit_slta.recipe.settings import CalibrationSettings
 
 
 class Experiment:
-    """A recipe's models and data, opened.
+    """The opened models and data of a recipe.
 
     Args:
         recipe: the recipe.
@@ -34,14 +34,14 @@ class Experiment:
         device: where the layers run.
 
     Raises:
-        TypeError: an option has a name that mergekit does not know.
+        TypeError: mergekit has no option of a given name.
     """
 
     def __init__(self, recipe: Recipe, *, ranks: Ranks | None = None, **options: Any) -> None:
         self.recipe = recipe
         self.ranks = ranks or Ranks()
         if unknown := sorted(options.keys() - MergeOptions.model_fields.keys()):
-            raise TypeError(f"There is no option {', '.join(unknown)}.")
+            raise TypeError(f"mergekit has no option {', '.join(unknown)}.")
         self.options = MergeOptions(**{**options, "device": str(options.get("device", "cpu"))})
         self.device = str(self.options.device)
         self._models: dict[ModelReference, Model] = {}
@@ -57,12 +57,12 @@ class Experiment:
 
     @property
     def settings(self) -> CalibrationSettings:
-        """How many samples, of which length, drawn by which seed; an SltaError if the recipe is wrong."""
+        """The recipe's calibration parameters; an SltaError if the recipe is wrong."""
         return self.recipe.settings_of(CalibrationSettings)
 
     @property
     def quiet(self) -> bool:
-        """Whether progress bars are off: they were not asked for, or another process shows them."""
+        """Whether progress bars are off, by the option ``quiet`` or because another process shows them."""
         return self.options.quiet or not self.ranks.first
 
     # Models
@@ -71,7 +71,7 @@ class Experiment:
         """A model's configuration and the headers of its files.
 
         Raises:
-            SltaError: it is not there, or its configuration or its files cannot be read.
+            SltaError: the model does not exist, or its configuration or files cannot be read.
         """
         if reference not in self._models:
             self._models[reference] = open_model(reference, self.trust_remote_code, self.transformers_cache)
@@ -94,19 +94,19 @@ class Experiment:
 
     @cached_property
     def decoder(self) -> Decoder:
-        """The base model's decoder, without weights; on the cpu until it is moved to where the layers run.
+        """The base model's decoder, without weights, on the CPU until ``Decoder.to`` moves it.
 
         Raises:
-            SltaError: the base model cannot be opened, or is no decoder.
+            SltaError: the base model cannot be opened, or is not a decoder-only language model.
         """
         base = self.recipe.reading.base
         assert base is not None
         return Decoder(self.model(base).config, self.trust_remote_code)
 
     def open(self) -> None:
-        """Have the files of all models here: mergekit downloads what is missing, and merges adapters.
+        """Have mergekit download all models and merge adapters; only the first process merges adapters.
 
-        What only a download shows of a model is seen from then on. The first process alone merges adapters.
+        Models whose tensors were unknown before the download are opened again when they are used.
         """
         if self.ranks.count > 1 and any(reference.lora for reference in self.recipe.references):
             self.ranks.together(lambda: self._open_all() if self.ranks.first else None)
@@ -118,7 +118,7 @@ class Experiment:
             Checkpoint(reference, self.trust_remote_code).open()
 
     def check_edges(self, experts: bool) -> None:
-        """Read the tensors outside the decoder layers, the base model's and perhaps the experts', for their values.
+        """Check the values of the base model's tensors outside the decoder layers, and of the experts' if asked to.
 
         Raises:
             SltaError: a tensor is missing, or holds NaN or Inf.
@@ -131,16 +131,16 @@ class Experiment:
 
     @cached_property
     def samples(self) -> Samples:
-        """What draws the experts' samples, of a recipe with a base model."""
+        """Draws the experts' samples; the recipe must have a base model."""
         base, settings = self.recipe.reading.base, self.recipe.reading.settings
         assert base is not None and isinstance(settings, CalibrationSettings)
         return Samples(base, settings, self.trust_remote_code, self.transformers_cache, self.quiet)
 
     def load_data(self, experts: Sequence[Expert], count: int | None = None) -> list[CalibrationData]:
-        """The calibration samples of experts that have a source: as many as the recipe says, or ``count``.
+        """The calibration samples of experts that have a source: ``count`` of each, by default the recipe's number.
 
         Raises:
-            SltaError: a source gives no samples, or the same ones as another's.
+            SltaError: a source gives no samples, or the same samples as another one.
         """
         data = [self.samples.of(expert, count) for expert in experts]
         if problems := repeated_data(zip(experts, data, strict=True)):

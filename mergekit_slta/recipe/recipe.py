@@ -1,4 +1,4 @@
-"""A recipe: mergekit's YAML, with what it asks of one of our methods read from it once."""
+"""A recipe: mergekit's YAML, and the settings and experts that it gives to one of our methods."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Expert:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a recipe asks for, as far as it can be read: a wrong parameter has its default, and is a problem elsewhere.
+    """The readable part of a recipe, in which defaults replace wrong parameters; ``Recipe.problems`` lists these.
 
     Attributes:
         base: the base model, if the recipe names one.
-        experts: the experts in the recipe's order, without those whose own parameters are wrong.
+        experts: the experts in the recipe's order, except those whose own parameters are wrong.
         settings: the parameters for the whole merge.
     """
 
@@ -56,21 +56,22 @@ class Recipe:
 
     Args:
         base: the base model, a folder or a Hub id.
-        experts: the experts, each with its calibration source, or with its parameters by their names, such as
-            ``{"org/math": "math.jsonl", "org/code": {"calibration": "code.jsonl", "template": "{prompt}"}}``; only
-            their names for a method without data.
+        experts: the experts, each with its calibration source or with a table of its parameters, such as
+            ``{"org/math": "math.jsonl", "org/code": {"calibration": "code.jsonl", "template": "{prompt}"}}``; for a
+            method without data a list of names.
         method: ``slta``, ``featcal``, ``actmat`` or ``sftm``.
-        dtype: the type to merge in.
-        out_dtype: the type to write; by default ``dtype``.
+        dtype: the data type to merge in.
+        out_dtype: the data type to write; by default ``dtype``.
         parameters: the method's parameters for the whole merge, such as ``level="layer"``.
 
     Attributes:
         config: the recipe as mergekit reads it.
         text: its YAML.
-        content: what YAML makes of the text; None if the recipe was never a text.
+        content: the parsed YAML; None if the recipe did not come from a text.
 
     Raises:
-        SltaError: mergekit cannot read it. A wrong parameter is only said when what it is for is asked for.
+        SltaError: mergekit cannot read it. Wrong parameters raise only when ``base``, ``experts`` or ``settings`` is
+            used.
     """
 
     config: MergeConfiguration
@@ -117,7 +118,7 @@ class Recipe:
 
     @classmethod
     def from_config(cls, config: MergeConfiguration, content: Any = None) -> Recipe:
-        """A recipe that mergekit has read already."""
+        """Make a recipe from a configuration that mergekit has read."""
         recipe = cls.__new__(cls)
         recipe.config, recipe.content = config, content
         return recipe
@@ -131,9 +132,9 @@ class Recipe:
             return
         except ValidationError as error:
             said = "; ".join(f"'{'.'.join(map(str, entry['loc']))}': {entry['msg']}" for entry in error.errors())
-        except RuntimeError as error:  # what mergekit's own checks raise
+        except RuntimeError as error:  # from mergekit's own checks
             said = str(error)
-        except Exception as error:  # what parses the values of YAML's tags raises errors of any kind
+        except Exception as error:  # YAML's tags may raise errors of any kind
             said = one_line(error)
         raise SltaError(f"{name} is not valid as {kind}: {said}.")
 
@@ -161,7 +162,7 @@ class Recipe:
         return self.reading.settings
 
     def settings_of(self, kind: type[Kind]) -> Kind:
-        """The settings of a recipe for a method of that kind.
+        """The recipe's settings, if its method has settings of that kind.
 
         Raises:
             SltaError: the recipe is wrong, or for another method.
@@ -177,10 +178,10 @@ class Recipe:
 
     @property
     def method(self) -> type[MethodSettings]:
-        """What is known of the recipe's method.
+        """The settings class of the recipe's method, which also says what the method needs.
 
         Raises:
-            SltaError: it is none of ours.
+            SltaError: the method does not belong to this package.
         """
         name = self.config.merge_method
         if name not in SETTINGS:
@@ -195,12 +196,12 @@ class Recipe:
 
     @cached_property
     def problems(self) -> list[str]:
-        """Everything that is wrong with the recipe as a text, one sentence each."""
+        """Everything that is wrong with the recipe's text, one sentence each."""
         return key_problems(self.content, self.method) + recipe_problems(self.config, self.method)
 
     @cached_property
     def reading(self) -> Reading:
-        """What the recipe asks for, as far as it can be read."""
+        """The readable part of the recipe."""
         experts = []
         for reference, given in expert_parameters(self.config).items():
             own = _valid_part(self.method.expert, given)
@@ -216,12 +217,12 @@ class Recipe:
 
 
 def _plain(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters with paths as texts, for YAML."""
+    """Parameters in which paths are strings, for YAML."""
     return {name: str(value) if isinstance(value, os.PathLike) else value for name, value in parameters.items()}
 
 
 def _valid_part(table: type[Table], given: Mapping[str, Any]) -> Table:
-    """A table of parameters with the defaults in place of wrong values; other names are passed over."""
+    """A table of parameters in which defaults replace wrong values; unknown names are ignored."""
     names = {field.alias or name for name, field in table.model_fields.items()}
     known = {name: value for name, value in given.items() if name in names}
     try:
@@ -232,7 +233,7 @@ def _valid_part(table: type[Table], given: Mapping[str, Any]) -> Table:
 
 
 def published_name(reference: ModelReference) -> str:
-    """A model's name as it may be published: as the recipe spells it, an absolute path by its last part."""
+    """A model's name for published files: the recipe's spelling, but only the last part of an absolute path."""
     parts = [part for part in (reference.model, reference.lora) if part is not None]
     return "+".join(_published_path(part) for part in parts)
 
@@ -246,17 +247,17 @@ def _published_path(path: ModelPath) -> str:
 def calibration_problems(
     recipe: Recipe | Reading, statistics_exist: bool = False, takes_statistics: bool = True
 ) -> list[str]:
-    """Experts without data, and experts that share it (with equal data every weight comes out as 1/T).
+    """Experts without data, and experts that share data, with which every merging weight would be 1/T.
 
-    A source that is malformed is compared with no other: reading it says what is wrong.
+    Malformed sources are not compared; reading them reports the problem.
     """
     problems = []
     seen: dict[Any, Expert] = {}
     without = [str(expert) for expert in recipe.experts if not expert.calibration]
     if statistics_exist and 0 < len(without) < len(recipe.experts):
         problems.append(
-            f"Some experts have a 'calibration', but not {', '.join(without)}: give it to all, so that the statistics "
-            "file is compared with the data, or to none, to use the file as it is."
+            f"Some experts have a 'calibration', but not {', '.join(without)}: give it to all, to compare the "
+            "statistics file with the data, or to none, to use the file unchecked."
         )
     for expert in recipe.experts:
         if not expert.calibration:

@@ -1,4 +1,4 @@
-"""The samples of a recipe's experts, each drawn once, and the tokenizers that they are made with."""
+"""Draw the samples of a recipe's experts, and load the tokenizers for them; each is done once."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Samples:
 
     Args:
         base: the base model, whose tokenizer tokenizes everything.
-        settings: how many samples, of which length, drawn by which seed.
+        settings: the number of samples, their length and the seed.
         trust_remote_code, cache_dir: mergekit's options ``--trust-remote-code`` and ``--transformers-cache``.
-        quiet: no progress bar while a dataset is fetched.
+        quiet: whether to hide the progress bar of a dataset's download.
 
     Attributes:
-        chat_date: what chat templates that ask for today's date are told.
+        chat_date: the date for chat templates that ask for today's.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class Samples:
         self._tokenizers: dict[ModelReference, PreTrainedTokenizerBase] = {}
 
     def of(self, expert: Expert, count: int | None = None) -> CalibrationData:
-        """An expert's calibration samples: as many as the settings say, or the first ``count``.
+        """An expert's calibration samples: ``count`` of them, by default the settings' number.
 
         Raises:
-            SltaError: there are none, or a tokenizer is missing.
+            SltaError: the source gives no sample, or a tokenizer is missing.
         """
         key = expert, count or self._settings.samples, self.chat_date
         if key not in self._drawn:
@@ -66,10 +66,10 @@ class Samples:
         return self._source(expert).held_out(count, self.of(expert))
 
     def tokenizer(self, reference: ModelReference) -> PreTrainedTokenizerBase:
-        """A model's tokenizer, loaded once; of an adapter, the one that it brings along, or else its base model's.
+        """A model's tokenizer; for an adapter its own, or else that of its base model.
 
         Raises:
-            SltaError: the model has none that can be loaded.
+            SltaError: the tokenizer is missing or cannot be loaded.
         """
         if reference not in self._tokenizers:
             self._tokenizers[reference] = self._load_tokenizer(reference)
@@ -105,7 +105,7 @@ class Samples:
 
 
 def repeated_data(drawn: Iterable[tuple[Expert, CalibrationData]]) -> list[str]:
-    """Experts whose sources give the same tokens as another's, one sentence each."""
+    """One sentence for each expert whose source gives the same tokens as another expert's."""
     seen: dict[str, Expert] = {}
     return [
         f"'{other.calibration}' of {other} and '{expert.calibration}' of {expert} give the same tokens: "

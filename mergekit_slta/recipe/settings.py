@@ -1,7 +1,7 @@
-"""The parameters of every merge method, and what else there is to know about a method: one class for each.
+"""The parameters and properties of every merge method, one class for each.
 
-Who wants to know something about a method (does it run the experts? does it take a statistics file?) asks its class
-here, so that no other room asks which method it is.
+Other rooms read a method's properties here (does it run the experts? does it take a statistics file?) instead of
+comparing its name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Parameters(BaseModel):
 
 
 class CalibratedExpert(Parameters):
-    """The parameters of an expert whose task's data is looked at."""
+    """The parameters of an expert of a method that uses calibration data."""
 
     calibration: str = ""
     template: str = ""
@@ -36,12 +36,12 @@ class MethodSettings(Parameters):
     """The parameters of a merge method for the whole merge.
 
     Attributes:
-        method: what recipes call the method.
-        expert: the parameters of one expert.
-        runs_models: it runs models on samples, so that it needs whole models and one value for the whole merge.
-        runs_experts: the experts run on the samples themselves, rather than on what the base model makes of them.
-        takes_statistics: it can take a statistics file in place of data.
-        solves_layers: it solves the layers into a folder, in float32, before anything is merged.
+        method: the method's name in recipes.
+        expert: the class of one expert's parameters.
+        runs_models: whether it runs models on samples, for which it needs whole models and one value per parameter.
+        runs_experts: whether the experts run on the samples' tokens, not only on the base model's hidden states.
+        takes_statistics: whether a statistics file can replace the data.
+        solves_layers: whether it solves the layers into a folder, in float32, before mergekit merges a tensor.
         folders: the parameters that name a folder to write to.
     """
 
@@ -55,10 +55,10 @@ class MethodSettings(Parameters):
 
 
 class CalibrationSettings(MethodSettings):
-    """The parameters of every method that looks at calibration data.
+    """The parameters of every method that uses calibration data.
 
     Attributes:
-        measured_level: the level that the method wants Gram matrices of, if it wants any.
+        measured_level: the level of the Gram matrices that are measured by default.
     """
 
     runs_models: ClassVar[bool] = True
@@ -106,7 +106,7 @@ class FeatcalSettings(CalibrationSettings):
 
     @property
     def averages_edges(self) -> bool:
-        """Whether what lies outside the decoder layers is the experts' average."""
+        """Whether the tensors outside the decoder layers are the experts' average."""
         return self.anchor in ("average", "actmat")
 
 
@@ -117,7 +117,7 @@ class ActmatExpert(Parameters):
 
 
 class ActmatSettings(MethodSettings):
-    """The parameters of ``merge_method: actmat``, which takes other values for other tensors."""
+    """The parameters of ``merge_method: actmat``, which may differ between tensors."""
 
     method: ClassVar[str] = "actmat"
     expert: ClassVar[type[Parameters]] = ActmatExpert
@@ -135,7 +135,7 @@ class SftmExpert(Parameters):
 
 
 class SftmSettings(MethodSettings):
-    """The parameters of ``merge_method: sftm``, which takes other values for other tensors."""
+    """The parameters of ``merge_method: sftm``, which may differ between tensors."""
 
     method: ClassVar[str] = "sftm"
     expert: ClassVar[type[Parameters]] = SftmExpert

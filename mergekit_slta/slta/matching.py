@@ -1,4 +1,4 @@
-"""Whether a statistics file fits a recipe: one answer for the check, which reads no weights, and for the run."""
+"""Compare a statistics file with a recipe, for the checks, which read no weights, and for the run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ class Match:
     """How a file fits a recipe.
 
     Attributes:
-        order: the index in the file of each of the recipe's experts; None for one that is not known or not there.
-        problems: why it does not fit, one sentence each.
+        order: for each of the recipe's experts its index in the file; None if it is missing there or its content is
+            unknown.
+        problems: why the file does not fit, one sentence each.
     """
 
     order: list[int | None]
@@ -32,15 +33,15 @@ def match(
     experts: Sequence[Content | None],
     data: Sequence[CalibrationData | None],
 ) -> Match:
-    """Compare a file with a recipe: models by content, in any order; data and settings if the recipe gives data.
+    """Compare a file with a recipe: models by content, in any order; data and settings if the recipe names data.
 
     Args:
-        info: what the file says of itself.
-        path: where it is.
+        info: the file's metadata.
+        path: the file's path.
         recipe: the recipe.
-        base: the base model's content; None if only a download would tell.
-        experts: the experts' in the recipe's order, likewise.
-        data: their samples; None for one whose samples are not drawn.
+        base: the base model's content; None if only a download would show it.
+        experts: the experts' contents in the recipe's order; None likewise.
+        data: the experts' samples; None for samples that are not drawn.
     """
     problems = [] if base is None else _base_problems(info, path, recipe, base)
     _, *measured = info.fingerprint.contents
@@ -54,11 +55,11 @@ def match(
             del unused[(same_data or equal)[0]]
         elif content is not None:
             problems.append(
-                f"The expert {expert} is none of the models that {path} was measured on "
-                f"({', '.join(info.models)}; other content): use those or measure anew into another file."
+                f"The expert {expert} is not one of the models that {path} was measured on "
+                f"({', '.join(info.models)}; other content): use those, or measure into another file."
             )
     if all(expert.calibration for expert in recipe.experts):
-        # Other settings draw other samples: only under the same ones do samples tell something about the data.
+        # Other settings draw other samples, so the data can be compared only if the settings are equal.
         problems += _setting_problems(info, path, recipe) or _data_problems(info, path, recipe.experts, order, data)
     return Match(order, problems)
 
@@ -72,22 +73,22 @@ def _base_problems(info: Info, path: Path, recipe: Recipe | Reading, base: BaseC
         ]
     if not isinstance(known, BaseContent):
         return []
-    # Another version of transformers may know other entries.
+    # Another version of transformers may add or drop entries.
     same_version = info.versions.get("transformers") == versions()["transformers"]
     names = known.config.keys() | base.config.keys() if same_version else known.config.keys() & base.config.keys()
     changed = sorted(name for name in names if known.config.get(name) != base.config.get(name))
     if not changed:
         return []
     return [
-        f"The configuration of the base model {recipe.base} is not the one that {path} was measured with (other "
-        f"{', '.join(changed)}): set it back, or measure into another file."
+        f"The configuration of the base model {recipe.base} has changed since {path} was measured "
+        f"({', '.join(changed)}): change it back, or measure into another file."
     ]
 
 
 def _setting_problems(info: Info, path: Path, recipe: Recipe | Reading) -> list[str]:
     return [
         f"The recipe has {name} {getattr(recipe.settings, name)}, but {path} was measured with {getattr(info, name)}: "
-        "set it so, or measure into another file."
+        "set that value, or measure into another file."
         for name in ("samples", "max_tokens", "seed")
         if getattr(recipe.settings, name) != getattr(info, name)
     ]
@@ -112,14 +113,14 @@ def _data_problems(
 def level_problems(
     info: Info, path: Path, recipe: Recipe | Reading, levels: Collection[str], published: bool
 ) -> list[str]:
-    """Levels that the file lacks and that the recipe cannot add to it."""
+    """Why the recipe cannot use or add levels that the file lacks."""
     missing = [level for level in levels if level not in info.levels]
     if not missing:
         return []
     if published:
         return [
             f"The published statistics lack the level {', '.join(missing)} (they hold {', '.join(info.levels)}): use "
-            "one that they hold, or measure into a file of your own."
+            "a level that they hold, or measure into your own file."
         ]
     if len(recipe.experts) == len(info.models) and all(expert.calibration for expert in recipe.experts):
         return []

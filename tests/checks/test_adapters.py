@@ -32,7 +32,7 @@ def test_an_adapter_needs_a_folder_to_be_merged_in(family: Family, adapter: Path
 def test_an_incomplete_adapter(family: Family, adapter: Path, tmp_path: Path) -> None:
     (adapter / "adapter_model.safetensors").unlink()
     problem = only(adapted(family, adapter), options={"lora_merge_cache": str(tmp_path)})
-    assert problem == f"{adapter} is no LoRA adapter: it lacks adapter_model.safetensors."
+    assert problem == f"{adapter} is not a LoRA adapter: it lacks adapter_model.safetensors."
 
 
 def test_an_adapter_of_a_wider_model(family: Family, tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_calibration_as_a_list_is_the_only_problem(family: Family) -> None:
         ("blank.jsonl", '{"text": " "}\n', "has no usable record: all 1 are empty"),
         ("broken.jsonl", '{"text": \n', "broken JSON in line 1"),
         ("latin.txt", b"caf\xe9", "is not UTF-8 text"),
-        ("shape.jsonl", '{"q": 1, "a": 2}', "has no known shape: its fields are q, a."),
+        ("shape.jsonl", '{"q": 1, "a": 2}', "has none of the known fields: its fields are q, a."),
         ("mixed.jsonl", '{"text": "x"}\n{"q": 1}\n', "Line 2 of calibration file"),
     ],
 )
@@ -93,7 +93,7 @@ def test_data_that_cannot_be_used(
     ("template", "words"),
     [
         ("{question}", "has no field 'question', which the template '{question}' names: its fields are text."),
-        ("{text", "is no format string"),
+        ("{text", "is not a valid format string"),
         ("no field", "must name fields of a record"),
     ],
 )
@@ -124,7 +124,7 @@ def test_data_is_read_even_if_the_base_model_is_missing(family: Family, tmp_path
 )
 def test_a_dataset_is_checked_for_its_spelling(family: Family, source: str, words: str) -> None:
     assert words in only(with_data(family, source))
-    assert "is no format string" in only(with_data(family, "hf:org/data", "{question"))
+    assert "is not a valid format string" in only(with_data(family, "hf:org/data", "{question"))
 
 
 @pytest.mark.parametrize("source", ["hf:org/data", "hf:org/data?config=main&split=train[:5]"])

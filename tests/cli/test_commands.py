@@ -265,7 +265,8 @@ def test_calibrate_refuses_what_it_cannot_write(llama: Family, write_recipe: Wri
     assert "'hf upload'" in run("calibrate", recipe, "-o", "hf:org/repo/stats.safetensors", code=1).output
     assert "is a folder" in run("calibrate", recipe, "-o", tmp_path, code=1).output
     assert (
-        "is none of model, layer" in run("calibrate", recipe, "-o", tmp_path / "s", "--level", "heads", code=2).output
+        "is not one of model, layer"
+        in run("calibrate", recipe, "-o", tmp_path / "s", "--level", "heads", code=2).output
     )
 
 
@@ -394,7 +395,7 @@ def test_the_recipe_says_how_it_was_solved(stats: Path, llama: Family, tmp_path:
         (["--models", "expert0,expert0"], "'expert0' is named twice"),
         (["--models", "expert0", "--task-weight", "expert1=2"], "write NAME=VALUE"),
         (["--task-weight", "expert1"], "write NAME=VALUE"),
-        (["--task-weight", "expert1=much"], "'much' is no number"),
+        (["--task-weight", "expert1=much"], "'much' is not a number"),
         (["--task-weight", "expert1=-1"], "expert1 is -1.0: give a number of at least zero"),
         (["--task-weight", "expert1=nan"], "expert1 is nan: give a number of at least zero"),
         (["--models", "expert0", "--task-weight", "expert0=0"], "at least one task must count"),

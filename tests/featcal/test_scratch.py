@@ -234,7 +234,7 @@ def test_a_tied_head_is_said_once(
     with caplog.at_level(logging.WARNING, logger="mergekit_slta"):
         solve(recipe(make_family(architecture)))
         solve(recipe(make_family(architecture, seed=1), head=False))
-    assert sum("The output head is the embedding too" in record.message for record in caplog.records) == said
+    assert sum("The output head is tied to the embedding" in record.message for record in caplog.records) == said
 
 
 def test_calibration_is_needed(llama: Family) -> None:

@@ -671,19 +671,19 @@ def test_one_value_for_the_whole_merge(case: str, llama: Family, tmp_path: Path)
     assert not (tmp_path / "out").exists()
 
 
-def test_values_that_change_are_noticed_without_the_recipe_too(
+def test_a_merge_whose_recipe_the_planner_does_not_show_is_refused(
     llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    content = with_parameter(llama, "ridge", [0.0, 0.5])
-    monkeypatch.setattr(registry, "sound_experiment", lambda config, options: None)
-    monkeypatch.setattr(registry.SltaMethod, "begin", lambda self, experiment: None)
-    with pytest.raises(SltaError, match="'ridge' changes between tensors"):
-        families.merge(content, tmp_path / "out")
+    monkeypatch.setattr(MergePlanner, "__init__", MergePlanner.__init__.__wrapped__)
+    monkeypatch.setattr(registry, "watch_planner", lambda: None)
+    registry.METHODS["slta"].forget()
+    with pytest.raises(SltaError, match="does not show 'slta' the recipe.* 'mergekit-slta merge'"):
+        families.merge(families.recipe(llama), tmp_path / "out")
+    assert nothing_measured()
 
 
-@pytest.mark.parametrize("recipe_is_known", [True, False])
 def test_an_optional_tensor_that_comes_first_hides_no_experts_parameters(
-    recipe_is_known: bool, llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """mergekit gives the parameters of those experts alone that have the tensor, here not of the second one."""
     expected = merged_state(families.merge(families.recipe(llama), tmp_path / "expected"))
@@ -697,13 +697,8 @@ def test_an_optional_tensor_that_comes_first_hides_no_experts_parameters(
         return execute(self, tensors, **rest)
 
     monkeypatch.setattr(ExecuteMergeMethodTask, "execute", first_lacks_an_expert)
-    if recipe_is_known:
-        found = merged_state(families.merge(families.recipe(llama), tmp_path / "out"))
-        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-        return
-    monkeypatch.setattr(registry.SltaMethod, "begin", lambda self, experiment: None)
-    with pytest.raises(SltaError, match="expert2 lacks, .* 'mergekit-slta merge'"):
-        families.merge(families.recipe(llama), tmp_path / "out")
+    found = merged_state(families.merge(families.recipe(llama), tmp_path / "out"))
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def test_mergekit_pytorch_is_refused_in_words(llama: Family, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_an_incomplete_adapter(tmp_path: Path, left_out: str) -> None:
     path = ModelPath(path=str(tmp_path))
     assert adapter_headers(path) == {"x": TensorHeader((1,), 4)}
     (tmp_path / left_out).unlink()
-    with pytest.raises(SltaError, match=f"is no LoRA adapter: it lacks {left_out}"):
+    with pytest.raises(SltaError, match=f"is not a LoRA adapter: it lacks {left_out}"):
         adapter_headers(path)
 
 
@@ -74,14 +74,14 @@ def test_adapters_on_the_hub(tmp_path: Path) -> None:
     whole, pickled, empty = found
     assert whole == {"x": [2, 3]}
     assert pickled is None
-    assert empty.startswith("org/empty is no LoRA adapter: it lacks adapter_config.json,")
+    assert empty.startswith("org/empty is not a LoRA adapter: it lacks adapter_config.json,")
     assert files == ["adapter_config.json", "adapter_model.safetensors"]
     assert set(hub.fetched) == set(files)
 
 
 def test_the_weights_of_an_adapter(tmp_path: Path) -> None:
     folder = adapter_folder(ModelPath(path=str(tmp_path)))
-    with pytest.raises(SltaError, match="holds no LoRA adapter"):
+    with pytest.raises(SltaError, match="is not a LoRA adapter: it lacks"):
         adapter_weights(folder)
     for name in ("adapter_model.bin", "adapter_model.safetensors"):  # the second is preferred
         (tmp_path / name).write_text("")

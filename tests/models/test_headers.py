@@ -100,7 +100,7 @@ def test_opens_a_model_with_or_without_the_prefix_of_its_names(folder: Path) -> 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     assert refusal(tmp_path / "none") == f"{tmp_path}/none cannot be used: there is no such folder here."
-    assert "mergekit does not replace '~'" in refusal("~/none")
+    assert "mergekit does not know '~'" in refusal("~/none")
 
 
 def test_a_file_in_place_of_a_folder(folder: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_folder_without_config(folder: Path) -> None:
 
 def test_an_adapter_in_place_of_a_model(folder: Path) -> None:
     (folder / "config.json").rename(folder / "adapter_config.json")
-    assert f"is a LoRA adapter: write it behind its base model, 'BASE+{folder}'" in refusal(folder)
+    assert f"is a LoRA adapter: write 'BASE+{folder}'" in refusal(folder)
 
 
 def test_a_config_that_transformers_cannot_read(folder: Path) -> None:

@@ -58,5 +58,5 @@ def test_values_outside_the_layers_are_looked_at(make_family: MakeFamily) -> Non
 
 
 def test_an_option_that_mergekit_does_not_know_is_refused(llama: Family) -> None:
-    with pytest.raises(TypeError, match="There is no option levels"):
+    with pytest.raises(TypeError, match="mergekit has no option levels"):
         Experiment(Recipe(str(llama.base), {"a": "a.jsonl"}), levels=["layer"])

@@ -233,9 +233,9 @@ def change_setting(name: str, value: int) -> Callable[[dict[str, Any], Family, P
         (change_base, r"base model .*expert0 is not the one"),
         (change_row_of_base, r"base model .*row is not the one"),
         (change_configuration, r"stretched is not the one .* \(other rms_norm_eps, rope_parameters\.rope_theta\)"),
-        (change_row, r"expert .*row is none of the models"),
+        (change_row, r"expert .*row is not one of the models"),
         (leave_out_a_calibration, r"Some experts have a 'calibration', but not .*expert1: "),
-        (change_expert, r"expert .*retrained is none of the models"),
+        (change_expert, r"expert .*retrained is not one of the models"),
         (change_records, r"other\.jsonl' of .*expert2 gives other tokens than 'task2\.jsonl'"),
         (change_setting("samples", 4), r"samples 4, but .* 5"),
         (change_setting("max_tokens", 11), r"max_tokens 11, but .* 12"),
@@ -303,7 +303,7 @@ def test_a_file_of_an_older_version_is_compared_by_samples_which_is_said(
     assert f"{path} is of an older version" in caplog.text
     content = recipe(llama)
     change_expert(content, llama, tmp_path)
-    with pytest.raises(SltaError, match="retrained is none of the models"):
+    with pytest.raises(SltaError, match="retrained is not one of the models"):
         measured(content, path)
 
 
