@@ -243,7 +243,7 @@ _VISION: dict[str, Any] = {
 }
 
 OTHER_KINDS: dict[str, tuple[str, transformers.PretrainedConfig, str]] = {
-    "encoder": ("RobertaForMaskedLM", transformers.RobertaConfig(**_TINY), "is no decoder-only"),
+    "encoder": ("RobertaForMaskedLM", transformers.RobertaConfig(**_TINY), "is not a decoder-only"),
     "encoder-decoder": (
         "T5ForConditionalGeneration",
         transformers.T5Config(vocab_size=families.VOCABULARY, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2),

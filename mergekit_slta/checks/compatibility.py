@@ -112,23 +112,18 @@ def vocabulary_problem(base: Model, expert: Model) -> str | None:
 
 
 def moved_tokens_problem(base: Model, expert: Model) -> str | None:
-    """How an expert's token ids differ from the base model's."""
-    known, theirs = token_ids(base, expert)
-    moved = [token for token, index in known.items() if theirs.get(token, index) != index]
-    if moved:
-        return (
-            f"The tokenizer of the expert {expert} has other ids than that of the base model {base} for "
-            f"{len(moved)} tokens (such as {moved[0]!r})"
-        )
-    return None
-
-
-def token_ids(base: Model, expert: Model) -> tuple[dict[str, int], dict[str, int]]:
-    """The vocabularies of two models' tokenizers; empty if their files are equal or not on this machine."""
-    own, theirs = tokenizer_file(base), tokenizer_file(expert)
-    if own is None or theirs is None or filecmp.cmp(own, theirs, shallow=False):
-        return {}, {}
-    return tokens_of(own), tokens_of(theirs)
+    """How an expert's token ids differ from the base model's, as far as their files are on this machine."""
+    files = tokenizer_file(base), tokenizer_file(expert)
+    if files[0] is None or files[1] is None or filecmp.cmp(files[0], files[1], shallow=False):
+        return None
+    own, theirs = tokens_of(files[0]), tokens_of(files[1])
+    moved = [token for token, index in own.items() if theirs.get(token, index) != index]
+    if not moved:
+        return None
+    return (
+        f"The tokenizer of the expert {expert} has other ids than that of the base model {base} for {len(moved)} "
+        f"tokens (such as {moved[0]!r})"
+    )
 
 
 def tokenizer_file(model: Model) -> Path | None:

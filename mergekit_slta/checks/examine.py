@@ -11,35 +11,8 @@ from typing import Any
 
 import click
 
-from mergekit_slta.checks.adapters import adapters
+from mergekit_slta.checks import adapters, compatibility, data, models, space, text
 from mergekit_slta.checks.case import Case, Check, of_decoder, of_models, of_siblings
-from mergekit_slta.checks.compatibility import quantization_problem, shape_problem, silenced, tied_problem
-from mergekit_slta.checks.data import (
-    calibration_data,
-    calibration_sources,
-    few_records,
-    same_samples,
-    statistics_file,
-)
-from mergekit_slta.checks.models import (
-    anchor_branches,
-    compared_logits,
-    compared_outputs,
-    head_rows,
-    known_decoder,
-    level_submodules,
-    no_tokenizer,
-    one_architecture,
-    openable_models,
-    other_configurations,
-    planned_tensors,
-    solvable_layers,
-    unseen_tensors,
-    vocabularies,
-    whole_depth,
-)
-from mergekit_slta.checks.space import disk_space, feature_merge_needs, folders
-from mergekit_slta.checks.text import card_lookup, precision, recipe_text, tensor_types
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.experiment import Experiment
@@ -48,33 +21,45 @@ from mergekit_slta.recipe.settings import ActmatSettings, FeatcalSettings, Metho
 
 # In the order in which problems are listed.
 MODELS: tuple[Check, ...] = (
-    recipe_text,
-    openable_models,
-    one_architecture,
-    of_siblings(shape_problem),
-    of_siblings(tied_problem),
-    of_models(quantization_problem),
-    adapters,
+    text.recipe_text,
+    models.openable_models,
+    models.one_architecture,
+    of_siblings(compatibility.shape_problem),
+    of_siblings(compatibility.tied_problem),
+    of_models(compatibility.quantization_problem),
+    adapters.adapters,
 )
-LAYERS: tuple[Check, ...] = (known_decoder, of_decoder(whole_depth))
-DATA: tuple[Check, ...] = (calibration_sources, same_samples, calibration_data)
+LAYERS: tuple[Check, ...] = (models.known_decoder, of_decoder(models.whole_depth))
+DATA: tuple[Check, ...] = (data.calibration_sources, data.same_samples, data.calibration_data)
 # What each method has checked beyond the models. A new merge method is entered here.
 CHECKS: dict[type[MethodSettings], tuple[Check, ...]] = {
-    SltaSettings: (*LAYERS, of_decoder(compared_logits), of_decoder(level_submodules), *DATA, statistics_file),
+    SltaSettings: (
+        *LAYERS,
+        of_decoder(models.compared_logits),
+        of_decoder(models.level_submodules),
+        *DATA,
+        data.statistics_file,
+    ),
     FeatcalSettings: (
         *LAYERS,
-        of_decoder(compared_outputs),
-        of_decoder(head_rows),
-        solvable_layers,
-        of_decoder(anchor_branches),
+        of_decoder(models.compared_outputs),
+        of_decoder(models.head_rows),
+        models.solvable_layers,
+        of_decoder(models.anchor_branches),
         *DATA,
     ),
     ActmatSettings: (),
     SftmSettings: (),
 }
-MERGE: tuple[Check, ...] = (tensor_types, planned_tensors, vocabularies, folders, disk_space)
-NOTES: tuple[Check, ...] = (unseen_tensors, other_configurations)
-MERGE_NOTES: tuple[Check, ...] = (feature_merge_needs, precision, no_tokenizer, card_lookup)
+MERGE: tuple[Check, ...] = (
+    text.tensor_types,
+    models.planned_tensors,
+    models.vocabularies,
+    space.folders,
+    space.disk_space,
+)
+NOTES: tuple[Check, ...] = (models.unseen_tensors, models.other_configurations)
+MERGE_NOTES: tuple[Check, ...] = (space.feature_merge_needs, text.precision, models.no_tokenizer, text.card_lookup)
 
 
 @dataclass(frozen=True)
@@ -152,13 +137,15 @@ def examine(
     method = experiment.recipe.method
     case = Case(experiment, None if out_path is None else Path(out_path))
     checks = [*MODELS, *CHECKS[method], *(MERGE if merging else ())]
-    few = [few_records] if method.runs_models and not running else []
+    few = [data.few_records] if method.runs_models and not running else []
     notes = [*few, *NOTES, *(MERGE_NOTES if merging else ())]
 
     def sentences(checks: Sequence[Check]) -> list[str]:
         return list(dict.fromkeys(sentence for check in checks for sentence in check(case)))  # each sentence once
 
-    with contextlib.nullcontext() if running else silenced("mergekit_slta.data.draw"):  # it logs what a note says
+    with (
+        contextlib.nullcontext() if running else compatibility.silenced("mergekit_slta.data.draw")
+    ):  # it logs what a note says
         problems = sentences(checks)
     return Findings(problems, sentences(notes), seen=all(model.tensors is not None for model in case.models))
 

@@ -77,7 +77,5 @@ def known_levels(levels: tuple[str, ...]) -> list[str]:
 
     for level in levels:
         if level not in LEVELS:
-            raise click.BadParameter(
-                f"'{level}' is not a level: choose from {', '.join(LEVELS)}.", param_hint="--level"
-            )
+            raise click.BadParameter(f"'{level}' is not one of {', '.join(LEVELS)}.", param_hint="--level")
     return [level for level in LEVELS if level in levels]

@@ -147,15 +147,12 @@ class Streams:
         self._calls: dict[tuple[int, int], list[LayerCall]] = {}
         self._handed: dict[int, set[tuple[Any, ...]]] = {}  # by stream, the paths in its samples' state
         for stream, models in enumerate(sources):
-            self._embed(stream, models)
-
-    def _embed(self, stream: int, models: Sequence[Source]) -> None:
-        for model in dict.fromkeys(models):
-            edges = read_edges(self.decoder, model, embedding_tensors(self.decoder))
-            for number, batch in enumerate(self.batches):
-                if models[batch.task] is model:
-                    hidden, self._calls[stream, number] = embed(self.decoder, batch.token_ids, edges)
-                    self._store(self._hidden, stream, batch, hidden)
+            for model in dict.fromkeys(models):
+                edges = read_edges(decoder, model, embedding_tensors(decoder))
+                for number, batch in enumerate(self.batches):
+                    if models[batch.task] is model:
+                        hidden, self._calls[stream, number] = embed(decoder, batch.token_ids, edges)
+                        self._store(self._hidden, stream, batch, hidden)
 
     @property
     def samples(self) -> int:

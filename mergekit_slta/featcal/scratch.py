@@ -153,15 +153,12 @@ def _anchor(experiment: Experiment, settings: FeatcalSettings, decoder: Decoder)
     if settings.anchor == "average":
         return Blend(models, equal_weights(len(experiment.experts)))
     if settings.anchor == "actmat":
-        return ActmatAnchor(models, _layer_maps(decoder))
+        roles = tensor_roles(decoder.model)
+        names = [name for layer in range(len(decoder)) for name in decoder.layer_tensors(layer).values()]
+        maps = {name: roles[name] for name in names if roles.get(name) in (Role.LINEAR, Role.TRANSPOSED)}
+        return ActmatAnchor(models, maps)
     solution = measured_statistics(experiment, [ANCHOR_LEVEL]).solve(ANCHOR_LEVEL)
     return Blend(models, TensorWeights(decoder, ANCHOR_LEVEL, solution.submodules).__getitem__)
-
-
-def _layer_maps(decoder: Decoder) -> dict[str, Role]:
-    roles = tensor_roles(decoder.model)
-    names = [name for layer in range(len(decoder)) for name in decoder.layer_tensors(layer).values()]
-    return {name: roles[name] for name in names if roles.get(name) in (Role.LINEAR, Role.TRANSPOSED)}
 
 
 def scratch_root(scratch: str) -> Path:

@@ -18,15 +18,15 @@ def weighted_sum(
 ) -> torch.Tensor:
     """The base tensor plus the weighted task vectors.
 
-    There are two ways to compute it, which round differently. What is merged is (1 - sum alpha) theta_0 + sum alpha
-    theta_t, in at least float32: it needs no memory for task vectors, and a tensor that no expert changed stays as it
-    is to the last bit. What is compared with the base model is theta_0 with one alpha tau_t after the other added: a
-    small step from the base model must not drown in the rounding of (1 - alpha) theta_0.
+    There are two ways to compute it, which round differently. Merges use (1 - sum alpha) theta_0 + sum alpha theta_t,
+    in at least float32: it needs no memory for task vectors, and a tensor that no expert changed stays equal to the
+    last bit. Comparisons with the base model add one alpha tau_t after the other to theta_0: a small step from the base
+    model must not drown in the rounding of (1 - alpha) theta_0.
 
     Args:
         base: the base model's tensor.
         experts: each expert's tensor and its weights, one number or a tensor that broadcasts to it.
-        by_steps: compute it in the second way; the weights are numbers.
+        by_steps: whether to add one task vector after the other; the weights are then numbers.
     """
     experts = [(tensor, weight) for tensor, weight in experts if bool(weight.any())]
     if by_steps:
@@ -50,7 +50,7 @@ def weighted_sum(
 def blend(
     base: Weights, experts: Sequence[Weights], alpha: Alpha, *, by_steps: bool = False
 ) -> dict[str, torch.Tensor]:
-    """The ``weighted_sum`` of all tensors; those that are no floating-point numbers stay the base model's."""
+    """The ``weighted_sum`` of all floating-point tensors; other tensors stay the base model's."""
     blended = dict(base)
     for name, tensor in base.items():
         if tensor.is_floating_point():
@@ -60,11 +60,11 @@ def blend(
 
 
 class Blend:
-    """A ``blend`` of models that can be read as a model.
+    """A ``blend`` of models that can be read like a checkpoint.
 
     Args:
         models: the base model, then the ``T`` experts.
-        alpha: the experts' weights by the model's name of a tensor; None for the base model itself.
+        alpha: the experts' weights by the model's name of a tensor; None for the base model alone.
         by_steps: as for ``weighted_sum``.
     """
 
@@ -81,10 +81,10 @@ class Blend:
         return self.of(names, [model.read(names, base_model_prefix, device) for model in models])
 
     def of(self, names: Mapping[str, str], tensors: Sequence[Weights]) -> dict[str, torch.Tensor]:
-        """The blend of tensors that have been read.
+        """Blend tensors that have been read.
 
         Args:
-            names: what each tensor is called in ``tensors``, and the model's name of it.
+            names: each tensor's key in ``tensors``, and the model's name of it.
             tensors: the base model's, then the experts'.
         """
         base, *experts = tensors

@@ -1,7 +1,7 @@
-"""How a model calls its decoder layers: what it gives to each of them, and what it gets back.
+"""How a model calls its decoder layers: the arguments of each layer, and what the layer returns.
 
-A layer can be run by itself once it is known what the model calls it with. To find out, ``stand_ins`` puts a function
-in the place of every layer while the model runs.
+A layer can run alone once the arguments of the model's call are known. To capture them, ``stand_ins`` replaces every
+layer by a function while the model runs.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.residual import plain
 
 Weights = Mapping[str, torch.Tensor]
-# What layers have handed to later layers in a dictionary that the model gives to all of them: tensors [B, ...] by the
-# argument that the dictionary is (its position or name), the key in it, and, for a tuple of tensors, the index.
+# Tensors [B, ...] that layers have passed to later layers in a dictionary that all layers are called with. Their keys
+# are the argument's position or name, the key in the dictionary and, for a tuple of tensors, the index.
 State = Mapping[tuple[Any, ...], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class LayerCall:
-    """The arguments that a model has called a layer with, except the hidden states."""
+    """The arguments of a model's call of a layer, without the hidden states."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -39,11 +39,11 @@ class LayerCall:
 
     @property
     def shares(self) -> bool:
-        """Whether a dictionary is among the arguments, by which layers may hand tensors to later layers."""
+        """Whether an argument is a dictionary, in which layers may pass tensors to later layers."""
         return any(isinstance(value, MutableMapping) for value in self.arguments.values())
 
     def own(self, state: State) -> LayerCall:
-        """The same call with dictionaries of its own, in which ``state`` is entered."""
+        """The same call with copies of the dictionaries, to which ``state`` is added."""
         arguments = self.arguments
         for argument, value in arguments.items():
             if isinstance(value, MutableMapping):
@@ -56,10 +56,10 @@ class LayerCall:
         return LayerCall(args, arguments)
 
     def entered(self, before: LayerCall) -> State:
-        """What the layer has entered into the dictionaries of this call, which was ``before``.
+        """What the layer has added to the dictionaries of this call, compared with the call ``before``.
 
         Raises:
-            SltaError: it is neither a tensor nor a tuple of tensors.
+            SltaError: an added value is neither a tensor nor a tuple of tensors.
         """
         found: dict[tuple[Any, ...], torch.Tensor] = {}
         earlier = before.arguments
@@ -75,20 +75,20 @@ class LayerCall:
                 for path, part in parts.items():
                     if not isinstance(part, torch.Tensor):
                         raise SltaError(
-                            f"A layer hands a {type(part).__name__} to later layers, in '{argument}', which cannot be "
+                            f"A layer passes a {type(part).__name__} to later layers in '{argument}', which cannot be "
                             "kept between layers, so no level applies: use 'merge_method: actmat'."
                         )
                     found[path] = plain(part)
         return found
 
 
-# Gives what a layer returns, from its index, its hidden states and its call.
+# Returns what a layer returns, given its index, its hidden states and its call.
 LayerForward = Callable[[int, torch.Tensor, LayerCall], Any]
 
 
 @contextlib.contextmanager
 def stand_ins(layers: torch.nn.ModuleList, forward: LayerForward) -> Iterator[None]:
-    """Let every layer return what ``forward`` gives, which may run the layer itself."""
+    """Replace every layer by ``forward``, which may run the layer itself."""
 
     def stand_in(index: int, *args: Any, **kwargs: Any) -> Any:
         hidden = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
@@ -108,16 +108,16 @@ def stand_ins(layers: torch.nn.ModuleList, forward: LayerForward) -> Iterator[No
 
 
 class Made(torch.Tensor):
-    """Something that a stand-in has returned, or that was computed from it."""
+    """A tensor that a stand-in has returned, or that was computed from one."""
 
 
 def hidden_of(returned: Any) -> Any:
-    """The hidden states in what a layer returns, which may hold more."""
+    """The hidden states in a layer's return value, which may be a tuple with more values."""
     return returned[0] if isinstance(returned, (tuple, list)) else returned
 
 
 def returned_like(returned: Any, hidden: torch.Tensor) -> Any:
-    """What a layer returns in the form of ``returned``, with other hidden states; all of it marked as ``Made``."""
+    """A copy of a layer's return value with other hidden states, all of it marked as ``Made``."""
     made = hidden.as_subclass(Made)
     if not isinstance(returned, (tuple, list)):
         return made

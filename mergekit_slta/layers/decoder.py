@@ -1,7 +1,7 @@
-"""Run one decoder layer at a time, with whichever weights.
+"""Run one decoder layer at a time with given weights.
 
-The layers are transformers' own modules on the meta device. Nothing here knows an architecture by name. What comes
-before and after the layers is in ``ends``, how a layer splits into branches in ``structure``.
+The layers are transformers' own modules on the meta device. Nothing here knows an architecture by name. ``ends`` runs
+what comes before and after the layers; ``structure`` splits a layer into branches.
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ class Decoder:
         device: where layers run.
 
     Attributes:
-        name: the architecture's.
+        name: the architecture's name.
         model: the whole model on the meta device.
-        body: the part of the model that is everything but its output head, and ``body_path`` what the model's names
-            of its tensors begin with.
+        body: the model without its output head; ``body_path`` begins the names of its tensors in the model.
         layers: the decoder layers, and ``layers_path`` their path in the model.
-        fresh: puts the model back to how it was built.
+        fresh: restores the model to the state in which it was built.
 
     Raises:
-        SltaError: the model is no decoder-only language model, or its layers cannot be found.
+        SltaError: the model is not a decoder-only language model, or its layers cannot be found.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class Decoder:
         return len(self.layers)
 
     def to(self, device: torch.device | str) -> Decoder:
-        """Run layers on another device from now on; what was found out by running them is found anew there."""
+        """Run layers on another device from now on, and forget what ``once`` has found."""
         if torch.device(device) != self.device:
             self.fresh.restore()
             self.device = torch.device(device)
@@ -95,7 +94,7 @@ class Decoder:
     def edge_tensors(self) -> list[str]:
         """The model's names of the tensors outside the decoder layers (embeddings, final norm, output head).
 
-        Tied tensors are named once: what is given for one counts for all.
+        Tied tensors are named once.
         """
         tied = set(dict(self.model.named_parameters(remove_duplicate=False)))
         tied -= set(dict(self.model.named_parameters()))
@@ -123,10 +122,10 @@ class Decoder:
             weights: the layer's tensors by their names inside the layer.
             hidden: [B, S, D], the layer's input.
             call: the layer's other arguments.
-            mlp_reads: what the residual stream holds where the MLP branch reads it; without it nobody looks there.
-            mlp_input: [B, S, D], given to the MLP branch in place of the residual stream.
+            mlp_reads: the sources of the residual stream where the MLP branch reads it; None to ignore this branch.
+            mlp_input: [B, S, D], given to the MLP branch instead of the residual stream.
             replay: outputs of children that need not run again.
-            capture, keep: paths of the modules inside the layer whose inputs, or outputs, are wanted.
+            capture, keep: paths of the modules inside the layer whose inputs, or outputs, are recorded.
         """
         run = LayerRun(mlp_reads, mlp_input, replay or {}, capture, keep)
         self.fresh.restore()
@@ -152,7 +151,7 @@ class Decoder:
             module: the path of the module inside the layer; None for a run to the end.
             layer, weights, hidden, call, capture, keep: as for ``run``.
             replay: outputs of modules that need not run again.
-            copy: paths of the modules whose outputs others change in place.
+            copy: paths of the modules whose outputs other modules change in place.
         """
         run = LayerRun(replay=replay, capture=capture, keep=keep, copy=copy, until=module)
         self.fresh.restore()
@@ -161,7 +160,7 @@ class Decoder:
         return run
 
     def call(self, run: LayerRun, layer: int, weights: Weights, hidden: torch.Tensor, call: LayerCall) -> Any:
-        """Call a layer's module on a residual stream, with everything in it reporting to ``run``."""
+        """Call a layer's module on a residual stream while its modules report to ``run``."""
         own = call.own({})
         self._run = run
         try:
@@ -172,7 +171,7 @@ class Decoder:
             run.state = own.entered(call)
 
     def once(self, find: Callable[..., Found], *arguments: Hashable) -> Found:
-        """What ``find`` makes of this decoder and the arguments, found once."""
+        """``find(self, *arguments)``, computed once."""
         key = find, arguments
         if key not in self._known:
             self._known[key] = find(self, *arguments)
@@ -180,7 +179,7 @@ class Decoder:
         return found
 
     def once_per_kind(self, layer: int, find: Callable[[Decoder, int], Found]) -> Found:
-        """What ``find`` makes of a layer, found once for all layers of the same modules and shapes."""
+        """``find(self, layer)``, computed once for all layers with the same modules and shapes."""
         return self.once(find, self.first_of_kind[layer])
 
     def one_of_each_kind(self) -> list[int]:
@@ -189,7 +188,7 @@ class Decoder:
 
     @functools.cached_property
     def first_of_kind(self) -> list[int]:
-        """For each layer, the first one of the same modules and shapes, which behaves alike."""
+        """For each layer, the first layer with the same modules and shapes, which behaves alike."""
         kinds = [
             (
                 tuple((name, type(module)) for name, module in layer.named_modules()),
@@ -209,7 +208,7 @@ class Decoder:
             owner, _, leaf = name.rpartition(".")
             module = self.model.get_submodule(owner)
             module._buffers[leaf] = torch.empty_like(buffer, device="cpu")
-        # A buffer may be filled by another module than its owner, so all are asked; meta weights stay without values.
+        # Another module than its owner may fill a buffer, so the whole model initializes; meta weights get no values.
         self.model.initialize_weights()
         for name, buffer in list(self.model.named_non_persistent_buffers()):
             owner, _, leaf = name.rpartition(".")
@@ -217,12 +216,12 @@ class Decoder:
 
 
 def refuse_unless_decoder(config: transformers.PretrainedConfig) -> None:
-    """Refuse what has no single stack of causal decoder layers, and say what to use instead.
+    """Refuse a model without a single stack of causal decoder layers, and say which method to use instead.
 
     Raises:
         SltaError: the model is an encoder, an encoder-decoder, or has several modules (vision, audio).
     """
-    if not config.architectures:  # which building the model will say
+    if not config.architectures:  # building the model will report it
         return
     architecture = config.architectures[0]
     if config.is_encoder_decoder:
@@ -230,7 +229,7 @@ def refuse_unless_decoder(config: transformers.PretrainedConfig) -> None:
     elif config.get_text_config() is not config:
         kind = "has several modules"
     elif not architecture.endswith(("ForCausalLM", "LMHeadModel")):
-        kind = "is no decoder-only language model"
+        kind = "is not a decoder-only language model"
     else:
         return
     raise SltaError(f"{architecture} {kind}, which calibration does not cover: use 'merge_method: actmat' instead.")

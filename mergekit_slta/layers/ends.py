@@ -1,9 +1,8 @@
-"""What a model computes before its first decoder layer and after its last one.
+"""Run what a model computes before its first decoder layer and after its last one.
 
 ``embed`` turns token ids into the first layer's input and captures how the model calls each layer; ``logits`` and
-``head_input`` go on from the last layer's output. In both, stand-ins take the place of the layers and return what a
-layer of that type returns, be it the hidden states or more. To know that, one layer of each type runs first, in
-``try_layers``.
+``head_input`` continue from the last layer's output. In both, stand-ins replace the layers and return what a layer of
+that type returns. To know its form, ``try_layers`` runs one layer of each type first.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from mergekit_slta.layers.recording import LayerRun, Reached
 
 
 def embedding_tensors(decoder: Decoder) -> list[str]:
-    """The model's names of the edge tensors that ``embed`` needs: all but the output head's."""
+    """The model's names of the edge tensors that ``embed`` needs: all except the output head's."""
     return [name for name in decoder.edge_tensors() if name.startswith(decoder.body_path)]
 
 
 def embed(decoder: Decoder, token_ids: torch.Tensor, edges: Weights) -> tuple[torch.Tensor, list[LayerCall]]:
     """Run everything before the first layer, and capture how the model calls each layer.
 
-    Right padding needs no mask where ``padding_matters`` denies it.
+    Right padding needs no mask unless ``padding_matters``.
 
     Args:
         decoder: the model's decoder.
@@ -41,7 +40,7 @@ def embed(decoder: Decoder, token_ids: torch.Tensor, edges: Weights) -> tuple[to
         The first layer's input [B, S, D] and one call per layer.
 
     Raises:
-        SltaError: the layers need more than the hidden states that the layer before returns.
+        SltaError: the layers need more than the hidden states of the layer before.
     """
     returned = decoder.once(trial).returned
     return _capture(decoder, token_ids, edges, lambda layer, hidden, call: returned[layer])
@@ -50,7 +49,7 @@ def embed(decoder: Decoder, token_ids: torch.Tensor, edges: Weights) -> tuple[to
 def _capture(
     decoder: Decoder, token_ids: torch.Tensor, edges: Weights, returned: LayerForward
 ) -> tuple[torch.Tensor, list[LayerCall]]:
-    """``embed``, with stand-ins that return what is in the form of ``returned``."""
+    """``embed``, with stand-ins that return values in the form that ``returned`` gives."""
     inputs: list[torch.Tensor] = []
     calls: list[LayerCall] = []
     handed: list[torch.Tensor] = []
@@ -59,7 +58,7 @@ def _capture(
         inputs.append(hidden.as_subclass(torch.Tensor))
         calls.append(call)
         form = returned(layer, inputs[0], call)
-        if not handed:  # values that show any change of them
+        if not handed:  # distinct values, which show any change
             handed.append(torch.arange(1.0, hidden.numel() + 1, device=decoder.device).view(hidden.shape))
         return returned_like(form, handed[0])
 
@@ -87,11 +86,11 @@ def _capture(
 
 @dataclass(frozen=True)
 class Trial:
-    """What the layers of a model did with made-up weights on two tokens.
+    """The results of a model's layers with made-up weights on two tokens.
 
     Attributes:
-        returned: what the first layer of each layer's type returned.
-        state: what layers hand to later layers, for one sample.
+        returned: for each layer, the return value of the first layer of its type.
+        state: the tensors that layers pass to later layers, for one sample.
     """
 
     returned: list[Any]
@@ -99,12 +98,12 @@ class Trial:
 
 
 def trial(decoder: Decoder) -> Trial:
-    """Try the layers with weights that are all zero, which cost nothing."""
+    """Try the layers with weights that are all zero, which take no memory."""
     return try_layers(decoder, torch.zeros(1, 2, dtype=torch.int64), zeros)
 
 
 def try_layers(decoder: Decoder, token_ids: torch.Tensor, fill: Callable[[Weights, torch.device], Weights]) -> Trial:
-    """Run the first layer of each type on the embedded tokens [B, 2], with weights that ``fill`` makes up."""
+    """Run the first layer of each type on the embedded tokens [B, 2], with weights from ``fill``."""
     types = _types(decoder)
     found: dict[Any, Any] = {}
     state: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -121,14 +120,14 @@ def try_layers(decoder: Decoder, token_ids: torch.Tensor, fill: Callable[[Weight
 
 
 def _types(decoder: Decoder) -> list[Any]:
-    """What tells layers apart: their kind, and the choices among what it can do (a window, states to share)."""
+    """What distinguishes layers: their modules and shapes, and their settings (a window, states to share)."""
     names = getattr(decoder.model.config.get_text_config(), "layer_types", None) or [None] * len(decoder)
     choices = [tuple(map(_choices, layer.modules())) for layer in decoder.layers]
     return list(zip(decoder.first_of_kind, names, choices, strict=True))
 
 
 def _choices(module: torch.nn.Module) -> tuple[Any, ...]:
-    """What a module is told to do by flags and names."""
+    """A module's settings that are flags or names."""
     return tuple(
         (name, value if isinstance(value, bool | str) else type(value))
         for name, value in vars(module).items()
@@ -148,7 +147,7 @@ def logits(decoder: Decoder, hidden: torch.Tensor, edges: Weights) -> torch.Tens
 
 
 def tail_tensors(decoder: Decoder) -> list[str]:
-    """The model's names of the edge tensors that ``head_input`` needs: all but the embedding and the head."""
+    """The model's names of the edge tensors that ``head_input`` needs: all except the embedding and the head."""
     embedding, head = decoder.model.get_input_embeddings(), decoder.model.get_output_embeddings()
     left_out = {id(embedding.weight), *(id(tensor) for tensor in head.parameters())}
     state = decoder.model.state_dict(keep_vars=True)
@@ -156,7 +155,7 @@ def tail_tensors(decoder: Decoder) -> list[str]:
 
 
 def head_input(decoder: Decoder, hidden: torch.Tensor, edges: Weights) -> torch.Tensor:
-    """What the output head is given for the last layer's output [B, S, D]; returns [B, S, D].
+    """The input [B, S, D] of the output head for the last layer's output [B, S, D].
 
     Args:
         decoder: the model's decoder.
@@ -164,7 +163,7 @@ def head_input(decoder: Decoder, hidden: torch.Tensor, edges: Weights) -> torch.
         edges: the tensors that ``tail_tensors`` names.
 
     Raises:
-        SltaError: the head is given something else, or is not called.
+        SltaError: the head is not called, or its input depends on more than the last layer's output.
     """
     head = decoder.model.get_output_embeddings()
     embedding: Any = decoder.model.get_input_embeddings()

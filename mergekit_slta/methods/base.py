@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -155,10 +155,10 @@ class CalibratedMethod(FiniteMethod):
         return self.merge_tensor(group, merge)
 
 
-def write_report(folder: str, make: Callable[[], Page]) -> None:
-    """Write a report; ``make`` imports matplotlib, which takes a second that other merges need not wait."""
+def write_report(folder: str, page: Page) -> None:
+    """Write a report into a folder that the recipe names."""
     try:
-        path = make().write(Path(folder).expanduser(), "report.html")
+        path = page.write(Path(folder).expanduser(), "report.html")
     except OSError as error:
         raise SltaError(f"The report cannot be written to {folder} ({error}): name another folder.") from error
     LOG.info("Report written to %s", path)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from mergekit.merge_methods import TensorGroup
 
@@ -17,9 +15,6 @@ from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import published_name
 from mergekit_slta.recipe.settings import FeatcalSettings
 
-if TYPE_CHECKING:
-    from mergekit_slta.reports.page import Page
-
 
 class FeatcalMethod(CalibratedMethod):
     """Solve each layer's linear maps so that their outputs are nearest to the experts'; after RegMean++ and FeatCal."""
@@ -32,8 +27,14 @@ class FeatcalMethod(CalibratedMethod):
         settings = experiment.recipe.settings_of(FeatcalSettings)
         solved = solve_model(experiment, settings)
         if settings.report:
+            from mergekit_slta.reports.featcal import drift_page  # imports matplotlib, which takes a second
+
+            errors = solved.errors()
+            models = [published_name(expert.reference) for expert in experiment.recipe.experts]
             try:
-                write_report(settings.report, lambda: _drift_page(solved, experiment, settings))
+                write_report(
+                    settings.report, drift_page(errors[ERRORS[MERGED]], errors[ERRORS[ANCHOR]], models, settings)
+                )
             except SltaError:
                 solved.release()
                 raise
@@ -65,11 +66,3 @@ class FeatcalMethod(CalibratedMethod):
         if self._merge is not None and self._merge.result is not None:
             self._merge.result.remove()
             self._merge = None
-
-
-def _drift_page(solved: SolvedModel, experiment: Experiment, settings: FeatcalSettings) -> Page:
-    from mergekit_slta.reports.featcal import drift_page
-
-    errors = solved.errors()
-    models = [published_name(expert.reference) for expert in experiment.recipe.experts]
-    return drift_page(errors[ERRORS[MERGED]], errors[ERRORS[ANCHOR]], models, settings)

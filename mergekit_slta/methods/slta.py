@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 import torch
 from mergekit.merge_methods import TensorGroup
@@ -13,12 +12,8 @@ from mergekit_slta.methods.base import CalibratedMethod, Merge, method_spec, wri
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.settings import SltaSettings
 from mergekit_slta.slta.measure import measured_statistics
-from mergekit_slta.slta.solution import Solution
 from mergekit_slta.slta.statistics import PUBLISHED_PREFIX
 from mergekit_slta.slta.weights import TensorWeights
-
-if TYPE_CHECKING:
-    from mergekit_slta.reports.page import Page
 
 LOG = logging.getLogger(__name__)
 
@@ -38,7 +33,9 @@ class SltaMethod(CalibratedMethod):
         for note in solution.notes():
             LOG.warning("%s", note)
         if settings.report:
-            write_report(settings.report, lambda: _report_page(solution))
+            from mergekit_slta.reports.merge import report_page  # imports matplotlib, which takes a second
+
+            write_report(settings.report, report_page(solution))
         return TensorWeights(experiment.decoder.to("cpu"), settings.level, solution.submodules, settings.edges)
 
     def merge_tensor(self, group: TensorGroup, merge: Merge) -> torch.Tensor:
@@ -52,9 +49,3 @@ class SltaMethod(CalibratedMethod):
         """Measure with all processes, unless a published file is used."""
         if not experiment.recipe.settings_of(SltaSettings).statistics.startswith(PUBLISHED_PREFIX):
             measured_statistics(experiment)
-
-
-def _report_page(solution: Solution) -> Page:
-    from mergekit_slta.reports.merge import report_page
-
-    return report_page(solution)

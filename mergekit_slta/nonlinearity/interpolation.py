@@ -235,12 +235,13 @@ class _WholeModel(Accumulator[torch.Tensor]):
 
     def sources(self) -> list[list[Blend]]:
         """Every setting's stream."""
-        return [[self._model(setting)] * len(self.tasks) for setting in self.settings]
 
-    def _model(self, setting: torch.Tensor) -> Blend:
-        used = setting.nonzero().flatten()
-        models = [self.models[0], *(self.models[1 + expert] for expert in used.tolist())]
-        return Blend(models, lambda name: setting[used], by_steps=True)
+        def model(setting: torch.Tensor) -> Blend:
+            used = setting.nonzero().flatten()
+            models = [self.models[0], *(self.models[1 + expert] for expert in used.tolist())]
+            return Blend(models, lambda name: setting[used], by_steps=True)
+
+        return [[model(setting)] * len(self.tasks) for setting in self.settings]
 
     @property
     def hidden_bytes(self) -> int:

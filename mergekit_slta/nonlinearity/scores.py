@@ -233,7 +233,13 @@ class Plan:
         Raises:
             SltaError: a level does not apply to the models, or one sample does not fit into memory.
         """
-        submodules = {level: self._submodules(level) for level in self.levels}
+        layers = range(len(self.decoder))
+        submodules = {
+            level: ["model"]
+            if level == "model"
+            else [name for layer in layers for name in layer_submodules(self.decoder, level, layer)]
+            for level in self.levels
+        }
         inputs = self.decoder, self.models, self.tasks, self.levels, self.studies
         measured = measure(*inputs, batch_tokens=self.batch_tokens, ranks=self.ranks, progress=progress)
         members = [tuple(self.names[expert] for expert in study.experts) for study in self.studies]
@@ -253,12 +259,6 @@ class Plan:
             desc="Measuring linearity", total=total, unit="pass", unit_scale=scale, leave=False, disable=hidden
         ) as bar:
             return self.measure(bar.update)
-
-    def _submodules(self, level: str) -> list[str]:
-        if level == "model":
-            return ["model"]
-        layers = range(len(self.decoder))
-        return [name for layer in layers for name in layer_submodules(self.decoder, level, layer)]
 
 
 def linearity(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mergekit.common import ModelReference
@@ -136,26 +136,21 @@ def key_problems(source: Any, settings: type[MethodSettings]) -> list[str]:
     """
     if not isinstance(source, Mapping):
         return []
-    places: list[tuple[str, Any, type[BaseModel]]] = [("the recipe", source, MergeConfiguration)]
-    places += [(f"the entry of {_name(entry)}", entry, InputModelDefinition) for entry in _entries(source, "models")]
+    tables: list[tuple[Mapping[str, Any], type[BaseModel]]] = [(source, MergeConfiguration)]
+    tables += [(entry, InputModelDefinition) for entry in _entries(source, "models")]
     for output in _entries(source, "slices"):
-        places.append(("a slice", output, OutputSliceDefinition))
-        places += [
-            (f"the entry of {_name(entry)}", entry, InputSliceDefinition) for entry in _entries(output, "sources")
-        ]
-    parameters = [spec.name for spec in parameter_specs(settings)]
-    return [problem for where, table, model in places for problem in _dropped_keys(where, table, model, parameters)]
-
-
-def _dropped_keys(where: str, table: Mapping[str, Any], model: type[BaseModel], parameters: Sequence[str]) -> list[str]:
+        tables.append((output, OutputSliceDefinition))
+        tables += [(entry, InputSliceDefinition) for entry in _entries(output, "sources")]
+    parameters = {spec.name for spec in parameter_specs(settings)}
     problems = []
-    for key in map(str, table):
-        if key in model.model_fields:
-            continue
-        if key in parameters:
-            problems.append(f"'{key}' in {where} has no effect: put it under 'parameters'.")
-        elif near := difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.75):
-            problems.append(f"Unknown key '{key}' in {where}, did you mean '{near[0]}'?")
+    for table, model in tables:
+        places = {MergeConfiguration: "the recipe", OutputSliceDefinition: "a slice"}
+        where = places.get(model) or f"the entry of {table.get('model', 'a model')}"
+        for key in [key for key in map(str, table) if key not in model.model_fields]:
+            if key in parameters:
+                problems.append(f"'{key}' in {where} has no effect: put it under 'parameters'.")
+            elif near := difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.75):
+                problems.append(f"Unknown key '{key}' in {where}, did you mean '{near[0]}'?")
     return problems
 
 
@@ -163,7 +158,3 @@ def _entries(table: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
     """The tables in the list under a key; none if the key holds something else."""
     entries = table.get(key)
     return [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, list) else []
-
-
-def _name(entry: Mapping[str, Any]) -> str:
-    return str(entry.get("model", "a model"))

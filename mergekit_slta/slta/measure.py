@@ -1,4 +1,4 @@
-"""From a recipe to its statistics: use what has been measured, measure what has not, lose nothing."""
+"""From a recipe to its statistics: reuse what has been measured, measure the rest, resume after an interruption."""
 
 from __future__ import annotations
 
@@ -49,16 +49,15 @@ def measure(
 ) -> Statistics:
     """Measure what the closed form needs of a recipe's models, on its calibration data.
 
-    What is measured already is used: the file at ``path``, or an earlier measurement in the cache folder. A measurement
-    that was interrupted goes on where it was. Takes about one forward pass of each model per sample, in float32, with
-    one decoder layer of each model in memory.
+    Earlier measurements are reused: the file at ``path``, or a file in the cache folder. An interrupted measurement is
+    resumed. It takes about one forward pass of each model per sample, in float32, with one decoder layer of each model
+    in memory.
 
     Args:
         recipe: a recipe for ``slta`` or ``featcal`` whose experts have calibration data.
         levels: ``model``, ``layer``, ``attn_mlp``, ``head_mlp`` or ``linear``; by default the recipe's.
-        path: the statistics file, which is written if it is not there and which gets the levels that it lacks; or a
-            published one, ``hf:ORG/REPO/FILE[@REVISION]``. By default the recipe's ``statistics``, or a file in the
-            cache folder.
+        path: the statistics file, which is created or completed with missing levels; or a published one,
+            ``hf:ORG/REPO/FILE[@REVISION]``. By default the recipe's ``statistics``, or a file in the cache folder.
         options: ``device`` ("cpu"), ``trust_remote_code`` (False), ``lora_merge_cache`` (None), ``transformers_cache``
             (None), ``quiet`` (False), and whatever else mergekit has options for.
 
@@ -66,7 +65,7 @@ def measure(
         Per submodule the Gram matrices [N, T, T] float64 of N samples and T experts, in the recipe's order.
 
     Raises:
-        SltaError: the recipe, a model or the data is wrong, or a file that is there does not fit the recipe.
+        SltaError: the recipe, a model or the data is wrong, or an existing file does not fit the recipe.
     """
     return measured_statistics(Experiment(recipe, **options), levels, path)
 
@@ -74,7 +73,7 @@ def measure(
 def measured_statistics(
     experiment: Experiment, levels: Sequence[str] | None = None, path: str | os.PathLike[str] | None = None
 ) -> Statistics:
-    """``measure`` for a recipe that is opened already."""
+    """``measure`` for an opened recipe."""
     settings = experiment.settings
     levels = list(levels or [settings.measured_level])
     source = os.fspath(path) if path else settings.statistics if isinstance(settings, SltaSettings) else ""
@@ -86,7 +85,8 @@ def measured_statistics(
         raise SltaError("\n".join(problems))
     data = experiment.load_data(experiment.recipe.experts)
     content = fingerprint(experiment, data)
-    file = file or cache_file(content, levels)
+    if file is None:
+        file = cache_folder() / f"{digest([content.model_dump(mode='json'), sorted(levels)])}.safetensors"
     measurement = _Measurement(experiment, file)
     if _exists(file, experiment.ranks):
         return measurement.reuse(levels, published)
@@ -101,13 +101,13 @@ def _exists(path: Path, ranks: Ranks) -> bool:
 
 @dataclass(frozen=True)
 class _Measurement:
-    """An experiment with its statistics file, which is there or is to be written."""
+    """An experiment and its statistics file, which may not exist yet."""
 
     experiment: Experiment
     path: Path
 
     def reuse(self, levels: Sequence[str], published: bool) -> Statistics:
-        """Match the file's content with the recipe, add the levels that it lacks, and take the recipe's experts."""
+        """Compare the file with the recipe, add missing levels to it, and select the recipe's experts."""
         found, recipe = Statistics.load(self.path), self.experiment.recipe
         dates = [entry.chat_date for entry in found.info.calibration if entry.chat_date]
         self.experiment.samples.chat_date = next(iter(dates), CHAT_DATE)
@@ -122,16 +122,16 @@ class _Measurement:
             raise SltaError("\n".join(problems))
         if found.info.fingerprint.samples_only:
             LOG.warning(
-                "%s is of an older version, which knows models by samples of their tensors alone: an edit of a few "
-                "rows or of the base model's configuration goes unseen. Measure into another file to be sure.",
+                "%s is of an older version, which identifies models by samples of their tensors alone: it misses edits "
+                "of a few rows or of the base model's configuration. Measure into another file to be sure.",
                 self.path,
             )
-        order = [index for index in matched.order if index is not None]  # all are there, or there is a problem
+        order = [index for index in matched.order if index is not None]  # none is missing, or there was a problem
         missing = [level for level in levels if level not in found.info.levels]
         if missing and data is not None:
             found = self._add_levels(found, order, data, missing)
         elif not published and Partial.levels(partial_folder(self.path)) <= set(found.info.levels):
-            self._finish()  # what a process that was killed after writing the file has left
+            self._finish()  # clean up after a process that was killed when it had written the file
         return found.take(order)
 
     def _add_levels(
@@ -151,7 +151,7 @@ class _Measurement:
         levels: Sequence[str],
         known: Grams | None = None,
     ) -> Statistics:
-        """Measure levels, and write the statistics file with them and with what is known."""
+        """Measure levels, and write the statistics file with them and with the known ones."""
         content = info.fingerprint.model_dump(mode="json")
         content |= {"levels": list(levels), "config": hashed_computation(self.experiment.base.config)}
         if isinstance(content["base"], dict):
@@ -160,7 +160,9 @@ class _Measurement:
         partial.enter(self.experiment.ranks)
         try:
             grams = self._calibrate(experts, data, levels, partial)
-            statistics = _assemble({**(known or {}), **grams}, data, info)
+            task = torch.tensor([index for index, samples in enumerate(data) for _ in samples.token_ids])
+            tokens = torch.tensor([len(ids) for samples in data for ids in samples.token_ids])
+            statistics = Statistics({**(known or {}), **grams}, task, tokens, info)
             if self.experiment.ranks.first:
                 statistics.save(self.path)
             self._finish()
@@ -235,18 +237,6 @@ def _info(
     )
 
 
-def _assemble(grams: Grams, data: Sequence[CalibrationData], info: Info) -> Statistics:
-    task = torch.tensor([index for index, samples in enumerate(data) for _ in samples.token_ids])
-    tokens = torch.tensor([len(ids) for samples in data for ids in samples.token_ids])
-    return Statistics(grams, task, tokens, info)
-
-
 def partial_folder(path: Path) -> Path:
-    """Where the state of an unfinished measurement lives."""
+    """The folder of an unfinished measurement."""
     return path.with_name(path.name + ".partial")
-
-
-def cache_file(fingerprint: Fingerprint, levels: Sequence[str]) -> Path:
-    """Where statistics go that a recipe names no file for."""
-    content = [fingerprint.model_dump(mode="json"), sorted(levels)]
-    return cache_folder() / f"{digest(content)}.safetensors"

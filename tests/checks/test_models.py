@@ -374,7 +374,7 @@ def clip(folder: Path) -> Path:
     ("save", "words"),
     [
         (t5, "T5ForConditionalGeneration is an encoder-decoder"),
-        (bert, "RobertaForMaskedLM is no decoder-only language model"),
+        (bert, "RobertaForMaskedLM is not a decoder-only language model"),
         (clip, "CLIPModel has several modules"),
     ],
 )

@@ -67,7 +67,7 @@ def test_a_text_with_its_own_special_tokens_gets_no_second_ones(
     inside = text.removeprefix("<s>").removesuffix("</s>")
     own = plain_tokenizer(inside, add_special_tokens=False, padding=False, truncation=False)["input_ids"]
     assert load(source, plain_tokenizer, samples=2).token_ids == ((BOS, *own, EOS),) * 2
-    said = [record.getMessage() for record in caplog.records if "not added a second time" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "not added again" in record.getMessage()]
     assert len(said) == (inside != text)
 
 
@@ -222,7 +222,7 @@ def test_fewer_than_asked_is_a_warning(
     drawn = load(source, plain_tokenizer, samples=30)
     assert sorted(drawn.records) == [0, 2]
     assert drawn.skipped == 1
-    (shortage,) = [record.getMessage() for record in caplog.records if "of 30 asked" in record.getMessage()]
+    (shortage,) = [record.getMessage() for record in caplog.records if "asks for 30" in record.getMessage()]
     assert source in shortage and "2 usable" in shortage
 
 

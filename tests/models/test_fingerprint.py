@@ -132,5 +132,5 @@ def test_a_lora_is_known_by_its_base_and_its_adapter(llama: Family, tmp_path: Pa
 
 def test_a_folder_without_an_adapter_is_refused(llama: Family, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(SltaError, match="no LoRA adapter"):
+    with pytest.raises(SltaError, match="not a LoRA adapter"):
         opened(f"{llama.base}+{tmp_path / 'empty'}").fingerprint()
