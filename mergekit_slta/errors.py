@@ -1,4 +1,4 @@
-"""The one exception for everything that a user can put right."""
+"""The exception for every problem that a user can fix."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 
 
 class SltaError(click.ClickException):
-    """A problem with a recipe, a model, data or a file, said in one sentence that names the thing and the fix.
+    """A problem with a recipe, a model, data or a file; the message names the thing and the fix.
 
     It is a click exception because mergekit's commands and ours are click commands: they print the sentence after
     ``Error:`` and exit with status 1, without a traceback. It is not a ``ValueError`` on purpose, since pydantic
@@ -22,22 +22,22 @@ class SltaError(click.ClickException):
 
 @contextmanager
 def reading(what: object, problem: str = "cannot be read", fix: str = "get a sound copy") -> Iterator[None]:
-    """Say what is damaged where another library reads it: parsers raise errors of many kinds over damaged input.
+    """Turn the many kinds of errors that libraries raise for damaged input into one that names the input.
 
     Args:
-        what: what is read, as the user knows it.
-        problem: what is the matter with it if the library fails.
-        fix: what to do about it.
+        what: the input, as the user knows it.
+        problem: what is wrong with the input if the library fails.
+        fix: what the user can do.
 
     Raises:
-        SltaError: the library failed, for another reason than a lack of memory.
+        SltaError: the library failed, but not for lack of memory.
     """
     try:
         yield
     except (SltaError, MemoryError):
         raise
     except BaseException as error:
-        # The panics of libraries that are written in Rust are no Exceptions, and have no class that can be imported.
+        # Libraries written in Rust raise panics, which are not Exceptions and whose class cannot be imported.
         kind = type(error).__name__
         if kind == "OutOfMemoryError" or not (isinstance(error, Exception) or kind == "PanicException"):
             raise

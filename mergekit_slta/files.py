@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and the folder of those that a recipe names no place for."""
+"""Write files whole or not at all, hash them, and find the cache folder."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file as ``replacing`` does; the folder is made.
+    """Write a file through ``replacing``; its folder is created.
 
     Raises:
-        OSError: it cannot be written; what was there is still there.
+        OSError: the file cannot be written; an earlier file is kept.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as beside:
@@ -25,9 +25,9 @@ def write(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a file beside ``path`` to write to, and then move it there, so that nobody ever sees half of it.
+    """Yield a path beside ``path`` to write to, and move it to ``path`` afterwards, so that no reader sees half a file.
 
-    What writers of ``path`` left beside it when they were killed is removed first.
+    Files that killed writers have left beside ``path`` are removed first.
     """
     prefix = f".{path.name}.{platform.node()}."
     for file in path.parent.glob(f"{glob.escape(prefix)}*"):
@@ -42,13 +42,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def _is_running(process: str) -> bool:
-    """Whether a process of this machine still runs; taken for granted where asking would end it (Windows)."""
+    """Whether a process of this machine still runs; assumed on Windows, where asking would end the process."""
     if os.name == "posix" and process.isdecimal():
         try:
             os.kill(int(process), 0)
         except ProcessLookupError:
             return False
-        except (OSError, OverflowError):  # somebody else's process, or no number of a process
+        except (OSError, OverflowError):  # another user's process, or not a process number
             pass
     return True
 
@@ -63,10 +63,10 @@ def checksum(path: Path) -> str:
 
 
 def digest(content: object) -> str:
-    """A short name for what JSON can hold, equal for equal content."""
+    """A short hash of content that JSON can hold, equal for equal content."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def cache_folder() -> Path:
-    """Where everything goes that a recipe names no place for."""
+    """The folder for all files that a recipe names no place for."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mergekit-slta"

@@ -1,4 +1,4 @@
-"""The levels and the names of their submodules: every name is made and taken apart here.
+"""The levels and the names of their submodules, which are made and parsed only here.
 
 A submodule is a part of the model that takes merging weights of its own; a level says which parts these are
 (sections 2.2, A.3.5 and A.5.5 of arXiv 2504.10902):
@@ -32,7 +32,7 @@ _PATTERNS = {
 
 
 def submodule_name(layer: int, part: str = "") -> str:
-    """The name of a part of a layer, such as a branch or the path of a linear map; of the whole layer without one."""
+    """The name of a part of a layer, such as a branch or the path of a linear map, or of the whole layer."""
     return f"layer.{layer}.{part}" if part else f"layer.{layer}"
 
 
@@ -42,7 +42,7 @@ def head_part(head: int) -> str:
 
 
 def fused_map_part(module: str, expert: int, tensor: str) -> str:
-    """The map of one expert of a mixture as a part of its layer, where a module's tensor holds those of all experts."""
+    """The map of one expert of a mixture as a part of its layer, if one tensor holds the maps of all experts."""
     return f"{module}.{expert}.{tensor}"
 
 
@@ -76,9 +76,9 @@ def sort_key(name: str) -> tuple[object, ...]:
 
 
 def covers(names: Collection[str], level: str, num_layers: int) -> bool:
-    """Whether names hold a level's submodules of every layer of a model, and of no other.
+    """Whether names hold a level's submodules of every layer of a model, and of no other layer.
 
-    Which linear maps a layer has only the model knows, so that one for each layer is enough.
+    At level ``linear`` one map for each layer is enough, because only the model knows all its maps.
     """
     if level == "model":
         return "model" in names

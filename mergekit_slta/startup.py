@@ -21,7 +21,7 @@ HOOKS = {"mergekit.merge_methods": "register", "mergekit.plan": "watch_planner"}
 
 
 def install() -> None:
-    """Call the hooks of the hosts that are imported already, now, and those of the others when they are imported."""
+    """Call the hooks of imported hosts now, and those of the others when they are imported."""
     if any(type(finder).__module__ == __name__ for finder in sys.meta_path):
         return
     finder = HostFinder()

@@ -1,4 +1,4 @@
-"""What is printed and written: tables for people, JSON for programs."""
+"""Tables for people and JSON for programs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Table:
         return "\n".join(lines)
 
     def __html__(self) -> str:
-        """The table as HTML, which jinja asks for by this name; cells are escaped, they may hold anybody's text."""
+        """The table as HTML; jinja calls this method. Cells are escaped, because they may hold any text."""
         cell, named = Markup("<td>{}</td>"), Markup('<th scope="row">{}</th>')
         header = Markup().join(Markup('<th scope="col">{}</th>').format(title) for title in self.header)
         rows = [[named.format(name), *map(cell.format, cells)] for name, *cells in self.rows]

@@ -95,7 +95,7 @@ class CalibrationSource:
             LOG.warning("Calibration source %r: skipped %d empty records.", self.source, drawn.skipped)
         if drawn.complete:
             LOG.warning(
-                "Calibration source %r: %d texts already hold the special token of the tokenizer: it is not added again.",
+                "Calibration source %r: %d texts already hold the tokenizer's special token; it is not added again.",
                 self.source,
                 drawn.complete,
             )

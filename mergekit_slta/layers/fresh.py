@@ -1,7 +1,7 @@
-"""Put a model back to how it was built, for modules that remember what they were called with.
+"""Restore a model to the state in which it was built, for modules that remember earlier calls.
 
-Rotary embeddings whose frequencies depend on the length keep those of the last call in buffers and attributes, so that
-a sample would see the length of the one before it.
+Rotary embeddings whose frequencies depend on the length keep the frequencies of the last call in buffers and
+attributes, so that a sample would see the length of the one before it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 
 class Fresh:
-    """Restores the modules of a model that own buffers outside its checkpoint to what they are now."""
+    """Remembers the modules of a model that own buffers outside its checkpoint, and restores them."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._modules = []
@@ -23,7 +23,7 @@ class Fresh:
                 self._modules.append((module, _attributes(module), buffers))
 
     def restore(self) -> None:
-        """Put back what calls have changed since."""
+        """Undo what calls have changed."""
         for module, attributes, buffers in self._modules:
             now = _attributes(module)
             for name in now.keys() - attributes.keys():
@@ -36,7 +36,7 @@ class Fresh:
 
 
 class _Buffer:
-    """A buffer's value, and the tensor that holds it with torch's count of the changes of that tensor."""
+    """A buffer's value, and the tensor that holds it with torch's count of its changes."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self._value = buffer.clone()
@@ -50,5 +50,5 @@ class _Buffer:
 
 
 def _attributes(module: torch.nn.Module) -> dict[str, Any]:
-    """The module's own attributes, except a forward that was put in place of its class's."""
+    """The module's own attributes, except a ``forward`` that replaces its class's."""
     return {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "forward"}

@@ -1,8 +1,8 @@
-"""Which rows of an attention's linear maps belong to which head, found by asking the attention itself.
+"""Find which rows of an attention's linear maps belong to which head, without knowing the architecture.
 
-Architectures store queries, keys and values apart or fused in several orders, share keys among heads, or transpose.
-All of that shows in one gradient: with the projections' outputs replaced by random numbers, a head's features depend
-on exactly the rows that belong to it.
+Architectures store queries, keys and values separately or fused in several orders, share keys among heads, or
+transpose. One gradient shows all of this: with the projections' outputs replaced by random numbers, a head's features
+depend on exactly the rows that belong to it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Heads:
     Attributes:
         count: the number of query heads, ``H``.
         output: the map that takes all heads' features, o_proj.
-        rows: the other maps of the attention, by name, with [out, H] booleans: whether a head depends on a row. A row
-            that reaches the heads only through another map (as in latent attention) belongs to all of them.
+        rows: for each other map of the attention, by name, [out, H] booleans: whether a head depends on a row. A row
+            that reaches the heads only through another map (as in latent attention) belongs to all heads.
     """
 
     count: int
@@ -40,7 +40,7 @@ def find_heads(decoder: Decoder, layer: int) -> Heads:
     """Find the heads of a layer's attention, once for each kind of layer.
 
     Raises:
-        SltaError: the layer mixes tokens by something that has no heads, or its heads cannot be told apart.
+        SltaError: the module that mixes tokens has no heads, or the heads cannot be told apart.
     """
     structure(decoder, layer)
     try:
@@ -92,9 +92,9 @@ def _find_heads(decoder: Decoder, layer: int) -> Heads:
 
 @contextlib.contextmanager
 def _random_projections(attention: torch.nn.Module) -> Iterator[dict[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """Give every linear map of an attention random outputs, and make its norms let everything pass.
+    """Give every linear map of an attention random outputs, and make its norms return their inputs.
 
-    A norm over all heads would couple them; its rows are those of the map before it.
+    A norm over all heads would make each head depend on all rows.
     """
     calls: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     generator = torch.Generator().manual_seed(0)

@@ -21,11 +21,11 @@ class LinearMap:
     """One matrix of a layer that is multiplied with features.
 
     Attributes:
-        name: its path in transformers' decoder layer, with the number of the mixture's expert for a fused one.
+        name: its path in transformers' decoder layer, with the expert's number for a mixture's fused map.
         module: the path of the module that holds it.
         weight, bias: the names of its tensors inside the layer.
         transposed: whether the weight is stored as [in, out].
-        expert: the number of the mixture's expert, where the weight is [experts, ...].
+        expert: the number of the mixture's expert if the weight is [experts, ...].
     """
 
     name: str
@@ -54,12 +54,12 @@ class LinearMap:
 
 
 def linear_maps(layer: torch.nn.Module) -> list[LinearMap]:
-    """The linear maps of a decoder layer; convolutions and norms are none."""
+    """The linear maps of a decoder layer; convolutions and norms do not count."""
     return [found for path, module in layer.named_modules() for found in _maps_of(path, module)]
 
 
 def output_head(decoder: Decoder) -> LinearMap | None:
-    """The model's output head, by the model's names; None where it is the embedding too, or there is none."""
+    """The model's output head, by the model's names; None if it is tied to the embedding or missing."""
     head = decoder.model.get_output_embeddings()
     embedding = decoder.model.get_input_embeddings()
     if head is None or head.weight is embedding.weight:
@@ -76,7 +76,7 @@ def is_fused(module: torch.nn.Module) -> bool:
 
 
 def fused_hidden(module: Any, projected: torch.Tensor) -> torch.Tensor:
-    """What fused experts feed to the down projection, by their own gate, from the first projection's output."""
+    """The input of fused experts' down projection: their own gate applied to the first projection's output."""
     hidden: torch.Tensor = module._apply_gate(projected) if module.has_gate else module.act_fn(projected)
     return hidden
 
@@ -97,20 +97,20 @@ def _maps_of(path: str, module: torch.nn.Module) -> Iterator[LinearMap]:
 
 
 def _only_scales(module: torch.nn.Module) -> bool:
-    """Whether a module with a matrix for a weight multiplies no features with it: an embedding, a norm per head."""
+    """Whether a module does not multiply features by its weight matrix: an embedding, or a norm for each head."""
     return isinstance(module, torch.nn.Embedding) or "norm" in type(module).__name__.lower()
 
 
 class MapDeltas:
     """A map's change from the base model to each expert, and the Gram matrices of its output's change.
 
-    The output changes by exactly x (W_t - W_0)^T, so that neither model has to run. With many tokens per input
-    dimension the inputs' second moments C = sum x x^T are cheaper: G[b, c] = <C, (W_b - W_0)^T (W_c - W_0)>.
+    The output changes by exactly x (W_t - W_0)^T, so no expert has to run. With many tokens per input dimension, the
+    inputs' second moments C = sum x x^T are cheaper: G[b, c] = <C, (W_b - W_0)^T (W_c - W_0)>.
 
     Args:
         linear_map: the map.
         weights: the layer's tensors of the base model, then of each of the ``T`` experts.
-        tokens: how many tokens will be asked about in all, which decides the way.
+        tokens: the number of tokens in all samples, which decides between the two ways.
     """
 
     def __init__(self, linear_map: LinearMap, weights: Sequence[Weights], tokens: int) -> None:
@@ -122,7 +122,7 @@ class MapDeltas:
         self.products: torch.Tensor | None = None
         if self._moments_are_cheaper(tokens):
             self.products = _products(self.matrices)
-            self.matrices = []  # all that is needed of them is in the products
+            self.matrices = []  # the products replace them
 
     def _moments_are_cheaper(self, tokens: int) -> bool:
         """Compare multiplications; the second moments need float64, which counts twice."""

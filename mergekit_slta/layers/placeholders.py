@@ -7,15 +7,15 @@ import torch
 
 from mergekit_slta.layers.calls import Weights
 
-# So many different ones a random tensor has, a number without small divisors.
+# The number of different values in a random tensor; it has no small divisors.
 RANDOM_NUMBERS = 1_000_003
 
 
 def zeros(state: Weights, device: torch.device) -> Weights:
-    """Zeros in place of tensors.
+    """Replace tensors by zeros.
 
-    On the host they take no memory, since nothing is written to numpy's pages. A single zero that is expanded would
-    take more: matrix products make a full copy of it.
+    On the host they take no memory, because nothing is written to numpy's pages. An expanded single zero would take
+    more: matrix products copy it in full.
     """
     return {
         name: torch.from_numpy(np.zeros(tuple(tensor.shape), np.float32)).to(
@@ -26,14 +26,14 @@ def zeros(state: Weights, device: torch.device) -> Weights:
 
 
 def random_numbers(state: Weights, device: torch.device) -> Weights:
-    """Random numbers in place of tensors; most overlap, so that they take little memory."""
+    """Replace tensors by random numbers, most of which overlap in memory."""
     generator = torch.Generator().manual_seed(0)
 
     def numbers(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point():
             return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
         *stacked, rows, columns = (1, 1, *tensor.shape)
-        # A mixture's product wants its matrices in rows that do not overlap, and strides of 64 bytes.
+        # The products of a mixture need matrices whose rows do not overlap, and strides of 64 bytes.
         strides = [16] * len(stacked) + [columns if tensor.ndim > 2 else 1, 1]
         size = 1 + sum(stride * (length - 1) for stride, length in zip(strides, (*stacked, rows, columns), strict=True))
         found = torch.randn(min(size, RANDOM_NUMBERS), generator=generator)

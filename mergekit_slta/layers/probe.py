@@ -1,7 +1,7 @@
-"""What a model does to tokens, found by trial: runs with made-up weights on a few tokens.
+"""Find out what a model does to tokens by running it with made-up weights on a few tokens.
 
 ``trace`` shows how a layer's modules call each other; ``padding_matters`` whether samples of different lengths can run
-side by side.
+in one batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mergekit_slta.layers.placeholders import random_numbers, zeros
 from mergekit_slta.layers.recording import LayerRun
 from mergekit_slta.layers.residual import plain
 
-# Of the largest number: what rounding may change of a token's hidden state.
+# How much rounding may change a token's hidden state, relative to the largest value.
 CAUSAL_TOLERANCE = 1e-3
 PREFIX_TOLERANCE = 1e-5
 
@@ -31,7 +31,7 @@ def trace(decoder: Decoder, layer: int, watch: Collection[str] = ()) -> LayerRun
     Args:
         decoder: the layer's decoder.
         layer: the layer's index.
-        watch: paths of the modules inside the layer whose inputs and outputs are wanted.
+        watch: paths of the modules inside the layer whose inputs and outputs are recorded.
 
     Raises:
         SltaError: the model's layers cannot be run one at a time.
@@ -46,7 +46,7 @@ def trace(decoder: Decoder, layer: int, watch: Collection[str] = ()) -> LayerRun
 
 @contextlib.contextmanager
 def _explained(decoder: Decoder) -> Iterator[None]:
-    """Say of whatever a model's own code raises that its layers cannot be run one at a time."""
+    """Turn the errors of a model's own code into one that says that its layers cannot be run one at a time."""
     try:
         yield
     except SltaError:
@@ -59,27 +59,27 @@ def _explained(decoder: Decoder) -> Iterator[None]:
 
 
 def padding_matters(decoder: Decoder, lengths: Collection[int]) -> bool:
-    """Whether samples of these lengths may get other features side by side, right-padded, than each one alone.
+    """Whether samples of these lengths may get other features in a right-padded batch than alone.
 
-    They do where a token sees later ones, where rotary embeddings depend on the length, and, since nobody knows
-    where the padding is in it, where layers hand more than hidden states to later layers.
+    They do if a token sees later tokens, if rotary embeddings depend on the length, or if layers pass more than hidden
+    states to later layers, because the padding cannot be found in that.
 
     Raises:
         SltaError: the model's layers cannot be run one at a time.
     """
-    ordered = sorted({max(length, 2) for length in lengths})  # of one token no position shows
+    ordered = sorted({max(length, 2) for length in lengths})  # one token alone shows no positions
     if len(set(lengths)) < 2 or len(ordered) < 2:
         return False
     with _explained(decoder), torch.no_grad():
         if decoder.once(trial).state or not decoder.once(is_causal):
             return True
-        # Where frequencies change with the length, they do so beyond some length: the second longest sample shows
-        # whether the longest is there too, the shortest whether some are not.
+        # Frequencies that depend on the length change at some length. Comparing the longest sample with the second
+        # longest and the shortest shows whether that length lies between them.
         return any(decoder.once(_length_matters, short, ordered[-1]) for short in {ordered[0], ordered[-2]})
 
 
 def is_causal(decoder: Decoder) -> bool:
-    """Whether no token sees a later one, from two samples that differ in the second of two tokens."""
+    """Whether no token sees a later one; compares two samples that differ in the second of two tokens."""
     config = decoder.model.config.get_text_config()
     padding = getattr(config, "pad_token_id", None)  # by which some models count positions
     first, second, other = [token for token in range(4) if token != padding][:3]
@@ -97,7 +97,7 @@ def _length_matters(decoder: Decoder, short: int, long: int) -> bool:
 
 
 def _pairs(own: Any, other: Any) -> Iterator[tuple[Any, Any]]:
-    """What stands in the same places of two layers' calls."""
+    """Pairs of the values in the same places of two layers' calls."""
     if isinstance(own, LayerCall):
         own, other = own.arguments, other.arguments
     if isinstance(own, Mapping) and isinstance(other, Mapping):
@@ -110,9 +110,9 @@ def _pairs(own: Any, other: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _is_prefix(own: Any, other: Any) -> bool:
-    """Whether a tensor is what stands at the beginning of another one, in each dimension.
+    """Whether a tensor equals the beginning of another one in each dimension.
 
-    What is no number does not matter: where a mask is left out, or has more than one sample would need.
+    Values other than floating-point tensors count as equal, such as masks, which may be missing or larger than needed.
     """
     whole = (torch.bool, torch.int32, torch.int64)
     if not any(isinstance(value, torch.Tensor) and value.dtype not in whole for value in (own, other)):

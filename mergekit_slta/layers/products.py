@@ -17,9 +17,8 @@ SIZE = 384
 def fast_products() -> Iterator[None]:
     """Let oneDNN compute float32 products while the block runs, unless it would round their factors to bfloat16.
 
-    Asked for bfloat16 inside of float32 products, torch hands these to oneDNN, which computes them in full precision
-    where the processor has no units for the former, and on some faster than the default kernel. One product tells
-    which it is.
+    If bfloat16 is allowed inside float32 products, torch passes these to oneDNN. On processors without bfloat16 units
+    oneDNN computes them in full precision, on some faster than the default kernel. One product shows whether it does.
     """
     matmul = _settings()
     if matmul is None or not _onednn_is_exact():
@@ -34,7 +33,7 @@ def fast_products() -> Iterator[None]:
 
 
 def _settings() -> Any:
-    """torch's settings for matrix products by oneDNN; None in a torch that has none of its own."""
+    """torch's settings for matrix products by oneDNN; None if this version of torch has none."""
     matmul = getattr(torch.backends.mkldnn, "matmul", None)
     return matmul if hasattr(matmul, "fp32_precision") else None
 

@@ -1,7 +1,7 @@
-"""What the modules of a layer are given and return while the layer runs.
+"""Record the inputs and outputs of a layer's modules while the layer runs.
 
-``watch`` wraps the forward of a layer's modules once. They then report to the run that is going on, which may also
-replace what a module returns, or end where a module is called.
+``watch`` wraps the ``forward`` of a layer's modules once. They then report to the current run, which may also replace a
+module's output, or end at a module's call.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from mergekit_slta.layers.residual import INPUT, ResidualStream, Term, plain, so
 
 
 class Reached(Exception):
-    """A run has come as far as it was to go; unlike other exceptions no failure."""
+    """Ends a run at the module that it was to reach; this is not a failure."""
 
 
 @dataclass
 class LayerRun:
-    """What is asked of a run of a layer, and what it gave; hidden states are [B, S, D].
+    """The settings of a run of a layer, and its results; hidden states are [B, S, D].
 
     Attributes:
-        mlp_reads: what the residual stream holds where the MLP branch reads it; without it nobody looks there.
-        given_to_mlp: [B, S, D], given to the MLP branch in place of the residual stream.
+        mlp_reads: the sources of the residual stream where the MLP branch reads it; None to ignore this branch.
+        given_to_mlp: [B, S, D], given to the MLP branch instead of the residual stream.
         replay: the outputs of modules that need not run again.
-        capture, keep: the modules whose inputs, or outputs, are wanted; outputs of the layer's children always are.
-        copy: the modules whose outputs others change in place, so that these get a copy.
+        capture, keep: the modules whose inputs, or outputs, are recorded; the children's outputs always are.
+        copy: the modules whose outputs are copied for other modules, which change them in place.
         until: the module at whose call the run ends.
 
-        output: the layer's output; None where the run ended before.
-        terms: the summands of the output by the child that made them, without the input; None where the layer does
-            not keep its residual stream as a sum.
-        inputs: by module, what those in ``capture`` and ``until`` were called with, in the order of the calls.
-        outputs: by module, what the layer's children and those in ``keep`` returned.
+        output: the layer's output; None if the run ended before.
+        terms: the summands of the output by the child that made them, without the input; None if the layer does not
+            keep its residual stream as a sum.
+        inputs: the arguments of the modules in ``capture`` and ``until``, in the order of the calls.
+        outputs: the outputs of the layer's children and of the modules in ``keep``.
         reads: the sources of the residual stream that each child was given.
         mixers: the children that let tokens see each other.
         mlp_input: the residual stream that the MLP branch would have read.
-        state: what the layer hands to later layers, as far as it ran.
+        state: the tensors that the layer passes to later layers.
     """
 
     mlp_reads: frozenset[str] | None = None
@@ -62,7 +62,7 @@ class LayerRun:
     _versions: dict[str, int] = field(default_factory=dict)
 
     def finish(self, output: torch.Tensor) -> None:
-        """Note the layer's output, and what it is the sum of."""
+        """Record the layer's output and its summands."""
         self.output = plain(output)
         if INPUT in sources(output):
             self.terms = {}
@@ -74,11 +74,11 @@ class LayerRun:
 
     @property
     def changed(self) -> frozenset[str]:
-        """The modules in ``keep`` whose outputs others have changed in place."""
+        """The modules in ``keep`` whose outputs other modules have changed in place."""
         return frozenset(name for name, version in self._versions.items() if self.outputs[name]._version != version)
 
     def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note what a module is called with, and go no further if that was all that is wanted."""
+        """Record a module's arguments, and end the run if it is to end here."""
         if name in self.capture or name == self.until:
             self.inputs[name] = tuple(map(plain, (*args, *kwargs.values())))
         if name == self.until:
@@ -99,7 +99,7 @@ class LayerRun:
         self.enter(name, args, kwargs)
         streams = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, ResidualStream)]
         read = self.reads[name] = frozenset().union(*map(sources, streams))
-        if len(args) + len(kwargs) > 1:  # what is told more than the hidden states (positions, a mask) mixes tokens
+        if len(args) + len(kwargs) > 1:  # modules that get more than hidden states (positions, a mask) mix tokens
             self.mixers.add(name)
         if read == self.mlp_reads and INPUT in read:
             self.mlp_input = plain(streams[0])
@@ -118,9 +118,9 @@ class LayerRun:
 
 
 def watch(layer: torch.nn.Module, current: Callable[[], LayerRun | None]) -> None:
-    """Let the modules of a layer report to ``current()``, where there is one.
+    """Let the modules of a layer report to the run that ``current()`` returns, if any.
 
-    Dropout is left alone: it may serve both branches, and lets the residual stream's sum pass.
+    Dropout does not report: it may serve both branches, and it keeps the residual stream's sum.
     """
 
     def report(name: str, module: torch.nn.Module, how: Callable[..., Any]) -> None:

@@ -1,8 +1,8 @@
-"""A hidden state that remembers which modules it is the sum of.
+"""A hidden state that remembers whose outputs it is the sum of.
 
 A decoder layer adds its branches to the residual stream inside its own ``forward``, each architecture in its own way
-and order. Running that forward on a ``ResidualStream`` yields every branch's contribution as it was before the
-addition, so that no architecture has to be described and no contribution is recovered by subtracting large numbers.
+and order. Running that ``forward`` on a ``ResidualStream`` yields every branch's contribution before the addition, so
+no architecture has to be described, and no contribution is recovered by subtracting large numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Term:
 
 
 class ResidualStream(torch.Tensor):
-    """A tensor whose value is the sum of ``terms``; any operation but adding and scaling gives a plain tensor."""
+    """A tensor whose value is the sum of ``terms``; operations other than adding and scaling give plain tensors."""
 
     terms: tuple[Term, ...]
 
@@ -51,7 +51,7 @@ class ResidualStream(torch.Tensor):
 
 
 def plain(value: Any) -> Any:
-    """The value without its history, for a module that must not see it."""
+    """The value as a plain tensor, without its terms."""
     if isinstance(value, ResidualStream):
         with torch._C.DisableTorchFunctionSubclass():
             return value.as_subclass(torch.Tensor)
@@ -59,7 +59,7 @@ def plain(value: Any) -> Any:
 
 
 def sources(value: Any) -> frozenset[str]:
-    """The modules whose outputs ``value`` is the sum of; empty for anything that is no residual stream."""
+    """The modules whose outputs ``value`` is the sum of; empty for plain tensors and other values."""
     return frozenset(term.source for term in value.terms) if isinstance(value, ResidualStream) else frozenset()
 
 
@@ -70,7 +70,7 @@ _IDENTITY = {torch.Tensor.contiguous, torch.Tensor.clone, torch.Tensor.float}
 
 
 def _terms_after(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Term, ...] | None:
-    """The summands of what ``func`` returns, or None where it is no longer a sum of them."""
+    """The summands of the result of ``func``; None if the result is not a sum."""
     if func in _ADD and not kwargs and all(isinstance(arg, ResidualStream) for arg in args):
         return args[0].terms + args[1].terms
     if func in _MULTIPLY and any(isinstance(arg, (int, float)) for arg in args):
@@ -82,5 +82,5 @@ def _terms_after(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 
 def _training(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
-    """The value of dropout's argument of that name, however it was passed."""
+    """The value of dropout's argument ``training``, by position or by name."""
     return training

@@ -1,7 +1,7 @@
-"""How a decoder layer splits into branches, found by following what its modules add to the residual stream.
+"""Find how a decoder layer splits into branches by following what its modules add to the residual stream.
 
 Nothing here knows an architecture by name: one run of the layer on two tokens shows which children make the summands
-of its output, what each of them reads, and which of them mixes tokens.
+of its output, what each child reads, and which child mixes tokens.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class LayerStructure:
 
     Attributes:
         branches: the direct children of the layer in each branch, ``attn`` and ``mlp``, norms included; a child that
-            feeds both stands in both.
-        mlp_reads: the children whose outputs the residual stream holds where the MLP branch reads it.
+            feeds both branches is in both.
+        mlp_reads: the children whose outputs the residual stream sums where the MLP branch reads it.
         mixer: the child in the attention branch that lets tokens see each other.
     """
 
@@ -50,7 +50,7 @@ def structure(decoder: Decoder, layer: int) -> LayerStructure:
 
 
 def split_problem(decoder: Decoder, layer: int) -> str | None:
-    """That the layer does not split into an attention and an MLP branch, without what to do about it.
+    """A sentence without its full stop if the layer does not split into an attention and an MLP branch.
 
     Raises:
         SltaError: the model's layers cannot be run one at a time.
@@ -73,7 +73,7 @@ def _structure(decoder: Decoder, layer: int) -> LayerStructure | None:
 def _branches(run: LayerRun) -> LayerStructure | None:
     """Follow each summand of the layer's output back to where its branch reads the residual stream.
 
-    Returns ``None`` where these are not an attention and an MLP branch.
+    Returns None if these are not an attention and an MLP branch.
     """
     branches: dict[str, frozenset[str]] = {"attn": frozenset(), "mlp": frozenset()}
     entries: dict[str, set[frozenset[str]]] = {"attn": set(), "mlp": set()}
@@ -94,7 +94,7 @@ def _branches(run: LayerRun) -> LayerStructure | None:
 
 
 def _chain(source: str, reads: Mapping[str, frozenset[str]]) -> tuple[frozenset[str], frozenset[str]]:
-    """The children from ``source`` back to the residual stream, and what the stream holds there."""
+    """The children from ``source`` back to the residual stream, and the stream's sources there."""
     chain = {source}
     frontier = [source]
     entry: frozenset[str] = frozenset()

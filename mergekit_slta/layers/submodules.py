@@ -1,4 +1,4 @@
-"""Which submodules a layer has at each level, and which of the model's tensors a checkpoint's name means."""
+"""List a layer's submodules at each level, and find the model's tensor for a name in a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def layer_submodules(decoder: Decoder, level: str, layer: int) -> list[str]:
     """The canonical names of a level's submodules in one layer, in the order of the forward pass.
 
     Raises:
-        SltaError: the layer has no such submodules, or cannot be run by itself.
+        SltaError: the layer has no such submodules, or cannot run alone.
     """
     split_problem(decoder, layer)  # runs the layer, which every level needs
     if level == "model" and (problem := tail_problem(decoder)):
@@ -38,7 +38,7 @@ def layer_submodules(decoder: Decoder, level: str, layer: int) -> list[str]:
 
 
 def resolve_name(decoder: Decoder, name: str) -> tuple[str, int | None]:
-    """The model's own name of a tensor, and the mixture's expert where a checkpoint stores each by itself.
+    """The model's own name of a tensor, and the expert's number if a checkpoint stores a mixture's experts separately.
 
     Args:
         decoder: the model's decoder.

@@ -145,21 +145,19 @@ class Recipe:
     @property
     def base(self) -> ModelReference:
         """The base model; an SltaError if the recipe is wrong."""
-        self._refuse_problems()
-        assert self.config.base_model is not None
-        return self.config.base_model
+        base = self._sound_reading.base
+        assert base is not None
+        return base
 
     @property
     def experts(self) -> tuple[Expert, ...]:
         """The experts in the recipe's order; an SltaError if the recipe is wrong."""
-        self._refuse_problems()
-        return self.reading.experts
+        return self._sound_reading.experts
 
     @property
     def settings(self) -> MethodSettings:
         """The method's parameters for the whole merge; an SltaError if the recipe is wrong."""
-        self._refuse_problems()
-        return self.reading.settings
+        return self._sound_reading.settings
 
     def settings_of(self, kind: type[Kind]) -> Kind:
         """The recipe's settings, if its method has settings of that kind.
@@ -211,9 +209,11 @@ class Recipe:
                 experts.append(Expert(reference, own.calibration, own.template))
         return Reading(self.config.base_model, tuple(experts), _valid_part(self.method, shared_parameters(self.config)))
 
-    def _refuse_problems(self) -> None:
+    @property
+    def _sound_reading(self) -> Reading:
         if self.problems:
             raise SltaError("\n".join(self.problems))
+        return self.reading
 
 
 def _plain(parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""What a statistics file says about a merge: where it keeps each expert's feature change, where it does not, and why.
+"""Analyse a merge from its statistics: where it keeps each expert's feature change, where it does not, and why.
 
-Everything here is arithmetic on Gram matrices, so neither models nor data are needed. Like the merging weights it
-assumes that features change linearly with the weights, which is exactly true only at level ``linear``.
+The analysis needs only Gram matrices, neither models nor data. Like the merging weights it assumes that features change
+linearly with the weights, which is exactly true only at level ``linear``.
 
 Shapes: ``S`` submodules of a level, ``T`` experts, and as many tasks, each named after its expert.
 """
@@ -34,7 +34,7 @@ FEW_SAMPLES = 5
 
 
 def kinds_of(names: Sequence[str]) -> dict[str, dict[int, list[int]]]:
-    """For each kind of submodule, in the order of the names, and for each layer: the positions in ``names``."""
+    """The positions in ``names`` of the submodules of each kind, by layer."""
     kinds: dict[str, dict[int, list[int]]] = {}
     for index, name in enumerate(names):
         place = place_of(name)
@@ -63,14 +63,14 @@ class LevelAnalysis:
 
     Attributes:
         level: the level.
-        experts: the experts' names, shortened as far as they still differ.
+        experts: the experts' names without the words that they share.
         submodules: their canonical names.
-        samples: the number of samples of the task that has fewest.
+        samples: the number of samples of the task with the fewest.
         alpha: [S, T] merging weights.
         low, high: [S, T], the ends of the weights' 90 % bootstrap intervals; NaN if a task has one sample.
         retained: [S, T], the share of each expert's feature change that the merge keeps; NaN where it changes nothing.
-        share: [S, T], how much of the feature change on a task's data comes from its own expert: 1 if all experts
-            change the features equally, T if no other expert changes them.
+        share: [S, T], the task's own expert's part in the feature change on the task's data: 1 if all experts change
+            the features equally, T if no other expert changes them.
         condition: [S], of the scaled A; NaN where A is zero.
         cosine: [S, T, T], cosine similarity of the experts' feature changes over all tasks' data; NaN without change.
         without: [T, T], the share of expert a's feature change that the merge keeps if expert b is left out of it.
@@ -158,7 +158,7 @@ def analyse(solution: Solution) -> LevelAnalysis:
 
 
 def _doubts(solution: Solution, name: str, width: torch.Tensor, means: torch.Tensor) -> list[str]:
-    """Why the merging weights of a submodule are unreliable, in words; their intervals are ``width`` [T] wide."""
+    """Why the merging weights of a submodule, with intervals of ``width`` [T], are unreliable."""
     if not bool(means.any()):
         return ["no expert changes its features on any sample"]
     found = []
@@ -190,7 +190,7 @@ def _cosine(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _kept_without(solution: Solution) -> torch.Tensor:
-    """[T, T]: what the merge without expert b keeps of expert a; NaN on the diagonal and where no other task counts."""
+    """[T, T], what a merge without expert b keeps of expert a; NaN on the diagonal and if no other task has weight."""
     experts = range(len(solution.models))
     task_weights = solution.task_weights or [1.0 for _ in experts]
     kept = torch.full((len(experts), len(experts)), torch.nan, dtype=torch.float64)
@@ -207,7 +207,7 @@ def _kept_without(solution: Solution) -> torch.Tensor:
 
 
 def _by_samples(solution: Solution, means_by_name: Mapping[str, torch.Tensor]) -> dict[int, SampleEffect]:
-    """What the merging weights would be with fewer samples per task, drawn with replacement."""
+    """The merging weights from fewer samples per task, drawn with replacement."""
     statistics = solution.statistics
     available = statistics.task.bincount()
     most = int(available.max())
@@ -229,7 +229,7 @@ def _by_samples(solution: Solution, means_by_name: Mapping[str, torch.Tensor]) -
 
 
 def short_names(models: Sequence[str]) -> tuple[str, ...]:
-    """The models' names without folders and without the words that all of them begin or end with.
+    """The models' names without folders and without the words that all names begin or end with.
 
     ``org/llama-math-v1`` and ``org/llama-code-v1`` are ``math`` and ``code``.
     """

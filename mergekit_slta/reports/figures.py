@@ -1,7 +1,7 @@
-"""Charts as PNG pictures: lines, heat maps and bars that can be read on a narrow screen and without colours.
+"""Charts as PNG pictures: lines, heat maps and bars that are readable on a narrow screen and without colours.
 
-Every picture is as narrow as a phone, so that a page can show several side by side on a wide screen. Lines differ in
-marker as well as in colour. The colours are those of Okabe and Ito, which colour-blind people can tell apart.
+Every picture fits a phone's width, so a wide screen shows several side by side. Lines differ in marker as well as in
+colour. The colours are those of Okabe and Ito, which colour-blind people can tell apart.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ LEGEND_WIDTH = 48
 CELL_NAME_LENGTH = 14
 LINE_HEIGHT = 0.21  # inches
 CELL_NUMBER_LENGTH = 5
-# Cells show their numbers if these and the name of the row together have at most so many characters.
+# Cells show their numbers if a row of them and its name have at most this many characters.
 NUMBERED_LENGTH = 56
 MOST_NAMES = 16
-# Column names that are longer together are drawn aslant.
+# Column names with more characters than this in all are rotated.
 COLUMN_NAMES_LENGTH = 36
 PAIR = " | "  # between the names of two experts
 STYLE: Any = {
@@ -83,7 +83,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """Lines that share their axes; ``shaded`` lists the places on the horizontal axis that get a grey ground."""
+    """Lines that share their axes; the background is grey at the ``shaded`` places of the horizontal axis."""
 
     title: str
     lines: Sequence[Line]
@@ -92,7 +92,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A heat map: values [rows, columns], NaN where there is none."""
+    """A heat map: values [rows, columns], NaN for missing ones."""
 
     title: str
     values: Sequence[Sequence[float]]
@@ -102,7 +102,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar with its deviation: one series' value in one group."""
+    """A bar: the value of one series in one group, and its standard deviation."""
 
     group: str
     series: str
@@ -125,13 +125,13 @@ def line_chart(
     """Panels of lines below each other, as PNG.
 
     Args:
-        panels: what to draw; a label stands for the same series in all of them.
+        panels: the panels; a label means the same series in all of them.
         x_label, y_label: the axes' names with their units.
         y_percent: whether the vertical axis shows shares as percentages.
-        y_range: the smallest and the largest value that are drawn; values outside are drawn at these limits.
-        lines_at: values that a thin horizontal line marks.
-        log_x, log_y: logarithmic axes.
-        shaded_label: what shading means.
+        y_range: limits of the vertical axis; values outside are drawn at the limits.
+        lines_at: values to mark with a thin horizontal line.
+        log_x, log_y: whether the axes are logarithmic.
+        shaded_label: the meaning of the shading, for the legend.
     """
 
     def written(value: float, _: int) -> str:
@@ -174,11 +174,11 @@ def heat_map(
     """Heat maps below each other with one scale of colours, as PNG.
 
     Args:
-        matrices: what to draw.
+        matrices: the heat maps.
         x_label, y_label, value_label: the names of columns, rows and values.
-        limits: the values of the first and the last colour; values below and above get colours of their own.
+        limits: the values of the first and the last colour; values outside have separate colours.
         colours: the name of one of matplotlib's colour maps.
-        numbers: how values are written into the cells where there is room.
+        numbers: formats the values that are written into the cells if there is room.
     """
     with matplotlib.rc_context({**STYLE, "axes.grid": False}):
         rows = [len(matrix.rows) for matrix in matrices]
@@ -206,7 +206,7 @@ def heat_map(
 
 
 def bar_chart(bars: Sequence[Bar], *, x_label: str) -> bytes:
-    """Horizontal bars with their deviations, grouped, the values written beside them, as PNG."""
+    """Grouped horizontal bars with their deviations and values, as PNG."""
     groups = list(dict.fromkeys(bar.group for bar in bars))
     series = list(dict.fromkeys(bar.series for bar in bars))
     places: dict[tuple[str, str], float] = {}

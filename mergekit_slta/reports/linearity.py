@@ -1,4 +1,4 @@
-"""What ``linearity`` writes: ``linearity.json``, and ``linearity.html`` with figures after the paper's 1-4 and 6."""
+"""The report on linearity: ``linearity.json``, and ``linearity.html`` with figures like the paper's 1-4 and 6."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ LINEAR_MAPS = "linear map"
 SETTINGS = {2: "25 settings of two weights from 0.2 to 1", 3: "27 settings of three weights from 0.3 to 0.7"}
 MEANING = (
     f"The non-linearity score sums {(STEPS + 1) ** 2} squared deviations between points on the way from the base model "
-    "to an expert. It is 0 where features move straight and evenly; 1.21 means that they are off by 10 % of the "
-    "expert's feature change (root mean square). Experts that are linear can be merged by adding their task vectors. "
-    "Whether the experts disturb each other is another question, which the report on calibration statistics answers."
+    "to an expert. It is 0 if features change in proportion to the weights; 1.21 means a root mean square deviation of "
+    "10 % of the expert's feature change. Linear experts can be merged by adding their task vectors. Whether the "
+    "experts disturb each other is shown by the report on calibration statistics."
 )
 
 
@@ -58,7 +58,7 @@ def score_table(result: Linearity) -> Table:
 
 
 def score_sentence(result: Linearity) -> str:
-    """How linear the submodules are, compared with whole models, in words."""
+    """A sentence on how linear the submodules are, compared with whole models."""
     experts = enumerated(short_names(result.experts))
     means = _means(result, "non_linearity", result.experts)
     scores = f"the non-linearity score (0 is linear) is {_listed(means)}, on average over experts and samples."
@@ -73,7 +73,7 @@ def score_sentence(result: Linearity) -> str:
 
 
 def merge_sentence(result: Linearity, size: int) -> str:
-    """How far the feature changes of merges of so many experts are from adding up, in words."""
+    """A sentence on how far the feature changes of merges of ``size`` experts are from adding up."""
     means = _means(result, "projection_distance", _merges(result, size))
     number = "two" if size == 2 else "three"
     return (
@@ -95,7 +95,7 @@ def _short(number: float) -> str:
 
 
 def _groups(result: Linearity) -> dict[str, str]:
-    """The kinds of submodules, each with the first level that has it."""
+    """The kinds of submodules, each with the first level that has such submodules."""
     groups: dict[str, str] = {}
     for level, by_expert in result.metrics["non_linearity"].items():
         for name in next(iter(by_expert.values())):
@@ -123,7 +123,7 @@ def _cells(result: Linearity, metric: str, group: str, names: Iterable[str]) -> 
 
 
 def _merges(result: Linearity, size: int) -> list[str]:
-    """The names of the merges of so many experts."""
+    """The names of the merges of ``size`` experts."""
     by_level = result.metrics.get("projection_distance", {})
     return [name for name in next(iter(by_level.values()), {}) if len(result.members[name]) == size]
 
@@ -153,7 +153,7 @@ def _score_chart(result: Linearity) -> Chart:
 
 
 def _score_by_layer(result: Linearity) -> list[Chart]:
-    """Where in the depth of the model the experts are linear; no chart where only the whole model was measured."""
+    """The scores by layer; no chart if only the whole model was measured."""
     experts = short_names(result.experts)
     panels, rows, said = [], [], []
     for group, level in _groups(result).items():

@@ -1,4 +1,4 @@
-"""The report on a merge: ``report.html`` with its charts, from a solution or from all that statistics hold.
+"""The report on a merge, ``report.html`` with its charts, from a solution or from all levels of statistics.
 
 Shapes: ``S`` submodules of a level, ``T`` experts, and as many tasks, each named after its expert.
 """
@@ -70,7 +70,7 @@ def _clause(name: str, kept: float, where: str) -> str:
 
 
 def _where(layers: Sequence[int], depth: int, worst: int) -> str:
-    """Layers in words: "every layer", runs of layers, or how many there are if there are more than three runs."""
+    """Layers in words: "every layer", up to three runs of layers, or their number."""
     if not layers:
         return ""
     if len(layers) == depth > 1:
@@ -108,9 +108,9 @@ def report(
     """Write ``report.html`` and its charts as PNG files into a folder: what a merge keeps of each expert, and why.
 
     Args:
-        found: a solution, or what calibration measured of the experts that are merged.
-        folder: the folder to write to; it is made.
-        levels: of statistics, the levels to report on, the most important first; by default all that were measured.
+        found: a solution, or the statistics of the merged experts.
+        folder: the folder to write to; it is created.
+        levels: the levels of the statistics to report on, the most important first; by default all of them.
         balance, ridge: how to solve statistics; see ``Statistics.solve``.
 
     Returns:
@@ -219,10 +219,10 @@ def _doubts_section(analysis: LevelAnalysis) -> Section:
 
 
 def _panels(analysis: LevelAnalysis, values: torch.Tensor, weights: torch.Tensor, bands: bool = False) -> list[Panel]:
-    """A panel for each kind of submodule, with one line per expert over the layers, of values [S, T].
+    """A panel for each kind of submodule, with one line per expert of the values [S, T] over the layers.
 
-    Where a layer has several submodules of a kind, the line is their weighted mean and each of them is a dot. Elsewhere
-    ``bands`` adds the intervals of the merging weights, and shades the layers where these are unreliable.
+    If a layer has several submodules of a kind, the line is their weighted mean and each of them is a dot. Otherwise
+    ``bands`` adds the intervals of the merging weights and shades the layers with unreliable weights.
     """
     panels = []
     for kind, layers in analysis.kinds.items():

@@ -1,4 +1,4 @@
-"""One HTML page that holds its text, its charts and the numbers behind each chart, and that loads nothing else.
+"""One self-contained HTML page with text, charts and the numbers behind each chart.
 
 The HTML is in ``page.html.jinja``.
 """
@@ -23,10 +23,10 @@ class Chart:
     Attributes:
         name: the picture's file name without ``.png``.
         title: what the picture shows, in a few words.
-        caption: how to read it.
-        alt: what it says, for readers who cannot see it.
+        caption: how to read the picture.
+        alt: the picture's content, for readers who cannot see it.
         png: the picture.
-        table: the numbers.
+        table: the numbers in the picture.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page. Its own table is always visible, while those of its charts unfold."""
+    """A part of the page. Its own table is always visible; the tables of its charts unfold."""
 
     title: str
     paragraphs: Sequence[str] = ()

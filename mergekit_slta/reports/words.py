@@ -1,4 +1,4 @@
-"""How all pages write numbers, counts and lists."""
+"""Format numbers, counts and lists for all pages."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ def extent(values: Iterable[float], written: Callable[[float], str]) -> str:
 
 
 def kind_name(kind: str) -> str:
-    """What a kind of submodule is called on a page."""
+    """The name of a kind of submodule on a page."""
     return {"attn": "attention", "mlp": "MLP"}.get(kind, kind)

@@ -19,12 +19,12 @@ from mergekit_slta.slta.gram import sample_grams
 
 @dataclass(frozen=True)
 class ExpertRun:
-    """A layer run with other weights than the base model's, on the base model's inputs.
+    """Runs of a layer with other weights than the base model's, on the base model's inputs.
 
     Attributes:
         weights: the layer's tensors.
-        own: the run on the layer's input, where level ``layer`` is wanted.
-        branches: the run whose MLP branch reads what the base model feeds it, where a level of branches is wanted.
+        own: the run on the layer's input; only for level ``layer``.
+        branches: the run whose MLP branch reads the base model's input to it; only for levels of branches.
     """
 
     weights: Weights
@@ -34,7 +34,7 @@ class ExpertRun:
 
 @dataclass
 class LayerFeatures:
-    """What the levels need of one layer, for all batches.
+    """The structure and the weights of one layer that the levels need for all batches.
 
     Args:
         decoder: the decoder.

@@ -1,4 +1,4 @@
-"""What an experiment's models and samples are by content, so that a statistics file can be compared with it."""
+"""Identify an experiment's models and samples by content, to compare a statistics file with it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mergekit_slta.slta.statistics import BaseContent, Content, Fingerprint, set
 
 
 def model_contents(experiment: Experiment) -> tuple[BaseContent, list[Content]]:
-    """The base model and the experts by content; the first rank alone reads them whole, where files are shared."""
+    """Identify the base model and the experts; the first rank reads them first and keeps the hashes for the others."""
     ranks, cache = experiment.ranks, experiment.transformers_cache
     if not ranks.first:
         ranks.wait()
@@ -26,7 +26,7 @@ def model_contents(experiment: Experiment) -> tuple[BaseContent, list[Content]]:
 
 
 def fingerprint(experiment: Experiment, data: Sequence[CalibrationData]) -> Fingerprint:
-    """What the models, the samples and how they were drawn are, by content."""
+    """Identify the models, the samples and the settings."""
     settings = experiment.settings
     base, experts = model_contents(experiment)
     return Fingerprint(

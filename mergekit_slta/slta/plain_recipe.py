@@ -1,8 +1,8 @@
-"""A merge as a recipe that any mergekit runs: task_arithmetic with one table of weights per expert.
+"""Write a merge as a recipe that mergekit runs without this package: task_arithmetic with weights for each expert.
 
-In such a recipe a weight may depend on a tensor's name, through filters (substrings, of which the first match counts),
-and on its depth, through gradients: a list of L numbers over L layers gives layer i the i-th one. Tensors outside the
-layers are planned at depth 0, so that filters must keep them apart.
+In such a recipe a weight may depend on a tensor's name, through filters (substrings, the first match counts), and on
+its depth, through gradients: a list of L numbers over L layers gives layer i the i-th number. mergekit treats tensors
+outside the layers like those of layer 0, so filters must separate them.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from mergekit_slta.slta.solution import Solution
 from mergekit_slta.slta.statistics import Info
 from mergekit_slta.slta.weights import TensorWeights
 
-# Ten digits: two orders of magnitude below float32's rounding, and a table that one can still read.
+# Ten digits: two orders of magnitude below float32's rounding, and still readable.
 DIGITS = 10
 TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor as mergekit plans it.
+    """A tensor of mergekit's plan.
 
     Attributes:
-        name: the name that filters are matched with.
-        layer: the decoder layer's index, None outside the layers.
-        alpha: the merging weight of each expert, ``T`` in all.
+        name: the name that filters match.
+        layer: the decoder layer's index; None outside the layers.
+        alpha: the ``T`` merging weights.
     """
 
     name: str
@@ -60,12 +60,12 @@ def plain_recipe(
     Args:
         solution: the merging weights of each submodule of a level.
         edges: ``base`` or ``mean``, for the tensors outside the decoder layers.
-        models: the path or Hub id of models, by their names in the statistics; the others are written as they stand.
-        tokenizer_source: mergekit's setting of that name, left out when empty.
+        models: the path or Hub id of models, by their names in the statistics; by default the names themselves.
+        tokenizer_source: mergekit's setting of that name; left out if empty.
         trust_remote_code: mergekit's flag of that name.
 
     Returns:
-        The recipe as YAML, with a header that says what it comes from.
+        The recipe as YAML, with a header that describes its origin.
 
     Raises:
         SltaError: a recipe cannot express the level, or the base model's configuration cannot be read.
@@ -99,19 +99,19 @@ def plain_recipe(
 
 
 def planned_tensors(config: transformers.PretrainedConfig, weights: TensorWeights) -> list[PlannedTensor]:
-    """Every tensor of a mergekit plan and its merging weights.
+    """Every tensor of mergekit's plan with its merging weights.
 
-    The names are those of mergekit's definition of the architecture; without one it plans transformers' own names.
+    The names are those of mergekit's definition of the architecture, or else transformers' own names.
 
     Raises:
         SltaError: the parts of one tensor take different weights, such as a mixture's fused experts, or mergekit
-            wants a tensor that the model does not have.
+            needs a tensor that the model does not have.
     """
     model_names = set(weights.decoder.model.state_dict())
     planned = []
     for name, layer, optional in _plan(config, weights.decoder):
         known = model_tensor_name(name, model_names, weights.decoder.base_model_prefix) is not None
-        if optional and not known:  # older checkpoints hold buffers that the model no longer has
+        if optional and not known:  # a buffer of older checkpoints that the model no longer has
             continue
         try:
             alpha = weights[name]
@@ -132,7 +132,7 @@ def planned_tensors(config: transformers.PretrainedConfig, weights: TensorWeight
 
 
 def _plan(config: transformers.PretrainedConfig, decoder: Decoder) -> Iterable[tuple[str, int | None, bool]]:
-    """Name, layer and whether it may be missing, of every tensor that mergekit plans."""
+    """Every tensor that mergekit plans: its name, its layer, and whether it is optional."""
     architecture = arch_info_for_config(config)
     if architecture is None:
         layers = decoder.layers_path + "."
@@ -152,7 +152,7 @@ def weight_settings(planned: Sequence[PlannedTensor]) -> list[Any]:
     """Each expert's ``weight`` in a mergekit recipe: a number, or filters with numbers and gradients.
 
     Args:
-        planned: all tensors of the plan; those outside the layers take the same weights.
+        planned: all tensors of the plan; all tensors outside the layers have equal weights.
     """
     edges = {tensor.alpha for tensor in planned if tensor.layer is None}
     (outside,) = edges
@@ -172,9 +172,9 @@ def weight_settings(planned: Sequence[PlannedTensor]) -> list[Any]:
 def _filters(planned: Sequence[PlannedTensor], depth: int) -> list[tuple[str, list[tuple[float, ...]]]]:
     """Filters for the tensors inside the layers, each with the weights [T] of every layer.
 
-    A filter is the name of the layers, of a module in a layer or of a tensor, the first of these that no tensor with
-    other weights has in its name, so that the order of the filters does not matter. Where there is none, each tensor
-    gets its full name, before all others.
+    A filter is the first of these names that no tensor with other weights contains: that of the layers, of a module in
+    a layer, or of a tensor. So the order of these filters does not matter. If there is no such name, the tensor's full
+    name is the filter, which stands before all others.
     """
     shared: list[tuple[str, list[tuple[float, ...]]]] = []
     single: list[tuple[str, list[tuple[float, ...]]]] = []
@@ -197,7 +197,7 @@ def _filters(planned: Sequence[PlannedTensor], depth: int) -> list[tuple[str, li
 
 
 def _groups(planned: Sequence[PlannedTensor]) -> list[tuple[dict[int, tuple[float, ...]], set[str]]]:
-    """Tensors that take the same weights: those of each layer, and the tensors' names inside a layer."""
+    """Groups of tensors with equal weights in every layer: the weights by layer, and the names inside a layer."""
     by_name: dict[str, dict[int, tuple[float, ...]]] = {}
     for tensor in planned:
         if tensor.layer is not None:
@@ -220,7 +220,7 @@ def _inside(tensor: PlannedTensor) -> str:
 
 
 def _candidates(tensor: PlannedTensor) -> list[str]:
-    """From the general to the special: the layers, each module around the tensor in its layer, the tensor."""
+    """Names for a filter, from general to special: the layers, the modules around the tensor, the tensor."""
     container = tensor.name.partition(f".{tensor.layer}.")[0] + "."
     parts = _inside(tensor).split(".")
     modules = ["." + ".".join(parts[:count]) + "." for count in range(1, len(parts))]
@@ -232,10 +232,10 @@ def _rounded(weight: float) -> float:
 
 
 def _verify(content: dict[str, Any], planned: Sequence[PlannedTensor]) -> None:
-    """Ask mergekit which weight the recipe gives to every tensor.
+    """Compare the weights that mergekit reads from the recipe with the planned ones.
 
     Raises:
-        SltaError: another one than planned.
+        SltaError: the weight of a tensor differs.
     """
     recipe = MergeConfiguration.model_validate(content)
     depth = max((tensor.layer or 0 for tensor in planned), default=0)
@@ -251,7 +251,6 @@ def _verify(content: dict[str, Any], planned: Sequence[PlannedTensor]) -> None:
 
 
 def _read_config(info: Info, path: str, trust_remote_code: bool) -> transformers.PretrainedConfig:
-    """The base model's configuration, which says which tensor belongs to which submodule."""
     fix = f"give its folder or Hub id with --model {info.base_model}=PATH"
     try:
         config = ModelReference.parse(path).config(trust_remote_code=trust_remote_code)
@@ -268,7 +267,7 @@ def _read_config(info: Info, path: str, trust_remote_code: bool) -> transformers
 
 
 def _header(solution: Solution, edges: Mapping[str, str]) -> str:
-    """What the weights come from, as comments."""
+    """The origin of the weights, as comments."""
     info, task = solution.statistics.info, solution.statistics.task
     solved_with = {"level": solution.level, **edges, "balance": str(solution.balance).lower(), "ridge": solution.ridge}
     if solution.task_weights:

@@ -1,4 +1,4 @@
-"""The merging weights of a level and what they are worth: a table, JSON, a plain recipe, a report."""
+"""The merging weights of a level, and how to show or save them: a table, JSON, a plain recipe, a report."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 class Solution:
     """The merging weights of every submodule of a level, as ``Statistics.solve`` gives them.
 
-    ``T`` experts, in the order of ``models``. The mappings are by submodule, in the order of the layers.
+    Vectors [T] are in the order of ``models``. The mappings are by submodule, in the order of the layers.
 
     Attributes:
-        statistics: what was solved: the statistics of these experts and of the samples that were used.
+        statistics: the statistics of these experts and of the samples that were used.
         level: the submodules' level.
-        submodules: what was found for each submodule.
-        balance, ridge, task_weights: how it was solved for; see ``Statistics.solve``.
+        submodules: the solution of each submodule.
+        balance, ridge, task_weights: the arguments of ``Statistics.solve``.
     """
 
     statistics: Statistics
@@ -67,12 +67,12 @@ class Solution:
 
     @cached_property
     def rank(self) -> dict[str, int]:
-        """In how many directions the samples decide the weights; below T these are the minimum-norm solution."""
+        """The rank of the linear system; below T the weights are its minimum-norm solution."""
         return {name: own.rank for name, own in self.submodules.items()}
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The arguments of ``solver.solve`` and ``solver.bootstrap`` that it was solved with."""
+        """The arguments for ``solver.solve`` and ``solver.bootstrap``."""
         return {"balance": self.balance, "ridge": self.ridge, "task_weights": self.task_weights}
 
     def bootstrap(self, repeats: int, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -129,7 +129,7 @@ class Solution:
         return Table(["submodule", *header, "condition"], rows)
 
     def notes(self) -> list[str]:
-        """Where the samples do not decide every expert's weight, and what it is there; in sentences."""
+        """Sentences on the submodules in which the samples do not determine every expert's weight."""
         idle = [name for name, rank in self.rank.items() if self.level == "linear" and rank == 0]
         dependent = [name for name, rank in self.rank.items() if rank < len(self.models) and name not in idle]
         notes = []
@@ -185,12 +185,12 @@ class Solution:
                 or the base model's configuration cannot be read.
             OSError: the file cannot be written.
         """
-        from mergekit_slta.slta.plain_recipe import plain_recipe  # which imports mergekit, and that takes seconds
+        from mergekit_slta.slta.plain_recipe import plain_recipe  # imports mergekit, which takes seconds
 
         known = (self.statistics.info.base_model, *self.models)
         for name in models or {}:
             if name not in known:
-                raise SltaError(f"There is no model '{name}' to give a path to, only {', '.join(known)}.")
+                raise SltaError(f"The statistics hold no model '{name}', only {', '.join(known)}.")
         if edges not in ("base", "mean"):
             raise SltaError(f"'edges' is '{edges}': it must be base or mean.")
         text = plain_recipe(
@@ -204,5 +204,5 @@ class Solution:
         Returns:
             The path of ``report.html``.
         """
-        # Reports are made from solutions, so this module cannot import them: it asks the package as a user does.
+        # reports/ imports this module, so this module uses the public function instead of importing it.
         return mergekit_slta.report(self, folder)

@@ -1,8 +1,7 @@
-"""The statistics file: everything that calibration measured, small enough to publish beside a model.
+"""The statistics file: the results of a calibration, small enough to publish beside a model.
 
-One ``.safetensors`` file with ``gram/{submodule}`` [N, T, T] float64, ``task`` [N] and ``tokens`` [N] int64, and one
-metadata entry, ``mergekit_slta``, that says what was measured on which models and data. Rows are ordered by task, then
-by sample.
+A ``.safetensors`` file with ``gram/{submodule}`` [N, T, T] float64, ``task`` [N] and ``tokens`` [N] int64, and one
+metadata entry, ``mergekit_slta``, that describes the models and the data. Rows are ordered by task, then by sample.
 """
 
 from __future__ import annotations
@@ -46,15 +45,15 @@ class CalibrationInfo(BaseModel):
     source: str
     template: str
     sha256: str
-    chat_date: date | None = None  # what the chat template was told; none where it did not ask
+    chat_date: date | None = None  # the date that the chat template asked for
 
 
 class Content(BaseModel):
-    """A model by what its tensors hold, wherever and in however many files they are.
+    """Identifies a model by the content of its tensors, independent of its folder and files.
 
     Attributes:
-        sample: identifies the tensors' names, shapes and dtypes and a few bytes of each; known at little cost.
-        whole: identifies all their bytes, so that an edit of a few rows shows; None where they were not read.
+        sample: a hash of the tensors' names, shapes, dtypes and a few bytes of each; cheap to compute.
+        whole: a hash of all their bytes, which also shows an edit of a few rows; None if they were not read.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -65,25 +64,25 @@ class Content(BaseModel):
         return self.whole or self.sample
 
     def fits(self, other: Content) -> bool:
-        """Whether two models are the same: by their samples, and by all bytes where both are known by them."""
+        """Whether two models are equal, by their samples and, if both are known, by all bytes."""
         return self.sample == other.sample and (None in (self.whole, other.whole) or self.whole == other.whole)
 
 
 class BaseContent(Content):
-    """The base model, in whose layers every model's weights are run.
+    """Identifies the base model, whose layers run the weights of every model.
 
     Attributes:
-        config: the entries of its configuration that may decide what the layers compute, each with a hash of its value.
+        config: the entries of its configuration that may affect the layers' results, each with a hash of its value.
     """
 
     config: dict[str, str]
 
 
 class Fingerprint(BaseModel):
-    """What decides whether a file fits a recipe: the contents of the models and the data, and the settings.
+    """Identifies the models, the data and the settings of a measurement, to compare a file with a recipe.
 
-    A model that is one string, as older versions wrote it, is known by its sample alone: neither all its bytes nor the
-    base model's configuration can be compared.
+    Older versions wrote a model as one string, its sample. Such files can be compared neither by all bytes nor by the
+    base model's configuration.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -94,7 +93,7 @@ class Fingerprint(BaseModel):
 
     @property
     def samples_only(self) -> bool:
-        """Whether some model is known by its sample alone."""
+        """Whether a model is identified by its sample alone."""
         return any(content.whole is None for content in self.contents)
 
     @property
@@ -128,12 +127,12 @@ class Info(BaseModel):
 
 @dataclass(frozen=True)
 class Statistics:
-    """Per-sample Gram matrices of every submodule, and what they were measured on.
+    """Per-sample Gram matrices of every submodule, with the metadata of their measurement.
 
     Attributes:
         grams: submodule name to [N, T, T] float64.
         task: [N] int64, the index of the expert whose data the sample came from.
-        tokens: [N] int64, the tokens of the sample that were used.
+        tokens: [N] int64, the number of tokens of the sample.
         info: the file's metadata.
     """
 
@@ -169,7 +168,7 @@ class Statistics:
             names: the experts' names, as in ``info.models``.
 
         Raises:
-            SltaError: a name is not in the statistics, is given twice, or there is none.
+            SltaError: no name is given, or a name is not in the statistics or given twice.
         """
         known = self.info.models
         for name in names:
@@ -204,10 +203,10 @@ class Statistics:
         )
 
     def first_samples(self, count: int) -> Statistics:
-        """The statistics of each task's first ``count`` samples, or of all that a task has.
+        """The statistics of each task's first ``count`` samples, or of all samples if a task has fewer.
 
         Raises:
-            SltaError: no task has so many, or ``count`` is not positive.
+            SltaError: every task has fewer samples, or ``count`` is not positive.
         """
         most = int(self.task.bincount().max())
         if not 1 <= count <= most:
@@ -232,12 +231,12 @@ class Statistics:
         """Solve for the merging weights of every submodule of a level.
 
         Args:
-            level: the level; by default ``attn_mlp`` if it was measured, else the first one that was.
+            level: the level; by default ``attn_mlp`` if it was measured, else the first measured level.
             balance: give every sample the same influence (Eq. 33-34).
             ridge: draws the weights towards zero: adds ridge * trace(A) / T to A's diagonal.
-            task_weights: how much each expert's task counts against the others': by the experts' names, 1 for those
-                that are left out, or ``T`` numbers.
-            samples: use each task's first samples only, so many.
+            task_weights: how much each expert's task counts relative to the others: ``T`` numbers, or a number by the
+                expert's name, 1 by default.
+            samples: how many of each task's first samples to use; all by default.
 
         Raises:
             SltaError: the level was not measured, or an argument is out of its range.
@@ -254,7 +253,6 @@ class Statistics:
         return Solution(used, level, submodules, balance, ridge, weights)
 
     def _task_weights(self, given: Mapping[str, float] | Sequence[float]) -> tuple[float, ...]:
-        """A weight for each expert's task."""
         names = self.info.models
         if not isinstance(given, Mapping):
             if len(given) != len(names):
@@ -274,7 +272,7 @@ class Statistics:
         """Write the statistics file.
 
         Raises:
-            OSError: it cannot be written; what was there is still there.
+            OSError: the file cannot be written; an earlier file is kept.
         """
         tensors = {_GRAM + name: gram.contiguous() for name, gram in self.grams.items()}
         tensors |= {"task": self.task, "tokens": self.tokens}
@@ -290,8 +288,8 @@ class Statistics:
             cache_dir: where downloads are kept; the Hub's own cache by default.
 
         Raises:
-            SltaError: the file is missing, truncated, of another kind or of a newer version, its content cannot be
-                what a calibration measured, or the Hub does not give it.
+            SltaError: the file is missing, truncated, damaged, of another kind or of a newer version, or cannot be
+                downloaded.
         """
         path = resolve_statistics(os.fspath(source), cache_dir)
         if not path.is_file():
@@ -302,10 +300,10 @@ class Statistics:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (safetensors.SafetensorError, OSError) as error:
             raise SltaError(
-                f"{path} is truncated or no safetensors file ({error}): get it or measure it again."
+                f"{path} is truncated or not a safetensors file ({error}): get it or measure it again."
             ) from None
         if METADATA_KEY not in metadata:
-            raise SltaError(f"{path} is no statistics file of mergekit-slta.")
+            raise SltaError(f"{path} is not a statistics file: make one with 'mergekit-slta calibrate'.")
         info = _parse_info(metadata[METADATA_KEY], path)
         grams = {name.removeprefix(_GRAM): tensor for name, tensor in tensors.items() if name.startswith(_GRAM)}
         rest = {name: tensor for name, tensor in tensors.items() if not name.startswith(_GRAM)}
@@ -318,14 +316,14 @@ class Statistics:
 
 
 def resolve_statistics(source: str, cache_dir: str | None = None) -> Path:
-    """Find a statistics file: a local path, or ``hf:ORG/REPO/FILE[@REVISION]``, which is fetched from the Hub.
+    """Return the path of a statistics file, after downloading ``hf:ORG/REPO/FILE[@REVISION]`` from the Hub.
 
     Args:
-        source: what the recipe or the user gives.
-        cache_dir: where downloads are kept; the Hub's own cache by default.
+        source: a local path or a reference to the Hub.
+        cache_dir: the folder for downloads; the Hub's own cache by default.
 
     Raises:
-        SltaError: the reference is malformed, or the Hub does not give the file.
+        SltaError: the reference is malformed, or the download failed.
     """
     if not source.startswith(PUBLISHED_PREFIX):
         return Path(source).expanduser()
@@ -343,7 +341,7 @@ def resolve_statistics(source: str, cache_dir: str | None = None) -> Path:
 
 
 def settings_fingerprint(samples: int, max_tokens: int, seed: int) -> str:
-    """Identify the settings that decide what is measured; sha256 in hex."""
+    """Identify the settings of a measurement; sha256 in hex."""
     return _sha256({"inputs": "base", "max_tokens": max_tokens, "samples": samples, "seed": seed})
 
 
@@ -353,7 +351,7 @@ def tokens_fingerprint(token_hashes: Sequence[str]) -> str:
 
 
 def versions() -> dict[str, str]:
-    """The versions of what measures."""
+    """The versions of the libraries that a measurement depends on."""
     installed = {name: importlib.metadata.version(name) for name in ("mergekit", "torch", "transformers")}
     return {"mergekit-slta": __version__, **installed}
 
@@ -378,11 +376,11 @@ def _parse_info(text: str, path: Path) -> Info:
 
 
 def _problem(statistics: Statistics) -> str | None:
-    """What about the content cannot be a measurement, in a few words."""
+    """Why the content cannot be a measurement, as a clause."""
     info, task, tokens = statistics.info, statistics.task, statistics.tokens
     experts, rows = len(info.models), len(task)
     if not (len(info.calibration) == len(info.fingerprint.experts) == experts >= 1):
-        return "it does not describe each of its models"
+        return "it does not describe all of its models"
     if info.fingerprint.settings != settings_fingerprint(info.samples, info.max_tokens, info.seed):
         return "its settings do not match their fingerprint"
     if info.fingerprint.tokens != tokens_fingerprint([entry.sha256 for entry in info.calibration]):
@@ -414,7 +412,7 @@ def _is_gram(gram: torch.Tensor) -> bool:
         return False
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
     scale = torch.where(diagonal > 0, diagonal.clamp_min(torch.finfo(gram.dtype).tiny).rsqrt(), 0.0)
-    # An expert of norm zero has a row of zeros; the others are compared on a unit diagonal.
+    # An expert of norm zero must have a row of zeros; the other experts are scaled to a unit diagonal.
     untouched = gram.abs().sum(-1)[diagonal == 0]
     lowest = torch.linalg.eigvalsh(scale[:, :, None] * gram * scale[:, None, :])[:, 0]
     return bool((diagonal >= 0).all()) and bool((untouched == 0).all()) and bool((lowest >= -1e-9).all())

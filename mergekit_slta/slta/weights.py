@@ -1,4 +1,4 @@
-"""Which merging weights every tensor of the model takes, from those of the submodules."""
+"""Give every tensor of the model the merging weights of its submodules."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TensorWeights:
         mean = torch.stack([solution.alpha for solution in solutions.values()]).mean(0)
         self.edge_alpha = mean if edges == "mean" or level == "model" else torch.zeros_like(mean)
         self._maps = [linear_maps(layer) for layer in decoder.layers]
-        for layer in range(len(decoder)):  # traced here, so that several threads may ask afterwards
+        for layer in range(len(decoder)):  # traced here, before several threads ask
             layer_submodules(decoder, level, layer)
             if level not in ("model", "layer"):
                 structure(decoder, layer)
@@ -45,7 +45,7 @@ class TensorWeights:
         """The merging weights of a tensor, by its name in a checkpoint or in mergekit's plan.
 
         Returns:
-            [T], or [T, ...] with the tensor's own dimensions, each full or one, where they differ inside the tensor.
+            [T], or [T, ...] to broadcast with the tensor, if the weights differ inside it.
 
         Raises:
             SltaError: the tensor belongs to a decoder layer but to none of its modules.
@@ -75,8 +75,10 @@ class TensorWeights:
         return iter(branches)
 
     def _of_branch(self, layer: int, inside: str, branch: str) -> torch.Tensor:
-        """The weights of a branch, or of heads: query rows and output columns take those of their own head, key and
-        value rows the mean of the heads that share them, and the attention's other tensors the mean of all heads.
+        """The weights of a branch, or of heads.
+
+        Query rows and output columns take the weights of their own head, key and value rows the mean of the heads that
+        share them, and the attention's other tensors the mean of all heads.
         """
         if self.level == "attn_mlp" or branch == "mlp":
             return self._alpha(layer, branch)
@@ -97,9 +99,9 @@ class TensorWeights:
         return alpha.mean(0)
 
     def _of_map(self, layer: int, inside: str, mixture_expert: int | None) -> torch.Tensor:
-        """The weights of a linear map, or where the tensor belongs to none, the mean of its branches.
+        """The weights of a linear map, or the mean of its branches if the tensor belongs to no map.
 
-        An expert that changes none of a map's outputs on the samples, though perhaps the map, takes that mean too.
+        An expert that changes none of a map's outputs on the samples takes that mean too.
         """
         mean = torch.stack([self._branch_mean(layer, branch) for branch in self._branches(layer, inside)]).mean(0)
         maps = [m for m in self._maps[layer] if inside in (m.weight, m.bias)]
@@ -117,7 +119,7 @@ class TensorWeights:
         return alpha.T.reshape(*alpha.T.shape, *[1] * (dimensions - 1))
 
     def _branch_mean(self, layer: int, branch: str) -> torch.Tensor:
-        """Each expert's mean weight over the maps of a branch whose outputs it changes; zero if there is none."""
+        """Each expert's mean weight over the maps of a branch whose outputs it changes; zero if it changes none."""
         children = structure(self.decoder, layer).branches[branch]
         names = [m.name for m in self._maps[layer] if m.module.partition(".")[0] in children]
         found = [self.solutions[submodule_name(layer, name)] for name in names]

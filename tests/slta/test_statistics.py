@@ -141,18 +141,18 @@ def test_a_missing_file(tmp_path: Path) -> None:
 def test_a_truncated_file(part: float, path: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(content[: int(part if part > 1 else part * len(content))])
-    refused(path, "truncated or no safetensors file")
+    refused(path, "truncated or not a safetensors file")
 
 
 def test_files_of_other_kinds(path: Path) -> None:
     path.write_text("alpha: 0.5\n" * 100)
-    refused(path, "truncated or no safetensors file")
+    refused(path, "truncated or not a safetensors file")
     path.write_bytes(pickle.dumps({"task": [0]}))
-    refused(path, "truncated or no safetensors file")
+    refused(path, "truncated or not a safetensors file")
     save_file({"model.norm.weight": torch.ones(3)}, path, metadata={"format": "pt"})
-    refused(path, "no statistics file of mergekit-slta")
+    refused(path, "is not a statistics file")
     save_file({"model.norm.weight": torch.ones(3)}, path)
-    refused(path, "no statistics file of mergekit-slta")
+    refused(path, "is not a statistics file")
 
 
 Tensors = dict[str, torch.Tensor]
@@ -240,7 +240,7 @@ TAMPERED: dict[str, tuple[Edit, str]] = {
     "other data": (another_hash, "calibration data does not match its fingerprint"),
     "a field less": (without_seed, "'seed'"),
     "a field more": (described(note="hello"), "'note'"),
-    "a model less": (fewer_experts, "does not describe each of its models"),
+    "a model less": (fewer_experts, "does not describe all of its models"),
     "another depth": (described(num_layers=5), "does not cover the 5 layers"),
     "an unknown level": (described(levels=["layer", "attn_mlp", "tensor"]), "unknown level 'tensor'"),
     "a level without content": (described(levels=["model", "layer", "attn_mlp"]), "'model'"),
