@@ -7,7 +7,8 @@ import filecmp
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -181,16 +182,20 @@ def plan(model: Model, models: Sequence[Model], trust_remote_code: bool) -> list
 
 def dropped_tensors(model: Model, trust_remote_code: bool = False) -> list[str]:
     """One sentence with the tensors that a checkpoint has and that mergekit would leave out of the merged model."""
-    if model.tensors is None:
-        return []
     architecture = known_architecture(model)
+    weights = architecture.all_weights(model.config) if architecture else []
+    written = {name for weight in weights for name in names_of(weight)}
+    left_out = [name for name in model.tensors or {} if not model_tensor_name(name, written, model.prefix)]
+    if not left_out:
+        return []
     try:
-        if architecture is not None:
-            dropped = undefined_parameters(model, architecture, trust_remote_code)
-        else:
-            dropped = partial_conversions(model, trust_remote_code)
+        parameters = dict(meta_model(model.config, trust_remote_code).named_parameters())
     except SltaError:  # transformers cannot build the model
         return []
+    if architecture is None:
+        dropped = partial_conversions(model, parameters)
+    else:  # the buffers of old checkpoints do not count
+        dropped = [name for name in left_out if model_tensor_name(name, parameters, model.prefix)]
     if not dropped:
         return []
     return [
@@ -205,44 +210,16 @@ def known_architecture(model: Model) -> ModelArchitecture | None:
         return arch_info_for_config(model.config)
 
 
-def undefined_parameters(model: Model, architecture: ModelArchitecture, trust_remote_code: bool) -> list[str]:
-    """The stored parameters that mergekit's definition lacks; the buffers of old checkpoints do not count."""
-    written = {name for weight in architecture.all_weights(model.config) for name in names_of(weight)}
-    undefined = [name for name in model.tensors or {} if not model_tensor_name(name, written, model.prefix)]
-    if not undefined:
-        return []
-    parameters = set(own_parameters(model, trust_remote_code))
-    return [name for name in undefined if model_tensor_name(name, parameters, model.prefix)]
-
-
-def partial_conversions(model: Model, trust_remote_code: bool) -> list[str]:
+def partial_conversions(model: Model, parameters: Iterable[str]) -> list[str]:
     """The parameters that only some layers have and that are stored under other names.
 
     mergekit converts names only where all layers have the parameter.
     """
-    parameters = own_parameters(model, trust_remote_code)
-    layers: dict[str, set[str]] = {}
-    for name in parameters:
-        if number := LAYER_NUMBER.search(name):
-            layers.setdefault(template(name), set()).add(number[1])
-    count = max(map(len, layers.values()), default=0)
-    partial = {name for name, found in layers.items() if len(found) < count}
-    converted = [name for name in parameters if name not in (model.tensors or {}) and template(name) in partial]
+    templates = {name: LAYER_NUMBER.sub(".*.", name, count=1) for name in parameters}
+    layers = Counter(template for name, template in templates.items() if template != name)
+    partial = {template for template, count in layers.items() if count < max(layers.values())}
+    converted = [name for name in templates if name not in (model.tensors or {}) and templates[name] in partial]
     return [name for name in converted if can_load(model, WeightInfo(name=name))]
-
-
-def template(name: str) -> str:
-    """A tensor's name without the number of its layer."""
-    return LAYER_NUMBER.sub(".*.", name, count=1)
-
-
-def own_parameters(model: Model, trust_remote_code: bool) -> list[str]:
-    """The names of a model's parameters; tied parameters are named once.
-
-    Raises:
-        SltaError: transformers cannot build the model.
-    """
-    return [name for name, _ in meta_model(model.config, trust_remote_code).named_parameters()]
 
 
 def names_of(weight: WeightInfo) -> list[str]:

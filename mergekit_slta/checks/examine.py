@@ -96,7 +96,6 @@ class Findings:
         return self
 
     def say_notes(self) -> None:
-        """Print the notes on standard error."""
         for note in self.notes:
             click.echo(f"Note: {note}", err=True)
 

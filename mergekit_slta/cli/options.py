@@ -29,7 +29,6 @@ class MergeCommand(click.Command):
 
 
 def mergekit_options() -> list[click.Option]:
-    """The options of mergekit-yaml."""
     from mergekit.scripts.run_yaml import main
 
     return [parameter for parameter in main.params if isinstance(parameter, click.Option)]

@@ -87,7 +87,6 @@ class Ranks:
         return result
 
     def wait(self) -> None:
-        """Wait for all ranks."""
         if self.count > 1:
             dist.barrier()
 

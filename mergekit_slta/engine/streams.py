@@ -97,7 +97,6 @@ def share(decoder: Decoder, tasks: Tasks, batch_tokens: int, ranks: Ranks) -> in
 
 
 def of_rank(batches: Sequence[Batch], ranks: Ranks) -> list[Batch]:
-    """The batches of this process."""
     return list(batches[ranks.index :: ranks.count])
 
 

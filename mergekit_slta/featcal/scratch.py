@@ -79,7 +79,6 @@ class SolvedModel:
         return {name: torch.stack(errors) for name, errors in found.items() if errors}
 
     def remove(self) -> None:
-        """Delete the folder."""
         remove(self._partial.folder)
         self.release()
 

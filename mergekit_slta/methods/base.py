@@ -121,7 +121,6 @@ class CalibratedMethod(FiniteMethod):
         self._merge = Merge(experiment)
 
     def forget(self) -> None:
-        """Drop the previous merge."""
         self._merge = None
 
     def validate_inputs(

@@ -90,7 +90,6 @@ def _folder(path: ModelPath, files: Sequence[str], cache_dir: str | None) -> Pat
 
 
 def adapter_weights(folder: Path) -> Path:
-    """The file with an adapter's tensors."""
     for file in (folder / name for name in ADAPTER_FILES):
         if file.exists():
             return file

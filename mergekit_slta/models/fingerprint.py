@@ -116,6 +116,5 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 @cache
 def _dtype_name(dtype: torch.dtype) -> str:
-    """What safetensors calls a dtype."""
     ((_, tensor),) = safetensors.deserialize(save({"": torch.empty(0, dtype=dtype)}))
     return tensor["dtype"]

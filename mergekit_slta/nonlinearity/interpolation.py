@@ -123,7 +123,10 @@ def measure(
         measured = pass_layers(submodules, batch_tokens=batch_tokens, progress=progress)
     for study, grams in zip(studies if "model" in levels else (), measured, strict=False):
         whole = _WholeModel(decoder, models, study.tasks(tasks), ranks, study)
-        folder = Path(tempfile.gettempdir()) if whole.hidden_bytes > MOST_HIDDEN_BYTES else None
+        tokens = sum(len(token_ids) for samples in whole.tasks for token_ids in samples)
+        width = decoder.model.config.get_text_config().hidden_size
+        hidden_bytes = 2 * len(whole.settings) * tokens * width * torch.float32.itemsize  # before and after a layer
+        folder = Path(tempfile.gettempdir()) if hidden_bytes > MOST_HIDDEN_BYTES else None
         grams["model"] = pass_layers(whole, batch_tokens=batch_tokens, folder=folder, progress=progress)
     return measured
 
@@ -242,13 +245,6 @@ class _WholeModel(Accumulator[torch.Tensor]):
             return Blend(models, lambda name: setting[used], by_steps=True)
 
         return [[model(setting)] * len(self.tasks) for setting in self.settings]
-
-    @property
-    def hidden_bytes(self) -> int:
-        """The bytes of the hidden states before and after a layer."""
-        tokens = sum(len(token_ids) for samples in self.tasks for token_ids in samples)
-        width: int = self.decoder.model.config.get_text_config().hidden_size
-        return 2 * len(self.settings) * tokens * width * torch.float32.itemsize
 
     def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
         """Run the layer with every setting's weights on its stream."""

@@ -252,7 +252,6 @@ class Plan:
         return result
 
     def measure_visibly(self, quiet: bool) -> Linearity:
-        """Measure with a progress bar."""
         layers, hidden = len(self.decoder), quiet or not self.ranks.first
         total, scale = self.passes * layers // self.ranks.count, 1 / layers
         with tqdm(

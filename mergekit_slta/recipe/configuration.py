@@ -54,7 +54,6 @@ class ParameterTable:
 
 
 def parameter_tables(config: MergeConfiguration) -> Iterator[ParameterTable]:
-    """All ``parameters:`` of a recipe."""
     yield ParameterTable("the recipe's parameters", config.parameters or {})
     for name, module in (config.modules or {}).items():
         yield ParameterTable(f"the parameters of the module {name}", module.parameters or {})

@@ -199,7 +199,6 @@ class Recipe:
 
     @cached_property
     def reading(self) -> Reading:
-        """The readable part of the recipe."""
         experts = []
         for reference, given in expert_parameters(self.config).items():
             own = _valid_part(self.method.expert, given)

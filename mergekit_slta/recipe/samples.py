@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import date
 
 from mergekit.common import ModelReference
@@ -16,6 +17,7 @@ from mergekit_slta.recipe.recipe import Expert
 from mergekit_slta.recipe.settings import CalibrationSettings
 
 
+@dataclass
 class Samples:
     """Draws the samples of a recipe's experts.
 
@@ -24,25 +26,17 @@ class Samples:
         settings: the number of samples, their length and the seed.
         trust_remote_code, cache_dir: mergekit's options ``--trust-remote-code`` and ``--transformers-cache``.
         quiet: whether to hide the progress bar of a dataset's download.
-
-    Attributes:
         chat_date: the date for chat templates that ask for today's.
     """
 
-    def __init__(
-        self,
-        base: ModelReference,
-        settings: CalibrationSettings,
-        trust_remote_code: bool = False,
-        cache_dir: str | None = None,
-        quiet: bool = False,
-    ) -> None:
-        self._base = base
-        self._settings = settings
-        self._trust_remote_code = trust_remote_code
-        self._cache_dir = cache_dir
-        self._quiet = quiet
-        self.chat_date = CHAT_DATE
+    base: ModelReference
+    settings: CalibrationSettings
+    trust_remote_code: bool = False
+    cache_dir: str | None = None
+    quiet: bool = False
+    chat_date: date = CHAT_DATE
+
+    def __post_init__(self) -> None:
         self._drawn: dict[tuple[Expert, int, date], CalibrationData] = {}
         self._tokenizers: dict[ModelReference, PreTrainedTokenizerBase] = {}
 
@@ -52,7 +46,7 @@ class Samples:
         Raises:
             SltaError: the source gives no sample, or a tokenizer is missing.
         """
-        key = expert, count or self._settings.samples, self.chat_date
+        key = expert, count or self.settings.samples, self.chat_date
         if key not in self._drawn:
             self._drawn[key] = self._source(expert).draw(key[1])
         return self._drawn[key]
@@ -77,29 +71,29 @@ class Samples:
 
     def _load_tokenizer(self, reference: ModelReference) -> PreTrainedTokenizerBase:
         with reading(reference, "has no usable tokenizer, which calibration needs", "get sound copies of its files"):
-            own = reference.lora and tokenizer_folder(reference.lora, self._cache_dir)
+            own = reference.lora and tokenizer_folder(reference.lora, self.cache_dir)
             tokenizer = AutoTokenizer.from_pretrained(
                 str(own or reference.model.path),
                 revision=None if own else reference.model.revision,
-                trust_remote_code=self._trust_remote_code,
-                cache_dir=self._cache_dir,
+                trust_remote_code=self.trust_remote_code,
+                cache_dir=self.cache_dir,
             )
-            if reference.lora and (template := adapter_chat_template(reference.lora, self._cache_dir)):
+            if reference.lora and (template := adapter_chat_template(reference.lora, self.cache_dir)):
                 tokenizer.chat_template = template
             return tokenizer
 
     def _source(self, expert: Expert) -> CalibrationSource:
-        if self._quiet and is_dataset(expert.calibration):
+        if self.quiet and is_dataset(expert.calibration):
             import datasets  # slow to import, and most recipes name files
 
             datasets.disable_progress_bars()
         return CalibrationSource(
             expert.calibration,
             expert.template,
-            self.tokenizer(self._base),
+            self.tokenizer(self.base),
             lambda: self.tokenizer(expert.reference),
-            self._settings.max_tokens,
-            self._settings.seed,
+            self.settings.max_tokens,
+            self.settings.seed,
             self.chat_date,
         )
 

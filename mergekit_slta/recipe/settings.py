@@ -76,8 +76,6 @@ class CalibrationSettings(MethodSettings):
 
 
 class SltaSettings(CalibrationSettings):
-    """The parameters of ``merge_method: slta``."""
-
     method: ClassVar[str] = "slta"
     takes_statistics: ClassVar[bool] = True
     level: Level = "attn_mlp"
@@ -92,8 +90,6 @@ class SltaSettings(CalibrationSettings):
 
 
 class FeatcalSettings(CalibrationSettings):
-    """The parameters of ``merge_method: featcal``."""
-
     method: ClassVar[str] = "featcal"
     runs_experts: ClassVar[bool] = True
     solves_layers: ClassVar[bool] = True
@@ -111,8 +107,6 @@ class FeatcalSettings(CalibrationSettings):
 
 
 class ActmatExpert(Parameters):
-    """The parameters of an expert of ``merge_method: actmat``."""
-
     weight: Annotated[FiniteFloat, Field(ge=0)] = Field(1.0, description="how much the expert counts")
 
 
@@ -126,8 +120,6 @@ class ActmatSettings(MethodSettings):
 
 
 class SftmExpert(Parameters):
-    """The parameters of an expert of ``merge_method: sftm``."""
-
     weight: FiniteFloat = Field(1.0, description="multiplies the expert's task vectors")
     density: Annotated[float, Field(gt=0, le=1)] = Field(
         0.2, description="the share η of every task vector's entries to keep, the largest by magnitude"

@@ -127,7 +127,6 @@ def pooled(retained: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
 
 
 def analyse(solution: Solution) -> LevelAnalysis:
-    """Analyse the merge that a solution gives."""
     statistics, names = solution.statistics, list(solution.alpha)
     draws = [
         bootstrap(statistics.grams[name], statistics.task, DRAWS, seed=SEED, **solution.settings) for name in names

@@ -36,7 +36,6 @@ def write_linearity(result: Linearity, folder: Path) -> Path:
 
 
 def linearity_page(result: Linearity) -> Page:
-    """The report on how linear experts are."""
     sizes = [size for size in (2, 3) if _merges(result, size)]
     sections = [Section("Single experts", charts=[_score_chart(result), *_score_by_layer(result)])]
     if sizes:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mergekit_slta.data.draw import CalibrationData
-from mergekit_slta.recipe.recipe import Expert, Reading, Recipe
+from mergekit_slta.recipe.recipe import Reading, Recipe
 from mergekit_slta.slta.statistics import BaseContent, Content, Info, versions
 
 
@@ -59,8 +59,20 @@ def match(
                 f"({', '.join(info.models)}; other content): use those, or measure into another file."
             )
     if all(expert.calibration for expert in recipe.experts):
+        settings = [
+            f"The recipe has {name} {getattr(recipe.settings, name)}, but {path} was measured with "
+            f"{getattr(info, name)}: set that value, or measure into another file."
+            for name in ("samples", "max_tokens", "seed")
+            if getattr(recipe.settings, name) != getattr(info, name)
+        ]
         # Other settings draw other samples, so the data can be compared only if the settings are equal.
-        problems += _setting_problems(info, path, recipe) or _data_problems(info, path, recipe.experts, order, data)
+        problems += settings or [
+            f"The calibration data '{expert.calibration}' of {expert} gives other tokens than "
+            f"'{info.calibration[index].source}', on which {path} was measured: use that data, leave 'calibration' "
+            "out to use the file unchecked, or measure into another file."
+            for expert, index, samples in zip(recipe.experts, order, data, strict=True)
+            if index is not None and samples is not None and samples.sha256 != info.calibration[index].sha256
+        ]
     return Match(order, problems)
 
 
@@ -82,31 +94,6 @@ def _base_problems(info: Info, path: Path, recipe: Recipe | Reading, base: BaseC
     return [
         f"The configuration of the base model {recipe.base} has changed since {path} was measured "
         f"({', '.join(changed)}): change it back, or measure into another file."
-    ]
-
-
-def _setting_problems(info: Info, path: Path, recipe: Recipe | Reading) -> list[str]:
-    return [
-        f"The recipe has {name} {getattr(recipe.settings, name)}, but {path} was measured with {getattr(info, name)}: "
-        "set that value, or measure into another file."
-        for name in ("samples", "max_tokens", "seed")
-        if getattr(recipe.settings, name) != getattr(info, name)
-    ]
-
-
-def _data_problems(
-    info: Info,
-    path: Path,
-    experts: Sequence[Expert],
-    order: Sequence[int | None],
-    data: Sequence[CalibrationData | None],
-) -> list[str]:
-    return [
-        f"The calibration data '{expert.calibration}' of {expert} gives other tokens than "
-        f"'{info.calibration[index].source}', on which {path} was measured: use that data, leave 'calibration' out to "
-        "use the file as it is, or measure into another file."
-        for expert, index, samples in zip(experts, order, data, strict=True)
-        if index is not None and samples is not None and samples.sha256 != info.calibration[index].sha256
     ]
 
 

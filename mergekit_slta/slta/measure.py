@@ -120,7 +120,7 @@ class _Measurement:
         problems = matched.problems + level_problems(found.info, self.path, recipe, levels, published)
         if problems:
             raise SltaError("\n".join(problems))
-        if found.info.fingerprint.samples_only:
+        if any(content.whole is None for content in found.info.fingerprint.contents):
             LOG.warning(
                 "%s is of an older version, which identifies models by samples of their tensors alone: it misses edits "
                 "of a few rows or of the base model's configuration. Measure into another file to be sure.",
@@ -238,5 +238,4 @@ def _info(
 
 
 def partial_folder(path: Path) -> Path:
-    """The folder of an unfinished measurement."""
     return path.with_name(path.name + ".partial")

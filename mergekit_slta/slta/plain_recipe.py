@@ -215,7 +215,6 @@ def _groups(planned: Sequence[PlannedTensor]) -> list[tuple[dict[int, tuple[floa
 
 
 def _inside(tensor: PlannedTensor) -> str:
-    """A tensor's name inside its layer."""
     return tensor.name.partition(f".{tensor.layer}.")[2]
 
 

@@ -39,8 +39,6 @@ _PUBLISHED = re.compile(r"hf:(?P<repo>[^/@]+/[^/@]+)/(?P<file>[^@]+)(?:@(?P<revi
 
 
 class CalibrationInfo(BaseModel):
-    """Which data an expert was measured on."""
-
     model_config = ConfigDict(extra="forbid", frozen=True)
     source: str
     template: str
@@ -92,11 +90,6 @@ class Fingerprint(BaseModel):
     settings: str
 
     @property
-    def samples_only(self) -> bool:
-        """Whether a model is identified by its sample alone."""
-        return any(content.whole is None for content in self.contents)
-
-    @property
     def contents(self) -> list[Content]:
         """The base model, then the experts."""
         return [
@@ -106,8 +99,6 @@ class Fingerprint(BaseModel):
 
 
 class Info(BaseModel):
-    """The metadata of a statistics file."""
-
     model_config = ConfigDict(extra="forbid", frozen=True)
     format_version: Literal[1]
     levels: tuple[str, ...]

@@ -67,7 +67,6 @@ class TensorWeights:
         return self.solutions[submodule_name(layer, part)].alpha
 
     def _branches(self, layer: int, inside: str) -> Iterator[str]:
-        """The branches that a tensor feeds."""
         child = inside.partition(".")[0]
         branches = [b for b, children in structure(self.decoder, layer).branches.items() if child in children]
         if not branches:
