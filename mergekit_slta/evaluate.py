@@ -32,7 +32,7 @@ Rows = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class TaskEvaluation:
-    """How base, expert and merged model predict an expert's task.
+    """How well the base model, the expert and the merged model predict an expert's task.
 
     Attributes:
         model: the expert.
@@ -50,7 +50,7 @@ class TaskEvaluation:
 
     @property
     def kept(self) -> float | None:
-        """The share of the expert's gain over the base model that the merge keeps; None where there is no gain."""
+        """The share of the expert's gain over the base model that the merge keeps; None if there is no gain."""
         gain = self.base - self.expert
         return (self.base - self.merged) / gain if gain > 0 else None
 
@@ -99,7 +99,7 @@ def evaluate(
     model's tokenizer for all models. One model is in memory at a time, in float32.
 
     Args:
-        recipe: the merge's recipe; for one that is opened already there are no options.
+        recipe: the merge's recipe, or an opened one, for which ``options`` are ignored.
         merged: the folder that the merge was written to.
         samples: how many records per task.
         options: ``device`` ("cpu"), ``trust_remote_code`` (False), ``lora_merge_cache`` (None), ``transformers_cache``
@@ -149,12 +149,12 @@ def evaluate(
 def negative_log_likelihood(model: torch.nn.Module, rows: Rows, bar: Any = None) -> float:
     """Mean negative log-likelihood of each token given those before it, in nats.
 
-    Records are right-padded into batches without a mask, where that does not change what the model makes of them.
+    Records are right-padded into batches without a mask if that does not change the model's results.
 
     Args:
         model: a causal language model, in evaluation mode.
         rows: token ids, at least two in each row; the first one of a row is not predicted.
-        bar: a progress bar that is told how many rows are done.
+        bar: a progress bar for the rows.
     """
     device, fresh = next(model.parameters()).device, Fresh(model)
     total = 0.0
@@ -177,7 +177,7 @@ def _padding_matters(model: Any, rows: Rows) -> bool:
     own_code = type(model).__module__.startswith("transformers_modules")  # which was trusted when it was loaded
     try:
         return padding_matters(Decoder(copy.deepcopy(model.config), own_code), [*map(len, rows)])
-    except SltaError:  # a model that nobody can look into
+    except SltaError:  # the model's structure is unknown
         return True
 
 

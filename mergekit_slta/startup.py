@@ -120,7 +120,7 @@ class HostLoader:
 
         A bare ``find_spec`` must not use the finder up, and a failed import may be repeated.
         """
-        # Whoever asks the module for its loader from here on (reload, resources, source) gets its own.
+        # From here on the module shows its own loader, for reload, resources and source.
         if module.__spec__ is not None:
             module.__spec__.loader = self.loader
         module.__loader__ = self.loader

@@ -48,5 +48,5 @@ def as_paragraphs(*parts: object) -> str:
 
 
 def as_json(content: object) -> str:
-    """Content as indented JSON; numbers that are not finite become null, because JSON has no word for them."""
+    """Content as indented JSON; numbers that are not finite become null, because JSON cannot hold them."""
     return TypeAdapter(Any, config=ConfigDict(ser_json_inf_nan="null")).dump_json(content, indent=1).decode() + "\n"

@@ -49,11 +49,11 @@ def main() -> None:
     """Merge fine-tuned models with weights that are solved for, not searched for.
 
     A recipe is a mergekit YAML file with 'merge_method: slta' or 'featcal', or with 'actmat' or 'sftm', which need no
-    data. `check` it, then `merge` it (or run mergekit-yaml, which does the same). To look at the weights of slta
-    first, or to solve several merges from one measurement: `calibrate` writes a small statistics file, and `solve`
-    gets merging weights and plain mergekit recipes from it in a second, without models and without data; `report`
-    shows what the merge keeps of each expert. `evaluate` tells how well the merged model does, and `linearity`
-    whether the experts are of a kind that can be merged.
+    data. `check` it, then `merge` it (or run mergekit-yaml, which does the same). To see the weights of slta first, or
+    to solve several merges from one measurement, `calibrate` writes a small statistics file. From it `solve` computes
+    merging weights and plain mergekit recipes in a second, without models and without data, and `report` shows what
+    the merge keeps of each expert. `evaluate` measures how well the merged model does each task, and `linearity`
+    whether the experts can be merged by adding task vectors.
     """
 
 
@@ -91,7 +91,7 @@ def calibrate(recipe: Path, stats: str, levels: tuple[str, ...], **options: Any)
     """Measure RECIPE's models on its calibration data, and write the statistics file STATS.
 
     The file is small, holds neither weights nor data, and is all that `solve` needs. After a crash or an interruption
-    the same command goes on where it was; a finished file that fits is left as it is, and one that lacks a level gets
+    the same command resumes the measurement. It does not change a finished file that fits, and adds missing levels to
     it. On several GPUs: torchrun --nproc-per-node N -m mergekit_slta calibrate RECIPE -o STATS
     """
     from mergekit_slta.checks.examine import sound_experiment
@@ -110,7 +110,7 @@ def calibrate(recipe: Path, stats: str, levels: tuple[str, ...], **options: Any)
             before = _identity(path)
             statistics = measured_statistics(experiment, wanted, path)
     except KeyboardInterrupt:
-        click.echo(f"\nInterrupted. To go on where it was, run the same command again ({path}.partial).", err=True)
+        click.echo(f"\nInterrupted. To resume from {path}.partial, run the same command again.", err=True)
         raise click.exceptions.Exit(INTERRUPTED) from None
     if ranks.first:
         found = "fits already and was not touched" if before and before == _identity(path) else "written"
@@ -269,7 +269,8 @@ def linearity(
     """Measure how linear RECIPE's models are in their weights, as the paper does, before merging them.
 
     The non-linearity score of every expert, and how far merges of them are from adding up: linearity.json, and a page
-    with figures (linearity.html) in DIR. Takes as long as tens of calibrations; how many forward passes is said first.
+    with figures (linearity.html) in DIR. Takes as long as tens of calibrations; prints the number of forward passes
+    first.
     """
     from mergekit_slta.checks.examine import sound_experiment
     from mergekit_slta.nonlinearity.scores import DEFAULT_LEVELS, plan_linearity
@@ -312,7 +313,7 @@ def report(stats: str, folder: Path, transformers_cache: str | None) -> None:
 def merge(recipe: Path, out: str, **options: Any) -> None:
     """Merge RECIPE's models into the folder OUT, as mergekit-yaml does, with a check first.
 
-    For places where Python's start-up files are off and mergekit-yaml does not know our methods; takes all of
+    Use it where Python's start-up files are off, so that mergekit-yaml does not know our methods. It takes all of
     mergekit-yaml's options. Under torchrun all processes calibrate, and the first one merges.
     """
     from mergekit_slta.methods import merge as methods

@@ -24,7 +24,7 @@ from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.slta.features import LayerFeatures
 from mergekit_slta.slta.gram import sample_grams
 
-# Logits are wide: so many tokens of one sample are compared at once.
+# Logits are wide: this many tokens of one sample are compared at once.
 LOGIT_TOKENS = 64
 
 # Submodule name to [N, T, T] float64, for N samples and T experts.
@@ -51,7 +51,7 @@ def calibrate(
         levels: the levels to measure.
         batch_tokens, partial: as for ``pass_layers``.
         ranks: the processes that share the batches.
-        progress: told how many of this process's samples have passed another layer.
+        progress: called with the number of this process's samples that have passed another layer.
 
     Returns:
         Submodule name to [N, T, T] float64, rows ordered by task, then by sample.
@@ -79,7 +79,7 @@ class _Calibration(Accumulator[Grams]):
         self.grams: Grams = {}
 
     def sources(self) -> list[list[Checkpoint]]:
-        """The base model's stream; the model as a whole is compared on each expert's own stream too."""
+        """The base model's stream; level ``model`` also needs each expert's own stream."""
         return [[model] * len(self.tasks) for model in (self.models if "model" in self.levels else self.models[:1])]
 
     def restore(self, partial: Partial, layers: int) -> None:
@@ -87,7 +87,7 @@ class _Calibration(Accumulator[Grams]):
         self.grams = partial.tensors(layers)
 
     def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Grams:
-        """Measure the layer's submodules on every sample, each fed what the base model feeds it."""
+        """Measure the layer's submodules on every sample, with the base model's inputs."""
         features = LayerFeatures(self.decoder, layer, weights, self.levels, sum(self.lengths))
         measured = {name: self._no_grams() for name in self.submodules[layer]}
         for number, batch in enumerate(streams.batches):
@@ -113,7 +113,7 @@ class _Calibration(Accumulator[Grams]):
         return torch.zeros(len(self.lengths), experts, experts, dtype=torch.float64)
 
     def _keep(self, measured: Grams) -> Grams:
-        """Put the ranks' samples together, and keep them."""
+        """Sum the Gram matrices over the ranks, each of which holds its own samples, and keep them."""
         grams = {name: self.ranks.sum(own) for name, own in measured.items()}
         for name, gram in grams.items():
             finite = gram.diagonal(dim1=1, dim2=2).isfinite().all(0).tolist()

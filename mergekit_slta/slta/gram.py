@@ -11,8 +11,8 @@ import torch
 def sample_grams(deltas: Sequence[torch.Tensor], lengths: Sequence[int]) -> torch.Tensor:
     """Inner products of the experts' feature deltas, one matrix per sample (the sum in Eq. 14 of arXiv 2504.10902).
 
-    Each sample is reduced by itself and without its padding, so that neither the batch nor the padding around it can
-    change its matrix.
+    Each sample is reduced alone and without its padding, so that neither the other samples nor the padding can change
+    its matrix.
 
     Args:
         deltas: ``T`` tensors of shape [B, S, D], the feature delta of each expert.
