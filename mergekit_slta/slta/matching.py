@@ -69,7 +69,7 @@ def match(
         problems += settings or [
             f"The calibration data '{expert.calibration}' of {expert} gives other tokens than "
             f"'{info.calibration[index].source}', on which {path} was measured: use that data, leave 'calibration' "
-            "out to use the file unchecked, or measure into another file."
+            "out to use the file as it is, or measure into another file."
             for expert, index, samples in zip(recipe.experts, order, data, strict=True)
             if index is not None and samples is not None and samples.sha256 != info.calibration[index].sha256
         ]
@@ -92,8 +92,8 @@ def _base_problems(info: Info, path: Path, recipe: Recipe | Reading, base: BaseC
     if not changed:
         return []
     return [
-        f"The configuration of the base model {recipe.base} has changed since {path} was measured "
-        f"({', '.join(changed)}): change it back, or measure into another file."
+        f"The configuration of the base model {recipe.base} is not the one that {path} was measured with (other "
+        f"{', '.join(changed)}): change it back, or measure into another file."
     ]
 
 
