@@ -26,6 +26,8 @@ class Samples:
         settings: the number of samples, their length and the seed.
         trust_remote_code, cache_dir: mergekit's options ``--trust-remote-code`` and ``--transformers-cache``.
         quiet: whether to hide the progress bar of a dataset's download.
+
+    Attributes:
         chat_date: the date for chat templates that ask for today's.
     """
 
@@ -34,9 +36,9 @@ class Samples:
     trust_remote_code: bool = False
     cache_dir: str | None = None
     quiet: bool = False
-    chat_date: date = CHAT_DATE
 
     def __post_init__(self) -> None:
+        self.chat_date = CHAT_DATE
         self._drawn: dict[tuple[Expert, int, date], CalibrationData] = {}
         self._tokenizers: dict[ModelReference, PreTrainedTokenizerBase] = {}
 
