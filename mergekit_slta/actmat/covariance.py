@@ -160,6 +160,14 @@ def add_gram(matrix: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def gram_norm(upper: torch.Tensor) -> torch.Tensor:
+    """The Frobenius norm of a Gram matrix from what ``add_gram`` computes of it."""
+    starts = range(0, len(upper), BLOCK)
+    inside = torch.stack([upper[i : i + BLOCK, i : i + BLOCK].square().sum() for i in starts])
+    beside = torch.stack([upper[i : i + BLOCK, i + BLOCK :].square().sum() for i in starts])
+    return (inside.sum() + 2 * beside.sum()).sqrt()
+
+
 def add_moments(part: Rows, moments: torch.Tensor, target: torch.Tensor) -> None:
     """Add C_t to Σ C_t, on and above its diagonal, and τ_t C_t to the right-hand side."""
     if isinstance(part.task, float) and len(part.rows) >= len(moments):

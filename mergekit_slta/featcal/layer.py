@@ -108,24 +108,20 @@ class LayerSolver:
     # Maps with one input
 
     def _solve_shared(self, group: MapGroup, progress: Progress) -> None:
-        def gather(equations: NormalEquations) -> None:
-            for task, expert in enumerate(self.experts):
-                for number, batch in self.streams.batches_of(task):
-                    targets = self._targets_of(group, number)
-                    given = self._merged_inputs(group, number)[0]
-                    if group.empty is not None:
-                        self._inputs[number] = given.cpu()
-                    inputs = batch.unpadded(given)
-                    residuals = torch.cat([batch.unpadded(targets[linear_map.module]) for linear_map in group.maps], 1)
-                    self._subtract(group.maps, expert, inputs, residuals)
-                    equations.add(inputs, residuals)
-                    if not equations.exact:  # the second time nothing is told
-                        progress(len(batch.rows))
-                equations.finish_task()
-
         equations = self._equations(group.maps)
-        gather(equations)
-        self._apply(group.maps, equations.solve(gather))
+        for task, expert in enumerate(self.experts):
+            for number, batch in self.streams.batches_of(task):
+                targets = self._targets_of(group, number)
+                given = self._merged_inputs(group, number)[0]
+                if group.empty is not None:
+                    self._inputs[number] = given.cpu()
+                inputs = batch.unpadded(given)
+                residuals = torch.cat([batch.unpadded(targets[linear_map.module]) for linear_map in group.maps], 1)
+                self._subtract(group.maps, expert, inputs, residuals)
+                equations.add(inputs, residuals)
+                progress(len(batch.rows))
+            equations.finish_task()
+        self._apply(group.maps, equations.solve())
         self._forget_targets(group)
         if group.empty is not None:
             self._close(group)
@@ -181,21 +177,17 @@ class LayerSolver:
 
     def _solve_routed_map(self, linear_map: LinearMap, inputs_of: Callable[[int], Iterator[Pair]]) -> None:
         """Solve one map from pairs of the merged model's inputs and the expert's own [n, in], by task."""
-
-        def gather(equations: NormalEquations) -> None:
-            for task, expert in enumerate(self.experts):
-                for merged, own in inputs_of(task):
-                    matrix = linear_map.matrix(expert)
-                    outputs = self.regression.targets(matrix, merged, own @ matrix.T)
-                    equations.add(merged, outputs - merged @ linear_map.matrix(self.merged).T)
-                equations.finish_task()
-
         equations, columns = self._equations([linear_map]), linear_map.matrix(self.merged).shape[1]
-        gather(equations)
+        for task, expert in enumerate(self.experts):
+            for merged, own in inputs_of(task):
+                matrix = linear_map.matrix(expert)
+                outputs = self.regression.targets(matrix, merged, own @ matrix.T)
+                equations.add(merged, outputs - merged @ linear_map.matrix(self.merged).T)
+            equations.finish_task()
         if equations.tokens < ENOUGH_TOKENS * columns:
             self._kept.append(f"{linear_map.name} ({equations.tokens} tokens)")
         else:
-            self._apply([linear_map], equations.solve(gather))
+            self._apply([linear_map], equations.solve())
 
     def _reaching(self, given: dict[int, tuple[torch.Tensor, ...]], index: int, task: int) -> Iterator[Pair]:
         """The merged model's and the expert's own inputs [n, D] at the tokens that go to a mixture's expert."""

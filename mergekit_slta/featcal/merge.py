@@ -180,21 +180,17 @@ class _FeatureMerge(Accumulator[Tensors]):
         matrix = head.matrix(anchor)[rows]
         tail = tail_tensors(self.decoder)
         merged_tail = read_edges(self.decoder, self.anchor, tail)
-
-        def gather(equations: NormalEquations) -> None:
-            for task, expert in enumerate(self.experts):
-                own_tail = read_edges(self.decoder, expert, tail)
-                own = head.matrix(read_edges(self.decoder, expert, [head.weight]))[rows]
-                for number, batch in streams.batches_of(task):
-                    given = batch.unpadded(head_input(self.decoder, streams.hidden(MERGED, number), merged_tail))
-                    own_given = batch.unpadded(head_input(self.decoder, streams.hidden(EXPERT, number), own_tail))
-                    targets = self.regression.targets(own, given, own_given @ own.T)
-                    equations.add(given, targets - given @ matrix.T)
-                    if rows.start == 0 and not equations.exact:
-                        report(len(batch.rows))
-                equations.finish_task()
-
         outputs, inputs = matrix.shape
         equations = NormalEquations(inputs, outputs, self.regression.ridge, self.decoder.device, reduce=self.ranks.sum)
-        gather(equations)
-        return equations.solve(gather)
+        for task, expert in enumerate(self.experts):
+            own_tail = read_edges(self.decoder, expert, tail)
+            own = head.matrix(read_edges(self.decoder, expert, [head.weight]))[rows]
+            for number, batch in streams.batches_of(task):
+                given = batch.unpadded(head_input(self.decoder, streams.hidden(MERGED, number), merged_tail))
+                own_given = batch.unpadded(head_input(self.decoder, streams.hidden(EXPERT, number), own_tail))
+                targets = self.regression.targets(own, given, own_given @ own.T)
+                equations.add(given, targets - given @ matrix.T)
+                if rows.start == 0:
+                    report(len(batch.rows))
+            equations.finish_task()
+        return equations.solve()
