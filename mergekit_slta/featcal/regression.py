@@ -9,18 +9,26 @@ with K(D) = kappa |D|^2 and kappa = trace(A) / d_in for A = sum_t s_t sum_x x x^
 so much larger than the others that kappa says nothing about the others: then K(D) = sum_j A_jj |D[:, j]|^2. Where those
 few would decide s_t, perhaps by a single token, s_t is computed without them.
 
+A prior P [d_in, d_in], whose diagonal has the mean 1, says in which directions of the input the change is drawn towards
+zero more than in others: then K(D) = kappa trace(D P D^T).
+
+A ridge that is not given is the one of ``RIDGES`` that predicts left-out samples best: the samples of every task are
+dealt to two halves; D is solved from one half with each ridge, and its error is summed over the other, and the reverse.
+Half of that ridge is used, because kappa grows with the samples while the noise that the ridge is for does not.
+
 The sums are of float64 products: where inputs are rank-deficient or ill-conditioned and the ridge is small, rounding
 float32 products makes up as much as 1e-4 of the solution.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from mergekit_slta.actmat.covariance import add_gram, gram_norm
+from mergekit_slta.actmat.covariance import add_gram, gram_norm, mirror
 
 # The penalty follows A's diagonal if the diagonal's mean is so many times its median.
 MASSIVE = 10.0
@@ -28,6 +36,9 @@ MASSIVE = 10.0
 DECISIVE = 1000.0
 # Where the equations cannot be solved, these multiples of the ridge are tried before the anchor is kept.
 LARGER_RIDGES = (1.0, 10.0, 100.0, 1000.0, 10000.0)
+RIDGES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)
+UNKNOWN_RIDGE = 0.1  # where there are no two halves of the samples
+PREDICTED = 64  # random combinations of the outputs by which the error on left-out samples is estimated
 SMALLEST_RIDGE = 1e-10  # used for a ridge of zero; with less, inputs that were never seen decide
 
 
@@ -68,8 +79,9 @@ class NormalEquations:
 
     Args:
         inputs, outputs: the numbers of dimensions d_in and d_out.
-        ridge: how strongly the change is drawn towards zero.
+        ridge: how strongly the change is drawn towards zero; None to choose it by left-out samples.
         device: where the sums are.
+        prior: P [d_in, d_in] float64, symmetric and positive definite, if the change is not drawn alike everywhere.
         reduce: adds up a tensor in place over the processes whose sums belong together, and returns it.
 
     Attributes:
@@ -80,74 +92,114 @@ class NormalEquations:
         self,
         inputs: int,
         outputs: int,
-        ridge: float,
+        ridge: float | None,
         device: torch.device | str = "cpu",
         *,
+        prior: torch.Tensor | None = None,
         reduce: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
     ) -> None:
         self._ridge = ridge
+        self._prior = prior
         self._reduce = reduce
         self.tokens = 0
         shapes: list[tuple[int, ...]] = [(inputs, inputs), (inputs, outputs), (inputs,), (outputs,), ()]
-        self._sums = [torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes]
-        self._of_task = [torch.zeros_like(total) for total in self._sums]
+        halves = range(2 if ridge is None else 1)
+        self._sums = [[torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes] for _ in halves]
+        self._of_task = [[torch.zeros_like(total) for total in half] for half in self._sums]
         self._masses: list[torch.Tensor] = []
 
-    def add(self, inputs: torch.Tensor, residuals: torch.Tensor) -> None:
-        """Add tokens of the current task: inputs [n, d_in] and residuals [n, d_out]."""
-        moments, cross, input_sum, residual_sum, tokens = self._of_task
-        inputs, residuals = inputs.double(), residuals.double()
-        add_gram(inputs, moments)
-        cross.addmm_(inputs.T, residuals)
-        input_sum += inputs.sum(0)
-        residual_sum += residuals.sum(0)
-        tokens += len(inputs)
+    def add(self, inputs: torch.Tensor, residuals: torch.Tensor, samples: torch.Tensor) -> None:
+        """Add tokens of the current task.
+
+        Args:
+            inputs: [n, d_in].
+            residuals: [n, d_out].
+            samples: the number of each token's sample [n].
+        """
+        inputs, residuals, samples = inputs.double(), residuals.double(), samples.to(inputs.device)
+        for half, (moments, cross, input_sum, residual_sum, tokens) in enumerate(self._of_task):
+            given, left = inputs, residuals
+            if len(self._of_task) > 1:
+                own = samples % 2 == half
+                given, left = inputs[own], residuals[own]
+            add_gram(given, moments)
+            cross.addmm_(given.T, left)
+            input_sum += given.sum(0)
+            residual_sum += left.sum(0)
+            tokens += len(given)
 
     def finish_task(self) -> None:
         """Weight the current task's sums and go on to the next task."""
-        for part in self._of_task:
+        for part in itertools.chain(*self._of_task):
             self._reduce(part)
-        tokens = self._of_task[-1]
-        norm = gram_norm(_without_decisive(self._of_task[0]))
+        moments = self._of_task[0][0] if len(self._of_task) == 1 else self._of_task[0][0] + self._of_task[1][0]
+        tokens = torch.stack([half[-1] for half in self._of_task]).sum()
+        norm = gram_norm(_without_decisive(moments))
         weight = torch.where(norm > 0, 1 / norm, 0.0)  # a task none of whose tokens came here has no say
-        for total, part in zip(self._sums, self._of_task, strict=True):
+        for total, part in zip(itertools.chain(*self._sums), itertools.chain(*self._of_task), strict=True):
             total.addcmul_(part, weight)
+            part.zero_()
         self._masses.append(weight * tokens)
         self.tokens += int(tokens)
-        for part in self._of_task:
-            part.zero_()
 
     def solve(self) -> Change:
         """Solve for the change, with a larger ridge where the one asked for does not make the equations solvable."""
         self._of_task.clear()  # its memory is needed
-        _, cross, input_sum, residual_sum, _ = self._sums
+        ridge = self._best_ridge() if self._ridge is None else max(self._ridge, SMALLEST_RIDGE)
+        total, *others = self._sums
+        for part, other in ((part, other) for half in others for part, other in zip(total, half, strict=True)):
+            part += other
+        del self._sums[1:]
+        moments, cross, input_sum, residual_sum, _ = total
         masses = torch.stack(self._masses)
         mass = masses.sum().clamp_min(torch.finfo(torch.float64).tiny)
         matrix, used, enlarged = torch.zeros_like(cross.T), None, False
         for factor in LARGER_RIDGES:
-            ridge = max(self._ridge, SMALLEST_RIDGE) * factor
-            solution = self._try(ridge)
+            solution = self._solution(moments, cross, ridge=ridge * factor)
             if solution is not None:
-                matrix, used, enlarged = solution, ridge, factor > 1
+                matrix, used, enlarged = solution.T, ridge * factor, factor > 1
                 break
         return Change(matrix, (residual_sum - matrix @ input_sum) / mass, masses / mass, used, enlarged)
 
-    def _try(self, ridge: float) -> torch.Tensor | None:
-        """D [d_out, d_in], or None where the equations are singular or not finite."""
-        moments, cross = self._sums[:2]
+    def _best_ridge(self) -> float:
+        """Half of the ridge that predicts each half of the samples best from the other."""
+        if not all(bool(half[0].diagonal().any()) for half in self._sums):
+            return UNKNOWN_RIDGE
+        draw = torch.Generator().manual_seed(0)
+        outputs = self._sums[0][1].shape[1]
+        combined = torch.randn(outputs, PREDICTED, generator=draw, dtype=torch.float64).to(self._sums[0][1].device)
+        parts = [(mirror(moments), cross @ combined) for moments, cross, *_ in self._sums]
+        errors = []
+        for ridge in RIDGES:
+            error = 0.0
+            for (moments, cross), (other_moments, other_cross) in itertools.permutations(parts):
+                solution = self._solution(moments, cross, ridge=ridge)
+                if solution is None:
+                    error = torch.inf
+                else:  # but for the sum of the squared residuals, which is the same for every ridge
+                    error += float((solution * (other_moments @ solution - 2 * other_cross)).sum())
+            errors.append(error)
+        return RIDGES[errors.index(min(errors))] / 2
+
+    def _solution(self, moments: torch.Tensor, cross: torch.Tensor, *, ridge: float) -> torch.Tensor | None:
+        """D transposed [d_in, d_out], or None where the equations are singular or not finite."""
         diagonal = moments.diagonal().clone()
         mean = diagonal.mean()
-        penalty = diagonal if mean > MASSIVE * diagonal.median() else mean.expand_as(diagonal)
-        scale = (diagonal + ridge * penalty).rsqrt()  # to a unit diagonal, so that no dimension's unit matters
-        scale[diagonal == 0] = 0  # the change of a dimension that is always zero is zero
-        scaled = (moments * scale[:, None]).mul_(scale)
-        scaled.diagonal().fill_(1.0)
-        factor, failed = torch.linalg.cholesky_ex(scaled, upper=True)  # reads what is on and above the diagonal
-        del scaled
+        if self._prior is None:
+            penalty = diagonal if mean > MASSIVE * diagonal.median() else mean.expand_as(diagonal)
+            system, whole = moments.clone(), diagonal + ridge * penalty
+        else:
+            system = torch.add(moments, self._prior, alpha=float(ridge * mean))
+            whole = system.diagonal().clone()
+        scale = whole.rsqrt()  # to a unit diagonal, so that no dimension's unit matters
+        scale[whole == 0] = 0  # the change of a dimension that is always zero is zero
+        system.mul_(scale[:, None]).mul_(scale).diagonal().fill_(1.0)
+        factor, failed = torch.linalg.cholesky_ex(system, upper=True)  # reads what is on and above the diagonal
+        del system
         if int(failed):
             return None
         solution = torch.cholesky_solve(cross * scale[:, None], factor, upper=True).mul_(scale[:, None])
-        return solution.T if bool(torch.isfinite(solution).all()) else None
+        return solution if bool(torch.isfinite(solution).all()) else None
 
 
 def _without_decisive(moments: torch.Tensor) -> torch.Tensor:

@@ -10,9 +10,19 @@ import torch
 
 from mergekit_slta.actmat import covariance
 from mergekit_slta.featcal import regression
-from mergekit_slta.featcal.regression import DECISIVE, LARGER_RIDGES, MASSIVE, SMALLEST_RIDGE, Change, NormalEquations
+from mergekit_slta.featcal.regression import (
+    DECISIVE,
+    LARGER_RIDGES,
+    MASSIVE,
+    RIDGES,
+    SMALLEST_RIDGE,
+    UNKNOWN_RIDGE,
+    Change,
+    NormalEquations,
+)
 
 INPUTS, OUTPUTS = 12, 5
+TOKENS_PER_SAMPLE = 5
 TOLERANCE = 1e-8  # all sums are of float64 products
 
 # The inputs [n, INPUTS] and residuals [n, OUTPUTS] of a task.
@@ -34,13 +44,17 @@ def random_tasks(tokens: Sequence[int] = (40, 25, 60), noise: float = 0.3, seed:
     return tasks
 
 
-def solve(tasks: Sequence[Task], ridge: float = 0.003, batch: int = 1000) -> Change:
+def solve(
+    tasks: Sequence[Task], ridge: float | None = 0.003, batch: int = 1000, prior: torch.Tensor | None = None
+) -> Change:
     """The solution from batches of at most ``batch`` tokens."""
     (_, inputs), (_, outputs) = (part.shape for part in tasks[0])
-    equations = NormalEquations(inputs, outputs, ridge)
+    equations = NormalEquations(inputs, outputs, ridge, prior=prior)
     for inputs_of_task, residuals in tasks:
+        samples = torch.arange(len(inputs_of_task)) // TOKENS_PER_SAMPLE
         for start in range(0, len(inputs_of_task), batch):
-            equations.add(inputs_of_task[start : start + batch], residuals[start : start + batch])
+            part = slice(start, start + batch)
+            equations.add(inputs_of_task[part], residuals[part], samples[part])
         equations.finish_task()
     return equations.solve()
 
@@ -179,9 +193,98 @@ def test_every_task_counts_alike_whatever_the_size_of_its_inputs() -> None:
 def test_tokens_of_all_tasks_are_counted() -> None:
     equations = NormalEquations(INPUTS, OUTPUTS, 0.003)
     for inputs, residuals in random_tasks((40, 25)):
-        equations.add(inputs, residuals)
+        equations.add(inputs, residuals, torch.zeros(len(inputs), dtype=torch.long))
         equations.finish_task()
     assert equations.tokens == 65
+
+
+# The prior
+
+
+def random_prior() -> torch.Tensor:
+    """A symmetric positive definite matrix [INPUTS, INPUTS] with a unit mean diagonal."""
+    root = draws(3)(INPUTS, INPUTS).double()
+    prior = root @ root.T + 0.1 * torch.eye(INPUTS)
+    return prior / prior.diagonal().mean()
+
+
+def explicit_with_prior(tasks: Sequence[Task], ridge: float, prior: torch.Tensor) -> torch.Tensor:
+    """D [OUTPUTS, INPUTS] by least squares on every token's row, held by rows whose Gram matrix is the prior."""
+    roots = [scale**0.5 for scale in scales(tasks)]
+    rows = torch.cat([root * inputs.double() for root, (inputs, _) in zip(roots, tasks, strict=True)])
+    targets = torch.cat([root * residuals.double() for root, (_, residuals) in zip(roots, tasks, strict=True)])
+    hold = (ridge * rows.square().sum(0).mean()).sqrt() * torch.linalg.cholesky(prior).T
+    design, wanted = torch.cat([rows, hold]), torch.cat([targets, torch.zeros(INPUTS, targets.shape[1]).double()])
+    solution: torch.Tensor = torch.linalg.lstsq(design, wanted, driver="gelsd").solution.T
+    return solution
+
+
+@pytest.mark.parametrize("tokens", [(40, 25, 60), (3, 4)])
+@pytest.mark.parametrize("ridge", [1e-6, 0.03, 3.0])
+def test_a_prior_holds_each_direction_as_it_says(ridge: float, tokens: tuple[int, ...]) -> None:
+    tasks, prior = random_tasks(tokens), random_prior()
+    found = solve(tasks, ridge, prior=prior).matrix
+    assert difference(found, explicit_with_prior(tasks, ridge, prior)) < TOLERANCE
+    assert difference(found, explicit(tasks, ridge)) > 1e-7
+
+
+def test_a_prior_alone_gives_the_anchor() -> None:
+    nothing = [(torch.zeros(9, INPUTS), torch.zeros(9, OUTPUTS))]
+    assert not solve(nothing, 0.1, prior=random_prior()).matrix.any()
+
+
+# The ridge that left-out samples choose
+
+
+def error_left_out(tasks: Sequence[Task], ridge: float, prior: torch.Tensor | None) -> float:
+    """The squared error on each half of the samples of what least squares on the other half gives."""
+    error, weights = 0.0, scales(tasks)
+    for half in (0, 1):
+        kept, left = [], []
+        for weight, (inputs, residuals) in zip(weights, tasks, strict=True):
+            other = torch.arange(len(inputs)) // TOKENS_PER_SAMPLE % 2 == half
+            # The task's weight in the whole regression, not in the half of it.
+            scaled = (inputs[other].double() * weight**0.5, residuals[other].double() * weight**0.5)
+            kept.append(scaled)
+            left.append((inputs[~other].double() * weight**0.5, residuals[~other].double() * weight**0.5))
+        rows, targets = (torch.cat(parts) for parts in zip(*kept, strict=True))
+        shape = torch.eye(INPUTS).double() if prior is None else prior
+        hold = (ridge * rows.square().sum(0).mean()).sqrt() * torch.linalg.cholesky(shape).T
+        design, wanted = torch.cat([rows, hold]), torch.cat([targets, torch.zeros(INPUTS, OUTPUTS).double()])
+        change = torch.linalg.lstsq(design, wanted, driver="gelsd").solution
+        error += sum(float((residuals - inputs @ change).square().sum()) for inputs, residuals in left)
+    return error
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("noise", [0.0, 0.3, 3.0])
+def test_left_out_samples_choose_the_ridge(noise: float, held: bool) -> None:
+    tasks, prior = random_tasks((20, 15, 25), noise), random_prior() if held else None
+    change = solve(tasks, None, prior=prior)
+    errors = {ridge: error_left_out(tasks, ridge, prior) for ridge in RIDGES}
+    assert change.ridge is not None and not change.enlarged
+    assert errors[2 * change.ridge] < 1.05 * min(errors.values())
+    expected = explicit(tasks, change.ridge) if prior is None else explicit_with_prior(tasks, change.ridge, prior)
+    assert difference(change.matrix, expected) < TOLERANCE
+
+
+def test_noise_asks_for_a_larger_ridge() -> None:
+    found = [solve(random_tasks((40,), noise), None).ridge or 0.0 for noise in (0.0, 3.0, 30.0)]
+    assert found == sorted(found) and 0 < found[0] < 0.01 < 0.1 < found[-1]
+
+
+def test_batches_and_the_order_of_tasks_do_not_change_the_chosen_ridge() -> None:
+    tasks = random_tasks()
+    found = [solve(tasks, None), solve(tasks, None, batch=7), solve(tasks[::-1], None)]
+    assert len({change.ridge for change in found}) == 1
+    assert all(difference(change.matrix, found[0].matrix) < TOLERANCE for change in found)
+
+
+def test_one_sample_of_each_task_leaves_none_out() -> None:
+    tasks = random_tasks((TOKENS_PER_SAMPLE, TOKENS_PER_SAMPLE))
+    change = solve(tasks, None)
+    assert change.ridge == UNKNOWN_RIDGE
+    assert difference(change.matrix, explicit(tasks, UNKNOWN_RIDGE)) < TOLERANCE
 
 
 # What the tokens do not tell
@@ -230,12 +333,12 @@ def test_a_ridge_that_suffices_is_not_enlarged() -> None:
 
 
 def test_the_first_ridge_that_suffices_is_taken_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    attempt = NormalEquations._try
+    attempt = NormalEquations._solution
 
-    def fail(self: NormalEquations, ridge: float) -> torch.Tensor | None:
-        return attempt(self, ridge) if ridge >= 0.25 else None
+    def fail(self: NormalEquations, *system: torch.Tensor, ridge: float) -> torch.Tensor | None:
+        return attempt(self, *system, ridge=ridge) if ridge >= 0.25 else None
 
-    monkeypatch.setattr(NormalEquations, "_try", fail)
+    monkeypatch.setattr(NormalEquations, "_solution", fail)
     tasks = random_tasks()
     change = solve(tasks, 0.003)
     assert change.ridge == pytest.approx(0.3)
@@ -254,7 +357,7 @@ def test_what_is_not_finite_keeps_the_anchor(part: int, value: float) -> None:
 
 def test_all_larger_ridges_are_tried_before_the_anchor_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[float] = []
-    monkeypatch.setattr(NormalEquations, "_try", lambda self, ridge: tried.append(ridge))
+    monkeypatch.setattr(NormalEquations, "_solution", lambda self, *system, ridge: tried.append(ridge))
     assert solve(random_tasks(), 0.5).ridge is None
     assert tried == [0.5 * factor for factor in LARGER_RIDGES]
 
