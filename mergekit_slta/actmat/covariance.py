@@ -145,11 +145,15 @@ def _probed_rows(task: torch.Tensor, columns: int, negligible: float) -> torch.T
 def gram(matrix: torch.Tensor) -> torch.Tensor:
     """matrixᵀ matrix, whose two halves are computed once."""
     width = matrix.shape[1]
-    product = add_gram(matrix, matrix.new_zeros(width, width))
-    for start in range(0, width, BLOCK):
+    return mirror(add_gram(matrix, matrix.new_zeros(width, width)))
+
+
+def mirror(upper: torch.Tensor) -> torch.Tensor:
+    """Write what ``add_gram`` leaves out of a Gram matrix, in place."""
+    for start in range(0, len(upper), BLOCK):
         stop = start + BLOCK
-        product[stop:, start:stop] = product[start:stop, stop:].T
-    return product
+        upper[stop:, start:stop] = upper[start:stop, stop:].T
+    return upper
 
 
 def add_gram(matrix: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
@@ -158,6 +162,14 @@ def add_gram(matrix: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
         stop = start + BLOCK
         total[start:stop, start:].addmm_(matrix[:, start:stop].T, matrix[:, start:])
     return total
+
+
+def gram_norm(upper: torch.Tensor) -> torch.Tensor:
+    """The Frobenius norm of a Gram matrix from what ``add_gram`` computes of it."""
+    starts = range(0, len(upper), BLOCK)
+    inside = torch.stack([upper[i : i + BLOCK, i : i + BLOCK].square().sum() for i in starts])
+    beside = torch.stack([upper[i : i + BLOCK, i + BLOCK :].square().sum() for i in starts])
+    return (inside.sum() + 2 * beside.sum()).sqrt()
 
 
 def add_moments(part: Rows, moments: torch.Tensor, target: torch.Tensor) -> None:

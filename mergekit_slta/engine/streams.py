@@ -45,6 +45,11 @@ class Batch:
     token_ids: torch.Tensor
     lengths: tuple[int, ...]
 
+    @property
+    def samples(self) -> torch.Tensor:
+        """The row [n] of each token's sample, without those of the padding."""
+        return torch.tensor(self.rows).repeat_interleave(torch.tensor(self.lengths))
+
     def unpadded(self, features: torch.Tensor) -> torch.Tensor:
         """Remove the padding: the features [n, D] of the tokens, from [B, S, D] or [B * S, D]."""
         flat = features.reshape(-1, features.shape[-1])

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from mergekit_slta.actmat.covariance import add_gram, all_rows, mirror
 from mergekit_slta.engine.passes import Progress
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Streams
@@ -25,6 +26,7 @@ from mergekit_slta.featcal.regression import Change, NormalEquations
 from mergekit_slta.layers.calls import State, Weights
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import LinearMap, fused_hidden
+from mergekit_slta.recipe.settings import ActmatSettings
 
 LOG = logging.getLogger(__name__)
 
@@ -32,8 +34,8 @@ MERGED, EXPERT = range(2)  # the streams
 # A routed expert's map is solved if so many tokens per input dimension reach it.
 ENOUGH_TOKENS = 1 / 16
 
-# The merged model's inputs and the expert's own, [n, in] each.
-Pair = tuple[torch.Tensor, torch.Tensor]
+# The merged model's inputs and the expert's own, [n, in] each, and the number of each token's sample [n].
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,14 @@ class Regression:
     """What is regressed on what.
 
     Attributes:
-        ridge: how strongly the solution is drawn towards the anchor.
+        ridge: how strongly the solution is drawn towards the anchor; None to choose it by left-out samples.
+        by_tasks: whether it is drawn the more in a direction of the input the larger the task vectors are there, as in
+            ``actmat``, so that the sums over tokens add to those that ``actmat`` takes for them.
         teacher: the share of the expert's own input, rather than the merged model's, in the targets.
     """
 
-    ridge: float = 0.003
+    ridge: float | None = None
+    by_tasks: bool = False
     teacher: float = 1.0
 
     def targets(self, matrix: torch.Tensor, inputs: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
@@ -62,6 +67,7 @@ class LayerSolver:
         layer: the layer's index.
         maps: the layer's groups of maps.
         anchor: the anchor's tensors by their names inside the layer.
+        base: the base model's.
         experts: those of the ``T`` experts.
         streams: the merged model's stream and the experts' own, before this layer.
         regression: ridge and teacher.
@@ -73,6 +79,7 @@ class LayerSolver:
     layer: int
     maps: LayerMaps
     anchor: InitVar[Weights]
+    base: Weights
     experts: Sequence[Weights]
     streams: Streams
     regression: Regression
@@ -108,24 +115,20 @@ class LayerSolver:
     # Maps with one input
 
     def _solve_shared(self, group: MapGroup, progress: Progress) -> None:
-        def gather(equations: NormalEquations) -> None:
-            for task, expert in enumerate(self.experts):
-                for number, batch in self.streams.batches_of(task):
-                    targets = self._targets_of(group, number)
-                    given = self._merged_inputs(group, number)[0]
-                    if group.empty is not None:
-                        self._inputs[number] = given.cpu()
-                    inputs = batch.unpadded(given)
-                    residuals = torch.cat([batch.unpadded(targets[linear_map.module]) for linear_map in group.maps], 1)
-                    self._subtract(group.maps, expert, inputs, residuals)
-                    equations.add(inputs, residuals)
-                    if not equations.exact:  # the second time nothing is told
-                        progress(len(batch.rows))
-                equations.finish_task()
-
         equations = self._equations(group.maps)
-        gather(equations)
-        self._apply(group.maps, equations.solve(gather))
+        for task, expert in enumerate(self.experts):
+            for number, batch in self.streams.batches_of(task):
+                targets = self._targets_of(group, number)
+                given = self._merged_inputs(group, number)[0]
+                if group.empty is not None:
+                    self._inputs[number] = given.cpu()
+                inputs = batch.unpadded(given)
+                residuals = torch.cat([batch.unpadded(targets[linear_map.module]) for linear_map in group.maps], 1)
+                self._subtract(group.maps, expert, inputs, residuals)
+                equations.add(inputs, residuals, batch.samples)
+                progress(len(batch.rows))
+            equations.finish_task()
+        self._apply(group.maps, equations.solve())
         self._forget_targets(group)
         if group.empty is not None:
             self._close(group)
@@ -157,8 +160,30 @@ class LayerSolver:
 
     def _equations(self, maps: Sequence[LinearMap]) -> NormalEquations:
         sizes = [linear_map.matrix(self.merged).shape for linear_map in maps]
-        outputs, ridge, device = sum(rows for rows, _ in sizes), self.regression.ridge, self.decoder.device
-        return NormalEquations(sizes[0][1], outputs, ridge, device, reduce=self.ranks.sum)
+        return NormalEquations(
+            sizes[0][1],
+            sum(rows for rows, _ in sizes),
+            self.regression.ridge,
+            self.decoder.device,
+            prior=self._prior(maps) if self.regression.by_tasks else None,
+            reduce=self.ranks.sum,
+        )
+
+    def _prior(self, maps: Sequence[LinearMap]) -> torch.Tensor | None:
+        """The system of ``actmat`` for maps of one input, with a unit mean diagonal; None if no expert changed them."""
+        size = maps[0].matrix(self.base).shape[1]
+        total = torch.zeros(size, size, dtype=torch.float64, device=self.decoder.device)
+        for linear_map in maps:
+            base = linear_map.matrix(self.base)
+            for expert in self.experts:
+                task = linear_map.matrix(expert) - base
+                if task.any():
+                    add_gram(all_rows(task, 1.0).rows, total)
+        mean = total.diagonal().mean()
+        if not mean:
+            return None
+        total.diagonal().add_(ActmatSettings().ridge * mean)
+        return mirror(total.div_(total.diagonal().mean()))
 
     # Routed experts
 
@@ -168,7 +193,8 @@ class LayerSolver:
         for number, batch in enumerate(self.streams.batches):
             own = self._targets_of(group, number)[group.module]
             merged = self._merged_inputs(group, number)
-            given[number] = tuple(batch.unpadded(part).cpu() for part in (merged[0], merged[1], own[0]))
+            parts = (*(batch.unpadded(part) for part in (merged[0], merged[1], own[0])), batch.samples)
+            given[number] = tuple(part.cpu() for part in parts)
             progress(len(batch.rows))
         self._forget_targets(group)
         for name in {name for m in group.maps for name in (m.weight, m.bias) if name}:
@@ -179,39 +205,37 @@ class LayerSolver:
             self._solve_routed_map(first, reaching)
             self._solve_routed_map(down, functools.partial(self._hidden, first, reaching))
 
-    def _solve_routed_map(self, linear_map: LinearMap, inputs_of: Callable[[int], Iterator[Pair]]) -> None:
-        """Solve one map from pairs of the merged model's inputs and the expert's own [n, in], by task."""
-
-        def gather(equations: NormalEquations) -> None:
-            for task, expert in enumerate(self.experts):
-                for merged, own in inputs_of(task):
-                    matrix = linear_map.matrix(expert)
-                    outputs = self.regression.targets(matrix, merged, own @ matrix.T)
-                    equations.add(merged, outputs - merged @ linear_map.matrix(self.merged).T)
-                equations.finish_task()
-
+    def _solve_routed_map(self, linear_map: LinearMap, inputs_of: Callable[[int], Iterator[Inputs]]) -> None:
+        """Solve one map from its inputs by task."""
         equations, columns = self._equations([linear_map]), linear_map.matrix(self.merged).shape[1]
-        gather(equations)
+        for task, expert in enumerate(self.experts):
+            for merged, own, samples in inputs_of(task):
+                matrix = linear_map.matrix(expert)
+                outputs = self.regression.targets(matrix, merged, own @ matrix.T)
+                equations.add(merged, outputs - merged @ linear_map.matrix(self.merged).T, samples)
+            equations.finish_task()
         if equations.tokens < ENOUGH_TOKENS * columns:
             self._kept.append(f"{linear_map.name} ({equations.tokens} tokens)")
         else:
-            self._apply([linear_map], equations.solve(gather))
+            self._apply([linear_map], equations.solve())
 
-    def _reaching(self, given: dict[int, tuple[torch.Tensor, ...]], index: int, task: int) -> Iterator[Pair]:
-        """The merged model's and the expert's own inputs [n, D] at the tokens that go to a mixture's expert."""
+    def _reaching(self, given: dict[int, tuple[torch.Tensor, ...]], index: int, task: int) -> Iterator[Inputs]:
+        """The inputs at the tokens that go to a mixture's expert."""
         for number, _ in self.streams.batches_of(task):
-            merged, routes, own = given[number]
+            merged, routes, own, samples = given[number]
             reached = (routes == index).any(-1)
             if reached.any():
-                yield merged[reached].to(self.decoder.device), own[reached].to(self.decoder.device)
+                device = self.decoder.device
+                yield merged[reached].to(device), own[reached].to(device), samples[reached]
 
-    def _hidden(self, first: LinearMap, reaching: Callable[[int], Iterator[Pair]], task: int) -> Iterator[Pair]:
+    def _hidden(self, first: LinearMap, reaching: Callable[[int], Iterator[Inputs]], task: int) -> Iterator[Inputs]:
         """What a mixture's expert feeds to its down projection, in the merged model and in the task's own expert."""
         module = self.decoder.layers[self.layer].get_submodule(first.module)
-        for merged, own in reaching(task):
+        for merged, own, samples in reaching(task):
             yield (
                 fused_hidden(module, first.apply(self.merged, merged)),
                 fused_hidden(module, first.apply(self.experts[task], own)),
+                samples,
             )
 
     # The solution
@@ -219,6 +243,7 @@ class LayerSolver:
     def _apply(self, maps: Sequence[LinearMap], change: Change) -> None:
         """Put the maps' new tensors in place."""
         names = ", ".join(linear_map.name for linear_map in maps)
+        LOG.info("Layer %d: %s solved with a ridge of %s", self.layer, names, change.ridge)
         if change.ridge is None:
             self._kept.append(f"{names} (no solution at any ridge)")
             return

@@ -8,9 +8,14 @@ and b_t:
     W = argmin  sum_t s_t sum_x |W x - y_t|^2 + ridge * K(W - W_a),    y_t = W_t (teacher * x_t + (1 - teacher) * x)
     b = the mean of b_t + y_t - W x over all tokens, task t weighted by s_t (see ``regression.Change.offset``)
 
-with s_t and K as ``regression.py`` says. This differs from FeatCal in that the maps of one layer see each other's
-solutions, in the share of the expert's input, in the weights of the tasks, and in that the output head is solved too.
-Norms, embeddings, convolutions and routers are the anchor's.
+with s_t and K as ``regression.py`` says. Where the anchor is the merge of ``actmat``, K takes the matrix of the
+system that ``actmat`` solves: W then minimizes the sums over tokens plus ``ridge`` times what ``actmat`` minimizes
+over the rows of the task vectors, so that a few prompts only correct what needs none. Unless a recipe gives the
+ridge, left-out samples choose it for every group of maps.
+
+This differs from FeatCal in that the maps of one layer see each other's solutions, in the share of the expert's
+input, in the weights of the tasks, in the choice of the ridge, and in that the output head is solved too. Norms,
+embeddings, convolutions and routers are the anchor's.
 """
 
 from __future__ import annotations
@@ -124,7 +129,8 @@ class _FeatureMerge(Accumulator[Tensors]):
         """The merged layer's tensors by the model's names, and how far its output is from the experts'."""
         names, maps = self.decoder.layer_tensors(layer), self.maps[layer]
         anchor = self.anchor.of(names, weights)
-        solver = LayerSolver(self.decoder, layer, maps, anchor, weights[1:], streams, self.regression, self.ranks)
+        base, *experts = weights
+        solver = LayerSolver(self.decoder, layer, maps, anchor, base, experts, streams, self.regression, self.ranks)
         for group in maps.groups:
             self.stage = f"layer {layer} of {len(self.decoder)}, {group}"
             solver.solve(group, report)
@@ -162,12 +168,14 @@ class _FeatureMerge(Accumulator[Tensors]):
         rows, columns = head.matrix(anchor).shape
         step = max(1, HEAD_ELEMENTS // columns)
         solved = {name: tensor.clone() for name, tensor in anchor.items()}
+        ridge = self.regression.ridge
         for start in range(0, rows, step):
             part = slice(start, start + step)
-            change = self._change_head(head, anchor, part, streams, report)
+            change = self._change_head(head, anchor, part, ridge, streams, report)
             if change.ridge is None:
                 LOG.warning("The output head keeps the anchor's weights (no solution at any ridge)")
                 return {}
+            ridge = change.ridge  # what the first part chooses holds for the whole head
             if change.enlarged:
                 LOG.warning("The output head needed a ridge of %g", change.ridge)
             solved[head.weight][part] += change.matrix
@@ -176,25 +184,23 @@ class _FeatureMerge(Accumulator[Tensors]):
                 solved[head.bias][part] = change.offset(anchor[head.bias][part], torch.stack(own))
         return solved
 
-    def _change_head(self, head: LinearMap, anchor: Weights, rows: slice, streams: Streams, report: Progress) -> Change:
+    def _change_head(
+        self, head: LinearMap, anchor: Weights, rows: slice, ridge: float | None, streams: Streams, report: Progress
+    ) -> Change:
         matrix = head.matrix(anchor)[rows]
         tail = tail_tensors(self.decoder)
         merged_tail = read_edges(self.decoder, self.anchor, tail)
-
-        def gather(equations: NormalEquations) -> None:
-            for task, expert in enumerate(self.experts):
-                own_tail = read_edges(self.decoder, expert, tail)
-                own = head.matrix(read_edges(self.decoder, expert, [head.weight]))[rows]
-                for number, batch in streams.batches_of(task):
-                    given = batch.unpadded(head_input(self.decoder, streams.hidden(MERGED, number), merged_tail))
-                    own_given = batch.unpadded(head_input(self.decoder, streams.hidden(EXPERT, number), own_tail))
-                    targets = self.regression.targets(own, given, own_given @ own.T)
-                    equations.add(given, targets - given @ matrix.T)
-                    if rows.start == 0 and not equations.exact:
-                        report(len(batch.rows))
-                equations.finish_task()
-
         outputs, inputs = matrix.shape
-        equations = NormalEquations(inputs, outputs, self.regression.ridge, self.decoder.device, reduce=self.ranks.sum)
-        gather(equations)
-        return equations.solve(gather)
+        equations = NormalEquations(inputs, outputs, ridge, self.decoder.device, reduce=self.ranks.sum)
+        for task, expert in enumerate(self.experts):
+            own_tail = read_edges(self.decoder, expert, tail)
+            own = head.matrix(read_edges(self.decoder, expert, [head.weight]))[rows]
+            for number, batch in streams.batches_of(task):
+                given = batch.unpadded(head_input(self.decoder, streams.hidden(MERGED, number), merged_tail))
+                own_given = batch.unpadded(head_input(self.decoder, streams.hidden(EXPERT, number), own_tail))
+                targets = self.regression.targets(own, given, own_given @ own.T)
+                equations.add(given, targets - given @ matrix.T, batch.samples)
+                if rows.start == 0:
+                    report(len(batch.rows))
+            equations.finish_task()
+        return equations.solve()

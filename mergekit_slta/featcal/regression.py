@@ -9,18 +9,26 @@ with K(D) = kappa |D|^2 and kappa = trace(A) / d_in for A = sum_t s_t sum_x x x^
 so much larger than the others that kappa says nothing about the others: then K(D) = sum_j A_jj |D[:, j]|^2. Where those
 few would decide s_t, perhaps by a single token, s_t is computed without them.
 
-The sums are first made of float32 products, and the error that their rounding causes in the solution is measured: a
-few random combinations of the columns of A and of the right-hand side are summed up in float64 too, which costs little,
-and the equations are solved for the difference. Where the error is too large (inputs that are rank-deficient or
-ill-conditioned, with a small ridge), all tokens are added once more with float64 products.
+A prior P [d_in, d_in], whose diagonal has the mean 1, says in which directions of the input the change is drawn towards
+zero more than in others: then K(D) = kappa trace(D P D^T).
+
+A ridge that is not given is the one of ``RIDGES`` that predicts left-out samples best: the samples of every task are
+dealt to two halves; D is solved from one half with each ridge, and its error is summed over the other, and the reverse.
+Half of that ridge is used, because kappa grows with the samples while the noise that the ridge is for does not.
+
+The sums are of float64 products: where inputs are rank-deficient or ill-conditioned and the ridge is small, rounding
+float32 products makes up as much as 1e-4 of the solution.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+from mergekit_slta.actmat.covariance import add_gram, gram_norm, mirror
 
 # The penalty follows A's diagonal if the diagonal's mean is so many times its median.
 MASSIVE = 10.0
@@ -28,10 +36,10 @@ MASSIVE = 10.0
 DECISIVE = 1000.0
 # Where the equations cannot be solved, these multiples of the ridge are tried before the anchor is kept.
 LARGER_RIDGES = (1.0, 10.0, 100.0, 1000.0, 10000.0)
+RIDGES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)
+UNKNOWN_RIDGE = 0.1  # where there are no two halves of the samples
+PREDICTED = 64  # random combinations of the outputs by which the error on left-out samples is estimated
 SMALLEST_RIDGE = 1e-10  # used for a ridge of zero; with less, inputs that were never seen decide
-BLOCK = 256  # rows of the inputs' products that are computed at once, from the diagonal on
-ROUNDING = 2e-6  # the largest part of the solution that the rounding of float32 products may make up
-PROBES = 4  # random combinations of columns by which that is measured
 
 
 @dataclass(frozen=True)
@@ -71,161 +79,127 @@ class NormalEquations:
 
     Args:
         inputs, outputs: the numbers of dimensions d_in and d_out.
-        ridge: how strongly the change is drawn towards zero.
+        ridge: how strongly the change is drawn towards zero; None to choose it by left-out samples.
         device: where the sums are.
+        prior: P [d_in, d_in] float64, symmetric and positive definite, if the change is not drawn alike everywhere.
         reduce: adds up a tensor in place over the processes whose sums belong together, and returns it.
-        exact: use float64 products from the start.
 
     Attributes:
         tokens: how many tokens have been added by all processes.
-        exact: whether the sums are of float64 products.
     """
 
     def __init__(
         self,
         inputs: int,
         outputs: int,
-        ridge: float,
+        ridge: float | None,
         device: torch.device | str = "cpu",
         *,
+        prior: torch.Tensor | None = None,
         reduce: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
-        exact: bool = False,
     ) -> None:
         self._ridge = ridge
+        self._prior = prior
         self._reduce = reduce
-        self._device = device
-        draw = torch.Generator().manual_seed(0)
-        self._probes = [
-            torch.randn(size, PROBES, generator=draw, dtype=torch.float64).to(device) for size in (inputs, outputs)
-        ]
-        self._precise = True
-        self._start(exact)
-
-    def _start(self, exact: bool) -> None:
-        self.exact = exact
         self.tokens = 0
-        inputs, outputs = map(len, self._probes)
-        shapes: list[tuple[int, ...]] = [(inputs, inputs), (inputs, outputs), (inputs,), (outputs,)]
-        shapes += [(inputs, 2 * PROBES), ()]  # what float64 products make of the probes, and the number of tokens
-        self._sums = [torch.zeros(shape, dtype=torch.float64, device=self._device) for shape in shapes]
-        self._of_task = [torch.zeros_like(total) for total in self._sums]
+        shapes: list[tuple[int, ...]] = [(inputs, inputs), (inputs, outputs), (inputs,), (outputs,), ()]
+        halves = range(2 if ridge is None else 1)
+        self._sums = [[torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes] for _ in halves]
+        self._of_task = [[torch.zeros_like(total) for total in half] for half in self._sums]
         self._masses: list[torch.Tensor] = []
-        # What a batch's inputs have in common would take up most digits of a float32 product, so each is summed up
-        # without its mean: this mean, the sums of the inputs without and with it, and the sum of the residuals.
-        self._centered: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
-    def add(self, inputs: torch.Tensor, residuals: torch.Tensor) -> None:
-        """Add tokens of the current task: inputs [n, d_in] and residuals [n, d_out]."""
-        moments, cross, *_, probed, tokens = self._of_task
-        if self.exact:
-            inputs, residuals = inputs.double(), residuals.double()
-        else:
-            parts = inputs @ self._probes[0].to(inputs.dtype), residuals @ self._probes[1].to(residuals.dtype)
-            for part, combined in zip(inputs.split(BLOCK), torch.cat(parts, 1).split(BLOCK), strict=True):
-                probed += part.double().T @ combined.double()
-        center = inputs.mean(0)
-        inputs = inputs - center
-        for start in range(0, inputs.shape[1], BLOCK):
-            moments[start : start + BLOCK, start:] += inputs[:, start : start + BLOCK].T @ inputs[:, start:]
-        cross += inputs.T @ residuals
-        center, centered_sum = center.double(), _sum(inputs)
-        self._centered.append((center, centered_sum, centered_sum + len(inputs) * center, _sum(residuals)))
-        tokens += len(inputs)
+    def add(self, inputs: torch.Tensor, residuals: torch.Tensor, samples: torch.Tensor) -> None:
+        """Add tokens of the current task.
 
-    def _add_centers(self) -> None:
-        """Turn the current task's sums over inputs without their batch's mean into sums over inputs."""
-        if not self._centered:
-            return
-        moments, cross, input_sum, residual_sum, *_ = self._of_task
-        centers, centered, whole, residuals = map(torch.stack, zip(*self._centered, strict=True))
-        moments.addmm_(centers.T, whole).addmm_(centered.T, centers)
-        cross.addmm_(centers.T, residuals)
-        input_sum += whole.sum(0)
-        residual_sum += residuals.sum(0)
-        self._centered.clear()
+        Args:
+            inputs: [n, d_in].
+            residuals: [n, d_out].
+            samples: the number of each token's sample [n].
+        """
+        inputs, residuals, samples = inputs.double(), residuals.double(), samples.to(inputs.device)
+        for half, (moments, cross, input_sum, residual_sum, tokens) in enumerate(self._of_task):
+            given, left = inputs, residuals
+            if len(self._of_task) > 1:
+                own = samples % 2 == half
+                given, left = inputs[own], residuals[own]
+            add_gram(given, moments)
+            cross.addmm_(given.T, left)
+            input_sum += given.sum(0)
+            residual_sum += left.sum(0)
+            tokens += len(given)
 
     def finish_task(self) -> None:
         """Weight the current task's sums and go on to the next task."""
-        self._add_centers()
-        for part in self._of_task:
+        for part in itertools.chain(*self._of_task):
             self._reduce(part)
-        tokens = self._of_task[-1]
-        norm = _mirrored_norm(_without_decisive(self._of_task[0]))
+        moments = self._of_task[0][0] if len(self._of_task) == 1 else self._of_task[0][0] + self._of_task[1][0]
+        tokens = torch.stack([half[-1] for half in self._of_task]).sum()
+        norm = gram_norm(_without_decisive(moments))
         weight = torch.where(norm > 0, 1 / norm, 0.0)  # a task none of whose tokens came here has no say
-        for total, part in zip(self._sums, self._of_task, strict=True):
+        for total, part in zip(itertools.chain(*self._sums), itertools.chain(*self._of_task), strict=True):
             total.addcmul_(part, weight)
+            part.zero_()
         self._masses.append(weight * tokens)
         self.tokens += int(tokens)
-        for part in self._of_task:
-            part.zero_()
 
-    def solve(self, gather: Callable[[NormalEquations], object] | None = None) -> Change:
-        """Solve for the change, with a larger ridge where the one asked for does not make the equations solvable.
-
-        Args:
-            gather: adds all tasks once more, should float32 products not suffice; without it they have to.
-        """
-        if gather is None or self.exact:
-            return self._solve(LARGER_RIDGES)
-        change = self._solve(LARGER_RIDGES[:1])
-        failed = torch.tensor(float(change.ridge is None or not self._precise))
-        if not self._reduce(failed):  # on no process
-            return change
-        self._start(exact=True)
-        gather(self)
-        return self._solve(LARGER_RIDGES)
-
-    def _solve(self, factors: Sequence[float]) -> Change:
+    def solve(self) -> Change:
+        """Solve for the change, with a larger ridge where the one asked for does not make the equations solvable."""
         self._of_task.clear()  # its memory is needed
-        _, cross, input_sum, residual_sum, *_ = self._sums
+        ridge = self._best_ridge() if self._ridge is None else max(self._ridge, SMALLEST_RIDGE)
+        total, *others = self._sums
+        for part, other in ((part, other) for half in others for part, other in zip(total, half, strict=True)):
+            part += other
+        del self._sums[1:]
+        moments, cross, input_sum, residual_sum, _ = total
         masses = torch.stack(self._masses)
         mass = masses.sum().clamp_min(torch.finfo(torch.float64).tiny)
         matrix, used, enlarged = torch.zeros_like(cross.T), None, False
-        for factor in factors:
-            ridge = max(self._ridge, SMALLEST_RIDGE) * factor
-            solution = self._try(ridge)
+        for factor in LARGER_RIDGES:
+            solution = self._solution(moments, cross, ridge=ridge * factor)
             if solution is not None:
-                matrix, used, enlarged = solution, ridge, factor > 1
+                matrix, used, enlarged = solution.T, ridge * factor, factor > 1
                 break
         return Change(matrix, (residual_sum - matrix @ input_sum) / mass, masses / mass, used, enlarged)
 
-    def _try(self, ridge: float) -> torch.Tensor | None:
-        """D [d_out, d_in], or None where the equations are singular or not finite."""
-        moments, cross = self._sums[:2]
+    def _best_ridge(self) -> float:
+        """Half of the ridge that predicts each half of the samples best from the other."""
+        if not all(bool(half[0].diagonal().any()) for half in self._sums):
+            return UNKNOWN_RIDGE
+        draw = torch.Generator().manual_seed(0)
+        outputs = self._sums[0][1].shape[1]
+        combined = torch.randn(outputs, PREDICTED, generator=draw, dtype=torch.float64).to(self._sums[0][1].device)
+        parts = [(mirror(moments), cross @ combined) for moments, cross, *_ in self._sums]
+        errors = []
+        for ridge in RIDGES:
+            error = 0.0
+            for (moments, cross), (other_moments, other_cross) in itertools.permutations(parts):
+                solution = self._solution(moments, cross, ridge=ridge)
+                if solution is None:
+                    error = torch.inf
+                else:  # but for the sum of the squared residuals, which is the same for every ridge
+                    error += float((solution * (other_moments @ solution - 2 * other_cross)).sum())
+            errors.append(error)
+        return RIDGES[errors.index(min(errors))] / 2
+
+    def _solution(self, moments: torch.Tensor, cross: torch.Tensor, *, ridge: float) -> torch.Tensor | None:
+        """D transposed [d_in, d_out], or None where the equations are singular or not finite."""
         diagonal = moments.diagonal().clone()
         mean = diagonal.mean()
-        penalty = diagonal if mean > MASSIVE * diagonal.median() else mean.expand_as(diagonal)
-        scale = (diagonal + ridge * penalty).rsqrt()  # to a unit diagonal, so that no dimension's unit matters
-        scale[diagonal == 0] = 0  # the change of a dimension that is always zero is zero
-        scaled = (moments * scale[:, None]).mul_(scale)
-        scaled.diagonal().fill_(1.0)
-        factor, failed = torch.linalg.cholesky_ex(scaled, upper=True)  # reads what is on and above the diagonal
-        del scaled
+        if self._prior is None:
+            penalty = diagonal if mean > MASSIVE * diagonal.median() else mean.expand_as(diagonal)
+            system, whole = moments.clone(), diagonal + ridge * penalty
+        else:
+            system = torch.add(moments, self._prior, alpha=float(ridge * mean))
+            whole = system.diagonal().clone()
+        scale = whole.rsqrt()  # to a unit diagonal, so that no dimension's unit matters
+        scale[whole == 0] = 0  # the change of a dimension that is always zero is zero
+        system.mul_(scale[:, None]).mul_(scale).diagonal().fill_(1.0)
+        factor, failed = torch.linalg.cholesky_ex(system, upper=True)  # reads what is on and above the diagonal
+        del system
         if int(failed):
             return None
-        solution = torch.cholesky_solve(cross * scale[:, None], factor, upper=True)
-        if not self.exact:
-            self._precise = self._is_precise(solution, factor, scale)
-        solution.mul_(scale[:, None])
-        return solution.T if bool(torch.isfinite(solution).all()) else None
-
-    def _is_precise(self, solution: torch.Tensor, factor: torch.Tensor, scale: torch.Tensor) -> bool:
-        """Whether the rounding of float32 products makes up little of a solution, in its unit and in that of ``scale``.
-
-        Their rounding of the moments counts as much as it does for the probes, by the size of what they multiply.
-        """
-        moments, cross, *_, probed, _ = self._sums
-        products = torch.cat([_mirrored_product(moments, self._probes[0]), cross @ self._probes[1]], 1)
-        noise = torch.cholesky_solve((products - probed) * scale[:, None], factor, upper=True)
-        sizes, energy = torch.linalg.vector_norm(solution, dim=1), moments.diagonal()
-        noise[:, :PROBES] *= (energy.sqrt() * scale * sizes).norm() / energy.sum().sqrt()
-        noises = torch.linalg.vector_norm(noise, dim=1) / PROBES**0.5
-        return all(bool((unit * noises).norm() <= ROUNDING * (unit * sizes).norm()) for unit in (1.0, scale))
-
-
-def _sum(features: torch.Tensor) -> torch.Tensor:
-    """The sum over tokens [n, d] in float64; few are added up in float32 first, which is twenty times faster."""
-    return torch.stack([part.sum(0) for part in features.split(64)]).sum(0, dtype=torch.float64)
+        solution = torch.cholesky_solve(cross * scale[:, None], factor, upper=True).mul_(scale[:, None])
+        return solution if bool(torch.isfinite(solution).all()) else None
 
 
 def _without_decisive(moments: torch.Tensor) -> torch.Tensor:
@@ -236,20 +210,3 @@ def _without_decisive(moments: torch.Tensor) -> torch.Tensor:
         return moments
     decisive = diagonal > DECISIVE * used.quantile(0.9)
     return moments.where(~(decisive | decisive[:, None]), 0.0) if bool(decisive.any()) else moments
-
-
-def _mirrored_product(upper: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """A symmetric matrix, of which only blocks from the diagonal on are there, times another matrix."""
-    product = torch.empty_like(right)
-    for start in range(0, len(upper), BLOCK):
-        stop = start + BLOCK
-        product[start:stop] = upper[:start, start:stop].T @ right[:start] + upper[start:stop, start:] @ right[start:]
-    return product
-
-
-def _mirrored_norm(upper: torch.Tensor) -> torch.Tensor:
-    """The Frobenius norm of a symmetric matrix, of which only blocks from the diagonal on are there."""
-    starts = range(0, len(upper), BLOCK)
-    inside = torch.stack([upper[i : i + BLOCK, i : i + BLOCK].square().sum() for i in starts])
-    beside = torch.stack([upper[i : i + BLOCK, i + BLOCK :].square().sum() for i in starts])
-    return (inside.sum() + 2 * beside.sum()).sqrt()

@@ -33,7 +33,7 @@ from mergekit_slta.slta.weights import TensorWeights
 
 LOG = logging.getLogger(__name__)
 
-FORMAT = 3  # changes with the folder's content and with the way that layers are solved
+FORMAT = 4  # changes with the folder's content and with the way that layers are solved
 FLOAT32, FLOAT64 = 4, 8  # bytes
 ANCHOR_LEVEL = "attn_mlp"  # of the merging weights of 'anchor: slta'
 
@@ -136,7 +136,9 @@ def _solve(experiment: Experiment, settings: FeatcalSettings, decoder: Decoder, 
             experiment.experts,
             tasks,
             partial,
-            regression=Regression(settings.ridge, settings.teacher),
+            regression=Regression(
+                None if settings.ridge == "auto" else settings.ridge, settings.anchor == "actmat", settings.teacher
+            ),
             head=settings.head,
             compare=bool(settings.report),
             batch_tokens=settings.batch_tokens,
@@ -176,8 +178,11 @@ class Needs:
     disk: int
 
 
-def needs(decoder: Decoder, experts: int, tokens: int, head: bool, compare: bool = False) -> Needs:
-    """Estimate the needs of a feature merge of ``experts`` experts with ``tokens`` calibration tokens in all."""
+def needs(decoder: Decoder, experts: int, tokens: int, head: bool, compare: bool = False, halves: bool = True) -> Needs:
+    """Estimate the needs of a feature merge of ``experts`` experts with ``tokens`` calibration tokens in all.
+
+    With ``halves``, the two halves of the samples have sums of their own, by which the ridge is chosen.
+    """
     states = [layer.state_dict() for layer in decoder.layers]
     layers = [sum(tensor.numel() for tensor in state.values()) for state in states]
     solved = output_head(decoder) if head else None
@@ -190,7 +195,8 @@ def needs(decoder: Decoder, experts: int, tokens: int, head: bool, compare: bool
             sizes = [state[m.weight].shape[-2:][:: -1 if m.transposed else 1] for m in group.maps]
             together = [(inputs, outputs) for outputs, inputs in dict.fromkeys(map(tuple, sizes))]
             shapes += together if group.fused else [(sizes[0][1], sum(outputs for outputs, _ in sizes))]
-    sums = max(4 * inputs**2 + 3 * inputs * outputs for inputs, outputs in shapes)  # while they are solved
+    sets = 4 if halves else 2  # of sums: the task's and those of all tasks before it
+    sums = max((sets + 2) * inputs**2 + (sets + 1) * inputs * outputs for inputs, outputs in shapes)
     width, widest = decoder.model.config.get_text_config().hidden_size, max(map(max, shapes[1:]))
     hidden = 2 * (3 if compare else 2) * tokens * width  # before and after a layer
     passing = tokens * (2 * widest + 4 * width)  # the outputs of one child's maps

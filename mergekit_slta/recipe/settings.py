@@ -94,8 +94,8 @@ class FeatcalSettings(CalibrationSettings):
     runs_experts: ClassVar[bool] = True
     solves_layers: ClassVar[bool] = True
     folders: ClassVar[tuple[str, ...]] = ("scratch", "report")
-    ridge: Ridge = 0.003
-    anchor: Literal["base", "slta", "average", "actmat"] = "base"
+    ridge: Ridge | Literal["auto"] = "auto"
+    anchor: Literal["base", "slta", "average", "actmat"] = "actmat"
     teacher: Annotated[float, Field(ge=0, le=1)] = 1.0
     head: bool = True
     scratch: str = ""

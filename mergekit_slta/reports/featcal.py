@@ -40,13 +40,15 @@ def drift_page(merged: torch.Tensor, anchor: torch.Tensor, models: Sequence[str]
         settings: the settings of the merge.
     """
     names, anchor_name = short_names(models), ANCHORS[settings.anchor]
+    chosen = settings.ridge == "auto"
+    ridge = "a ridge chosen by left-out samples" if chosen else f"ridge {plain_number(float(settings.ridge))}"
     return Page(
         title=f"How close a merge of {enumerated(names)} comes to each",
         verdict=[_verdict(merged, anchor, names, anchor_name), MEANING],
         facts={
             "Experts": ", ".join(models),
             "Samples": f"{settings.samples} of each task, seed {settings.seed}, at most {settings.max_tokens} tokens",
-            "Solved with": f"ridge {plain_number(settings.ridge)} towards {anchor_name}, teacher "
+            "Solved with": f"{ridge} towards {anchor_name}, teacher "
             f"{plain_number(settings.teacher)}, output head {'solved' if settings.head else 'kept'}",
         },
         sections=[Section("Where the drift is", charts=[_chart(merged, anchor, names, anchor_name)])],

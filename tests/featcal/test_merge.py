@@ -112,6 +112,7 @@ def logits(model: Any, state: State, tasks: Tasks) -> torch.Tensor:
         ("mixtral", {"teacher": 0.0}),
         ("gpt_neox", {"teacher": 0.25, "ridge": 0.1}),
         ("llama", {"head": False}),
+        *((name, {"by_tasks": True, "ridge": 0.1}) for name in ("llama", "mixtral", "gpt2")),
     ],
     ids=str,
 )
@@ -123,7 +124,7 @@ def test_equals_the_reference(
     tasks, groups = family.token_ids(), featcal_reference.GROUPS[architecture]
     expected = featcal_reference.merge(base, experts, tasks, groups, **settings)
     head = settings.get("head", True)
-    regression = Regression(settings.get("ridge", 0.003), settings.get("teacher", 1.0))
+    regression = Regression(settings.get("ridge", 0.003), settings.get("by_tasks", False), settings.get("teacher", 1.0))
     found = merged_tensors(family, tmp_path, regression=regression, head=head, batch_tokens=50)
     assert worst(base.state_dict() | found, expected) < TOLERANCE
     # Not the anchor that a solution is compared with, either.
@@ -296,9 +297,9 @@ def test_a_head_that_is_off_or_tied_is_not_written(
 
 
 def test_the_head_in_parts_is_the_same(llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = merged_tensors(llama, tmp_path / "whole")
+    whole = merged_tensors(llama, tmp_path / "whole", regression=Regression(0.003))
     monkeypatch.setattr("mergekit_slta.featcal.merge.HEAD_ELEMENTS", 32 * 7)
-    assert worst(merged_tensors(llama, tmp_path / "parts"), whole) < 1e-6
+    assert worst(merged_tensors(llama, tmp_path / "parts", regression=Regression(0.003)), whole) < 1e-6
 
 
 # Routed experts
@@ -370,7 +371,7 @@ def test_massive_activations_do_not_make_the_solution_useless(
 def test_a_layer_that_cannot_be_solved_keeps_the_anchors_maps_and_says_so(
     llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(regression.NormalEquations, "_try", lambda self, ridge: None)
+    monkeypatch.setattr(regression.NormalEquations, "_solution", lambda self, *system, ridge: None)
     with caplog.at_level(logging.WARNING, logger="mergekit_slta"):
         found = merged_tensors(llama, tmp_path)
     base = llama.model(0).state_dict()
@@ -386,12 +387,12 @@ def test_a_layer_that_cannot_be_solved_keeps_the_anchors_maps_and_says_so(
 def test_a_larger_ridge_than_asked_for_is_named(
     llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    attempt = regression.NormalEquations._try
+    attempt = regression.NormalEquations._solution
 
-    def fail(self: regression.NormalEquations, ridge: float) -> torch.Tensor | None:
-        return attempt(self, ridge) if ridge >= 0.25 else None
+    def fail(self: regression.NormalEquations, *system: torch.Tensor, ridge: float) -> torch.Tensor | None:
+        return attempt(self, *system, ridge=ridge) if ridge >= 0.25 else None
 
-    monkeypatch.setattr(regression.NormalEquations, "_try", fail)
+    monkeypatch.setattr(regression.NormalEquations, "_solution", fail)
     with caplog.at_level(logging.WARNING, logger="mergekit_slta"):
         found = merged_tensors(llama, tmp_path / "enlarged", regression=Regression(0.003))
     said = [record.message for record in caplog.records if record.message.endswith("needed a ridge of 0.3")]

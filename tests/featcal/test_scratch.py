@@ -203,7 +203,7 @@ def test_what_changes_nothing_is_the_same_merge(llama: Family, merges: list[Path
     LoaderCache.loaders.clear()
     copies = [Path(shutil.copytree(folder, tmp_path / f"copy of {folder.name}")) for folder in llama.folders]
     family = Family(copies[0], tuple(copies[1:]), llama.data, llama.config)
-    solve(recipe(family, batch_tokens=0, ridge="0.003", anchor="base", head=True))
+    solve(recipe(family, batch_tokens=0, ridge="auto", anchor="actmat", head=True))
     assert len(merges) == 1
 
 

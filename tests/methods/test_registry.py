@@ -353,8 +353,8 @@ FEATURE_PARAMETERS = {
     "max_tokens": 512,
     "seed": 0,
     "batch_tokens": 0,
-    "ridge": 0.003,
-    "anchor": "base",
+    "ridge": "auto",
+    "anchor": "actmat",
     "teacher": 1.0,
     "head": True,
     "scratch": "",
@@ -372,7 +372,8 @@ def test_the_parameters_of_a_feature_merge_and_their_defaults() -> None:
 
 
 def feature_recipe(family: Family, **parameters: Any) -> dict[str, Any]:
-    return families.recipe(family, "featcal", **parameters)
+    """A recipe that the naive reference can follow: near the base model, with a ridge that is given."""
+    return families.recipe(family, "featcal", **{"anchor": "base", "ridge": 0.003, **parameters})
 
 
 @pytest.mark.parametrize(
@@ -460,8 +461,9 @@ def test_a_feature_merge_near_another_anchor_equals_the_naive_one(anchor: str, l
     start = merged_state(families.merge(method[anchor], tmp_path / "anchor"))
     out = families.merge(feature_recipe(llama, anchor=anchor, ridge=0.1), tmp_path / "out")
     base, *experts = llama.models()
-    groups = featcal_reference.GROUPS["llama"]
-    expected = featcal_reference.merge(base, experts, llama.token_ids(), groups, ridge=0.1, anchor=start)
+    groups, by_tasks = featcal_reference.GROUPS["llama"], anchor == "actmat"
+    tasks = llama.token_ids()
+    expected = featcal_reference.merge(base, experts, tasks, groups, ridge=0.1, anchor=start, by_tasks=by_tasks)
     assert worst_error(merged_state(out), expected) < 1e-4
 
 
@@ -469,7 +471,7 @@ def test_a_feature_merge_in_bfloat16_rounds_and_no_more(make_family: MakeFamily,
     family = make_family(dtype=torch.bfloat16)
     exact = merged_state(families.merge(feature_recipe(family), tmp_path / "float32"))
     for dtype, out_dtype in (("float32", "bfloat16"), ("bfloat16", None)):
-        content = families.recipe(family, "featcal", dtype=dtype, out_dtype=out_dtype)
+        content = feature_recipe(family, dtype=dtype, out_dtype=out_dtype)
         out = families.merge(content, tmp_path / f"in_{dtype}")
         assert {tensor.dtype for tensor in load_file(next(out.glob("*.safetensors"))).values()} == {torch.bfloat16}
         assert worst_error(merged_state(out), exact) < 2**-8
@@ -639,7 +641,7 @@ def test_a_merged_tensor_that_is_not_finite_is_never_written(
     def enlarge(tensors: State) -> None:
         tensors["lm_head.weight"][-1, -1] = value
 
-    settings: dict[str, Any] = {"head": False} if method == "featcal" else {}
+    settings: dict[str, Any] = {"head": False, "anchor": "base"} if method == "featcal" else {}
     content = families.recipe(llama, method, calibration=method != "sftm", out_dtype="float16", **settings)
     content["base_model"] = str(edited(llama.base, tmp_path / "base", enlarge))
     with pytest.raises(SltaError, match=words):

@@ -19,7 +19,9 @@ ANCHOR = 2 * MERGED + 0.011
 
 
 def page(**settings: object) -> Page:
-    return drift_page(MERGED, ANCHOR, MODELS, FeatcalSettings.model_validate({"samples": 7, **settings}))
+    return drift_page(
+        MERGED, ANCHOR, MODELS, FeatcalSettings.model_validate({"samples": 7, "anchor": "base", **settings})
+    )
 
 
 def test_it_opens_with_how_far_the_last_layers_features_are() -> None:
@@ -34,6 +36,7 @@ def test_an_expert_without_features_has_no_number(tmp_path: Path) -> None:
     merged = MERGED.clone()
     merged[:, 1] = torch.nan
     found = drift_page(merged, ANCHOR, MODELS, FeatcalSettings())
+    assert found.facts["Solved with"].startswith("a ridge chosen by left-out samples towards the actmat merge, ")
     assert "42 % away from math's" in found.verdict[0] and "and – away from code's" in found.verdict[0]
     found.write(tmp_path, "report.html")
 
@@ -78,7 +81,7 @@ def test_the_picture_is_told_in_words() -> None:
 
 
 def test_one_expert_and_one_layer() -> None:
-    said = drift_page(MERGED[:1, :1], ANCHOR[:1, :1], MODELS[:1], FeatcalSettings()).verdict[0]
+    said = drift_page(MERGED[:1, :1], ANCHOR[:1, :1], MODELS[:1], FeatcalSettings(anchor="base")).verdict[0]
     assert said.startswith("After the last layer the merged model's features are 11 % away from llama-math's (the base")
     assert said.endswith("grows most in layer 0.")
 

@@ -26,6 +26,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
 
 from mergekit_slta.engine.partial import Partial
+from mergekit_slta.featcal.layer import Regression
 from mergekit_slta.featcal.merge import feature_merge as solve_features
 from mergekit_slta.featcal.scratch import SolvedModel
 from mergekit_slta.layers.blend import Blend
@@ -452,12 +453,13 @@ def feature_merge(
         tasks: token ids of each expert's samples.
         anchor: the base model by default.
         device: where layers run.
-        arguments: those of ``feature_merge``.
+        arguments: those of ``feature_merge``; the ridge is 0.003 by default.
     """
     models = checkpoints(family.folders)
     decoder, partial = Decoder(family.config, device=device), Partial(folder, {})
     partial.begin()
     chosen = anchor or Blend(models)
+    arguments.setdefault("regression", Regression(0.003))
     solve_features(decoder, chosen, models[1:], tasks or family.token_ids(), partial, **arguments)
     return SolvedModel(decoder, partial)
 

@@ -66,6 +66,7 @@ def merge(
     head: bool = True,
     anchor: Mapping[str, Tensor] | None = None,
     mixture: str | None = MIXTURE,
+    by_tasks: bool = False,
 ) -> dict[str, Tensor]:
     """Every tensor of the merged model, by the names of ``state_dict``, in float64.
 
@@ -79,12 +80,14 @@ def merge(
         head: whether to solve for the output embedding too, where it is not tied to the input embedding.
         anchor: the tensors of a whole model; the base model's by default.
         mixture: the path of the routed experts in the layers that have them; ``None`` leaves them the anchor's.
+        by_tasks: hold it by the sum of all task matrices' Gram matrices, each with a unit trace, and a tenth of its
+            mean diagonal on the diagonal, instead of by the same in every direction.
     """
     with torch.no_grad(), Float64():
         merged = copy.deepcopy(base)
         if anchor is not None:
             merged.load_state_dict(anchor)
-        solver = Solver(merged, experts, tasks, ridge, teacher)
+        solver = Solver(merged, experts, tasks, ridge, teacher, base if by_tasks else None)
         for step, paths in steps(merged, groups, head, mixture):
             (solver.solve_mixture if step == "mixture" else solver.solve_maps)(paths)
         return {name: tensor.clone() for name, tensor in merged.state_dict().items()}
@@ -142,17 +145,31 @@ class Seen:
         return (teacher * self.own + (1 - teacher) * self.merged) @ self.weight.T
 
 
-def solved_weight(anchor: Tensor, tasks: Sequence[Seen], ridge: float, teacher: float) -> Tensor:
-    """The merged map's weight [out, in], held at the anchor's."""
+def solved_weight(
+    anchor: Tensor, tasks: Sequence[Seen], ridge: float, teacher: float, shape: Tensor | None = None
+) -> Tensor:
+    """The merged map's weight [out, in], held at the anchor's, alike in every direction or by ``shape`` [in, in]."""
     roots = [seen.scale**0.5 for seen in tasks]
     rows = torch.cat([root * seen.merged for root, seen in zip(roots, tasks, strict=True)])
     missing = torch.cat(
         [root * (seen.wanted(teacher) - seen.merged @ anchor.T) for root, seen in zip(roots, tasks, strict=True)]
     )
-    hold = (ridge * penalties(rows.square().sum(0))).sqrt().diag()
+    energy = rows.square().sum(0)
+    if shape is None:
+        hold = (ridge * penalties(energy)).sqrt().diag()
+    else:
+        hold = (ridge * energy.mean()).sqrt() * torch.linalg.cholesky(shape).T
     design, target = torch.cat([rows, hold]), torch.cat([missing, missing.new_zeros(len(hold), len(anchor))])
     change: Tensor = torch.linalg.lstsq(design, target, driver="gelsd").solution.T
     return anchor + change
+
+
+def held_by_tasks(bases: Sequence[Tensor], experts: Sequence[Sequence[Tensor]]) -> Tensor:
+    """The strength of the hold in the directions of the input [in, in], from the maps of a group, [out, in] each."""
+    changes = [weight - base for base, own in zip(bases, experts, strict=True) for weight in own]
+    shape = torch.stack([change.T @ change / change.square().sum() for change in changes]).sum(0)
+    shape = shape + 0.1 * shape.diagonal().mean() * torch.eye(len(shape))
+    return shape / shape.diagonal().mean()
 
 
 def penalties(energy: Tensor) -> Tensor:
@@ -182,9 +199,10 @@ class Solver:
         tasks: Sequence[Sequence[Sequence[int]]],
         ridge: float,
         teacher: float,
+        base: Module | None,
     ) -> None:
         self.merged, self.experts, self.tasks = merged, experts, tasks
-        self.ridge, self.teacher = ridge, teacher
+        self.ridge, self.teacher, self.base = ridge, teacher, base
 
     def streams(self, paths: Sequence[str]) -> list[tuple[Recorded, Recorded]]:
         """Per task, what the modules are given in the merged model and in the expert."""
@@ -193,20 +211,28 @@ class Solver:
             for expert, samples in zip(self.experts, self.tasks, strict=True)
         ]
 
-    def weight(self, anchor: Tensor, tasks: Sequence[Seen]) -> Tensor:
+    def weight(self, anchor: Tensor, tasks: Sequence[Seen], shape: Tensor | None) -> Tensor:
         """``solved_weight`` with this merge's settings."""
-        return solved_weight(anchor, tasks, self.ridge, self.teacher)
+        return solved_weight(anchor, tasks, self.ridge, self.teacher, shape)
+
+    def shape(self, paths: Sequence[str]) -> Tensor | None:
+        """The hold of a group of maps; the output head's is the same in every direction."""
+        if self.base is None or paths == [untied_head(self.base)]:
+            return None
+        models = (self.base, *self.experts)
+        base, *experts = ([parameters(model.get_submodule(path))[0] for path in paths] for model in models)
+        return held_by_tasks(base, [list(own) for own in zip(*experts, strict=True)])
 
     def solve_maps(self, paths: Sequence[str]) -> None:
         """Replace a group of maps."""
-        streams = self.streams(paths)
+        streams, shape = self.streams(paths), self.shape(paths)
         for path in paths:
             tasks = [
                 Seen(merged[path][0], own[path][0], *parameters(expert.get_submodule(path)))
                 for expert, (merged, own) in zip(self.experts, streams, strict=True)
             ]
             weight, bias = parameters(self.merged.get_submodule(path))
-            weight.copy_(self.weight(weight, tasks))
+            weight.copy_(self.weight(weight, tasks, shape))
             if bias is not None:
                 bias.copy_(solved_bias(bias, weight, tasks, self.ridge, self.teacher))
 
@@ -222,19 +248,27 @@ class Solver:
                 hidden, chosen = merged[path][:2]
                 here = (chosen == routed).any(1)
                 tasks.append(Seen(hidden[here], own[path][0][here], owner.gate_up_proj[routed]))
-            self.solve_reached(module.gate_up_proj[routed], tasks)
+            self.solve_reached(module.gate_up_proj[routed], tasks, self.routed_shape(path, routed, "gate_up_proj"))
             middle = gated(module.act_fn, module.gate_up_proj[routed])
             tasks = [
                 Seen(middle(seen.merged), gated(owner.act_fn, seen.weight)(seen.own), owner.down_proj[routed])
                 for owner, seen in zip(owners, tasks, strict=True)
             ]
-            self.solve_reached(module.down_proj[routed], tasks)
+            self.solve_reached(module.down_proj[routed], tasks, self.routed_shape(path, routed, "down_proj"))
 
-    def solve_reached(self, weight: Tensor, tasks: Iterable[Seen]) -> None:
+    def routed_shape(self, path: str, routed: int, name: str) -> Tensor | None:
+        """The hold of one map of a routed expert."""
+        if self.base is None:
+            return None
+        models = (self.base, *self.experts)
+        base, *experts = (model.get_submodule(path).get_parameter(name)[routed] for model in models)
+        return held_by_tasks([base], [experts])
+
+    def solve_reached(self, weight: Tensor, tasks: Iterable[Seen], shape: Tensor | None) -> None:
         """Replace the map of a routed expert, weight [out, in], unless too few tokens reach it."""
         reached = [seen for seen in tasks if len(seen.merged)]
         if sum(len(seen.merged) for seen in reached) >= weight.shape[1] / 16:
-            weight.copy_(self.weight(weight, reached))
+            weight.copy_(self.weight(weight, reached, shape))
 
 
 def gated(activation: Callable[[Tensor], Tensor], weight: Tensor) -> Callable[[Tensor], Tensor]:
