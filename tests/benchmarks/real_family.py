@@ -158,14 +158,15 @@ def write_base(folder: Path) -> Path:
     )
     model = AutoModelForCausalLM.from_config(config)
     model.load_state_dict(quantized.state_dict())
-    _save(model.to(torch.bfloat16), AutoTokenizer.from_pretrained(source, gguf_file=GGUF), folder)
+    _save(model, AutoTokenizer.from_pretrained(source, gguf_file=GGUF), folder)
     return folder
 
 
 def _save(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write a model in bfloat16, as most are published."""
     partial_folder = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial_folder, ignore_errors=True)
-    model.save_pretrained(partial_folder)
+    model.bfloat16().save_pretrained(partial_folder)
     tokenizer.save_pretrained(partial_folder)
     partial_folder.rename(folder)
 
@@ -222,7 +223,7 @@ def _train_expert(base: Path, folder: Path, split: Split, seed: int, steps: int,
             optimizer.zero_grad(set_to_none=False)
             schedule.step()
             bar.set_postfix(loss=f"{loss.item():.3f}")
-    _save(model.to(torch.bfloat16), tokenizer, folder)
+    _save(model, tokenizer, folder)
 
 
 def _batches(rows: Sequence[Any], steps: int, seed: int) -> Iterator[list[Any]]:
@@ -267,7 +268,7 @@ def evaluate(folder: Path, test: dict[str, list[Pair]]) -> dict[str, Evaluation]
             exact += sum(int(hit.all()) for hit in hits)
         scores[task] = Evaluation(exact / len(rows), float(torch.cat(losses).mean()))
     text = "\n".join(topics[name] for name in sorted(topics))
-    rows = torch.tensor(tokenizer(text)["input_ids"][: TEXT_ROWS * TEXT_TOKENS]).view(TEXT_ROWS, TEXT_TOKENS)
-    losses = [model(input_ids=row, labels=row).loss for row in rows.split(2)]
+    ids = torch.tensor(tokenizer(text)["input_ids"][: TEXT_ROWS * TEXT_TOKENS]).view(TEXT_ROWS, TEXT_TOKENS)
+    losses = [model(input_ids=part, labels=part).loss for part in ids.split(2)]
     scores["ordinary text"] = Evaluation(0.0, float(torch.stack(losses).mean().exp()))
     return scores

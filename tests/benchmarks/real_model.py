@@ -20,6 +20,7 @@ import shutil
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +79,14 @@ def _scores(folder: Path, seed: int, tasks: Sequence[str], only: Sequence[str]) 
             known[label] = {"recipe": recipe, "scores": scores}
             files.write(results, json.dumps(known, indent=1).encode())
 
-    measure("base", None, lambda: evaluate(family.base, family.test))
+    measure("base", None, partial(evaluate, family.base, family.test))
     for task, expert in family.experts.items():  # each on its own task, as the ceiling; its perplexity is of no merge
-        measure(f"expert {task}", None, lambda task=task, expert=expert: evaluate(expert, {task: family.test[task]}))
+        measure(f"expert {task}", None, partial(evaluate, expert, {task: family.test[task]}))
     wanted = {label: recipe for label, recipe in _recipes(family).items() if not only or label.startswith(tuple(only))}
     with tqdm(wanted.items(), unit="merge") as bar:
         for label, recipe in bar:
             bar.set_description(f"Seed {seed}, {label}")
-            measure(label, recipe, lambda label=label, recipe=recipe: _merge(folder, label, recipe, seed, family))
+            measure(label, recipe, partial(_merge, folder, label, recipe, seed, family))
     shown = {label: known[label]["scores"] for label in ("base", *wanted)}
     shown["experts"] = {task: known[f"expert {task}"]["scores"][task] for task in tasks}
     return {label: _columns(label, scores, shown) for label, scores in shown.items()}
