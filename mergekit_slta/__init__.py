@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mergekit_slta.linearity.scores import linearity as linearity
     from mergekit_slta.linearity.scores import plan_linearity as plan_linearity
     from mergekit_slta.methods.merge import merge as merge
+    from mergekit_slta.methods.verify import verify as verify
     from mergekit_slta.recipe.experiment import Experiment as Experiment
     from mergekit_slta.recipe.recipe import Recipe as Recipe
     from mergekit_slta.reports.linearity import write_linearity as write_linearity
@@ -62,6 +63,7 @@ _EXPORTS = {
     "save": "mergekit_slta.slta.statistics:Statistics.save",
     "solve": "mergekit_slta.slta.solver:solve",
     "solve_model": "mergekit_slta.featcal.scratch:solve_model",
+    "verify": "mergekit_slta.methods.verify:verify",
     "write_linearity": "mergekit_slta.reports.linearity:write_linearity",
     "write_report": "mergekit_slta.reports.merge:report",
 }

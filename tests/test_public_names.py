@@ -15,7 +15,7 @@ NAMES = sorted(mergekit_slta._EXPORTS)
 PROMISED = {
     *("Recipe", "check", "measure", "Statistics", "Solution", "merge", "evaluate", "linearity", "report", "SltaError"),
     *("Decoder", "Experiment", "TensorWeights", "calibrate", "load", "measured_statistics", "plan_linearity", "save"),
-    *("solve", "solve_model", "write_linearity", "write_report"),
+    *("solve", "solve_model", "verify", "write_linearity", "write_report"),
 }
 
 PRELUDE = """

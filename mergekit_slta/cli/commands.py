@@ -52,8 +52,8 @@ def main() -> None:
     data. `check` it, then `merge` it (or run mergekit-yaml, which does the same). To look at the weights of slta
     first, or to solve several merges from one measurement: `calibrate` writes a small statistics file, and `solve`
     gets merging weights and plain mergekit recipes from it in a second, without models and without data; `report`
-    shows what the merge keeps of each expert. `evaluate` tells how well the merged model does, and `linearity`
-    whether the experts are of a kind that can be merged.
+    shows what the merge keeps of each expert. `verify` re-reads a finished merge, `evaluate` tells how well the merged
+    model does, and `linearity` whether the experts are of a kind that can be merged.
     """
 
 
@@ -321,6 +321,25 @@ def merge(recipe: Path, out: str, **options: Any) -> None:
     merge_options = applied(options)
     with methods.joined_ranks() as ranks:
         methods.merge(ranks.together(lambda: Recipe.load(recipe)), out, **merge_options)
+
+
+@main.command(cls=ModelCommand, short_help="Re-read a finished merge and compare it with its recipe.")
+@existing_file("recipe")
+@click.argument("out", type=click.Path(exists=True, file_okay=False, path_type=Path))
+def verify(recipe: Path, out: Path, **options: Any) -> None:
+    """Re-read the merged model in OUT tensor by tensor, and compare it with what RECIPE says.
+
+    Names, shapes, data types and finiteness for every method; the values for slta, from its statistics, and for plain
+    recipes that `solve` wrote; for the other methods the tensors that they leave as they are. Says the largest
+    difference and where it is. Exit code 1 if something differs by more than rounding.
+    """
+    from mergekit_slta.methods.verify import verify as verify_merge
+    from mergekit_slta.recipe.recipe import Recipe
+
+    found = verify_merge(Recipe.load(recipe), out, **applied(options))
+    click.echo(f"{out}: {found}", err=bool(found.problems))
+    if found.problems:
+        raise click.exceptions.Exit(1)
 
 
 # From the command line to what the package takes
