@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from mergekit_slta.checks.examine import check as check
+    from mergekit_slta.comparison.compare import compare as compare
     from mergekit_slta.errors import SltaError as SltaError
     from mergekit_slta.evaluate import evaluate as evaluate
     from mergekit_slta.featcal.scratch import solve_model as solve_model
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from mergekit_slta.methods.verify import verify as verify
     from mergekit_slta.recipe.experiment import Experiment as Experiment
     from mergekit_slta.recipe.recipe import Recipe as Recipe
+    from mergekit_slta.reports.comparison import write_comparison as write_comparison
     from mergekit_slta.reports.linearity import write_linearity as write_linearity
     from mergekit_slta.reports.merge import report as report
     from mergekit_slta.slta.calibrate import calibrate as calibrate
@@ -52,6 +54,7 @@ _EXPORTS = {
     "TensorWeights": "mergekit_slta.slta.weights:TensorWeights",
     "calibrate": "mergekit_slta.slta.calibrate:calibrate",
     "check": "mergekit_slta.checks.examine:check",
+    "compare": "mergekit_slta.comparison.compare:compare",
     "evaluate": "mergekit_slta.evaluate:evaluate",
     "linearity": "mergekit_slta.linearity.scores:linearity",
     "load": "mergekit_slta.slta.statistics:Statistics.load",
@@ -64,6 +67,7 @@ _EXPORTS = {
     "solve": "mergekit_slta.slta.solver:solve",
     "solve_model": "mergekit_slta.featcal.scratch:solve_model",
     "verify": "mergekit_slta.methods.verify:verify",
+    "write_comparison": "mergekit_slta.reports.comparison:write_comparison",
     "write_linearity": "mergekit_slta.reports.linearity:write_linearity",
     "write_report": "mergekit_slta.reports.merge:report",
 }

@@ -53,7 +53,7 @@ def main() -> None:
     first, or to solve several merges from one measurement: `calibrate` writes a small statistics file, and `solve`
     gets merging weights and plain mergekit recipes from it in a second, without models and without data; `report`
     shows what the merge keeps of each expert. `verify` re-reads a finished merge, `evaluate` tells how well the merged
-    model does, and `linearity` whether the experts are of a kind that can be merged.
+    model does, `compare` how several do, and `linearity` whether the experts are of a kind that can be merged.
     """
 
 
@@ -231,7 +231,8 @@ def evaluate(recipe: Path, out: Path, samples: int, json_file: str | None, **opt
 
     For each task: the negative log-likelihood per token (lower is better) of the base model, of the task's expert and
     of the merged model, on records that calibration did not use, and the share of the expert's gain over the base
-    model that the merge keeps. One model is in memory at a time, in float32.
+    model that the merge keeps. One layer of one model is in memory at a time, in float32. `compare` does the same for
+    several merged models.
     """
     import transformers
 
@@ -248,6 +249,58 @@ def evaluate(recipe: Path, out: Path, samples: int, json_file: str | None, **opt
     click.echo(evaluation)
     if json_file:
         files.write(Path(json_file), evaluation.to_json().encode())
+
+
+@main.command(cls=ModelCommand, short_help="Compare several merged models.")
+@existing_file("recipe")
+@click.argument("out", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option(
+    "--samples", type=click.IntRange(min=1), default=100, show_default=True, help="Held-out records of each task."
+)
+@click.option(
+    "--text",
+    "text_file",
+    metavar="FILE",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Also each model's perplexity on this text.",
+)
+@click.option("--json", "json_file", metavar="FILE", help="Write the numbers as JSON; '-' for standard output.")
+@click.option("--figure", "figure_file", metavar="FILE", type=click.Path(path_type=Path), help="Draw them, as PNG.")
+def compare(
+    recipe: Path,
+    out: tuple[Path, ...],
+    samples: int,
+    text_file: Path | None,
+    json_file: str | None,
+    figure_file: Path | None,
+    **options: Any,
+) -> None:
+    """Compare merged models, each in a folder OUT, on the tasks of RECIPE's experts.
+
+    Beside the base model and each task's expert: the negative log-likelihood per token (lower is better) on records
+    that calibration did not use, the share of the expert's gain over the base model that each merge keeps, and where
+    the records have short answers, the share of them that greedy decoding gives exactly. Each model is run once, one
+    layer in memory at a time, in float32; one whose scores are in the cache folder is not run again.
+    """
+    import transformers
+
+    from mergekit_slta.checks.examine import sound_experiment
+    from mergekit_slta.comparison.compare import compare as compare_merges
+    from mergekit_slta.recipe.recipe import Recipe
+
+    experiment = sound_experiment(Recipe.load(recipe), **applied(options))
+    transformers.utils.logging.disable_progress_bar()  # a bar of its own for every model that is loaded whole
+    found = compare_merges(experiment, out, samples, text_file)
+    if json_file == "-":
+        click.echo(found.to_json(), nl=False)
+    else:
+        click.echo(found)
+    if json_file and json_file != "-":
+        files.write(Path(json_file), found.to_json().encode())
+    if figure_file:
+        from mergekit_slta.reports.comparison import write_comparison
+
+        write_comparison(found, figure_file)
 
 
 @main.command(cls=ModelCommand, short_help="Measure how linear a recipe's models are in their weights.")

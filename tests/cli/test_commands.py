@@ -37,7 +37,7 @@ from mergekit_slta.slta import measure
 from mergekit_slta.slta.solver import bootstrap
 from mergekit_slta.slta.statistics import Statistics
 
-COMMANDS = ["calibrate", "check", "evaluate", "linearity", "merge", "report", "solve", "verify"]
+COMMANDS = ["calibrate", "check", "compare", "evaluate", "linearity", "merge", "report", "solve", "verify"]
 
 
 def run(*arguments: str | Path, code: int = 0) -> Result:
@@ -111,7 +111,7 @@ def test_options_are_called_as_in_mergekit() -> None:
         "--quiet",
         "-v",
     ]
-    for command in ("check", "calibrate", "evaluate", "verify"):
+    for command in ("check", "calibrate", "compare", "evaluate", "verify"):
         parameters = main.commands[command].get_params(click.Context(main.commands[command]))
         ours = {option: parameter for parameter in parameters for option in parameter.opts}
         for option in shared:
