@@ -25,6 +25,10 @@ class FeatcalMethod(CalibratedMethod):
     """Layer by layer, the maps whose outputs are nearest to the experts' own; after RegMean++ and FeatCal."""
 
     settings = FeatcalSettings
+    in_words = (
+        "every linear map is solved by least squares, layer by layer, so that its outputs are near those of each "
+        "expert on a few samples of the expert's task."
+    )
     spec = method_spec(FeatcalSettings, "FeatCal", "2605.13030")
 
     def compute(self, experiment: Experiment) -> SolvedModel:

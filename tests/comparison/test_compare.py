@@ -70,9 +70,9 @@ def test_all_models_stand_side_by_side(paired: Family, tmp_path: Path) -> None:
         assert (task.model, task.records, task.answers) == (f"expert{index}", 4, 4)
         assert task.tokens == sum(len(row) - 1 for row in rows)
 
-        def score(
-            model: torch.nn.Module, rows: Any = rows, used: Any = [records[i] for i in data.records]
-        ) -> TaskScore:
+        used = [records[i] for i in data.records]
+
+        def score(model: torch.nn.Module, rows: Any = rows, used: Any = used) -> TaskScore:
             losses = [-dense(model, row).log_softmax(-1)[range(len(row) - 1), row[1:]] for row in rows]
             exact = []
             for row, record in zip(rows, used, strict=True):
@@ -144,7 +144,7 @@ def test_which_records_have_a_short_answer(
     tokenizer = AutoTokenizer.from_pretrained(family.base)
     for row, span in zip(data.token_ids, experiment.samples.answers(expert, data), strict=True):
         if answers and span:
-            assert len(tokenizer.decode(row[slice(*span)]).replace(" ", "")) == 2
+            assert len(str(tokenizer.decode(list(row[slice(*span)]))).replace(" ", "")) == 2
 
 
 def test_a_template_ends_with_its_answer(paired: Family) -> None:

@@ -92,7 +92,12 @@ def test_a_model_that_cannot_be_run_by_layers_is_loaded_whole(tmp_path: Path, mo
     model.save_pretrained(tmp_path)
     loaded: list[Any] = []
     load = module._load
-    monkeypatch.setattr(module, "_load", lambda *arguments: loaded.append(0) or load(*arguments))
+
+    def watched(*arguments: Any) -> Any:
+        loaded.append(load(*arguments))
+        return loaded[-1]
+
+    monkeypatch.setattr(module, "_load", watched)
     samples = drawn((5, 8))
     (found,) = score_model(families.checkpoints([tmp_path])[0], [samples])
     assert [score.loss for score in found] == pytest.approx([loss for loss, _ in reference(model, samples)], rel=1e-5)
