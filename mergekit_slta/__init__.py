@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from mergekit_slta.linearity.scores import linearity as linearity
     from mergekit_slta.linearity.scores import plan_linearity as plan_linearity
     from mergekit_slta.methods.merge import merge as merge
+    from mergekit_slta.methods.publish import publish as publish
     from mergekit_slta.methods.verify import verify as verify
     from mergekit_slta.recipe.experiment import Experiment as Experiment
+    from mergekit_slta.recipe.new import new_recipe as new_recipe
     from mergekit_slta.recipe.recipe import Recipe as Recipe
     from mergekit_slta.reports.comparison import write_comparison as write_comparison
     from mergekit_slta.reports.linearity import write_linearity as write_linearity
@@ -61,7 +63,9 @@ _EXPORTS = {
     "measure": "mergekit_slta.slta.measure:measure",
     "measured_statistics": "mergekit_slta.slta.measure:measured_statistics",
     "merge": "mergekit_slta.methods.merge:merge",
+    "new_recipe": "mergekit_slta.recipe.new:new_recipe",
     "plan_linearity": "mergekit_slta.linearity.scores:plan_linearity",
+    "publish": "mergekit_slta.methods.publish:publish",
     "report": "mergekit_slta.reports.merge:report",
     "save": "mergekit_slta.slta.statistics:Statistics.save",
     "solve": "mergekit_slta.slta.solver:solve",

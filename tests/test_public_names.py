@@ -15,7 +15,7 @@ NAMES = sorted(mergekit_slta._EXPORTS)
 PROMISED = {
     *("Recipe", "check", "measure", "Statistics", "Solution", "merge", "evaluate", "linearity", "report", "SltaError"),
     *("Decoder", "Experiment", "TensorWeights", "calibrate", "load", "measured_statistics", "plan_linearity", "save"),
-    *("solve", "solve_model", "verify", "compare", "write_comparison"),
+    *("solve", "solve_model", "verify", "compare", "publish", "new_recipe", "write_comparison"),
     *("write_linearity", "write_report"),
 }
 

@@ -49,12 +49,42 @@ def main() -> None:
     """Merge fine-tuned models with weights that are solved for, not searched for.
 
     A recipe is a mergekit YAML file with 'merge_method: slta' or 'featcal', or with 'actmat' or 'sftm', which need no
-    data. `check` it, then `merge` it (or run mergekit-yaml, which does the same). To look at the weights of slta
-    first, or to solve several merges from one measurement: `calibrate` writes a small statistics file, and `solve`
-    gets merging weights and plain mergekit recipes from it in a second, without models and without data; `report`
-    shows what the merge keeps of each expert. `verify` re-reads a finished merge, `evaluate` tells how well the merged
-    model does, `compare` how several do, and `linearity` whether the experts are of a kind that can be merged.
+    data; `new` writes one to start from. `check` it, then `merge` it (or run mergekit-yaml, which does the same). To
+    look at the weights of slta first, or to solve several merges from one measurement: `calibrate` writes a small
+    statistics file, and `solve` gets merging weights and plain mergekit recipes from it in a second, without models
+    and without data; `report` shows what the merge keeps of each expert. `verify` re-reads a finished merge, `evaluate`
+    tells how well the merged model does, `compare` how several do, and `linearity` whether the experts are of a kind
+    that can be merged; `publish` uploads a merged model.
     """
+
+
+@main.command(short_help="Write a commented recipe to start from.")
+@click.argument("base")
+@click.argument("experts", metavar="EXPERT...", nargs=-1, required=True)
+@click.option(
+    "-o",
+    "--output",
+    "file",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The file to write, which must not be there yet.  [default: standard output]",
+)
+def new(base: str, experts: tuple[str, ...], file: Path | None) -> None:
+    """Write a commented recipe for merging each EXPERT, which was fine-tuned from the model BASE.
+
+    Models are folders or Hub ids; an adapter is written behind its base model, BASE+ADAPTER. Fill in the calibration
+    sources, then `check` the recipe.
+    """
+    from mergekit_slta.recipe.new import new_recipe
+
+    text = new_recipe(base, experts)
+    if file is None:
+        click.echo(text, nl=False)
+        return
+    if file.exists():
+        raise SltaError(f"{file} is there already: name another file.")
+    files.write(file, text.encode())
+    click.echo(f"{file} written: fill in the calibration sources, then run 'mergekit-slta check {file}'.")
 
 
 @main.command(cls=ModelCommand, short_help="Say everything that is wrong with a recipe.")
@@ -393,6 +423,35 @@ def verify(recipe: Path, out: Path, **options: Any) -> None:
     click.echo(f"{out}: {found}", err=bool(found.problems))
     if found.problems:
         raise click.exceptions.Exit(1)
+
+
+@main.command(short_help="Check a merged model and upload it to the Hub.")
+@click.argument("out", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("repository", metavar="ORG/NAME")
+@click.option("--private", is_flag=True, help="Make the repository private.")
+@click.option("--dry-run", is_flag=True, help="Check, and show what would be uploaded; write and upload nothing.")
+@click.option(
+    "--trust-remote-code/--no-trust-remote-code",
+    default=False,
+    help="Run the Python code that comes with the model (dangerous).",
+)
+@click.option("--quiet/--no-quiet", default=False, help="No progress bars.")
+def publish(out: Path, repository: str, private: bool, dry_run: bool, trust_remote_code: bool, quiet: bool) -> None:
+    """Check the merged model in OUT, bring its model card up to date, and upload it to ORG/NAME on the Hub.
+
+    Uploads weights, configuration, tokenizer, card, recipe and statistics, and shows which files these are; never
+    calibration data, caches or unfinished files. Log in with `hf auth login` first.
+    """
+    import transformers
+
+    from mergekit_slta.methods.publish import publish as publish_merge
+
+    transformers.utils.logging.disable_progress_bar()
+    click.echo(
+        publish_merge(
+            out, repository, private=private, dry_run=dry_run, trust_remote_code=trust_remote_code, quiet=quiet
+        )
+    )
 
 
 # From the command line to what the package takes

@@ -37,7 +37,19 @@ from mergekit_slta.slta import measure
 from mergekit_slta.slta.solver import bootstrap
 from mergekit_slta.slta.statistics import Statistics
 
-COMMANDS = ["calibrate", "check", "compare", "evaluate", "linearity", "merge", "report", "solve", "verify"]
+COMMANDS = [
+    "calibrate",
+    "check",
+    "compare",
+    "evaluate",
+    "linearity",
+    "merge",
+    "new",
+    "publish",
+    "report",
+    "solve",
+    "verify",
+]
 
 
 def run(*arguments: str | Path, code: int = 0) -> Result:
