@@ -75,8 +75,8 @@ def record_answer(record: Record, template: str) -> str:
     last of several fields in a template that ends with it; "" where there is no such part.
     """
     if template:
-        fields = template_fields(template)
-        return str(record[fields[-1]] or "") if len(fields) > 1 and template.endswith("}") else ""
+        named = template_fields(template)
+        return str(record[named[-1]] or "") if len(named) > 1 and template.endswith("}") else ""
     for field in CHAT_FIELDS:
         if field in record and (turns := _turns(record[field], field)):
             content = turns[-1].get("content")

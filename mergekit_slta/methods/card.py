@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, ModelCardData
 from mergekit.common import ModelPath, ModelReference
 
 from mergekit_slta import __version__, files
@@ -80,8 +80,9 @@ def merge_card(written: str, folder: Path, recipe: Recipe, method: FiniteMethod,
     before = ModelCard(path.read_text(encoding="utf-8"), ignore_metadata_errors=True) if path.is_file() else None
     if before is not None and _part(before.text, _OURS):
         fresh, card = card, before
-        card.data.base_model = fresh.data.base_model
-        card.data.tags = [tag for tag in card.data.tags or [] if tag not in SETTINGS]
+        data, new = card.data.to_dict(), fresh.data.to_dict()
+        tags = [tag for tag in data.get("tags", []) if tag not in SETTINGS]
+        card.data = ModelCardData(**{**data, "base_model": new.get("base_model"), "tags": tags})
         if old := _part(card.text, _MERGEKITS):
             card.text = card.text.replace(old, fresh.text.strip())
     return _completed(card, folder, recipe, method, solution)
@@ -96,7 +97,8 @@ def published_card(folder: Path, recipe: Recipe, method: FiniteMethod | None, so
 
 
 def _completed(card: ModelCard, folder: Path, recipe: Recipe, method: FiniteMethod, solution: Solution | None) -> str:
-    data, paths = card.data, _model_paths(recipe.references)
+    data: Any = card.data
+    paths = _model_paths(recipe.references)
     listed = data.base_model if isinstance(data.base_model, list) else [data.base_model or ""]
     models = [path.path for path in paths if _is_on_hub(path.path)]
     data.base_model = list(dict.fromkeys([*filter(None, listed), *models])) or None

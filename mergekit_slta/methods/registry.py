@@ -113,7 +113,8 @@ def _watch_card() -> None:
             card.write_beside(folder, recipe, method.solution)
             return card.merge_card(written, folder, recipe, method, method.solution)
         except Exception as error:  # the model is written: nothing about its card may make the merge fail
-            LOG.warning("The model card says only what mergekit knows (%s).", one_line(error), exc_info=True)
+            LOG.warning("The model card says only what mergekit knows (%s).", one_line(error))
+            LOG.debug("Why the model card says no more:", exc_info=True)
             return written
 
     setattr(generate_card, WATCHED, True)

@@ -84,7 +84,7 @@ def test_a_second_merge_replaces_its_own_parts_alone(llama: Family, tmp_path: Pa
     path.write_text(text.replace("<!-- mergekit: begin -->", "Before all.\n\n<!-- mergekit: begin -->"))
     assert (out / "mergekit-slta" / "statistics.safetensors").is_file()
     families.merge(families.recipe(llama, experts=[0, 1], samples=3), out, **OPTIONS)
-    card = ModelCard.load(path)
+    card: Any = ModelCard.load(path)
     assert card.data.license == "mit" and "mine" in card.data.tags
     assert card.text.count("My own words.") == card.text.count("Before all.") == 1
     assert card.text.count("## How this model was made") == card.text.count("### Merge Method") == 1
@@ -139,7 +139,7 @@ def test_models_and_datasets_of_the_hub_are_linked(tmp_path: Path, monkeypatch: 
     }
     recipe = Recipe("org/base", experts)
     written = "---\ntags: [x]\n---\n# out\n"
-    found = ModelCard(module.merge_card(written, tmp_path / "out", recipe, registry.METHODS["slta"], None))
+    found: Any = ModelCard(module.merge_card(written, tmp_path / "out", recipe, registry.METHODS["slta"], None))
     assert found.data.base_model == ["org/base", "org/math", "org/adapter"]
     assert found.data.base_model_relation == "merge" and found.data.datasets == ["openai/gsm8k"]
     assert "| [org/math](https://huggingface.co/org/math) | `hf:openai/gsm8k?config=main` |" in found.text

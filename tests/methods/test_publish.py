@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,7 +76,9 @@ def test_the_model_is_uploaded_and_nothing_else(out: Path, llama: Family, hub: U
     done = upload(hub, out, "org/model", "--private")
     assert done.returncode == 0, done.stderr
     assert "Published as" in done.stdout and "org/model" in done.stdout
-    assert [(each["name"], each["organization"], each["private"]) for each in hub.created] == [("model", "org", True)]
+    assert [(each["name"], each["organization"], each["visibility"]) for each in hub.created] == [
+        ("model", "org", "private")
+    ]
     names = set(hub.committed)
     weights = {path.name for path in out.glob("model*.safetensors")}
     assert names == weights | {
@@ -93,7 +96,7 @@ def test_the_model_is_uploaded_and_nothing_else(out: Path, llama: Family, hub: U
     path = tmp_path / "statistics.safetensors"
     path.write_bytes(hub.committed["mergekit-slta/statistics.safetensors"])
     assert Statistics.load(path).info.models == ("expert0", "expert1", "expert2")
-    published = ModelCard(hub.committed["README.md"].decode())
+    published: Any = ModelCard(hub.committed["README.md"].decode())
     assert "Feature change kept" in published.text and "slta" in published.data.tags
     assert hub.committed["README.md"] == (out / "README.md").read_bytes()
 
