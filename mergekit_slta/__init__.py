@@ -17,15 +17,20 @@ if TYPE_CHECKING:
     from typing import Any
 
     from mergekit_slta.checks.examine import check as check
+    from mergekit_slta.comparison.compare import compare as compare
     from mergekit_slta.errors import SltaError as SltaError
     from mergekit_slta.evaluate import evaluate as evaluate
     from mergekit_slta.featcal.scratch import solve_model as solve_model
     from mergekit_slta.layers.decoder import Decoder as Decoder
     from mergekit_slta.methods.merge import merge as merge
+    from mergekit_slta.methods.publish import publish as publish
+    from mergekit_slta.methods.verify import verify as verify
     from mergekit_slta.nonlinearity.scores import linearity as linearity
     from mergekit_slta.nonlinearity.scores import plan_linearity as plan_linearity
     from mergekit_slta.recipe.experiment import Experiment as Experiment
+    from mergekit_slta.recipe.new import new_recipe as new_recipe
     from mergekit_slta.recipe.recipe import Recipe as Recipe
+    from mergekit_slta.reports.comparison import write_comparison as write_comparison
     from mergekit_slta.reports.linearity import write_linearity as write_linearity
     from mergekit_slta.reports.merge import report as report
     from mergekit_slta.slta.calibrate import calibrate as calibrate
@@ -51,17 +56,22 @@ _EXPORTS = {
     "TensorWeights": "mergekit_slta.slta.weights:TensorWeights",
     "calibrate": "mergekit_slta.slta.calibrate:calibrate",
     "check": "mergekit_slta.checks.examine:check",
+    "compare": "mergekit_slta.comparison.compare:compare",
     "evaluate": "mergekit_slta.evaluate:evaluate",
     "linearity": "mergekit_slta.nonlinearity.scores:linearity",
     "load": "mergekit_slta.slta.statistics:Statistics.load",
     "measure": "mergekit_slta.slta.measure:measure",
     "measured_statistics": "mergekit_slta.slta.measure:measured_statistics",
     "merge": "mergekit_slta.methods.merge:merge",
+    "new_recipe": "mergekit_slta.recipe.new:new_recipe",
     "plan_linearity": "mergekit_slta.nonlinearity.scores:plan_linearity",
+    "publish": "mergekit_slta.methods.publish:publish",
     "report": "mergekit_slta.reports.merge:report",
     "save": "mergekit_slta.slta.statistics:Statistics.save",
     "solve": "mergekit_slta.slta.solver:solve",
     "solve_model": "mergekit_slta.featcal.scratch:solve_model",
+    "verify": "mergekit_slta.methods.verify:verify",
+    "write_comparison": "mergekit_slta.reports.comparison:write_comparison",
     "write_linearity": "mergekit_slta.reports.linearity:write_linearity",
     "write_report": "mergekit_slta.reports.merge:report",
 }

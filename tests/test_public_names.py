@@ -15,7 +15,8 @@ NAMES = sorted(mergekit_slta._EXPORTS)
 PROMISED = {
     *("Recipe", "check", "measure", "Statistics", "Solution", "merge", "evaluate", "linearity", "report", "SltaError"),
     *("Decoder", "Experiment", "TensorWeights", "calibrate", "load", "measured_statistics", "plan_linearity", "save"),
-    *("solve", "solve_model", "write_linearity", "write_report"),
+    *("solve", "solve_model", "verify", "compare", "publish", "new_recipe", "write_comparison"),
+    *("write_linearity", "write_report"),
 }
 
 PRELUDE = """
@@ -28,7 +29,7 @@ def import_submodules():
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
     exec("import mergekit_slta.evaluate")
-    from mergekit_slta.evaluate import BATCH_TOKENS
+    from mergekit_slta.evaluate import Evaluation
 
 def public():
     found = {name: getattr(mergekit_slta, name) for name in NAMES}

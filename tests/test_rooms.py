@@ -17,6 +17,7 @@ FLOORS = (
     ("checks", "reports"),
     ("featcal", "nonlinearity"),
     ("slta", "evaluate"),
+    ("comparison",),
     ("recipe",),
     ("engine",),
     ("layers", "sftm", "actmat"),

@@ -49,12 +49,42 @@ def main() -> None:
     """Merge fine-tuned models with weights that are solved for, not searched for.
 
     A recipe is a mergekit YAML file with 'merge_method: slta' or 'featcal', or with 'actmat' or 'sftm', which need no
-    data. `check` it, then `merge` it (or run mergekit-yaml, which does the same). To see the weights of slta first, or
-    to solve several merges from one measurement, `calibrate` writes a small statistics file. From it `solve` computes
-    merging weights and plain mergekit recipes in a second, without models and without data, and `report` shows what
-    the merge keeps of each expert. `evaluate` measures how well the merged model does each task, and `linearity`
-    whether the experts can be merged by adding task vectors.
+    data; `new` writes one to start from. `check` it, then `merge` it (or run mergekit-yaml, which does the same). To see
+    the weights of slta first, or to solve several merges from one measurement, `calibrate` writes a small statistics
+    file. From it `solve` computes merging weights and plain mergekit recipes in a second, without models and without
+    data, and `report` shows what the merge keeps of each expert. `verify` re-reads a finished merge, `evaluate` measures
+    how well the merged model does each task, `compare` how well several do, and `linearity` whether the experts can be
+    merged by adding task vectors. `publish` uploads a merged model.
     """
+
+
+@main.command(short_help="Write a commented recipe to start from.")
+@click.argument("base")
+@click.argument("experts", metavar="EXPERT...", nargs=-1, required=True)
+@click.option(
+    "-o",
+    "--output",
+    "file",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The file to write, which must not be there yet.  [default: standard output]",
+)
+def new(base: str, experts: tuple[str, ...], file: Path | None) -> None:
+    """Write a commented recipe for merging each EXPERT, which was fine-tuned from the model BASE.
+
+    Models are folders or Hub ids; an adapter is written behind its base model, BASE+ADAPTER. Fill in the calibration
+    sources, then `check` the recipe.
+    """
+    from mergekit_slta.recipe.new import new_recipe
+
+    text = new_recipe(base, experts)
+    if file is None:
+        click.echo(text, nl=False)
+        return
+    if file.exists():
+        raise SltaError(f"{file} is there already: name another file.")
+    files.write(file, text.encode())
+    click.echo(f"{file} written: fill in the calibration sources, then run 'mergekit-slta check {file}'.")
 
 
 @main.command(cls=ModelCommand, short_help="Say everything that is wrong with a recipe.")
@@ -231,7 +261,8 @@ def evaluate(recipe: Path, out: Path, samples: int, json_file: str | None, **opt
 
     For each task: the negative log-likelihood per token (lower is better) of the base model, of the task's expert and
     of the merged model, on records that calibration did not use, and the share of the expert's gain over the base
-    model that the merge keeps. One model is in memory at a time, in float32.
+    model that the merge keeps. One layer of one model is in memory at a time, in float32. `compare` does the same for
+    several merged models.
     """
     import transformers
 
@@ -248,6 +279,58 @@ def evaluate(recipe: Path, out: Path, samples: int, json_file: str | None, **opt
     click.echo(evaluation)
     if json_file:
         files.write(Path(json_file), evaluation.to_json().encode())
+
+
+@main.command(cls=ModelCommand, short_help="Compare several merged models.")
+@existing_file("recipe")
+@click.argument("out", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option(
+    "--samples", type=click.IntRange(min=1), default=100, show_default=True, help="Held-out records of each task."
+)
+@click.option(
+    "--text",
+    "text_file",
+    metavar="FILE",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Also each model's perplexity on this text.",
+)
+@click.option("--json", "json_file", metavar="FILE", help="Write the numbers as JSON; '-' for standard output.")
+@click.option("--figure", "figure_file", metavar="FILE", type=click.Path(path_type=Path), help="Draw them, as PNG.")
+def compare(
+    recipe: Path,
+    out: tuple[Path, ...],
+    samples: int,
+    text_file: Path | None,
+    json_file: str | None,
+    figure_file: Path | None,
+    **options: Any,
+) -> None:
+    """Compare merged models, each in a folder OUT, on the tasks of RECIPE's experts.
+
+    Beside the base model and each task's expert: the negative log-likelihood per token (lower is better) on records
+    that calibration did not use, the share of the expert's gain over the base model that each merge keeps, and where
+    the records have short answers, the share of them that greedy decoding gives exactly. Each model is run once, one
+    layer in memory at a time, in float32; one whose scores are in the cache folder is not run again.
+    """
+    import transformers
+
+    from mergekit_slta.checks.examine import sound_experiment
+    from mergekit_slta.comparison.compare import compare as compare_merges
+    from mergekit_slta.recipe.recipe import Recipe
+
+    experiment = sound_experiment(Recipe.load(recipe), **applied(options))
+    transformers.utils.logging.disable_progress_bar()  # a bar of its own for every model that is loaded whole
+    found = compare_merges(experiment, out, samples, text_file)
+    if json_file == "-":
+        click.echo(found.to_json(), nl=False)
+    else:
+        click.echo(found)
+    if json_file and json_file != "-":
+        files.write(Path(json_file), found.to_json().encode())
+    if figure_file:
+        from mergekit_slta.reports.comparison import write_comparison
+
+        write_comparison(found, figure_file)
 
 
 @main.command(cls=ModelCommand, short_help="Measure how linear a recipe's models are in their weights.")
@@ -322,6 +405,54 @@ def merge(recipe: Path, out: str, **options: Any) -> None:
     merge_options = applied(options)
     with methods.joined_ranks() as ranks:
         methods.merge(ranks.together(lambda: Recipe.load(recipe)), out, **merge_options)
+
+
+@main.command(cls=ModelCommand, short_help="Re-read a finished merge and compare it with its recipe.")
+@existing_file("recipe")
+@click.argument("out", type=click.Path(exists=True, file_okay=False, path_type=Path))
+def verify(recipe: Path, out: Path, **options: Any) -> None:
+    """Re-read the merged model in OUT tensor by tensor, and compare it with what RECIPE says.
+
+    Names, shapes, data types and finiteness for every method; the values for slta, from its statistics, and for plain
+    recipes that `solve` wrote; for the other methods the tensors that they leave as they are. Says the largest
+    difference and where it is. Exit code 1 if something differs by more than rounding.
+    """
+    from mergekit_slta.methods.verify import verify as verify_merge
+    from mergekit_slta.recipe.recipe import Recipe
+
+    found = verify_merge(Recipe.load(recipe), out, **applied(options))
+    click.echo(f"{out}: {found}", err=bool(found.problems))
+    if found.problems:
+        raise click.exceptions.Exit(1)
+
+
+@main.command(short_help="Check a merged model and upload it to the Hub.")
+@click.argument("out", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("repository", metavar="ORG/NAME")
+@click.option("--private", is_flag=True, help="Make the repository private.")
+@click.option("--dry-run", is_flag=True, help="Check, and show what would be uploaded; write and upload nothing.")
+@click.option(
+    "--trust-remote-code/--no-trust-remote-code",
+    default=False,
+    help="Run the Python code that comes with the model (dangerous).",
+)
+@click.option("--quiet/--no-quiet", default=False, help="No progress bars.")
+def publish(out: Path, repository: str, private: bool, dry_run: bool, trust_remote_code: bool, quiet: bool) -> None:
+    """Check the merged model in OUT, bring its model card up to date, and upload it to ORG/NAME on the Hub.
+
+    Uploads weights, configuration, tokenizer, card, recipe and statistics, and shows which files these are; never
+    calibration data, caches or unfinished files. Log in with `hf auth login` first.
+    """
+    import transformers
+
+    from mergekit_slta.methods.publish import publish as publish_merge
+
+    transformers.utils.logging.disable_progress_bar()
+    click.echo(
+        publish_merge(
+            out, repository, private=private, dry_run=dry_run, trust_remote_code=trust_remote_code, quiet=quiet
+        )
+    )
 
 
 # From the command line to what the package takes

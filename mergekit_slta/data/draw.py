@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mergekit_slta.data.records import Record, record_text
+from mergekit_slta.data.records import Record, record_answer, record_text
 from mergekit_slta.data.sources import Place, read_records
 from mergekit_slta.errors import SltaError, reading
 
@@ -128,6 +128,30 @@ class CalibrationSource:
                 samples,
             )
         return drawn
+
+    def answers(self, drawn: CalibrationData) -> list[tuple[int, int] | None]:
+        """Where in the rows of drawn records their answers are: the first token and the one after the last.
+
+        None for a record that has no answer by its shape, or whose answer is cut off or cannot be told from the text
+        around it.
+        """
+        records = read_records(self.source)
+        return [self._answer(records[i], i, row) for i, row in zip(drawn.records, drawn.token_ids, strict=True)]
+
+    def _answer(self, record: Record, index: int, row: tuple[int, ...]) -> tuple[int, int] | None:
+        answer = record_answer(record, self.template)
+        if not answer or not self.tokenizer.is_fast:  # only these tell which characters a token stands for
+            return None
+        place = Place(self.source, index)
+        text, is_chat = record_text(record, self.template, where=place, render_chat=self._render_chat)
+        first = text.rfind(answer)
+        found = self.tokenizer(text, add_special_tokens=not is_chat, return_offsets_mapping=True, verbose=False)
+        left_out = 0 if tuple(found["input_ids"][: len(row)]) == row else 1  # a special token that would be doubled
+        spans = found["offset_mapping"][left_out:]
+        inside = [i for i, (begin, end) in enumerate(spans) if max(begin, first) < min(end, first + len(answer))]
+        if first < 0 or not inside or inside[0] == 0 or inside[-1] >= len(row):
+            return None
+        return inside[0], inside[-1] + 1
 
     def _draw(self, records: Sequence[Record], samples: int, used: CalibrationData | None = None) -> CalibrationData:
         passed, repeated = (set(used.records), set(used.token_ids)) if used else (set(), set())

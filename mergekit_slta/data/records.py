@@ -70,6 +70,23 @@ def record_text(
     return "", False
 
 
+def record_answer(record: Record, template: str) -> str:
+    """What a record's text answers, as its shape tells: the last turn of an assistant, the last part of a pair, or the
+    last of several fields in a template that ends with it; "" where there is no such part.
+    """
+    if template:
+        named = template_fields(template)
+        return str(record[named[-1]] or "") if len(named) > 1 and template.endswith("}") else ""
+    for field in CHAT_FIELDS:
+        if field in record and (turns := _turns(record[field], field)):
+            content = turns[-1].get("content")
+            return content.strip() if turns[-1].get("role") == "assistant" and isinstance(content, str) else ""
+    for fields in TEXT_FIELDS:
+        if all(field in record for field in fields) and not all(_is_blank(record[field]) for field in fields):
+            return str(record[fields[-1]] or "").strip() if len(fields) > 1 else ""
+    return ""
+
+
 def template_fields(template: str) -> list[str]:
     """The fields of a record that a template names, in order.
 

@@ -29,6 +29,9 @@ class ActmatMethod(DataFreeMethod):
     """
 
     settings = ActmatSettings
+    in_words = (
+        "every linear map is solved by least squares without data, the experts' own changes standing in for the inputs."
+    )
     spec = method_spec(
         ActmatSettings, "ACTMat", "2604.01329", optional_tensor_policy=OptionalTensorPolicy.PASSTHROUGH_BASE_SINGLETON
     )

@@ -20,6 +20,7 @@ from mergekit_slta.recipe.settings import CalibrationSettings, MethodSettings, p
 
 if TYPE_CHECKING:
     from mergekit_slta.reports.page import Page
+    from mergekit_slta.slta.solution import Solution
 
 LOG = logging.getLogger(__name__)
 
@@ -46,6 +47,8 @@ class FiniteMethod(GroupMergeMethod):
 
     spec: MergeMethodSpec
     settings: type[MethodSettings]
+    in_words: str  # what the method does, as a model card goes on after its name and a colon
+    solution: Solution | None = None  # the merging weights of the last merge, if it had some
     _out_dtype: torch.dtype | None = None
 
     def merge(self, group: TensorGroup, **parameters: Any) -> torch.Tensor:

@@ -20,6 +20,10 @@ class FeatcalMethod(CalibratedMethod):
     """Solve each layer's linear maps so that their outputs are nearest to the experts'; after RegMean++ and FeatCal."""
 
     settings = FeatcalSettings
+    in_words = (
+        "every linear map is solved by least squares, layer by layer, so that its outputs are near those of each "
+        "expert on a few samples of the expert's task."
+    )
     spec = method_spec(FeatcalSettings, "FeatCal", "2605.13030")
 
     def compute(self, experiment: Experiment) -> SolvedModel:

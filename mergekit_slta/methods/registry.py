@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 from collections.abc import Iterator
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
+import yaml
 from mergekit import merge_methods
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
@@ -16,6 +19,8 @@ from mergekit.io.tasks import FinalizeModel, LoaderCache
 from mergekit.options import MergeOptions
 
 from mergekit_slta.checks import examine
+from mergekit_slta.errors import one_line
+from mergekit_slta.methods import card
 from mergekit_slta.methods.actmat import ActmatMethod
 from mergekit_slta.methods.base import FiniteMethod
 from mergekit_slta.methods.featcal import FeatcalMethod
@@ -65,6 +70,7 @@ def watch_planner() -> None:
             method.forget()
         if config.merge_method in METHODS:
             METHODS[config.merge_method].begin(sound_experiment(config, options))
+            _watch_card()
         plan(self, config, arch_info, options, *rest, **more)
 
     setattr(init, WATCHED, True)
@@ -74,10 +80,45 @@ def watch_planner() -> None:
     @functools.wraps(finalize)
     def execute(self: FinalizeModel, *arguments: Any, **more: Any) -> None:
         finalize(self, *arguments, **more)
+        _OUTPUT.set(Path(self.writer_task.out_path))
         for method in METHODS.values():
             method.written()
 
     FinalizeModel.execute = execute
+
+
+_OUTPUT: ContextVar[Path] = ContextVar("output")  # where the last merge was written to
+
+
+def _watch_card() -> None:
+    """Have our part added to the card that mergekit writes after the merge of a method of ours.
+
+    ``run_merge`` looks its function for cards up in its own module, which is there by the time that it plans. Where it
+    is not, or a card cannot be told more, mergekit's own is written.
+    """
+    run = sys.modules.get("mergekit.merge")
+    generate = getattr(run, "generate_card", None)
+    if generate is None or hasattr(generate, WATCHED):
+        return
+
+    @functools.wraps(generate)
+    def generate_card(config: MergeConfiguration, config_yaml: str, name: str | None = None) -> str:
+        written: str = generate(config=config, config_yaml=config_yaml, name=name)
+        method, folder = METHODS.get(config.merge_method), _OUTPUT.get(None)
+        if method is None or folder is None:
+            return written
+        try:
+            content = yaml.safe_load(config_yaml)
+            recipe = Recipe.from_config(MergeConfiguration.model_validate(content), content)
+            card.write_beside(folder, recipe, method.solution)
+            return card.merge_card(written, folder, recipe, method, method.solution)
+        except Exception as error:  # the model is written: nothing about its card may make the merge fail
+            LOG.warning("The model card says only what mergekit knows (%s).", one_line(error))
+            LOG.debug("Why the model card says no more:", exc_info=True)
+            return written
+
+    setattr(generate_card, WATCHED, True)
+    run.generate_card = generate_card  # type: ignore[union-attr]
 
 
 _EXAMINED: ContextVar[tuple[Experiment, examine.Findings] | None] = ContextVar("examined", default=None)

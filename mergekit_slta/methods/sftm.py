@@ -48,6 +48,7 @@ class SftmMethod(DataFreeMethod):
     """
 
     settings = SftmSettings
+    in_words = "the singular features of every expert's change are kept in every matrix, without data."
     spec = method_spec(
         SftmSettings, "SFTM", "2502.10698", optional_tensor_policy=OptionalTensorPolicy.PASSTHROUGH_BASE_SINGLETON
     )

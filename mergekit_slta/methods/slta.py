@@ -22,6 +22,10 @@ class SltaMethod(CalibratedMethod):
     """Merging weights in closed form, one for each submodule and expert."""
 
     settings = SltaSettings
+    in_words = (
+        "every submodule gets one merging weight for each expert, solved in closed form from a few samples of each "
+        "expert's task."
+    )
     spec = method_spec(SltaSettings, "SLTA", "2504.10902")
 
     def compute(self, experiment: Experiment) -> TensorWeights:
@@ -30,6 +34,7 @@ class SltaMethod(CalibratedMethod):
         experiment.check_edges(experts=settings.edges == "mean" or settings.level == "model")
         statistics = measured_statistics(experiment)
         solution = statistics.solve(settings.level, balance=settings.balance, ridge=settings.ridge)
+        self.solution = solution
         for note in solution.notes():
             LOG.warning("%s", note)
         if settings.report:
@@ -44,6 +49,11 @@ class SltaMethod(CalibratedMethod):
         position = {expert.reference: index for index, expert in enumerate(merge.experiment.recipe.experts)}
         experts = [(entry.tensor, alpha[position[entry.id]]) for entry in group.non_base]
         return weighted_sum(group.base.tensor, experts)
+
+    def forget(self) -> None:
+        """Another merge begins."""
+        super().forget()
+        self.solution = None
 
     def share(self, experiment: Experiment) -> None:
         """Measure with all processes, unless a published file is used."""

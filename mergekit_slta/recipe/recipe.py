@@ -106,14 +106,23 @@ class Recipe:
         Raises:
             SltaError: the file cannot be read, is not valid YAML, or is not a mergekit recipe.
         """
-        recipe = cls.__new__(cls)
         try:
             text = Path(path).read_bytes().decode()
         except OSError as error:
             raise SltaError(f"{path} cannot be read ({error.strerror}): name a recipe's file.") from error
         except UnicodeDecodeError as error:
             raise SltaError(f"{path} is not UTF-8 text: {one_line(error)}.") from error
-        recipe._parse(text, path)
+        return cls.parse(text, path)
+
+    @classmethod
+    def parse(cls, text: str, name: object) -> Recipe:
+        """Read a recipe's YAML; ``name`` stands for it in messages.
+
+        Raises:
+            SltaError: it is not valid YAML, or not a mergekit recipe.
+        """
+        recipe = cls.__new__(cls)
+        recipe._parse(text, name)
         return recipe
 
     @classmethod

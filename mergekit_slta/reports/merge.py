@@ -181,7 +181,7 @@ def _level_sections(analysis: LevelAnalysis) -> Iterator[Section]:
     costs, cosines = ([_cost_map(analysis)], [_cosine_map(analysis)]) if several else ([], [])
     if by_layer:
         yield Section("What the merge keeps", charts=[_retained_chart(analysis), *costs])
-        yield Section("Merging weights", charts=[_alpha_chart(analysis), _alpha_map(analysis)])
+        yield Section("Merging weights", charts=[_alpha_chart(analysis), alpha_map(analysis)])
     else:
         header = ["Expert", "merging weight", "90 % interval", "share kept"]
         weights, shares = analysis.alpha[0].tolist(), analysis.retained[0].tolist()
@@ -290,7 +290,7 @@ def _alpha_chart(analysis: LevelAnalysis) -> Chart:
     )
 
 
-def _alpha_map(analysis: LevelAnalysis) -> Chart:
+def alpha_map(analysis: LevelAnalysis) -> Chart:
     """Figure 5 of the paper: experts by layers for each branch; heads by layers for each expert."""
     matrices = []
     for kind, layers in analysis.kinds.items():

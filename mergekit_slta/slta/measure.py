@@ -71,25 +71,34 @@ def measure(
 
 
 def measured_statistics(
-    experiment: Experiment, levels: Sequence[str] | None = None, path: str | os.PathLike[str] | None = None
+    experiment: Experiment,
+    levels: Sequence[str] | None = None,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    measuring: bool = True,
 ) -> Statistics:
-    """``measure`` for an opened recipe."""
+    """``measure`` for an opened recipe.
+
+    Args:
+        experiment, levels, path: as for ``measure``.
+        measuring: measure what is not measured yet, rather than refuse.
+    """
     settings = experiment.settings
     levels = list(levels or [settings.measured_level])
     source = os.fspath(path) if path else settings.statistics if isinstance(settings, SltaSettings) else ""
     published = source.startswith(PUBLISHED_PREFIX)
     file = resolve_statistics(source, experiment.transformers_cache) if source else None
     if file is not None and _exists(file, experiment.ranks):
-        return _Measurement(experiment, file).reuse(levels, published)
+        return _Measurement(experiment, file, measuring).reuse(levels, published)
     if problems := calibration_problems(experiment.recipe, takes_statistics=settings.takes_statistics):
         raise SltaError("\n".join(problems))
     data = experiment.load_data(experiment.recipe.experts)
     content = fingerprint(experiment, data)
-    if file is None:
-        file = cache_folder() / f"{digest([content.model_dump(mode='json'), sorted(levels)])}.safetensors"
-    measurement = _Measurement(experiment, file)
+    file = file or cache_file(content, levels)
+    measurement = _Measurement(experiment, file, measuring)
     if _exists(file, experiment.ranks):
         return measurement.reuse(levels, published)
+    measurement.refuse_unless_measuring(levels)
     return measurement.measure(_info(experiment, levels, data, content), experiment.experts, data, levels)
 
 
@@ -105,6 +114,15 @@ class _Measurement:
 
     experiment: Experiment
     path: Path
+    measuring: bool
+
+    def refuse_unless_measuring(self, levels: Sequence[str]) -> None:
+        """Refuse to measure levels where only what has been measured is asked for."""
+        if not self.measuring:
+            raise SltaError(
+                f"The recipe's statistics at level {', '.join(levels)} are not in {self.path}: measure them with "
+                "'mergekit-slta calibrate', and name the file under 'statistics' in the recipe."
+            )
 
     def reuse(self, levels: Sequence[str], published: bool) -> Statistics:
         """Compare the file with the recipe, add missing levels to it, and select the recipe's experts."""
@@ -129,6 +147,7 @@ class _Measurement:
         order = [index for index in matched.order if index is not None]  # none is missing, or there was a problem
         missing = [level for level in levels if level not in found.info.levels]
         if missing and data is not None:
+            self.refuse_unless_measuring(missing)
             found = self._add_levels(found, order, data, missing)
         elif not published and Partial.levels(partial_folder(self.path)) <= set(found.info.levels):
             self._finish()  # clean up after a process that was killed when it had written the file

@@ -34,6 +34,9 @@ from mergekit_slta.slta.solver import solve
 FORMAT_VERSION = 1
 METADATA_KEY = "mergekit_slta"
 PUBLISHED_PREFIX = "hf:"
+# Where a merge keeps its statistics in its output: in a folder, because some programs load every .safetensors file
+# that lies beside the weights.
+STATISTICS_OF_MERGE = "mergekit-slta/statistics.safetensors"
 _GRAM = "gram/"
 _PUBLISHED = re.compile(r"hf:(?P<repo>[^/@]+/[^/@]+)/(?P<file>[^@]+)(?:@(?P<revision>[^@]+))?")
 

@@ -37,7 +37,19 @@ from mergekit_slta.slta import measure
 from mergekit_slta.slta.solver import bootstrap
 from mergekit_slta.slta.statistics import Statistics
 
-COMMANDS = ["calibrate", "check", "evaluate", "linearity", "merge", "report", "solve"]
+COMMANDS = [
+    "calibrate",
+    "check",
+    "compare",
+    "evaluate",
+    "linearity",
+    "merge",
+    "new",
+    "publish",
+    "report",
+    "solve",
+    "verify",
+]
 
 
 def run(*arguments: str | Path, code: int = 0) -> Result:
@@ -111,7 +123,7 @@ def test_options_are_called_as_in_mergekit() -> None:
         "--quiet",
         "-v",
     ]
-    for command in ("check", "calibrate", "evaluate"):
+    for command in ("check", "calibrate", "compare", "evaluate", "verify"):
         parameters = main.commands[command].get_params(click.Context(main.commands[command]))
         ours = {option: parameter for parameter in parameters for option in parameter.opts}
         for option in shared:
@@ -150,7 +162,7 @@ def test_check_lists_everything_at_once(llama: Family, write_recipe: WriteRecipe
     assert text.count("did you mean 'template'?") == 3
 
 
-@pytest.mark.parametrize("command", ["check", "calibrate", "evaluate", "merge"])
+@pytest.mark.parametrize("command", ["check", "calibrate", "evaluate", "merge", "verify"])
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -167,6 +179,7 @@ def test_what_is_no_recipe_is_refused(tmp_path: Path, command: str, text: str | 
     more: dict[str, list[str | Path]] = {
         "calibrate": ["-o", tmp_path / "stats"],
         "evaluate": [tmp_path],
+        "verify": [tmp_path],
         "merge": [tmp_path / "out"],
         "check": [],
     }

@@ -1,0 +1,296 @@
+"""Merged models side by side with the base model and the experts: likelihood, exact answers, perplexity."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from mergekit.common import ModelPath, ModelReference
+from mergekit.io.tasks import LoaderCache
+from pydantic import TypeAdapter
+from tqdm import tqdm
+
+from mergekit_slta import __version__, files
+from mergekit_slta.comparison.scores import Group, Sample, Score, score_model
+from mergekit_slta.errors import SltaError
+from mergekit_slta.models.checkpoint import Checkpoint
+from mergekit_slta.models.fingerprint import fingerprint_of
+from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.recipe.recipe import Recipe, calibration_problems, published_name
+from mergekit_slta.recipe.settings import CalibrationSettings
+from mergekit_slta.tables import Table, as_json, as_paragraphs, as_percentage
+
+SHORT_ANSWER = 32  # tokens
+_SCORES = TypeAdapter(list[list[Score]])
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """How a model does on a task.
+
+    Attributes:
+        loss: negative log-likelihood per predicted token, in nats.
+        exact: the share of the short answers that greedy decoding gives; None where no record has one.
+    """
+
+    loss: float
+    exact: float | None
+
+
+@dataclass(frozen=True)
+class TaskComparison:
+    """How the models do an expert's task.
+
+    Attributes:
+        model: the expert.
+        records: how many held-out records were used.
+        tokens: how many tokens were predicted, which is all but each record's first.
+        answers: how many of the records have a short answer, of at most ``SHORT_ANSWER`` tokens.
+        base, expert: the base model's score, and the expert's.
+        merged: the merged models' scores, in the order in which they were given.
+    """
+
+    model: str
+    records: int
+    tokens: int
+    answers: int
+    base: TaskScore
+    expert: TaskScore
+    merged: tuple[TaskScore, ...]
+
+    def kept(self, merged: int) -> float | None:
+        """The share of the expert's gain over the base model that a merge keeps; None where there is no gain."""
+        gain = self.base.loss - self.expert.loss
+        return (self.base.loss - self.merged[merged].loss) / gain if gain > 0 else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Merged models beside the base model and the experts; printed, it is tables.
+
+    Attributes:
+        merged: what the merged models are called.
+        tasks: the tasks, in the order of the recipe's experts.
+        perplexity: of the text, by model: the base model, the experts, the merged models; empty without a text.
+    """
+
+    merged: tuple[str, ...]
+    tasks: tuple[TaskComparison, ...]
+    perplexity: tuple[tuple[str, float], ...] = ()
+
+    def to_json(self) -> str:
+        """The numbers as JSON; what is undefined is null."""
+        tasks = [
+            {
+                "model": task.model,
+                "records": task.records,
+                "tokens": task.tokens,
+                "answers": task.answers,
+                "base": vars(task.base),
+                "expert": vars(task.expert),
+                "merged": {
+                    name: {**vars(task.merged[index]), "kept": task.kept(index)}
+                    for index, name in enumerate(self.merged)
+                },
+            }
+            for task in self.tasks
+        ]
+        return as_json({"tasks": tasks, "perplexity": dict(self.perplexity) or None})
+
+    def loss_table(self) -> Table:
+        """One row per task: the models' negative log-likelihood, and the share of the gain that each merge keeps."""
+        rows = []
+        for task in self.tasks:
+            cells = [
+                task.model,
+                str(task.records),
+                str(task.tokens),
+                f"{task.base.loss:.4f}",
+                f"{task.expert.loss:.4f}",
+            ]
+            for index, score in enumerate(task.merged):
+                cells += [f"{score.loss:.4f}", as_percentage(task.kept(index))]
+            rows.append(cells)
+        merged = [title for name in self.merged for title in (name, "gain kept")]
+        return Table(["task of", "records", "tokens", "base", "expert", *merged], rows)
+
+    def exact_table(self) -> Table | None:
+        """One row per task whose records have short answers: the share that each model gives; None without such."""
+        rows = [
+            [task.model, str(task.answers), *(as_percentage(score.exact) for score in _all(task))]
+            for task in self.tasks
+            if task.answers
+        ]
+        return Table(["task of", "answers", "base", "expert", *self.merged], rows) if rows else None
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(str, self._parts()))
+
+    def _repr_html_(self) -> str:
+        return as_paragraphs(*self._parts())
+
+    def _parts(self) -> Iterator[str | Table]:
+        yield "Negative log-likelihood per token, lower is better"
+        yield self.loss_table()
+        if exact := self.exact_table():
+            yield f"Short answers (at most {SHORT_ANSWER} tokens) that greedy decoding gives exactly, higher is better"
+            yield exact
+        if self.perplexity:
+            yield "Perplexity of the text, lower is better"
+            yield Table(["model", "perplexity"], [[name, f"{value:.4f}"] for name, value in self.perplexity])
+        if idle := [task.model for task in self.tasks if task.kept(0) is None]:
+            yield f"Experts no better than the base model on their own task, with no gain to keep: {', '.join(idle)}."
+
+
+def _all(task: TaskComparison) -> Sequence[TaskScore]:
+    return task.base, task.expert, *task.merged
+
+
+def compare(
+    recipe: Recipe | Experiment,
+    merged: Sequence[str | os.PathLike[str]],
+    samples: int = 100,
+    text: str | os.PathLike[str] | None = None,
+    **options: Any,
+) -> Comparison:
+    """Compare merged models with the base model, with each expert on that expert's task, and with each other.
+
+    The records are the next ones of each calibration source, cut as calibration cuts them and tokenized by the base
+    model's tokenizer for all models. Each model is run once, in float32, with one decoder layer in memory; one that
+    the engine cannot run by layers is loaded whole. A model's scores are kept in the cache folder by its content and
+    the records', so that a model that is done is not run again.
+
+    Args:
+        recipe: the merges' recipe; for one that is opened already there are no options.
+        merged: the folders that merges were written to, at least one.
+        samples: how many records per task.
+        text: a UTF-8 text file whose perplexity is measured, in pieces of the recipe's ``max_tokens``.
+        options: ``device`` ("cpu"), ``trust_remote_code`` (False), ``lora_merge_cache`` (None), ``transformers_cache``
+            (None), ``quiet`` (False), and whatever else mergekit has options for.
+
+    Raises:
+        SltaError: an expert has no calibration source or no record is left in it, or a model cannot be loaded.
+    """
+    experiment = recipe if isinstance(recipe, Experiment) else Experiment(recipe, **options)
+    folders = [Path(folder).expanduser() for folder in merged]
+    if not folders:
+        raise SltaError("There is nothing to compare: name the folder of at least one merged model.")
+    for folder in folders:
+        if not (folder / "config.json").is_file():
+            raise SltaError(f"There is no model in {folder} (no config.json): give the folder that the merge wrote.")
+    experiment.recipe.settings_of(CalibrationSettings)  # a recipe of another method has no held-out records
+    if problems := calibration_problems(experiment.recipe, takes_statistics=False):
+        raise SltaError("\n".join(problems))
+    experts = experiment.recipe.experts
+    experiment.load_data(experts)  # refuses the same data twice
+    tasks = [_held_out(experiment, index, samples) for index in range(len(experts))]
+    pieces = [_pieces(experiment, Path(text).expanduser())] if text else []
+    results = [_open_result(experiment, folder) for folder in folders]
+    runs: list[tuple[Checkpoint, list[Group]]] = [(experiment.base, [*tasks, *pieces])]
+    runs += [(model, [task, *pieces]) for model, task in zip(experiment.experts, tasks, strict=True)]
+    runs += [(result, [*tasks, *pieces]) for result in results]
+    total = sum(len(group) for _, groups in runs for group in groups)
+    with tqdm(total=total, desc="Comparing", unit="record", leave=False, disable=experiment.quiet) as bar:
+        scores = [_scores(experiment, model, groups, bar) for model, groups in runs]
+    base, own, after = scores[0], scores[1 : 1 + len(experts)], scores[1 + len(experts) :]
+    compared = tuple(
+        TaskComparison(
+            model=published_name(expert.reference),
+            records=len(task),
+            tokens=_tokens(task),
+            answers=sum(sample.answer is not None for sample in task),
+            base=_mean(task, base[index]),
+            expert=_mean(task, own[index][0]),
+            merged=tuple(_mean(task, found[index]) for found in after),
+        )
+        for index, (expert, task) in enumerate(zip(experts, tasks, strict=True))
+    )
+    names = _names(folders)
+    all_names = [published_name(experiment.recipe.base), *(task.model for task in compared), *names]
+    perplexity = tuple(
+        (name, math.exp(_mean(pieces[0], found[-1]).loss))
+        for name, found in zip(all_names, scores, strict=True)
+        if pieces
+    )
+    return Comparison(names, compared, perplexity)
+
+
+def _names(folders: Sequence[Path]) -> tuple[str, ...]:
+    """What merged models are called: by their folder's name, or by its path where two have the same."""
+    names = [folder.resolve().name for folder in folders]
+    return tuple(name if names.count(name) == 1 else str(folder) for name, folder in zip(names, folders, strict=True))
+
+
+def _held_out(experiment: Experiment, index: int, samples: int) -> Group:
+    expert = experiment.recipe.experts[index]
+    data = experiment.samples.held_out(expert, samples)
+    answers = experiment.samples.answers(expert, data)
+    found = [
+        Sample(row, answer if answer and answer[1] - answer[0] <= SHORT_ANSWER else None)
+        for row, answer in zip(data.token_ids, answers, strict=True)
+        if len(row) > 1
+    ]
+    if not found:
+        raise SltaError(f"The held-out records of {expert} have one token each: there is nothing to predict.")
+    return found
+
+
+def _pieces(experiment: Experiment, path: Path) -> Group:
+    """A text file in pieces of as many tokens as calibration samples may have; the first token of each is given."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SltaError(f"The text {path} cannot be read ({error}): name a UTF-8 text file.") from error
+    ids = experiment.samples.tokenizer(experiment.recipe.base)(text, verbose=False)["input_ids"]
+    length = max(2, experiment.settings.max_tokens)
+    found = [Sample(tuple(ids[begin : begin + length])) for begin in range(0, len(ids), length)]
+    found = [piece for piece in found if len(piece.token_ids) > 1]
+    if not found:
+        raise SltaError(f"The text {path} has fewer than two tokens: there is nothing to predict.")
+    return found
+
+
+def _open_result(experiment: Experiment, folder: Path) -> Checkpoint:
+    """A merged model; mergekit's loader must not remember what an earlier merge of this process left in the folder."""
+    reference = ModelReference(model=ModelPath(path=str(folder)))
+    LoaderCache.loaders.pop(reference, None)
+    checkpoint = Checkpoint(reference, experiment.trust_remote_code)
+    checkpoint.config = experiment.model(reference).config
+    return checkpoint
+
+
+def _scores(experiment: Experiment, model: Checkpoint, groups: Sequence[Group], bar: Any) -> list[list[Score]]:
+    """A model's scores, which are kept in the cache folder; its weights are gone afterwards."""
+    bar.set_postfix_str(Path(model.folder).name)
+    key = [
+        fingerprint_of(model.folder, whole=True),
+        files.checksum(Path(model.folder) / "config.json"),
+        [[list(sample) for sample in group] for group in groups],
+        [__version__, torch.__version__, transformers.__version__],
+    ]
+    path = files.cache_folder() / "scores" / f"{files.digest(key)}.json"
+    before = bar.n
+    try:
+        found = _SCORES.validate_json(path.read_bytes())
+    except (OSError, ValueError):  # not scored yet, or damaged
+        found = score_model(model, groups, device=experiment.device, progress=bar.update)
+        files.write(path, json.dumps(found).encode())
+    bar.update(before + sum(map(len, groups)) - bar.n)  # the steps were shares of a record
+    return found
+
+
+def _tokens(group: Group) -> int:
+    return sum(len(sample.token_ids) - 1 for sample in group)
+
+
+def _mean(group: Group, scores: Sequence[Score]) -> TaskScore:
+    answered = [score.exact for score in scores if score.exact is not None]
+    loss = sum(score.loss for score in scores) / _tokens(group)
+    return TaskScore(loss, sum(answered) / len(answered) if answered else None)

@@ -1,0 +1,184 @@
+"""How well one model predicts records: by the engine one layer at a time, or whole where the engine cannot run it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from mergekit.common import get_auto_cls
+
+from mergekit_slta.engine.passes import Accumulator, Progress, Tensors, pass_layers
+from mergekit_slta.engine.ranks import Ranks
+from mergekit_slta.engine.streams import Source, Streams, make_batches, read_edges
+from mergekit_slta.errors import SltaError
+from mergekit_slta.layers.decoder import Decoder, Weights
+from mergekit_slta.layers.ends import logits, tail_problem, trial
+from mergekit_slta.layers.fresh import Fresh
+from mergekit_slta.layers.probe import padding_matters
+from mergekit_slta.models.checkpoint import Checkpoint
+
+# The logits of so many positions are in memory at once: with a large vocabulary they outgrow everything else.
+LOGIT_POSITIONS = 1024
+
+
+class Sample(NamedTuple):
+    """A record's token ids, at least two, and where its short answer begins and ends, if it has one."""
+
+    token_ids: tuple[int, ...]
+    answer: tuple[int, int] | None = None
+
+
+class Score(NamedTuple):
+    """How a model predicts a record.
+
+    Attributes:
+        loss: the negative log-likelihood of all its tokens but the first, in nats.
+        exact: whether greedy decoding gives its short answer; None where it has none. With the record's own tokens
+            before each position, the likeliest token is the next one everywhere exactly if it is so when decoding.
+    """
+
+    loss: float
+    exact: bool | None
+
+
+Group = Sequence[Sample]
+
+
+def score_model(
+    checkpoint: Checkpoint,
+    groups: Sequence[Group],
+    *,
+    device: str = "cpu",
+    progress: Callable[[float], object] = lambda records: None,
+) -> list[list[Score]]:
+    """Score every record of each group by a model, in float32.
+
+    One decoder layer is in memory at a time. A model whose layers cannot be run one by one is loaded whole.
+
+    Args:
+        checkpoint: the model.
+        groups: the records.
+        device: where layers run.
+        progress: told how many more records are done.
+
+    Raises:
+        SltaError: the model knows too few tokens, cannot be loaded, or does not fit into memory.
+    """
+    _refuse_unknown_tokens(checkpoint, groups)
+    decoder = _streamable(checkpoint)
+    if decoder is None:
+        return [whole_scores(_load(checkpoint, device), group, progress) for group in groups]
+    accumulator = _Scoring(
+        decoder.to(device), [checkpoint], [[sample.token_ids for sample in group] for group in groups], Ranks(), groups
+    )
+    found = pass_layers(accumulator, progress=lambda samples: progress(samples / len(decoder)))
+    rows = iter(range(len(found)))
+    return [[found[next(rows)] for _ in group] for group in groups]
+
+
+def _streamable(checkpoint: Checkpoint) -> Decoder | None:
+    """The model's decoder, if its logits follow from its layers alone."""
+    try:
+        decoder = Decoder(checkpoint.config, checkpoint.trust_remote_code)
+        decoder.once(trial)
+        return None if tail_problem(decoder) else decoder
+    except SltaError:
+        return None
+
+
+def _refuse_unknown_tokens(checkpoint: Checkpoint, groups: Sequence[Group]) -> None:
+    highest = max(token for group in groups for sample in group for token in sample.token_ids)
+    vocabulary = checkpoint.config.get_text_config().vocab_size
+    if highest >= vocabulary:
+        raise SltaError(
+            f"The base model's tokenizer gives the token id {highest}, but {checkpoint} knows only {vocabulary} tokens."
+        )
+
+
+@dataclass
+class _Scoring(Accumulator[dict[int, Score]]):
+    """Each record's score, by its number among the records of all groups."""
+
+    groups: Sequence[Group]
+
+    def sources(self) -> Sequence[Sequence[Source]]:
+        return [[self.models[0]] * len(self.tasks)]
+
+    def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
+        for number, batch in enumerate(streams.batches):
+            streams.run_layer(0, number, weights[0])
+            report(len(batch.rows))
+        return {}
+
+    def finish(self, streams: Streams, report: Progress) -> dict[int, Score]:
+        edges = read_edges(self.decoder, self.models[0], self.decoder.edge_tensors())
+        samples = [sample for group in self.groups for sample in group]
+        found: dict[int, Score] = {}
+        for number, batch in enumerate(streams.batches):
+            hidden = streams.hidden(0, number)
+            for part in hidden.split(max(1, LOGIT_POSITIONS // hidden.shape[1])):
+                rows = batch.rows[len(found.keys() & set(batch.rows)) :][: len(part)]
+                predicted = logits(self.decoder, part, edges)
+                found |= {row: _score(predicted[index], samples[row]) for index, row in enumerate(rows)}
+        return found
+
+
+def whole_scores(model: Any, samples: Group, progress: Callable[[float], object] = lambda records: None) -> list[Score]:
+    """Score records by a causal language model that is in memory, in evaluation mode.
+
+    Records are right-padded into batches without a mask, where that does not change what the model makes of them.
+    """
+    device, fresh = next(model.parameters()).device, Fresh(model)
+    rows = [sample.token_ids for sample in samples]
+    found: dict[int, Score] = {}
+    for batch in make_batches([rows], LOGIT_POSITIONS, {0} if _padding_matters(model, rows) else ()):
+        fresh.restore()
+        try:
+            with torch.no_grad():
+                predicted = model(input_ids=batch.token_ids.to(device), use_cache=False).logits
+        except torch.OutOfMemoryError as error:
+            raise _out_of_memory(model.name_or_path, device) from error
+        found |= {row: _score(predicted[index], samples[row]) for index, row in enumerate(batch.rows)}
+        progress(len(batch.rows))
+    return [found[row] for row in range(len(samples))]
+
+
+def _score(predicted: torch.Tensor, sample: Sample) -> Score:
+    """A record's score from the logits [S, V] of its positions; those of padding follow them."""
+    ids = torch.tensor(sample.token_ids, device=predicted.device)
+    losses = torch.nn.functional.cross_entropy(predicted[: len(ids) - 1].float(), ids[1:], reduction="none")
+    exact = None
+    if sample.answer:
+        begin, end = sample.answer
+        exact = bool((predicted[begin - 1 : end - 1].argmax(-1) == ids[begin:end]).all())
+    return Score(float(losses.double().sum()), exact)
+
+
+def _padding_matters(model: Any, rows: Sequence[Sequence[int]]) -> bool:
+    own_code = type(model).__module__.startswith("transformers_modules")  # which was trusted when it was loaded
+    try:
+        return padding_matters(Decoder(copy.deepcopy(model.config), own_code), [*map(len, rows)])
+    except SltaError:  # a model that nobody can look into
+        return True
+
+
+def _load(checkpoint: Checkpoint, device: str) -> Any:
+    folder, trusted = checkpoint.folder, checkpoint.trust_remote_code
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
+        model = get_auto_cls((config.architectures or [""])[0]).from_pretrained(
+            folder, dtype=torch.float32, trust_remote_code=trusted
+        )
+        return model.eval().to(device)
+    except torch.OutOfMemoryError as error:
+        raise _out_of_memory(folder, device) from error
+    except (OSError, ValueError) as error:
+        raise SltaError(f"The model in {folder} cannot be loaded: {error}") from error
+
+
+def _out_of_memory(folder: str, device: object) -> SltaError:
+    return SltaError(f"The model in {folder} does not fit into the memory of {device} in float32: use '--device cpu'.")

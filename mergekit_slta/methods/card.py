@@ -1,0 +1,237 @@
+"""The model card of a merge: what mergekit writes, with a part of ours that tells how the model was made.
+
+Each part lies between marks, so that a later merge into the same folder replaces it and leaves what a user wrote.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import ModelCard, ModelCardData
+from mergekit.common import ModelPath, ModelReference
+
+from mergekit_slta import __version__, files
+from mergekit_slta.data.sources import DATASET_PREFIX, is_dataset, source_name
+from mergekit_slta.errors import SltaError
+from mergekit_slta.methods.base import FiniteMethod
+from mergekit_slta.recipe.recipe import Recipe, published_name
+from mergekit_slta.recipe.settings import SETTINGS
+from mergekit_slta.slta.plain_recipe import plain_recipe
+from mergekit_slta.slta.solution import Solution
+from mergekit_slta.slta.statistics import STATISTICS_OF_MERGE, versions
+from mergekit_slta.tables import as_percentage
+
+if TYPE_CHECKING:
+    from mergekit_slta.reports.analysis import LevelAnalysis
+
+CARD = "README.md"
+RECIPE = "mergekit_config.yml"  # what mergekit calls the recipe beside its card
+ALPHA_FIGURE = "mergekit-slta/alpha.png"
+PLAIN_RECIPE = "mergekit-slta/plain.yml"
+_OURS = ("<!-- mergekit-slta: begin -->", "<!-- mergekit-slta: end -->")
+_MERGEKITS = ("<!-- mergekit: begin -->", "<!-- mergekit: end -->")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def write_beside(folder: Path, recipe: Recipe, solution: Solution | None) -> None:
+    """Write what the card of an ``slta`` merge shows and links: statistics, the weights' figure, the plain recipe.
+
+    What an earlier merge left there is removed.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    for name in (STATISTICS_OF_MERGE, ALPHA_FIGURE, PLAIN_RECIPE):
+        (folder / name).unlink(missing_ok=True)
+    if solution is None:
+        return
+    from mergekit_slta.reports.merge import alpha_map  # which imports matplotlib
+
+    solution.statistics.save(folder / STATISTICS_OF_MERGE)
+    files.write(folder / ALPHA_FIGURE, alpha_map(_analysis(solution)).png)
+    base = recipe.config.base_model
+    assert base is not None
+    edges = getattr(recipe.reading.settings, "edges", "base")
+    try:
+        plain = plain_recipe(solution, edges=edges, models={solution.statistics.info.base_model: str(base)})
+    except SltaError:  # such weights have no plain recipe
+        return
+    files.write(folder / PLAIN_RECIPE, without_private_paths(plain, recipe).encode())
+
+
+def merge_card(written: str, folder: Path, recipe: Recipe, method: FiniteMethod, solution: Solution | None) -> str:
+    """The card of a merge that has just been written, with what a user added to the card of an earlier one.
+
+    Args:
+        written: mergekit's card.
+        folder: the merged model's.
+        recipe: what was merged.
+        method: by which method.
+        solution: the merging weights, of an ``slta`` merge.
+    """
+    card = ModelCard(without_private_paths(written, recipe), ignore_metadata_errors=True)
+    card.text = f"{_MERGEKITS[0]}\n{card.text.strip()}\n{_MERGEKITS[1]}\n"
+    path = folder / CARD
+    before = ModelCard(path.read_text(encoding="utf-8"), ignore_metadata_errors=True) if path.is_file() else None
+    if before is not None and _part(before.text, _OURS):
+        fresh, card = card, before
+        data, new = card.data.to_dict(), fresh.data.to_dict()
+        tags = [tag for tag in data.get("tags", []) if tag not in SETTINGS]
+        card.data = ModelCardData(**{**data, "base_model": new.get("base_model"), "tags": tags})
+        if old := _part(card.text, _MERGEKITS):
+            card.text = card.text.replace(old, fresh.text.strip())
+    return _completed(card, folder, recipe, method, solution)
+
+
+def published_card(folder: Path, recipe: Recipe, method: FiniteMethod | None, solution: Solution | None) -> str:
+    """The card of a merge as it is to be published: the one in the folder, with our part brought up to date."""
+    path = folder / CARD
+    text = path.read_text(encoding="utf-8") if path.is_file() else f"# {folder.resolve().name}\n"
+    card = ModelCard(without_private_paths(text, recipe), ignore_metadata_errors=True)
+    return str(card) if method is None else _completed(card, folder, recipe, method, solution)
+
+
+def _completed(card: ModelCard, folder: Path, recipe: Recipe, method: FiniteMethod, solution: Solution | None) -> str:
+    data: Any = card.data
+    paths = _model_paths(recipe.references)
+    listed = data.base_model if isinstance(data.base_model, list) else [data.base_model or ""]
+    models = [path.path for path in paths if _is_on_hub(path.path)]
+    data.base_model = list(dict.fromkeys([*filter(None, listed), *models])) or None
+    data.base_model_relation = "merge" if data.base_model else None
+    data.tags = list(dict.fromkeys([*(data.tags or []), "mergekit", "merge", "mergekit-slta", method.spec.name]))
+    data.datasets = list(dict.fromkeys([*(data.datasets or []), *_datasets(recipe)])) or None
+    data.library_name = data.library_name or "transformers"
+    old, new = _part(card.text, _OURS), _section(card.text, folder, recipe, method, solution)
+    card.text = card.text.replace(old, new) if old else f"{card.text.rstrip()}\n\n{new}\n"
+    return str(card)
+
+
+def _section(around: str, folder: Path, recipe: Recipe, method: FiniteMethod, solution: Solution | None) -> str:
+    """Our part of the card, with its marks; the recipe is in it unless mergekit's part shows it."""
+    spec = method.spec
+    paragraphs = [
+        "## How this model was made",
+        f"By [{spec.pretty_name}]({spec.reference_url}) (`merge_method: {spec.name}`): {method.in_words}",
+        _model_table(recipe, solution),
+    ]
+    if solution is not None and (folder / ALPHA_FIGURE).is_file():
+        from mergekit_slta.reports.merge import verdict
+
+        paragraphs += [
+            f"{verdict(_analysis(solution))} This is a share of feature change, not accuracy.",
+            f"![The merging weight of each expert in each layer]({ALPHA_FIGURE})",
+        ]
+    if not _part(around, _MERGEKITS):
+        paragraphs.append(f"```yaml\n{without_private_paths(recipe.text, recipe).strip()}\n```")
+    paragraphs += ["### Do it again", *_again(folder, recipe, solution)]
+    paragraphs.append("Made with " + ", ".join(f"{name} {version}" for name, version in versions().items()) + ".")
+    return "\n\n".join([_OURS[0], *paragraphs, _OURS[1]])
+
+
+@functools.lru_cache(maxsize=1)
+def _analysis(solution: Solution) -> LevelAnalysis:
+    """What a solution keeps of each expert, which takes many draws of the samples."""
+    from mergekit_slta.reports.analysis import analyse
+
+    return analyse(solution)
+
+
+def _model_table(recipe: Recipe, solution: Solution | None) -> str:
+    header, rows = ["", "Model"], []
+    for reference in recipe.references:
+        rows.append(["Base model" if reference == recipe.config.base_model else "Expert", _linked(reference)])
+    experts = {expert.reference: expert for expert in recipe.reading.experts}
+    if any(expert.calibration for expert in experts.values()):
+        header.append("Calibration data")
+        for row, reference in zip(rows, recipe.references, strict=True):
+            source = experts[reference].calibration if reference in experts else ""
+            row.append(f"`{source_name(source)}`" if source else "")
+    if solution is not None:
+        header.append("Feature change kept")
+        kept = dict(zip(solution.models, _analysis(solution).kept.tolist(), strict=True))
+        for row, reference in zip(rows, recipe.references, strict=True):
+            row.append(as_percentage(kept[name]) if (name := published_name(reference)) in kept else "")
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+def _again(folder: Path, recipe: Recipe, solution: Solution | None) -> Iterator[str]:
+    if (folder / STATISTICS_OF_MERGE).is_file() and solution is not None:
+        yield (
+            f"What was measured is in `{STATISTICS_OF_MERGE}`: name that file under `statistics` among the recipe's "
+            "parameters, leave `calibration` out, and no data are needed."
+        )
+    yield f"```sh\npip install mergekit-slta=={__version__}\nmergekit-yaml {RECIPE} ./merged\n```"
+    if solution is not None and (folder / PLAIN_RECIPE).is_file():
+        yield f"Without mergekit-slta, by mergekit alone:\n\n```sh\nmergekit-yaml {PLAIN_RECIPE} ./merged\n```"
+    else:
+        yield "mergekit alone cannot do this merge; the model itself needs neither program."
+
+
+def without_private_paths(text: str, recipe: Recipe) -> str:
+    """A text with this machine's paths, those that a recipe names and those in the home folder, by their last parts."""
+    paths = {path for value in _texts(recipe.content or recipe.config.model_dump()) for path in _absolute_parts(value)}
+    paths |= {path.path for path in _model_paths(recipe.references) if _is_private(path.path)}
+    for path in sorted(paths, key=len, reverse=True):
+        text = text.replace(path, os.path.basename(os.path.normpath(path)))
+    home = os.path.expanduser("~")
+    if len(home) < 3:
+        return text
+    return re.sub(rf"{re.escape(home)}(?=[/\s\"'`)\]]|$)", "~", text)
+
+
+def _texts(content: Any) -> Iterator[str]:
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, dict):
+        for value in content.values():
+            yield from _texts(value)
+    elif isinstance(content, (list, tuple)):
+        for value in content:
+            yield from _texts(value)
+
+
+def _absolute_parts(value: str) -> Iterator[str]:
+    """The absolute paths in a value: a model, an adapter behind a plus sign, a file, a folder behind ``hf:``."""
+    for part in value.removeprefix(DATASET_PREFIX).partition("?")[0].split("+"):
+        path = part.partition("@")[0]
+        if _is_private(path) and "\n" not in path and len(os.path.normpath(path)) > 1:
+            yield path
+
+
+def _is_private(path: str) -> bool:
+    return os.path.isabs(path) or path.startswith("~")
+
+
+def _model_paths(references: Sequence[ModelReference]) -> list[ModelPath]:
+    return [path for reference in references for path in (reference.model, reference.lora) if path is not None]
+
+
+def _is_on_hub(path: str) -> bool:
+    return _HUB_NAME.fullmatch(path) is not None and not os.path.exists(path)
+
+
+def _linked(reference: ModelReference) -> str:
+    linked = []
+    for path in _model_paths([reference]):
+        name = published_name(ModelReference(model=path))
+        linked.append(f"[{name}](https://huggingface.co/{path.path})" if _is_on_hub(path.path) else f"`{name}`")
+    return " + ".join(linked)
+
+
+def _datasets(recipe: Recipe) -> list[str]:
+    """The Hub's datasets among the calibration sources."""
+    sources = [expert.calibration for expert in recipe.reading.experts if is_dataset(expert.calibration)]
+    names = [source.removeprefix(DATASET_PREFIX).partition("?")[0] for source in sources]
+    return [name for name in names if not os.path.exists(name) and not _is_private(name)]
+
+
+def _part(text: str, marks: tuple[str, str]) -> str:
+    """What lies between two marks, with them; "" if there is no such part."""
+    begin, end = text.find(marks[0]), text.find(marks[1])
+    return text[begin : end + len(marks[1])] if 0 <= begin < end else ""

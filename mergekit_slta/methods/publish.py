@@ -1,0 +1,188 @@
+"""Publish a merged model on the Hugging Face Hub: checked, with its card, recipe and statistics, and nothing else."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from huggingface_hub import CommitOperationAdd, HfApi
+from mergekit.common import ModelPath, ModelReference
+from mergekit.io.lazy_tensor_loader import LazyTensorLoader
+from tqdm import tqdm
+
+from mergekit_slta import files
+from mergekit_slta.checks.compatibility import missing_tensors
+from mergekit_slta.errors import SltaError, first_line
+from mergekit_slta.methods import card, registry
+from mergekit_slta.models import hub
+from mergekit_slta.models.headers import listed, open_model, weight_map
+from mergekit_slta.recipe.recipe import Recipe
+from mergekit_slta.recipe.settings import SltaSettings
+from mergekit_slta.slta.solution import Solution
+from mergekit_slta.slta.statistics import STATISTICS_OF_MERGE, Statistics
+
+# What belongs to a model beside its weights. Anything else in the folder stays where it is.
+PUBLISHED = (
+    *(card.CARD, card.RECIPE, card.ALPHA_FIGURE, card.PLAIN_RECIPE, STATISTICS_OF_MERGE),
+    *("config.json", "generation_config.json", "*.safetensors.index.json", "pytorch_model.bin.index.json"),
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "*.tiktoken", "chat_template.*"),
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+    *("configuration_*.py", "modeling_*.py", "tokenization_*.py", "processing_*.py", "LICENSE*", "NOTICE*"),
+)
+_TEXTS = (".json", ".yml", ".md")
+_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+@dataclass(frozen=True)
+class Publication:
+    """What is published of a merged model; printed, it is a list.
+
+    Attributes:
+        repository: ``ORG/NAME`` on the Hub.
+        files: the files with their sizes in bytes.
+        left_out: what else lies in the folder, and stays there.
+        notes: what is worth knowing, one sentence each.
+        address: where the model is now; None if nothing was uploaded.
+    """
+
+    repository: str
+    files: tuple[tuple[str, int], ...]
+    left_out: tuple[str, ...]
+    notes: tuple[str, ...]
+    address: str | None = None
+
+    def __str__(self) -> str:
+        size = sum(size for _, size in self.files) / 1e9
+        done = f"Published as {self.address}" if self.address else f"Would be uploaded to {self.repository}"
+        lines = [f"{done}: {len(self.files)} files, {size:.3g} GB."]
+        lines += [f"  {name} ({size} bytes)" for name, size in self.files]
+        lines += [f"Not uploaded: {', '.join(self.left_out)}."] if self.left_out else []
+        return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
+
+
+def publish(
+    merged: str | os.PathLike[str],
+    repository: str,
+    *,
+    private: bool = False,
+    dry_run: bool = False,
+    trust_remote_code: bool = False,
+    quiet: bool = False,
+) -> Publication:
+    """Check a merged model, bring its card up to date, and upload it to the Hugging Face Hub.
+
+    Weights, configuration, tokenizer, card, recipe and statistics are uploaded in one commit, with paths of this
+    machine taken out of the texts; calibration data, caches and unfinished files never are.
+
+    Args:
+        merged: the folder that the merge was written to.
+        repository: ``ORG/NAME``; it is made if it is not there.
+        private: make it private; one that is there stays as it is.
+        dry_run: check, and say what would be uploaded, but write and upload nothing.
+        trust_remote_code: run the Python code that comes with the model.
+        quiet: no progress bars.
+
+    Raises:
+        SltaError: everything that is wrong with the model, one sentence each, or why the Hub does not take it.
+    """
+    folder = Path(merged).expanduser()
+    if not _NAME.fullmatch(repository):
+        raise SltaError(f"'{repository}' is no repository's name on the Hub: write ORG/NAME.")
+    if not folder.is_dir():
+        raise SltaError(f"There is no folder {folder}: name the one that the merge was written to.")
+    problems, notes = _examine(folder, trust_remote_code, quiet)
+    if problems:
+        raise SltaError("\n".join(problems))
+    recipe = Recipe.load(folder / card.RECIPE)
+    paths = [reference.model.path for reference in recipe.references]
+    if local := [path for path in paths if os.path.isabs(path) or os.path.isdir(path)]:
+        notes.append(f"The recipe names folders of this machine ({listed(local)}): others cannot run it as it is.")
+    method = registry.METHODS.get(recipe.config.merge_method)
+    registry.register()
+    text = card.published_card(folder, recipe, method, _solution(folder, recipe))
+    contents = dict(sorted({**_contents(folder, recipe), card.CARD: text.encode()}.items()))
+    sizes = tuple(
+        (name, len(content) if isinstance(content, bytes) else content.stat().st_size)
+        for name, content in contents.items()
+    )
+    present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    found = Publication(repository, sizes, tuple(sorted(present - contents.keys())), tuple(notes))
+    if dry_run:
+        return found
+    files.write(folder / card.CARD, text.encode())
+    operations = [
+        CommitOperationAdd(path_in_repo=name, path_or_fileobj=content if isinstance(content, bytes) else str(content))
+        for name, content in contents.items()
+    ]
+    try:
+        api = HfApi()
+        api.create_repo(repository, private=private, exist_ok=True)
+        done = api.create_commit(repository, operations, commit_message="Upload a merged model")
+    except (*hub.ERRORS, RuntimeError) as error:
+        raise SltaError(f"{repository} cannot be published: {hub.reason(error)}.") from error
+    return Publication(repository, sizes, found.left_out, found.notes, done.repo_url.url)
+
+
+def _examine(folder: Path, trust_remote_code: bool, quiet: bool) -> tuple[list[str], list[str]]:
+    """What keeps a merged model from being published, and what is worth knowing, one sentence each."""
+    problems, notes = [], []
+    reference = ModelReference(model=ModelPath(path=str(folder)))
+    try:
+        model = open_model(reference, trust_remote_code)
+    except SltaError as error:
+        problems.append(error.message)
+    else:
+        problems += missing_tensors([model], trust_remote_code)
+        problems += _values_that_are_not_finite(folder, quiet)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+    except Exception as error:  # tokenizers raise errors of many kinds
+        problems.append(f"{folder} has no usable tokenizer ({first_line(error)}): copy that of the base model.")
+    else:
+        if not tokenizer.chat_template:
+            notes.append("The tokenizer has no chat template: if an expert is a chat model, copy its template.")
+    if not (folder / card.RECIPE).is_file():
+        problems.append(
+            f"{folder} has no {card.RECIPE}: merge without '--no-write-model-card', or copy the recipe there."
+        )
+    return problems, notes
+
+
+def _values_that_are_not_finite(folder: Path, quiet: bool) -> Iterator[str]:
+    loader = LazyTensorLoader.from_disk(str(folder))
+    for name in tqdm(loader.index.tensor_paths, desc="Checking", unit="tensor", leave=False, disable=quiet):
+        tensor = loader.get_tensor(name)
+        if tensor is not None and tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            yield f"The tensor {name} has values that are not finite: merge again, in 'dtype: float32'."
+
+
+def _solution(folder: Path, recipe: Recipe) -> Solution | None:
+    """The merging weights of an ``slta`` merge that has its statistics beside it."""
+    path = folder / STATISTICS_OF_MERGE
+    if recipe.config.merge_method != SltaSettings.method or not path.is_file():
+        return None
+    settings = recipe.reading.settings  # mergekit may have written the recipe in another form than it was given
+    assert isinstance(settings, SltaSettings)
+    return Statistics.load(path).solve(settings.level, balance=settings.balance, ridge=settings.ridge)
+
+
+def _contents(folder: Path, recipe: Recipe) -> dict[str, Path | bytes]:
+    """The files to publish, by their names in the repository: texts without private paths, the others as they are."""
+    contents: dict[str, Path | bytes] = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        patterns = [pattern for pattern in PUBLISHED if pattern.count("/") == name.count("/")]
+        if path.is_file() and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+            contents[name] = path
+            if path.suffix in _TEXTS:
+                text = path.read_text(encoding="utf-8")
+                cleaned = card.without_private_paths(text, recipe)
+                contents[name] = path if cleaned == text else cleaned.encode()
+    return contents | {name: folder / name for name in weight_map(folder)}

@@ -1,0 +1,284 @@
+"""Re-read a finished merge and compare it with what its recipe says, one tensor at a time."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from mergekit.architecture import WeightInfo, get_architecture_info
+from mergekit.common import dtype_from_name
+from mergekit.io.lazy_tensor_loader import LazyTensorLoader
+from mergekit.io.tasks import GatherTensors, LoaderCache, SaveTensor
+from mergekit.plan import MergePlanner
+from tqdm import tqdm
+
+from mergekit_slta.layers.maps import output_head
+from mergekit_slta.layers.submodules import resolve_name
+from mergekit_slta.methods import registry
+from mergekit_slta.models.headers import folder_headers
+from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.recipe.recipe import Recipe
+from mergekit_slta.recipe.settings import FeatcalSettings, SltaSettings
+from mergekit_slta.slta.measure import measured_statistics
+from mergekit_slta.slta.statistics import STATISTICS_OF_MERGE
+from mergekit_slta.slta.weights import TensorWeights
+
+ELEMENTS_AT_ONCE = 2**22  # that are compared in float64
+PLAIN_METHOD = "task_arithmetic"  # of the recipes that 'mergekit-slta solve --recipe' writes
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What a second look at a merged model found; printed, it is sentences.
+
+    Attributes:
+        problems: what is wrong, one sentence each, in the order of the tensors; empty for a sound merge.
+        tensors: how many tensors were read.
+        compared: how many of them were compared with the values that the recipe gives them.
+        largest: the largest absolute difference from such a value; 0 where nothing was compared.
+        where: the tensor that has it; "" where nothing differs.
+    """
+
+    problems: tuple[str, ...]
+    tensors: int
+    compared: int
+    largest: float
+    where: str
+
+    def __str__(self) -> str:
+        values = f"{self.compared} compared by value, largest difference {self.largest:.3g}"
+        read = f"{self.tensors} tensors read, {values}{f' in {self.where}' if self.where else ''}."
+        if not self.problems:
+            return f"No difference found. {read}"
+        count = len(self.problems)
+        return "\n- ".join([f"{count} problem{'s' * (count > 1)} found. {read}", *self.problems])
+
+
+def verify(recipe: Recipe, merged: str | os.PathLike[str], **options: Any) -> Verification:
+    """Re-read a merged model tensor by tensor, and compare it with what its recipe says.
+
+    Names, shapes, data types and finiteness are compared for every method. The values are compared with theta_0 +
+    sum alpha tau for ``slta``, whose statistics must have been measured, and for ``task_arithmetic``, as in a plain
+    recipe that ``Solution.save_recipe`` wrote. For ``featcal`` those tensors are compared that it does not solve, and
+    for ``actmat`` and ``sftm`` those that no expert changes: they must equal their source. One tensor of each model is
+    in memory at a time.
+
+    Args:
+        recipe: the recipe that was merged.
+        merged: the folder that the merge was written to.
+        options: ``trust_remote_code`` (False), ``lora_merge_cache`` (None), ``transformers_cache`` (None), ``quiet``
+            (False), and whatever else mergekit has options for.
+
+    Returns:
+        The differences: values differ that are farther apart than the rounding of the merge allows.
+
+    Raises:
+        SltaError: the recipe or one of its models cannot be opened, the merged model's files cannot be read, or
+            there are no statistics of an ``slta`` merge.
+    """
+    folder = Path(merged).expanduser()
+    stored = folder_headers(folder)
+    experiment = Experiment(recipe, **options)
+    experiment.open()
+    expected = _Expected(experiment, folder)
+    problems, compared, largest, where = [], 0, 0.0, ""
+    planned = {task.tensor_name: task for task in _plan(experiment, folder)}
+    lost = [name for name, task in planned.items() if name not in stored and not task.optional]
+    problems += [f"The tensor {name} is missing." for name in lost]
+    problems += [f"The tensor {name} does not belong to the model." for name in stored if name not in planned]
+    loader = LazyTensorLoader.from_disk(str(folder))
+    for name in tqdm(
+        [name for name in planned if name in stored],
+        desc="Verifying",
+        unit="tensor",
+        leave=False,
+        disable=experiment.quiet,
+    ):
+        with torch.no_grad():
+            found = expected.compare(planned[name], loader.get_tensor(name))
+        LoaderCache().flush_all()
+        problems += found.problems
+        compared += found.error is not None
+        if (found.error or 0.0) > largest:
+            largest, where = found.error or 0.0, name
+    return Verification(tuple(problems), len(planned.keys() & stored.keys()), compared, largest, where)
+
+
+def _plan(experiment: Experiment, folder: Path) -> list[SaveTensor]:
+    """The tensors that mergekit writes for the recipe, each with what it is made of.
+
+    The planner is the one that merges, without the look at the recipe that ours is given before a merge.
+    """
+    registry.register()
+    recipe, options = experiment.recipe, experiment.options
+    config = copy.deepcopy(recipe.config)  # the planner rewrites it
+    base = config.base_model or config.referenced_models()[0]
+    planner = MergePlanner.__new__(MergePlanner)
+    inspect.unwrap(MergePlanner.__init__)(
+        planner,
+        config,
+        get_architecture_info(config, options),
+        options,
+        base.config(trust_remote_code=options.trust_remote_code),
+    )
+    return [task for task in planner.plan_to_disk(str(folder)) if isinstance(task, SaveTensor)]
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """What is wrong with a tensor, and its largest difference from the value that it should have, if that is known."""
+
+    problems: list[str]
+    error: float | None = None
+
+
+class _Expected:
+    """What a recipe says of the tensors of its merge."""
+
+    def __init__(self, experiment: Experiment, folder: Path) -> None:
+        self.config = experiment.recipe.config
+        self.method = self.config.merge_method
+        self.experts = [reference for reference in experiment.recipe.references if reference != self.config.base_model]
+        self._alpha: Callable[[str], torch.Tensor | None] | None = None
+        if self.method == SltaSettings.method:
+            self._alpha = _solved_weights(experiment, folder).__getitem__
+        elif self.method == FeatcalSettings.method:
+            self._alpha = _unsolved_weights(experiment)
+
+    def compare(self, task: SaveTensor, merged: torch.Tensor) -> _Compared:
+        """Compare a tensor of the merged model with what it is made of."""
+        name, made = task.tensor_name, task.tensor_task
+        gathered = made.gather_tensors
+        is_aligned = not isinstance(gathered, GatherTensors)  # its rows follow another vocabulary
+        loads = (gathered if not is_aligned else gathered.gather_tensors).arguments().values()
+        sources = {load.model: tensor for load in loads if (tensor := load.execute()) is not None}
+        base = sources.get(self.config.base_model)
+        problems = list(self._form_problems(task, merged, base, made.output_weight if is_aligned else None))
+        if merged.is_floating_point() and not merged.isfinite().all():
+            count = int((~merged.isfinite()).sum())
+            return _Compared([*problems, f"The tensor {name} has {count} values that are not finite."])
+        experts = [sources.get(reference) for reference in self.experts]
+        if base is None or problems or is_aligned or any(expert is None for expert in experts):
+            return _Compared(problems)
+        tensors = [expert for expert in experts if expert is not None]
+        alpha = self._weights(task, base, tensors)
+        if alpha is None:
+            return _Compared(problems)
+        error, excess = _difference(merged, base, tensors, alpha, self.method == PLAIN_METHOD)
+        if excess > 0:
+            problems.append(f"The tensor {name} differs from what the recipe gives by up to {error:.3g}.")
+        return _Compared(problems, error)
+
+    def _form_problems(
+        self, task: SaveTensor, merged: torch.Tensor, base: torch.Tensor | None, aligned: WeightInfo | None
+    ) -> Iterator[str]:
+        name = task.tensor_name
+        if base is None:
+            return
+        dtype = dtype_from_name(task.dtype) if task.dtype else base.dtype
+        if merged.dtype != dtype and (task.dtype or self.method in registry.METHODS):
+            yield f"The tensor {name} is of type {_name(merged.dtype)}, not {_name(dtype)}."
+        found, wanted = list(merged.shape), list(base.shape)
+        if aligned is not None and aligned.vocabulary_axis is not None and len(found) == len(wanted):
+            wanted[aligned.vocabulary_axis] = found[aligned.vocabulary_axis]
+        if found != wanted:
+            yield f"The tensor {name} has the shape {found}, not {wanted}."
+
+    def _weights(
+        self, task: SaveTensor, base: torch.Tensor, experts: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor] | None:
+        """The experts' merging weights of a tensor; None where the recipe does not tell its value."""
+        untouched = [torch.zeros(())] * len(experts)
+        if not base.is_floating_point():
+            return untouched
+        if self.method == PLAIN_METHOD:
+            made = task.tensor_task
+            if made.parameters["normalize"]:
+                return None
+            factor = made.parameters["lambda"]
+            own = made.input_parameters
+            return [torch.tensor(own[expert]["weight"] * factor, dtype=torch.float64) for expert in self.experts]
+        if self._alpha is not None:
+            alpha = self._alpha(task.tensor_name)
+            return None if alpha is None else list(alpha)
+        if self.method in registry.METHODS and all(torch.equal(expert, base) for expert in experts):
+            return untouched
+        return None
+
+
+def _solved_weights(experiment: Experiment, folder: Path) -> TensorWeights:
+    """The merging weights of an ``slta`` merge, from statistics that are there."""
+    settings = experiment.recipe.settings_of(SltaSettings)
+    beside = folder / STATISTICS_OF_MERGE
+    path = beside if beside.is_file() and not settings.statistics else None
+    statistics = measured_statistics(experiment, path=path, measuring=False)
+    solution = statistics.solve(settings.level, balance=settings.balance, ridge=settings.ridge)
+    return TensorWeights(experiment.decoder, settings.level, solution.submodules, settings.edges)
+
+
+def _unsolved_weights(experiment: Experiment) -> Callable[[str], torch.Tensor | None]:
+    """The experts' weights of the tensors that ``featcal`` does not solve: those outside the layers, but the head."""
+    settings, decoder = experiment.recipe.settings_of(FeatcalSettings), experiment.decoder
+    head = output_head(decoder) if settings.head else None
+    solved = {head.weight, head.bias} if head else set()
+    count = len(experiment.recipe.experts)
+    weights = torch.full((count,), 1 / count if settings.averages_edges else 0.0, dtype=torch.float64)
+
+    def alpha(name: str) -> torch.Tensor | None:
+        known, _ = resolve_name(decoder, name)
+        return None if known in solved or known.startswith(decoder.layers_path + ".") else weights
+
+    return alpha
+
+
+def _difference(
+    merged: torch.Tensor,
+    base: torch.Tensor,
+    experts: Sequence[torch.Tensor],
+    alpha: Sequence[torch.Tensor],
+    in_dtype: bool,
+) -> tuple[float, float]:
+    """The largest difference from theta_0 + sum alpha tau, and by how much one exceeds what rounding allows.
+
+    Args:
+        merged: the tensor to compare, in the type that it was written in.
+        base, experts: the tensors that it was made of, in the type that they were merged in.
+        alpha: each expert's weights, one number or a tensor that broadcasts to the tensor.
+        in_dtype: each step of the merge was rounded to the type of ``base``, rather than the result alone.
+    """
+    if not any(bool(weight.any()) for weight in alpha) or all(torch.equal(expert, base) for expert in experts):
+        error = _largest((merged.double() - base.to(merged.dtype).double()).abs())  # no rounding: bit by bit
+        return error, error
+    step = torch.finfo(base.dtype if in_dtype else torch.promote_types(base.dtype, torch.float32)).eps
+    written = torch.finfo(merged.dtype)
+    least = written.tiny * written.eps  # the distance of the smallest numbers
+    last = written.eps + torch.finfo(base.dtype).eps
+    error = excess = 0.0
+    rows = max(1, ELEMENTS_AT_ONCE // max(1, merged[0].numel())) if merged.ndim else 1
+    for begin in range(0, merged.shape[0] if merged.ndim else 1, rows):
+        part = slice(begin, begin + rows) if merged.ndim else ...
+        first = base[part].double()
+        wanted, size = first.clone(), first.abs()
+        for expert, weight in zip(experts, alpha, strict=True):
+            own = weight[part] if weight.ndim and weight.shape[0] == merged.shape[0] > 1 else weight
+            own, tensor = own.double(), expert[part].double()
+            wanted += own * (tensor - first)
+            size = size + own.abs() * (tensor.abs() + first.abs())
+        distance = (merged[part].double() - wanted).abs()
+        allowed = size * step * (len(experts) + 3) + wanted.abs() * last + least
+        error, excess = max(error, _largest(distance)), max(excess, _largest(distance - allowed))
+    return error, excess
+
+
+def _largest(values: torch.Tensor) -> float:
+    return float(values.max()) if values.numel() else 0.0
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,67 @@
+"""A commented recipe to start from, with what only the user can know left to fill in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import yaml
+
+from mergekit_slta.errors import SltaError
+from mergekit_slta.recipe.recipe import Recipe
+
+_HEAD = """\
+# A merge of {count} with {base} as their base model.
+#   mergekit-slta check RECIPE      says what is missing or wrong, before any work
+#   mergekit-yaml RECIPE ./merged   merges (or: mergekit-slta merge RECIPE ./merged)
+merge_method: slta      # weights for each part of the model, solved from samples. Others: featcal (every linear map
+                        # solved, with samples), actmat and sftm (without samples, so without 'calibration')
+base_model: {base}
+models:
+"""
+_EXPERT = """\
+  - model: {expert}
+    parameters:
+      # Some 30 prompts of this expert's own task, with answers: a file (.jsonl, .json, .csv, .parquet or .txt with a
+      # sample on each line), or a dataset of the Hub, "hf:ORG/NAME?config=main&split=train". Each expert needs its own.
+      calibration: ""
+      # template: "{{question}} {{answer}}"   # how a record becomes text, where its fields have other names than usual
+"""
+_TAIL = """\
+parameters:
+  level: attn_mlp       # what gets weights of its own: model, layer, attn_mlp, head_mlp or linear
+  samples: 30           # samples of each task
+  max_tokens: 512       # of each sample; the rest is cut
+  # statistics: merge.slta.safetensors   # keep what was measured in a file, to merge again without data
+  # report: report/                      # write what the merge keeps of each expert, as a page with figures
+dtype: float32          # merge in this type ...
+out_dtype: bfloat16     # ... and round once, to this one
+"""
+
+
+def new_recipe(base: str, experts: Sequence[str]) -> str:
+    """Write a recipe for ``slta`` with comments that say what there is to fill in and to choose.
+
+    Args:
+        base: the base model, a folder or a Hub id.
+        experts: the experts, folders or Hub ids; an adapter behind its base model, ``BASE+ADAPTER``.
+
+    Returns:
+        The recipe as YAML. It can be read as it is; ``check`` names the calibration sources that are missing.
+
+    Raises:
+        SltaError: there is no expert, one is named twice, or a name cannot be a model's.
+    """
+    if not experts:
+        raise SltaError("A merge needs at least one expert: name the models that were fine-tuned from the base model.")
+    if len({base, *experts}) < 1 + len(experts):
+        raise SltaError(f"A model is named twice ({', '.join((base, *experts))}): name each once.")
+    count = f"{len(experts)} expert{'s' * (len(experts) > 1)}"
+    text = _HEAD.format(count=count, base=_scalar(base))
+    text += "".join(_EXPERT.format(expert=_scalar(expert)) for expert in experts) + _TAIL
+    Recipe.parse(text, "A recipe for these models")
+    return text
+
+
+def _scalar(name: str) -> str:
+    """A name as YAML, quoted where that is needed."""
+    return yaml.safe_dump(name, width=10**6, allow_unicode=True).removesuffix("\n").removesuffix("\n...")

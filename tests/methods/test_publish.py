@@ -1,0 +1,171 @@
+"""Publishing, to a stand-in for the Hub in processes of their own: what is uploaded, what never is, what is refused."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
+from support import families
+from support.families import Family
+from support.processes import ROOT
+from support.upload_hub import UploadHub, serve_uploads
+
+from mergekit_slta.cli.commands import main
+from mergekit_slta.errors import SltaError
+from mergekit_slta.methods.publish import publish
+from mergekit_slta.slta.statistics import Statistics
+
+
+@pytest.fixture(scope="module")
+def merged(llama: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("publish")
+    content = families.recipe(llama, samples=3)
+    return families.merge(content, folder / "out", write_model_card=True, copy_tokenizer=True)
+
+
+@pytest.fixture
+def out(merged: Path, tmp_path: Path) -> Path:
+    """A merge with all kinds of files beside it, which a test may change."""
+    folder = Path(shutil.copytree(merged, tmp_path / "merged"))
+    (folder / "calibration.jsonl").write_text("{}")
+    (folder / "stats.safetensors.partial").mkdir()
+    (folder / "stats.safetensors.partial" / "layer-0.safetensors").write_bytes(b"1")
+    (folder / ".cache").mkdir()
+    (folder / ".cache" / "config.json").write_text("{}")
+    (folder / "old.safetensors").write_bytes(b"1")
+    (folder / f".model.safetensors.host.{os.getpid()}").write_bytes(b"1")
+    return folder
+
+
+STRANGERS = {
+    "calibration.jsonl",
+    "old.safetensors",
+    ".cache/config.json",
+    "stats.safetensors.partial/layer-0.safetensors",
+}
+
+
+@pytest.fixture
+def hub() -> Iterator[UploadHub]:
+    with serve_uploads() as found:
+        yield found
+
+
+def upload(hub: UploadHub, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    own = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.address, "HF_TOKEN": "hf_x", "HF_HUB_DISABLE_XET": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "mergekit_slta", "publish", *map(str, arguments), "--quiet"],
+        env=os.environ | own | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_the_model_is_uploaded_and_nothing_else(out: Path, llama: Family, hub: UploadHub, tmp_path: Path) -> None:
+    done = upload(hub, out, "org/model", "--private")
+    assert done.returncode == 0, done.stderr
+    assert "Published as" in done.stdout and "org/model" in done.stdout
+    assert [(each["name"], each["organization"], each["visibility"]) for each in hub.created] == [
+        ("model", "org", "private")
+    ]
+    names = set(hub.committed)
+    weights = {path.name for path in out.glob("model*.safetensors")}
+    assert names == weights | {
+        *("README.md", "mergekit_config.yml", "config.json", "generation_config.json"),
+        *("tokenizer.json", "tokenizer_config.json"),
+        *("mergekit-slta/statistics.safetensors", "mergekit-slta/alpha.png", "mergekit-slta/plain.yml"),
+    }
+    (weight,) = weights
+    assert hub.committed[weight] == (out / weight).read_bytes()
+    for stranger in STRANGERS:
+        assert stranger in done.stdout  # among what is not uploaded
+    private = str(llama.base.parent).encode()
+    for name, content in hub.committed.items():
+        assert private not in content, name
+    path = tmp_path / "statistics.safetensors"
+    path.write_bytes(hub.committed["mergekit-slta/statistics.safetensors"])
+    assert Statistics.load(path).info.models == ("expert0", "expert1", "expert2")
+    published: Any = ModelCard(hub.committed["README.md"].decode())
+    assert "Feature change kept" in published.text and "slta" in published.data.tags
+    assert hub.committed["README.md"] == (out / "README.md").read_bytes()
+
+
+def test_a_dry_run_writes_and_uploads_nothing(out: Path) -> None:
+    """There is no Hub to be asked: a request would fail."""
+    (out / "README.md").unlink()
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    done = CliRunner().invoke(main, ["publish", str(out), "org/model", "--dry-run", "--quiet"])
+    assert done.exit_code == 0, done.output
+    assert "Would be uploaded to org/model" in done.output and "README.md" in done.output
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+def test_what_a_user_wrote_is_published(out: Path) -> None:
+    path = out / "README.md"
+    path.write_text(path.read_text().replace("tags:", "license: mit\ntags:", 1) + "\nMy own words.\n")
+    found = publish(out, "org/model", dry_run=True, quiet=True)
+    text = path.read_text()
+    assert dict(found.files)["README.md"] == len(text.encode())  # which is up to date already
+    assert any("folders of this machine" in note for note in found.notes)
+    assert any("no chat template" in note for note in found.notes)
+
+
+def test_the_hubs_refusal_is_a_sentence(out: Path, hub: UploadHub) -> None:
+    hub.refusal = 403
+    done = upload(hub, out, "org/model")
+    assert done.returncode == 1 and "org/model cannot be published:" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def poison(out: Path) -> None:
+    (file,) = out.glob("model*.safetensors")
+    tensors = load_file(file)
+    tensors["model.norm.weight"][0] = torch.nan
+    save_file(tensors, file)
+
+
+def lose(out: Path) -> None:
+    (file,) = out.glob("model*.safetensors")
+    tensors = load_file(file)
+    del tensors["model.norm.weight"]
+    save_file(tensors, file)
+
+
+def cut(out: Path) -> None:
+    (file,) = out.glob("model*.safetensors")
+    file.write_bytes(file.read_bytes()[:-5])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (poison, "model.norm.weight has values that are not finite"),
+        (lose, "lacks model.norm.weight"),
+        (cut, "truncated"),
+        (lambda out: next(iter(out.glob("model*.safetensors"))).unlink(), "has no weights"),
+        (lambda out: (out / "config.json").write_text("{"), "config.json"),
+        (lambda out: [file.unlink() for file in out.glob("tokenizer*")], "no usable tokenizer"),
+        (lambda out: (out / "mergekit_config.yml").unlink(), "no mergekit_config.yml"),
+    ],
+)
+def test_a_model_that_is_not_complete_is_refused(out: Path, spoil: Callable[[Path], object], said: str) -> None:
+    spoil(out)
+    with pytest.raises(SltaError, match=said):
+        publish(out, "org/model", dry_run=True, quiet=True)
+
+
+@pytest.mark.parametrize("name", ["model", "org/name/more", "org/", "/tmp/x", "-x y/z"])
+def test_a_name_that_is_no_repository_is_refused(out: Path, name: str) -> None:
+    with pytest.raises(SltaError, match="write ORG/NAME"):
+        publish(out, name, dry_run=True)

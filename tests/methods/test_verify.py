@@ -1,0 +1,239 @@
+"""A second look at finished merges: sound ones of every method, and every way in which one can be spoilt."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from conftest import MakeFamily
+from mergekit.config import MergeConfiguration
+from safetensors.torch import load_file, save_file
+from support import families
+from support.families import Family
+from support.processes import run_python
+
+from mergekit_slta.errors import SltaError
+from mergekit_slta.methods.verify import Verification, verify
+from mergekit_slta.recipe.recipe import Recipe
+from mergekit_slta.slta.measure import measure
+
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def check(content: dict[str, Any], out: Path, **options: Any) -> Verification:
+    recipe = Recipe.from_config(MergeConfiguration.model_validate(content), content)
+    return verify(recipe, out, quiet=True, **options)
+
+
+def change(out: Path, spoil: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Write the merged model's one weight file anew, with changed tensors."""
+    (file,) = out.glob("*.safetensors")
+    tensors = load_file(file)
+    spoil(tensors)
+    save_file(tensors, file)
+    index = out / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, file.name)}))
+
+
+@pytest.fixture(scope="module")
+def merged(llama: Family, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """A bfloat16 merge of float32 models with its statistics; not to be changed."""
+    folder = tmp_path_factory.mktemp("merged")
+    content = families.recipe(llama, samples=3, out_dtype="bfloat16", statistics=str(folder / "statistics.safetensors"))
+    return content, families.merge(content, folder / "out")
+
+
+@pytest.fixture
+def copied(merged: tuple[dict[str, Any], Path], tmp_path: Path) -> tuple[dict[str, Any], Path]:
+    """A merge that a test may spoil."""
+    return merged[0], Path(shutil.copytree(merged[1], tmp_path / "copy"))
+
+
+# Sound merges
+
+
+def test_a_sound_merge_is_as_near_as_the_dense_sum_says(llama: Family, merged: tuple[dict[str, Any], Path]) -> None:
+    content, out = merged
+    found = check(content, out)
+    assert found.problems == ()
+    (file,) = out.glob("*.safetensors")
+    written = load_file(file)
+    assert found.tensors == found.compared == len(written)
+    alpha = measure(Recipe.from_config(MergeConfiguration.model_validate(content)), quiet=True).solve().alpha
+    base, *experts = (model.state_dict() for model in llama.models())
+    errors = {}
+    for name in written:
+        wanted = base[name]
+        if name.startswith("model.layers."):
+            layer = name.split(".")[2]
+            branch = "attn" if "self_attn" in name or "input_layernorm" in name else "mlp"
+            weights = alpha[f"layer.{layer}.{branch}"]
+            wanted = wanted + sum(a * (expert[name] - base[name]) for a, expert in zip(weights, experts, strict=True))
+        errors[name] = float((written[name].double() - wanted).abs().max())
+    assert found.largest == pytest.approx(max(errors.values()), rel=1e-6)
+    assert found.where == max(errors, key=lambda name: errors[name])
+    assert str(found).startswith("No difference found.") and found.where in str(found)
+
+
+@pytest.mark.parametrize(
+    ("level", "dtype"), [("model", "bfloat16"), ("layer", "float32"), ("head_mlp", "bfloat16"), ("linear", "float32")]
+)
+def test_every_level_is_compared(llama: Family, tmp_path: Path, level: str, dtype: str) -> None:
+    content = families.recipe(
+        llama, samples=2, level=level, dtype=dtype, edges="mean", statistics=str(tmp_path / "stats")
+    )
+    found = check(content, families.merge(content, tmp_path / "out"))
+    assert found.problems == () and found.compared == found.tensors > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_plain_recipe_is_compared_with_its_own_weights(llama: Family, tmp_path: Path, dtype: str) -> None:
+    stats = measure(Recipe.from_config(MergeConfiguration.model_validate(families.recipe(llama, samples=2))))
+    paths = dict(zip((stats.info.base_model, *stats.info.models), map(str, llama.folders), strict=True))
+    stats.solve().save_recipe(tmp_path / "plain.yml", models=paths)
+    content = yaml.safe_load((tmp_path / "plain.yml").read_text()) | {"dtype": dtype}
+    out = families.merge(content, tmp_path / "out")
+    found = check(content, out)
+    assert found.problems == () and found.compared == found.tensors > 0
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[QUERY][0, 0] += 0.1
+
+    change(out, spoil)
+    assert check(content, out).problems[0].startswith(f"The tensor {QUERY} differs from what the recipe gives by up")
+
+
+@pytest.mark.parametrize("method", ["featcal", "actmat", "sftm"])
+def test_other_methods_are_compared_where_they_change_nothing(
+    make_family: MakeFamily, tmp_path: Path, method: str
+) -> None:
+    family = make_family(touch=lambda name: "down_proj" in name)
+    own: dict[str, Any] = {"samples": 2} if method == "featcal" else {}
+    content = families.recipe(family, method, calibration=method == "featcal", **own)
+    out = families.merge(content, tmp_path / "out")
+    found = check(content, out)
+    assert found.problems == () and found.largest == 0
+    unsolved = {EMBEDDING, "model.norm.weight"}
+    unchanged = [name for name in load_file(next(iter(out.glob("*.safetensors")))) if "down_proj" not in name]
+    assert found.compared == (len(unsolved) if method == "featcal" else len(unchanged))
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[EMBEDDING][3, 3] *= 1 + 1e-6
+
+    change(out, spoil)
+    found = check(content, out)
+    assert [EMBEDDING in problem for problem in found.problems] == [True]
+    assert 0 < found.largest < 1e-5 and found.where == EMBEDDING
+
+
+def test_an_average_of_the_edges_is_compared(llama: Family, tmp_path: Path) -> None:
+    content = families.recipe(llama, "featcal", samples=2, anchor="average")
+    out = families.merge(content, tmp_path / "out")
+    assert check(content, out).compared == 2
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[EMBEDDING].copy_(llama.model(0).state_dict()[EMBEDDING].float())
+
+    assert check(content, out).problems == ()
+    change(out, spoil)
+    assert len(check(content, out).problems) == 1
+
+
+def test_methods_of_mergekit_are_looked_at_without_their_values(llama: Family, tmp_path: Path) -> None:
+    content = families.recipe(llama, "ties", calibration=False, per_expert={"weight": 0.5, "density": 0.5})
+    found = check(content, families.merge(content, tmp_path / "out"))
+    assert found.problems == () and found.compared == 0 and found.tensors > 0
+
+
+def test_a_vocabulary_that_mergekit_aligned_is_not_compared(llama: Family, tmp_path: Path) -> None:
+    content = families.recipe(llama, samples=2, statistics=str(tmp_path / "stats")) | {"tokenizer_source": "base"}
+    found = check(content, families.merge(content, tmp_path / "out"))
+    assert found.problems == () and found.tensors - found.compared == 2  # the embedding and the head
+
+
+# Spoilt merges
+
+
+def test_values_of_one_row_are_found(copied: tuple[dict[str, Any], Path]) -> None:
+    content, out = copied
+    change(out, lambda tensors: tensors[QUERY][5].mul_(1.05))
+    found = check(content, out)
+    assert found.where == QUERY and [QUERY in problem for problem in found.problems] == [True]
+
+
+def test_a_merge_with_other_weights_is_found(
+    llama: Family, merged: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
+    content, _ = merged
+    other = content | {"parameters": content["parameters"] | {"ridge": 0.2}}
+    found = check(content, families.merge(other, tmp_path / "other"))
+    assert len(found.problems) > 10
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda tensors: tensors.pop(QUERY), "is missing"),
+        (lambda tensors: tensors.update(more=torch.zeros(2)), "The tensor more does not belong to the model"),
+        (lambda tensors: tensors.update({QUERY: tensors[QUERY].float()}), "is of type float32, not bfloat16"),
+        (lambda tensors: tensors.update({QUERY: tensors[QUERY][1:].clone()}), "has the shape [31, 32], not [32, 32]"),
+        (lambda tensors: tensors[QUERY][0, :2].fill_(torch.nan), "has 2 values that are not finite"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    copied: tuple[dict[str, Any], Path], spoil: Callable[[dict[str, torch.Tensor]], object], said: str
+) -> None:
+    content, out = copied
+    change(out, spoil)
+    (problem,) = check(content, out).problems
+    assert said in problem
+
+
+def test_values_are_compared_part_by_part(copied: tuple[dict[str, Any], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    content, out = copied
+    whole = check(content, out)
+    monkeypatch.setattr("mergekit_slta.methods.verify.ELEMENTS_AT_ONCE", 100)
+    assert check(content, out) == whole
+    change(out, lambda tensors: tensors[QUERY][31].mul_(1.05))
+    assert len(check(content, out).problems) == 1
+
+
+# What is refused
+
+
+def test_a_merge_without_statistics_is_refused_rather_than_measured(llama: Family, tmp_path: Path) -> None:
+    content = families.recipe(llama, samples=2)
+    with pytest.raises(SltaError, match=r"statistics at level attn_mlp are not in .*: measure them"):
+        check(content, llama.base)
+
+
+def test_a_level_that_was_not_measured_is_refused(merged: tuple[dict[str, Any], Path]) -> None:
+    content, out = merged
+    with pytest.raises(SltaError, match="statistics at level layer are not in"):
+        check(content | {"parameters": content["parameters"] | {"level": "layer"}}, out)
+
+
+def test_a_truncated_output_is_refused(copied: tuple[dict[str, Any], Path]) -> None:
+    content, out = copied
+    (file,) = out.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(SltaError, match="truncated"):
+        check(content, out)
+
+
+def test_the_command_ends_with_status_1_on_a_difference(copied: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+    content, out = copied
+    recipe = families.write_recipe(tmp_path / "recipe.yml", content)
+    done = run_python("-m", "mergekit_slta", "verify", recipe, out, "--quiet")
+    assert done.returncode == 0 and "No difference found" in done.stdout, done.stderr
+    change(out, lambda tensors: tensors[QUERY][5].mul_(1.05))
+    done = run_python("-m", "mergekit_slta", "verify", recipe, out, "--quiet")
+    assert done.returncode == 1 and "1 problem found." in done.stderr
+    assert QUERY in done.stderr and "Traceback" not in done.stderr

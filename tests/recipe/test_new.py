@@ -1,0 +1,78 @@
+"""Recipes to start from: read as they are, and what ``check`` says is missing is what there is to fill in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+from support.families import Family
+
+from mergekit_slta.cli.commands import main
+from mergekit_slta.errors import SltaError
+from mergekit_slta.recipe.new import new_recipe
+from mergekit_slta.recipe.recipe import Recipe
+from mergekit_slta.recipe.settings import SltaSettings
+
+
+def run(*arguments: str | Path, code: int = 0) -> str:
+    done = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+def test_the_recipe_names_the_models_and_the_defaults() -> None:
+    text = new_recipe("org/base", ["org/math", "org/base+org/adapter"])
+    recipe = Recipe.parse(text, "this")
+    assert not recipe.problems
+    assert [str(reference) for reference in recipe.references] == ["org/base", "org/math", "org/base+org/adapter"]
+    assert recipe.settings_of(SltaSettings) == SltaSettings()
+    assert all(len(line) <= 120 for line in text.splitlines())
+
+
+def test_every_commented_line_is_right_when_it_is_used(tmp_path: Path) -> None:
+    text = new_recipe("org/base", ["org/math"])
+    for name in ("template", "statistics", "report"):
+        text = text.replace(f"# {name}:", f"{name}:")
+    recipe = Recipe.parse(text.replace('calibration: ""', "calibration: math.jsonl"), "this")
+    assert not recipe.problems
+    (expert,) = recipe.experts
+    assert (expert.calibration, expert.template) == ("math.jsonl", "{question} {answer}")
+    assert recipe.settings_of(SltaSettings).statistics == "merge.slta.safetensors"
+
+
+def test_check_says_what_is_missing_until_it_is_filled_in(family: Family, tmp_path: Path) -> None:
+    file = tmp_path / "new" / "recipe.yml"
+    said = run("new", family.base, *family.experts, "-o", file)
+    assert f"mergekit-slta check {file}" in said
+    missing = run("check", file, code=1)
+    assert "3 problems found" in missing and missing.count("has no 'calibration'") == 3
+    content = file.read_text()
+    for data in family.data:
+        content = content.replace('calibration: ""', f"calibration: {data}", 1)
+    file.write_text(content)
+    assert "no problem found" in run("check", file)
+
+
+def test_the_recipe_goes_to_standard_output() -> None:
+    assert run("new", "org/base", "org/math") == new_recipe("org/base", ["org/math"])
+
+
+def test_a_file_that_is_there_stays_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yml"
+    file.write_text("mine")
+    assert "is there already" in run("new", "org/base", "org/math", "-o", file, code=1)
+    assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["/a b/c: d", "#x/y", "'quoted'/x", "null", "ünï/x"])
+def test_names_are_quoted_as_yaml_needs_it(name: str) -> None:
+    content = yaml.safe_load(new_recipe(name, ["org/math"]))
+    assert content["base_model"] == name
+
+
+@pytest.mark.parametrize(("base", "experts"), [("a/b", ["a/b"]), ("a/b", ["a/c", "a/c"]), ("a/b", [])])
+def test_models_that_make_no_merge_are_refused(base: str, experts: list[str]) -> None:
+    with pytest.raises(SltaError, match="named twice|at least one expert"):
+        new_recipe(base, experts)
