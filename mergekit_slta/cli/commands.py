@@ -49,12 +49,12 @@ def main() -> None:
     """Merge fine-tuned models with weights that are solved for, not searched for.
 
     A recipe is a mergekit YAML file with 'merge_method: slta' or 'featcal', or with 'actmat' or 'sftm', which need no
-    data; `new` writes one to start from. `check` it, then `merge` it (or run mergekit-yaml, which does the same). To see
-    the weights of slta first, or to solve several merges from one measurement, `calibrate` writes a small statistics
-    file. From it `solve` computes merging weights and plain mergekit recipes in a second, without models and without
-    data, and `report` shows what the merge keeps of each expert. `verify` re-reads a finished merge, `evaluate` measures
-    how well the merged model does each task, `compare` how well several do, and `linearity` whether the experts can be
-    merged by adding task vectors. `publish` uploads a merged model.
+    data; `new` writes one to start from. `check` it, then `merge` it (or run mergekit-yaml, which does the same). To
+    see the weights of slta first, or to solve several merges from one measurement, `calibrate` writes a small
+    statistics file. From it `solve` computes merging weights and plain mergekit recipes in a second, without models
+    and without data, and `report` shows what the merge keeps of each expert. `verify` re-reads a finished merge,
+    `evaluate` measures how well the merged model does each task, `compare` how well several do, and `linearity` whether
+    the experts can be merged by adding task vectors. `publish` uploads a merged model.
     """
 
 

@@ -94,7 +94,8 @@ def measured_statistics(
         raise SltaError("\n".join(problems))
     data = experiment.load_data(experiment.recipe.experts)
     content = fingerprint(experiment, data)
-    file = file or cache_file(content, levels)
+    if file is None:
+        file = cache_folder() / f"{digest([content.model_dump(mode='json'), sorted(levels)])}.safetensors"
     measurement = _Measurement(experiment, file, measuring)
     if _exists(file, experiment.ranks):
         return measurement.reuse(levels, published)
