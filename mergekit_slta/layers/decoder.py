@@ -23,6 +23,9 @@ from mergekit_slta.models.skeleton import meta_model
 
 Found = TypeVar("Found")
 
+# The ends of the names of classes that make text from text; the last one's may take more than text.
+WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+
 
 class Decoder:
     """The decoder of one architecture, without weights.
@@ -37,6 +40,7 @@ class Decoder:
         model: the whole model on the meta device.
         body: the part of the model that is everything but its output head, and ``body_path`` what the model's names
             of its tensors begin with.
+        tower: the language tower of a multimodal model, or the whole of another one.
         layers: the decoder layers, and ``layers_path`` their path in the model.
         fresh: puts the model back to how it was built.
 
@@ -53,8 +57,9 @@ class Decoder:
         self.name = type(self.model).__name__
         self.body = self.model.base_model
         paths = {module: name for name, module in self.model.named_modules() if name}
-        self.body_path = f"{paths[self.body]}." if self.body in paths else ""
-        self.layers = _find_layers(self.model, config)
+        self.body_path = _inside(paths.get(self.body, ""))
+        self.tower = self.model.get_decoder() if is_multimodal(config) else self.model
+        self.layers = _find_layers(self.model, self.tower, config)
         self.layers_path = paths[self.layers]
         self._give_buffers()
         self._known: dict[Hashable, Any] = {}
@@ -92,15 +97,28 @@ class Decoder:
         """The names of a layer's tensors inside the layer, and in the model."""
         return {name: f"{self.layers_path}.{layer}.{name}" for name in self.layers[layer].state_dict()}
 
+    @functools.cached_property
+    def language_tensors(self) -> frozenset[str]:
+        """The model's names of the tensors of its language tower and its output head, tied ones by all their names."""
+        parts = [self.tower, self.model.get_output_embeddings()]
+        paths = [name for name, module in self.model.named_modules() if any(module is part for part in parts)]
+        return frozenset(name for name in self.tensor_names if any(name.startswith(_inside(path)) for path in paths))
+
+    def is_language(self, name: str) -> bool:
+        """Whether a tensor does not belong to a multimodal model's other towers, by the model's name or an unknown one."""
+        return self.tower is self.model or name in self.language_tensors
+
     def edge_tensors(self) -> list[str]:
-        """The model's names of the tensors outside the decoder layers (embeddings, final norm, output head).
+        """The model's names of the language tensors outside the decoder layers (embeddings, final norm, output head).
 
         Tied tensors are named once: what is given for one counts for all.
         """
         tied = set(dict(self.model.named_parameters(remove_duplicate=False)))
         tied -= set(dict(self.model.named_parameters()))
         return [
-            name for name in self.model.state_dict() if not name.startswith(self.layers_path + ".") and name not in tied
+            name
+            for name in self.model.state_dict()
+            if name in self.language_tensors and not name.startswith(self.layers_path + ".") and name not in tied
         ]
 
     def run(
@@ -216,29 +234,39 @@ class Decoder:
             self.model.get_submodule(owner)._buffers[leaf] = buffer.to(self.device)
 
 
+def is_multimodal(config: transformers.PretrainedConfig) -> bool:
+    """Whether a model has towers for images, video or sound beside the one for language."""
+    return config.get_text_config() is not config
+
+
 def refuse_unless_decoder(config: transformers.PretrainedConfig) -> None:
-    """Refuse what has no single stack of causal decoder layers, and say what to use instead.
+    """Refuse what has no single stack of causal decoder layers that makes text, and say what to use instead.
 
     Raises:
-        SltaError: the model is an encoder, an encoder-decoder, or has several modules (vision, audio).
+        SltaError: the model is an encoder, an encoder-decoder, or makes no text.
     """
     if not config.architectures:  # which building the model will say
         return
     architecture = config.architectures[0]
-    if config.is_encoder_decoder:
+    if config.is_encoder_decoder or config.get_text_config().is_encoder_decoder:
         kind = "is an encoder-decoder"
-    elif config.get_text_config() is not config:
-        kind = "has several modules"
-    elif not architecture.endswith(("ForCausalLM", "LMHeadModel")):
+    elif not architecture.endswith(WRITERS if is_multimodal(config) else WRITERS[:2]):
         kind = "is no decoder-only language model"
     else:
         return
     raise SltaError(f"{architecture} {kind}, which calibration does not cover: use 'merge_method: actmat' instead.")
 
 
-def _find_layers(model: transformers.PreTrainedModel, config: transformers.PretrainedConfig) -> torch.nn.ModuleList:
-    depth = config.num_hidden_layers
-    for module in model.modules():
+def _find_layers(
+    model: transformers.PreTrainedModel, tower: torch.nn.Module, config: transformers.PretrainedConfig
+) -> torch.nn.ModuleList:
+    depth = config.get_text_config().num_hidden_layers
+    for module in tower.modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == depth:
             return module
     raise SltaError(f"Cannot find the {depth} decoder layers of {type(model).__name__}: use 'merge_method: actmat'.")
+
+
+def _inside(path: str) -> str:
+    """What the names of a module's tensors begin with."""
+    return f"{path}." if path else ""

@@ -165,20 +165,23 @@ class CalibratedMethod(FiniteMethod):
     def validate_inputs(
         self, input_ids: Sequence[Hashable], base_id: Hashable | None = None, *, group_name: str | None = None
     ) -> None:
-        """Check the inputs' structure; at the first slice, forget the previous merge and note the loader's settings."""
+        """Check the inputs' structure; at a module's first slice, begin a merge and note the loader's settings."""
         if group_name is None or not all(isinstance(model, ModelReference) for model in input_ids):
             raise SltaError(NOT_A_FOLDER.format(method=self.spec.name))
         super().validate_inputs(input_ids, base_id, group_name=group_name)
         if group_name.endswith(".slices[0]"):
-            self._merge = self._planned(input_ids, base_id)
+            self._begin_module(input_ids, base_id)
         elif ".slices[" in group_name:
             raise SltaError(f"'{self.spec.name}' merges whole models, not slices: list the experts under 'models'.")
 
-    def _planned(self, input_ids: Sequence[Any], base: Any) -> Merge:
+    def _begin_module(self, input_ids: Sequence[Any], base: Any) -> None:
+        """Begin a merge, unless a module is the next one of a model whose merge is being planned."""
+        experts, merge = tuple(model for model in input_ids if model != base), self._merge
+        if merge is not None and merge.parameters is None and (merge.references, merge.base) == (experts, base):
+            return
         loaders = LoaderCache()
         experiment, self._experiment = self._experiment, None
-        experts = tuple(model for model in input_ids if model != base)
-        return Merge(experts, base, experiment, loaders.trust_remote_code, loaders.hf_cache_dir)
+        self._merge = Merge(experts, base, experiment, loaders.trust_remote_code, loaders.hf_cache_dir)
 
     def merge(self, group: TensorGroup, **parameters: Any) -> torch.Tensor:
         """Merge one tensor; the first one waits for the result."""

@@ -40,13 +40,14 @@ class FeatcalMethod(CalibratedMethod):
         return solved
 
     def merge_tensor(self, group: TensorGroup, merge: Merge) -> torch.Tensor:
-        """The solved tensor, or the anchor's."""
-        base = group.base.tensor
-        tensor = merge.result.tensor(group.metadata.name)
+        """The solved tensor, or outside the layers the base model's or the experts' average."""
+        base, name = group.base.tensor, group.metadata.name
+        tensor = merge.result.tensor(name)
         if tensor is not None:
             return tensor.to(base.device, base.dtype)
         assert merge.experiment is not None
-        if not merge.experiment.recipe.settings_of(FeatcalSettings).averages_edges:
+        settings = merge.experiment.recipe.settings_of(FeatcalSettings)
+        if not (settings.averages_edges if merge.result.is_language(name) else settings.towers == "mean"):
             return base
         equal = torch.tensor(1 / len(group.non_base))
         return weighted_sum(base, [(entry.tensor, equal) for entry in group.non_base])

@@ -39,7 +39,8 @@ class SltaMethod(CalibratedMethod):
             LOG.warning("%s", note)
         if settings.report:
             write_report(settings.report, lambda: _report_page(solution))
-        return TensorWeights(experiment.decoder.to("cpu"), settings.level, solution.submodules, settings.edges)
+        decoder = experiment.decoder.to("cpu")
+        return TensorWeights(decoder, settings.level, solution.submodules, settings.edges, settings.towers)
 
     def merge_tensor(self, group: TensorGroup, merge: Merge) -> torch.Tensor:
         """The base model's tensor plus the weighted task vectors."""

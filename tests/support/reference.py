@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -188,6 +188,17 @@ class Float64(TorchFunctionMode):
         kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
         return func(*args, **kwargs)
 
+
+# Language towers of multimodal models, by the keys of ``families.MULTIMODAL``.
+_TOWER: dict[str, Any] = {"layers": "model.language_model.layers"}
+SPLITS |= {
+    **dict.fromkeys(("qwen3_vl", "qwen2_5_vl", "mistral3", "gemma4_vision"), Split(**_TOWER)),
+    "gemma3_vision": replace(_GEMMA2, **_TOWER),
+    "qwen3_5": Split(
+        attn=("input_layernorm", "linear_attn", "self_attn"), closing_attn=("linear_attn", "self_attn"), **_TOWER
+    ),
+    "llama4_vision": Split(layers="language_model.model.layers"),
+}
 
 # Features
 
