@@ -71,7 +71,7 @@ def sample_problems(case: Case, drawn: CalibrationData) -> list[str]:
     if not isinstance(decoder, Decoder) or base is None:
         return []
     embedding, vocabulary = decoder.model.get_input_embeddings(), size(base, "vocab_size")
-    others = [module for module in decoder.model.modules() if module is not embedding]
+    others = [module for module in decoder.tower.modules() if module is not embedding]
     positions = min(
         (module.num_embeddings for module in others if isinstance(module, torch.nn.Embedding)), default=None
     )
