@@ -17,6 +17,7 @@ from mergekit.architecture.conversion import can_convert_checkpoint_keys
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models.headers import Model, TensorHeader, listed
 from mergekit_slta.models.skeleton import computation, meta_model, model_tensor_name
+from mergekit_slta.models.spellings import other_names
 
 LAYER_NUMBER = re.compile(r"\.(\d+)\.")
 TOKENIZER = "tokenizer.json"
@@ -32,10 +33,18 @@ def architecture_problem(base: Model, expert: Model, *, mixed: bool = False) -> 
         mixed: the architectures may have different names.
     """
     if not mixed and (expert.architecture, expert.config.model_type) != (base.architecture, base.config.model_type):
-        return (
+        kinds = (
             f"The expert {expert} is a {expert.architecture} ({expert.config.model_type}), the base model {base} a "
-            f"{base.architecture} ({base.config.model_type}): only models of one architecture can be merged."
+            f"{base.architecture} ({base.config.model_type})"
         )
+        if language_type(expert) != language_type(base) or is_multimodal(expert) == is_multimodal(base):
+            return f"{kinds}: only models of one architecture can be merged."
+        if known_architecture(expert) and known_architecture(base):
+            return (
+                f"{kinds}: mergekit defines the two apart and cannot plan a merge of both, although one is the language "
+                f"tower of the other. Save the expert as a {base.architecture}, with its tensors in the base model's "
+                "place."
+            )
     sizes = [(name, size(expert, name), size(base, name)) for name in SIZES]
     sizes = [entry for entry in sizes if None not in entry]  # a size that one configuration leaves out is a default
     differing = [f"{name} {own} instead of {wanted}" for name, own, wanted in sizes if own != wanted]
@@ -45,6 +54,16 @@ def architecture_problem(base: Model, expert: Model, *, mixed: bool = False) -> 
             "leave it out."
         )
     return None
+
+
+def language_type(model: Model) -> str:
+    """The type of the language model, which may be a part of the model."""
+    return str(model.config.get_text_config().model_type)
+
+
+def is_multimodal(model: Model) -> bool:
+    """Whether the language model is a part of the model."""
+    return model.config.get_text_config() is not model.config
 
 
 def other_settings(base: Model, expert: Model) -> list[str]:
@@ -172,13 +191,23 @@ def missing_tensors(models: Sequence[Model], trust_remote_code: bool = False) ->
     lost: dict[tuple[str, ...], list[str]] = {}
     for model in models:
         planned = plan(model, models, trust_remote_code)
-        lost.setdefault(tuple(weight.name for weight in planned if not can_load(model, weight)), []).append(str(model))
+        missing = [weight.name for weight in planned if not can_load(model, weight)]
+        found = renamed(models[0], model, missing, trust_remote_code)
+        lost.setdefault(tuple(name for name in missing if name not in found), []).append(str(model))
     return [
         f"{listed(stripped)}: the checkpoint lacks {listed(list(names))}, which mergekit asks for; it is incomplete, "
         "or of a variant of its architecture that mergekit cannot merge."
         for names, stripped in lost.items()
         if names
     ]
+
+
+def renamed(base: Model, model: Model, names: Sequence[str], trust_remote_code: bool) -> Mapping[str, str]:
+    """What a checkpoint calls tensors that it does not have by these names."""
+    try:
+        return other_names(meta_model(base.config, trust_remote_code), model.tensors or (), names) if names else {}
+    except SltaError:  # transformers cannot build the model
+        return {}
 
 
 def plan(model: Model, models: Sequence[Model], trust_remote_code: bool) -> list[WeightInfo]:
@@ -225,6 +254,7 @@ def known_architecture(model: Model) -> ModelArchitecture | None:
 def undefined_parameters(model: Model, architecture: ModelArchitecture, trust_remote_code: bool) -> list[str]:
     """The stored tensors that mergekit's definition lacks; what old checkpoints hold beside parameters is no loss."""
     written = {name for weight in architecture.all_weights(model.config) for name in names_of(weight)}
+    written |= set(renamed(model, model, [name for name in written if name not in (model.tensors or {})], trust_remote_code).values())
     undefined = [name for name in model.tensors or {} if not model_tensor_name(name, written, model.prefix)]
     if not undefined:
         return []

@@ -10,18 +10,22 @@ from contextvars import ContextVar
 from typing import Any
 
 from mergekit import merge_methods
+from mergekit.architecture import ModelArchitecture
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import FinalizeModel, LoaderCache
 from mergekit.options import MergeOptions
 
 from mergekit_slta.checks import examine
+from mergekit_slta.errors import SltaError
 from mergekit_slta.methods.actmat import ActmatMethod
 from mergekit_slta.methods.base import FiniteMethod
 from mergekit_slta.methods.featcal import FeatcalMethod
 from mergekit_slta.methods.sftm import SftmMethod
 from mergekit_slta.methods.slta import SltaMethod
 from mergekit_slta.models.merged_adapters import current_loader, merge_adapter
+from mergekit_slta.models.skeleton import meta_model
+from mergekit_slta.models.spellings import know_by_other_names
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
 
@@ -64,7 +68,10 @@ def watch_planner() -> None:
         for method in METHODS.values():
             method.forget()
         if config.merge_method in METHODS:
-            METHODS[config.merge_method].begin(sound_experiment(config, options))
+            experiment = sound_experiment(config, options)
+            METHODS[config.merge_method].begin(experiment)
+            with contextlib.suppress(SltaError):  # transformers cannot build the model
+                _find_tensors(experiment, arch_info)
         plan(self, config, arch_info, options, *rest, **more)
 
     setattr(init, WATCHED, True)
@@ -78,6 +85,15 @@ def watch_planner() -> None:
             method.written()
 
     FinalizeModel.execute = execute
+
+
+def _find_tensors(experiment: Experiment, arch_info: ModelArchitecture) -> None:
+    """Let mergekit find what the models call otherwise than it asks for it."""
+    config = experiment.base.config
+    asked = {weight.name for weight in arch_info.all_weights(config)}
+    model = meta_model(config, experiment.trust_remote_code)
+    for reference in experiment.recipe.references:
+        know_by_other_names(reference, model, asked)
 
 
 _EXAMINED: ContextVar[tuple[Experiment, examine.Findings] | None] = ContextVar("examined", default=None)

@@ -227,7 +227,7 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3Config",
         {
             "text_config": _GROUPED | _SLIDING | {"head_dim": 8},
-            "vision_config": _VISION,
+            "vision_config": _VISION | {"vision_use_head": False},
             "mm_tokens_per_image": 4,
         },
     ),
