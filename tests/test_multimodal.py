@@ -18,7 +18,7 @@ from support import families, reference
 from support.families import MULTIMODAL, Family
 from support.gram_difference import gram_difference
 from support.processes import run_python
-from test_architectures import ALPHA_TOLERANCE, LONGEST, RECORDS, State, assert_tensors_equal
+from test_architectures import LONGEST, RECORDS, assert_tensors_equal
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mergekit_slta.checks.examine import examine
@@ -81,9 +81,7 @@ def test_the_finer_levels_apply_where_they_do_to_the_text_model(
 
 
 @pytest.mark.parametrize("name", MULTIMODAL)
-def test_the_merged_model_is_the_one_made_by_hand(
-    name: str, family: Callable[[str], Family], tmp_path: Path
-) -> None:
+def test_the_merged_model_is_the_one_made_by_hand(name: str, family: Callable[[str], Family], tmp_path: Path) -> None:
     found, split = family(name), reference.SPLITS[name]
     settings = {"edges": "mean", "towers": "base" if name == "qwen3_vl" else "mean"}
     recipe = families.recipe(found, level="layer", samples=RECORDS, **settings)

@@ -9,18 +9,17 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from mergekit.architecture import ModelArchitecture, WeightInfo, arch_info_for_config
 from mergekit.architecture.conversion import can_convert_checkpoint_keys
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.models.headers import Model, TensorHeader, listed
+from mergekit_slta.models.headers import Model, listed
+from mergekit_slta.models.padding import TOKENIZER, both_have, is_vocabulary, padded_tensors, size, tokens_of
 from mergekit_slta.models.skeleton import computation, meta_model, model_tensor_name
 from mergekit_slta.models.spellings import other_names
 
 LAYER_NUMBER = re.compile(r"\.(\d+)\.")
-TOKENIZER = "tokenizer.json"
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
@@ -72,11 +71,6 @@ def other_settings(base: Model, expert: Model) -> list[str]:
     return sorted(name for name in own.keys() & theirs.keys() if own[name] != theirs[name])
 
 
-def size(model: Model, name: str) -> Any:
-    """A size by the configuration of the language model, or of the only one."""
-    return getattr(model.config.get_text_config(), name, None)
-
-
 def shape_problem(base: Model, expert: Model) -> str | None:
     """The tensors of an expert that differ in shape from the base model's, but for the size of the vocabulary."""
     shapes = [(name, stored.shape, other.shape) for name, stored, other in both_have(base, expert)]
@@ -90,20 +84,6 @@ def shape_problem(base: Model, expert: Model) -> str | None:
         f"The tensor {name} of the expert {expert} has the shape {list(others)} instead of {list(own)}{more}: "
         f"it was not fine-tuned from the base model {base}, leave it out."
     )
-
-
-def both_have(base: Model, expert: Model) -> Iterator[tuple[str, TensorHeader, TensorHeader]]:
-    """The base model's tensors that an expert has too: name, the base model's and the expert's."""
-    for name, stored in (base.tensors or {}).items():
-        other = expert.tensor(name)
-        if other is not None:
-            yield name, stored, other
-
-
-def is_vocabulary(base: Model, expert: Model, shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Whether a tensor's rows are tokens, in both models, and all else about it is equal."""
-    sizes = (size(base, "vocab_size"), size(expert, "vocab_size"))
-    return (*shape[:1], *other[:1]) == sizes and shape[1:] == other[1:]
 
 
 def tied_problem(base: Model, expert: Model) -> str | None:
@@ -137,7 +117,7 @@ def quantization_problem(model: Model) -> str | None:
 def vocabulary_problem(base: Model, expert: Model) -> str | None:
     """How the vocabularies of an expert and the base model differ."""
     own, others = size(base, "vocab_size"), size(expert, "vocab_size")
-    if own != others:
+    if own != others and not padded_tensors(base, expert):
         return f"The expert {expert} has a vocabulary of {others} tokens, the base model {base} one of {own}"
     return moved_tokens_problem(base, expert)
 
@@ -159,7 +139,7 @@ def token_ids(base: Model, expert: Model) -> tuple[dict[str, int], dict[str, int
     own, theirs = tokenizer_file(base), tokenizer_file(expert)
     if own is None or theirs is None or filecmp.cmp(own, theirs, shallow=False):
         return {}, {}
-    return tokens_of(own), tokens_of(theirs)
+    return known_tokens(own), known_tokens(theirs)
 
 
 def tokenizer_file(model: Model) -> Path | None:
@@ -174,13 +154,12 @@ def brings_tokenizer(model: Model) -> bool:
     return model.reference.lora is not None and (Path(model.reference.lora.path) / TOKENIZER).is_file()
 
 
-def tokens_of(file: Path) -> dict[str, int]:
-    """The tokens of a ``tokenizer.json``; none if it is damaged, which loading it tells."""
+def known_tokens(file: Path) -> dict[str, int]:
+    """The tokens of a ``tokenizer.json`` but those added later; none if it is damaged, which loading it tells."""
     try:
-        tokens = json.loads(file.read_text(encoding="utf-8"))["model"]["vocab"]
+        return tokens_of(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError):
         return {}
-    return tokens if isinstance(tokens, dict) else {token: index for index, (token, *_) in enumerate(tokens)}
 
 
 # What mergekit will ask for
@@ -254,7 +233,11 @@ def known_architecture(model: Model) -> ModelArchitecture | None:
 def undefined_parameters(model: Model, architecture: ModelArchitecture, trust_remote_code: bool) -> list[str]:
     """The stored tensors that mergekit's definition lacks; what old checkpoints hold beside parameters is no loss."""
     written = {name for weight in architecture.all_weights(model.config) for name in names_of(weight)}
-    written |= set(renamed(model, model, [name for name in written if name not in (model.tensors or {})], trust_remote_code).values())
+    written |= set(
+        renamed(
+            model, model, [name for name in written if name not in (model.tensors or {})], trust_remote_code
+        ).values()
+    )
     undefined = [name for name in model.tensors or {} if not model_tensor_name(name, written, model.prefix)]
     if not undefined:
         return []

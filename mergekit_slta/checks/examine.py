@@ -32,6 +32,7 @@ from mergekit_slta.checks.models import (
     one_architecture,
     openable_models,
     other_configurations,
+    padded_vocabularies,
     planned_tensors,
     solvable_layers,
     unseen_tensors,
@@ -73,7 +74,7 @@ CHECKS: dict[type[MethodSettings], tuple[Check, ...]] = {
     SftmSettings: (),
 }
 MERGE: tuple[Check, ...] = (tensor_types, planned_tensors, vocabularies, folders, disk_space)
-NOTES: tuple[Check, ...] = (unseen_tensors, other_configurations)
+NOTES: tuple[Check, ...] = (unseen_tensors, other_configurations, padded_vocabularies)
 MERGE_NOTES: tuple[Check, ...] = (feature_merge_needs, precision, no_tokenizer, card_lookup)
 
 

@@ -13,7 +13,7 @@ import torch
 from mergekit.common import ModelReference, dtype_from_name
 from mergekit.io.tasks import LoaderCache
 from mergekit.merge_methods import GroupMergeMethod, InputContract, MergeMethodSpec, TensorGroup
-from mergekit.merge_methods.base import BasePolicy, ParameterScope
+from mergekit.merge_methods.base import BasePolicy, OptionalTensorPolicy, ParameterScope
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models.headers import listed
@@ -32,15 +32,18 @@ NOT_A_FOLDER = (
 )
 
 
-def method_spec(settings: type[MethodSettings], pretty_name: str, paper: str, **more: Any) -> MergeMethodSpec:
-    """A method as mergekit declares it; ``paper`` is its number on arXiv."""
+def method_spec(settings: type[MethodSettings], pretty_name: str, paper: str) -> MergeMethodSpec:
+    """A method as mergekit declares it; ``paper`` is its number on arXiv.
+
+    A tensor that no expert has, such as one of a vision tower that they lack, stays the base model's.
+    """
     return MergeMethodSpec(
         name=settings.method,
         parameters=parameter_specs(settings),
         contract=InputContract(base=BasePolicy.REQUIRED, min_non_base=1),
         pretty_name=pretty_name,
         reference_url=f"https://arxiv.org/abs/{paper}",
-        **more,
+        optional_tensor_policy=OptionalTensorPolicy.PASSTHROUGH_BASE_SINGLETON,
     )
 
 

@@ -25,7 +25,7 @@ from mergekit_slta.methods.sftm import SftmMethod
 from mergekit_slta.methods.slta import SltaMethod
 from mergekit_slta.models.merged_adapters import current_loader, merge_adapter
 from mergekit_slta.models.skeleton import meta_model
-from mergekit_slta.models.spellings import know_by_other_names
+from mergekit_slta.models.spellings import adapt_loader, other_names
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
 
@@ -70,8 +70,7 @@ def watch_planner() -> None:
         if config.merge_method in METHODS:
             experiment = sound_experiment(config, options)
             METHODS[config.merge_method].begin(experiment)
-            with contextlib.suppress(SltaError):  # transformers cannot build the model
-                _find_tensors(experiment, arch_info)
+            _adapt_loaders(experiment, arch_info)
         plan(self, config, arch_info, options, *rest, **more)
 
     setattr(init, WATCHED, True)
@@ -87,13 +86,16 @@ def watch_planner() -> None:
     FinalizeModel.execute = execute
 
 
-def _find_tensors(experiment: Experiment, arch_info: ModelArchitecture) -> None:
-    """Let mergekit find what the models call otherwise than it asks for it."""
+def _adapt_loaders(experiment: Experiment, arch_info: ModelArchitecture) -> None:
+    """Let mergekit find what the models call otherwise than it asks for it, and leave out the rows of no token."""
     config = experiment.base.config
     asked = {weight.name for weight in arch_info.all_weights(config)}
-    model = meta_model(config, experiment.trust_remote_code)
     for reference in experiment.recipe.references:
-        know_by_other_names(reference, model, asked)
+        stored, names = current_loader(reference).index.tensor_paths, {}
+        with contextlib.suppress(SltaError):  # transformers cannot build the model
+            if missing := [name for name in asked if name not in stored]:
+                names = other_names(meta_model(config, experiment.trust_remote_code), stored, missing)
+        adapt_loader(reference, names, experiment.padded_tensors(reference))
 
 
 _EXAMINED: ContextVar[tuple[Experiment, examine.Findings] | None] = ContextVar("examined", default=None)

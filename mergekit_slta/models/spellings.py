@@ -40,31 +40,30 @@ def other_names(
 
 
 class RenamingLoader(LazyTensorLoader):
-    """mergekit's loader of a checkpoint that knows some of its tensors by other names too.
+    """mergekit's loader of a checkpoint that knows some of its tensors by other names too, and leaves out some rows.
 
     Args:
         loader: the loader.
         names: the stored tensor for each of the other names.
+        rows: how many rows of a stored tensor to load.
     """
 
-    def __init__(self, loader: LazyTensorLoader, names: Mapping[str, str]) -> None:
+    def __init__(self, loader: LazyTensorLoader, names: Mapping[str, str], rows: Mapping[str, int]) -> None:
         stored = loader.index.tensor_paths
         paths = {**stored, **{name: stored[other] for name, other in names.items()}}
         super().__init__(replace(loader.index, tensor_paths=paths), loader.lazy_unpickle)
-        self._names = names
+        self._names, self._rows = names, rows
 
     def get_tensor(
         self, key: str, device: str = "cpu", aliases: list[str] | None = None, raise_on_missing: bool = True
     ) -> torch.Tensor | None:
         """The tensor that is stored by that name, or by the one that it stands for."""
-        return super().get_tensor(self._names.get(key, key), device, aliases, raise_on_missing)
+        stored = self._names.get(key, key)
+        tensor = super().get_tensor(stored, device, aliases, raise_on_missing)
+        return tensor[: self._rows.get(stored)] if stored in self._rows and tensor is not None else tensor
 
 
-def know_by_other_names(
-    reference: ModelReference, model: transformers.PreTrainedModel, asked: Collection[str]
-) -> None:
-    """Let mergekit find a checkpoint's tensors by the asked names, as far as transformers takes them for the same."""
-    loader = current_loader(reference)
-    missing = [name for name in asked if name not in loader.index.tensor_paths]
-    if names := other_names(model, loader.index.tensor_paths, missing):
-        LoaderCache.loaders[reference] = RenamingLoader(loader, names)
+def adapt_loader(reference: ModelReference, names: Mapping[str, str], rows: Mapping[str, int]) -> None:
+    """Let mergekit load a checkpoint as a ``RenamingLoader`` does, if there is anything to rename or to leave out."""
+    if names or rows:
+        LoaderCache.loaders[reference] = RenamingLoader(current_loader(reference), names, rows)

@@ -16,7 +16,6 @@ from typing import Any
 import transformers
 import yaml
 from mergekit.architecture import arch_info_for_config
-from mergekit.architecture.base import ConfiguredModelArchitecture
 from mergekit.common import ModelReference
 from mergekit.config import ConfigYamlDumper, MergeConfiguration, evaluate_setting
 
@@ -261,7 +260,9 @@ def _read_config(info: Info, path: str, trust_remote_code: bool) -> transformers
         raise SltaError(
             f"The configuration of the base model '{path}' cannot be read ({first_line(error)}): {fix}."
         ) from error
-    if (config.architectures or [""])[0] != info.architecture or config.get_text_config().num_hidden_layers != info.num_layers:
+    if (config.architectures or [""])[
+        0
+    ] != info.architecture or config.get_text_config().num_hidden_layers != info.num_layers:
         raise SltaError(
             f"The model '{path}' is not the base model of the statistics, a {info.architecture} of {info.num_layers} "
             f"layers: {fix}."

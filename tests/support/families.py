@@ -243,7 +243,10 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "text_config": _QWEN3_TEXT
             # The norm after the linear attention magnifies what nearly cancels; a larger epsilon bounds that.
-            | {"rms_norm_eps": 0.03, "rope_parameters": _MROPE | {"mrope_interleaved": True, "partial_rotary_factor": 1.0}}
+            | {
+                "rms_norm_eps": 0.03,
+                "rope_parameters": _MROPE | {"mrope_interleaved": True, "partial_rotary_factor": 1.0},
+            }
             | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
             | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
             | {"linear_key_head_dim": 8, "linear_value_head_dim": 8},
@@ -265,8 +268,7 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama4Config",
         {
             "text_config": UNSPLIT["llama4"][1],
-            "vision_config": _VISION
-            | {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
+            "vision_config": _VISION | {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
         },
     ),
     "mistral3": (
