@@ -40,9 +40,9 @@ def architecture_problem(base: Model, expert: Model, *, mixed: bool = False) -> 
             return f"{kinds}: only models of one architecture can be merged."
         if known_architecture(expert) and known_architecture(base):
             return (
-                f"{kinds}: mergekit defines the two apart and cannot plan a merge of both, although one is the language "
-                f"tower of the other. Save the expert as a {base.architecture}, with its tensors in the base model's "
-                "place."
+                f"{kinds}: mergekit defines the two apart and cannot plan a merge of both, although one is the "
+                f"language tower of the other. Save the expert as a {base.architecture}, its tensors in the place of "
+                "the base model's."
             )
     sizes = [(name, size(expert, name), size(base, name)) for name in SIZES]
     sizes = [entry for entry in sizes if None not in entry]  # a size that one configuration leaves out is a default
@@ -233,16 +233,13 @@ def known_architecture(model: Model) -> ModelArchitecture | None:
 def undefined_parameters(model: Model, architecture: ModelArchitecture, trust_remote_code: bool) -> list[str]:
     """The stored tensors that mergekit's definition lacks; what old checkpoints hold beside parameters is no loss."""
     written = {name for weight in architecture.all_weights(model.config) for name in names_of(weight)}
-    written |= set(
-        renamed(
-            model, model, [name for name in written if name not in (model.tensors or {})], trust_remote_code
-        ).values()
-    )
     undefined = [name for name in model.tensors or {} if not model_tensor_name(name, written, model.prefix)]
     if not undefined:
         return []
+    asked = [name for name in written if name not in (model.tensors or {})]
+    found = set(renamed(model, model, asked, trust_remote_code).values())
     parameters = set(own_parameters(model, trust_remote_code))
-    return [name for name in undefined if model_tensor_name(name, parameters, model.prefix)]
+    return [name for name in undefined if name not in found and model_tensor_name(name, parameters, model.prefix)]
 
 
 def partial_conversions(model: Model, trust_remote_code: bool) -> list[str]:

@@ -105,7 +105,7 @@ class Decoder:
         return frozenset(name for name in self.tensor_names if any(name.startswith(_inside(path)) for path in paths))
 
     def is_language(self, name: str) -> bool:
-        """Whether a tensor does not belong to a multimodal model's other towers, by the model's name or an unknown one."""
+        """Whether a tensor, by the model's name, does not belong to a multimodal model's other towers."""
         return self.tower is self.model or name in self.language_tensors
 
     def edge_tensors(self) -> list[str]:

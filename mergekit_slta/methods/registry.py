@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -91,7 +91,8 @@ def _adapt_loaders(experiment: Experiment, arch_info: ModelArchitecture) -> None
     config = experiment.base.config
     asked = {weight.name for weight in arch_info.all_weights(config)}
     for reference in experiment.recipe.references:
-        stored, names = current_loader(reference).index.tensor_paths, {}
+        stored = current_loader(reference).index.tensor_paths
+        names: Mapping[str, str] = {}
         with contextlib.suppress(SltaError):  # transformers cannot build the model
             if missing := [name for name in asked if name not in stored]:
                 names = other_names(meta_model(config, experiment.trust_remote_code), stored, missing)

@@ -121,7 +121,7 @@ class Checkpoint:
             tensor = self._loader.get_tensor(stored, device=str(device)) if stored else self._convert(name)
         if tensor is None:
             raise SltaError(f"{self} lacks the tensor {name}: its checkpoint is incomplete or of another architecture.")
-        if stored in self.rows:
+        if stored is not None and stored in self.rows:
             tensor = tensor[: self.rows[stored]]
         self.bytes_read += tensor.nbytes
         if not tensor.is_floating_point():

@@ -183,8 +183,8 @@ class Solution:
             trust_remote_code: run the Python code that comes with the base model, whose configuration is read.
 
         Raises:
-            SltaError: a name is not in the statistics, ``edges`` or ``towers`` is something else, a recipe cannot express the level,
-                or the base model's configuration cannot be read.
+            SltaError: a name is not in the statistics, ``edges`` or ``towers`` is something else, a recipe cannot
+                express the level, or the base model's configuration cannot be read.
             OSError: the file cannot be written.
         """
         from mergekit_slta.slta.plain_recipe import plain_recipe  # which imports mergekit, and that takes seconds

@@ -296,7 +296,7 @@ def config_of(architecture: str, **changes: Any) -> PretrainedConfig:
 
 
 def skeleton(architecture: str, **changes: Any) -> Decoder:
-    """The decoder of an entry of ``ARCHITECTURES``, ``UNSPLIT`` or ``MULTIMODAL``, with changed fields, without weights."""
+    """The decoder of an entry that ``config_of`` knows, with changed fields, without weights."""
     config = config_of(architecture, **changes)
     model: Any = model_class(config)._model_mapping[type(config)]
     config.architectures = [model.__name__]
