@@ -120,6 +120,17 @@ def test_featcal_keeps_or_averages_the_other_towers(
     assert not torch.equal(merged["lm_head.weight"], base["lm_head.weight"])
 
 
+@pytest.mark.parametrize("method", ["slta", "featcal", "sftm"])
+def test_the_processor_comes_along(method: str, make_family: MakeFamily, tmp_path: Path) -> None:
+    found = make_family("qwen3_5", records=RECORDS, longest=LONGEST)
+    names = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+    for name in names:
+        (found.base / name).write_text(json.dumps({"from": name}))
+    recipe = families.recipe(found, method, calibration=method != "sftm")
+    merged = families.merge(recipe, tmp_path / "merged")
+    assert [json.loads((merged / name).read_text()) for name in names] == [{"from": name} for name in names]
+
+
 def test_mergekit_yaml_in_a_process_of_its_own(family: Callable[[str], Family], tmp_path: Path) -> None:
     found = family("mistral3")
     recipe = families.write_recipe(tmp_path / "recipe.yml", families.recipe(found, samples=RECORDS))
@@ -219,6 +230,18 @@ def test_a_text_model_is_the_language_tower_of_a_multimodal_one(
         assert type(merged).__name__.endswith("ForCausalLM") == (index == 0)
         with torch.no_grad():
             assert torch.allclose(merged(PROMPT).logits, expected(PROMPT).logits, atol=1e-5)
+
+
+def test_experts_that_are_all_text_models_leave_the_other_towers_alone(
+    without_spaces: Callable[[str], Family], tmp_path: Path
+) -> None:
+    found = without_spaces("qwen3_5")
+    recipe = families.recipe(found, "featcal", towers="mean", samples=RECORDS)
+    for index, entry in enumerate(recipe["models"], 1):
+        entry["model"] = str(save_text_model(found, index, tmp_path / f"text{index}"))
+    merged, base = load(families.merge(recipe, tmp_path / "merged")).state_dict(), found.model(0).state_dict()
+    assert all(torch.equal(merged[name], base[name]) for name in base if ".visual." in name)
+    assert not torch.equal(merged["lm_head.weight"], base["lm_head.weight"])
 
 
 def test_what_mergekit_cannot_plan_is_one_sentence(family: Callable[[str], Family], tmp_path: Path) -> None:

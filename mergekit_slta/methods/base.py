@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
+PROCESSOR = "*processor_config.json"  # of images, video and sound
 NOT_A_FOLDER = (
     "'{method}' measures whole models, so it runs in mergekit-yaml on model folders or Hub ids; "
     "mergekit-pytorch and tensor-level calls name checkpoint files or tensors only."
@@ -53,6 +55,7 @@ class FiniteMethod(GroupMergeMethod):
     spec: MergeMethodSpec
     settings: type[MethodSettings]
     _out_dtype: torch.dtype | None = None
+    _base: ModelReference | None = None
 
     def merge(self, group: TensorGroup, **parameters: Any) -> torch.Tensor:
         """Merge one tensor."""
@@ -62,6 +65,7 @@ class FiniteMethod(GroupMergeMethod):
         """A recipe that has been examined is going to be merged: take what the checks have opened of it."""
         out_dtype = experiment.recipe.config.out_dtype
         self._out_dtype = dtype_from_name(out_dtype) if out_dtype else None
+        self._base = experiment.recipe.base
 
     def share(self, experiment: Experiment) -> None:
         """Compute with all processes what the merge would compute with one before its first tensor."""
@@ -69,8 +73,12 @@ class FiniteMethod(GroupMergeMethod):
     def forget(self) -> None:
         """Another merge begins."""
 
-    def written(self) -> None:
-        """mergekit has written the whole output."""
+    def written(self, folder: Path) -> None:
+        """mergekit has written all tensors: put the base model's processor beside them, of which it copies a part."""
+        base, self._base = self._base, None
+        for file in sorted(Path(LoaderCache().get(base).index.base_path).glob(PROCESSOR)) if base else ():
+            shutil.copy(file, folder / file.name)
+            LOG.info("Copied %s from %s", file.name, base)
 
     def merge_group(self, group: TensorGroup, /, **parameters: Any) -> torch.Tensor:
         """Merge one tensor.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -62,8 +63,9 @@ class FeatcalMethod(CalibratedMethod):
             self._merge.result.release()
         super().forget()
 
-    def written(self) -> None:
+    def written(self, folder: Path) -> None:
         """The scratch folder has served its purpose."""
+        super().written(folder)
         if self._merge is not None and self._merge.result is not None:
             self._merge.result.remove()
             self._merge = None

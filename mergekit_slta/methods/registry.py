@@ -7,6 +7,7 @@ import functools
 import logging
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 from mergekit import merge_methods
@@ -81,7 +82,7 @@ def watch_planner() -> None:
     def execute(self: FinalizeModel, *arguments: Any, **more: Any) -> None:
         finalize(self, *arguments, **more)
         for method in METHODS.values():
-            method.written()
+            method.written(Path(self.writer_task.out_path))
 
     FinalizeModel.execute = execute
 
