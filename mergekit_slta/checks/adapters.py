@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mergekit_slta.checks.case import Case, attempt
+from mergekit_slta.checks.compatibility import known_architecture
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models.adapters import adapter_headers
 from mergekit_slta.models.headers import Headers, Model, listed
@@ -21,6 +22,17 @@ def adapters(case: Case) -> list[str]:
             for model in case.adapted
         ]
     return problems
+
+
+def undefined_architecture(case: Case) -> list[str]:
+    """Adapters of models that mergekit has no definition of: it plans these by their files, and an adapter has none."""
+    if all(map(known_architecture, case.models)):
+        return []
+    return [
+        f"{model} is a LoRA adapter of a {model.architecture}, which mergekit has no definition of, so that it cannot "
+        "plan the merge: merge the adapter into its base model first, and name the result."
+        for model in case.adapted
+    ]
 
 
 def adapter_problems(model: Model, trust_remote_code: bool = False) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from mergekit_slta.checks.adapters import adapters
+from mergekit_slta.checks.adapters import adapters, undefined_architecture
 from mergekit_slta.checks.case import Case, Check, of_decoder, of_models, of_siblings
 from mergekit_slta.checks.compatibility import quantization_problem, shape_problem, silenced, tied_problem
 from mergekit_slta.checks.data import (
@@ -73,7 +73,7 @@ CHECKS: dict[type[MethodSettings], tuple[Check, ...]] = {
     ActmatSettings: (),
     SftmSettings: (),
 }
-MERGE: tuple[Check, ...] = (tensor_types, planned_tensors, vocabularies, folders, disk_space)
+MERGE: tuple[Check, ...] = (tensor_types, undefined_architecture, planned_tensors, vocabularies, folders, disk_space)
 NOTES: tuple[Check, ...] = (unseen_tensors, other_configurations, padded_vocabularies)
 MERGE_NOTES: tuple[Check, ...] = (feature_merge_needs, precision, no_tokenizer, card_lookup)
 

@@ -132,7 +132,7 @@ def test_names_with_and_without_the_prefix_are_the_same(family: Family) -> None:
 
     edit_tensors(family.experts[0], bare)
     assert problems(families.recipe(family), merging=False) == []
-    assert "the checkpoint lacks model.embed_tokens.weight" in only(families.recipe(family))
+    assert problems(families.recipe(family)) == []
 
 
 @pytest.fixture
