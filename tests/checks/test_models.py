@@ -377,7 +377,7 @@ def clip(folder: Path) -> Path:
     [
         (t5, "T5ForConditionalGeneration is an encoder-decoder"),
         (bert, "RobertaForMaskedLM is no decoder-only language model"),
-        (clip, "CLIPModel has several modules"),
+        (clip, "CLIPModel is no decoder-only language model"),
     ],
 )
 def test_models_that_are_no_decoder(family: Family, tmp_path: Path, save: Callable[[Path], Path], words: str) -> None:
