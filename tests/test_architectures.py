@@ -233,14 +233,6 @@ _TINY: dict[str, Any] = {
     "num_attention_heads": 2,
     "pad_token_id": families.PAD,
 }
-_VISION: dict[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 16,
-    "patch_size": 8,
-}
 
 OTHER_KINDS: dict[str, tuple[str, transformers.PretrainedConfig, str]] = {
     "encoder": ("RobertaForMaskedLM", transformers.RobertaConfig(**_TINY), "is not a decoder-only"),
@@ -248,13 +240,6 @@ OTHER_KINDS: dict[str, tuple[str, transformers.PretrainedConfig, str]] = {
         "T5ForConditionalGeneration",
         transformers.T5Config(vocab_size=families.VOCABULARY, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2),
         "is an encoder-decoder",
-    ),
-    "several modules": (
-        "Gemma3ForConditionalGeneration",
-        transformers.Gemma3Config(
-            text_config=_TINY | {"num_key_value_heads": 1, "head_dim": 8}, vision_config=_VISION, mm_tokens_per_image=4
-        ),
-        "has several modules",
     ),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mergekit_slta.checks.case import Case, attempt
+from mergekit_slta.checks.compatibility import known_architecture
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models.adapters import adapter_headers
 from mergekit_slta.models.headers import Headers, Model, listed
@@ -28,8 +29,20 @@ def adapters(case: Case) -> list[str]:
     return problems
 
 
+def undefined_architecture(case: Case) -> list[str]:
+    """Adapters of models that mergekit has no definition of: it plans these by their files, and an adapter has none."""
+    if all(map(known_architecture, case.models)):
+        return []
+    return [
+        f"{model} is a LoRA adapter of a {model.architecture}. mergekit has no definition of this architecture, so it "
+        "cannot plan the merge: merge the adapter into its base model first, and name the result."
+        for model in case.adapted
+    ]
+
+
 def misfit(model: Model, headers: Headers, trust_remote_code: bool) -> str | None:
     """Why the sizes of an adapter's matrices do not fit its model.
+
 
     Most adapters are compared with the checkpoint's tensors. An adapter of modules that checkpoints store under other
     names, such as a mixture's fused experts, is compared with the modules that transformers builds, as peft does.

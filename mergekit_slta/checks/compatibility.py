@@ -10,17 +10,17 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from mergekit.architecture import ModelArchitecture, WeightInfo, arch_info_for_config
 from mergekit.architecture.conversion import can_convert_checkpoint_keys
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models.headers import Model, listed
+from mergekit_slta.models.padding import TOKENIZER, both_have, is_vocabulary, padded_tensors, size, tokens_of
 from mergekit_slta.models.skeleton import computation, meta_model, model_tensor_name
+from mergekit_slta.models.spellings import other_names
 
 LAYER_NUMBER = re.compile(r"\.(\d+)\.")
-TOKENIZER = "tokenizer.json"
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
@@ -33,10 +33,18 @@ def architecture_problem(base: Model, expert: Model, *, mixed: bool = False) -> 
         mixed: whether the architectures may have different names.
     """
     if not mixed and (expert.architecture, expert.config.model_type) != (base.architecture, base.config.model_type):
-        return (
+        kinds = (
             f"The expert {expert} is a {expert.architecture} ({expert.config.model_type}), the base model {base} a "
-            f"{base.architecture} ({base.config.model_type}): only models of one architecture can be merged."
+            f"{base.architecture} ({base.config.model_type})"
         )
+        if language_type(expert) != language_type(base) or is_multimodal(expert) == is_multimodal(base):
+            return f"{kinds}: only models of one architecture can be merged."
+        if known_architecture(expert) and known_architecture(base):
+            return (
+                f"{kinds}: mergekit defines the two apart and cannot plan a merge of both, although one is the "
+                f"language tower of the other. Save the expert as a {base.architecture}, its tensors in the place of "
+                "the base model's."
+            )
     sizes = [(name, size(expert, name), size(base, name)) for name in SIZES]
     sizes = [entry for entry in sizes if None not in entry]  # a configuration may leave a default size out
     differing = [f"{name} {own} instead of {wanted}" for name, own, wanted in sizes if own != wanted]
@@ -48,28 +56,27 @@ def architecture_problem(base: Model, expert: Model, *, mixed: bool = False) -> 
     return None
 
 
+def language_type(model: Model) -> str:
+    """The type of the language model, which may be a part of the model."""
+    return str(model.config.get_text_config().model_type)
+
+
+def is_multimodal(model: Model) -> bool:
+    """Whether the language model is a part of the model."""
+    return model.config.get_text_config() is not model.config
+
+
 def other_settings(base: Model, expert: Model) -> list[str]:
     """The entries of the configurations that make an expert compute something else than the base model."""
     own, theirs = computation(base.config), computation(expert.config)
     return sorted(name for name in own.keys() & theirs.keys() if own[name] != theirs[name])
 
 
-def size(model: Model, name: str) -> Any:
-    """A size from the configuration of a model, or of its language model if it has several parts."""
-    return getattr(model.config.get_text_config(), name, None)
-
-
 def shape_problem(base: Model, expert: Model) -> str | None:
     """Which tensors of an expert have another shape than the base model's, apart from the vocabulary's size."""
-    vocabularies = (size(base, "vocab_size"), size(expert, "vocab_size"))
-    unequal = []
-    for name, stored in (base.tensors or {}).items():
-        other = expert.tensor(name)
-        if other is None or other.shape == stored.shape:
-            continue
-        own, others = stored.shape, other.shape
-        if (*own[:1], *others[:1]) != vocabularies or own[1:] != others[1:]:
-            unequal.append((name, own, others))
+    shapes = [(name, stored.shape, other.shape) for name, stored, other in both_have(base, expert)]
+    unequal = [(name, own, others) for name, own, others in shapes if own != others]
+    unequal = [entry for entry in unequal if not is_vocabulary(base, expert, *entry[1:])]
     if not unequal:
         return None
     name, own, others = unequal[0]
@@ -107,24 +114,29 @@ def quantization_problem(model: Model) -> str | None:
 def vocabulary_problem(base: Model, expert: Model) -> str | None:
     """How the vocabularies of an expert and the base model differ."""
     own, others = size(base, "vocab_size"), size(expert, "vocab_size")
-    if own != others:
+    if own != others and not padded_tensors(base, expert):
         return f"The expert {expert} has a vocabulary of {others} tokens, the base model {base} one of {own}"
     return moved_tokens_problem(base, expert)
 
 
 def moved_tokens_problem(base: Model, expert: Model) -> str | None:
-    """How an expert's token ids differ from the base model's, as far as their files are on this machine."""
-    files = tokenizer_file(base), tokenizer_file(expert)
-    if files[0] is None or files[1] is None or filecmp.cmp(files[0], files[1], shallow=False):
-        return None
-    own, theirs = tokens_of(files[0]), tokens_of(files[1])
-    moved = [token for token, index in own.items() if theirs.get(token, index) != index]
-    if not moved:
-        return None
-    return (
-        f"The tokenizer of the expert {expert} has other ids than that of the base model {base} for {len(moved)} "
-        f"tokens (such as {moved[0]!r})"
-    )
+    """How an expert's token ids differ from the base model's."""
+    known, theirs = token_ids(base, expert)
+    moved = [token for token, index in known.items() if theirs.get(token, index) != index]
+    if moved:
+        return (
+            f"The tokenizer of the expert {expert} has other ids than that of the base model {base} for "
+            f"{len(moved)} tokens (such as {moved[0]!r})"
+        )
+    return None
+
+
+def token_ids(base: Model, expert: Model) -> tuple[dict[str, int], dict[str, int]]:
+    """The tokens of two models' tokenizers but those added later; none where files are equal or not at hand."""
+    own, theirs = tokenizer_file(base), tokenizer_file(expert)
+    if own is None or theirs is None or filecmp.cmp(own, theirs, shallow=False):
+        return {}, {}
+    return known_tokens(own), known_tokens(theirs)
 
 
 def tokenizer_file(model: Model) -> Path | None:
@@ -139,13 +151,12 @@ def brings_tokenizer(model: Model) -> bool:
     return model.reference.lora is not None and (Path(model.reference.lora.path) / TOKENIZER).is_file()
 
 
-def tokens_of(file: Path) -> dict[str, int]:
+def known_tokens(file: Path) -> dict[str, int]:
     """The vocabulary in a ``tokenizer.json``; empty if the file is damaged, which loading the tokenizer reports."""
     try:
-        tokens = json.loads(file.read_text(encoding="utf-8"))["model"]["vocab"]
+        return tokens_of(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError):
         return {}
-    return tokens if isinstance(tokens, dict) else {token: index for index, (token, *_) in enumerate(tokens)}
 
 
 # The tensors that mergekit reads and writes
@@ -155,14 +166,24 @@ def missing_tensors(models: Sequence[Model], trust_remote_code: bool = False) ->
     """The tensors that mergekit needs and checkpoints lack: one sentence for all models that lack the same."""
     lacking: dict[tuple[str, ...], list[str]] = {}
     for model in models:
-        names = tuple(weight.name for weight in plan(model, models, trust_remote_code) if not can_load(model, weight))
-        lacking.setdefault(names, []).append(str(model))
+        planned = plan(model, models, trust_remote_code)
+        missing = [weight.name for weight in planned if not can_load(model, weight)]
+        found = renamed(models[0], model, missing, trust_remote_code)
+        lacking.setdefault(tuple(name for name in missing if name not in found), []).append(str(model))
     return [
         f"{listed(incomplete)}: the checkpoint lacks {listed(list(names))}, which mergekit needs; it is incomplete, "
         "or of a variant of its architecture that mergekit cannot merge."
         for names, incomplete in lacking.items()
         if names
     ]
+
+
+def renamed(base: Model, model: Model, names: Sequence[str], trust_remote_code: bool) -> Mapping[str, str]:
+    """What a checkpoint calls tensors that it does not have by these names."""
+    try:
+        return other_names(meta_model(base.config, trust_remote_code), model.tensors or (), names) if names else {}
+    except SltaError:  # transformers cannot build the model
+        return {}
 
 
 def plan(model: Model, models: Sequence[Model], trust_remote_code: bool) -> list[WeightInfo]:
@@ -186,6 +207,9 @@ def dropped_tensors(model: Model, trust_remote_code: bool = False) -> list[str]:
     weights = architecture.all_weights(model.config) if architecture else []
     written = {name for weight in weights for name in names_of(weight)}
     left_out = [name for name in model.tensors or {} if not model_tensor_name(name, written, model.prefix)]
+    asked = [name for name in written if name not in (model.tensors or {})]
+    found = set(renamed(model, model, asked, trust_remote_code).values())
+    left_out = [name for name in left_out if name not in found]
     if not left_out:
         return []
     try:

@@ -8,7 +8,6 @@ import torch
 from mergekit.common import ModelReference
 
 from mergekit_slta.checks.case import Case, attempt, failures
-from mergekit_slta.checks.compatibility import size
 from mergekit_slta.checks.space import unwritable_folder
 from mergekit_slta.data.draw import CalibrationData
 from mergekit_slta.data.records import template_fields
@@ -17,6 +16,7 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.models.fingerprint import fingerprint_of
 from mergekit_slta.models.headers import Model
+from mergekit_slta.models.padding import size
 from mergekit_slta.models.skeleton import hashed_computation
 from mergekit_slta.recipe.recipe import Expert, calibration_problems
 from mergekit_slta.recipe.samples import repeated_data
@@ -60,7 +60,7 @@ def sample_problems(case: Case, drawn: CalibrationData) -> list[str]:
     if not isinstance(decoder, Decoder) or base is None:
         return []
     embedding, vocabulary = decoder.model.get_input_embeddings(), size(base, "vocab_size")
-    others = [module for module in decoder.model.modules() if module is not embedding]
+    others = [module for module in decoder.tower.modules() if module is not embedding]
     positions = min(
         (module.num_embeddings for module in others if isinstance(module, torch.nn.Embedding)), default=None
     )

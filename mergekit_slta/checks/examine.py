@@ -53,12 +53,13 @@ CHECKS: dict[type[MethodSettings], tuple[Check, ...]] = {
 }
 MERGE: tuple[Check, ...] = (
     text.tensor_types,
+    adapters.undefined_architecture,
     models.planned_tensors,
     models.vocabularies,
     space.folders,
     space.disk_space,
 )
-NOTES: tuple[Check, ...] = (models.unseen_tensors, models.other_configurations)
+NOTES: tuple[Check, ...] = (models.unseen_tensors, models.other_configurations, models.padded_vocabularies)
 MERGE_NOTES: tuple[Check, ...] = (space.feature_merge_needs, text.precision, models.no_tokenizer, text.card_lookup)
 
 

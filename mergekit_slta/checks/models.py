@@ -12,7 +12,6 @@ from mergekit_slta.checks.compatibility import (
     missing_tensors,
     moved_tokens_problem,
     other_settings,
-    size,
     vocabulary_problem,
 )
 from mergekit_slta.errors import SltaError
@@ -20,6 +19,7 @@ from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import output_head
 from mergekit_slta.layers.structure import split_problem
 from mergekit_slta.layers.submodules import layer_submodules
+from mergekit_slta.models.padding import padded_tensors, size
 from mergekit_slta.recipe.problems import slice_problems
 from mergekit_slta.recipe.settings import FeatcalSettings, SltaSettings
 
@@ -77,12 +77,35 @@ def vocabularies(case: Case) -> list[str]:
     if case.aligns_vocabularies:
         return moved_ids(case)
     if case.options.unsafe_truncate_embeddings:
-        return []
+        return truncated_embeddings(case)
     fix = "add 'tokenizer: {source: base}' to the recipe, so that mergekit aligns them."
     return [
         f"{problem}: {NOT_ALIGNED if brings_tokenizer(expert) else fix}"
         for base, expert in case.siblings
         if (problem := vocabulary_problem(base, expert))
+    ]
+
+
+def truncated_embeddings(case: Case) -> list[str]:
+    """Experts to whose fewer rows mergekit would cut the merged model, against the base model's configuration."""
+    return [
+        f"--unsafe-truncate-embeddings cuts the merged embeddings to the {theirs} rows of the expert {expert}, but the "
+        f"configuration of the base model {base} says {own}, so the merged model would not load: add 'tokenizer: "
+        "{source: base}' to the recipe instead."
+        for base, expert in case.siblings
+        if (theirs := size(expert, "vocab_size")) < (own := size(base, "vocab_size"))
+    ]
+
+
+def padded_vocabularies(case: Case) -> list[str]:
+    """Experts whose embeddings have rows beyond the base model's that stand for no token."""
+    if case.aligns_vocabularies:
+        return []
+    return [
+        f"The expert {expert} has {size(expert, 'vocab_size')} embedding rows, the base model {base} "
+        f"{size(base, 'vocab_size')}: the rows beyond stand for no token of its tokenizer and are left out."
+        for base, expert in case.siblings
+        if padded_tensors(base, expert)
     ]
 
 
@@ -145,7 +168,11 @@ def compared_logits(case: Case, decoder: Decoder) -> list[str]:
 
 def other_vocabularies(case: Case) -> list[str]:
     """One clause for each expert whose vocabulary size differs from the base model's."""
-    sizes = [(expert, size(expert, "vocab_size"), size(base, "vocab_size")) for base, expert in case.siblings]
+    sizes = [
+        (expert, size(expert, "vocab_size"), size(base, "vocab_size"))
+        for base, expert in case.siblings
+        if case.aligns_vocabularies or not padded_tensors(base, expert)
+    ]
     return [
         f"expert {expert} has a vocabulary of {others} tokens and the base model one of {own}"
         for expert, others, own in sizes

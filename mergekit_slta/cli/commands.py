@@ -186,6 +186,13 @@ def calibrate(recipe: Path, stats: str, levels: tuple[str, ...], **options: Any)
     show_default=True,
     help="In the recipe, embeddings, final norm and output head: the base model's, or merged with the mean weights.",
 )
+@click.option(
+    "--towers",
+    type=click.Choice(["base", "mean"]),
+    default="base",
+    show_default=True,
+    help="In the recipe, a multimodal model's other towers than the one for language: as for --edges.",
+)
 @click.option("--tokenizer-source", metavar="X", help="mergekit's tokenizer_source, for the recipe.")
 @click.option(
     "--trust-remote-code/--no-trust-remote-code",
@@ -207,6 +214,7 @@ def solve(
     recipe_file: str | None,
     paths: tuple[str, ...],
     edges: str,
+    towers: str,
     tokenizer_source: str | None,
     trust_remote_code: bool,
     transformers_cache: str | None,
@@ -244,6 +252,7 @@ def solve(
             recipe_file,
             models={name: path for name, path in renamed.items() if name in (known[0], *solution.models)},
             edges=edges,
+            towers=towers,
             tokenizer_source=tokenizer_source or "",
             trust_remote_code=trust_remote_code,
         )

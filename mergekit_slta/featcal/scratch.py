@@ -65,6 +65,10 @@ class SolvedModel:
         with safe_open(file, "pt") as tensors:
             return tensors.get_tensor(found) if found in tensors.keys() else None  # noqa: SIM118
 
+    def is_language(self, name: str) -> bool:
+        """Whether a tensor of mergekit's plan does not belong to a multimodal model's other towers."""
+        return self.decoder.is_language(resolve_name(self.decoder, name)[0])
+
     def errors(self) -> dict[str, torch.Tensor]:
         """The errors [layers, T] of the merged model's and the anchor's layer outputs on each task.
 

@@ -23,6 +23,9 @@ from mergekit_slta.models.skeleton import meta_model
 
 Found = TypeVar("Found")
 
+# The ends of the names of classes that make text from text; the last one's may take more than text.
+WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+
 
 class Decoder:
     """The decoder of one architecture, without weights.
@@ -36,6 +39,7 @@ class Decoder:
         name: the architecture's name.
         model: the whole model on the meta device.
         body: the model without its output head; ``body_path`` begins the names of its tensors in the model.
+        tower: the language tower of a multimodal model, or the whole of another one.
         layers: the decoder layers, and ``layers_path`` their path in the model.
         fresh: restores the model to the state in which it was built.
 
@@ -52,8 +56,9 @@ class Decoder:
         self.name = type(self.model).__name__
         self.body = self.model.base_model
         paths = {module: name for name, module in self.model.named_modules() if name}
-        self.body_path = f"{paths[self.body]}." if self.body in paths else ""
-        self.layers = _find_layers(self.model, config)
+        self.body_path = _inside(paths.get(self.body, ""))
+        self.tower = self.model.get_decoder() if is_multimodal(config) else self.model
+        self.layers = _find_layers(self.model, self.tower, config)
         self.layers_path = paths[self.layers]
         self._give_buffers()
         self._known: dict[Hashable, Any] = {}
@@ -91,15 +96,28 @@ class Decoder:
         """The names of a layer's tensors inside the layer, and in the model."""
         return {name: f"{self.layers_path}.{layer}.{name}" for name in self.layers[layer].state_dict()}
 
+    @functools.cached_property
+    def language_tensors(self) -> frozenset[str]:
+        """The model's names of the tensors of its language tower and its output head, tied ones by all their names."""
+        parts = [self.tower, self.model.get_output_embeddings()]
+        paths = [name for name, module in self.model.named_modules() if any(module is part for part in parts)]
+        return frozenset(name for name in self.tensor_names if any(name.startswith(_inside(path)) for path in paths))
+
+    def is_language(self, name: str) -> bool:
+        """Whether a tensor, by the model's name, does not belong to a multimodal model's other towers."""
+        return self.tower is self.model or name in self.language_tensors
+
     def edge_tensors(self) -> list[str]:
-        """The model's names of the tensors outside the decoder layers (embeddings, final norm, output head).
+        """The model's names of the language tensors outside the decoder layers (embeddings, final norm, output head).
 
         Tied tensors are named once.
         """
         tied = set(dict(self.model.named_parameters(remove_duplicate=False)))
         tied -= set(dict(self.model.named_parameters()))
         return [
-            name for name in self.model.state_dict() if not name.startswith(self.layers_path + ".") and name not in tied
+            name
+            for name in self.model.state_dict()
+            if name in self.language_tensors and not name.startswith(self.layers_path + ".") and name not in tied
         ]
 
     def run(
@@ -215,29 +233,39 @@ class Decoder:
             self.model.get_submodule(owner)._buffers[leaf] = buffer.to(self.device)
 
 
+def is_multimodal(config: transformers.PretrainedConfig) -> bool:
+    """Whether a model has towers for images, video or sound beside the one for language."""
+    return config.get_text_config() is not config
+
+
 def refuse_unless_decoder(config: transformers.PretrainedConfig) -> None:
     """Refuse a model without a single stack of causal decoder layers, and say which method to use instead.
 
     Raises:
-        SltaError: the model is an encoder, an encoder-decoder, or has several modules (vision, audio).
+        SltaError: the model is an encoder, an encoder-decoder, or makes no text.
     """
     if not config.architectures:  # building the model will report it
         return
     architecture = config.architectures[0]
-    if config.is_encoder_decoder:
+    if config.is_encoder_decoder or config.get_text_config().is_encoder_decoder:
         kind = "is an encoder-decoder"
-    elif config.get_text_config() is not config:
-        kind = "has several modules"
-    elif not architecture.endswith(("ForCausalLM", "LMHeadModel")):
+    elif not architecture.endswith(WRITERS if is_multimodal(config) else WRITERS[:2]):
         kind = "is not a decoder-only language model"
     else:
         return
     raise SltaError(f"{architecture} {kind}, which calibration does not cover: use 'merge_method: actmat' instead.")
 
 
-def _find_layers(model: transformers.PreTrainedModel, config: transformers.PretrainedConfig) -> torch.nn.ModuleList:
-    depth = config.num_hidden_layers
-    for module in model.modules():
+def _find_layers(
+    model: transformers.PreTrainedModel, tower: torch.nn.Module, config: transformers.PretrainedConfig
+) -> torch.nn.ModuleList:
+    depth = config.get_text_config().num_hidden_layers
+    for module in tower.modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == depth:
             return module
     raise SltaError(f"Cannot find the {depth} decoder layers of {type(model).__name__}: use 'merge_method: actmat'.")
+
+
+def _inside(path: str) -> str:
+    """What the names of a module's tensors begin with."""
+    return f"{path}." if path else ""

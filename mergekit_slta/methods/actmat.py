@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from mergekit.merge_methods import TensorGroup
-from mergekit.merge_methods.base import OptionalTensorPolicy
 
 from mergekit_slta.actmat.covariance import merged_task
 from mergekit_slta.methods.base import method_spec
@@ -32,9 +31,7 @@ class ActmatMethod(DataFreeMethod):
     in_words = (
         "every linear map is solved by least squares without data, the experts' own changes standing in for the inputs."
     )
-    spec = method_spec(
-        ActmatSettings, "ACTMat", "2604.01329", optional_tensor_policy=OptionalTensorPolicy.PASSTHROUGH_BASE_SINGLETON
-    )
+    spec = method_spec(ActmatSettings, "ACTMat", "2604.01329")
 
     def merge_tasks(
         self, role: Role, tasks: Iterator[torch.Tensor], group: TensorGroup, parameters: Mapping[str, Any]

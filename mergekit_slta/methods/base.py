@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from mergekit.common import ModelReference, dtype_from_name
+from mergekit.io.tasks import LoaderCache
 from mergekit.merge_methods import GroupMergeMethod, InputContract, MergeMethodSpec, TensorGroup
-from mergekit.merge_methods.base import BasePolicy
+from mergekit.merge_methods.base import BasePolicy, OptionalTensorPolicy
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.experiment import Experiment
@@ -24,21 +26,25 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
+PROCESSOR = "*processor_config.json"  # of images, video and sound
 NOT_A_FOLDER = (
     "'{method}' measures whole models, so it runs in mergekit-yaml on model folders or Hub ids; "
     "mergekit-pytorch and tensor-level calls name checkpoint files or tensors only."
 )
 
 
-def method_spec(settings: type[MethodSettings], pretty_name: str, paper: str, **more: Any) -> MergeMethodSpec:
-    """A method as mergekit declares it; ``paper`` is its number on arXiv."""
+def method_spec(settings: type[MethodSettings], pretty_name: str, paper: str) -> MergeMethodSpec:
+    """A method as mergekit declares it; ``paper`` is its number on arXiv.
+
+    A tensor that no expert has, such as one of a vision tower that they lack, stays the base model's.
+    """
     return MergeMethodSpec(
         name=settings.method,
         parameters=parameter_specs(settings),
         contract=InputContract(base=BasePolicy.REQUIRED, min_non_base=1),
         pretty_name=pretty_name,
         reference_url=f"https://arxiv.org/abs/{paper}",
-        **more,
+        optional_tensor_policy=OptionalTensorPolicy.PASSTHROUGH_BASE_SINGLETON,
     )
 
 
@@ -50,6 +56,7 @@ class FiniteMethod(GroupMergeMethod):
     in_words: str  # what the method does, as a model card goes on after its name and a colon
     solution: Solution | None = None  # the merging weights of the last merge, if it had some
     _out_dtype: torch.dtype | None = None
+    _base: ModelReference | None = None
 
     def merge(self, group: TensorGroup, **parameters: Any) -> torch.Tensor:
         """Merge one tensor."""
@@ -59,6 +66,7 @@ class FiniteMethod(GroupMergeMethod):
         """Start the merge of a recipe that the checks have opened."""
         out_dtype = experiment.recipe.config.out_dtype
         self._out_dtype = dtype_from_name(out_dtype) if out_dtype else None
+        self._base = experiment.recipe.base
 
     def share(self, experiment: Experiment) -> None:
         """Compute with all processes of torchrun what the merge needs before its first tensor."""
@@ -66,8 +74,12 @@ class FiniteMethod(GroupMergeMethod):
     def forget(self) -> None:
         """Drop the previous merge."""
 
-    def written(self) -> None:
-        """Clean up after mergekit has written the whole output."""
+    def written(self, folder: Path) -> None:
+        """Clean up after mergekit has written the whole output, and add the processor files that it does not copy."""
+        base, self._base = self._base, None
+        for file in sorted(Path(LoaderCache().get(base).index.base_path).glob(PROCESSOR)) if base else ():
+            shutil.copy(file, folder / file.name)
+            LOG.info("Copied %s from %s", file.name, base)
 
     def merge_group(self, group: TensorGroup, /, **parameters: Any) -> torch.Tensor:
         """Merge one tensor.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from mergekit.merge_methods import TensorGroup
 
@@ -45,12 +47,13 @@ class FeatcalMethod(CalibratedMethod):
         return solved
 
     def merge_tensor(self, group: TensorGroup, merge: Merge) -> torch.Tensor:
-        """Return the solved tensor, or the anchor's where none is solved."""
-        base = group.base.tensor
-        tensor = merge.result.tensor(group.metadata.name)
+        """Return the solved tensor; outside the layers, the base model's or the experts' average."""
+        base, name = group.base.tensor, group.metadata.name
+        tensor = merge.result.tensor(name)
         if tensor is not None:
             return tensor.to(base.device, base.dtype)
-        if not merge.experiment.recipe.settings_of(FeatcalSettings).averages_edges:
+        settings = merge.experiment.recipe.settings_of(FeatcalSettings)
+        if not (settings.averages_edges if merge.result.is_language(name) else settings.towers == "mean"):
             return base
         equal = torch.tensor(1 / len(group.non_base))
         return weighted_sum(base, [(entry.tensor, equal) for entry in group.non_base])
@@ -65,8 +68,9 @@ class FeatcalMethod(CalibratedMethod):
             self._merge.result.release()
         super().forget()
 
-    def written(self) -> None:
+    def written(self, folder: Path) -> None:
         """Delete the scratch folder."""
+        super().written(folder)
         if self._merge is not None and self._merge.result is not None:
             self._merge.result.remove()
             self._merge = None

@@ -6,20 +6,21 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import yaml
 from mergekit import merge_methods
+from mergekit.architecture import ModelArchitecture
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import FinalizeModel, LoaderCache
 from mergekit.options import MergeOptions
 
 from mergekit_slta.checks import examine
-from mergekit_slta.errors import one_line
+from mergekit_slta.errors import SltaError, one_line
 from mergekit_slta.methods import card
 from mergekit_slta.methods.actmat import ActmatMethod
 from mergekit_slta.methods.base import FiniteMethod
@@ -27,6 +28,8 @@ from mergekit_slta.methods.featcal import FeatcalMethod
 from mergekit_slta.methods.sftm import SftmMethod
 from mergekit_slta.methods.slta import SltaMethod
 from mergekit_slta.models.merged_adapters import current_loader, merge_adapter
+from mergekit_slta.models.skeleton import meta_model
+from mergekit_slta.models.spellings import adapt_loader, other_names
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
 
@@ -69,7 +72,9 @@ def watch_planner() -> None:
         for method in METHODS.values():
             method.forget()
         if config.merge_method in METHODS:
-            METHODS[config.merge_method].begin(sound_experiment(config, options))
+            experiment = sound_experiment(config, options)
+            METHODS[config.merge_method].begin(experiment)
+            _adapt_loaders(experiment, arch_info)
             _watch_card()
         plan(self, config, arch_info, options, *rest, **more)
 
@@ -82,7 +87,7 @@ def watch_planner() -> None:
         finalize(self, *arguments, **more)
         _OUTPUT.set(Path(self.writer_task.out_path))
         for method in METHODS.values():
-            method.written()
+            method.written(Path(self.writer_task.out_path))
 
     FinalizeModel.execute = execute
 
@@ -119,6 +124,19 @@ def _watch_card() -> None:
 
     setattr(generate_card, WATCHED, True)
     run.generate_card = generate_card  # type: ignore[union-attr]
+
+
+def _adapt_loaders(experiment: Experiment, arch_info: ModelArchitecture) -> None:
+    """Let mergekit find what the models call otherwise than it asks for it, and leave out the rows of no token."""
+    config = experiment.base.config
+    asked = {weight.name for weight in arch_info.all_weights(config)}
+    for reference in experiment.recipe.references:
+        stored = current_loader(reference).index.tensor_paths
+        names: Mapping[str, str] = {}
+        with contextlib.suppress(SltaError):  # transformers cannot build the model
+            if missing := [name for name in asked if name not in stored]:
+                names = other_names(meta_model(config, experiment.trust_remote_code), stored, missing)
+        adapt_loader(reference, names, experiment.padded_tensors(reference))
 
 
 _EXAMINED: ContextVar[tuple[Experiment, examine.Findings] | None] = ContextVar("examined", default=None)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from mergekit.merge_methods import TensorGroup
-from mergekit.merge_methods.base import OptionalTensorPolicy
 
 from mergekit_slta.methods.base import method_spec
 from mergekit_slta.methods.data_free import DataFreeMethod
@@ -49,9 +48,7 @@ class SftmMethod(DataFreeMethod):
 
     settings = SftmSettings
     in_words = "the singular features of every expert's change are kept in every matrix, without data."
-    spec = method_spec(
-        SftmSettings, "SFTM", "2502.10698", optional_tensor_policy=OptionalTensorPolicy.PASSTHROUGH_BASE_SINGLETON
-    )
+    spec = method_spec(SftmSettings, "SFTM", "2502.10698")
 
     def merge_tasks(
         self, role: Role, tasks: Iterator[torch.Tensor], group: TensorGroup, parameters: Mapping[str, Any]

@@ -41,7 +41,8 @@ class SltaMethod(CalibratedMethod):
             from mergekit_slta.reports.merge import report_page  # imports matplotlib, which takes a second
 
             write_report(settings.report, report_page(solution))
-        return TensorWeights(experiment.decoder.to("cpu"), settings.level, solution.submodules, settings.edges)
+        decoder = experiment.decoder.to("cpu")
+        return TensorWeights(decoder, settings.level, solution.submodules, settings.edges, settings.towers)
 
     def merge_tensor(self, group: TensorGroup, merge: Merge) -> torch.Tensor:
         """The base model's tensor plus the weighted task vectors."""

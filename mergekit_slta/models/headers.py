@@ -75,11 +75,14 @@ class Model:
         """The prefix that checkpoints of the bare base model lack."""
         return getattr(getattr(transformers, self.architecture, None), "base_model_prefix", "") or "model"
 
+    def stored_name(self, name: str) -> str | None:
+        """What the checkpoint calls a tensor, by its name with or without the base model's prefix."""
+        return model_tensor_name(name, self.tensors or {}, self.prefix)
+
     def tensor(self, name: str) -> TensorHeader | None:
         """A tensor by its name, with or without the base model's prefix."""
-        tensors = self.tensors or {}
-        stored = model_tensor_name(name, tensors, self.prefix)
-        return tensors[stored] if stored else None
+        stored = self.stored_name(name)
+        return (self.tensors or {})[stored] if stored else None
 
 
 def open_model(reference: ModelReference, trust_remote_code: bool = False, cache_dir: str | None = None) -> Model:

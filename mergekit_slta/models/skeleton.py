@@ -73,8 +73,17 @@ def _hashed(entries: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{name}", digest(value)[:12]
 
 
+# What the names of a language tower's tensors begin with in checkpoints of multimodal models, saved by one or another
+# release of transformers, and of the language model alone. The longer ones come first.
+_TOWERS = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
+
+
 def model_tensor_name(name: str, names: Collection[str], base_model_prefix: str) -> str | None:
-    """Find a tensor among ``names``, with or without the base model's prefix; None if it is missing."""
+    """Find a tensor among ``names``; None if it is missing.
+
+    There it may lack or carry the base model's prefix, and that of a multimodal model around the language model.
+    """
     prefix = base_model_prefix + "."
-    spellings = (name, prefix + name, name.removeprefix(prefix))
+    inside = next(name.removeprefix(tower) for tower in _TOWERS if name.startswith(tower))
+    spellings = (name, prefix + name, name.removeprefix(prefix), *(tower + inside for tower in _TOWERS))
     return next((spelling for spelling in spellings if spelling in names), None)

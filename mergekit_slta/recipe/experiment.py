@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +16,7 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.headers import Model, open_model
+from mergekit_slta.models.padding import padded_tensors
 from mergekit_slta.recipe.recipe import Expert, Recipe
 from mergekit_slta.recipe.samples import Samples, repeated_data
 from mergekit_slta.recipe.settings import CalibrationSettings
@@ -87,9 +88,16 @@ class Experiment:
         """The experts' weights, in the recipe's order."""
         return [self._checkpoint(expert.reference) for expert in self.recipe.experts]
 
+    def padded_tensors(self, reference: ModelReference) -> Mapping[str, int]:
+        """The tensors of which rows are left out that stand for no token, with how many are left."""
+        if self.recipe.config.tokenizer or self.recipe.config.tokenizer_source:
+            return {}  # mergekit aligns the rows
+        return padded_tensors(self.model(self.recipe.base), self.model(reference))
+
     def _checkpoint(self, reference: ModelReference) -> Checkpoint:
         checkpoint = Checkpoint(reference, self.trust_remote_code)
         checkpoint.config = self.model(reference).config
+        checkpoint.rows = self.padded_tensors(reference)
         return checkpoint
 
     @cached_property

@@ -68,6 +68,7 @@ class CalibrationSettings(MethodSettings):
     max_tokens: Annotated[int, Field(ge=1)] = 512
     seed: int = 0
     batch_tokens: Annotated[int, Field(ge=0)] = 0
+    towers: Edges = "base"
     report: str = ""
 
     @property

@@ -250,7 +250,7 @@ def _info(
         seed=experiment.settings.seed,
         inputs="base",
         architecture=(config.architectures or [""])[0],
-        num_layers=config.num_hidden_layers,
+        num_layers=config.get_text_config().num_hidden_layers,
         dtype=experiment.base.dtype,
         versions=versions(),
         fingerprint=fingerprint,

@@ -8,6 +8,7 @@ outside the layers like those of layer 0, so filters must separate them.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +16,13 @@ from typing import Any
 import transformers
 import yaml
 from mergekit.architecture import arch_info_for_config
-from mergekit.architecture.base import ConfiguredModelArchitecture
 from mergekit.common import ModelReference
 from mergekit.config import ConfigYamlDumper, MergeConfiguration, evaluate_setting
 
 from mergekit_slta import __version__
 from mergekit_slta.errors import SltaError, first_line
-from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.decoder import WRITERS, Decoder
+from mergekit_slta.layers.submodules import resolve_name
 from mergekit_slta.models.skeleton import model_tensor_name
 from mergekit_slta.slta.solution import Solution
 from mergekit_slta.slta.statistics import Info
@@ -30,6 +31,7 @@ from mergekit_slta.slta.weights import TensorWeights
 # Ten digits: two orders of magnitude below float32's rounding, and still readable.
 DIGITS = 10
 TOLERANCE = 1e-9
+MULTIMODAL = WRITERS[-1]  # how the name of a class ends that may take more than text
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ def plain_recipe(
     solution: Solution,
     *,
     edges: str = "base",
+    towers: str = "base",
     models: Mapping[str, str] | None = None,
     tokenizer_source: str = "",
     trust_remote_code: bool = False,
@@ -59,7 +62,8 @@ def plain_recipe(
 
     Args:
         solution: the merging weights of each submodule of a level.
-        edges: ``base`` or ``mean``, for the tensors outside the decoder layers.
+        edges: ``base`` or ``mean``, for the language tensors outside the decoder layers.
+        towers: ``base`` or ``mean``, for the tensors outside the language tower of a multimodal model.
         models: the path or Hub id of models, by their names in the statistics; by default the names themselves.
         tokenizer_source: mergekit's setting of that name; left out if empty.
         trust_remote_code: mergekit's flag of that name.
@@ -77,12 +81,13 @@ def plain_recipe(
             "use 'merge_method: slta' with these statistics."
         )
     paths = {name: (models or {}).get(name, name) for name in (info.base_model, *info.models)}
-    if level == "model":
+    if level == "model" and not info.architecture.endswith(MULTIMODAL):
         planned = []
         settings: list[Any] = [_rounded(float(weight)) for weight in submodules["model"].alpha]
     else:
         config = _read_config(info, paths[info.base_model], trust_remote_code)
-        planned = planned_tensors(config, TensorWeights(Decoder(config, trust_remote_code), level, submodules, edges))
+        weights = TensorWeights(Decoder(config, trust_remote_code), level, submodules, edges, towers)
+        planned = planned_tensors(config, weights)
         settings = weight_settings(planned)
     models_settings = zip(info.models, settings, strict=True)
     content = {
@@ -95,7 +100,9 @@ def plain_recipe(
     }
     _verify(content, planned)
     body = yaml.dump(content, Dumper=ConfigYamlDumper, sort_keys=False, width=120, allow_unicode=True)
-    return _header(solution, {} if level == "model" else {"edges": edges}) + body
+    chosen = {} if level == "model" else {"edges": edges}
+    chosen |= {"towers": towers} if info.architecture.endswith(MULTIMODAL) else {}
+    return _header(solution, chosen) + body
 
 
 def planned_tensors(config: transformers.PretrainedConfig, weights: TensorWeights) -> list[PlannedTensor]:
@@ -109,8 +116,10 @@ def planned_tensors(config: transformers.PretrainedConfig, weights: TensorWeight
     """
     model_names = set(weights.decoder.model.state_dict())
     planned = []
-    for name, layer, optional in _plan(config, weights.decoder):
+    layers = weights.decoder.layers_path + "."
+    for name, optional in _plan(config, weights.decoder):
         known = model_tensor_name(name, model_names, weights.decoder.base_model_prefix) is not None
+        inside = resolve_name(weights.decoder, name)[0].partition(layers)[2]
         if optional and not known:  # a buffer of older checkpoints that the model no longer has
             continue
         try:
@@ -127,40 +136,32 @@ def planned_tensors(config: transformers.PretrainedConfig, weights: TensorWeight
                 f"A recipe gives a tensor one weight, but the parts of {name} differ (a mixture's fused experts): "
                 "solve at level 'attn_mlp', or use 'merge_method: slta' with these statistics."
             )
-        planned.append(PlannedTensor(name, layer, tuple(alpha.tolist())))
+        planned.append(PlannedTensor(name, int(inside.split(".")[0]) if inside else None, tuple(alpha.tolist())))
     return planned
 
 
-def _plan(config: transformers.PretrainedConfig, decoder: Decoder) -> Iterable[tuple[str, int | None, bool]]:
-    """Every tensor that mergekit plans: its name, its layer, and whether it is optional."""
+def _plan(config: transformers.PretrainedConfig, decoder: Decoder) -> Iterable[tuple[str, bool]]:
+    """Every tensor that mergekit plans, and whether it is optional."""
     architecture = arch_info_for_config(config)
     if architecture is None:
-        layers = decoder.layers_path + "."
-        for name in decoder.model.state_dict():
-            yield name, int(name.removeprefix(layers).split(".")[0]) if name.startswith(layers) else None, False
-        return
-    configured = ConfiguredModelArchitecture(info=architecture, config=config)
-    for module_name in architecture.modules:
-        module = configured.get_module(module_name)
-        for layer in range(module.num_layers()):
-            yield from ((weight.name, layer, weight.optional) for weight in module.layer_weights(layer))
-        for weight in (*module.pre_weights(), *module.post_weights()):
-            yield weight.name, None, weight.optional
+        return ((name, False) for name in decoder.model.state_dict())
+    return ((weight.name, weight.optional) for weight in architecture.all_weights(config))
 
 
 def weight_settings(planned: Sequence[PlannedTensor]) -> list[Any]:
     """Each expert's ``weight`` in a mergekit recipe: a number, or filters with numbers and gradients.
 
     Args:
-        planned: all tensors of the plan; all tensors outside the layers have equal weights.
+        planned: all tensors of the plan; most of those outside the layers have equal weights.
     """
-    edges = {tensor.alpha for tensor in planned if tensor.layer is None}
-    (outside,) = edges
-    if {tensor.alpha for tensor in planned} == edges:
+    (outside, _), *_ = Counter(tensor.alpha for tensor in planned if tensor.layer is None).most_common()
+    if all(tensor.alpha == outside for tensor in planned):
         return [_rounded(weight) for weight in outside]
     depth = 1 + max(tensor.layer for tensor in planned if tensor.layer is not None)
     settings: list[list[dict[str, Any]]] = [[] for _ in outside]
-    for name, values in _filters(planned, depth):
+    apart = [tensor for tensor in planned if tensor.layer is None and tensor.alpha != outside]
+    named = [(tensor.name, [tensor.alpha]) for tensor in sorted(apart, key=lambda tensor: -len(tensor.name))]
+    for name, values in [*named, *_filters(planned, depth)]:
         for expert, setting in enumerate(settings):
             numbers = [_rounded(value[expert]) for value in values]
             setting.append({"filter": name, "value": numbers if len(set(numbers)) > 1 else numbers[0]})
@@ -257,7 +258,9 @@ def _read_config(info: Info, path: str, trust_remote_code: bool) -> transformers
         raise SltaError(
             f"The configuration of the base model '{path}' cannot be read ({first_line(error)}): {fix}."
         ) from error
-    if (config.architectures or [""])[0] != info.architecture or config.num_hidden_layers != info.num_layers:
+    if (config.architectures or [""])[
+        0
+    ] != info.architecture or config.get_text_config().num_hidden_layers != info.num_layers:
         raise SltaError(
             f"The model '{path}' is not the base model of the statistics, a {info.architecture} of {info.num_layers} "
             f"layers: {fix}."

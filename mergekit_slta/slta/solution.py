@@ -166,6 +166,7 @@ class Solution:
         *,
         models: Mapping[str, str] | None = None,
         edges: str = "base",
+        towers: str = "base",
         tokenizer_source: str = "",
         trust_remote_code: bool = False,
     ) -> None:
@@ -177,12 +178,13 @@ class Solution:
                 the others are written by their names.
             edges: ``base`` to keep the base model's embeddings, final norm and output head, or ``mean`` to merge them
                 with the mean of all merging weights.
+            towers: the same for what lies outside the language tower of a multimodal model (vision, audio, projectors).
             tokenizer_source: mergekit's setting of that name; left out when empty.
             trust_remote_code: run the Python code that comes with the base model, whose configuration is read.
 
         Raises:
-            SltaError: a name is not in the statistics, ``edges`` is something else, a recipe cannot express the level,
-                or the base model's configuration cannot be read.
+            SltaError: a name is not in the statistics, ``edges`` or ``towers`` is something else, a recipe cannot
+                express the level, or the base model's configuration cannot be read.
             OSError: the file cannot be written.
         """
         from mergekit_slta.slta.plain_recipe import plain_recipe  # imports mergekit, which takes seconds
@@ -191,10 +193,16 @@ class Solution:
         for name in models or {}:
             if name not in known:
                 raise SltaError(f"The statistics hold no model '{name}', only {', '.join(known)}.")
-        if edges not in ("base", "mean"):
-            raise SltaError(f"'edges' is '{edges}': it must be base or mean.")
+        for setting, value in {"edges": edges, "towers": towers}.items():
+            if value not in ("base", "mean"):
+                raise SltaError(f"'{setting}' is '{value}': it must be base or mean.")
         text = plain_recipe(
-            self, edges=edges, models=models, tokenizer_source=tokenizer_source, trust_remote_code=trust_remote_code
+            self,
+            edges=edges,
+            towers=towers,
+            models=models,
+            tokenizer_source=tokenizer_source,
+            trust_remote_code=trust_remote_code,
         )
         files.write(Path(path).expanduser(), text.encode())
 

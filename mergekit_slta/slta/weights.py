@@ -23,18 +23,25 @@ class TensorWeights:
         decoder: the model's decoder.
         level: the level of the solutions.
         solutions: the solution of each submodule of the level.
-        edges: ``base`` keeps the base model's tensors outside the decoder layers, ``mean`` gives them the mean of
-            all submodules' weights.
+        edges: ``base`` keeps the base model's language tensors outside the decoder layers, ``mean`` gives them the
+            mean of all submodules' weights.
+        towers: the same for the tensors outside the language tower of a multimodal model.
     """
 
     def __init__(
-        self, decoder: Decoder, level: str, solutions: Mapping[str, SubmoduleSolution], edges: str = "base"
+        self,
+        decoder: Decoder,
+        level: str,
+        solutions: Mapping[str, SubmoduleSolution],
+        edges: str = "base",
+        towers: str = "base",
     ) -> None:
         self.decoder = decoder
         self.level = level
         self.solutions = solutions
         mean = torch.stack([solution.alpha for solution in solutions.values()]).mean(0)
         self.edge_alpha = mean if edges == "mean" or level == "model" else torch.zeros_like(mean)
+        self.tower_alpha = mean if towers == "mean" else torch.zeros_like(mean)
         self._maps = [linear_maps(layer) for layer in decoder.layers]
         for layer in range(len(decoder)):  # traced here, before several threads ask
             layer_submodules(decoder, level, layer)
@@ -51,6 +58,8 @@ class TensorWeights:
             SltaError: the tensor belongs to a decoder layer but to none of its modules.
         """
         name, mixture_expert = resolve_name(self.decoder, name)
+        if not self.decoder.is_language(name):
+            return self.tower_alpha
         path = self.decoder.layers_path + "."
         if self.level == "model" or not name.startswith(path):
             return self.edge_alpha

@@ -64,11 +64,18 @@ def test_an_adapter_of_fused_experts_fits_its_own_base(
 ) -> None:
     family, options = make_family(architecture), {"lora_merge_cache": str(tmp_path / "cache")}
     adapter = write_adapter(family.base, tmp_path / "adapter", parameters=FUSED)
-    assert problems(adapted(family, adapter), options=options) == []
+    assert problems(adapted(family, adapter), options=options, merging=False) == []
     wide = save_random(families.config_of(architecture, hidden_size=64), tmp_path / "wide")
     other = write_adapter(wide, tmp_path / "other", parameters=FUSED[1:])
-    problem = only(adapted(family, other), options=options)
+    problem = only(adapted(family, other), options=options, merging=False)
     assert problem.startswith(f"The adapter {other} was not trained on {family.base} (its matrices for model.layers.0")
+
+
+def test_an_adapter_of_an_architecture_that_mergekit_does_not_define(make_family: MakeFamily, tmp_path: Path) -> None:
+    family, options = make_family("qwen3_5"), {"lora_merge_cache": str(tmp_path / "cache")}
+    adapter = write_adapter(family.base, tmp_path / "adapter", "down_proj")
+    problem = only(adapted(family, adapter), options=options)
+    assert "is a LoRA adapter of a Qwen3_5ForConditionalGeneration, which mergekit has no definition of" in problem
 
 
 def test_an_adapter_of_a_router_that_checkpoints_call_otherwise(make_family: MakeFamily, tmp_path: Path) -> None:

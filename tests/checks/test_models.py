@@ -132,7 +132,7 @@ def test_names_with_and_without_the_prefix_are_the_same(family: Family) -> None:
 
     edit_tensors(family.experts[0], bare)
     assert problems(families.recipe(family), merging=False) == []
-    assert "the checkpoint lacks model.embed_tokens.weight" in only(families.recipe(family))
+    assert problems(families.recipe(family)) == []
 
 
 @pytest.fixture
@@ -375,7 +375,7 @@ def clip(folder: Path) -> Path:
     [
         (t5, "T5ForConditionalGeneration is an encoder-decoder"),
         (bert, "RobertaForMaskedLM is not a decoder-only language model"),
-        (clip, "CLIPModel has several modules"),
+        (clip, "CLIPModel is not a decoder-only language model"),
     ],
 )
 def test_models_that_are_no_decoder(family: Family, tmp_path: Path, save: Callable[[Path], Path], words: str) -> None:

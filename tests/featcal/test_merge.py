@@ -15,7 +15,7 @@ from conftest import MakeFamily
 from mergekit.io.tasks import LoaderCache
 from support import depths, families, featcal_reference
 from support.copies import edit_tensors
-from support.families import ARCHITECTURES, LAYERS, UNSPLIT, Family
+from support.families import ARCHITECTURES, LAYERS, MULTIMODAL, UNSPLIT, Family
 from support.reference import forget
 
 from mergekit_slta.errors import SltaError
@@ -30,7 +30,7 @@ from mergekit_slta.layers.maps import output_head
 
 # Of a tensor's norm; float32 features and products against float64 ones.
 TOLERANCE = 1e-4
-DECODERS = [name for name in (*ARCHITECTURES, *UNSPLIT) if name != "gemma3n"]
+DECODERS = [name for name in (*ARCHITECTURES, *UNSPLIT, *MULTIMODAL) if name != "gemma3n"]
 BIASES = ("gpt2", "gpt_neox", "gpt_oss", "opt", "qwen2", "starcoder2")
 # Every input of every map has full rank, so that the calibration data alone decide the maps.
 DETERMINED = (

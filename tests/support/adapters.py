@@ -7,7 +7,8 @@ from pathlib import Path
 
 import peft
 import torch
-from transformers import AutoModelForCausalLM
+from support.families import model_class
+from transformers import AutoConfig
 
 RANK = 2
 
@@ -25,7 +26,7 @@ def write_adapter(
         alpha: ``RANK`` times what their product counts by.
         parameters: the last parts of the names of parameters to adapt, such as those of fused experts.
     """
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = model_class(AutoConfig.from_pretrained(base)).from_pretrained(base, dtype=torch.float32)
     modules = list(targets) or ([] if parameters else ["q_proj"])
     config = peft.LoraConfig(r=RANK, lora_alpha=alpha, target_modules=modules, target_parameters=list(parameters))
     adapted = peft.get_peft_model(model, config)

@@ -210,17 +210,96 @@ UNSPLIT: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+_VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": LAYERS,  # as many as the language tower, which must not be taken for it
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+_QWEN_VISION = {"depth": LAYERS, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+_QWEN3_TEXT = _GROUPED | {"head_dim": 8, "rope_parameters": _MROPE | {"mrope_interleaved": True}}
+
+# Language towers inside multimodal models.
+MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3_vision": (
+        "Gemma3Config",
+        {
+            "text_config": _GROUPED | _SLIDING | {"head_dim": 8},
+            "vision_config": _VISION | {"vision_use_head": False},
+            "mm_tokens_per_image": 4,
+        },
+    ),
+    "gemma4_vision": (
+        "Gemma4Config",
+        {
+            "text_config": UNSPLIT["gemma4"][1],
+            "vision_config": _VISION | {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 8},
+        },
+    ),
+    "qwen3_5": (
+        "Qwen3_5Config",
+        {
+            "text_config": _QWEN3_TEXT
+            # The norm after the linear attention magnifies what nearly cancels; a larger epsilon bounds that.
+            | {
+                "rms_norm_eps": 0.03,
+                "rope_parameters": _MROPE | {"mrope_interleaved": True, "partial_rotary_factor": 1.0},
+            }
+            | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+            | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+            | {"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+            "vision_config": _QWEN_VISION | {"num_position_embeddings": 16},
+        },
+    ),
+    "qwen3_vl": (
+        "Qwen3VLConfig",
+        {
+            "text_config": _QWEN3_TEXT,
+            "vision_config": _QWEN_VISION | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1, 2]},
+        },
+    ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VLConfig",
+        {"text_config": _GROUPED | {"rope_parameters": _MROPE}, "vision_config": _QWEN_VISION},
+    ),
+    "llama4_vision": (
+        "Llama4Config",
+        {
+            "text_config": UNSPLIT["llama4"][1],
+            "vision_config": _VISION | {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
+        },
+    ),
+    "mistral3": (
+        "Mistral3Config",
+        {
+            "text_config": _GROUPED | {"model_type": "mistral", "head_dim": 8},
+            "vision_config": _VISION | {"model_type": "pixtral"},
+        },
+    ),
+}
+
+
+def model_class(config: PretrainedConfig) -> Any:
+    """What transformers makes the model of a configuration with: a class for text alone, or one for images too."""
+    if config.get_text_config() is config:
+        return AutoModelForCausalLM
+    return transformers.AutoModelForImageTextToText
+
+
 def config_of(architecture: str, **changes: Any) -> PretrainedConfig:
-    """The tiny configuration of an entry of ``ARCHITECTURES`` or ``UNSPLIT``, with changed fields."""
-    name, arguments = (ARCHITECTURES | UNSPLIT)[architecture]
+    """The tiny configuration of an entry of ``ARCHITECTURES``, ``UNSPLIT`` or ``MULTIMODAL``, with changed fields."""
+    name, arguments = (ARCHITECTURES | UNSPLIT | MULTIMODAL)[architecture]
     config: PretrainedConfig = getattr(transformers, name)(**arguments | changes)
     return config
 
 
 def skeleton(architecture: str, **changes: Any) -> Decoder:
-    """The decoder of an entry of ``ARCHITECTURES`` or ``UNSPLIT``, with changed fields, without weights."""
+    """The decoder of an entry that ``config_of`` knows, with changed fields, without weights."""
     config = config_of(architecture, **changes)
-    model: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model: Any = model_class(config)._model_mapping[type(config)]
     config.architectures = [model.__name__]
     return Decoder(config)
 
@@ -282,7 +361,7 @@ def make_family(
 
     Args:
         folder: where the folders ``base``, ``expert0`` ... and the files ``task0.jsonl`` ... go.
-        architecture: an entry of ``ARCHITECTURES`` or ``UNSPLIT``, or a configuration.
+        architecture: an entry of ``ARCHITECTURES``, ``UNSPLIT`` or ``MULTIMODAL``, or a configuration.
         experts: how many.
         dtype: the checkpoints'.
         scale: each task vector's norm relative to the weights', tensor by tensor (before rounding to ``dtype``).
@@ -298,7 +377,7 @@ def make_family(
     shared = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in _floats(base).items()}
     _save(base, dtype, folder / "base", chat_template)
     for index in range(experts):
-        expert = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        expert = model_class(config).from_config(config, dtype=torch.float32)
         expert.load_state_dict(base.state_dict())
         for name, tensor in _floats(expert).items():
             own = torch.randn(tensor.shape, generator=generator)
@@ -316,7 +395,7 @@ def make_family(
 
 def random_model(config: PretrainedConfig, generator: torch.Generator | None = None) -> Any:
     """A model whose attention is not uniform and whose norms and biases are not all ones and zeros."""
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = model_class(config).from_config(config, dtype=torch.float32)
     generator = generator or torch.Generator().manual_seed(0)
     for tensor in _floats(model).values():
         noise = torch.randn(tensor.shape, generator=generator)
@@ -363,7 +442,7 @@ def load_model(folder: Path) -> torch.nn.Module:
     """A model from its folder, in float64 and evaluation mode."""
     # Falcon's eager attention adds ALiBi twice, once in the mask and once itself.
     attention = "sdpa" if getattr(AutoConfig.from_pretrained(folder), "alibi", False) else "eager"
-    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
+    model: torch.nn.Module = model_class(AutoConfig.from_pretrained(folder)).from_pretrained(
         folder, dtype=torch.float64, attn_implementation=attention, experts_implementation="eager"
     )
     return model.double().eval()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class Split:
         fused: a tensor whose rows come from both, and how: ``blocks`` (all q, all k, all v), ``interleaved`` (q, k, v
             of each head) or ``grouped`` (the queries of a group, its k, its v).
         output: the map after the heads.
+        language: what the names of the tensors of the language tower and its head begin with.
     """
 
     attn: tuple[str, ...] = ("input_layernorm", "self_attn")
@@ -48,6 +49,7 @@ class Split:
     keys: tuple[str, ...] = ("self_attn.k_proj", "self_attn.v_proj")
     fused: tuple[str, str] | None = None
     output: str = "self_attn.o_proj"
+    language: tuple[str, ...] = ("",)
 
 
 _LLAMA = Split()
@@ -189,6 +191,20 @@ class Float64(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+# Language towers of multimodal models, by the keys of ``families.MULTIMODAL``.
+_TOWER: dict[str, Any] = {
+    "layers": "model.language_model.layers",
+    "language": ("model.language_model.", "lm_head."),
+}
+SPLITS |= {
+    **dict.fromkeys(("qwen3_vl", "qwen2_5_vl", "mistral3", "gemma4_vision"), Split(**_TOWER)),
+    "gemma3_vision": replace(_GEMMA2, **_TOWER),
+    "qwen3_5": Split(
+        attn=("input_layernorm", "linear_attn", "self_attn"), closing_attn=("linear_attn", "self_attn"), **_TOWER
+    ),
+    "llama4_vision": Split(layers="language_model.model.layers", language=("language_model.",)),
+}
+
 # Features
 
 
@@ -254,7 +270,7 @@ def sample_features(
         models[0](ids, use_cache=False)
     for index, layers in enumerate(zip(*stacks, strict=True)):
         call = calls[index]
-        for name, features in LEVELS[level](layers, call, split, models[0].config):
+        for name, features in LEVELS[level](layers, call, split, models[0].config.get_text_config()):
             yield f"layer.{index}{name}", features
 
 
@@ -506,7 +522,12 @@ def solve(measured: Mapping[str, Deltas], **settings: Any) -> dict[str, torch.Te
 
 
 def merged(
-    models: Models, alpha: Mapping[str, torch.Tensor], level: str, split: Split, edges: str = "base"
+    models: Models,
+    alpha: Mapping[str, torch.Tensor],
+    level: str,
+    split: Split,
+    edges: str = "base",
+    towers: str = "base",
 ) -> dict[str, torch.Tensor]:
     """Every tensor of the merged model, by the names of ``state_dict``, in float64."""
     states = [model.state_dict() for model in models]
@@ -514,7 +535,11 @@ def merged(
     for name, base in states[0].items():
         total = base.clone()
         if base.is_floating_point():
-            weights = tensor_weights(name, base, models[0], alpha, level, split, edges)
+            if name.startswith(split.language):
+                weights = tensor_weights(name, base, models[0], alpha, level, split, edges)
+            else:
+                mean = torch.stack(list(alpha.values())).mean(0)
+                weights = mean if towers == "mean" else torch.zeros_like(mean)
             for index, state in enumerate(states[1:]):
                 total += weights[..., index] * (state[name] - base)
         result[name] = total
@@ -544,7 +569,7 @@ def tensor_weights(
         return torch.stack([here[branch] for branch in branches]).mean(0)
     heads = torch.stack([value for key, value in here.items() if key.startswith("head.")])
     parts = {"attn": heads.mean(0), "mlp": here["mlp"]}
-    own_rows = head_rows(inside, tensor, layer, split, model.config, heads)
+    own_rows = head_rows(inside, tensor, layer, split, model.config.get_text_config(), heads)
     return own_rows if own_rows is not None else torch.stack([parts[branch] for branch in branches]).mean(0)
 
 

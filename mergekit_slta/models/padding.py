@@ -1,0 +1,73 @@
+"""Embeddings with more rows than the tokenizer has tokens, which training libraries add for the hardware's sake."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+
+from mergekit_slta.errors import SltaError
+from mergekit_slta.models import hub
+from mergekit_slta.models.headers import Model, TensorHeader
+
+TOKENIZER = "tokenizer.json"
+
+
+def size(model: Model, name: str) -> Any:
+    """A size by the configuration of the language model, or of the only one."""
+    return getattr(model.config.get_text_config(), name, None)
+
+
+def both_have(base: Model, expert: Model) -> Iterator[tuple[str, TensorHeader, TensorHeader]]:
+    """The base model's tensors that an expert has too: name, the base model's and the expert's."""
+    for name, stored in (base.tensors or {}).items():
+        other = expert.tensor(name)
+        if other is not None:
+            yield name, stored, other
+
+
+def is_vocabulary(base: Model, expert: Model, shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether a tensor's rows are tokens, in both models, and all else about it is equal."""
+    sizes = (size(base, "vocab_size"), size(expert, "vocab_size"))
+    return (*shape[:1], *other[:1]) == sizes and shape[1:] == other[1:]
+
+
+def padded_tensors(base: Model, expert: Model) -> Mapping[str, int]:
+    """The expert's tensors, by its own names, that have rows for no token, with how many rows the base model's have.
+
+    There are some if the expert has more rows than the base model, and its tokenizer no token for any of these.
+    """
+    unequal = {
+        expert.stored_name(name) or name: own.shape[0]
+        for name, own, other in both_have(base, expert)
+        if own.shape != other.shape and is_vocabulary(base, expert, own.shape, other.shape)
+    }
+    if not unequal or size(expert, "vocab_size") < size(base, "vocab_size"):
+        return {}
+    highest = highest_token(expert)
+    return unequal if highest is not None and highest < size(base, "vocab_size") else {}
+
+
+def highest_token(model: Model) -> int | None:
+    """The highest id that a model's tokenizer gives; None where its file is not at hand or damaged."""
+    path = model.reference.model
+    try:
+        if model.folder is None:
+            with hub.asking(path):
+                file = Path(huggingface_hub.hf_hub_download(path.path, TOKENIZER, revision=path.revision))
+        else:
+            file = model.folder / TOKENIZER
+        content = json.loads(file.read_text(encoding="utf-8"))
+        added = [token["id"] for token in content.get("added_tokens") or ()]
+        return int(max([*tokens_of(content).values(), *added]))
+    except (SltaError, OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def tokens_of(content: Any) -> dict[str, int]:
+    """The tokens of a ``tokenizer.json`` but those added later."""
+    tokens = content["model"]["vocab"]
+    return tokens if isinstance(tokens, dict) else {token: index for index, (token, *_) in enumerate(tokens)}

@@ -1,0 +1,69 @@
+"""Checkpoints that call tensors otherwise than mergekit asks for them.
+
+Releases of transformers have put other prefixes before the parts of multimodal models, and a language model saved alone
+has none. transformers loads them all; mergekit asks for one name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+
+import torch
+import transformers
+from mergekit.common import ModelReference
+from mergekit.io.lazy_tensor_loader import LazyTensorLoader
+from mergekit.io.tasks import LoaderCache
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, apply_renamings
+
+from mergekit_slta.models.merged_adapters import current_loader
+from mergekit_slta.models.skeleton import model_tensor_name
+
+
+def other_names(
+    model: transformers.PreTrainedModel, stored: Iterable[str], asked: Collection[str]
+) -> Mapping[str, str]:
+    """The stored tensor for each asked name that transformers takes for the same tensor of ``model``.
+
+    What it would have to convert, such as the experts of a mixture stored one by one, is not among them.
+    """
+    renamings = [found for found in get_model_conversion_mapping(model) if isinstance(found, WeightRenaming)]
+    names = set(model.state_dict())
+
+    def own(name: str) -> str | None:
+        return model_tensor_name(apply_renamings(name, renamings), names, model.base_model_prefix)
+
+    known = {own(name): name for name in stored}
+    found = {name: known.get(own(name)) for name in asked if own(name)}
+    return {name: other for name, other in found.items() if other}
+
+
+class RenamingLoader(LazyTensorLoader):
+    """mergekit's loader of a checkpoint that knows some of its tensors by other names too, and leaves out some rows.
+
+    Args:
+        loader: the loader.
+        names: the stored tensor for each of the other names.
+        rows: how many rows of a stored tensor to load.
+    """
+
+    def __init__(self, loader: LazyTensorLoader, names: Mapping[str, str], rows: Mapping[str, int]) -> None:
+        stored = loader.index.tensor_paths
+        paths = {**stored, **{name: stored[other] for name, other in names.items()}}
+        super().__init__(replace(loader.index, tensor_paths=paths), loader.lazy_unpickle)
+        self._names, self._rows = names, rows
+
+    def get_tensor(
+        self, key: str, device: str = "cpu", aliases: list[str] | None = None, raise_on_missing: bool = True
+    ) -> torch.Tensor | None:
+        """The tensor that is stored by that name, or by the one that it stands for."""
+        stored = self._names.get(key, key)
+        tensor = super().get_tensor(stored, device, aliases, raise_on_missing)
+        return tensor[: self._rows.get(stored)] if stored in self._rows and tensor is not None else tensor
+
+
+def adapt_loader(reference: ModelReference, names: Mapping[str, str], rows: Mapping[str, int]) -> None:
+    """Let mergekit load a checkpoint as a ``RenamingLoader`` does, if there is anything to rename or to leave out."""
+    if names or rows:
+        LoaderCache.loaders[reference] = RenamingLoader(current_loader(reference), names, rows)

@@ -1,0 +1,260 @@
+"""The language tower of multimodal models: measured, merged and put back between the other towers."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import MakeFamily
+from mergekit.io.tasks import LoaderCache
+from safetensors.torch import load_file, save_file
+from support import families, reference
+from support.families import MULTIMODAL, Family
+from support.gram_difference import gram_difference
+from support.processes import run_python
+from test_architectures import LONGEST, RECORDS, assert_tensors_equal
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from mergekit_slta.checks.examine import examine
+from mergekit_slta.errors import SltaError
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.slta.statistics import Statistics
+
+GRAM_TOLERANCE = 2e-6
+PROMPT = torch.tensor([[families.BOS, 5, 6, 7]])
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
+    """The family of an architecture, made once: not to be changed."""
+
+    @functools.cache
+    def make(name: str) -> Family:
+        return families.make_family(tmp_path_factory.mktemp(name), name, records=RECORDS, longest=LONGEST)
+
+    return make
+
+
+def load(folder: Path) -> Any:
+    """A merged model that loads without complaint, in float64."""
+    cls = families.model_class(AutoConfig.from_pretrained(folder))
+    model, info = cls.from_pretrained(folder, dtype=torch.float64, output_loading_info=True)
+    assert not any(info.values()), info
+    return model.eval()
+
+
+def deltas(found: Family, name: str, level: str) -> dict[str, reference.Deltas]:
+    return reference.deltas(found.models(), found.token_ids(), level, reference.SPLITS[name])
+
+
+# What the language tower computes
+
+
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_grams_are_those_of_the_whole_models_forward_pass(name: str, family: Callable[[str], Family]) -> None:
+    found = family(name)
+    measured = families.measure(found, "model", "layer")
+    for level in ("model", "layer"):
+        for submodule, own in deltas(found, name, level).items():
+            assert gram_difference(measured.pop(submodule), own.grams()) < GRAM_TOLERANCE, submodule
+    assert not measured
+
+
+@pytest.mark.parametrize("name", ["gemma3_vision", "qwen3_vl", "qwen2_5_vl", "mistral3"])
+@pytest.mark.parametrize("level", ["attn_mlp", "head_mlp", "linear"])
+def test_the_finer_levels_apply_where_they_do_to_the_text_model(
+    name: str, level: str, family: Callable[[str], Family]
+) -> None:
+    measured, expected = families.measure(family(name), level), deltas(family(name), name, level)
+    assert measured.keys() == expected.keys()
+    for submodule, own in expected.items():
+        assert gram_difference(measured[submodule], own.grams()) < GRAM_TOLERANCE, submodule
+
+
+# The merged model
+
+
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_the_merged_model_is_the_one_made_by_hand(name: str, family: Callable[[str], Family], tmp_path: Path) -> None:
+    found, split = family(name), reference.SPLITS[name]
+    settings: Any = {"edges": "mean", "towers": "base" if name == "qwen3_vl" else "mean"}
+    recipe = families.recipe(found, level="layer", samples=RECORDS, **settings)
+    merged = load(families.merge(recipe, tmp_path / "merged"))
+    alpha = reference.solve(deltas(found, name, "layer"))
+    by_hand: Any = found.model(0)
+    expected = reference.merged(found.models(), alpha, "layer", split, **settings)
+    assert_tensors_equal(merged.state_dict(), expected)
+    by_hand.load_state_dict(expected)
+    texts = [model.generate(PROMPT, max_new_tokens=8, do_sample=False) for model in (merged, by_hand)]
+    assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("towers", ["base", "mean"])
+def test_towers_decides_at_level_model_too(towers: str, family: Callable[[str], Family], tmp_path: Path) -> None:
+    found, split = family("qwen2_5_vl"), reference.SPLITS["qwen2_5_vl"]
+    recipe = families.recipe(found, level="model", towers=towers, samples=RECORDS)
+    alpha = reference.solve(deltas(found, "qwen2_5_vl", "model"))
+    expected = reference.merged(found.models(), alpha, "model", split, towers=towers)
+    assert_tensors_equal(load(families.merge(recipe, tmp_path / "merged")).state_dict(), expected)
+
+
+@pytest.mark.parametrize("towers", ["base", "mean"])
+def test_featcal_keeps_or_averages_the_other_towers(
+    towers: str, family: Callable[[str], Family], tmp_path: Path
+) -> None:
+    found = family("qwen3_vl")
+    recipe = families.recipe(found, "featcal", towers=towers, samples=RECORDS)
+    merged = load(families.merge(recipe, tmp_path / "merged")).state_dict()
+    base, *experts = (model.state_dict() for model in found.models())
+    visual = [name for name in merged if ".visual." in name]
+    for name in visual:
+        mean = torch.stack([own[name] for own in experts]).mean(0)
+        assert torch.allclose(merged[name], base[name] if towers == "base" else mean, atol=1e-6), name
+    assert visual
+    assert not torch.equal(merged["lm_head.weight"], base["lm_head.weight"])
+
+
+@pytest.mark.parametrize("method", ["slta", "featcal", "sftm"])
+def test_the_processor_comes_along(method: str, make_family: MakeFamily, tmp_path: Path) -> None:
+    found = make_family("qwen3_5", records=RECORDS, longest=LONGEST)
+    names = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+    for name in names:
+        (found.base / name).write_text(json.dumps({"from": name}))
+    recipe = families.recipe(found, method, calibration=method != "sftm")
+    merged = families.merge(recipe, tmp_path / "merged")
+    assert [json.loads((merged / name).read_text()) for name in names] == [{"from": name} for name in names]
+
+
+def test_mergekit_yaml_in_a_process_of_its_own(family: Callable[[str], Family], tmp_path: Path) -> None:
+    found = family("mistral3")
+    recipe = families.write_recipe(tmp_path / "recipe.yml", families.recipe(found, samples=RECORDS))
+    command = "from mergekit_slta.startup import install; install(); from mergekit.scripts.run_yaml import main; main()"
+    done = run_python("-c", command, recipe, tmp_path / "merged", "--no-copy-tokenizer")
+    assert done.returncode == 0, done.stderr
+    alpha = reference.solve(deltas(found, "mistral3", "attn_mlp"))
+    expected = reference.merged(found.models(), alpha, "attn_mlp", reference.SPLITS["mistral3"])
+    assert_tensors_equal(load(tmp_path / "merged").state_dict(), expected)
+
+
+@pytest.mark.parametrize(("level", "edges", "towers"), [("model", "base", "base"), ("attn_mlp", "mean", "base")])
+def test_a_plain_recipe_tells_the_towers_apart(
+    level: str, edges: str, towers: str, family: Callable[[str], Family], tmp_path: Path
+) -> None:
+    found = family("gemma3_vision")
+    shared: Any = {"level": level, "edges": edges, "towers": towers, "statistics": str(tmp_path / "s.safetensors")}
+    merged = load(families.merge(families.recipe(found, samples=RECORDS, **shared), tmp_path / "merged"))
+    paths = {folder.name: str(folder) for folder in found.folders}
+    solution = Statistics.load(tmp_path / "s.safetensors").solve(level)
+    solution.save_recipe(tmp_path / "plain.yml", models=paths, edges=edges, towers=towers)
+    weights = json.dumps(families.yaml.safe_load((tmp_path / "plain.yml").read_text()))
+    assert "language_model" in weights
+    LoaderCache.loaders.clear()
+    for folder in found.folders:  # mergekit alone knows the names of the checkpoints on the Hub only
+        as_on_the_hub(folder, tmp_path / folder.name)
+    plain = weights.replace(str(found.base.parent), str(tmp_path))
+    again = load(families.merge(json.loads(plain), tmp_path / "plain"))
+    assert_tensors_equal(again.state_dict(), merged.state_dict())
+
+
+# One model by other names
+
+
+def as_on_the_hub(folder: Path, copy: Path) -> None:
+    """Gemma 3 as transformers 4 saved it, with another module around its vision tower."""
+    shutil.copytree(folder, copy)
+    tensors = load_file(folder / "model.safetensors")
+    spelled = {name.replace("vision_tower.", "vision_tower.vision_model."): own for name, own in tensors.items()}
+    save_file(spelled, copy / "model.safetensors", {"format": "pt"})
+
+
+def test_a_checkpoint_of_an_older_transformers_is_the_same_model(
+    family: Callable[[str], Family], tmp_path: Path
+) -> None:
+    found = family("gemma3_vision")
+    recipe = families.recipe(found, level="layer", towers="mean", samples=RECORDS)
+    expected = load(families.merge(recipe, tmp_path / "same")).state_dict()
+    as_on_the_hub(found.experts[0], tmp_path / "older")
+    recipe["models"][0]["model"] = str(tmp_path / "older")
+    LoaderCache.loaders.clear()
+    assert_tensors_equal(load(families.merge(recipe, tmp_path / "merged")).state_dict(), expected)
+
+
+def save_text_model(found: Family, index: int, folder: Path) -> Path:
+    """The language tower of a family's model as a model of its own."""
+    whole = families.model_class(found.config).from_pretrained(found.folders[index], dtype=torch.float32)
+    text = AutoModelForCausalLM.from_config(found.config.get_text_config(), dtype=torch.float32)
+    split = reference.SPLITS["llama4_vision" if "llama4" in found.config.model_type else "qwen3_vl"]
+    tower = split.layers.removesuffix("layers")
+    state = {name.replace(tower, "model."): tensor for name, tensor in whole.state_dict().items()}
+    state |= {name.removeprefix("language_model."): tensor for name, tensor in state.items()}
+    text.load_state_dict({name: state[name] for name in text.state_dict()})
+    text.save_pretrained(folder)
+    families.write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def without_spaces(family: Callable[[str], Family], tmp_path: Path) -> Callable[[str], Family]:
+    """A family with data that every class of tokenizers takes apart alike."""
+
+    def make(name: str) -> Family:
+        found, files = family(name), []
+        for file in found.data:
+            files.append(tmp_path / file.name)
+            files[-1].write_text(file.read_text().replace('": "', '":"').replace(" ", ""))
+        return Family(found.base, found.experts, tuple(files), found.config)
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["gemma4_vision", "qwen3_5", "llama4_vision"])
+def test_a_text_model_is_the_language_tower_of_a_multimodal_one(
+    name: str, without_spaces: Callable[[str], Family], tmp_path: Path
+) -> None:
+    found = without_spaces(name)
+    recipe = families.recipe(found, level="layer", edges="mean", samples=RECORDS)
+    expected = load(families.merge(recipe, tmp_path / "same"))
+    for index in (0, 1):
+        content = json.loads(json.dumps(recipe))
+        folder = str(save_text_model(found, index, tmp_path / f"text{index}"))
+        content |= {"base_model": folder} if index == 0 else {}
+        content["models"][0] |= {"model": folder} if index == 1 else {}
+        LoaderCache.loaders.clear()
+        merged = load(families.merge(content, tmp_path / f"merged{index}"))
+        assert type(merged).__name__.endswith("ForCausalLM") == (index == 0)
+        with torch.no_grad():
+            assert torch.allclose(merged(PROMPT).logits, expected(PROMPT).logits, atol=1e-5)
+
+
+def test_experts_that_are_all_text_models_leave_the_other_towers_alone(
+    without_spaces: Callable[[str], Family], tmp_path: Path
+) -> None:
+    found = without_spaces("qwen3_5")
+    recipe = families.recipe(found, "featcal", towers="mean", samples=RECORDS)
+    for index, entry in enumerate(recipe["models"], 1):
+        entry["model"] = str(save_text_model(found, index, tmp_path / f"text{index}"))
+    merged, base = load(families.merge(recipe, tmp_path / "merged")).state_dict(), found.model(0).state_dict()
+    assert all(torch.equal(merged[name], base[name]) for name in base if ".visual." in name)
+    assert not torch.equal(merged["lm_head.weight"], base["lm_head.weight"])
+
+
+def test_what_mergekit_cannot_plan_is_one_sentence(family: Callable[[str], Family], tmp_path: Path) -> None:
+    found = family("gemma3_vision")
+    recipe = families.recipe(found, samples=RECORDS)
+    recipe["models"][0]["model"] = str(save_text_model(found, 1, tmp_path / "text"))
+    problems = examine(families.experiment(recipe)).problems
+    assert [problem for problem in problems if "one is the language tower of the other" in problem]
+    assert len(problems) == 1
+
+
+def test_an_encoder_inside_is_refused(make_family: MakeFamily) -> None:
+    config = families.config_of("qwen2_5_vl")
+    config.architectures = ["Qwen2_5_VLModel"]
+    with pytest.raises(SltaError, match="is no decoder-only language model"):
+        Decoder(config)
