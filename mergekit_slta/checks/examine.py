@@ -22,7 +22,7 @@ from mergekit_slta.checks.data import (
     statistics_file,
 )
 from mergekit_slta.checks.models import (
-    anchor_branches,
+    coarser_submodules,
     compared_logits,
     compared_outputs,
     head_rows,
@@ -66,7 +66,6 @@ CHECKS: dict[type[MethodSettings], tuple[Check, ...]] = {
         of_decoder(compared_outputs),
         of_decoder(head_rows),
         solvable_layers,
-        of_decoder(anchor_branches),
         *DATA,
     ),
     ActmatSettings: (),
@@ -153,7 +152,7 @@ def examine(
     method = experiment.recipe.method
     case = Case(experiment, None if out_path is None else Path(out_path))
     checks = [*MODELS, *CHECKS[method], *(MERGE if merging else ())]
-    few = [few_records] if method.runs_models and not running else []
+    few = [few_records, of_decoder(coarser_submodules)] if method.runs_models and not running else []
     notes = [*few, *NOTES, *(MERGE_NOTES if merging else ())]
     with contextlib.nullcontext() if running else silenced("mergekit_slta.data.draw"):  # which says what a note says
         problems = _sentences(checks, case)

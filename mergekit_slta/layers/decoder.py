@@ -110,11 +110,10 @@ class Decoder:
         hidden: torch.Tensor,
         call: LayerCall,
         *,
-        mlp_reads: frozenset[str] | None = None,
-        mlp_input: torch.Tensor | None = None,
         replay: Mapping[str, Any] | None = None,
         capture: Collection[str] = (),
         keep: Collection[str] = (),
+        unmix: bool = False,
     ) -> LayerRun:
         """Run a layer on hidden states.
 
@@ -123,12 +122,11 @@ class Decoder:
             weights: the layer's tensors by their names inside the layer.
             hidden: [B, S, D], the layer's input.
             call: the layer's other arguments.
-            mlp_reads: what the residual stream holds where the MLP branch reads it; without it nobody looks there.
-            mlp_input: [B, S, D], given to the MLP branch in place of the residual stream.
             replay: outputs of children that need not run again.
             capture, keep: paths of the modules inside the layer whose inputs, or outputs, are wanted.
+            unmix: as for ``LayerRun``.
         """
-        run = LayerRun(mlp_reads, mlp_input, replay or {}, capture, keep)
+        run = LayerRun(replay or {}, capture, keep, unmix=unmix)
         self.fresh.restore()
         run.finish(hidden_of(self.call(run, layer, weights, hidden, call)))
         return run

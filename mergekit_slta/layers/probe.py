@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.calls import LayerCall, hidden_of
+from mergekit_slta.layers.calls import LayerCall, Weights, hidden_of
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.ends import edge_state, embed, trial, try_layers
 from mergekit_slta.layers.placeholders import random_numbers, zeros
@@ -42,6 +42,49 @@ def trace(decoder: Decoder, layer: int, watch: Collection[str] = ()) -> LayerRun
         call = calls[layer].own(decoder.once(trial).state) if calls[layer].shares else calls[layer]
         weights = zeros(decoder.layers[layer].state_dict(), decoder.device)
         return decoder.run(layer, weights, hidden, call, capture=watch, keep=watch)
+
+
+def token_mixers(decoder: Decoder, layer: int) -> frozenset[str]:
+    """The layer's children that let tokens see each other, from samples that differ in the first of two tokens.
+
+    Raises:
+        SltaError: the model's layers cannot be run one at a time.
+    """
+    with _explained(decoder), torch.no_grad():
+        weights, hidden, call = _random_layer(decoder, layer)
+        return frozenset(decoder.run(layer, weights, hidden, call, unmix=True).mixers)
+
+
+def replays(decoder: Decoder, layer: int, children: Collection[str]) -> bool:
+    """Whether the layer's output stays the same when children return what they have returned before."""
+    with _explained(decoder), torch.no_grad():
+        weights, hidden, call = _random_layer(decoder, layer)
+        first = decoder.run(layer, weights, hidden, call)
+        expected = first.output.clone()
+        replay = {name: first.returned[name] for name in children if name in first.returned}
+        return torch.equal(decoder.run(layer, weights, hidden, call, replay=replay).output, expected)
+
+
+def _random_layer(decoder: Decoder, layer: int) -> tuple[Weights, torch.Tensor, LayerCall]:
+    """Random weights of a layer, and its input and call for two samples that differ in the first of two tokens."""
+    first, other, last = _tokens(decoder)
+    edges = random_numbers(edge_state(decoder), decoder.device)
+    hidden, calls = embed(decoder, torch.tensor([[first, last], [other, last]]), edges)
+    call = calls[layer]
+    if call.shares:
+        generator = torch.Generator().manual_seed(0)
+        state = {
+            path: torch.randn(2, *tensor.shape[1:], generator=generator).to(tensor)
+            for path, tensor in decoder.once(trial).state.items()
+        }
+        call = call.own(state)
+    return random_numbers(decoder.layers[layer].state_dict(), decoder.device), hidden, call
+
+
+def _tokens(decoder: Decoder) -> list[int]:
+    """Three tokens, none of them the padding, by which some models count positions."""
+    padding = getattr(decoder.model.config.get_text_config(), "pad_token_id", None)
+    return [token for token in range(4) if token != padding][:3]
 
 
 @contextlib.contextmanager
@@ -80,9 +123,7 @@ def padding_matters(decoder: Decoder, lengths: Collection[int]) -> bool:
 
 def is_causal(decoder: Decoder) -> bool:
     """Whether no token sees a later one, from two samples that differ in the second of two tokens."""
-    config = decoder.model.config.get_text_config()
-    padding = getattr(config, "pad_token_id", None)  # by which some models count positions
-    first, second, other = [token for token in range(4) if token != padding][:3]
+    first, second, other = _tokens(decoder)
     tried = try_layers(decoder, torch.tensor([[first, second], [first, other]]), random_numbers)
     pairs = [plain(hidden_of(returned))[:, 0] for returned in tried.returned]
     return all(bool((one - two).abs().max() <= CAUSAL_TOLERANCE * one.abs().max()) for one, two in pairs)
