@@ -50,6 +50,9 @@ class Decoder:
         refuse_unless_decoder(config)
         self.device = torch.device(device)
         self.model = meta_model(config, trust_remote_code)
+        # One expert of a mixture after the other: the other ways compute the same, but gather copies of the weights.
+        if self.model._can_set_experts_implementation():
+            self.model.set_experts_implementation("eager")
         self.name = type(self.model).__name__
         self.body = self.model.base_model
         paths = {module: name for name, module in self.model.named_modules() if name}

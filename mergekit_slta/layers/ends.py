@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.layers.calls import LayerCall, LayerForward, Made, State, Weights, returned_like, stand_ins
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.placeholders import zeros
+from mergekit_slta.layers.placeholders import small_products, zeros
 from mergekit_slta.layers.recording import LayerRun, Reached
 
 
@@ -116,7 +116,8 @@ def try_layers(decoder: Decoder, token_ids: torch.Tensor, fill: Callable[[Weight
             state.update(run.state)
         return found[types[layer]]
 
-    _capture(decoder, token_ids, fill(edge_state(decoder), decoder.device), run)
+    with small_products():
+        _capture(decoder, token_ids, fill(edge_state(decoder), decoder.device), run)
     return Trial([found.get(kind) for kind in types], {path: tensor[:1] for path, tensor in state.items()})
 
 

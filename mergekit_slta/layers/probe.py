@@ -16,7 +16,7 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.calls import LayerCall, Weights, hidden_of
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.ends import edge_state, embed, trial, try_layers
-from mergekit_slta.layers.placeholders import random_numbers, zeros
+from mergekit_slta.layers.placeholders import random_numbers, small_products, zeros
 from mergekit_slta.layers.recording import LayerRun
 from mergekit_slta.layers.residual import plain
 
@@ -89,9 +89,10 @@ def _tokens(decoder: Decoder) -> list[int]:
 
 @contextlib.contextmanager
 def _explained(decoder: Decoder) -> Iterator[None]:
-    """Say of whatever a model's own code raises that its layers cannot be run one at a time."""
+    """Run with made-up weights; say of what a model's own code raises that its layers cannot be run one at a time."""
     try:
-        yield
+        with small_products():
+            yield
     except SltaError:
         raise
     except Exception as error:
