@@ -155,8 +155,15 @@ class LayerFeatures:
         positions = torch.arange(len(values), device=values.device)
         width = len(values) // len(lengths)
         if linear_map.expert is not None:
-            positions = positions[(chosen[0] == linear_map.expert).any(-1)]
-            values = values[positions]
+            if chosen:
+                positions = positions[(chosen[0] == linear_map.expert).any(-1)]
+                values = values[positions]
+            else:  # each expert is given all tokens, those that are not for it as zeros
+                count = len(self.weights[0][linear_map.weight])
+                values = values.view(count, -1, values.shape[-1])[linear_map.expert]
+                width //= count
+                positions = values.any(-1).nonzero().flatten()
+                values = values[positions]
             if linear_map.name.endswith(".down_proj"):
                 values = self._fused_hidden(linear_map, values)
         for row, length in enumerate(lengths):

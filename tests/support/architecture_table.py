@@ -72,12 +72,16 @@ ROWS = {
         "GraniteMoeHybrid without routed experts", WITHOUT_HEADS, lacks="block_sparse_moe.input_linear.weight"
     ),
     "bamba": Row("Bamba", WITHOUT_HEADS),
-    "bloom": Row("BLOOM", WHOLE_LAYERS),
-    "openai_gpt": Row("OpenAI GPT", WHOLE_LAYERS),
-    "opt": Row("OPT", WHOLE_LAYERS),
-    "llama4": Row("Llama 4 (text)", WHOLE_LAYERS),
-    "falcon_h1": Row("Falcon-H1", WHOLE_LAYERS),
-    "gemma4": Row("Gemma 4 (text), `num_kv_shared_layers`", WHOLE_LAYERS),
+    "bloom": Row("BLOOM"),
+    "bloom_post": Row("BLOOM, `apply_residual_connection_post_layernorm: true`"),
+    "openai_gpt": Row("OpenAI GPT"),
+    "opt": Row("OPT"),
+    "opt_post": Row("OPT, `do_layer_norm_before: false`"),
+    "llama4": Row("Llama 4 (text)"),
+    "falcon_h1": Row("Falcon-H1", WITHOUT_HEADS),
+    "gemma4": Row("Gemma 4 (text), `num_kv_shared_layers`"),
+    "mamba": Row("Mamba", WITHOUT_HEADS),
+    "nemotron_h": Row("Nemotron-H", WITHOUT_HEADS),
     "gemma3n": Row("Gemma 3n (text)", NONE),
 }
 
