@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-from mergekit_slta.errors import first_line
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import LinearMap, linear_maps
 from mergekit_slta.layers.probe import trace
@@ -49,10 +48,10 @@ def heads_of(decoder: Decoder, layer: int) -> Heads | str:
 def _heads_of(decoder: Decoder, layer: int) -> Heads | str:
     try:
         return _find_heads(decoder, layer)
-    except Exception as error:  # a model's own code may raise anything when its projections give random numbers
-        if isinstance(error, _NoHeads):
-            return str(error)
-        return f"its heads cannot be told apart ({first_line(error.__cause__ or error)})"
+    except _NoHeads as reason:
+        return str(reason)
+    except Exception:  # a model's own code may raise anything when its projections give random numbers
+        return "its heads cannot be told apart by its linear maps"
 
 
 class _NoHeads(Exception):

@@ -55,14 +55,17 @@ def token_mixers(decoder: Decoder, layer: int) -> frozenset[str]:
         return frozenset(decoder.run(layer, weights, hidden, call, unmix=True).mixers)
 
 
-def replays(decoder: Decoder, layer: int, children: Collection[str]) -> bool:
-    """Whether the layer's output stays the same when children return what they have returned before."""
+def replays(decoder: Decoder, layer: int, groups: Collection[Collection[str]]) -> bool:
+    """Whether the layer's output stays the same when the children of a group return what they have returned before."""
     with _explained(decoder), torch.no_grad():
         weights, hidden, call = _random_layer(decoder, layer)
         first = decoder.run(layer, weights, hidden, call)
         expected = first.output.clone()
-        replay = {name: first.returned[name] for name in children if name in first.returned}
-        return torch.equal(decoder.run(layer, weights, hidden, call, replay=replay).output, expected)
+        for children in groups:
+            replay = {name: first.returned[name] for name in children if name in first.returned}
+            if not torch.equal(decoder.run(layer, weights, hidden, call, replay=replay).output, expected):
+                return False
+    return True
 
 
 def _random_layer(decoder: Decoder, layer: int) -> tuple[Weights, torch.Tensor, LayerCall]:

@@ -65,7 +65,7 @@ def _structure(decoder: Decoder, layer: int) -> LayerStructure | None:
     unseen = owners.difference(*found.branches.values())  # tensors that the layer uses by itself, or never
     branches = {name: children | unseen for name, children in found.branches.items() if children & owners}
     found = LayerStructure(branches or {"mlp": unseen}, found.mixers, found.boundary if len(branches) > 1 else None)
-    return found if all(replays(decoder, layer, found.only(branch)) for branch in branches) else None
+    return found if replays(decoder, layer, [found.only(branch) for branch in found.branches]) else None
 
 
 def _branches(run: LayerRun, mixers: Nodes) -> LayerStructure | None:

@@ -73,4 +73,4 @@ def _drift_page(solved: SolvedModel, experiment: Experiment, settings: FeatcalSe
 
     errors = solved.errors()
     models = [published_name(expert.reference) for expert in experiment.recipe.experts]
-    return drift_page(errors[ERRORS[MERGED]], errors[ERRORS[ANCHOR]], models, settings)
+    return drift_page(errors[ERRORS[MERGED]], errors[ERRORS[ANCHOR]], models, settings, solved.routing())

@@ -63,7 +63,8 @@ GROUPED = ("num_key_value_heads", "num_global_key_value_heads", "swa_num_key_val
 # What the default configurations lack to be a model, or keep from being small.
 KNOBS: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1},
-    "deepseek_v2": {"first_k_dense_replace": 1},
+    "deepseek_v2": {"first_k_dense_replace": 1, "num_experts_per_tok": 2, "n_routed_experts": 4},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "zamba": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
     "xmod": {"default_language": "en_XX"},
 }
@@ -93,8 +94,8 @@ class Row:
     known: bool = False
 
 
-def small_config(model_type: str) -> transformers.PretrainedConfig:
-    """A small configuration of a model type; of the type's own sizes, but four layers deep, where that cannot be built.
+def small_decoder(model_type: str) -> Decoder:
+    """A small model of a type; with the type's own sizes, but four layers deep, where that cannot be built.
 
     Raises:
         Exception: whatever the type's own code raises.
@@ -106,12 +107,13 @@ def small_config(model_type: str) -> transformers.PretrainedConfig:
     sizes |= {name: 2 if known[name] != heads else 4 for name in GROUPED if isinstance(known.get(name), int)}
     depth = {name: size for name, size in sizes.items() if size == 4 and "layer" in name}
     error: Exception | None = None
-    for arguments in (sizes | KNOBS.get(model_type, {}), depth | KNOBS.get(model_type, {}), depth, {}):
+    own = KNOBS.get(model_type, {})
+    for arguments in (sizes | own, depth | own, depth, {}):
         try:
-            config = kind(**arguments)
-            config.architectures = [_architecture(model_type)]
-            _try(config)
-            return config
+            decoder = Decoder(kind(**arguments, architectures=[_architecture(model_type)]))
+            for layer in decoder.one_of_each_kind():
+                layer_submodules(decoder, "layer", layer)
+            return decoder
         except Exception as raised:
             error = error or raised
     assert error is not None
@@ -125,12 +127,6 @@ def _defaults(kind: Any) -> dict[str, Any]:
         config = kind(num_hidden_layers=4)
     names = set(SIZES) | set(GROUPED) | {"num_attention_heads"}
     return {name: getattr(config, name, None) for name in names}
-
-
-def _try(config: transformers.PretrainedConfig) -> None:
-    decoder = Decoder(config)
-    for layer in decoder.one_of_each_kind():
-        layer_submodules(decoder, "layer", layer)
 
 
 def _architecture(model_type: str) -> str:
@@ -154,11 +150,12 @@ def _time_limit() -> Iterator[None]:
 def scan(model_type: str) -> Row:
     """Try a model type at all levels and with featcal."""
     row = Row(model_type, _architecture(model_type), _is_decoder(model_type))
+    if not row.decoder:
+        return row
     try:
         with _time_limit():
-            config = small_config(model_type)
-            decoder = Decoder(config)
-            row.known = arch_info_for_config(config) is not None
+            decoder = small_decoder(model_type)
+            row.known = arch_info_for_config(decoder.model.config) is not None
             for level in LEVELS:
                 found = fallbacks(decoder, level)
                 row.works[level] = not found
@@ -172,19 +169,13 @@ def scan(model_type: str) -> Row:
 
 
 def _is_decoder(model_type: str) -> bool:
-    if model_type in DECODERS:
-        return True
+    if model_type in NO_DECODERS - DECODERS:
+        return False
     try:
         config = CONFIG_MAPPING[model_type]()
     except Exception:
         return True
-    if config.is_encoder_decoder or config.get_text_config() is not config:
-        return False
-    return model_type not in NO_DECODERS or (_architecture(model_type).endswith("CausalLM") and _is_causal(model_type))
-
-
-def _is_causal(model_type: str) -> bool:
-    return model_type not in NO_DECODERS
+    return not config.is_encoder_decoder and config.get_text_config() is config
 
 
 def page(rows: list[Row]) -> str:
@@ -201,7 +192,7 @@ def page(rows: list[Row]) -> str:
         "",
         *_shares(rows),
         "",
-        f"| Type | Class | {' | '.join(f'`{name}`' if name != 'featcal' else name for name in columns)} | Known to mergekit |",
+        f"| Type | Class | {' | '.join(columns)} | Known to mergekit |",
         f"| --- | --- |{' :-: |' * (len(columns) + 1)}",
     ]
     decoders = [row for row in rows if row.decoder]

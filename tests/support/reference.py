@@ -481,8 +481,17 @@ def branch_features(layers: Layers, call: Call, split: Split, config: Any) -> Fe
     yield from mlp_features(layers, call, split, config)
 
 
+def has_heads(layer: torch.nn.Module, split: Split) -> bool:
+    """Whether attention alone mixes the layer's tokens."""
+    mixers = [name for name, child in layer.named_children() if name in ("mamba", "conv", "self_attn")]
+    return split.output in dict(layer.named_modules()) and len(mixers) < 2
+
+
 def head_features(layers: Layers, call: Call, split: Split, config: Any) -> Features:
-    """The output map restricted to each head's columns, applied to that head's output."""
+    """The output map restricted to each head's columns, applied to that head's output; branches without heads."""
+    if not has_heads(layers[0], split):
+        yield from branch_features(layers, call, split, config)
+        return
     heads = config.num_attention_heads
     per_head: list[list[torch.Tensor]] = [[] for _ in range(heads)]
     for layer in layers:
@@ -671,9 +680,12 @@ def tensor_weights(
         return map_weights(inside, tensor, layer, here, split)
     branches = [branch for branch in ("attn", "mlp") if inside.partition(".")[0] in getattr(split, branch)]
     if level == "attn_mlp":
-        return torch.stack([here[branch] for branch in branches]).mean(0)
-    heads = torch.stack([value for key, value in here.items() if key.startswith("head.")])
-    parts = {"attn": heads.mean(0), "mlp": here["mlp"]}
+        return torch.stack([here[branch] for branch in branches if branch in here]).mean(0)
+    own_heads = [value for key, value in here.items() if key.startswith("head.")]
+    if not own_heads:
+        return torch.stack([here[branch] for branch in branches if branch in here]).mean(0)
+    heads = torch.stack(own_heads)
+    parts = {"attn": heads.mean(0), "mlp": here.get("mlp", heads.mean(0))}
     own_rows = head_rows(inside, tensor, layer, split, model.config, heads)
     return own_rows if own_rows is not None else torch.stack([parts[branch] for branch in branches]).mean(0)
 
