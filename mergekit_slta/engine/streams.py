@@ -46,7 +46,11 @@ class Batch:
     lengths: tuple[int, ...]
 
     def unpadded(self, features: torch.Tensor) -> torch.Tensor:
-        """The features [n, D] of the tokens, from [B, S, D] or [B * S, D] with those of the padding."""
+        """The features [n, D] of the tokens, from [B, S, D] or [B * S, D] with those of the padding.
+
+        Several hidden states of a token, [B, S, m, D], are one of m * D features.
+        """
+        features = features.flatten(2) if features.ndim > 3 else features
         flat = features.reshape(-1, features.shape[-1])
         if min(self.lengths) == max(self.lengths):
             return flat

@@ -39,6 +39,8 @@ class Decoder:
             of its tensors begin with.
         layers: the decoder layers, and ``layers_path`` their path in the model.
         fresh: puts the model back to how it was built.
+        stacked: whether the model's layers are given several hidden states per token as [n, B, S, D]; here they are
+            [B, S, n, D] everywhere else. None as long as no layer was called.
 
     Raises:
         SltaError: the model is no decoder-only language model, or its layers cannot be found.
@@ -62,6 +64,7 @@ class Decoder:
         self._give_buffers()
         self._known: dict[Hashable, Any] = {}
         self._run: LayerRun | None = None
+        self.stacked: bool | None = None
         for layer in self.layers:
             watch(layer, lambda: self._run)
         self.fresh = Fresh(self.model)
@@ -131,7 +134,7 @@ class Decoder:
         """
         run = LayerRun(replay or {}, capture, keep, unmix=unmix)
         self.fresh.restore()
-        run.finish(hidden_of(self.call(run, layer, weights, hidden, call)))
+        self._finish(run, self.call(run, layer, weights, hidden, call))
         return run
 
     def run_until(
@@ -158,14 +161,29 @@ class Decoder:
         run = LayerRun(replay=replay, capture=capture, keep=keep, copy=copy, until=module)
         self.fresh.restore()
         with contextlib.suppress(Reached):
-            run.finish(hidden_of(self.call(run, layer, weights, hidden, call)))
+            self._finish(run, self.call(run, layer, weights, hidden, call))
         return run
+
+    def _finish(self, run: LayerRun, returned: Any) -> None:
+        run.finish(hidden_of(returned))
+        run.output = self.tokens_first(run.output)
+        if run.terms is not None:
+            run.terms = {name: self.tokens_first(term) for name, term in run.terms.items()}
+
+    def tokens_first(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states as [B, S, ...], from what the model's own code gives to its layers."""
+        return hidden.movedim(0, 2) if self.stacked else hidden
+
+    def as_called(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states [B, S, ...] as the model's own code gives them to its layers."""
+        return hidden.movedim(2, 0) if self.stacked else hidden
 
     def call(self, run: LayerRun, layer: int, weights: Weights, hidden: torch.Tensor, call: LayerCall) -> Any:
         """Call a layer's module on a residual stream, with everything in it reporting to ``run``."""
         own = call.own({})
         self._run = run
         try:
+            hidden = self.as_called(hidden)
             stream = ResidualStream.of(hidden, (Term(INPUT, hidden),))
             return torch.func.functional_call(self.layers[layer], dict(weights), (stream, *own.args), own.kwargs)
         finally:

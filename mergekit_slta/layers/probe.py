@@ -129,7 +129,7 @@ def is_causal(decoder: Decoder) -> bool:
     """Whether no token sees a later one, from two samples that differ in the second of two tokens."""
     first, second, other = _tokens(decoder)
     tried = try_layers(decoder, torch.tensor([[first, second], [first, other]]), random_numbers)
-    pairs = [plain(hidden_of(returned))[:, 0] for returned in tried.returned]
+    pairs = [decoder.tokens_first(plain(hidden_of(returned)))[:, 0] for returned in tried.returned]
     return all(bool((one - two).abs().max() <= CAUSAL_TOLERANCE * one.abs().max()) for one, two in pairs)
 
 

@@ -166,8 +166,9 @@ class LayerFeatures:
                 values = values[positions]
             if linear_map.name.endswith(".down_proj"):
                 values = self._fused_hidden(linear_map, values)
+        rows = max(1, width // max(lengths))  # of each token, of which there may be several hidden states
         for row, length in enumerate(lengths):
-            yield values[(positions >= row * width) & (positions < row * width + length)]
+            yield values[(positions >= row * width) & (positions < row * width + length * rows)]
 
     def _fused_hidden(self, down: LinearMap, inputs: torch.Tensor) -> torch.Tensor:
         """What the base model feeds to a fused expert's down projection, by the module's own gate."""
