@@ -45,6 +45,7 @@ class LayerRun:
         returned: by child, its output with what is known of where it comes from, for a replay.
         reads: what each child's arguments were made from.
         repeated: the children that were called more than once.
+        opened: the children whose parts the layer has called by itself.
         mixers: what ``unmix`` has found.
         state: what the layer hands to later layers, as far as it ran.
     """
@@ -64,8 +65,10 @@ class LayerRun:
     returned: dict[str, Any] = field(default_factory=dict)
     reads: dict[str, frozenset[str]] = field(default_factory=dict)
     repeated: set[str] = field(default_factory=set)
+    opened: set[str] = field(default_factory=set)
     mixers: set[str] = field(default_factory=set)
     state: State = field(default_factory=dict)
+    _running: str = ""
     _versions: dict[str, int] = field(default_factory=dict)
 
     def finish(self, output: torch.Tensor) -> None:
@@ -92,6 +95,8 @@ class LayerRun:
     def run_inside(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module below a child."""
         self.enter(name, args, kwargs)
+        if (child := name.partition(".")[0]) != self._running:
+            self.opened.add(child)
         output = self.replay[name] if name in self.replay else forward(*args, **kwargs)
         if name in self.keep:
             self.outputs[name] = output
@@ -120,7 +125,9 @@ class LayerRun:
                     return ResidualStream.of(plain(value), value.terms, value.sources, name)
                 return plain(value)
 
+            self._running = name
             output = forward(*map(given, args), **{key: given(value) for key, value in kwargs.items()})
+            self._running = ""
         if self.unmix:
             output = self._unmixed(name, output)
         whole = isinstance(output, (tuple, list))

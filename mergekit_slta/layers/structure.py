@@ -62,7 +62,8 @@ def _structure(decoder: Decoder, layer: int) -> LayerStructure | None:
     found = _branches(run, token_mixers(decoder, layer))
     if found is None:
         return None
-    unseen = owners.difference(*found.branches.values())  # tensors that the layer uses by itself, or never
+    # What the layer uses by itself, or never.
+    unseen = owners.difference(*found.branches.values()) | owners & run.opened
     branches = {name: children | unseen for name, children in found.branches.items() if children & owners}
     found = LayerStructure(branches or {"mlp": unseen}, found.mixers, found.boundary if len(branches) > 1 else None)
     return found if replays(decoder, layer, [found.only(branch) for branch in found.branches]) else None

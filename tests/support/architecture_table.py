@@ -78,5 +78,5 @@ ROWS = {
     "gemma4": Row("Gemma 4 (text), `num_kv_shared_layers`"),
     "mamba": Row("Mamba", headless=True),
     "nemotron_h": Row("Nemotron-H", headless=True),
-    "gemma3n": Row("Gemma 3n (text)", NONE),
+    "gemma3n": Row("Gemma 3n (text)"),
 }

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class Split:
         replayed: whether a branch is measured by what the layer makes of it while the other branch returns what it
             returns in the base model, since its contribution cannot be had by letting the other return zeros.
         boundary: the child whose output is the residual stream between the branches.
+        stacked: whether a layer's hidden states are [n, B, S, D].
     """
 
     attn: tuple[str, ...] = ("input_layernorm", "self_attn")
@@ -53,6 +54,7 @@ class Split:
     output: str = "self_attn.o_proj"
     replayed: bool = False
     boundary: str = ""
+    stacked: bool = False
 
 
 _LLAMA = Split()
@@ -95,7 +97,15 @@ SPLITS: dict[str, Split] = {
         _LLAMA,
     ),
     **dict.fromkeys(("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss"), _LLAMA),
-    "gemma3n": _LLAMA,
+    "gemma3n": Split(
+        attn=("input_layernorm", "self_attn", "post_attention_layernorm", "altup"),
+        mlp=(
+            *("input_layernorm", "laurel", "pre_feedforward_layernorm", "mlp", "post_feedforward_layernorm", "altup"),
+            *("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"),
+        ),
+        replayed=True,
+        stacked=True,
+    ),
     "llama4": Split(mlp=("post_attention_layernorm", "feed_forward"), replayed=True),
     "falcon_h1": Split(
         attn=("input_layernorm", "mamba", "self_attn"), mlp=("pre_ff_layernorm", "feed_forward"), replayed=True
@@ -309,7 +319,7 @@ def sample_features(
     with recorded_calls(stacks[0]) as calls:
         models[0](ids, use_cache=False)
     for index, layers in enumerate(zip(*stacks, strict=True)):
-        call = calls[index]
+        call = replace(calls[index], stacked=split.stacked)
         for name, features in LEVELS[level](layers, call, split, models[0].config):
             yield f"layer.{index}{name}", features
 
@@ -321,12 +331,14 @@ class Call:
     hidden: torch.Tensor
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    stacked: bool = False
 
     def __call__(self, layer: torch.nn.Module, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """The output [S, D] of a layer, on the same hidden states or on others."""
         kwargs = {name: own_dictionary(value) for name, value in self.kwargs.items()}
         output = layer(self.hidden if hidden is None else hidden, *self.args, **kwargs)
-        return (output[0] if isinstance(output, (tuple, list)) else output)[0]
+        hidden = output[0] if isinstance(output, (tuple, list)) else output
+        return hidden.movedim(0, 2)[0] if self.stacked else hidden[0]
 
 
 def own_dictionary(value: Any) -> Any:
