@@ -66,10 +66,33 @@ KNOBS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"first_k_dense_replace": 1, "num_experts_per_tok": 2, "n_routed_experts": 4},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "zamba": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
-    "xmod": {"default_language": "en_XX"},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
+    "ministral": {"head_dim": 8, "num_key_value_heads": 2},
+    "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
+    "qwen4_exp_text": {"head_dim": 8, "num_key_value_heads": 2},
+    "hy_v4": {"pad_token_id": 0},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "bamba": {
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 1,
+        "mamba_chunk_size": 8,
+        "attn_layer_indices": [1],
+    },
 }
 # Models that see all tokens at once, or read what an encoder makes: no decoders, though registered as causal.
-NO_DECODERS = {"git", "trocr", "reformer", "xlm", "xlnet", "cpmant", *MODEL_FOR_MASKED_LM_MAPPING_NAMES}
+NO_DECODERS = {
+    "bert-generation",
+    "git",
+    "trocr",
+    "reformer",
+    "xlm",
+    "xlnet",
+    "cpmant",
+    *MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+}
 DECODERS = {"openai-gpt", "gpt2"}
 
 
@@ -125,8 +148,11 @@ def _defaults(kind: Any) -> dict[str, Any]:
         config = kind()
     except Exception:
         config = kind(num_hidden_layers=4)
-    names = set(SIZES) | set(GROUPED) | {"num_attention_heads"}
-    return {name: getattr(config, name, None) for name in names}
+    found = {}
+    for name in set(SIZES) | set(GROUPED) | {"num_attention_heads"}:
+        with contextlib.suppress(Exception):  # some configurations have such a field for each layer, not for the model
+            found[name] = getattr(config, name, None)
+    return found
 
 
 def _architecture(model_type: str) -> str:

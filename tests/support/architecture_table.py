@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LEVELS = ("model", "layer", "attn_mlp", "head_mlp", "linear")
-NONE = ()
 
 
 @dataclass(frozen=True)
