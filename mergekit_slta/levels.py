@@ -9,12 +9,16 @@ A submodule is a part of the model that takes merging weights of its own; a leve
     head_mlp   layer.3.head.2, layer.3.mlp         each attention head, and the MLP branch
     linear     layer.3.self_attn.q_proj            each linear map, by its path in the layer
                layer.3.mlp.experts.4.gate_up_proj  one expert's map where a mixture holds them in one tensor
+
+A layer whose parts at a level cannot be told apart has those of the next coarser level there: at ``attn_mlp`` and
+``linear`` the whole layer, at ``head_mlp`` the branches or the whole layer. A layer that only mixes tokens, or never,
+has one branch.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -22,13 +26,7 @@ Level = Literal["model", "layer", "attn_mlp", "head_mlp", "linear"]
 Edges = Literal["base", "mean"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 
-_PATTERNS = {
-    "model": r"model",
-    "layer": r"layer\.\d+",
-    "attn_mlp": r"layer\.\d+\.(attn|mlp)",
-    "head_mlp": r"layer\.\d+\.(head\.\d+|mlp)",
-    "linear": r"layer\.\d+\.(?!(attn|mlp|head\.\d+)$).+",
-}
+BRANCHES = ("attn", "mlp")
 
 
 def submodule_name(layer: int, part: str = "") -> str:
@@ -65,9 +63,32 @@ def place_of(name: str) -> Place:
     return Place(int(match[1]), kind, int(number[0]) if number else None)
 
 
-def belongs(name: str, level: str) -> bool:
-    """Whether a level has submodules of such a name."""
-    return re.fullmatch(_PATTERNS[level], name) is not None
+def of_level(names: Iterable[str], level: str) -> list[str]:
+    """The names of a level's submodules among those of several levels, sorted."""
+    if level == "model":
+        return ["model"] if "model" in names else []
+    layers: dict[str, set[str]] = {}
+    for name in names:
+        _, _, inside = name.partition("layer.")
+        layer, _, part = inside.partition(".")
+        if layer:
+            layers.setdefault(layer, set()).add(part)
+    found = [submodule_name(int(layer), part) for layer, parts in layers.items() for part in _parts(parts, level)]
+    return sorted(found, key=sort_key)
+
+
+def _parts(parts: set[str], level: str) -> set[str]:
+    """The parts of a layer at a level, the finest that are there; the layer itself is the empty part."""
+    whole = parts & {""}
+    branches = parts & set(BRANCHES)
+    heads = {part for part in parts if re.fullmatch(r"head\.\d+", part)}
+    if level == "attn_mlp":
+        return branches or whole
+    if level == "head_mlp":
+        return heads | branches - {"attn"} if heads else branches or whole
+    if level == "linear":
+        return parts - whole - branches - heads or whole
+    return whole
 
 
 def sort_key(name: str) -> tuple[object, ...]:
@@ -78,21 +99,18 @@ def sort_key(name: str) -> tuple[object, ...]:
 def covers(names: Collection[str], level: str, num_layers: int) -> bool:
     """Whether names hold a level's submodules of every layer of a model, and of no other layer.
 
-    At level ``linear`` one map for each layer is enough, because only the model knows all its maps.
+    Only the model knows which linear maps and branches a layer has, so one for each layer is enough.
     """
     if level == "model":
         return "model" in names
     layers: dict[int, set[str]] = {}
-    for name in names:
-        if belongs(name, level):
-            _, layer, *part = name.split(".", 2)
-            layers.setdefault(int(layer), set()).update(part)
-    return layers.keys() == set(range(num_layers)) and all(_is_whole(level, parts) for parts in layers.values())
+    for name in of_level(names, level):
+        _, layer, *part = name.split(".", 2)
+        layers.setdefault(int(layer), set()).update(part)
+    return layers.keys() == set(range(num_layers)) and all(map(_heads_are_whole, layers.values()))
 
 
-def _is_whole(level: str, parts: set[str]) -> bool:
-    if level == "attn_mlp":
-        return parts == {"attn", "mlp"}
-    if level == "head_mlp":
-        return len(parts) > 1 and parts == {"mlp", *map(head_part, range(len(parts) - 1))}
-    return True
+def _heads_are_whole(parts: set[str]) -> bool:
+    """Whether a layer's heads are numbered without a gap."""
+    heads = {part for part in parts if re.fullmatch(r"head\.\d+", part)}
+    return heads == set(map(head_part, range(len(heads))))

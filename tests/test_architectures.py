@@ -1,15 +1,17 @@
 """Every architecture at every level against the naive reference, up to the merged model that transformers loads.
 
-The rows are those of tests/architecture_table.py, from which the README's table is made.
+The rows are those of tests/support/architecture_table.py.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,18 +22,20 @@ import transformers
 from conftest import MakeFamily
 from mergekit.io.tasks import LoaderCache
 from safetensors.torch import load_file, save_file
-from support import architecture_table, families, reference
+from support import families, reference
 from support.adapters import write_adapter
-from support.architecture_table import LEVELS, NONE, ROWS, WITHOUT_HEADS
+from support.architecture_table import LEVELS, ROWS
 from support.families import Family
 from support.gram_difference import gram_difference, largest_difference
-from support.processes import ROOT, run_python
+from support.processes import run_python
 from support.synthetic import random_alpha, solutions
 from transformers import AutoModelForCausalLM
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.blend import weighted_sum
 from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.submodules import fallbacks
+from mergekit_slta.levels import of_level
 from mergekit_slta.slta.solver import SubmoduleSolution, solve
 from mergekit_slta.slta.weights import TensorWeights
 
@@ -45,7 +49,6 @@ ALPHA_TOLERANCE = 1e-5
 TENSOR_TOLERANCE = 1e-6
 
 APPLICABLE = [(name, level) for name, row in ROWS.items() for level in LEVELS if level in row.levels]
-REFUSED = [(name, level) for name, row in ROWS.items() for level in LEVELS if level not in row.levels]
 MERGED = [(name, level) for name, level in APPLICABLE if not ROWS[name].lacks]
 UNMERGED = [(name, level) for name, level in APPLICABLE if ROWS[name].lacks]
 MIXTURES = ("mixtral", "qwen3_moe", "glm4_moe")  # those that transformers saves expert by expert
@@ -137,10 +140,17 @@ def test_the_rows_are_the_architectures_of_the_families() -> None:
     assert set(ROWS) == set(families.ARCHITECTURES) | set(families.UNSPLIT)
 
 
-def test_the_readme_has_the_table() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    shown = readme.partition(architecture_table.BEGIN)[2].partition(architecture_table.END)[0]
-    assert shown.strip() == architecture_table.table(), "paste the output of: python tests/architecture_table.py"
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.headless])
+def test_layers_without_heads_fall_back_to_their_branches(
+    name: str, case: Callable[[str], Case], caplog: pytest.LogCaptureFixture
+) -> None:
+    found = case(name)
+    decoder = Decoder(found.family.config)
+    with caplog.at_level(logging.WARNING, "mergekit_slta"):
+        names = set(families.measure(found.family, "head_mlp"))
+    assert [name for name in of_level(names, "head_mlp") if name.endswith(".attn")]
+    assert all(sentence in caplog.text for sentence in fallbacks(decoder, "head_mlp"))
+    assert "Level head_mlp falls back to layer.0.attn" in caplog.text
 
 
 @pytest.mark.parametrize(("name", "level"), APPLICABLE)
@@ -187,29 +197,6 @@ def test_mergekit_cannot_merge_it_by_any_method(name: str, case: Callable[[str],
     recipe = families.recipe(case(name).family, "task_arithmetic", calibration=False, per_expert={"weight": 0.5})
     with pytest.raises(RuntimeError, match=rf"{re.escape(ROWS[name].lacks)} required but not present"):
         families.merge(recipe, tmp_path / "merged")
-
-
-@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.levels == NONE])
-def test_mergekit_merges_it_by_other_methods(name: str, case: Callable[[str], Case], tmp_path: Path) -> None:
-    recipe = families.recipe(case(name).family, "task_arithmetic", calibration=False, per_expert={"weight": 0.5})
-    loaded(families.merge(recipe, tmp_path / "merged"))
-
-
-@pytest.mark.parametrize(("name", "level"), REFUSED)
-def test_a_level_that_does_not_apply_is_refused_with_what_to_use_instead(
-    name: str, level: str, case: Callable[[str], Case], tmp_path: Path
-) -> None:
-    if ROWS[name].levels == NONE:
-        words = "more than one hidden state per token.*'merge_method: actmat'"
-    elif ROWS[name].levels == WITHOUT_HEADS:
-        words = rf"'level: {level}' does not .*: layer 0 mixes tokens by \w+, which has no heads; use 'level: attn_mlp'"
-    else:
-        words = rf"{level}\b.* do not apply to \w+. Layer 0 \(\w+\) does not split into .* branch: use 'level: layer'"
-    with pytest.raises(SltaError, match=words):
-        families.measure(case(name).family, level)
-    with pytest.raises(SltaError, match=words):
-        families.merge(families.recipe(case(name).family, level=level, samples=RECORDS), tmp_path / "merged")
-    assert not list((tmp_path / "merged").glob("*.safetensors"))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "mixtral"])
@@ -402,6 +389,17 @@ def test_mixtures_are_read_from_both_layouts(name: str, case: Callable[[str], Ca
         LoaderCache.loaders.clear()
         merged = families.merge(families.recipe(family, level=level, samples=RECORDS), tmp_path / level)
         assert_tensors_equal(loaded(merged), found.merged(level, "base"))
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+def test_every_way_to_run_a_mixtures_experts_gives_the_same_grams(
+    implementation: str, case: Callable[[str], Case]
+) -> None:
+    found = case("qwen3_moe")
+    config = copy.deepcopy(found.family.config)
+    config._experts_implementation = implementation
+    grams = families.measure(replace(found.family, config=config), "attn_mlp", "linear")
+    assert largest_difference(grams, {name: found.grams[name] for name in grams}) < GRAM_TOLERANCE
 
 
 @pytest.mark.parametrize("name", MIXTURES)

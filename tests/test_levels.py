@@ -2,27 +2,22 @@
 
 import pytest
 
-from mergekit_slta.levels import LEVELS, Place, belongs, covers, fused_map_part, head_part, place_of, submodule_name
+from mergekit_slta.levels import Place, covers, fused_map_part, head_part, of_level, place_of, submodule_name
 
 NAMES = {
-    "model": (Place(None, "model", None), {"model"}),
-    submodule_name(12): (Place(12, "layer", None), {"layer"}),
-    submodule_name(0, "attn"): (Place(0, "attn", None), {"attn_mlp"}),
-    submodule_name(0, "mlp"): (Place(0, "mlp", None), {"attn_mlp", "head_mlp"}),
-    submodule_name(3, head_part(11)): (Place(3, "head", 11), {"head_mlp"}),
-    submodule_name(3, "self_attn.q_proj"): (Place(3, "self_attn.q_proj", None), {"linear"}),
-    submodule_name(3, fused_map_part("mlp.experts", 7, "down_proj")): (
-        Place(3, "mlp.experts.down_proj", 7),
-        {"linear"},
-    ),
+    "model": Place(None, "model", None),
+    submodule_name(12): Place(12, "layer", None),
+    submodule_name(0, "attn"): Place(0, "attn", None),
+    submodule_name(0, "mlp"): Place(0, "mlp", None),
+    submodule_name(3, head_part(11)): Place(3, "head", 11),
+    submodule_name(3, "self_attn.q_proj"): Place(3, "self_attn.q_proj", None),
+    submodule_name(3, fused_map_part("mlp.experts", 7, "down_proj")): Place(3, "mlp.experts.down_proj", 7),
 }
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_name_tells_its_place_and_its_levels(name: str) -> None:
-    place, levels = NAMES[name]
-    assert place_of(name) == place
-    assert {level for level in LEVELS if belongs(name, level)} == levels
+def test_a_name_tells_its_place(name: str) -> None:
+    assert place_of(name) == NAMES[name]
 
 
 def test_the_names_are_the_published_ones() -> None:
@@ -36,14 +31,41 @@ def test_the_names_are_the_published_ones() -> None:
     ]
 
 
+# The parts of a layer, and which of them are a level's.
+PARTS: dict[str, tuple[list[str], dict[str, list[str]]]] = {
+    "all": (
+        ["", "attn", "mlp", "head.0", "head.1", "mlp.up_proj"],
+        {
+            "layer": [""],
+            "attn_mlp": ["attn", "mlp"],
+            "head_mlp": ["head.0", "head.1", "mlp"],
+            "linear": ["mlp.up_proj"],
+        },
+    ),
+    "no heads": (["", "attn", "mlp"], {"head_mlp": ["attn", "mlp"]}),
+    "no branches": ([""], {"attn_mlp": [""], "head_mlp": [""], "linear": [""]}),
+    "one branch": (["", "attn"], {"attn_mlp": ["attn"], "head_mlp": ["attn"]}),
+    "heads and no MLP": (["head.0"], {"head_mlp": ["head.0"], "attn_mlp": []}),
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_a_level_takes_of_each_layer_its_own_parts_or_the_next_coarser_ones(kind: str) -> None:
+    parts, levels = PARTS[kind]
+    for level, own in levels.items():
+        names = [submodule_name(2, part) for part in parts] + ["model", submodule_name(11)]
+        assert of_level(names, level) == [submodule_name(2, part) for part in own] + [submodule_name(11)]
+    assert of_level(["model", "layer.2"], "model") == ["model"]
+
+
 @pytest.mark.parametrize(
     ("level", "parts", "whole"),
     [
         ("attn_mlp", ["attn", "mlp"], True),
-        ("attn_mlp", ["attn"], False),
+        ("attn_mlp", ["attn"], True),
+        ("attn_mlp", ["mlp.up_proj"], False),
         ("head_mlp", ["head.0", "head.1", "mlp"], True),
         ("head_mlp", ["head.0", "head.2", "mlp"], False),
-        ("head_mlp", ["mlp"], False),
         ("linear", ["mlp.up_proj"], True),
     ],
 )

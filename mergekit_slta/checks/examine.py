@@ -45,7 +45,6 @@ CHECKS: dict[type[MethodSettings], tuple[Check, ...]] = {
         of_decoder(models.compared_outputs),
         of_decoder(models.head_rows),
         models.solvable_layers,
-        of_decoder(models.anchor_branches),
         *DATA,
     ),
     ActmatSettings: (),
@@ -137,7 +136,7 @@ def examine(
     method = experiment.recipe.method
     case = Case(experiment, None if out_path is None else Path(out_path))
     checks = [*MODELS, *CHECKS[method], *(MERGE if merging else ())]
-    few = [data.few_records] if method.runs_models and not running else []
+    few = [data.few_records, of_decoder(models.coarser_submodules)] if method.runs_models and not running else []
     notes = [*few, *NOTES, *(MERGE_NOTES if merging else ())]
 
     def sentences(checks: Sequence[Check]) -> list[str]:

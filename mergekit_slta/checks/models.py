@@ -17,8 +17,7 @@ from mergekit_slta.checks.compatibility import (
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import output_head
-from mergekit_slta.layers.structure import split_problem
-from mergekit_slta.layers.submodules import layer_submodules
+from mergekit_slta.layers.submodules import fallbacks, layer_submodules
 from mergekit_slta.models.padding import padded_tensors, size
 from mergekit_slta.recipe.problems import slice_problems
 from mergekit_slta.recipe.settings import FeatcalSettings, SltaSettings
@@ -204,9 +203,8 @@ def level_submodules(case: Case, decoder: Decoder) -> list[str]:
     return failures(attempt(layer_submodules, decoder, level, layer) for layer in decoder.one_of_each_kind())
 
 
-def anchor_branches(case: Case, decoder: Decoder) -> list[str]:
-    """Layers without the two branches that the anchor 'slta' needs."""
-    if case.settings(FeatcalSettings).anchor != "slta":
-        return []
-    found = [attempt(split_problem, decoder, layer) for layer in decoder.one_of_each_kind()]
-    return failures(found) + [f"{problem}: choose another 'anchor'." for problem in found if isinstance(problem, str)]
+def coarser_submodules(case: Case, decoder: Decoder) -> list[str]:
+    """Layers that are measured at a coarser level, because their parts cannot be told apart."""
+    settings = case.reading.settings
+    found = attempt(fallbacks, decoder, settings.level) if isinstance(settings, SltaSettings) else []
+    return found if isinstance(found, list) else []

@@ -51,7 +51,11 @@ class Batch:
         return torch.tensor(self.rows).repeat_interleave(torch.tensor(self.lengths))
 
     def unpadded(self, features: torch.Tensor) -> torch.Tensor:
-        """Remove the padding: the features [n, D] of the tokens, from [B, S, D] or [B * S, D]."""
+        """Remove the padding: the features [n, D] of the tokens, from [B, S, D] or [B * S, D].
+
+        Several hidden states of a token, [B, S, m, D], are one of m * D features.
+        """
+        features = features.flatten(2) if features.ndim > 3 else features
         flat = features.reshape(-1, features.shape[-1])
         if min(self.lengths) == max(self.lengths):
             return flat

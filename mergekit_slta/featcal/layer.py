@@ -59,6 +59,48 @@ class Regression:
 
 
 @dataclass
+class Coverage:
+    """How the calibration samples reach the ``E`` routed experts of a mixture, and what was made of them.
+
+    Attributes:
+        tokens: [E] int64, the tokens that the merged model sends to each.
+        solved: [E] bool, which are solved; the others are the anchor's.
+        chosen: [T, 2] int64, for each task the choices of the expert's own router, and how many of them the merged
+            model's router made too.
+    """
+
+    tokens: torch.Tensor
+    solved: torch.Tensor
+    chosen: torch.Tensor
+
+    @classmethod
+    def empty(cls, routed: int, tasks: int) -> Coverage:
+        """Nothing counted yet."""
+        counts = torch.zeros(routed, dtype=torch.int64), torch.zeros(tasks, 2, dtype=torch.int64)
+        return cls(counts[0], torch.zeros(routed, dtype=torch.bool), counts[1])
+
+    def add(self, task: int, merged: torch.Tensor, own: torch.Tensor) -> None:
+        """Count the routed experts [n, k] that the merged model and the task's expert choose for ``n`` tokens."""
+        self.tokens += merged.flatten().bincount(minlength=len(self.tokens))[: len(self.tokens)]
+        both = (own[:, :, None] == merged[:, None, :]).any(-1)
+        self.chosen[task] += torch.tensor([own.numel(), int(both.sum())])
+
+    @property
+    def agreement(self) -> torch.Tensor:
+        """[T] float64, the share of each expert's own choices that the merged model's router makes too."""
+        return self.chosen[:, 1].double() / self.chosen[:, 0]
+
+    def __str__(self) -> str:
+        solved, count = int(self.solved.sum()), len(self.solved)
+        shares = ", ".join(f"{share:.0%}" for share in self.agreement.tolist())
+        return (
+            f"{int(self.tokens.min())} to {int(self.tokens.max())} tokens for each of {count} routed experts, "
+            f"{int(self.tokens.median())} in the middle; {solved} solved and {count - solved} kept from the anchor; "
+            f"the merged router makes {shares} of the experts' own choices"
+        )
+
+
+@dataclass
 class LayerSolver:
     """One layer of a merge in the making.
 
@@ -73,6 +115,7 @@ class LayerSolver:
         regression: ridge and teacher.
         ranks: the processes that share the batches.
         merged: the layer's tensors; the anchor's where nothing is solved yet, or ever.
+        coverage: by module of routed experts, how the samples reach them.
     """
 
     decoder: Decoder
@@ -94,6 +137,7 @@ class LayerSolver:
         self._final: dict[tuple[int, int], torch.Tensor] = {}
         self._handed: dict[tuple[int, int], dict[Any, torch.Tensor]] = defaultdict(dict)  # to later layers, on the host
         self._kept: list[str] = []
+        self.coverage: dict[str, Coverage] = {}
 
     def solve(self, group: MapGroup, progress: Progress) -> None:
         """Solve the maps of ``group``, the first group that is not solved; ``progress`` is told the samples used."""
@@ -190,11 +234,13 @@ class LayerSolver:
     def _solve_routed(self, group: MapGroup, progress: Progress) -> None:
         """Solve a mixture's experts one by one, each on the tokens that the merged model sends to it."""
         given: dict[int, tuple[torch.Tensor, ...]] = {}
+        coverage = Coverage.empty(len(self.merged[group.maps[0].weight]), len(self.experts))
         for number, batch in enumerate(self.streams.batches):
             own = self._targets_of(group, number)[group.module]
             merged = self._merged_inputs(group, number)
             parts = (*(batch.unpadded(part) for part in (merged[0], merged[1], own[0])), batch.samples)
             given[number] = tuple(part.cpu() for part in parts)
+            coverage.add(batch.task, given[number][1], batch.unpadded(own[1]).cpu())
             progress(len(batch.rows))
         self._forget_targets(group)
         for name in {name for m in group.maps for name in (m.weight, m.bias) if name}:
@@ -202,11 +248,16 @@ class LayerSolver:
         for index in sorted({m.expert for m in group.maps if m.expert is not None}):
             first, down = (m for m in group.maps if m.expert == index)
             reaching = functools.partial(self._reaching, given, index)
-            self._solve_routed_map(first, reaching)
-            self._solve_routed_map(down, functools.partial(self._hidden, first, reaching))
+            solved = self._solve_routed_map(first, reaching)
+            solved &= self._solve_routed_map(down, functools.partial(self._hidden, first, reaching))
+            coverage.solved[index] = solved
+        self.ranks.sum(coverage.tokens)
+        self.ranks.sum(coverage.chosen)
+        self.coverage[group.module] = coverage
+        LOG.info("Layer %d, %s: %s", self.layer, group.module, coverage)
 
-    def _solve_routed_map(self, linear_map: LinearMap, inputs_of: Callable[[int], Iterator[Inputs]]) -> None:
-        """Solve one map from its inputs by task."""
+    def _solve_routed_map(self, linear_map: LinearMap, inputs_of: Callable[[int], Iterator[Inputs]]) -> bool:
+        """Solve one map from its inputs by task; returns whether it is solved, rather than the anchor's."""
         equations, columns = self._equations([linear_map]), linear_map.matrix(self.merged).shape[1]
         for task, expert in enumerate(self.experts):
             for merged, own, samples in inputs_of(task):
@@ -216,8 +267,8 @@ class LayerSolver:
             equations.finish_task()
         if equations.tokens < ENOUGH_TOKENS * columns:
             self._kept.append(f"{linear_map.name} ({equations.tokens} tokens)")
-        else:
-            self._apply([linear_map], equations.solve())
+            return False
+        return self._apply([linear_map], equations.solve())
 
     def _reaching(self, given: dict[int, tuple[torch.Tensor, ...]], index: int, task: int) -> Iterator[Inputs]:
         """The inputs at the tokens that go to a mixture's expert."""
@@ -240,13 +291,13 @@ class LayerSolver:
 
     # The solution
 
-    def _apply(self, maps: Sequence[LinearMap], change: Change) -> None:
-        """Put the maps' new tensors in place."""
+    def _apply(self, maps: Sequence[LinearMap], change: Change) -> bool:
+        """Put the maps' new tensors in place; returns whether there are any."""
         names = ", ".join(linear_map.name for linear_map in maps)
         LOG.info("Layer %d: %s solved with a ridge of %s", self.layer, names, change.ridge)
         if change.ridge is None:
             self._kept.append(f"{names} (no solution at any ridge)")
-            return
+            return False
         if change.enlarged:
             LOG.warning("Layer %d: %s needed a ridge of %g", self.layer, names, change.ridge)
         start = 0
@@ -266,6 +317,7 @@ class LayerSolver:
                 else:
                     self.merged[linear_map.bias] = offset
             start = rows.stop
+        return True
 
     # The streams
 

@@ -43,6 +43,8 @@ from mergekit_slta.models.checkpoint import Checkpoint
 LOG = logging.getLogger(__name__)
 
 ANCHOR = 2  # the stream of the anchor's own, for the report only
+ROUTING = "routing"  # what the names of the coverage of routed experts begin with
+COVERAGE = ("tokens", "solved", "agreement")
 ERRORS = {MERGED: "error.merged", ANCHOR: "error.anchor"}
 # So many elements the sums of the output head may have; a larger head is solved in parts.
 HEAD_ELEMENTS = 2**28
@@ -135,7 +137,12 @@ class _FeatureMerge(Accumulator[Tensors]):
             self.stage = f"layer {layer} of {len(self.decoder)}, {group}"
             solver.solve(group, report)
         merged = {names[key]: tensor for key, tensor in solver.merged.items()}
-        return {**merged, **self._advance_streams(solver, anchor, streams)}
+        routing = {
+            f"{ROUTING}.{part}.{module}": tensor
+            for module, coverage in solver.coverage.items()
+            for part, tensor in zip(COVERAGE, (coverage.tokens, coverage.solved, coverage.agreement), strict=True)
+        }
+        return {**merged, **routing, **self._advance_streams(solver, anchor, streams)}
 
     def _advance_streams(self, solver: LayerSolver, anchor: Weights, streams: Streams) -> Tensors:
         """Set what the layer makes of every stream; returns each stream's mean relative error by task [T]."""

@@ -16,7 +16,7 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.anchor import ActmatAnchor, equal_weights
 from mergekit_slta.featcal.groups import groups_by_layer
 from mergekit_slta.featcal.layer import Regression
-from mergekit_slta.featcal.merge import ERRORS, HEAD_ELEMENTS, feature_merge, stages
+from mergekit_slta.featcal.merge import COVERAGE, ERRORS, HEAD_ELEMENTS, ROUTING, feature_merge, stages
 from mergekit_slta.files import cache_folder, digest
 from mergekit_slta.layers.blend import Blend
 from mergekit_slta.layers.decoder import Decoder
@@ -81,6 +81,21 @@ class SolvedModel:
                 for name in set(found) & set(tensors.keys()):
                     found[name].append(tensors.get_tensor(name))
         return {name: torch.stack(errors) for name, errors in found.items() if errors}
+
+    def routing(self) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """How the samples reach routed experts: tokens and whether they are solved [E], and the routers' agreement [T].
+
+        By the layer and the path in it of the module that holds them; see ``featcal.layer.Coverage``.
+        """
+        found = {}
+        for layer in range(len(self.decoder)):
+            with safe_open(self._partial.layer_file(layer), "pt") as tensors:
+                for name in sorted(tensors.keys()):
+                    if name.startswith(f"{ROUTING}.tokens."):
+                        module = name.removeprefix(f"{ROUTING}.tokens.")
+                        parts = [tensors.get_tensor(f"{ROUTING}.{part}.{module}") for part in COVERAGE]
+                        found[f"layer.{layer}.{module}"] = (parts[0], parts[1], parts[2])
+        return found
 
     def remove(self) -> None:
         remove(self._partial.folder)

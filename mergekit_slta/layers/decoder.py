@@ -42,6 +42,8 @@ class Decoder:
         tower: the language tower of a multimodal model, or the whole of another one.
         layers: the decoder layers, and ``layers_path`` their path in the model.
         fresh: restores the model to the state in which it was built.
+        stacked: whether the model's layers are given several hidden states per token as [n, B, S, D]; here they are
+            [B, S, n, D] everywhere else. None as long as no layer was called.
 
     Raises:
         SltaError: the model is not a decoder-only language model, or its layers cannot be found.
@@ -53,6 +55,9 @@ class Decoder:
         refuse_unless_decoder(config)
         self.device = torch.device(device)
         self.model = meta_model(config, trust_remote_code)
+        # One expert of a mixture after the other: the other ways compute the same, but gather copies of the weights.
+        if self.model._can_set_experts_implementation():
+            self.model.set_experts_implementation("eager")
         self.name = type(self.model).__name__
         self.body = self.model.base_model
         paths = {module: name for name, module in self.model.named_modules() if name}
@@ -63,6 +68,7 @@ class Decoder:
         self._give_buffers()
         self._known: dict[Hashable, Any] = {}
         self._run: LayerRun | None = None
+        self.stacked: bool | None = None
         for layer in self.layers:
             watch(layer, lambda: self._run)
         self.fresh = Fresh(self.model)
@@ -127,11 +133,10 @@ class Decoder:
         hidden: torch.Tensor,
         call: LayerCall,
         *,
-        mlp_reads: frozenset[str] | None = None,
-        mlp_input: torch.Tensor | None = None,
         replay: Mapping[str, Any] | None = None,
         capture: Collection[str] = (),
         keep: Collection[str] = (),
+        unmix: bool = False,
     ) -> LayerRun:
         """Run a layer on hidden states.
 
@@ -140,14 +145,13 @@ class Decoder:
             weights: the layer's tensors by their names inside the layer.
             hidden: [B, S, D], the layer's input.
             call: the layer's other arguments.
-            mlp_reads: the sources of the residual stream where the MLP branch reads it; None to ignore this branch.
-            mlp_input: [B, S, D], given to the MLP branch instead of the residual stream.
             replay: outputs of children that need not run again.
-            capture, keep: paths of the modules inside the layer whose inputs, or outputs, are recorded.
+            capture, keep: paths of the modules inside the layer whose inputs, or outputs, are wanted.
+            unmix: as for ``LayerRun``.
         """
-        run = LayerRun(mlp_reads, mlp_input, replay or {}, capture, keep)
+        run = LayerRun(replay or {}, capture, keep, unmix=unmix)
         self.fresh.restore()
-        run.finish(hidden_of(self.call(run, layer, weights, hidden, call)))
+        self._finish(run, self.call(run, layer, weights, hidden, call))
         return run
 
     def run_until(
@@ -174,14 +178,29 @@ class Decoder:
         run = LayerRun(replay=replay, capture=capture, keep=keep, copy=copy, until=module)
         self.fresh.restore()
         with contextlib.suppress(Reached):
-            run.finish(hidden_of(self.call(run, layer, weights, hidden, call)))
+            self._finish(run, self.call(run, layer, weights, hidden, call))
         return run
+
+    def _finish(self, run: LayerRun, returned: Any) -> None:
+        run.finish(hidden_of(returned))
+        run.output = self.tokens_first(run.output)
+        if run.terms is not None:
+            run.terms = {name: self.tokens_first(term) for name, term in run.terms.items()}
+
+    def tokens_first(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states as [B, S, ...], from what the model's own code gives to its layers."""
+        return hidden.movedim(0, 2) if self.stacked else hidden
+
+    def as_called(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states [B, S, ...] as the model's own code gives them to its layers."""
+        return hidden.movedim(2, 0) if self.stacked else hidden
 
     def call(self, run: LayerRun, layer: int, weights: Weights, hidden: torch.Tensor, call: LayerCall) -> Any:
         """Call a layer's module on a residual stream while its modules report to ``run``."""
         own = call.own({})
         self._run = run
         try:
+            hidden = self.as_called(hidden)
             stream = ResidualStream.of(hidden, (Term(INPUT, hidden),))
             return torch.func.functional_call(self.layers[layer], dict(weights), (stream, *own.args), own.kwargs)
         finally:

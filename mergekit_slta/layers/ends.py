@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.layers.calls import LayerCall, LayerForward, Made, State, Weights, returned_like, stand_ins
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.placeholders import zeros
+from mergekit_slta.layers.placeholders import small_products, zeros
 from mergekit_slta.layers.recording import LayerRun, Reached
 
 
@@ -37,7 +37,7 @@ def embed(decoder: Decoder, token_ids: torch.Tensor, edges: Weights) -> tuple[to
         edges: tensors outside the layers, by the model's names.
 
     Returns:
-        The first layer's input [B, S, D] and one call per layer.
+        The first layer's input [B, S, D], or [B, S, n, D] with ``n`` hidden states per token, and one call per layer.
 
     Raises:
         SltaError: the layers need more than the hidden states of the layer before.
@@ -57,6 +57,8 @@ def _capture(
     def hand_on(layer: int, hidden: torch.Tensor, call: LayerCall) -> Any:
         inputs.append(hidden.as_subclass(torch.Tensor))
         calls.append(call)
+        if decoder.stacked is None:
+            decoder.stacked = hidden.ndim == 4 and hidden.shape[:2] != token_ids.shape == hidden.shape[1:3]
         form = returned(layer, inputs[0], call)
         if not handed:  # distinct values, which show any change
             handed.append(torch.arange(1.0, hidden.numel() + 1, device=decoder.device).view(hidden.shape))
@@ -69,16 +71,14 @@ def _capture(
         torch.func.functional_call(decoder.body, weights, kwargs=kwargs)
     if len(calls) != len(decoder):
         problem = f"does not call its {len(decoder)} decoder layers one after the other ({len(calls)} calls)"
-    elif inputs[0].ndim != 3:
-        problem = "hands its decoder layers more than one hidden state per token"
-    elif inputs[0].shape[:2] != token_ids.shape:
+    elif decoder.tokens_first(inputs[0]).shape[:2] != token_ids.shape:
         problem = "hands its decoder layers other positions than the tokens'"
     elif any(isinstance(leaf, Made) for call in calls for leaf in tree_leaves((call.args, call.kwargs))):
         problem = "hands its decoder layers more of earlier layers than the hidden states"
     elif not all(torch.equal(given, handed[0]) for given in inputs[1:]):
         problem = "changes the hidden states between its decoder layers"
     else:
-        return inputs[0], calls
+        return decoder.tokens_first(inputs[0]), calls
     raise SltaError(
         f"{decoder.name} {problem}, so no level applies to it; it can be merged with 'merge_method: actmat'."
     )
@@ -110,12 +110,14 @@ def try_layers(decoder: Decoder, token_ids: torch.Tensor, fill: Callable[[Weight
 
     def run(layer: int, hidden: torch.Tensor, call: LayerCall) -> Any:
         if types[layer] not in found:
+            hidden = decoder.tokens_first(hidden)
             weights, run = fill(decoder.layers[layer].state_dict(), decoder.device), LayerRun()
             found[types[layer]] = decoder.call(run, layer, weights, hidden, call.own(state))
             state.update(run.state)
         return found[types[layer]]
 
-    _capture(decoder, token_ids, fill(edge_state(decoder), decoder.device), run)
+    with small_products():
+        _capture(decoder, token_ids, fill(edge_state(decoder), decoder.device), run)
     return Trial([found.get(kind) for kind in types], {path: tensor[:1] for path, tensor in state.items()})
 
 
@@ -218,9 +220,10 @@ def _tail_problem(decoder: Decoder) -> str | None:
 def _run_tail(decoder: Decoder, hidden: torch.Tensor, edges: Weights) -> Any:
     token_ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=decoder.device)
     returned, last = decoder.once(trial).returned, len(decoder) - 1
+    final = decoder.as_called(hidden)
 
     def output(layer: int, given: torch.Tensor, call: LayerCall) -> Any:
-        return returned_like(returned[layer], hidden if layer == last else torch.full_like(hidden, torch.nan))
+        return returned_like(returned[layer], final if layer == last else torch.full_like(final, torch.nan))
 
     with stand_ins(decoder.layers, output), torch.no_grad():
         return torch.func.functional_call(

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import LinearMap, linear_maps
 from mergekit_slta.layers.probe import trace
@@ -36,48 +35,54 @@ class Heads:
     rows: dict[str, torch.Tensor]
 
 
-def find_heads(decoder: Decoder, layer: int) -> Heads:
-    """Find the heads of a layer's attention, once for each kind of layer.
+def heads_of(decoder: Decoder, layer: int) -> Heads | str:
+    """The heads of a layer's attention, found once for each kind of layer, or why there are none to be told apart.
 
     Raises:
-        SltaError: the module that mixes tokens has no heads, or the heads cannot be told apart.
+        SltaError: the model's layers cannot be run one at a time.
     """
-    structure(decoder, layer)
+    structure(decoder, layer)  # runs the layer
+    return decoder.once_per_kind(layer, _heads_of)
+
+
+def _heads_of(decoder: Decoder, layer: int) -> Heads | str:
     try:
-        return decoder.once_per_kind(layer, _find_heads)
-    except Exception as error:  # a model's own code may raise anything when its projections give random numbers
-        if isinstance(error, SltaError) and error.__cause__ is None:
-            raise
-        raise SltaError(
-            f"{_refusal(decoder)}the heads of layer {layer} cannot be told apart "
-            f"({first_line(error.__cause__ or error)}); use 'level: attn_mlp'."
-        ) from error
+        return _find_heads(decoder, layer)
+    except _NoHeads as reason:
+        return str(reason)
+    except Exception:  # a model's own code may raise anything when its projections give random numbers
+        return "its heads cannot be told apart by its linear maps"
 
 
-def _refusal(decoder: Decoder) -> str:
-    return f"'level: head_mlp' does not apply to {decoder.name}: "
+class _NoHeads(Exception):
+    """Why there are no heads."""
 
 
 @torch.enable_grad()
 def _find_heads(decoder: Decoder, layer: int) -> Heads:
-    mixer = structure(decoder, layer).mixer
+    split = structure(decoder, layer)
+    if split is None:
+        raise _NoHeads("its branches cannot be told apart")
+    kinds = {name: type(decoder.layers[layer].get_submodule(name)).__name__ for name in sorted(split.mixers)}
+    if not kinds:
+        raise _NoHeads("it mixes no tokens")
+    others = [kind for kind in kinds.values() if "attention" not in kind.lower()]
+    if others:
+        raise _NoHeads(f"it mixes tokens by {' and '.join(others)}, which has no heads")
+    if len(kinds) > 1:
+        raise _NoHeads("it has several attentions")
+    (mixer,) = kinds
     module = decoder.layers[layer].get_submodule(mixer)
-    if "attention" not in type(module).__name__.lower():
-        raise SltaError(
-            f"{_refusal(decoder)}layer {layer} mixes tokens by {type(module).__name__}, which has no heads; use "
-            "'level: attn_mlp'."
-        )
     maps = {found.name: found for found in linear_maps(decoder.layers[layer]) if found.name.startswith(mixer + ".")}
     with _random_projections(module) as calls:
         trace(decoder, layer)
-    output = f"{mixer}.{list(calls)[-1]}"
+    output = f"{mixer}.{list(calls)[-1]}" if calls else ""
+    if output not in maps:
+        raise _NoHeads("its attention ends in no linear map that all heads share")
     features = calls.pop(list(calls)[-1])[0]
     count = decoder.model.config.get_text_config().num_attention_heads
     if features.shape[-1] % count:
-        raise SltaError(
-            f"{_refusal(decoder)}the attention of layer {layer} does not split into {count} heads of one size; use "
-            "'level: attn_mlp'."
-        )
+        raise _NoHeads(f"its attention does not split into {count} heads of one size")
     rows = {f"{mixer}.{name}": torch.zeros(v.shape[-1], count, dtype=torch.bool) for name, (_, v) in calls.items()}
     leaves = [values for _, values in calls.values()]
     for head, part in enumerate(features.unflatten(-1, (count, -1)).unbind(-2)):

@@ -77,16 +77,30 @@ def is_fused(module: torch.nn.Module) -> bool:
 
 def fused_hidden(module: Any, projected: torch.Tensor) -> torch.Tensor:
     """The input of fused experts' down projection: their own gate applied to the first projection's output."""
+    if not hasattr(module, "has_gate"):  # a module without transformers' interface for such experts
+        gate, up = projected.chunk(2, dim=-1)
+        gated: torch.Tensor = module.act_fn(gate) * up
+        return gated
     hidden: torch.Tensor = module._apply_gate(projected) if module.has_gate else module.act_fn(projected)
     return hidden
 
 
+def _is_transposed(module: Any) -> bool:
+    """Whether a module of fused experts stores them as [experts, in, out]."""
+    if hasattr(module, "is_transposed"):
+        return bool(module.is_transposed)
+    first, down = module.gate_up_proj.shape, module.down_proj.shape
+    return bool(first[1] == down[2] and first[2] != down[1])
+
+
 def _maps_of(path: str, module: torch.nn.Module) -> Iterator[LinearMap]:
     if is_fused(module):
+        if not hasattr(module, "has_gate") and not (hasattr(module, "gate_up_proj") and hasattr(module, "act_fn")):
+            return
         for name in FUSED:
             stacked = getattr(module, name, None)
             bias = f"{path}.{name}_bias" if hasattr(module, f"{name}_bias") else None
-            transposed = bool(getattr(module, "is_transposed", False))
+            transposed = _is_transposed(module)
             for expert in range(len(stacked) if stacked is not None else 0):
                 yield LinearMap(fused_map_part(path, expert, name), path, f"{path}.{name}", bias, transposed, expert)
         return

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.calls import LayerCall, hidden_of
+from mergekit_slta.layers.calls import LayerCall, Weights, hidden_of
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.ends import edge_state, embed, trial, try_layers
-from mergekit_slta.layers.placeholders import random_numbers, zeros
+from mergekit_slta.layers.placeholders import random_numbers, small_products, zeros
 from mergekit_slta.layers.recording import LayerRun
 from mergekit_slta.layers.residual import plain
 
@@ -44,11 +44,58 @@ def trace(decoder: Decoder, layer: int, watch: Collection[str] = ()) -> LayerRun
         return decoder.run(layer, weights, hidden, call, capture=watch, keep=watch)
 
 
+def token_mixers(decoder: Decoder, layer: int) -> frozenset[str]:
+    """The layer's children that let tokens see each other, from samples that differ in the first of two tokens.
+
+    Raises:
+        SltaError: the model's layers cannot be run one at a time.
+    """
+    with _explained(decoder), torch.no_grad():
+        weights, hidden, call = _random_layer(decoder, layer)
+        return frozenset(decoder.run(layer, weights, hidden, call, unmix=True).mixers)
+
+
+def replays(decoder: Decoder, layer: int, groups: Collection[Collection[str]]) -> bool:
+    """Whether the layer's output stays the same when the children of a group return what they have returned before."""
+    with _explained(decoder), torch.no_grad():
+        weights, hidden, call = _random_layer(decoder, layer)
+        first = decoder.run(layer, weights, hidden, call)
+        expected = first.output.clone()
+        for children in groups:
+            replay = {name: first.returned[name] for name in children if name in first.returned}
+            if not torch.equal(decoder.run(layer, weights, hidden, call, replay=replay).output, expected):
+                return False
+    return True
+
+
+def _random_layer(decoder: Decoder, layer: int) -> tuple[Weights, torch.Tensor, LayerCall]:
+    """Random weights of a layer, and its input and call for two samples that differ in the first of two tokens."""
+    first, other, last = _tokens(decoder)
+    edges = random_numbers(edge_state(decoder), decoder.device)
+    hidden, calls = embed(decoder, torch.tensor([[first, last], [other, last]]), edges)
+    call = calls[layer]
+    if call.shares:
+        generator = torch.Generator().manual_seed(0)
+        state = {
+            path: torch.randn(2, *tensor.shape[1:], generator=generator).to(tensor)
+            for path, tensor in decoder.once(trial).state.items()
+        }
+        call = call.own(state)
+    return random_numbers(decoder.layers[layer].state_dict(), decoder.device), hidden, call
+
+
+def _tokens(decoder: Decoder) -> list[int]:
+    """Three tokens, none of them the padding, by which some models count positions."""
+    padding = getattr(decoder.model.config.get_text_config(), "pad_token_id", None)
+    return [token for token in range(4) if token != padding][:3]
+
+
 @contextlib.contextmanager
 def _explained(decoder: Decoder) -> Iterator[None]:
-    """Turn the errors of a model's own code into one that says that its layers cannot be run one at a time."""
+    """Run with made-up weights; an error of the model's own code then says that its layers cannot be run one by one."""
     try:
-        yield
+        with small_products():
+            yield
     except SltaError:
         raise
     except Exception as error:
@@ -80,11 +127,9 @@ def padding_matters(decoder: Decoder, lengths: Collection[int]) -> bool:
 
 def is_causal(decoder: Decoder) -> bool:
     """Whether no token sees a later one; compares two samples that differ in the second of two tokens."""
-    config = decoder.model.config.get_text_config()
-    padding = getattr(config, "pad_token_id", None)  # by which some models count positions
-    first, second, other = [token for token in range(4) if token != padding][:3]
+    first, second, other = _tokens(decoder)
     tried = try_layers(decoder, torch.tensor([[first, second], [first, other]]), random_numbers)
-    pairs = [plain(hidden_of(returned))[:, 0] for returned in tried.returned]
+    pairs = [decoder.tokens_first(plain(hidden_of(returned)))[:, 0] for returned in tried.returned]
     return all(bool((one - two).abs().max() <= CAUSAL_TOLERANCE * one.abs().max()) for one, two in pairs)
 
 

@@ -15,6 +15,9 @@ import torch
 from mergekit_slta.layers.calls import State
 from mergekit_slta.layers.residual import INPUT, ResidualStream, Term, plain, sources
 
+# Of the largest number: by how much a token's features differ where a module has seen another token.
+MIXING_TOLERANCE = 1e-4
+
 
 class Reached(Exception):
     """Ends a run at the module that it was to reach; this is not a failure."""
@@ -25,52 +28,57 @@ class LayerRun:
     """The settings of a run of a layer, and its results; hidden states are [B, S, D].
 
     Attributes:
-        mlp_reads: the sources of the residual stream where the MLP branch reads it; None to ignore this branch.
-        given_to_mlp: [B, S, D], given to the MLP branch instead of the residual stream.
         replay: the outputs of modules that need not run again.
         capture, keep: the modules whose inputs, or outputs, are recorded; the children's outputs always are.
         copy: the modules whose outputs are copied for other modules, which change them in place.
         until: the module at whose call the run ends.
+        unmix: find the children that let tokens see each other. The batch is two samples of two tokens, of which the
+            second is the same: where a child's outputs for it differ, the child has seen the first, and the outputs are
+            made equal for the children after it.
 
         output: the layer's output; None if the run ended before.
-        terms: the summands of the output by the child that made them, without the input; None if the layer does not
-            keep its residual stream as a sum.
+        terms: the summands of the output by the child that made them; None if the layer does not keep its residual
+            stream as a sum.
+        sources: the children that the output was made from, and ``INPUT``.
         inputs: the arguments of the modules in ``capture`` and ``until``, in the order of the calls.
         outputs: the outputs of the layer's children and of the modules in ``keep``.
-        reads: the sources of the residual stream that each child was given.
-        mixers: the children that let tokens see each other.
-        mlp_input: the residual stream that the MLP branch would have read.
+        returned: by child, its output with what is known of where it comes from, for a replay.
+        reads: what each child's arguments were made from.
+        repeated: the children that were called more than once.
+        opened: the children whose parts the layer has called by itself.
+        mixers: what ``unmix`` has found.
         state: the tensors that the layer passes to later layers.
     """
 
-    mlp_reads: frozenset[str] | None = None
-    given_to_mlp: torch.Tensor | None = None
     replay: Mapping[str, Any] = field(default_factory=dict)
     capture: Collection[str] = ()
     keep: Collection[str] = ()
     copy: Collection[str] = ()
     until: str | None = None
+    unmix: bool = False
 
     output: Any = None
     terms: dict[str, torch.Tensor] | None = None
+    sources: frozenset[str] = frozenset()
     inputs: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     outputs: dict[str, Any] = field(default_factory=dict)
+    returned: dict[str, Any] = field(default_factory=dict)
     reads: dict[str, frozenset[str]] = field(default_factory=dict)
+    repeated: set[str] = field(default_factory=set)
+    opened: set[str] = field(default_factory=set)
     mixers: set[str] = field(default_factory=set)
-    mlp_input: torch.Tensor | None = None
     state: State = field(default_factory=dict)
+    _running: str = ""
     _versions: dict[str, int] = field(default_factory=dict)
 
     def finish(self, output: torch.Tensor) -> None:
         """Record the layer's output and its summands."""
-        self.output = plain(output)
-        if INPUT in sources(output):
+        self.output, self.sources = plain(output), sources(output)
+        if isinstance(output, ResidualStream) and output.terms is not None:
             self.terms = {}
-            for term in output.terms:  # type: ignore[attr-defined]
-                if term.source in self.terms:
-                    self.terms[term.source] = self.terms[term.source] + term.value
-                elif term.source != INPUT:
-                    self.terms[term.source] = term.value
+            for term in output.terms:
+                known = self.terms.get(term.source)
+                self.terms[term.source] = term.value if known is None else known + term.value
 
     @property
     def changed(self) -> frozenset[str]:
@@ -87,6 +95,8 @@ class LayerRun:
     def run_inside(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module below a child."""
         self.enter(name, args, kwargs)
+        if (child := name.partition(".")[0]) != self._running:
+            self.opened.add(child)
         output = self.replay[name] if name in self.replay else forward(*args, **kwargs)
         if name in self.keep:
             self.outputs[name] = output
@@ -95,26 +105,57 @@ class LayerRun:
         return output.clone() if name in self.copy else output
 
     def run_child(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a child: it sees plain tensors, and what it returns enters the residual stream under its name."""
+        """Run a child: it sees plain tensors, and what it returns enters the residual stream under its name.
+
+        A child that is given the residual stream beside what it works on may add to it by itself, so it sees both.
+        """
         self.enter(name, args, kwargs)
         streams = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, ResidualStream)]
-        read = self.reads[name] = frozenset().union(*map(sources, streams))
-        if len(args) + len(kwargs) > 1:  # modules that get more than hidden states (positions, a mask) mix tokens
-            self.mixers.add(name)
-        if read == self.mlp_reads and INPUT in read:
-            self.mlp_input = plain(streams[0])
-            given = self.given_to_mlp
-            if given is not None:
-                args = tuple(given if isinstance(arg, ResidualStream) else arg for arg in args)
-                kwargs = {key: given if isinstance(value, ResidualStream) else value for key, value in kwargs.items()}
+        if name in self.reads:
+            self.repeated.add(name)
+        self.reads[name] = self.reads.get(name, frozenset()).union(*map(sources, streams))
         if name in self.replay:
             output = self.replay[name]
         else:
-            output = forward(*map(plain, args), **{key: plain(value) for key, value in kwargs.items()})
-        self.outputs[name] = output
-        if isinstance(output, (tuple, list)):
-            return type(output)([_as_stream(name, output[0]), *output[1:]])
-        return _as_stream(name, output)
+            several = any(arg.sources != streams[0].sources for arg in streams)
+            adds = several and any(INPUT in arg.sources and arg.terms is not None for arg in streams)
+
+            def given(value: Any) -> Any:
+                if adds and isinstance(value, ResidualStream):
+                    return ResidualStream.of(plain(value), value.terms, value.sources, name)
+                return plain(value)
+
+            self._running = name
+            output = forward(*map(given, args), **{key: given(value) for key, value in kwargs.items()})
+            self._running = ""
+        if self.unmix:
+            output = self._unmixed(name, output)
+        whole = isinstance(output, (tuple, list))
+        self.outputs[name] = type(output)(map(plain, output)) if whole else plain(output)
+        # What is handed on may be changed in place, which must not change what is replayed.
+        self.returned[name] = _as_made_by(name, output)
+        return _as_made_by(name, output)
+
+    def _unmixed(self, name: str, output: Any) -> Any:
+        first, *rest = output if isinstance(output, (tuple, list)) else [output]
+        value = plain(first)
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.numel() % 4:
+            return output
+        if value.shape[:2] == (2, 2):
+            pair = value[0, 1], value[1, 1]
+        elif value.ndim and value.shape[0] == 4:
+            pair = value[1], value[3]
+        else:
+            return output
+        size = max(float(part.abs().max()) for part in pair)
+        if float((pair[0] - pair[1]).abs().max()) <= MIXING_TOLERANCE * size:
+            return output
+        self.mixers.add(name)
+        value = value.clone()
+        (value[1, 1] if value.shape[:2] == (2, 2) else value[3]).copy_(pair[0])
+        if isinstance(first, ResidualStream):
+            value = ResidualStream.of(value, first.terms, first.sources, first.inside)
+        return type(output)([value, *rest]) if isinstance(output, (tuple, list)) else value
 
 
 def watch(layer: torch.nn.Module, current: Callable[[], LayerRun | None]) -> None:
@@ -140,5 +181,21 @@ def watch(layer: torch.nn.Module, current: Callable[[], LayerRun | None]) -> Non
             report(name, module, LayerRun.run_inside)
 
 
-def _as_stream(name: str, value: Any) -> Any:
-    return ResidualStream.of(value, (Term(name, value),)) if isinstance(value, torch.Tensor) else value
+def _as_made_by(child: str, output: Any) -> Any:
+    """What a child returns, the hidden states as its own summand and the rest as made from it."""
+    if isinstance(output, (tuple, list)):
+        rest = (_made_from(child, part) for part in output[1:])
+        return type(output)([*(_as_term(child, part) for part in output[:1]), *rest])
+    return _as_term(child, output)
+
+
+def _as_term(child: str, value: Any) -> Any:
+    if isinstance(value, ResidualStream):  # to which the child has added by itself
+        return ResidualStream.of(plain(value), value.terms, value.sources)
+    return ResidualStream.of(value, (Term(child, value),)) if isinstance(value, torch.Tensor) else value
+
+
+def _made_from(child: str, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or (not value.is_floating_point() and value.dtype is not torch.int64):
+        return value
+    return ResidualStream.of(plain(value), None, sources(value) or frozenset({child}))

@@ -1,4 +1,4 @@
-"""A hidden state that remembers whose outputs it is the sum of.
+"""A hidden state that remembers which modules it was made from, and which of them it is the sum of.
 
 A decoder layer adds its branches to the residual stream inside its own ``forward``, each architecture in its own way
 and order. Running that ``forward`` on a ``ResidualStream`` yields every branch's contribution before the addition, so
@@ -7,7 +7,7 @@ no architecture has to be described, and no contribution is recovered by subtrac
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,14 +25,29 @@ class Term:
 
 
 class ResidualStream(torch.Tensor):
-    """A tensor whose value is the sum of ``terms``; operations other than adding and scaling give plain tensors."""
+    """A tensor that knows where it comes from.
 
-    terms: tuple[Term, ...]
+    Attributes:
+        terms: its summands; None where it is computed from its sources in another way than as a sum.
+        sources: the direct children of the layer that it was made from, and ``INPUT``.
+        inside: the child whose forward is given it, where that is given the residual stream beside what it works on.
+            There a plain tensor that is added is the child's own summand.
+    """
+
+    terms: tuple[Term, ...] | None
+    sources: frozenset[str]
+    inside: str | None
 
     @staticmethod
-    def of(value: torch.Tensor, terms: tuple[Term, ...]) -> ResidualStream:
+    def of(
+        value: torch.Tensor,
+        terms: tuple[Term, ...] | None,
+        sources: frozenset[str] = frozenset(),
+        inside: str | None = None,
+    ) -> ResidualStream:
         stream = value.as_subclass(ResidualStream)
-        stream.terms = terms
+        stream.terms, stream.inside = terms, inside
+        stream.sources = sources if terms is None else frozenset(term.source for term in terms)
         return stream
 
     @classmethod
@@ -40,14 +55,23 @@ class ResidualStream(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        streams = list(_streams((*args, *kwargs.values())))
         terms = _terms_after(func, args, kwargs)
-        if func in _IN_PLACE:  # a branch's own value must not change under the stream that refers to it
-            func = _IN_PLACE[func]
+        made_from = frozenset().union(*(stream.sources for stream in streams))
+        inside = next((stream.inside for stream in streams if stream.inside), None)
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
-            if isinstance(result, ResidualStream):
-                result = result.as_subclass(torch.Tensor)
-            return result if terms is None else ResidualStream.of(result, terms)
+            if func is torch.Tensor.__setitem__ and isinstance(args[0], ResidualStream):
+                changed = plain(args[0]).clone()
+                changed[args[1]] = args[2]
+                _replace(args[0], changed, None, made_from)
+                return None
+            # A branch's own value must not change under the stream that refers to it.
+            result = _plainly(_IN_PLACE.get(func, func)(*args, **kwargs))
+            if func in _IN_PLACE and isinstance(args[0], ResidualStream):
+                return _replace(args[0], result, terms, made_from)
+            if terms is None and (inside is not None or not streams):
+                return result
+            return _each(result, lambda tensor: ResidualStream.of(tensor, terms, made_from, inside))
 
 
 def plain(value: Any) -> Any:
@@ -59,26 +83,119 @@ def plain(value: Any) -> Any:
 
 
 def sources(value: Any) -> frozenset[str]:
-    """The modules whose outputs ``value`` is the sum of; empty for plain tensors and other values."""
-    return frozenset(term.source for term in value.terms) if isinstance(value, ResidualStream) else frozenset()
+    """What a value was made from; empty for anything that is no residual stream."""
+    return value.sources if isinstance(value, ResidualStream) else frozenset()
 
 
-_IN_PLACE = {torch.Tensor.add_: torch.Tensor.add, torch.Tensor.__iadd__: torch.Tensor.add}
-_ADD = {torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__, *_IN_PLACE}
-_MULTIPLY = {torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__}
-_IDENTITY = {torch.Tensor.contiguous, torch.Tensor.clone, torch.Tensor.float}
+def _replace(
+    stream: ResidualStream, value: torch.Tensor, terms: tuple[Term, ...] | None, made_from: frozenset[str]
+) -> ResidualStream:
+    """Give a stream that is changed in place another value, without writing to the memory of the former."""
+    stream.data = value
+    stream.terms = terms
+    stream.sources = made_from if terms is None else frozenset(term.source for term in terms)
+    return stream
+
+
+def _streams(values: Sequence[Any]) -> Iterator[ResidualStream]:
+    for value in values:
+        if isinstance(value, ResidualStream):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _streams(value)
+
+
+def _plainly(result: Any) -> Any:
+    return _each(result, lambda tensor: tensor.as_subclass(torch.Tensor))
+
+
+def _each(result: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A tensor, or the tensors of a tuple or list, changed; anything else as it is."""
+    if isinstance(result, torch.Tensor):
+        return change(result)
+    if type(result) in (tuple, list):
+        return type(result)(change(part) if isinstance(part, torch.Tensor) else part for part in result)
+    return result
+
+
+_IN_PLACE: dict[Any, Any] = {
+    torch.Tensor.add_: torch.Tensor.add,
+    torch.Tensor.__iadd__: torch.Tensor.add,
+    torch.Tensor.sub_: torch.Tensor.sub,
+    torch.Tensor.__isub__: torch.Tensor.sub,
+    torch.Tensor.mul_: torch.Tensor.mul,
+    torch.Tensor.__imul__: torch.Tensor.mul,
+    torch.Tensor.div_: torch.Tensor.div,
+    torch.Tensor.__itruediv__: torch.Tensor.div,
+}
+_ADD = {torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__}
+_ADD |= {torch.Tensor.add_, torch.Tensor.__iadd__}
+_MULTIPLY = {torch.mul, torch.multiply, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__}
+_MULTIPLY |= {torch.Tensor.mul_, torch.Tensor.__imul__}
+_DIVIDE = {torch.div, torch.Tensor.div, torch.Tensor.__truediv__, torch.Tensor.div_, torch.Tensor.__itruediv__}
+# What moves the elements of a tensor, or changes its type, does the same to each summand.
+_MOVE = {
+    torch.clone,
+    torch.flatten,
+    torch.permute,
+    torch.reshape,
+    torch.squeeze,
+    torch.transpose,
+    torch.unsqueeze,
+    torch.Tensor.__getitem__,
+    torch.Tensor.clone,
+    torch.Tensor.contiguous,
+    torch.Tensor.double,
+    torch.Tensor.expand,
+    torch.Tensor.flatten,
+    torch.Tensor.float,
+    torch.Tensor.permute,
+    torch.Tensor.reshape,
+    torch.Tensor.squeeze,
+    torch.Tensor.to,
+    torch.Tensor.transpose,
+    torch.Tensor.type_as,
+    torch.Tensor.unflatten,
+    torch.Tensor.unsqueeze,
+    torch.Tensor.view,
+}
 
 
 def _terms_after(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Term, ...] | None:
-    """The summands of the result of ``func``; None if the result is not a sum."""
-    if func in _ADD and not kwargs and all(isinstance(arg, ResidualStream) for arg in args):
-        return args[0].terms + args[1].terms
-    if func in _MULTIPLY and any(isinstance(arg, (int, float)) for arg in args):
-        stream, factor = args if isinstance(args[0], ResidualStream) else args[::-1]
-        return tuple(Term(term.source, term.value * factor) for term in stream.terms)
-    if func in _IDENTITY or (func is torch.nn.functional.dropout and not _training(*args, **kwargs)):
-        return args[0].terms
+    """The summands of what ``func`` returns, or None where it is no longer a sum of them."""
+    if func in _ADD and not kwargs:
+        return _sum(args)
+    if func is torch.nn.functional.dropout:
+        return None if _training(*args, **kwargs) else args[0].terms
+    if not args or (kwargs and func in _MULTIPLY | _DIVIDE):
+        return None
+    stream, *others = args
+    if func in _MULTIPLY and not isinstance(stream, ResidualStream):
+        others, stream = [stream, *others[1:]], others[0]
+    if not isinstance(stream, ResidualStream) or stream.terms is None or list(_streams((others, *kwargs.values()))):
+        return None
+    if func in _MULTIPLY | _DIVIDE:
+        change = torch.div if func in _DIVIDE else torch.mul
+        return tuple(Term(term.source, change(term.value, *others)) for term in stream.terms)
+    if func in _MOVE and all(term.value.shape == stream.shape for term in stream.terms):
+        return tuple(Term(term.source, func(term.value, *others, **kwargs)) for term in stream.terms)
     return None
+
+
+def _sum(addends: tuple[Any, ...]) -> tuple[Term, ...] | None:
+    """The summands of the sum of two tensors, of which one may be a child's own."""
+    inside = next((part.inside for part in addends if isinstance(part, ResidualStream) and part.inside), None)
+    terms: tuple[Term, ...] = ()
+    for part in addends:
+        if isinstance(part, ResidualStream):
+            if part.terms is None:
+                return None
+            terms += part.terms
+        elif inside is not None and isinstance(part, torch.Tensor):
+            terms += (Term(inside, part),)
+        else:
+            return None
+    return terms
 
 
 def _training(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:

@@ -8,9 +8,9 @@ from transformers.core_model_loading import WeightRenaming
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.ends import tail_problem
-from mergekit_slta.layers.heads import find_heads
+from mergekit_slta.layers.heads import Heads, heads_of
 from mergekit_slta.layers.maps import linear_maps
-from mergekit_slta.layers.structure import split_problem, structure
+from mergekit_slta.layers.structure import structure
 from mergekit_slta.levels import head_part, submodule_name
 from mergekit_slta.models.skeleton import model_tensor_name
 
@@ -18,23 +18,60 @@ from mergekit_slta.models.skeleton import model_tensor_name
 def layer_submodules(decoder: Decoder, level: str, layer: int) -> list[str]:
     """The canonical names of a level's submodules in one layer, in the order of the forward pass.
 
+    Where the layer's parts at a level cannot be told apart, they are those of the next coarser level; ``fallbacks``
+    says so in words.
+
     Raises:
-        SltaError: the layer has no such submodules, or cannot run alone.
+        SltaError: the model's layers cannot be run one at a time, or the model not as a whole.
     """
-    split_problem(decoder, layer)  # runs the layer, which every level needs
-    if level == "model" and (problem := tail_problem(decoder)):
-        raise SltaError(problem)
-    if level == "layer":
-        return [submodule_name(layer)]
-    if level == "attn_mlp":
-        return [submodule_name(layer, branch) for branch in structure(decoder, layer).branches]
-    if level == "head_mlp":
-        parts = [*map(head_part, range(find_heads(decoder, layer).count)), "mlp"]
-        return [submodule_name(layer, part) for part in parts]
+    split = structure(decoder, layer)  # runs the layer, which every level needs
+    if level == "model":
+        if problem := tail_problem(decoder):
+            raise SltaError(problem)
+        return []
+    parts: list[str] = []
     if level == "linear":
-        structure(decoder, layer)  # a tensor that belongs to no map takes its branch's weights
-        return [submodule_name(layer, linear_map.name) for linear_map in linear_maps(decoder.layers[layer])]
-    return []
+        parts = [linear_map.name for linear_map in linear_maps(decoder.layers[layer])]
+    elif level in ("attn_mlp", "head_mlp") and split is not None:
+        parts = [branch for branch in ("attn", "mlp") if branch in split.branches]
+        heads = heads_of(decoder, layer) if level == "head_mlp" else ""
+        if isinstance(heads, Heads):
+            parts = [*map(head_part, range(heads.count)), *parts[1:]]
+    return [submodule_name(layer, part) for part in parts or [""]]
+
+
+def fallbacks(decoder: Decoder, level: str) -> list[str]:
+    """In sentences, which layers are measured at a coarser level than asked for, and why."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for layer in range(len(decoder)):
+        if reason := _fallback(decoder, level, layer):
+            found.setdefault((type(decoder.layers[layer]).__name__, reason), []).append(layer)
+    return [
+        f"Level {level} falls back to {', '.join(layer_submodules(decoder, level, layers[0]))} in {_listed(layers)} "
+        f"({kind}): {reason}."
+        for (kind, reason), layers in found.items()
+    ]
+
+
+def _fallback(decoder: Decoder, level: str, layer: int) -> str:
+    """Why a layer is measured at a coarser level; empty where it is not."""
+    split = structure(decoder, layer)
+    if level == "linear":
+        return "" if linear_maps(decoder.layers[layer]) else "it has no linear maps"
+    if level not in ("attn_mlp", "head_mlp"):
+        return ""
+    if split is None:
+        return "its attention and MLP branches cannot be told apart"
+    heads = heads_of(decoder, layer) if level == "head_mlp" and split.mixers else ""
+    return "" if isinstance(heads, Heads) else heads
+
+
+def _listed(layers: list[int]) -> str:
+    """A layer, or several in a row as one range."""
+    if len(layers) == 1:
+        return f"layer {layers[0]}"
+    whole = layers == list(range(layers[0], layers[-1] + 1))
+    return f"layers {layers[0]} to {layers[-1]}" if whole else f"layers {', '.join(map(str, layers))}"
 
 
 def resolve_name(decoder: Decoder, name: str) -> tuple[str, int | None]:

@@ -37,10 +37,9 @@ class FeatcalMethod(CalibratedMethod):
 
             errors = solved.errors()
             models = [published_name(expert.reference) for expert in experiment.recipe.experts]
+            merged, anchor = errors[ERRORS[MERGED]], errors[ERRORS[ANCHOR]]
             try:
-                write_report(
-                    settings.report, drift_page(errors[ERRORS[MERGED]], errors[ERRORS[ANCHOR]], models, settings)
-                )
+                write_report(settings.report, drift_page(merged, anchor, models, settings, solved.routing()))
             except SltaError:
                 solved.release()
                 raise

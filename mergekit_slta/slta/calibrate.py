@@ -6,6 +6,7 @@ Here the two loops over layers are one, that of ``engine.passes``, so that no in
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,10 +20,12 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.calls import Weights
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.ends import logits
-from mergekit_slta.layers.submodules import layer_submodules
+from mergekit_slta.layers.submodules import fallbacks, layer_submodules
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.slta.features import LayerFeatures
 from mergekit_slta.slta.gram import sample_grams
+
+LOG = logging.getLogger(__name__)
 
 # Logits are wide: this many tokens of one sample are compared at once.
 LOGIT_TOKENS = 64
@@ -76,6 +79,8 @@ class _Calibration(Accumulator[Grams]):
             [name for level in self.levels for name in layer_submodules(self.decoder, level, layer)]
             for layer in range(len(self.decoder))
         ]
+        for note in (note for level in self.levels for note in fallbacks(self.decoder, level)):
+            LOG.warning("%s", note)
         self.grams: Grams = {}
 
     def sources(self) -> list[list[Checkpoint]]:

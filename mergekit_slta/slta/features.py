@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from mergekit_slta.layers.calls import LayerCall, Weights
+from mergekit_slta.layers.calls import LayerCall, Weights, hidden_of
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.heads import Heads, find_heads
+from mergekit_slta.layers.heads import Heads, heads_of
 from mergekit_slta.layers.maps import LinearMap, MapDeltas, fused_hidden, linear_maps
 from mergekit_slta.layers.recording import LayerRun
+from mergekit_slta.layers.residual import plain
 from mergekit_slta.layers.structure import LayerStructure, structure
-from mergekit_slta.levels import head_part, submodule_name
+from mergekit_slta.layers.submodules import layer_submodules
+from mergekit_slta.levels import BRANCHES, head_part, submodule_name
 from mergekit_slta.slta.gram import sample_grams
 
 
@@ -23,13 +26,13 @@ class ExpertRun:
 
     Attributes:
         weights: the layer's tensors.
-        own: the run on the layer's input; only for level ``layer``.
-        branches: the run whose MLP branch reads the base model's input to it; only for levels of branches.
+        whole: the run of the whole layer, where its output is wanted.
+        branches: by branch, the run in which all other branches return what they return in the base model.
     """
 
     weights: Weights
-    own: LayerRun | None
-    branches: LayerRun | None
+    whole: LayerRun | None
+    branches: Mapping[str, LayerRun]
 
 
 @dataclass
@@ -49,15 +52,25 @@ class LayerFeatures:
     weights: Sequence[Weights]
     levels: Sequence[str]
     tokens: int
+    whole: bool = field(init=False)
     structure: LayerStructure | None = field(init=False, default=None)
-    heads: Heads | None = field(init=False, default=None)
+    branches: Sequence[str] = field(init=False, default=())
+    contributions: Sequence[str] = field(init=False, default=())
+    heads: Heads | None = field(init=False)
     maps: dict[LinearMap, MapDeltas] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        if {"attn_mlp", "head_mlp"} & set(self.levels):
-            self.structure = structure(self.decoder, self.layer)
-        if "head_mlp" in self.levels:
-            self.heads = find_heads(self.decoder, self.layer)
+        names = {name for level in self.levels for name in layer_submodules(self.decoder, level, self.layer)}
+        self.whole = submodule_name(self.layer) in names
+        split = structure(self.decoder, self.layer)
+        heads = heads_of(self.decoder, self.layer) if "head_mlp" in self.levels else None
+        self.heads = heads if isinstance(heads, Heads) else None
+        if split is not None:
+            wanted = {"attn"} if self.heads is not None else set()
+            wanted |= {branch for branch in BRANCHES if submodule_name(self.layer, branch) in names}
+            self.branches = [branch for branch in BRANCHES if branch in wanted]
+            self.contributions = [b for b in self.branches if submodule_name(self.layer, b) in names]
+            self.structure = split
         if "linear" in self.levels:
             for linear_map in linear_maps(self.decoder.layers[self.layer]):
                 self.maps[linear_map] = MapDeltas(linear_map, self.weights, self.tokens)
@@ -65,8 +78,7 @@ class LayerFeatures:
     def run_base(self, hidden: torch.Tensor, call: LayerCall) -> LayerRun:
         """Run the base model's layer on a batch [B, S, D]."""
         capture = {linear_map.module for linear_map in self.maps} | self._head_modules()
-        mlp_reads = self.structure.mlp_reads if self.structure else None
-        return self.decoder.run(self.layer, self.weights[0], hidden, call, mlp_reads=mlp_reads, capture=capture)
+        return self.decoder.run(self.layer, self.weights[0], hidden, call, capture=capture)
 
     def grams(
         self, base: LayerRun, hidden: torch.Tensor, call: LayerCall, lengths: Sequence[int]
@@ -88,40 +100,38 @@ class LayerFeatures:
 
     def deltas(self, base: LayerRun, runs: Sequence[ExpertRun]) -> Iterator[tuple[str, list[torch.Tensor]]]:
         """Each submodule's name and its feature deltas, one [B, S, D] per run; linear maps are left out."""
-        if "layer" in self.levels:
-            yield submodule_name(self.layer), [_delta(run.own, base) for run in runs]
-        if self.structure is None:
-            return
-        for branch, children in self.structure.branches.items():
-            if branch == "mlp" or "attn_mlp" in self.levels:
-                deltas = [_delta(run.branches, base, children) for run in runs]
-                yield submodule_name(self.layer, branch), deltas
+        if self.whole:
+            yield submodule_name(self.layer), [_delta(run.whole, base) for run in runs]
+        for branch in self.contributions:
+            assert self.structure is not None
+            boundary = self.structure.boundary if branch == "attn" else None
+            deltas = [_delta(run.branches[branch], base, boundary) for run in runs]
+            yield submodule_name(self.layer, branch), deltas
         for head in range(self.heads.count if self.heads is not None else 0):
             features = self._head_features(head, base, self.weights[0])
-            deltas = [self._head_features(head, run.branches, run.weights) - features for run in runs]
+            deltas = [self._head_features(head, run.branches["attn"], run.weights) - features for run in runs]
             yield submodule_name(self.layer, head_part(head)), deltas
 
     def run(self, weights: Weights, base: LayerRun, hidden: torch.Tensor, call: LayerCall) -> ExpertRun:
         """Run the layer with other weights on the base model's input, and its branches each on theirs."""
-        own = branches = None
-        if "layer" in self.levels:
-            own = self.decoder.run(self.layer, weights, hidden, call, capture=self._head_modules())
-        if self.structure is not None:
-            attention = self.structure.branches["attn"]
-            done = own.outputs if own is not None else {}  # the attention branch has the same input in both runs
-            branches = self.decoder.run(
-                self.layer,
-                weights,
-                hidden,
-                call,
-                mlp_reads=self.structure.mlp_reads,
-                mlp_input=base.mlp_input,
-                replay={name: output for name, output in done.items() if name in attention},
-                capture=self._head_modules(),
-            )
-            if own is not None:
-                branches.inputs.update(own.inputs)
-        return ExpertRun(weights, own, branches)
+        capture = self._head_modules()
+        whole = self.decoder.run(self.layer, weights, hidden, call, capture=capture) if self.whole else None
+        branches = {}
+        for branch in self.branches:
+            assert self.structure is not None
+            replay: dict[str, Any] = {}
+            for other in self.structure.branches:
+                kept = base
+                if other == branch == "attn" and whole is not None:  # which has the same input in both runs
+                    kept = whole
+                elif other == branch:
+                    continue
+                only = self.structure.only(other)
+                replay |= {name: kept.returned[name] for name in only if name in kept.returned}
+            branches[branch] = self.decoder.run(self.layer, weights, hidden, call, replay=replay, capture=capture)
+            if whole is not None and branch == "attn":
+                branches[branch].inputs.update(whole.inputs)
+        return ExpertRun(weights, whole, branches)
 
     def _head_modules(self) -> set[str]:
         return {self.heads.output.module} if self.heads is not None else set()
@@ -145,12 +155,20 @@ class LayerFeatures:
         positions = torch.arange(len(values), device=values.device)
         width = len(values) // len(lengths)
         if linear_map.expert is not None:
-            positions = positions[(chosen[0] == linear_map.expert).any(-1)]
-            values = values[positions]
+            if chosen:
+                positions = positions[(chosen[0] == linear_map.expert).any(-1)]
+                values = values[positions]
+            else:  # each expert is given all tokens, those that are not for it as zeros
+                count = len(self.weights[0][linear_map.weight])
+                values = values.view(count, -1, values.shape[-1])[linear_map.expert]
+                width //= count
+                positions = values.any(-1).nonzero().flatten()
+                values = values[positions]
             if linear_map.name.endswith(".down_proj"):
                 values = self._fused_hidden(linear_map, values)
+        rows = max(1, width // max(lengths))  # of each token, of which there may be several hidden states
         for row, length in enumerate(lengths):
-            yield values[(positions >= row * width) & (positions < row * width + length)]
+            yield values[(positions >= row * width) & (positions < row * width + length * rows)]
 
     def _fused_hidden(self, down: LinearMap, inputs: torch.Tensor) -> torch.Tensor:
         """What the base model feeds to a fused expert's down projection, by the module's own gate."""
@@ -159,13 +177,21 @@ class LayerFeatures:
         return fused_hidden(module, first.apply(self.weights[0], inputs))
 
 
-def _delta(expert: LayerRun | None, base: LayerRun, children: Collection[str] | None = None) -> torch.Tensor:
-    """What some children, or all, add to the residual stream, expert minus base.
+def _delta(expert: LayerRun | None, base: LayerRun, boundary: str | None = None) -> torch.Tensor:
+    """How the residual stream after the layer, or after the child at a boundary in it, differs from the base model's.
 
-    The difference of the layers' outputs is taken term by term where the terms are known: the input cancels exactly.
+    The difference is taken term by term where the terms are known: what is the same in both cancels exactly.
     """
     assert expert is not None
-    if expert.terms is None or base.terms is None:
+    if boundary is not None:
+        return _hidden(expert.outputs[boundary]) - _hidden(base.outputs[boundary])
+    if expert.terms is None or base.terms is None or expert.terms.keys() != base.terms.keys():
         return expert.output - base.output
-    parts = [expert.terms[name] - base.terms[name] for name in base.terms if children is None or name in children]
-    return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
+    parts = [term - base.terms[name] for name, term in expert.terms.items() if term is not base.terms[name]]
+    return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0] if parts else torch.zeros_like(base.output)
+
+
+def _hidden(returned: Any) -> torch.Tensor:
+    """The hidden states in what a child returns."""
+    found: torch.Tensor = plain(hidden_of(returned))
+    return found

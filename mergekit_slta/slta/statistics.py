@@ -26,7 +26,7 @@ from safetensors.torch import save as serialize
 
 from mergekit_slta import __version__, files
 from mergekit_slta.errors import SltaError
-from mergekit_slta.levels import LEVELS, belongs, covers, sort_key
+from mergekit_slta.levels import LEVELS, covers, of_level, sort_key
 from mergekit_slta.models import hub
 from mergekit_slta.slta.solution import Solution
 from mergekit_slta.slta.solver import solve
@@ -152,8 +152,7 @@ class Statistics:
             known = level in LEVELS
             fix = f"measure it with 'mergekit-slta calibrate --level {level}'" if known else "name one of these"
             raise SltaError(f"The statistics hold no level '{level}', only {', '.join(self.info.levels)}: {fix}.")
-        names = [name for name in self.grams if belongs(name, level)]
-        return sorted(names, key=sort_key)
+        return of_level(self.grams, level)
 
     def select(self, *names: str) -> Statistics:
         """The statistics of some of the experts in the given order, as if only they had been measured.
@@ -390,8 +389,9 @@ def _problem(statistics: Statistics) -> str | None:
             return f"unknown level '{level}'"
         if not covers(statistics.grams, level, info.num_layers):
             return f"level '{level}' does not cover the {info.num_layers} layers"
+    known = {name for level in info.levels for name in of_level(statistics.grams, level)}
     for name, gram in statistics.grams.items():
-        if not any(belongs(name, level) for level in info.levels):
+        if name not in known:
             return f"'{name}' belongs to no level of the file"
         if gram.dtype != torch.float64 or gram.shape != (rows, experts, experts):
             return f"the Gram matrices of '{name}' have the wrong shape or type"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.heads import find_heads
+from mergekit_slta.layers.heads import Heads, heads_of
 from mergekit_slta.layers.maps import linear_maps
 from mergekit_slta.layers.structure import structure
 from mergekit_slta.layers.submodules import layer_submodules, resolve_name
@@ -43,10 +43,13 @@ class TensorWeights:
         self.edge_alpha = mean if edges == "mean" or level == "model" else torch.zeros_like(mean)
         self.tower_alpha = mean if towers == "mean" else torch.zeros_like(mean)
         self._maps = [linear_maps(layer) for layer in decoder.layers]
-        for layer in range(len(decoder)):  # traced here, before several threads ask
-            layer_submodules(decoder, level, layer)
-            if level not in ("model", "layer"):
-                structure(decoder, layer)
+        # Traced here, so that several threads may ask afterwards.
+        self._names = [layer_submodules(decoder, level, layer) for layer in range(len(decoder))]
+        if missing := [name for names in self._names for name in names if name not in solutions]:
+            raise SltaError(
+                f"The statistics lack {missing[0]}, a submodule of {decoder.name} at level {level}: they are of "
+                "another version or another model, so measure again into another file."
+            )
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The merging weights of a tensor, by its name in a checkpoint or in mergekit's plan.
@@ -55,7 +58,6 @@ class TensorWeights:
             [T], or [T, ...] to broadcast with the tensor, if the weights differ inside it.
 
         Raises:
-            SltaError: the tensor belongs to a decoder layer but to none of its modules.
         """
         name, mixture_expert = resolve_name(self.decoder, name)
         if not self.decoder.is_language(name):
@@ -65,7 +67,7 @@ class TensorWeights:
             return self.edge_alpha
         number, _, inside = name.removeprefix(path).partition(".")
         layer = int(number)
-        if self.level == "layer":
+        if self._names[layer] == [submodule_name(layer)]:
             return self._alpha(layer)
         if self.level == "linear":
             return self._of_map(layer, inside, mixture_expert)
@@ -75,12 +77,12 @@ class TensorWeights:
     def _alpha(self, layer: int, part: str = "") -> torch.Tensor:
         return self.solutions[submodule_name(layer, part)].alpha
 
-    def _branches(self, layer: int, inside: str) -> Iterator[str]:
+    def _branches(self, layer: int, inside: str) -> list[str]:
+        """The branches that a tensor serves."""
+        split = structure(self.decoder, layer)
+        assert split is not None
         child = inside.partition(".")[0]
-        branches = [b for b, children in structure(self.decoder, layer).branches.items() if child in children]
-        if not branches:
-            raise SltaError(f"The tensor {inside} of layer {layer} feeds neither of its branches: use 'level: layer'.")
-        return iter(branches)
+        return [branch for branch, children in split.branches.items() if child in children]
 
     def _of_branch(self, layer: int, inside: str, branch: str) -> torch.Tensor:
         """The weights of a branch, or of heads.
@@ -88,9 +90,10 @@ class TensorWeights:
         Query rows and output columns take the weights of their own head, key and value rows the mean of the heads that
         share them, and the attention's other tensors the mean of all heads.
         """
-        if self.level == "attn_mlp" or branch == "mlp":
+        if submodule_name(layer, branch) in self._names[layer]:
             return self._alpha(layer, branch)
-        heads = find_heads(self.decoder, layer)
+        heads = heads_of(self.decoder, layer)
+        assert isinstance(heads, Heads)
         alpha = torch.stack([self._alpha(layer, head_part(head)) for head in range(heads.count)])  # [H, T]
         output = heads.output
         if inside == output.weight:
@@ -107,11 +110,13 @@ class TensorWeights:
         return alpha.mean(0)
 
     def _of_map(self, layer: int, inside: str, mixture_expert: int | None) -> torch.Tensor:
-        """The weights of a linear map, or the mean of its branches if the tensor belongs to no map.
+        """The weights of a linear map, or where the tensor belongs to none, the mean of its branches or its layer.
 
         An expert that changes none of a map's outputs on the samples takes that mean too.
         """
-        mean = torch.stack([self._branch_mean(layer, branch) for branch in self._branches(layer, inside)]).mean(0)
+        split, child = structure(self.decoder, layer), inside.partition(".")[0]
+        around = [own for own in split.branches.values() if child in own] if split is not None else [None]
+        mean = torch.stack([self._mean(layer, children) for children in around]).mean(0)
         maps = [m for m in self._maps[layer] if inside in (m.weight, m.bias)]
         if not maps:
             maps = [m for m in self._maps[layer] if inside.startswith(m.module + ".")]
@@ -126,10 +131,11 @@ class TensorWeights:
         dimensions = self.decoder.layers[layer].state_dict()[inside].ndim
         return alpha.T.reshape(*alpha.T.shape, *[1] * (dimensions - 1))
 
-    def _branch_mean(self, layer: int, branch: str) -> torch.Tensor:
-        """Each expert's mean weight over the maps of a branch whose outputs it changes; zero if it changes none."""
-        children = structure(self.decoder, layer).branches[branch]
-        names = [m.name for m in self._maps[layer] if m.module.partition(".")[0] in children]
+    def _mean(self, layer: int, children: frozenset[str] | None) -> torch.Tensor:
+        """Each expert's mean weight over the maps of a branch, or of the layer, whose outputs it changes; or zero."""
+        names = [m.name for m in self._maps[layer] if children is None or m.module.partition(".")[0] in children]
+        if not names:  # a branch without maps
+            names = [m.name for m in self._maps[layer]]
         found = [self.solutions[submodule_name(layer, name)] for name in names]
         measured = torch.stack([own.measured for own in found])  # [maps, T]
         alpha = torch.stack([own.alpha for own in found])

@@ -414,20 +414,9 @@ def test_layers_that_cannot_be_run_one_at_a_time(
     assert problem.endswith("it can be merged with 'merge_method: actmat'.")
 
 
-def test_a_level_that_the_layers_do_not_have(make_family: MakeFamily) -> None:
+def test_layers_without_a_levels_submodules_are_no_problem(make_family: MakeFamily) -> None:
     family = make_family("lfm2")
-    assert problems(families.recipe(family)) == []
-    problem = only(families.recipe(family, level="head_mlp"))
-    assert problem == (
-        "'level: head_mlp' does not apply to Lfm2ForCausalLM: layer 0 mixes tokens by Lfm2ShortConv, which has no "
-        "heads; use 'level: attn_mlp'."
-    )
-
-
-def test_an_slta_anchor_needs_layers_with_branches(make_family: MakeFamily) -> None:
-    family = make_family("opt")
-    problem = only(feature_recipe(family, anchor="slta"))
-    assert "does not split into an attention and an MLP branch" in problem
-    assert "'anchor'" in problem and "'level" not in problem  # which this method does not have
-    for anchor in ("base", "average"):
+    for level in ("attn_mlp", "head_mlp", "linear"):
+        assert problems(families.recipe(family, level=level)) == []
+    for anchor in ("base", "average", "slta"):
         assert problems(feature_recipe(family, anchor=anchor)) == []

@@ -21,7 +21,7 @@ from support.reference import forget
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal import regression
 from mergekit_slta.featcal.groups import find_groups
-from mergekit_slta.featcal.layer import ENOUGH_TOKENS, Regression
+from mergekit_slta.featcal.layer import ENOUGH_TOKENS, Coverage, Regression
 from mergekit_slta.featcal.merge import stages
 from mergekit_slta.featcal.scratch import needs
 from mergekit_slta.layers.blend import Blend
@@ -582,3 +582,45 @@ def test_memory_does_not_grow_with_the_number_of_layers(forks: ForkServerContext
     print(f"peaks {[peak / 2**20 for peak in peaks]} MiB, said {expected / 2**20} MiB")
     assert peaks[1] < 1.1 * peaks[0]
     assert max(peaks) < 1.4 * expected
+
+
+def test_the_coverage_of_routed_experts_is_counted_as_the_models_route(
+    make_family: MakeFamily, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Against the routers of the base model, which is the anchor in the first layer, and of each expert."""
+    family = make_family("mixtral", records=3, longest=12, scale=0.5)
+    with caplog.at_level(logging.INFO, "mergekit_slta"):
+        routing = families.feature_merge(family, tmp_path / "scratch").routing()
+    tokens, solved, agreement = routing["layer.0.mlp.experts"]
+    chosen: dict[tuple[int, int], list[torch.Tensor]] = {}
+    for model in range(3):
+        network: Any = family.model(model)
+        gate = network.model.layers[0].mlp.gate
+        for task, samples in enumerate(family.token_ids()):
+            for ids in samples:
+                found: list[torch.Tensor] = []
+                hook = gate.register_forward_hook(lambda module, args, output, found=found: found.append(output[2]))
+                with torch.no_grad():
+                    network(torch.tensor([ids]))
+                hook.remove()
+                chosen.setdefault((model, task), []).append(found[0])
+    # The first layer's attention is solved before its router is asked, so the counts are near the base model's.
+    assert int(tokens.sum()) == 2 * sum(len(ids) for samples in family.token_ids() for ids in samples)
+    assert tokens.shape == solved.shape == (4,) and solved.dtype == torch.bool
+    base = torch.cat([rows for task in range(2) for rows in chosen[0, task]]).flatten().bincount(minlength=4)
+    assert (tokens - base).abs().max() <= 0.2 * base.sum()
+    for task in range(2):
+        pairs = zip(chosen[0, task], chosen[task + 1, task], strict=True)
+        same = [float((own[:, :, None] == merged[:, None]).any(-1).double().mean()) for merged, own in pairs]
+        assert 0 < agreement[task] <= 1
+        assert agreement[task] == pytest.approx(sum(same) / len(same), abs=0.3)
+    assert "Layer 0, mlp.experts: " in caplog.text and "routed experts" in caplog.text
+
+
+def test_models_that_route_alike_agree_on_every_choice() -> None:
+    coverage = Coverage.empty(4, 2)
+    first, second = torch.tensor([[0, 1], [2, 1]]), torch.tensor([[1, 0], [2, 3]])
+    coverage.add(0, first, first.flip(1))
+    coverage.add(1, first, second)
+    assert coverage.agreement.tolist() == [1.0, 0.75]
+    assert coverage.tokens.tolist() == [2, 4, 2, 0]

@@ -14,8 +14,8 @@ from mergekit_slta.layers.calls import LayerCall
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.ends import embed, logits
 from mergekit_slta.layers.probe import is_causal, padding_matters
-from mergekit_slta.layers.residual import INPUT
-from mergekit_slta.layers.structure import split_problem, structure
+from mergekit_slta.layers.structure import structure
+from mergekit_slta.layers.submodules import fallbacks, layer_submodules
 
 LENGTHS = (9, 5)
 TOLERANCE = 2e-5
@@ -87,7 +87,7 @@ def test_layer_by_layer_equals_the_models_own_forward_pass(architecture: str) ->
         for layer in range(LAYERS):
             run = decoder.run(layer, weights_of(decoder, state, layer), hidden, calls[layer])
             assert run.terms is not None
-            total = hidden + torch.stack(list(run.terms.values())).sum(0)
+            total = torch.stack(list(run.terms.values())).sum(0)
             assert torch.allclose(total, run.output, atol=TOLERANCE)
             hidden = run.output
             for states, row in zip(hidden, rows, strict=True):
@@ -141,26 +141,9 @@ def test_the_split_into_branches_is_the_one_in_the_table(architecture: str) -> N
     for layer, module in enumerate(model.get_submodule(split.layers)):
         children = {name for name, child in module.named_children() if child.state_dict()}  # what tensors belong to
         found = structure(decoder, layer)
+        assert found is not None and found.boundary is None
         assert found.branches["attn"] & children == children & set(split.attn)
         assert found.branches["mlp"] & children == children & set(split.mlp)
-        assert (found.mlp_reads == {INPUT}) == split.parallel
-
-
-@torch.no_grad()
-def test_the_mlp_branch_can_be_given_another_input() -> None:
-    model, decoder, state = opened(families.config_of("llama"))
-    hidden, calls = embedded(decoder, state, padded_ids())
-    weights = weights_of(decoder, state, 0)
-    mlp_reads = structure(decoder, 0).mlp_reads
-    own = decoder.run(0, weights, hidden, calls[0], mlp_reads=mlp_reads)
-    assert own.terms is not None and own.mlp_input is not None
-    assert torch.allclose(own.mlp_input, hidden + own.terms["self_attn"], atol=TOLERANCE)
-    other = torch.randn_like(hidden)
-    run = decoder.run(0, weights, hidden, calls[0], mlp_reads=mlp_reads, mlp_input=other)
-    assert run.terms is not None
-    layer = model.model.layers[0]
-    assert torch.equal(run.terms["self_attn"], own.terms["self_attn"])
-    assert torch.allclose(run.terms["mlp"], layer.mlp(layer.post_attention_layernorm(other)), atol=TOLERANCE)
 
 
 @torch.no_grad()
@@ -168,13 +151,15 @@ def test_replayed_children_give_the_same_run() -> None:
     _, decoder, state = opened(families.config_of("gemma2"))
     hidden, calls = embedded(decoder, state, padded_ids())
     weights = weights_of(decoder, state, 1)
-    attention = structure(decoder, 1).branches["attn"]
+    found = structure(decoder, 1)
+    assert found is not None
+    attention = found.only("attn")
     first = decoder.run(1, weights, hidden, calls[1])
     without_attention = {
         name: torch.full_like(tensor, torch.nan) if name.partition(".")[0] in attention else tensor
         for name, tensor in weights.items()
     }
-    replay = {name: first.outputs[name] for name in attention}
+    replay = {name: first.returned[name] for name in attention}
     assert torch.equal(decoder.run(1, without_attention, hidden, calls[1], replay=replay).output, first.output)
 
 
@@ -200,30 +185,84 @@ def test_tied_weights_are_read_once() -> None:
         assert len(heads) == (1 if tied else 2)
 
 
-# A stack that a layer's children do not split: Bloom adds to the residual stream inside its attention module.
-UNSPLIT = transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=families.VOCABULARY)
+# The branches of layers that are no plain sum of two: by model, the children of the first layer's branches.
+BLOOM = transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=families.VOCABULARY)
+MAMBA = transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=families.VOCABULARY)
+OTHERS: dict[str, tuple[Any, set[str], set[str], str | None]] = {
+    "a sum inside each child": (
+        BLOOM,
+        {"input_layernorm", "self_attention"},
+        {"post_attention_layernorm", "mlp"},
+        None,
+    ),
+    "a residual stream that is normed": (
+        transformers.BloomConfig(**BLOOM.to_dict() | {"apply_residual_connection_post_layernorm": True}),
+        {"input_layernorm", "self_attention"},
+        {"post_attention_layernorm", "mlp"},
+        "self_attention",
+    ),
+    "norms after the sums": (
+        families.config_of("opt", do_layer_norm_before=False),
+        {"self_attn", "self_attn_layer_norm"},
+        {"fc1", "fc2", "final_layer_norm"},
+        "self_attn_layer_norm",
+    ),
+    "mixers side by side": (
+        families.config_of("falcon_h1"),
+        {"input_layernorm", "mamba", "self_attn"},
+        {"pre_ff_layernorm", "feed_forward"},
+        None,
+    ),
+    "a mixer and no MLP": (MAMBA, {"norm", "mixer"}, set(), None),
+}
 
 
-@torch.no_grad()
-def test_a_layer_that_does_not_split_runs_whole() -> None:
-    model, decoder, state = opened(UNSPLIT)
-    ids = padded_ids()[:1]
-    hidden, calls = embedded(decoder, state, ids)
-    for layer, expected in enumerate(layer_outputs(model, decoder.layers_path, ids)):
-        hidden = decoder.run(layer, weights_of(decoder, state, layer), hidden, calls[layer]).output
-        assert torch.allclose(hidden, expected, atol=TOLERANCE)
+@pytest.mark.parametrize("kind", OTHERS)
+def test_branches_are_found_where_a_layer_is_no_plain_sum(kind: str) -> None:
+    config, attention, mlp, boundary = OTHERS[kind]
+    _, decoder, _ = opened(config)
+    found = structure(decoder, 0)
+    assert found is not None and found.boundary == boundary
+    children = {name.partition(".")[0] for name in decoder.layers[0].state_dict()}
+    assert found.branches["attn"] & children == attention
+    assert found.branches.get("mlp", frozenset()) & children == mlp
 
 
-def test_a_layer_that_does_not_split_is_refused_by_name_with_what_to_use_instead() -> None:
-    _, decoder, _ = opened(UNSPLIT)
-    with pytest.raises(SltaError, match=r"Layer 0 \(BloomBlock\).*level: layer"):
-        structure(decoder, 0)
-    problem = split_problem(decoder, 1)
-    assert problem is not None and problem.startswith("Layer 1 (BloomBlock)") and "level" not in problem
+class Twice(torch.nn.Module):
+    """A layer that calls its only child twice, so that nothing tells what either call adds."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.norm, self.map = layer.input_layernorm, layer.self_attn.o_proj
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return hidden_states + self.map(self.norm(hidden_states + self.map(hidden_states)))
 
 
-def test_a_layer_that_splits_has_no_problem_with_it() -> None:
-    assert split_problem(families.skeleton("llama"), 0) is None
+def test_a_layer_whose_branches_cannot_be_told_apart_falls_back_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Model(transformers.LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model.layers[1] = Twice(self.model.layers[1])
+
+    monkeypatch.setattr("mergekit_slta.layers.decoder.meta_model", lambda config, trust: on_meta(Model, config))
+    decoder = Decoder(families.config_of("llama", architectures=["LlamaForCausalLM"]))
+    assert structure(decoder, 0) is not None and structure(decoder, 1) is None
+    for level, parts in (("attn_mlp", ["layer.1"]), ("linear", ["layer.1.map"])):
+        assert layer_submodules(decoder, level, 1) == parts
+    assert layer_submodules(decoder, "attn_mlp", 0) == ["layer.0.attn", "layer.0.mlp"]
+    assert fallbacks(decoder, "linear") == []
+    for level in ("attn_mlp", "head_mlp"):
+        (sentence,) = fallbacks(decoder, level)
+        assert sentence == (
+            f"Level {level} falls back to layer.1 in layer 1 (Twice): its attention and MLP branches cannot be told "
+            "apart."
+        )
+
+
+def on_meta(kind: Any, config: Any) -> Any:
+    with torch.device("meta"):
+        return kind(config).eval()
 
 
 T5 = transformers.T5Config(d_model=16, num_layers=2, architectures=["T5ForConditionalGeneration"])

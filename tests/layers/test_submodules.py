@@ -8,7 +8,7 @@ from support import families
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.submodules import layer_submodules
+from mergekit_slta.layers.submodules import fallbacks, layer_submodules
 from mergekit_slta.levels import LEVELS
 
 
@@ -30,16 +30,9 @@ SMALL: dict[str, Any] = {
     "intermediate_size": 48,
     "pad_token_id": families.PAD,
 }
-BRANCHES = ("attn_mlp", "head_mlp", "linear")
 
 # What it is that a model does -> its configuration, the levels that do not apply to it, and what is said of it.
 REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
-    "heads that cannot be told apart": (
-        "JetMoeConfig",
-        SMALL | {"kv_channels": 8, "num_local_experts": 4},
-        ("head_mlp",),
-        "does not apply to JetMoeForCausalLM: the heads of layer 0 cannot be told .*use 'level: attn_mlp'",
-    ),
     "more than hidden states from layer to layer": (
         "ZayaConfig",
         SMALL | {"num_experts": 4},
@@ -64,15 +57,15 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
         ("model",),
         "Inkling2ForCausalLM: it computes its logits from more than the output of its last decoder layer. Use 'level",
     ),
-    "a module that feeds no branch": (
-        "MBartConfig",
-        SMALL
-        | {"d_model": 32, "decoder_layers": 3, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}
-        | {"is_encoder_decoder": False, "is_decoder": True},
-        BRANCHES,
-        r"to MBartForCausalLM. Layer 0 \(MBartDecoderLayer\) does not split into .* branch: use 'level: layer'",
-    ),
 }
+
+
+def test_heads_that_cannot_be_told_apart_fall_back_to_branches() -> None:
+    config = transformers.JetMoeConfig(**SMALL, kv_channels=8, num_local_experts=4, architectures=["JetMoeForCausalLM"])
+    decoder = Decoder(config)
+    assert layer_submodules(decoder, "head_mlp", 0) == ["layer.0.attn", "layer.0.mlp"]
+    (sentence,) = fallbacks(decoder, "head_mlp")
+    assert sentence.endswith("(JetMoeDecoderLayer): its heads cannot be told apart by its linear maps.")
 
 
 @pytest.mark.parametrize("case", REFUSED)

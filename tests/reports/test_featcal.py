@@ -58,6 +58,20 @@ def test_the_table_has_both_lines_of_every_task() -> None:
     assert len(chart.table.rows) == len(MERGED)
 
 
+def test_the_routed_experts_of_mixtures_have_a_table() -> None:
+    routing = {
+        "layer.2.mlp.experts": (
+            torch.tensor([5, 0, 90]),
+            torch.tensor([True, False, True]),
+            torch.tensor([0.91, 1.0]).double(),
+        )
+    }
+    table = drift_page(MERGED, ANCHOR, MODELS, FeatcalSettings(), routing).sections[1].table
+    assert table is not None
+    assert list(table.header)[1:] == ["fewest tokens", "in the middle", "most", "solved", "kept", "as math", "as code"]
+    assert [list(row) for row in table.rows] == [["layer.2.mlp.experts", "0", "5", "90", "2", "1", "91 %", "100 %"]]
+
+
 def test_it_says_what_was_asked_for() -> None:
     facts = page(ridge=0.25, teacher=0.5, head=False, seed=3, max_tokens=99).facts
     assert facts["Experts"] == "org/llama-math, org/llama-code"

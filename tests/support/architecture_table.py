@@ -1,17 +1,10 @@
-"""The README's table of architectures and levels: the rows that tests/test_architectures.py goes through.
-
-python tests/architecture_table.py
-"""
+"""The architectures and levels that tests/test_architectures.py goes through."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 LEVELS = ("model", "layer", "attn_mlp", "head_mlp", "linear")
-WITHOUT_HEADS = ("model", "layer", "attn_mlp", "linear")
-WHOLE_LAYERS = ("model", "layer")
-NONE = ()
-BEGIN, END = "<!-- architectures:begin -->", "<!-- architectures:end -->"
 
 
 @dataclass(frozen=True)
@@ -22,11 +15,13 @@ class Row:
         name: what people call it.
         levels: the levels that apply to it.
         lacks: the tensor that mergekit 0.1.5 asks for and its checkpoints do not have, where mergekit cannot merge it.
+        headless: whether some layers mix tokens by something that has no heads, and fall back to their branches.
     """
 
     name: str
     levels: tuple[str, ...] = LEVELS
     lacks: str = ""
+    headless: bool = False
 
 
 ROWS = {
@@ -65,32 +60,22 @@ ROWS = {
     "glm4_moe": Row("GLM-4-MoE"),
     "gpt_oss": Row("GPT-OSS"),
     "minicpm3": Row("MiniCPM3"),
-    "jamba_dense": Row("Jamba without routed experts", WITHOUT_HEADS),
-    "lfm2": Row("LFM2", WITHOUT_HEADS),
-    "granite_moe_hybrid": Row("GraniteMoeHybrid", WITHOUT_HEADS),
+    "jamba_dense": Row("Jamba without routed experts", headless=True),
+    "lfm2": Row("LFM2", headless=True),
+    "granite_moe_hybrid": Row("GraniteMoeHybrid", headless=True),
     "granite_hybrid_dense": Row(
-        "GraniteMoeHybrid without routed experts", WITHOUT_HEADS, lacks="block_sparse_moe.input_linear.weight"
+        "GraniteMoeHybrid without routed experts", headless=True, lacks="block_sparse_moe.input_linear.weight"
     ),
-    "bamba": Row("Bamba", WITHOUT_HEADS),
-    "bloom": Row("BLOOM", WHOLE_LAYERS),
-    "openai_gpt": Row("OpenAI GPT", WHOLE_LAYERS),
-    "opt": Row("OPT", WHOLE_LAYERS),
-    "llama4": Row("Llama 4 (text)", WHOLE_LAYERS),
-    "falcon_h1": Row("Falcon-H1", WHOLE_LAYERS),
-    "gemma4": Row("Gemma 4 (text), `num_kv_shared_layers`", WHOLE_LAYERS),
-    "gemma3n": Row("Gemma 3n (text)", NONE),
+    "bamba": Row("Bamba", headless=True),
+    "bloom": Row("BLOOM"),
+    "bloom_post": Row("BLOOM, `apply_residual_connection_post_layernorm: true`"),
+    "openai_gpt": Row("OpenAI GPT"),
+    "opt": Row("OPT"),
+    "opt_post": Row("OPT, `do_layer_norm_before: false`"),
+    "llama4": Row("Llama 4 (text)"),
+    "falcon_h1": Row("Falcon-H1", headless=True),
+    "gemma4": Row("Gemma 4 (text), `num_kv_shared_layers`"),
+    "mamba": Row("Mamba", headless=True),
+    "nemotron_h": Row("Nemotron-H", headless=True),
+    "gemma3n": Row("Gemma 3n (text)"),
 }
-
-
-def table() -> str:
-    """The table in Markdown."""
-    head = ["Architecture", *(f"`{level}`" for level in LEVELS), "Merges in mergekit 0.1.5"]
-    lines = [head, ["---", *[":-:"] * len(LEVELS), "---"]]
-    for row in ROWS.values():
-        merges = f"no: asks for `{row.lacks}`" if row.lacks else "yes"
-        lines.append([row.name, *("✓" if level in row.levels else "–" for level in LEVELS), merges])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-if __name__ == "__main__":
-    print(table())

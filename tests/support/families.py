@@ -89,6 +89,8 @@ _GRANITE_HYBRID = {
     "mamba_chunk_size": 8,
 }
 
+_BLOOM = {"hidden_size": 32, "n_layer": LAYERS, "n_head": 4, "vocab_size": VOCABULARY}
+
 # Key -> the class of the configuration, and its arguments. Every mechanism that moves a branch has an entry: grouped
 # heads, parallel branches, norms after branches, scaled branches, masks per layer, fused projections and mixtures.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -176,10 +178,25 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-# Decoders whose layers do not split into an attention and an MLP branch: sums inside a branch's module or on a view,
-# experts that see their tokens scaled, two mixers side by side, several hidden states per token.
+# Decoders whose layers are no plain sum of two branches: sums inside a branch's module or on a view, norms after the
+# sum, inputs for each layer, two mixers side by side, one branch only, several hidden states per token.
 UNSPLIT: dict[str, tuple[str, dict[str, Any]]] = {
-    "bloom": ("BloomConfig", {"hidden_size": 32, "n_layer": LAYERS, "n_head": 4, "vocab_size": VOCABULARY}),
+    "bloom": ("BloomConfig", _BLOOM),
+    "bloom_post": ("BloomConfig", _BLOOM | {"apply_residual_connection_post_layernorm": True}),
+    "opt_post": (
+        "OPTConfig",
+        _SMALL | {"ffn_dim": 48, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
+    ),
+    "mamba": (
+        "MambaConfig",
+        {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": LAYERS, "state_size": 4},
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        _GROUPED
+        | {"head_dim": 8, "layers_block_type": ["linear_attention", "mlp", "full_attention"], "mamba_num_heads": 8}
+        | {"mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 8},
+    ),
     "openai_gpt": ("OpenAIGPTConfig", _GPT2),
     "opt": ("OPTConfig", _SMALL | {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "llama4": (
@@ -573,7 +590,7 @@ def solved_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor in the scratch folder of a finished feature merge, by the model's names."""
     files = [*sorted(folder.glob("layer-*")), folder / "edges.safetensors"]
     found = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    return {name: tensor for name, tensor in found.items() if not name.startswith("error.")}
+    return {name: tensor for name, tensor in found.items() if not name.startswith(("error.", "routing."))}
 
 
 def experiment(content: dict[str, Any], **arguments: Any) -> Experiment:

@@ -37,6 +37,10 @@ class Split:
             of each head) or ``grouped`` (the queries of a group, its k, its v).
         output: the map after the heads.
         language: what the names of the tensors of the language tower and its head begin with.
+        replayed: whether a branch is measured by what the layer makes of it while the other branch returns what it
+            returns in the base model, since its contribution cannot be had by letting the other return zeros.
+        boundary: the child whose output is the residual stream between the branches.
+        stacked: whether a layer's hidden states are [n, B, S, D].
     """
 
     attn: tuple[str, ...] = ("input_layernorm", "self_attn")
@@ -50,6 +54,9 @@ class Split:
     fused: tuple[str, str] | None = None
     output: str = "self_attn.o_proj"
     language: tuple[str, ...] = ("",)
+    replayed: bool = False
+    boundary: str = ""
+    stacked: bool = False
 
 
 _LLAMA = Split()
@@ -92,9 +99,68 @@ SPLITS: dict[str, Split] = {
         _LLAMA,
     ),
     **dict.fromkeys(("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss"), _LLAMA),
-    **dict.fromkeys(("llama4", "falcon_h1", "gemma3n", "gemma4"), _LLAMA),
-    **dict.fromkeys(("bloom", "openai_gpt"), Split(layers="transformer.h")),
-    "opt": Split(layers="model.decoder.layers"),
+    "gemma3n": Split(
+        attn=("input_layernorm", "self_attn", "post_attention_layernorm", "altup"),
+        mlp=(
+            *("input_layernorm", "laurel", "pre_feedforward_layernorm", "mlp", "post_feedforward_layernorm", "altup"),
+            *("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"),
+        ),
+        replayed=True,
+        stacked=True,
+    ),
+    "llama4": Split(mlp=("post_attention_layernorm", "feed_forward"), replayed=True),
+    "falcon_h1": Split(
+        attn=("input_layernorm", "mamba", "self_attn"), mlp=("pre_ff_layernorm", "feed_forward"), replayed=True
+    ),
+    "gemma4": Split(
+        attn=("input_layernorm", "self_attn", "post_attention_layernorm", "layer_scalar"),
+        mlp=(
+            *("pre_feedforward_layernorm", "mlp", "post_feedforward_layernorm", "layer_scalar"),
+            *("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"),
+        ),
+        replayed=True,
+    ),
+    "bloom": Split(
+        attn=("input_layernorm", "self_attention"),
+        layers="transformer.h",
+        fused=("self_attention.query_key_value", "interleaved"),
+        output="self_attention.dense",
+        replayed=True,
+    ),
+    "bloom_post": Split(
+        attn=("input_layernorm", "self_attention"),
+        layers="transformer.h",
+        fused=("self_attention.query_key_value", "interleaved"),
+        output="self_attention.dense",
+        replayed=True,
+        boundary="self_attention",
+    ),
+    "openai_gpt": Split(
+        attn=("attn", "ln_1"),
+        mlp=("mlp", "ln_2"),
+        layers="transformer.h",
+        fused=("attn.c_attn", "blocks"),
+        output="attn.c_proj",
+        replayed=True,
+        boundary="ln_1",
+    ),
+    "opt": Split(
+        attn=("self_attn_layer_norm", "self_attn"),
+        mlp=("final_layer_norm", "fc1", "fc2"),
+        layers="model.decoder.layers",
+        output="self_attn.out_proj",
+        replayed=True,
+    ),
+    "opt_post": Split(
+        attn=("self_attn_layer_norm", "self_attn"),
+        mlp=("final_layer_norm", "fc1", "fc2"),
+        layers="model.decoder.layers",
+        output="self_attn.out_proj",
+        replayed=True,
+        boundary="self_attn_layer_norm",
+    ),
+    "mamba": Split(attn=("norm", "mixer"), mlp=(), layers="backbone.layers", replayed=True),
+    "nemotron_h": Split(attn=("norm", "mixer"), mlp=("norm", "mixer"), layers="model.layers", replayed=True),
     **dict.fromkeys(("gemma2", "gemma3"), _GEMMA2),
     **dict.fromkeys(("cohere", "cohere_without_qk_norm", "cohere2", "stablelm_parallel"), _PARALLEL),
     "phi": Split(mlp=("input_layernorm", "mlp"), parallel=True, output="self_attn.dense"),
@@ -269,7 +335,7 @@ def sample_features(
     with recorded_calls(stacks[0]) as calls:
         models[0](ids, use_cache=False)
     for index, layers in enumerate(zip(*stacks, strict=True)):
-        call = calls[index]
+        call = replace(calls[index], stacked=split.stacked)
         for name, features in LEVELS[level](layers, call, split, models[0].config.get_text_config()):
             yield f"layer.{index}{name}", features
 
@@ -281,12 +347,14 @@ class Call:
     hidden: torch.Tensor
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    stacked: bool = False
 
     def __call__(self, layer: torch.nn.Module, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """The output [S, D] of a layer, on the same hidden states or on others."""
         kwargs = {name: own_dictionary(value) for name, value in self.kwargs.items()}
         output = layer(self.hidden if hidden is None else hidden, *self.args, **kwargs)
-        return (output[0] if isinstance(output, (tuple, list)) else output)[0]
+        hidden = output[0] if isinstance(output, (tuple, list)) else output
+        return hidden.movedim(0, 2)[0] if self.stacked else hidden[0]
 
 
 def own_dictionary(value: Any) -> Any:
@@ -372,13 +440,86 @@ def mlp_features(layers: Layers, call: Call, split: Split, config: Any) -> Featu
     yield ".mlp", contributions
 
 
+@contextlib.contextmanager
+def recorded_outputs(layer: torch.nn.Module) -> Iterator[dict[str, Any]]:
+    """Record what the layer's children return."""
+    outputs: dict[str, Any] = {}
+
+    def record(name: str, output: Any) -> None:
+        whole = isinstance(output, tuple)
+        outputs[name] = tuple(map(own_tensor, output)) if whole else own_tensor(output)
+
+    hooks = [
+        child.register_forward_hook(lambda module, args, output, name=name: record(name, output))
+        for name, child in layer.named_children()
+    ]
+    yield outputs
+    for hook in hooks:
+        hook.remove()
+
+
+def own_tensor(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+@contextlib.contextmanager
+def replayed(layer: torch.nn.Module, outputs: Mapping[str, Any]) -> Iterator[None]:
+    """Let some children of the layer return what is given by their names."""
+
+    def given(output: Any) -> Any:
+        return tuple(map(own_tensor, output)) if isinstance(output, tuple) else own_tensor(output)
+
+    hooks = [
+        child.register_forward_hook(lambda module, args, output, name=name: given(outputs[name]))
+        for name, child in layer.named_children()
+        if name in outputs
+    ]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+def replayed_features(layers: Layers, call: Call, split: Split, config: Any) -> Features:
+    """What the layer makes of each branch while the other returns what it returns in the base model."""
+    with recorded_outputs(layers[0]) as base:
+        call(layers[0])
+    for branch, own, other in (("attn", split.attn, split.mlp), ("mlp", split.mlp, split.attn)):
+        if not own or (set(own) == set(other) and branch != kind_of(layers[0])):
+            continue
+        features = []
+        for layer in layers:
+            kept = {name: output for name, output in base.items() if name in other and name not in own}
+            with replayed(layer, kept), recorded_outputs(layer) as outputs:
+                output = call(layer)
+            between = outputs[split.boundary] if split.boundary and branch == "attn" else output[None]
+            features.append((between[0] if isinstance(between, tuple) else between)[0])
+        yield f".{branch}", features
+
+
+def kind_of(layer: Any) -> str:
+    """The branch of a layer that has one only, by what its configuration calls it."""
+    return "attn" if layer.block_type in ("linear_attention", "full_attention") else "mlp"
+
+
 def branch_features(layers: Layers, call: Call, split: Split, config: Any) -> Features:
+    if split.replayed:
+        yield from replayed_features(layers, call, split, config)
+        return
     yield from attention_features(layers, call, split, config)
     yield from mlp_features(layers, call, split, config)
 
 
+def has_heads(layer: torch.nn.Module, split: Split) -> bool:
+    """Whether attention alone mixes the layer's tokens."""
+    mixers = [name for name, child in layer.named_children() if name in ("mamba", "conv", "self_attn")]
+    return split.output in dict(layer.named_modules()) and len(mixers) < 2
+
+
 def head_features(layers: Layers, call: Call, split: Split, config: Any) -> Features:
-    """The output map restricted to each head's columns, applied to that head's output."""
+    """The output map restricted to each head's columns, applied to that head's output; branches without heads."""
+    if not has_heads(layers[0], split):
+        yield from branch_features(layers, call, split, config)
+        return
     heads = config.num_attention_heads
     per_head: list[list[torch.Tensor]] = [[] for _ in range(heads)]
     for layer in layers:
@@ -392,7 +533,9 @@ def head_features(layers: Layers, call: Call, split: Split, config: Any) -> Feat
             per_head[head].append(read[:, columns] @ as_linear(output)[:, columns].T)
     for head in range(heads):
         yield f".head.{head}", per_head[head]
-    yield from mlp_features(layers, call, split, config)
+    for name, features in branch_features(layers, call, split, config):
+        if name == ".mlp":
+            yield name, features
 
 
 def linear_features(layers: Layers, call: Call, split: Split, config: Any) -> Features:
@@ -415,20 +558,28 @@ def linear_features(layers: Layers, call: Call, split: Split, config: Any) -> Fe
 
 
 def expert_features(
-    name: str, modules: Sequence[torch.nn.Module], hidden: torch.Tensor, chosen: torch.Tensor
+    name: str, modules: Sequence[torch.nn.Module], hidden: torch.Tensor, chosen: torch.Tensor | None = None
 ) -> Features:
-    """A fused mixture's maps, each on the tokens that the base model's router sends to it."""
+    """A fused mixture's maps, each on the tokens that the base model's router sends to it.
+
+    Llama 4's experts are given all tokens, scaled, with zeros in place of those that are sent elsewhere.
+    """
     base: Any = modules[0]
     for expert in range(len(base.gate_up_proj)):
-        read = hidden.reshape(-1, hidden.shape[-1])[(chosen == expert).any(-1).flatten()]
-        middle = base._apply_gate(fused_map(base, "gate_up_proj", expert, read))
+        if chosen is None:
+            read = hidden.view(len(base.gate_up_proj), -1, hidden.shape[-1])[expert]
+            gate, up = fused_map(base, "gate_up_proj", expert, read).chunk(2, -1)
+            middle = base.act_fn(gate) * up
+        else:
+            read = hidden.reshape(-1, hidden.shape[-1])[(chosen == expert).any(-1).flatten()]
+            middle = base._apply_gate(fused_map(base, "gate_up_proj", expert, read))
         for part, inputs in (("gate_up_proj", read), ("down_proj", middle)):
             yield f".{name}.{expert}.{part}", [fused_map(module, part, expert, inputs) for module in modules]
 
 
 def fused_map(module: Any, part: str, expert: int, read: torch.Tensor) -> torch.Tensor:
     weight, bias = getattr(module, part)[expert], getattr(module, f"{part}_bias", None)
-    output = read @ (weight if module.is_transposed else weight.T)
+    output = read @ (weight if getattr(module, "is_transposed", True) else weight.T)
     return output if bias is None else output + bias[expert]
 
 
@@ -566,9 +717,12 @@ def tensor_weights(
         return map_weights(inside, tensor, layer, here, split)
     branches = [branch for branch in ("attn", "mlp") if inside.partition(".")[0] in getattr(split, branch)]
     if level == "attn_mlp":
-        return torch.stack([here[branch] for branch in branches]).mean(0)
-    heads = torch.stack([value for key, value in here.items() if key.startswith("head.")])
-    parts = {"attn": heads.mean(0), "mlp": here["mlp"]}
+        return torch.stack([here[branch] for branch in branches if branch in here]).mean(0)
+    own_heads = [value for key, value in here.items() if key.startswith("head.")]
+    if not own_heads:
+        return torch.stack([here[branch] for branch in branches if branch in here]).mean(0)
+    heads = torch.stack(own_heads)
+    parts = {"attn": heads.mean(0), "mlp": here.get("mlp", heads.mean(0))}
     own_rows = head_rows(inside, tensor, layer, split, model.config.get_text_config(), heads)
     return own_rows if own_rows is not None else torch.stack([parts[branch] for branch in branches]).mean(0)
 
