@@ -352,6 +352,7 @@ FEATURE_PARAMETERS = {
     "samples": 30,
     "max_tokens": 512,
     "seed": 0,
+    "towers": "base",
     "batch_tokens": 0,
     "ridge": "auto",
     "anchor": "actmat",
