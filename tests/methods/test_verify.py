@@ -93,6 +93,19 @@ def test_every_level_is_compared(llama: Family, tmp_path: Path, level: str, dtyp
     assert found.problems == () and found.compared == found.tensors > 0
 
 
+def test_the_experts_of_a_mixture_are_compared_each_with_its_own_weights(
+    make_family: MakeFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mergekit_slta.methods.verify.ELEMENTS_AT_ONCE", 2000)  # an expert of the mixture at once
+    content = families.recipe(make_family("mixtral"), level="linear", statistics=str(tmp_path / "stats"))
+    out = families.merge(content, tmp_path / "out")
+    found = check(content, out)
+    assert found.problems == () and found.compared == found.tensors > 0
+    name = "model.layers.1.mlp.experts.down_proj"
+    change(out, lambda tensors: tensors[name][3].mul_(1.001))
+    assert [name in problem for problem in check(content, out).problems] == [True]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_plain_recipe_is_compared_with_its_own_weights(llama: Family, tmp_path: Path, dtype: str) -> None:
     stats = measure(Recipe.from_config(MergeConfiguration.model_validate(families.recipe(llama, samples=2))))
