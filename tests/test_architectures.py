@@ -49,8 +49,8 @@ ALPHA_TOLERANCE = 1e-5
 TENSOR_TOLERANCE = 1e-6
 
 APPLICABLE = [(name, level) for name, row in ROWS.items() for level in LEVELS if level in row.levels]
-MERGED = [(name, level) for name, level in APPLICABLE if not ROWS[name].lacks]
-UNMERGED = [(name, level) for name, level in APPLICABLE if ROWS[name].lacks]
+UNMERGED = [(name, level) for name, level in APPLICABLE if ROWS[name].lacks or ROWS[name].dropped]
+MERGED = [case for case in APPLICABLE if case not in UNMERGED]
 MIXTURES = ("mixtral", "qwen3_moe", "glm4_moe")  # those that transformers saves expert by expert
 
 State = dict[str, torch.Tensor]

@@ -79,7 +79,7 @@ def test_a_merge_that_transformers_loads(folder: Path) -> None:
 def test_a_feature_merge_that_transformers_loads(folder: Path) -> None:
     """In bfloat16, and of the naive reference's float64 tensors no more than the rounding away."""
     recipe = yaml.safe_load((folder / "recipe.yml").read_text()) | {"merge_method": "featcal"}
-    recipe["parameters"] = {"samples": 4, "report": "report", "scratch": "scratch"}
+    recipe["parameters"] = {"samples": 4, "anchor": "base", "ridge": 0.003, "report": "report", "scratch": "scratch"}
     families.write_recipe(folder / "features.yml", recipe)
     done = run("mergekit-yaml", "features.yml", "merged", folder=folder)
     assert done.returncode == 0, done.stderr

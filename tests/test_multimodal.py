@@ -256,5 +256,5 @@ def test_what_mergekit_cannot_plan_is_one_sentence(family: Callable[[str], Famil
 def test_an_encoder_inside_is_refused(make_family: MakeFamily) -> None:
     config = families.config_of("qwen2_5_vl")
     config.architectures = ["Qwen2_5_VLModel"]
-    with pytest.raises(SltaError, match="is no decoder-only language model"):
+    with pytest.raises(SltaError, match="is not a decoder-only language model"):
         Decoder(config)

@@ -55,7 +55,8 @@ class Batch:
 
         Several hidden states of a token, [B, S, m, D], are one of m * D features.
         """
-        features = features.flatten(2) if features.ndim > 3 else features
+        if features.ndim > 3 and features.shape[1] == self.token_ids.shape[1]:
+            features = features.flatten(2)
         flat = features.reshape(-1, features.shape[-1])
         if min(self.lengths) == max(self.lengths):
             return flat

@@ -28,6 +28,8 @@ PREFIX_TOLERANCE = 1e-5
 def trace(decoder: Decoder, layer: int, watch: Collection[str] = ()) -> LayerRun:
     """Run a layer on two tokens with weights that are all zero, to see how its modules call each other.
 
+    What earlier layers hand to the layer, such as keys and values, is random, so that heads depend on their queries.
+
     Args:
         decoder: the layer's decoder.
         layer: the layer's index.
@@ -39,7 +41,11 @@ def trace(decoder: Decoder, layer: int, watch: Collection[str] = ()) -> LayerRun
     with _explained(decoder):
         edges = zeros(edge_state(decoder), decoder.device)
         hidden, calls = embed(decoder, torch.zeros(1, 2, dtype=torch.int64), edges)
-        call = calls[layer].own(decoder.once(trial).state) if calls[layer].shares else calls[layer]
+        call = calls[layer]
+        if call.shares:
+            handed = decoder.once(trial).state
+            numbers = random_numbers({str(path): tensor for path, tensor in handed.items()}, decoder.device)
+            call = call.own({path: numbers[str(path)] for path in handed})
         weights = zeros(decoder.layers[layer].state_dict(), decoder.device)
         return decoder.run(layer, weights, hidden, call, capture=watch, keep=watch)
 

@@ -119,6 +119,9 @@ def _plan(experiment: Experiment, folder: Path) -> list[SaveTensor]:
     recipe, options = experiment.recipe, experiment.options
     config = copy.deepcopy(recipe.config)  # the planner rewrites it
     base = config.base_model or config.referenced_models()[0]
+    method = registry.METHODS.get(config.merge_method)
+    if method is not None:
+        method.begin(experiment)
     planner = MergePlanner.__new__(MergePlanner)
     inspect.unwrap(MergePlanner.__init__)(
         planner,
@@ -127,7 +130,10 @@ def _plan(experiment: Experiment, folder: Path) -> list[SaveTensor]:
         options,
         base.config(trust_remote_code=options.trust_remote_code),
     )
-    return [task for task in planner.plan_to_disk(str(folder)) if isinstance(task, SaveTensor)]
+    planned = [task for task in planner.plan_to_disk(str(folder)) if isinstance(task, SaveTensor)]
+    if method is not None:
+        method.forget()
+    return planned
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,7 @@ class TensorWeights:
             [T], or [T, ...] to broadcast with the tensor, if the weights differ inside it.
 
         Raises:
+            SltaError: the tensor belongs to no branch of its layer.
         """
         name, mixture_expert = resolve_name(self.decoder, name)
         if not self.decoder.is_language(name):
@@ -82,7 +83,10 @@ class TensorWeights:
         split = structure(self.decoder, layer)
         assert split is not None
         child = inside.partition(".")[0]
-        return [branch for branch, children in split.branches.items() if child in children]
+        branches = [branch for branch, children in split.branches.items() if child in children]
+        if not branches:
+            raise SltaError(f"The tensor {inside} of layer {layer} feeds neither of its branches: use 'level: layer'.")
+        return branches
 
     def _of_branch(self, layer: int, inside: str, branch: str) -> torch.Tensor:
         """The weights of a branch, or of heads.
@@ -114,8 +118,8 @@ class TensorWeights:
 
         An expert that changes none of a map's outputs on the samples takes that mean too.
         """
-        split, child = structure(self.decoder, layer), inside.partition(".")[0]
-        around = [own for own in split.branches.values() if child in own] if split is not None else [None]
+        split = structure(self.decoder, layer)
+        around = [None] if split is None else [split.branches[branch] for branch in self._branches(layer, inside)]
         mean = torch.stack([self._mean(layer, children) for children in around]).mean(0)
         maps = [m for m in self._maps[layer] if inside in (m.weight, m.bias)]
         if not maps:

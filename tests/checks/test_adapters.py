@@ -75,7 +75,7 @@ def test_an_adapter_of_an_architecture_that_mergekit_does_not_define(make_family
     family, options = make_family("qwen3_5"), {"lora_merge_cache": str(tmp_path / "cache")}
     adapter = write_adapter(family.base, tmp_path / "adapter", "down_proj")
     problem = only(adapted(family, adapter), options=options)
-    assert "is a LoRA adapter of a Qwen3_5ForConditionalGeneration, which mergekit has no definition of" in problem
+    assert "is a LoRA adapter of a Qwen3_5ForConditionalGeneration. mergekit has no definition of this" in problem
 
 
 def test_an_adapter_of_a_router_that_checkpoints_call_otherwise(make_family: MakeFamily, tmp_path: Path) -> None:

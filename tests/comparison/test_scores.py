@@ -14,6 +14,7 @@ from support import families
 from support.families import Family
 
 from mergekit_slta.comparison.scores import Sample, score_model, whole_scores
+from mergekit_slta.errors import SltaError
 
 module = importlib.import_module("mergekit_slta.comparison.scores")
 
@@ -88,8 +89,12 @@ def test_scores_equal_the_reference_where_padding_matters(architecture: str, tmp
 
 
 def test_a_model_that_cannot_be_run_by_layers_is_loaded_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = families.random_model(families.config_of("gemma3n"))
+    model = families.random_model(families.config_of("llama"))
     model.save_pretrained(tmp_path)
+
+    def refused(*arguments: Any) -> Any:
+        raise SltaError("Its layers cannot be run one at a time.")
+
     loaded: list[Any] = []
     load = module._load
 
@@ -98,6 +103,7 @@ def test_a_model_that_cannot_be_run_by_layers_is_loaded_whole(tmp_path: Path, mo
         return loaded[-1]
 
     monkeypatch.setattr(module, "_load", watched)
+    monkeypatch.setattr(module, "Decoder", refused)
     samples = drawn((5, 8))
     (found,) = score_model(families.checkpoints([tmp_path])[0], [samples])
     assert [score.loss for score in found] == pytest.approx([loss for loss, _ in reference(model, samples)], rel=1e-5)

@@ -41,7 +41,7 @@ GROUPS: dict[str, Names | list[Names]] = {
     "glm4": (*ATTENTION, "mlp.gate_up_proj", "mlp.down_proj"),
     **dict.fromkeys(("gpt2", "openai_gpt"), ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")),
     **dict.fromkeys(("gpt_neox", "gpt_neox_sequential"), NEOX),
-    **dict.fromkeys(("falcon_7b", "falcon_new", "falcon_one_norm", "falcon_alibi", "bloom"), FALCON),
+    **dict.fromkeys(("falcon_7b", "falcon_new", "falcon_one_norm", "falcon_alibi", "bloom", "bloom_post"), FALCON),
     "starcoder2": (*ATTENTION, "mlp.c_fc", "mlp.c_proj"),
     **dict.fromkeys(("arcee", "apertus"), (*ATTENTION, "mlp.up_proj", "mlp.down_proj")),
     **dict.fromkeys(("mixtral", "qwen3_moe", "gpt_oss"), MIXTURE),
@@ -74,7 +74,13 @@ GROUPS: dict[str, Names | list[Names]] = {
         (*ATTENTION, *GRANITE_SHARED),
         (*GRANITE_MAMBA, *GRANITE_SHARED),
     ],
-    "opt": ("self_attn.q_proj/k_proj/v_proj", "self_attn.out_proj", "fc1", "fc2"),
+    **dict.fromkeys(("opt", "opt_post"), ("self_attn.q_proj/k_proj/v_proj", "self_attn.out_proj", "fc1", "fc2")),
+    "mamba": ("mixer.in_proj", "mixer.x_proj", "mixer.out_proj"),
+    "nemotron_h": [
+        ("mixer.in_proj", "mixer.out_proj"),
+        ("mixer.up_proj", "mixer.down_proj"),
+        ("mixer.q_proj/k_proj/v_proj", "mixer.o_proj"),
+    ],
     "llama4": (
         *ATTENTION,
         "feed_forward.shared_expert.gate_proj/shared_expert.up_proj",
@@ -92,6 +98,7 @@ KEPT = {
     **{name: {"mlp.gate"} for name in ("mixtral", "qwen3_moe", "glm4_moe")},
     "gpt_oss": {"mlp.router"},
     "jamba_dense": {"mamba.dt_proj"},  # never called: the mixer uses its weights itself
+    "mamba": {"mixer.dt_proj"},
     "granite_moe_hybrid": {"block_sparse_moe.router"},
     "llama4": {"feed_forward.router", "feed_forward.experts"},
 }
@@ -100,7 +107,7 @@ skeleton = functools.cache(families.skeleton)
 
 
 def test_every_decoder_is_in_the_table() -> None:
-    """The one that is not hands its layers several hidden states per token, which no stream carries."""
+    """But for Gemma 3n, whose layers carry several hidden states of each token."""
     assert set(families.ARCHITECTURES | families.UNSPLIT) - set(GROUPS) == {"gemma3n"}
 
 

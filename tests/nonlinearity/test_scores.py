@@ -366,12 +366,12 @@ def test_an_expert_without_data_is_refused(llama: Family) -> None:
         plan_linearity(experiment, ["layer"])
 
 
-def test_a_level_that_does_not_apply_is_refused_at_once(make_family: MakeFamily) -> None:
+def test_a_layer_without_heads_is_measured_by_branches(make_family: MakeFamily) -> None:
     family = make_family("granite_moe_hybrid", records=1)
-    done: list[int] = []
-    with pytest.raises(SltaError, match="attn_mlp"):
-        plan(family, ("head_mlp",), plan_studies(2), family.token_ids()).measure(done.append)
-    assert not done
+    found = plan(family, ("head_mlp",), plan_studies(2), family.token_ids()).measure()
+    submodules = {name for metric in found.metrics.values() for own in metric["head_mlp"].values() for name in own}
+    assert {"layer.0.attn", "layer.0.mlp", "layer.1.head.0", "layer.1.mlp"} <= submodules
+    assert "layer.0.head.0" not in submodules
 
 
 @pytest.fixture(scope="module")

@@ -222,7 +222,6 @@ TAMPERED: dict[str, tuple[Edit, str]] = {
     "single precision": (replaced(GRAM, torch.Tensor.float), "wrong shape or type"),
     "a sample less": (replaced(GRAM, lambda gram: gram[:-1]), "wrong shape or type"),
     "an expert less": (replaced(GRAM, lambda gram: gram[:, :2, :2]), "wrong shape or type"),
-    "a branch less": (dropped(GRAM), "attn_mlp"),
     "a layer less": (dropped("gram/layer.3"), "'layer' does not cover the 4 layers"),
     "a layer more": (added("gram/layer.4"), "'layer' does not cover the 4 layers"),
     "a submodule more": (added("gram/layer.1.conv"), "belongs to no level"),

@@ -15,12 +15,14 @@ class Row:
         name: what people call it.
         levels: the levels that apply to it.
         lacks: the tensor that mergekit 0.1.5 asks for and its checkpoints do not have, where mergekit cannot merge it.
+        dropped: whether mergekit 0.1.5 leaves some of its tensors out of what it writes.
         headless: whether some layers mix tokens by something that has no heads, and fall back to their branches.
     """
 
     name: str
     levels: tuple[str, ...] = LEVELS
     lacks: str = ""
+    dropped: bool = False
     headless: bool = False
 
 
@@ -76,6 +78,6 @@ ROWS = {
     "falcon_h1": Row("Falcon-H1", headless=True),
     "gemma4": Row("Gemma 4 (text), `num_kv_shared_layers`"),
     "mamba": Row("Mamba", headless=True),
-    "nemotron_h": Row("Nemotron-H", headless=True),
+    "nemotron_h": Row("Nemotron-H", headless=True, dropped=True),
     "gemma3n": Row("Gemma 3n (text)"),
 }

@@ -56,7 +56,8 @@ def with_data(family: Family, calibration: Any, template: str = "", **parameters
 
 
 def feature_recipe(family: Family, **parameters: Any) -> dict[str, Any]:
-    return families.recipe(family, "featcal", **{"samples": 6} | parameters)
+    settings: dict[str, Any] = {"samples": 6, "anchor": "base", **parameters}
+    return families.recipe(family, "featcal", **settings)
 
 
 def adapted(family: Family, adapter: Path) -> dict[str, Any]:

@@ -40,21 +40,21 @@ _DEVICE = torch.device(NAME, 0)
 
 
 class SeparateTensor(torch.Tensor):
-    """A tensor on the device; ``inside`` holds its values."""
+    """A tensor on the device, with its values in ``held``."""
 
-    inside: torch.Tensor
+    held: torch.Tensor
 
     @staticmethod
-    def __new__(cls, inside: torch.Tensor) -> SeparateTensor:
+    def __new__(cls, held: torch.Tensor) -> SeparateTensor:
         made = torch.Tensor._make_wrapper_subclass(
             cls,
-            inside.size(),
-            strides=inside.stride(),
-            storage_offset=inside.storage_offset(),
-            dtype=inside.dtype,
+            held.size(),
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
             device=_DEVICE,
         )
-        made.inside = inside
+        made.held = held
         return made
 
     @classmethod
@@ -62,7 +62,7 @@ class SeparateTensor(torch.Tensor):
         return _run(func, args, kwargs or {})
 
     def data_ptr(self) -> int:
-        return self.inside.data_ptr()
+        return self.held.data_ptr()
 
 
 class _Factories(TorchDispatchMode):
@@ -82,7 +82,7 @@ def separate_device() -> Iterator[str]:
     def derive(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
         if not isinstance(tensor, SeparateTensor):
             return as_subclass(tensor, kind)
-        return SeparateTensor(tensor.inside) if kind is torch.Tensor else _derived(kind)(tensor.inside)
+        return SeparateTensor(tensor.held) if kind is torch.Tensor else _derived(kind)(tensor.held)
 
     def save(tensors: Mapping[str, torch.Tensor], *arguments: Any) -> None:
         save_file({name: tensor.cpu() for name, tensor in tensors.items()}, *arguments)
@@ -108,7 +108,7 @@ def _derived(kind: type[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]
     """A tensor class of the package whose instances lie on the device."""
     members = {"__new__": SeparateTensor.__new__, "__torch_dispatch__": SeparateTensor.__torch_dispatch__}
     made: Any = type(kind.__name__, (kind, SeparateTensor), members)
-    return lambda inside: made(inside)
+    return lambda held: made(held)
 
 
 def _plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -118,10 +118,10 @@ def _plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute on the CPU what is asked for of the device's tensors."""
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    ours = {id(tensor.inside): tensor for tensor in given if isinstance(tensor, SeparateTensor)}
+    ours = {id(tensor.held): tensor for tensor in given if isinstance(tensor, SeparateTensor)}
     _refuse_mixture(func, args, given)
     device = kwargs.get("device")
-    args, kwargs = tree_map(lambda leaf: leaf.inside if isinstance(leaf, SeparateTensor) else leaf, (args, kwargs))
+    args, kwargs = tree_map(lambda leaf: leaf.held if isinstance(leaf, SeparateTensor) else leaf, (args, kwargs))
     if _is_ours(device):
         kwargs["device"] = torch.device("cpu")
     if func is _ATEN.histc.default:  # a GPU counts integers too
