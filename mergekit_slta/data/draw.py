@@ -144,8 +144,13 @@ class CalibrationSource:
             return None
         place = Place(self.source, index)
         text, is_chat = record_text(record, self.template, where=place, render_chat=self._render_chat)
-        first = text.rfind(answer)
         found = self.tokenizer(text, add_special_tokens=not is_chat, return_offsets_mapping=True, verbose=False)
+        end, special = len(text), set(self.tokenizer.all_special_ids)
+        for token, (begin, stop) in zip(found["input_ids"][::-1], found["offset_mapping"][::-1], strict=True):
+            if token not in special and text[begin:stop].strip():
+                break
+            end = min(end, begin) if stop > begin else end  # what a chat template writes after the answer
+        first = text.rfind(answer, 0, end)
         left_out = 0 if tuple(found["input_ids"][: len(row)]) == row else 1  # a special token that would be doubled
         spans = found["offset_mapping"][left_out:]
         inside = [i for i, (begin, end) in enumerate(spans) if max(begin, first) < min(end, first + len(answer))]

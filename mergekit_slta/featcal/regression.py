@@ -10,7 +10,8 @@ so much larger than the others that kappa says nothing about the others: then K(
 few would decide s_t, perhaps by a single token, s_t is computed without them.
 
 A prior P [d_in, d_in], whose diagonal has the mean 1, says in which directions of the input the change is drawn towards
-zero more than in others: then K(D) = kappa trace(D P D^T).
+zero more than in others: then K(D) = kappa trace(D P D^T), or sum_ij (A_ii A_jj)^(1/2) P_ij D[:, i] D[:, j] where some
+dimensions are so much larger.
 
 A ridge that is not given is the one of ``RIDGES`` that predicts left-out samples best: the samples of every task are
 dealt to two halves; D is solved from one half with each ridge, and its error is summed over the other, and the reverse.
@@ -37,7 +38,7 @@ DECISIVE = 1000.0
 # Where the equations cannot be solved, these multiples of the ridge are tried before the anchor is kept.
 LARGER_RIDGES = (1.0, 10.0, 100.0, 1000.0, 10000.0)
 RIDGES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)
-UNKNOWN_RIDGE = 0.1  # where there are no two halves of the samples
+UNKNOWN_RIDGE = 0.1  # where a task does not have samples in both halves
 PREDICTED = 64  # random combinations of the outputs by which the error on left-out samples is estimated
 SMALLEST_RIDGE = 1e-10  # used for a ridge of zero; with less, inputs that were never seen decide
 
@@ -107,6 +108,7 @@ class NormalEquations:
         self._sums = [[torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes] for _ in halves]
         self._of_task = [[torch.zeros_like(total) for total in half] for half in self._sums]
         self._masses: list[torch.Tensor] = []
+        self._halved = ridge is None  # whether each task has samples in both halves
 
     def add(self, inputs: torch.Tensor, residuals: torch.Tensor, samples: torch.Tensor) -> None:
         """Add tokens of the current task.
@@ -133,7 +135,9 @@ class NormalEquations:
         for part in itertools.chain(*self._of_task):
             self._reduce(part)
         moments = self._of_task[0][0] if len(self._of_task) == 1 else self._of_task[0][0] + self._of_task[1][0]
-        tokens = torch.stack([half[-1] for half in self._of_task]).sum()
+        counts = torch.stack([half[-1] for half in self._of_task])
+        tokens = counts.sum()
+        self._halved &= bool(counts.all() or not tokens)
         norm = gram_norm(_without_decisive(moments))
         weight = torch.where(norm > 0, 1 / norm, 0.0)  # a task none of whose tokens came here has no say
         for total, part in zip(itertools.chain(*self._sums), itertools.chain(*self._of_task), strict=True):
@@ -163,7 +167,7 @@ class NormalEquations:
 
     def _best_ridge(self) -> float:
         """Half of the ridge that predicts each half of the samples best from the other."""
-        if not all(bool(half[0].diagonal().any()) for half in self._sums):
+        if not self._halved:
             return UNKNOWN_RIDGE
         draw = torch.Generator().manual_seed(0)
         outputs = self._sums[0][1].shape[1]
@@ -185,11 +189,12 @@ class NormalEquations:
         """D transposed [d_in, d_out], or None where the equations are singular or not finite."""
         diagonal = moments.diagonal().clone()
         mean = diagonal.mean()
+        penalty = diagonal if mean > MASSIVE * diagonal.median() else mean.expand_as(diagonal)
         if self._prior is None:
-            penalty = diagonal if mean > MASSIVE * diagonal.median() else mean.expand_as(diagonal)
             system, whole = moments.clone(), diagonal + ridge * penalty
         else:
-            system = torch.add(moments, self._prior, alpha=float(ridge * mean))
+            root = penalty.sqrt()
+            system = (self._prior * root).mul_(root[:, None]).mul_(ridge).add_(moments)
             whole = system.diagonal().clone()
         scale = whole.rsqrt()  # to a unit diagonal, so that no dimension's unit matters
         scale[whole == 0] = 0  # the change of a dimension that is always zero is zero

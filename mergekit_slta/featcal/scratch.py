@@ -215,7 +215,7 @@ def needs(decoder: Decoder, experts: int, tokens: int, head: bool, compare: bool
             together = [(inputs, outputs) for outputs, inputs in dict.fromkeys(map(tuple, sizes))]
             shapes += together if group.fused else [(sizes[0][1], sum(outputs for outputs, _ in sizes))]
     sets = 4 if halves else 2  # of sums: the task's and those of all tasks before it
-    sums = max((sets + 2) * inputs**2 + (sets + 1) * inputs * outputs for inputs, outputs in shapes)
+    sums = max((sets + 3) * inputs**2 + (sets + 1) * inputs * outputs for inputs, outputs in shapes)
     width, widest = decoder.model.config.get_text_config().hidden_size, max(map(max, shapes[1:]))
     hidden = 2 * (3 if compare else 2) * tokens * width  # before and after a layer
     passing = tokens * (2 * widest + 4 * width)  # the outputs of one child's maps

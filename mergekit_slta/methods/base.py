@@ -73,13 +73,17 @@ class FiniteMethod(GroupMergeMethod):
 
     def forget(self) -> None:
         """Drop the previous merge."""
+        self._base = None
 
     def written(self, folder: Path) -> None:
         """Clean up after mergekit has written the whole output, and add the processor files that it does not copy."""
         base, self._base = self._base, None
         for file in sorted(Path(LoaderCache().get(base).index.base_path).glob(PROCESSOR)) if base else ():
-            shutil.copy(file, folder / file.name)
-            LOG.info("Copied %s from %s", file.name, base)
+            try:
+                shutil.copyfile(file, folder / file.name)
+                LOG.info("Copied %s from %s", file.name, base)
+            except OSError as error:  # the tensors are written: no other file may make the merge fail
+                LOG.warning("Copy %s from %s yourself: %s", file.name, base, error)
 
     def merge_group(self, group: TensorGroup, /, **parameters: Any) -> torch.Tensor:
         """Merge one tensor.
@@ -136,6 +140,8 @@ class CalibratedMethod(FiniteMethod):
         self._merge = Merge(experiment)
 
     def forget(self) -> None:
+        """Drop the previous merge."""
+        super().forget()
         self._merge = None
 
     def validate_inputs(

@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import ModelCard, ModelCardData
 from mergekit.common import ModelPath, ModelReference
+from mergekit.io.tasks import LoaderCache
 
 from mergekit_slta import __version__, files
 from mergekit_slta.data.sources import DATASET_PREFIX, is_dataset, source_name
 from mergekit_slta.errors import SltaError
 from mergekit_slta.methods.base import FiniteMethod
+from mergekit_slta.models.spellings import RenamingLoader
 from mergekit_slta.recipe.recipe import Recipe, published_name
-from mergekit_slta.recipe.settings import SETTINGS
+from mergekit_slta.recipe.settings import SETTINGS, SltaSettings
 from mergekit_slta.slta.plain_recipe import plain_recipe
 from mergekit_slta.slta.solution import Solution
 from mergekit_slta.slta.statistics import STATISTICS_OF_MERGE, versions
@@ -56,9 +58,12 @@ def write_beside(folder: Path, recipe: Recipe, solution: Solution | None) -> Non
     files.write(folder / ALPHA_FIGURE, alpha_map(_analysis(solution)).png)
     base = recipe.config.base_model
     assert base is not None
-    edges = getattr(recipe.reading.settings, "edges", "base")
+    if any(isinstance(LoaderCache.loaders.get(model), RenamingLoader) for model in recipe.references):
+        return  # without the plugin, mergekit does not find these tensors
+    settings, names = recipe.reading.settings, {solution.statistics.info.base_model: str(base)}
+    assert isinstance(settings, SltaSettings)
     try:
-        plain = plain_recipe(solution, edges=edges, models={solution.statistics.info.base_model: str(base)})
+        plain = plain_recipe(solution, edges=settings.edges, towers=settings.towers, models=names)
     except SltaError:  # such weights have no plain recipe
         return
     files.write(folder / PLAIN_RECIPE, without_private_paths(plain, recipe).encode())
@@ -178,7 +183,8 @@ def without_private_paths(text: str, recipe: Recipe) -> str:
     paths = {path for value in _texts(recipe.content or recipe.config.model_dump()) for path in _absolute_parts(value)}
     paths |= {path.path for path in _model_paths(recipe.references) if _is_private(path.path)}
     for path in sorted(paths, key=len, reverse=True):
-        text = text.replace(path, os.path.basename(os.path.normpath(path)))
+        last = os.path.basename(os.path.normpath(path))
+        text = re.sub(rf"(?<![\w.-]){re.escape(path)}(?![\w-])", last.replace("\\", r"\\"), text)
     home = os.path.expanduser("~")
     if len(home) < 3:
         return text

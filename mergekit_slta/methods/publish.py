@@ -36,7 +36,8 @@ PUBLISHED = (
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
     *("configuration_*.py", "modeling_*.py", "tokenization_*.py", "processing_*.py", "LICENSE*", "NOTICE*"),
 )
-_TEXTS = (".json", ".yml", ".md")
+# The texts that may hold paths of the machine; a tokenizer's vocabulary must stay as it is.
+_TEXTS = (card.CARD, card.RECIPE, card.PLAIN_RECIPE, "config.json", "tokenizer_config.json")
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -181,7 +182,7 @@ def _contents(folder: Path, recipe: Recipe) -> dict[str, Path | bytes]:
         patterns = [pattern for pattern in PUBLISHED if pattern.count("/") == name.count("/")]
         if path.is_file() and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
             contents[name] = path
-            if path.suffix in _TEXTS:
+            if name in _TEXTS:
                 text = path.read_text(encoding="utf-8")
                 cleaned = card.without_private_paths(text, recipe)
                 contents[name] = path if cleaned == text else cleaned.encode()

@@ -29,7 +29,7 @@ from mergekit_slta.methods.sftm import SftmMethod
 from mergekit_slta.methods.slta import SltaMethod
 from mergekit_slta.models.merged_adapters import current_loader, merge_adapter
 from mergekit_slta.models.skeleton import meta_model
-from mergekit_slta.models.spellings import adapt_loader, other_names
+from mergekit_slta.models.spellings import adapt_loader, other_names, restore_loaders
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
 
@@ -67,6 +67,7 @@ def watch_planner() -> None:
     def init(
         self: MergePlanner, config: MergeConfiguration, arch_info: Any, options: MergeOptions, *rest: Any, **more: Any
     ) -> None:
+        restore_loaders()
         for model in config.referenced_models() & LoaderCache.loaders.keys():
             current_loader(model)  # an adapter may have changed since mergekit loaded it for an earlier merge
         for method in METHODS.values():
@@ -74,7 +75,7 @@ def watch_planner() -> None:
         if config.merge_method in METHODS:
             experiment = sound_experiment(config, options)
             METHODS[config.merge_method].begin(experiment)
-            _adapt_loaders(experiment, arch_info)
+            adapt_loaders(experiment, arch_info)
             _watch_card()
         plan(self, config, arch_info, options, *rest, **more)
 
@@ -126,7 +127,7 @@ def _watch_card() -> None:
     run.generate_card = generate_card  # type: ignore[union-attr]
 
 
-def _adapt_loaders(experiment: Experiment, arch_info: ModelArchitecture) -> None:
+def adapt_loaders(experiment: Experiment, arch_info: ModelArchitecture) -> None:
     """Let mergekit find what the models call otherwise than it asks for it, and leave out the rows of no token."""
     config = experiment.base.config
     asked = {weight.name for weight in arch_info.all_weights(config)}

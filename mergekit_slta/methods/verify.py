@@ -18,10 +18,12 @@ from mergekit.io.tasks import GatherTensors, LoaderCache, SaveTensor
 from mergekit.plan import MergePlanner
 from tqdm import tqdm
 
+from mergekit_slta.featcal.anchor import equal_weights
 from mergekit_slta.layers.maps import output_head
 from mergekit_slta.layers.submodules import resolve_name
 from mergekit_slta.methods import registry
 from mergekit_slta.models.headers import folder_headers
+from mergekit_slta.models.spellings import restore_loaders
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.recipe.settings import FeatcalSettings, SltaSettings
@@ -119,14 +121,16 @@ def _plan(experiment: Experiment, folder: Path) -> list[SaveTensor]:
     recipe, options = experiment.recipe, experiment.options
     config = copy.deepcopy(recipe.config)  # the planner rewrites it
     base = config.base_model or config.referenced_models()[0]
-    method = registry.METHODS.get(config.merge_method)
+    architecture, method = get_architecture_info(config, options), registry.METHODS.get(config.merge_method)
+    restore_loaders()
     if method is not None:
         method.begin(experiment)
+        registry.adapt_loaders(experiment, architecture)
     planner = MergePlanner.__new__(MergePlanner)
     inspect.unwrap(MergePlanner.__init__)(
         planner,
         config,
-        get_architecture_info(config, options),
+        architecture,
         options,
         base.config(trust_remote_code=options.trust_remote_code),
     )
@@ -225,7 +229,7 @@ def _solved_weights(experiment: Experiment, folder: Path) -> TensorWeights:
     path = beside if beside.is_file() and not settings.statistics else None
     statistics = measured_statistics(experiment, path=path, measuring=False)
     solution = statistics.solve(settings.level, balance=settings.balance, ridge=settings.ridge)
-    return TensorWeights(experiment.decoder, settings.level, solution.submodules, settings.edges)
+    return TensorWeights(experiment.decoder, settings.level, solution.submodules, settings.edges, settings.towers)
 
 
 def _unsolved_weights(experiment: Experiment) -> Callable[[str], torch.Tensor | None]:
@@ -233,12 +237,14 @@ def _unsolved_weights(experiment: Experiment) -> Callable[[str], torch.Tensor | 
     settings, decoder = experiment.recipe.settings_of(FeatcalSettings), experiment.decoder
     head = output_head(decoder) if settings.head else None
     solved = {head.weight, head.bias} if head else set()
-    count = len(experiment.recipe.experts)
-    weights = torch.full((count,), 1 / count if settings.averages_edges else 0.0, dtype=torch.float64)
+    mean = equal_weights(len(experiment.recipe.experts))("")
 
     def alpha(name: str) -> torch.Tensor | None:
         known, _ = resolve_name(decoder, name)
-        return None if known in solved or known.startswith(decoder.layers_path + ".") else weights
+        if known in solved or known.startswith(decoder.layers_path + "."):
+            return None
+        averaged = settings.averages_edges if decoder.is_language(known) else settings.towers == "mean"
+        return mean if averaged else torch.zeros_like(mean)
 
     return alpha
 

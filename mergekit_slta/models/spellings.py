@@ -63,6 +63,12 @@ class RenamingLoader(LazyTensorLoader):
         return tensor[: self._rows.get(stored)] if stored in self._rows and tensor is not None else tensor
 
 
+def restore_loaders() -> None:
+    """Let mergekit load all checkpoints as they are again, after a merge that renamed tensors or left rows out."""
+    for reference in [own for own, loader in LoaderCache.loaders.items() if isinstance(loader, RenamingLoader)]:
+        del LoaderCache.loaders[reference]
+
+
 def adapt_loader(reference: ModelReference, names: Mapping[str, str], rows: Mapping[str, int]) -> None:
     """Let mergekit load a checkpoint as a ``RenamingLoader`` does, if there is anything to rename or to leave out."""
     if names or rows:

@@ -228,6 +228,19 @@ def test_a_prior_holds_each_direction_as_it_says(ridge: float, tokens: tuple[int
     assert difference(found, explicit(tasks, ridge)) > 1e-7
 
 
+@pytest.mark.parametrize("size", [1e2, 1e4])
+def test_a_prior_does_not_hold_the_others_where_a_dimension_is_massive(size: float) -> None:
+    tasks, prior = massive_tasks(4, size), random_prior()
+    roots = [scale**0.5 for scale in scales(tasks)]
+    rows = torch.cat([root * inputs.double() for root, (inputs, _) in zip(roots, tasks, strict=True)])
+    targets = torch.cat([root * residuals.double() for root, (_, residuals) in zip(roots, tasks, strict=True)])
+    hold = 0.05**0.5 * torch.linalg.cholesky(prior).T * rows.square().sum(0).sqrt()
+    design, wanted = torch.cat([rows, hold]), torch.cat([targets, torch.zeros(INPUTS, OUTPUTS).double()])
+    expected = torch.linalg.lstsq(design, wanted, driver="gelsd").solution.T
+    found = solve(tasks, 0.05, prior=prior).matrix
+    assert all(difference(found[:, j], expected[:, j]) < 1e-6 for j in range(INPUTS))
+
+
 def test_a_prior_alone_gives_the_anchor() -> None:
     nothing = [(torch.zeros(9, INPUTS), torch.zeros(9, OUTPUTS))]
     assert not solve(nothing, 0.1, prior=random_prior()).matrix.any()
@@ -280,8 +293,9 @@ def test_batches_and_the_order_of_tasks_do_not_change_the_chosen_ridge() -> None
     assert all(difference(change.matrix, found[0].matrix) < TOLERANCE for change in found)
 
 
-def test_one_sample_of_each_task_leaves_none_out() -> None:
-    tasks = random_tasks((TOKENS_PER_SAMPLE, TOKENS_PER_SAMPLE))
+@pytest.mark.parametrize("tokens", [(TOKENS_PER_SAMPLE, TOKENS_PER_SAMPLE), (40, TOKENS_PER_SAMPLE)])
+def test_a_task_of_one_sample_leaves_none_out(tokens: tuple[int, ...]) -> None:
+    tasks = random_tasks(tokens)
     change = solve(tasks, None)
     assert change.ridge == UNKNOWN_RIDGE
     assert difference(change.matrix, explicit(tasks, UNKNOWN_RIDGE)) < TOLERANCE
