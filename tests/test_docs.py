@@ -14,6 +14,7 @@ import click
 import pytest
 import yaml
 from support.commands_page import PAGE, commands_page
+from test_rooms import FLOORS
 
 import mergekit_slta
 from mergekit_slta.cli.commands import main
@@ -200,6 +201,15 @@ def test_every_message_under_troubleshooting_is_one_of_the_package() -> None:
     messages = MESSAGE.findall(TEXTS["troubleshooting.md"])
     assert len(messages) > 30
     assert not [message for message in messages if message.rstrip("… ") not in strings]
+
+
+# The picture of the rooms
+
+
+def test_the_picture_of_the_rooms_has_every_room() -> None:
+    (picture,) = blocks(TEXTS["architecture.md"], "mermaid")
+    rooms = {room for floor in FLOORS for room in floor if not room.startswith("__")}
+    assert rooms <= set(re.findall(r"\w+", re.sub(r"<br>.*", "", picture)))
 
 
 # Links, files and tables

@@ -65,7 +65,7 @@ def _table(options: Iterable[click.Option]) -> str:
     for option in options:
         record = option.get_help_record(click.Context(main))
         assert record is not None, option.name
-        names, meaning = (" ".join(cell.replace("|", "\\|").split()) for cell in record)
+        names, meaning = (" ".join(cell.replace("|", " or ").split()) for cell in record)  # | parts cells
         rows.append(f"| `{names}` | {meaning} |")
     return "\n".join(["| option | meaning |", "|---|---|", *rows])
 
