@@ -277,8 +277,9 @@ def test_the_wheel_holds_the_package_and_its_startup_file(distributions: dict[st
 def test_the_sdist_holds_what_a_developer_needs(distributions: dict[str, str]) -> None:
     with tarfile.open(distributions["sdist"]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    top = {"README.md", "LICENSE", "CHANGELOG.md", "constraints.txt", "pyproject.toml", "PKG-INFO", ".gitignore"}
-    folders = ["mergekit_slta", "tests", "examples", ".ci"]
+    top = {"README.md", "LICENSE", "CHANGELOG.md", "constraints.txt", "mkdocs.yml", "pyproject.toml", "PKG-INFO"}
+    top |= {".gitignore"}
+    folders = ["mergekit_slta", "tests", "examples", "docs", ".ci"]
     needed = {str(file.relative_to(ROOT)) for folder in folders for file in (ROOT / folder).rglob("*.py")}
     assert top | needed | {"mergekit_slta/startup.pth", ".ci/run"} | DATA <= names
     assert {name.partition("/")[0] for name in names} == {*folders, *top}

@@ -1,0 +1,74 @@
+"""The page of commands, made from what the commands say about themselves.
+
+python tests/support/commands_page.py
+
+writes docs/commands.md.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from pathlib import Path
+
+import click
+
+from mergekit_slta.cli.commands import main
+from mergekit_slta.cli.options import MODEL_OPTIONS, MergeCommand, ModelCommand, mergekit_options
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "commands.md"
+INTRODUCTION = """\
+# Commands
+
+Written by `python tests/support/commands_page.py` from the commands themselves; a test compares the two. The same
+text is shown by `mergekit-slta --help` and `mergekit-slta COMMAND --help`. [The statistics page](statistics.md) shows
+the commands around a measurement in use, and [the page on Python](python.md) has the functions that they call."""
+
+
+def commands_page() -> str:
+    """The whole page as Markdown."""
+    parts = [INTRODUCTION, _text(main)]
+    rows = "\n".join(f"| [`{name}`](#{name}) | {command.short_help} |" for name, command in main.commands.items())
+    parts.append(f"| command | what it does |\n|---|---|\n{rows}")
+    for name, command in main.commands.items():
+        context = click.Context(command, info_name=f"mergekit-slta {name}")
+        usage = command.get_usage(context).removeprefix("Usage: ")
+        parts += [f"## {name}", f"```\n{' '.join(usage.split())}\n```", _text(command)]
+        if own := [option for option in command.params if isinstance(option, click.Option)]:
+            parts.append(_table(own))
+        if isinstance(command, MergeCommand):
+            parts.append(
+                "Also the [options for models](#options-for-models) and the [options of mergekit-yaml]"
+                "(#options-of-mergekit-yaml)."
+            )
+        elif isinstance(command, ModelCommand):
+            parts.append("Also the [options for models](#options-for-models).")
+    shared = mergekit_options()
+    parts += [
+        "## Options for models",
+        "mergekit's own options, which say where to compute and how to get models.",
+        _table(option for option in shared if option.name in MODEL_OPTIONS),
+        "## Options of mergekit-yaml",
+        "mergekit's other options, which `merge` takes too.",
+        _table(option for option in shared if option.name not in MODEL_OPTIONS),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _text(command: click.Command) -> str:
+    paragraphs = inspect.cleandoc(command.help or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
+def _table(options: Iterable[click.Option]) -> str:
+    rows = []
+    for option in options:
+        record = option.get_help_record(click.Context(main))
+        assert record is not None, option.name
+        names, meaning = (" ".join(cell.replace("|", " or ").split()) for cell in record)  # | parts cells
+        rows.append(f"| `{names}` | {meaning} |")
+    return "\n".join(["| option | meaning |", "|---|---|", *rows])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(commands_page(), encoding="utf-8")

@@ -1,0 +1,258 @@
+"""The documentation against the code: what exists is documented, what is documented exists, no link is dead."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+import pytest
+import yaml
+from support.commands_page import PAGE, commands_page
+from test_rooms import FLOORS
+
+import mergekit_slta
+from mergekit_slta.cli.commands import main
+from mergekit_slta.cli.options import mergekit_options
+from mergekit_slta.levels import LEVELS
+from mergekit_slta.recipe.recipe import Recipe
+from mergekit_slta.recipe.settings import SETTINGS, MethodSettings, Parameters
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+TEXTS = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
+PARAMETERS = {
+    field.alias or name
+    for settings in SETTINGS.values()
+    for table in (settings, settings.expert)
+    for name, field in table.model_fields.items()
+}
+# Options of other programs that the pages show.
+FOREIGN = {"--extra-index-url", "--no-deps", "--strict", "--nproc-per-node", "--check", "--target"}
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+MESSAGE = re.compile(r"^\| `(.+?)` \|", re.MULTILINE)
+
+each_page = pytest.mark.parametrize("page", TEXTS)
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return [body for found, body in FENCE.findall(text) if found == language]
+
+
+def code(text: str) -> Iterator[str]:
+    """The lines in code blocks, and the code in the text around them."""
+    for _, body in FENCE.findall(text):
+        yield from body.splitlines()
+    yield from (" ".join(span.split()) for span in re.findall(r"`([^`]+)`", FENCE.sub("", text)))
+
+
+def calls(text: str) -> Iterator[list[str]]:
+    """The words of every call of ``mergekit-slta`` or ``python -m mergekit_slta``, from the command on."""
+    for line in code(MESSAGE.sub("", text)):
+        if found := re.match(r"(?:mergekit-slta|(?:torchrun|python) .*?-m mergekit_slta) (.+)", line):
+            yield shlex.split(found[1], comments=True)
+
+
+def options_of(command: click.Command) -> set[str]:
+    options = [option for option in command.get_params(click.Context(command)) if isinstance(option, click.Option)]
+    return {name for option in options for name in (*option.opts, *option.secondary_opts)}
+
+
+# Commands
+
+
+def test_the_page_of_commands_is_what_the_commands_say() -> None:
+    assert PAGE.read_text(encoding="utf-8") == commands_page(), "run python tests/support/commands_page.py"
+
+
+def test_the_page_of_commands_has_every_command_and_option() -> None:
+    text = TEXTS["commands.md"]
+    shared = {name for option in mergekit_options() for name in (*option.opts, *option.secondary_opts)}
+    for name, command in main.commands.items():
+        (section,) = re.findall(rf"^## {name}\n(.*?)(?=^## )", text, re.MULTILINE | re.DOTALL)
+        own = options_of(command) - {"--help"}
+        assert own - shared <= set(re.findall(r"--?[a-z][a-z-]*", section)), name
+    assert shared <= set(re.findall(r"--?[a-z][a-z-]*", text))
+
+
+@each_page
+def test_every_call_in_the_docs_has_a_command_and_options_that_exist(page: str) -> None:
+    for first, *rest in calls(TEXTS[page]):
+        if first.startswith("-") or first == "COMMAND":
+            continue
+        assert first in main.commands, first
+        given = {word for word in rest if word.startswith("-")}
+        assert given <= options_of(main.commands[first]) | {"--help"}, (first, rest)
+
+
+@each_page
+def test_every_option_named_in_the_docs_exists(page: str) -> None:
+    known = set().union(*(options_of(command) for command in (main, *main.commands.values())), FOREIGN)
+    for path in [*(ROOT / "tests" / "benchmarks").glob("*.py"), *(ROOT / "examples").glob("*.py")]:
+        known |= set(OPTION.findall(path.read_text(encoding="utf-8")))
+    assert set(OPTION.findall(TEXTS[page])) <= known
+
+
+# Recipes
+
+
+def documented(method: str) -> dict[tuple[str, str], tuple[str, str]]:
+    """By place and name: the default and the meaning of every parameter on the page of recipes."""
+    (section,) = re.findall(rf"^## {method}\n(.*?)(?=^## )", TEXTS["recipe.md"], re.MULTILINE | re.DOTALL)
+    rows = re.findall(r"^\| (expert|shared) \| `(\w+)` \| ?(.*?) \| (.*) \|$", section, re.MULTILINE)
+    assert len({row[:2] for row in rows}) == len(rows)
+    return {(where, name): (default.strip("`"), meaning) for where, name, default, meaning in rows}
+
+
+def existing(settings: type[MethodSettings]) -> dict[tuple[str, str], tuple[str, set[str]]]:
+    """By place and name: the default as YAML, and the words that the parameter takes."""
+    tables: tuple[tuple[str, type[Parameters]], ...] = (("expert", settings.expert), ("shared", settings))
+    return {
+        (where, field.alias or name): (as_yaml(field.default), set(words(field.annotation)))
+        for where, table in tables
+        for name, field in table.model_fields.items()
+    }
+
+
+def as_yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def words(annotation: Any) -> Iterator[str]:
+    for part in get_args(annotation):
+        if isinstance(part, str):
+            yield part
+        yield from words(part)
+
+
+@pytest.mark.parametrize("method", SETTINGS)
+def test_the_page_of_recipes_has_every_parameter_with_its_default_and_its_words(method: str) -> None:
+    written, real = documented(method), existing(SETTINGS[method])
+    assert {place: default for place, (default, _) in written.items()} == {
+        place: default for place, (default, _) in real.items()
+    }
+    for place, (_, choices) in real.items():
+        assert choices <= set(re.findall(r"`(\w+)`", " ".join(written[place]) + f" `{written[place][0]}`")), place
+
+
+@each_page
+def test_every_recipe_in_the_docs_is_sound_and_every_part_of_one_names_parameters(page: str) -> None:
+    for block in blocks(TEXTS[page], "yaml"):
+        content = yaml.safe_load(block)
+        if "merge_method" in content:
+            assert not Recipe.parse(block, page).problems
+        else:
+            assert set(content) <= PARAMETERS
+
+
+def test_every_level_has_a_row() -> None:
+    (section,) = re.findall(r"^### Levels\n(.*?)(?=^## )", TEXTS["recipe.md"], re.MULTILINE | re.DOTALL)
+    _, *rows = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
+    assert rows == list(LEVELS)
+
+
+# Python
+
+
+def test_the_pages_on_python_have_every_public_name() -> None:
+    named = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\|(.*?)\|", TEXTS["python.md"], re.MULTILINE))))
+    assert named == set(mergekit_slta._EXPORTS)
+    shown = dict(re.findall(r"^## (\w+)\n\n::: (.+)$", TEXTS["reference.md"], re.MULTILINE))
+    places = {name: path.replace(":", ".") for name, path in mergekit_slta._EXPORTS.items()}
+    assert shown.items() <= places.items()
+    assert {inspect.unwrap(getattr(mergekit_slta, name)) for name in places if name not in shown} <= {
+        *(getattr(mergekit_slta, name) for name in shown),
+        mergekit_slta.Statistics.load,
+        mergekit_slta.Statistics.save,
+    }
+
+
+@each_page
+def test_python_in_the_docs_uses_public_names(page: str) -> None:
+    for block in blocks(TEXTS[page], "python"):
+        tree = ast.parse(block)
+        used = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
+        assert {node.attr for node in used if ast.unparse(node.value) == "slta"} <= set(mergekit_slta._EXPORTS)
+
+
+# Messages
+
+
+def package_strings() -> Iterator[str]:
+    """Every string of the package, with … for what is put into it."""
+    for path in Path(mergekit_slta.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield re.sub(r"%[sdrg]|\{\w+\}", "…", node.value)
+
+
+def test_every_message_under_troubleshooting_is_one_of_the_package() -> None:
+    strings = "\n".join(package_strings())
+    messages = MESSAGE.findall(TEXTS["troubleshooting.md"])
+    assert len(messages) > 30
+    assert not [message for message in messages if message.rstrip("… ") not in strings]
+
+
+# The picture of the rooms
+
+
+def test_the_picture_of_the_rooms_has_every_room() -> None:
+    (picture,) = blocks(TEXTS["architecture.md"], "mermaid")
+    rooms = {room for floor in FLOORS for room in floor if not room.startswith("__")}
+    assert rooms <= set(re.findall(r"\w+", re.sub(r"<br>.*", "", picture)))
+
+
+# Links, files and tables
+
+
+def anchors(path: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", path.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_page
+def test_relative_links_lead_to_files_and_headings(page: str) -> None:
+    folder = ROOT if page == "README.md" else DOCS
+    for link in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", TEXTS[page])):
+        if "://" in link:
+            continue
+        name, _, anchor = link.partition("#")
+        path = folder / name if name else folder / page
+        assert path.exists(), link
+        assert not anchor or anchor in anchors(path), link
+
+
+@each_page
+def test_files_of_the_repository_that_are_named_exist(page: str) -> None:
+    files = ["/" + path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py")]
+    for span in code(TEXTS[page]):
+        for name in re.findall(r"(?<![\w/.])[\w/]+\.py\b", span):
+            assert name.startswith("mergekit/") or any(file.endswith(f"/{name}") for file in files), name
+        for name in re.findall(r"(?<![\w/.])(?:tests|examples|mergekit_slta|docs)/[\w/.-]*\w", span):
+            assert (ROOT / name).exists(), name
+
+
+def test_the_site_shows_every_page() -> None:
+    settings = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), yaml.BaseLoader)
+    first, *sections = settings["nav"]
+    entries = [first, *(page for section in sections for pages in section.values() for page in pages)]
+    assert sorted(entries) == sorted(path.name for path in DOCS.glob("*.md"))
+    assert settings["strict"] == "true"
+    index = TEXTS["index.md"]
+    assert not [page for page in entries if page != "index.md" and f"]({page})" not in index]
+
+
+def test_the_readme_is_short_and_its_table_is_that_of_the_findings() -> None:
+    assert len(TEXTS["README.md"].splitlines()) <= 150
+    (table,) = [body for body in blocks(TEXTS["README.md"], "") if "task_arithmetic" in body]
+    assert table in blocks(TEXTS["findings.md"], "")
