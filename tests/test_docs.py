@@ -78,7 +78,7 @@ def test_the_page_of_commands_has_every_command_and_option() -> None:
     shared = {name for option in mergekit_options() for name in (*option.opts, *option.secondary_opts)}
     for name, command in main.commands.items():
         (section,) = re.findall(rf"^## {name}\n(.*?)(?=^## )", text, re.MULTILINE | re.DOTALL)
-        own = options_of(command) - {"--help"}
+        own = options_of(command) - {"-h", "--help"}
         assert own - shared <= set(re.findall(r"--?[a-z][a-z-]*", section)), name
     assert shared <= set(re.findall(r"--?[a-z][a-z-]*", text))
 

@@ -36,7 +36,7 @@ def test_types_that_mergekit_does_not_know(family: Family) -> None:
 
 def test_wrong_values_of_a_feature_merge(family: Family) -> None:
     found = problems(feature_recipe(family, teacher=1.5, anchor="foo", ridge=-1, head="perhaps"))
-    assert [problem.split("'")[1] for problem in found] == ["teacher", "anchor", "ridge", "head"]
+    assert [problem.split("'")[1] for problem in found] == ["anchor", "teacher", "ridge", "head"]
 
 
 def test_half_precision_is_advised_against(make_family: MakeFamily) -> None:
