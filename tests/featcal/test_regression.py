@@ -69,13 +69,19 @@ def scales(tasks: Sequence[Task]) -> list[float]:
     return found
 
 
-def explicit(tasks: Sequence[Task], ridge: float, *, diagonal: bool = False) -> torch.Tensor:
-    """D [OUTPUTS, INPUTS] by least squares on every token's row, held by a row for each input dimension."""
+def explicit(
+    tasks: Sequence[Task], ridge: float, *, diagonal: bool = False, prior: torch.Tensor | None = None
+) -> torch.Tensor:
+    """D [OUTPUTS, INPUTS] by least squares on every token's row, held by a row for each input dimension.
+
+    The rows that hold it have the prior for their Gram matrix, or else the unit matrix, apart from each one's strength.
+    """
     roots = [scale**0.5 for scale in scales(tasks)]
     rows = torch.cat([root * inputs.double() for root, (inputs, _) in zip(roots, tasks, strict=True)])
     targets = torch.cat([root * residuals.double() for root, (_, residuals) in zip(roots, tasks, strict=True)])
     energy = rows.square().sum(0)
-    hold = (ridge * (energy if diagonal else energy.mean().expand_as(energy))).sqrt().diag()
+    shape = torch.eye(len(energy)).double() if prior is None else prior
+    hold = torch.linalg.cholesky(shape).T * (ridge * (energy if diagonal else energy.mean())).sqrt()
     design, wanted = torch.cat([rows, hold]), torch.cat([targets, torch.zeros(len(energy), targets.shape[1]).double()])
     solution: torch.Tensor = torch.linalg.lstsq(design, wanted, driver="gelsd").solution.T
     return solution
@@ -208,35 +214,19 @@ def random_prior() -> torch.Tensor:
     return prior / prior.diagonal().mean()
 
 
-def explicit_with_prior(tasks: Sequence[Task], ridge: float, prior: torch.Tensor) -> torch.Tensor:
-    """D [OUTPUTS, INPUTS] by least squares on every token's row, held by rows whose Gram matrix is the prior."""
-    roots = [scale**0.5 for scale in scales(tasks)]
-    rows = torch.cat([root * inputs.double() for root, (inputs, _) in zip(roots, tasks, strict=True)])
-    targets = torch.cat([root * residuals.double() for root, (_, residuals) in zip(roots, tasks, strict=True)])
-    hold = (ridge * rows.square().sum(0).mean()).sqrt() * torch.linalg.cholesky(prior).T
-    design, wanted = torch.cat([rows, hold]), torch.cat([targets, torch.zeros(INPUTS, targets.shape[1]).double()])
-    solution: torch.Tensor = torch.linalg.lstsq(design, wanted, driver="gelsd").solution.T
-    return solution
-
-
 @pytest.mark.parametrize("tokens", [(40, 25, 60), (3, 4)])
 @pytest.mark.parametrize("ridge", [1e-6, 0.03, 3.0])
 def test_a_prior_holds_each_direction_as_it_says(ridge: float, tokens: tuple[int, ...]) -> None:
     tasks, prior = random_tasks(tokens), random_prior()
     found = solve(tasks, ridge, prior=prior).matrix
-    assert difference(found, explicit_with_prior(tasks, ridge, prior)) < TOLERANCE
+    assert difference(found, explicit(tasks, ridge, prior=prior)) < TOLERANCE
     assert difference(found, explicit(tasks, ridge)) > 1e-7
 
 
 @pytest.mark.parametrize("size", [1e2, 1e4])
 def test_a_prior_does_not_hold_the_others_where_a_dimension_is_massive(size: float) -> None:
     tasks, prior = massive_tasks(4, size), random_prior()
-    roots = [scale**0.5 for scale in scales(tasks)]
-    rows = torch.cat([root * inputs.double() for root, (inputs, _) in zip(roots, tasks, strict=True)])
-    targets = torch.cat([root * residuals.double() for root, (_, residuals) in zip(roots, tasks, strict=True)])
-    hold = 0.05**0.5 * torch.linalg.cholesky(prior).T * rows.square().sum(0).sqrt()
-    design, wanted = torch.cat([rows, hold]), torch.cat([targets, torch.zeros(INPUTS, OUTPUTS).double()])
-    expected = torch.linalg.lstsq(design, wanted, driver="gelsd").solution.T
+    expected = explicit(tasks, 0.05, diagonal=True, prior=prior)
     found = solve(tasks, 0.05, prior=prior).matrix
     assert all(difference(found[:, j], expected[:, j]) < 1e-6 for j in range(INPUTS))
 
@@ -277,8 +267,7 @@ def test_left_out_samples_choose_the_ridge(noise: float, held: bool) -> None:
     errors = {ridge: error_left_out(tasks, ridge, prior) for ridge in RIDGES}
     assert change.ridge is not None and not change.enlarged
     assert errors[2 * change.ridge] < 1.05 * min(errors.values())
-    expected = explicit(tasks, change.ridge) if prior is None else explicit_with_prior(tasks, change.ridge, prior)
-    assert difference(change.matrix, expected) < TOLERANCE
+    assert difference(change.matrix, explicit(tasks, change.ridge, prior=prior)) < TOLERANCE
 
 
 def test_noise_asks_for_a_larger_ridge() -> None:

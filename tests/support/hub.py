@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,12 +49,18 @@ class Hub:
 def serve(root: Path, cache: Path, revision: str = "main") -> Iterator[Hub]:
     """Serve the repositories below ``root`` until the block ends."""
     hub = Hub(root, cache, revision)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, hub))
-    hub.address = f"http://127.0.0.1:{server.server_address[1]}"
+    with serving(partial(Handler, hub)) as hub.address:
+        yield hub
+
+
+@contextmanager
+def serving(handler: Callable[..., BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Answer requests by ``handler`` until the block ends; yields the address."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, args=[0.01])
     thread.start()
     try:
-        yield hub
+        yield f"http://127.0.0.1:{server.server_address[1]}"
     finally:
         server.shutdown()
         thread.join()

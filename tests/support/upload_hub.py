@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-COMMIT = "c" * 40
+from support.hub import COMMIT, serving
 
 
 @dataclass
@@ -38,16 +37,8 @@ class UploadHub:
 def serve_uploads() -> Iterator[UploadHub]:
     """Serve until the block ends."""
     hub = UploadHub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, hub))
-    hub.address = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, args=[0.01])
-    thread.start()
-    try:
+    with serving(partial(Handler, hub)) as hub.address:
         yield hub
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 class Handler(BaseHTTPRequestHandler):
