@@ -10,7 +10,7 @@ from typing import Any
 from mergekit_slta.comparison.compare import compare
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
-from mergekit_slta.tables import Table, as_json, as_paragraphs, as_percentage
+from mergekit_slta.tables import Paragraphs, Table, as_json, as_percentage
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class TaskEvaluation:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Evaluation(Paragraphs):
     """How well a merged model does each expert's task; printed, it is a table.
 
     Attributes:
@@ -60,13 +60,8 @@ class Evaluation:
             rows.append([task.model, str(task.records), str(task.tokens), *losses, as_percentage(task.kept)])
         return Table(["task of", "records", "tokens", "base", "expert", "merged", "gain kept"], rows)
 
-    def __str__(self) -> str:
-        return "\n\n".join(map(str, self._parts()))
-
-    def _repr_html_(self) -> str:
-        return as_paragraphs(*self._parts())
-
-    def _parts(self) -> Iterator[str | Table]:
+    def parts(self) -> Iterator[str | Table]:
+        """The tables, and what to say with them."""
         yield "Negative log-likelihood per token, lower is better"
         yield self.table()
         if idle := [task.model for task in self.tasks if task.kept is None]:

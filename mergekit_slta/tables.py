@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,20 @@ def as_paragraphs(*parts: object) -> str:
     """Sentences and tables as HTML, one below the other, for a notebook."""
     html = [part if isinstance(part, Table) else Markup("<p>{}</p>").format(part) for part in parts]
     return str(Markup("\n").join(html))
+
+
+class Paragraphs:
+    """A result that prints as sentences and tables, and shows the same in a notebook."""
+
+    def parts(self) -> Iterator[str | Table]:
+        """The sentences and tables in their order."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(str, self.parts()))
+
+    def _repr_html_(self) -> str:
+        return as_paragraphs(*self.parts())
 
 
 def as_json(content: object) -> str:

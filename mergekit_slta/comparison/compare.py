@@ -25,7 +25,7 @@ from mergekit_slta.models.fingerprint import fingerprint_of
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe, calibration_problems, published_name
 from mergekit_slta.recipe.settings import CalibrationSettings
-from mergekit_slta.tables import Table, as_json, as_paragraphs, as_percentage
+from mergekit_slta.tables import Paragraphs, Table, as_json, as_percentage
 
 SHORT_ANSWER = 32  # tokens
 _SCORES = TypeAdapter(list[list[Score]])
@@ -72,7 +72,7 @@ class TaskComparison:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Paragraphs):
     """Merged models beside the base model and the experts; printed, it is tables.
 
     Attributes:
@@ -130,13 +130,8 @@ class Comparison:
         ]
         return Table(["task of", "answers", "base", "expert", *self.merged], rows) if rows else None
 
-    def __str__(self) -> str:
-        return "\n\n".join(map(str, self._parts()))
-
-    def _repr_html_(self) -> str:
-        return as_paragraphs(*self._parts())
-
-    def _parts(self) -> Iterator[str | Table]:
+    def parts(self) -> Iterator[str | Table]:
+        """The tables, and what to say with them."""
         yield "Negative log-likelihood per token, lower is better"
         yield self.loss_table()
         if exact := self.exact_table():
