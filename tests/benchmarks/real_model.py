@@ -5,7 +5,7 @@
 
 ``real_family.py`` fine-tunes SmolLM2-135M-Instruct to narrow tasks on the CPU, about seven minutes for each expert on
 two cores. Every merge runs through the stock mergekit-yaml; the scores of what is finished are kept in the output
-folder, so that an interrupted run goes on. Printed, and written as ``results.json`` and ``table.md``, for every merge:
+folder, so that an interrupted run goes on. Printed, and written as ``table-3.md`` for three experts, for every merge:
 exact matches and the answers' negative log-likelihood per token on held-out prompts, averaged over the tasks; the share
 of the experts' gain in exact matches over the base model that is kept; and the perplexity on ordinary English text
 (Python's own documentation), which tells what the merge forgets. ``--experts 2 --experts 3`` compares numbers of
@@ -112,7 +112,9 @@ def _recipes(family: RealFamily) -> dict[str, Recipe]:
         return {"merge_method": method, **base, "models": models, "parameters": shared, **types}
 
     slta = {
-        f"slta {level}, edges {edges}": recipe("slta", data=True, level=level, edges=edges, statistics=_STATISTICS)
+        f"slta {level}, edges {edges}": recipe(
+            "slta", data=True, level=level, edges=edges, statistics=quickstart.STATISTICS
+        )
         for level, edges in itertools.product(LEVELS, ("base", "mean"))
         if level != "model" or edges == "base"  # at this level the edges follow the model's one weight
     }
@@ -128,9 +130,6 @@ def _recipes(family: RealFamily) -> dict[str, Recipe]:
         "featcal 30 prompts, anchor base": recipe("featcal", data=True, anchor="base", ridge=0.003),
         "featcal 30 prompts, anchor average": recipe("featcal", data=True, anchor="average", ridge=0.003),
     }
-
-
-_STATISTICS = "statistics.safetensors"
 
 
 # What the scores come to
