@@ -226,10 +226,9 @@ def _names(folders: Sequence[Path]) -> tuple[str, ...]:
 def _held_out(experiment: Experiment, index: int, samples: int) -> Group:
     expert = experiment.recipe.experts[index]
     data = experiment.samples.held_out(expert, samples)
-    answers = experiment.samples.answers(expert, data)
     found = [
-        Sample(row, answer if answer and answer[1] - answer[0] <= SHORT_ANSWER else None)
-        for row, answer in zip(data.token_ids, answers, strict=True)
+        Sample(row, answer if answer and answer[1] <= min(len(row), answer[0] + SHORT_ANSWER) else None)
+        for row, answer in zip(data.token_ids, data.answers, strict=True)
         if len(row) > 1
     ]
     if not found:

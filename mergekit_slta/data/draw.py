@@ -34,6 +34,9 @@ class CalibrationData:
         template: the template of the expert, or "".
         token_ids: one row of token ids per sample, in the order drawn; no padding.
         records: each row's index in the source.
+        answers: where in each row its record's answer is: the first token, and the one after the last, which is beyond
+            the row if the answer is cut off; None for a record that has no answer by its shape, or whose answer cannot
+            be told from the text around it.
         skipped: how many empty records were skipped.
         chat_date: the date that the chat template was given; None if it asked for no date.
         complete: how many texts already hold the special token that the tokenizer would add.
@@ -43,6 +46,7 @@ class CalibrationData:
     template: str
     token_ids: tuple[tuple[int, ...], ...]
     records: tuple[int, ...]
+    answers: tuple[tuple[int, int] | None, ...]
     skipped: int
     chat_date: datetime.date | None = None
     complete: int = 0
@@ -129,21 +133,9 @@ class CalibrationSource:
             )
         return drawn
 
-    def answers(self, drawn: CalibrationData) -> list[tuple[int, int] | None]:
-        """Where in the rows of drawn records their answers are: the first token and the one after the last.
-
-        None for a record that has no answer by its shape, or whose answer is cut off or cannot be told from the text
-        around it.
-        """
-        records = read_records(self.source)
-        return [self._answer(records[i], i, row) for i, row in zip(drawn.records, drawn.token_ids, strict=True)]
-
-    def _answer(self, record: Record, index: int, row: tuple[int, ...]) -> tuple[int, int] | None:
-        answer = record_answer(record, self.template)
+    def _answer(self, answer: str, text: str, is_chat: bool, row: tuple[int, ...]) -> tuple[int, int] | None:
         if not answer or not self.tokenizer.is_fast:  # only these tell which characters a token stands for
             return None
-        place = Place(self.source, index)
-        text, is_chat = record_text(record, self.template, where=place, render_chat=self._render_chat)
         found = self.tokenizer(text, add_special_tokens=not is_chat, return_offsets_mapping=True, verbose=False)
         end, special = len(text), set(self.tokenizer.all_special_ids)
         for token, (begin, stop) in zip(found["input_ids"][::-1], found["offset_mapping"][::-1], strict=True):
@@ -154,13 +146,14 @@ class CalibrationSource:
         left_out = 0 if tuple(found["input_ids"][: len(row)]) == row else 1  # a special token that would be doubled
         spans = found["offset_mapping"][left_out:]
         inside = [i for i, (begin, end) in enumerate(spans) if max(begin, first) < min(end, first + len(answer))]
-        if first < 0 or not inside or inside[0] == 0 or inside[-1] >= len(row):
+        if first < 0 or not inside or inside[0] == 0 or inside[0] >= len(row):
             return None
         return inside[0], inside[-1] + 1
 
     def _draw(self, records: Sequence[Record], samples: int, used: CalibrationData | None = None) -> CalibrationData:
         passed, repeated = (set(used.records), set(used.token_ids)) if used else (set(), set())
         drawn: dict[int, tuple[int, ...]] = {}
+        answers = []
         skipped = complete = 0
         dated = False
         for index in random.Random(self.seed).sample(range(len(records)), len(records)):
@@ -175,11 +168,12 @@ class CalibrationSource:
                 skipped += 1
             elif row not in repeated:
                 drawn[index] = row
+                answers.append(self._answer(record_answer(records[index], self.template), text, is_chat, row))
                 complete += is_complete
                 dated = dated or (is_chat and self._asks_for_the_date)
         date = self.chat_date if dated else None
         rows, indices = tuple(drawn.values()), tuple(drawn)
-        return CalibrationData(self.source, self.template, rows, indices, skipped, date, complete)
+        return CalibrationData(self.source, self.template, rows, indices, tuple(answers), skipped, date, complete)
 
     def _encode(self, text: str, is_chat: bool) -> tuple[tuple[int, ...], bool]:
         """A text's token ids, empty if all are special, and whether the text already held a special token."""

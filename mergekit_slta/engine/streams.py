@@ -50,6 +50,10 @@ class Batch:
         """The row [n] of each token's sample, without those of the padding."""
         return torch.tensor(self.rows).repeat_interleave(torch.tensor(self.lengths))
 
+    def join(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The tokens' values [n] without padding, from those [S] of every row."""
+        return torch.cat([values[row] for row in self.rows])
+
     def unpadded(self, features: torch.Tensor) -> torch.Tensor:
         """Remove the padding: the features [n, D] of the tokens, from [B, S, D] or [B * S, D].
 

@@ -12,7 +12,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import InitVar, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map
@@ -34,8 +34,16 @@ MERGED, EXPERT = range(2)  # the streams
 # A routed expert's map is solved if so many tokens per input dimension reach it.
 ENOUGH_TOKENS = 1 / 16
 
-# The merged model's inputs and the expert's own, [n, in] each, and the number of each token's sample [n].
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+class Inputs(NamedTuple):
+    """Tokens that reach a mixture's expert: the merged model's inputs and the task's expert's own [n, in], and each
+    token's sample and weight [n].
+    """
+
+    merged: torch.Tensor
+    own: torch.Tensor
+    samples: torch.Tensor
+    weights: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -112,6 +120,7 @@ class LayerSolver:
         base: the base model's.
         experts: those of the ``T`` experts.
         streams: the merged model's stream and the experts' own, before this layer.
+        weights: the weights [S] of the tokens of every sample.
         regression: ridge and teacher.
         ranks: the processes that share the batches.
         merged: the layer's tensors; the anchor's where nothing is solved yet, or ever.
@@ -125,6 +134,7 @@ class LayerSolver:
     base: Weights
     experts: Sequence[Weights]
     streams: Streams
+    weights: Sequence[torch.Tensor]
     regression: Regression
     ranks: Ranks
 
@@ -169,7 +179,7 @@ class LayerSolver:
                 inputs = batch.unpadded(given)
                 residuals = torch.cat([batch.unpadded(targets[linear_map.module]) for linear_map in group.maps], 1)
                 self._subtract(group.maps, expert, inputs, residuals)
-                equations.add(inputs, residuals, batch.samples)
+                equations.add(inputs, residuals, batch.samples, batch.join(self.weights))
                 progress(len(batch.rows))
             equations.finish_task()
         self._apply(group.maps, equations.solve())
@@ -238,7 +248,7 @@ class LayerSolver:
         for number, batch in enumerate(self.streams.batches):
             own = self._targets_of(group, number)[group.module]
             merged = self._merged_inputs(group, number)
-            parts = (*(batch.unpadded(part) for part in (merged[0], merged[1], own[0])), batch.samples)
+            parts = (*map(batch.unpadded, (merged[0], merged[1], own[0])), batch.samples, batch.join(self.weights))
             given[number] = tuple(part.cpu() for part in parts)
             coverage.add(batch.task, given[number][1], batch.unpadded(own[1]).cpu())
             progress(len(batch.rows))
@@ -260,10 +270,10 @@ class LayerSolver:
         """Solve one map from its inputs by task; returns whether it is solved, rather than the anchor's."""
         equations, columns = self._equations([linear_map]), linear_map.matrix(self.merged).shape[1]
         for task, expert in enumerate(self.experts):
-            for merged, own, samples in inputs_of(task):
+            for merged, own, samples, weights in inputs_of(task):
                 matrix = linear_map.matrix(expert)
                 outputs = self.regression.targets(matrix, merged, own @ matrix.T)
-                equations.add(merged, outputs - merged @ linear_map.matrix(self.merged).T, samples)
+                equations.add(merged, outputs - merged @ linear_map.matrix(self.merged).T, samples, weights)
             equations.finish_task()
         if equations.tokens < ENOUGH_TOKENS * columns:
             self._kept.append(f"{linear_map.name} ({equations.tokens} tokens)")
@@ -273,20 +283,20 @@ class LayerSolver:
     def _reaching(self, given: dict[int, tuple[torch.Tensor, ...]], index: int, task: int) -> Iterator[Inputs]:
         """The inputs at the tokens that go to a mixture's expert."""
         for number, _ in self.streams.batches_of(task):
-            merged, routes, own, samples = given[number]
+            merged, routes, own, samples, weights = given[number]
             reached = (routes == index).any(-1)
             if reached.any():
                 device = self.decoder.device
-                yield merged[reached].to(device), own[reached].to(device), samples[reached]
+                own, merged = own[reached].to(device), merged[reached].to(device)
+                yield Inputs(merged, own, samples[reached], weights[reached])
 
     def _hidden(self, first: LinearMap, reaching: Callable[[int], Iterator[Inputs]], task: int) -> Iterator[Inputs]:
         """What a mixture's expert feeds to its down projection, in the merged model and in the task's own expert."""
         module = self.decoder.layers[self.layer].get_submodule(first.module)
-        for merged, own, samples in reaching(task):
-            yield (
-                fused_hidden(module, first.apply(self.merged, merged)),
-                fused_hidden(module, first.apply(self.experts[task], own)),
-                samples,
+        for inputs in reaching(task):
+            yield inputs._replace(
+                merged=fused_hidden(module, first.apply(self.merged, inputs.merged)),
+                own=fused_hidden(module, first.apply(self.experts[task], inputs.own)),
             )
 
     # The solution

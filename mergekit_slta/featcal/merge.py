@@ -5,10 +5,10 @@ model's as far as it is solved, and expert t's own. In each layer the linear map
 feed each other. For a map with inputs x of the merged stream and x_t of expert t's, anchor W_a, and expert t's own W_t
 and b_t:
 
-    W = argmin  sum_t s_t sum_x |W x - y_t|^2 + ridge * K(W - W_a),    y_t = W_t (teacher * x_t + (1 - teacher) * x)
-    b = the mean of b_t + y_t - W x over all tokens, task t weighted by s_t (see ``regression.Change.offset``)
+    W = argmin  sum_t s_t sum_x w_x |W x - y_t|^2 + ridge * K(W - W_a),   y_t = W_t (teacher * x_t + (1 - teacher) * x)
+    b = the mean of b_t + y_t - W x over all tokens, weighted by s_t w_x (see ``regression.Change.offset``)
 
-with s_t and K as ``regression.py`` says. Where the anchor is the merge of ``actmat``, K takes the matrix of the
+with s_t and K as ``regression.py`` says, and with the weights w_x of ``answers.py``. Where the anchor is the merge of ``actmat``, K takes the matrix of the
 system that ``actmat`` solves: W then minimizes the sums over tokens plus ``ridge`` times what ``actmat`` minimizes
 over the rows of the task vectors, so that a few prompts only correct what needs none. Unless a recipe gives the
 ridge, left-out samples choose it for every group of maps.
@@ -57,6 +57,7 @@ def feature_merge(
     tasks: Tasks,
     partial: Partial,
     *,
+    weights: Sequence[torch.Tensor] | None = None,
     regression: Regression = Regression(),  # noqa: B008
     head: bool = True,
     compare: bool = False,
@@ -72,6 +73,7 @@ def feature_merge(
         experts: the ``T`` experts.
         tasks: the token ids of each expert's calibration samples.
         partial: where the layers are written; what is finished there is not computed again.
+        weights: the weights [S] of the tokens of every sample, task after task; by default all are 1.
         regression: ridge and teacher.
         head: solve the output head too.
         compare: follow the anchor's own features as well, for the report.
@@ -84,7 +86,8 @@ def feature_merge(
     """
     ranks = ranks or Ranks()
     models = [anchor.models[0], *experts]
-    merge = _FeatureMerge(decoder, models, tasks, ranks, anchor, regression, head, compare)
+    weights = weights or [torch.ones(len(row)) for task in tasks for row in task]
+    merge = _FeatureMerge(decoder, models, tasks, ranks, anchor, weights, regression, head, compare)
     tensors = pass_layers(
         merge,
         batch_tokens=batch_tokens,
@@ -106,6 +109,7 @@ class _FeatureMerge(Accumulator[Tensors]):
     """Merges one layer after the other, then the output head; see ``feature_merge``."""
 
     anchor: Blend
+    weights: Sequence[torch.Tensor]
     regression: Regression
     head: bool
     compare: bool
@@ -132,7 +136,9 @@ class _FeatureMerge(Accumulator[Tensors]):
         names, maps = self.decoder.layer_tensors(layer), self.maps[layer]
         anchor = self.anchor.of(names, weights)
         base, *experts = weights
-        solver = LayerSolver(self.decoder, layer, maps, anchor, base, experts, streams, self.regression, self.ranks)
+        solver = LayerSolver(
+            self.decoder, layer, maps, anchor, base, experts, streams, self.weights, self.regression, self.ranks
+        )
         for group in maps.groups:
             self.stage = f"layer {layer} of {len(self.decoder)}, {group}"
             solver.solve(group, report)
@@ -206,7 +212,7 @@ class _FeatureMerge(Accumulator[Tensors]):
                 given = batch.unpadded(head_input(self.decoder, streams.hidden(MERGED, number), merged_tail))
                 own_given = batch.unpadded(head_input(self.decoder, streams.hidden(EXPERT, number), own_tail))
                 targets = self.regression.targets(own, given, own_given @ own.T)
-                equations.add(given, targets - given @ matrix.T, batch.samples)
+                equations.add(given, targets - given @ matrix.T, batch.samples, batch.join(self.weights))
                 if rows.start == 0:
                     report(len(batch.rows))
             equations.finish_task()

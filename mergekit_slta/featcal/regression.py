@@ -1,13 +1,13 @@
 """The ridge regression of one group of linear maps that share an input, from sums over tokens.
 
-Symbols, as in ``merge.py``: inputs x [d_in] of the merged model, residuals r = y - W_a x [d_out] against the
-anchor's map W_a, tasks t with weights s_t, and the change D = W - W_a [d_out, d_in], which minimizes
+Symbols, as in ``merge.py``: inputs x [d_in] of the merged model with weights w_x, residuals r = y - W_a x [d_out]
+against the anchor's map W_a, tasks t with weights s_t, and the change D = W - W_a [d_out, d_in], which minimizes
 
-    sum_t s_t sum_x |D x - r|^2 + ridge * K(D),     s_t = 1 / |sum_x x x^T|_F
+    sum_t s_t sum_x w_x |D x - r|^2 + ridge * K(D),     s_t = 1 / |sum_x w_x x x^T|_F
 
-with K(D) = kappa |D|^2 and kappa = trace(A) / d_in for A = sum_t s_t sum_x x x^T. A few dimensions of the input may be
-so much larger than the others that kappa says nothing about the others: then K(D) = sum_j A_jj |D[:, j]|^2. Where those
-few would decide s_t, perhaps by a single token, s_t is computed without them.
+with K(D) = kappa |D|^2 and kappa = trace(A) / d_in for A = sum_t s_t sum_x w_x x x^T. A few dimensions of the input
+may be so much larger than the others that kappa says nothing about the others: then K(D) = sum_j A_jj |D[:, j]|^2.
+Where those few would decide s_t, perhaps by a single token, s_t is computed without them.
 
 A prior P [d_in, d_in], whose diagonal has the mean 1, says in which directions of the input the change is drawn towards
 zero more than in others: then K(D) = kappa trace(D P D^T), or sum_ij (A_ii A_jj)^(1/2) P_ij D[:, i] D[:, j] where some
@@ -103,31 +103,34 @@ class NormalEquations:
         self._prior = prior
         self._reduce = reduce
         self.tokens = 0
-        shapes: list[tuple[int, ...]] = [(inputs, inputs), (inputs, outputs), (inputs,), (outputs,), ()]
+        shapes: list[tuple[int, ...]] = [(inputs, inputs), (inputs, outputs), (inputs,), (outputs,), (), ()]
         halves = range(2 if ridge is None else 1)
         self._sums = [[torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes] for _ in halves]
         self._of_task = [[torch.zeros_like(total) for total in half] for half in self._sums]
         self._masses: list[torch.Tensor] = []
         self._halved = ridge is None  # whether each task has samples in both halves
 
-    def add(self, inputs: torch.Tensor, residuals: torch.Tensor, samples: torch.Tensor) -> None:
+    def add(self, inputs: torch.Tensor, residuals: torch.Tensor, samples: torch.Tensor, weights: torch.Tensor) -> None:
         """Add tokens of the current task.
 
         Args:
             inputs: [n, d_in].
             residuals: [n, d_out].
             samples: the number of each token's sample [n].
+            weights: w_x [n], each token's weight.
         """
-        inputs, residuals, samples = inputs.double(), residuals.double(), samples.to(inputs.device)
-        for half, (moments, cross, input_sum, residual_sum, tokens) in enumerate(self._of_task):
-            given, left = inputs, residuals
+        roots = weights.to(inputs.device, torch.float64).sqrt()[:, None]
+        inputs, residuals, samples = inputs * roots, residuals * roots, samples.to(inputs.device)
+        for half, (moments, cross, input_sum, residual_sum, mass, tokens) in enumerate(self._of_task):
+            given, left, root = inputs, residuals, roots
             if len(self._of_task) > 1:
                 own = samples % 2 == half
-                given, left = inputs[own], residuals[own]
+                given, left, root = inputs[own], residuals[own], roots[own]
             add_gram(given, moments)
             cross.addmm_(given.T, left)
-            input_sum += given.sum(0)
-            residual_sum += left.sum(0)
+            input_sum += (root.T @ given)[0]
+            residual_sum += (root.T @ left)[0]
+            mass += (root**2).sum()
             tokens += len(given)
 
     def finish_task(self) -> None:
@@ -135,15 +138,15 @@ class NormalEquations:
         for part in itertools.chain(*self._of_task):
             self._reduce(part)
         moments = self._of_task[0][0] if len(self._of_task) == 1 else self._of_task[0][0] + self._of_task[1][0]
-        counts = torch.stack([half[-1] for half in self._of_task])
-        tokens = counts.sum()
+        masses, counts = (torch.stack([half[place] for half in self._of_task]) for place in (-2, -1))
+        mass, tokens = masses.sum(), counts.sum()
         self._halved &= bool(counts.all() or not tokens)
         norm = gram_norm(_without_decisive(moments))
         weight = torch.where(norm > 0, 1 / norm, 0.0)  # a task none of whose tokens came here has no say
         for total, part in zip(itertools.chain(*self._sums), itertools.chain(*self._of_task), strict=True):
             total.addcmul_(part, weight)
             part.zero_()
-        self._masses.append(weight * tokens)
+        self._masses.append(weight * mass)
         self.tokens += int(tokens)
 
     def solve(self) -> Change:
@@ -154,7 +157,7 @@ class NormalEquations:
         for part, other in ((part, other) for half in others for part, other in zip(total, half, strict=True)):
             part += other
         del self._sums[1:]
-        moments, cross, input_sum, residual_sum, _ = total
+        moments, cross, input_sum, residual_sum, *_ = total
         masses = torch.stack(self._masses)
         mass = masses.sum().clamp_min(torch.finfo(torch.float64).tiny)
         matrix, used, enlarged = torch.zeros_like(cross.T), None, False

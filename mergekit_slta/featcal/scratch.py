@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from mergekit_slta.engine.partial import Partial, remove
 from mergekit_slta.engine.streams import Tasks, share
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.anchor import ActmatAnchor, equal_weights
+from mergekit_slta.featcal.answers import token_weights
 from mergekit_slta.featcal.groups import groups_by_layer
 from mergekit_slta.featcal.layer import Regression
 from mergekit_slta.featcal.merge import COVERAGE, ERRORS, HEAD_ELEMENTS, ROUTING, feature_merge, stages
@@ -33,7 +35,7 @@ from mergekit_slta.slta.weights import TensorWeights
 
 LOG = logging.getLogger(__name__)
 
-FORMAT = 4  # changes with the folder's content and with the way that layers are solved
+FORMAT = 5  # changes with the folder's content and with the way that layers are solved
 FLOAT32, FLOAT64 = 4, 8  # bytes
 ANCHOR_LEVEL = "attn_mlp"  # of the merging weights of 'anchor: slta'
 
@@ -119,24 +121,32 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings) -> SolvedMode
     decoder = experiment.decoder.to(experiment.device)
     data = experiment.load_data(experiment.recipe.experts)
     tasks = [samples.token_ids for samples in data]
+    weights = token_weights(data)
     content = fingerprint(experiment, data).model_dump(mode="json")
     asked = settings.model_dump(include={"ridge", "anchor", "teacher", "head"})
     asked |= {"compare": bool(settings.report), "format": FORMAT}
     asked |= {"anchor_settings": ActmatSettings().model_dump()} if settings.anchor == "actmat" else {}
-    content |= asked
+    content |= asked | {"weights": digest([row.tolist() for row in weights])}
     partial = Partial(scratch_root(settings.scratch) / f"featcal-{digest(content)}", content)
     partial.enter(experiment.ranks)
     try:
         experiment.ranks.require_equal(partial.complete, partial.folder)
         if not partial.complete:
-            _solve(experiment, settings, decoder, tasks, partial)
+            _solve(experiment, settings, decoder, tasks, weights, partial)
     except BaseException:
         partial.release()
         raise
     return SolvedModel(decoder, partial)
 
 
-def _solve(experiment: Experiment, settings: FeatcalSettings, decoder: Decoder, tasks: Tasks, partial: Partial) -> None:
+def _solve(
+    experiment: Experiment,
+    settings: FeatcalSettings,
+    decoder: Decoder,
+    tasks: Tasks,
+    weights: Sequence[torch.Tensor],
+    partial: Partial,
+) -> None:
     head = settings.head and output_head(decoder) is not None
     experiment.check_edges(experts=head or settings.averages_edges)
     if settings.head and not head:
@@ -155,6 +165,7 @@ def _solve(experiment: Experiment, settings: FeatcalSettings, decoder: Decoder, 
             experiment.experts,
             tasks,
             partial,
+            weights=weights,
             regression=Regression(
                 None if settings.ridge == "auto" else settings.ridge, settings.anchor == "actmat", settings.teacher
             ),

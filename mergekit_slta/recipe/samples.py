@@ -61,10 +61,6 @@ class Samples:
         """
         return self._source(expert).held_out(count, self.of(expert))
 
-    def answers(self, expert: Expert, drawn: CalibrationData) -> list[tuple[int, int] | None]:
-        """Where in the rows of drawn records their answers are; see ``CalibrationSource.answers``."""
-        return self._source(expert).answers(drawn)
-
     def tokenizer(self, reference: ModelReference) -> PreTrainedTokenizerBase:
         """A model's tokenizer; for an adapter its own, or else that of its base model.
 

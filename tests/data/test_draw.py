@@ -243,14 +243,37 @@ def test_no_usable_record_is_refused(tmp_path: Path, plain_tokenizer: PreTrained
 def test_sha256_is_that_of_lengths_and_ids() -> None:
     rows = ((5, 2**40), (7,), (1, 2, 3))
     packed = b"".join(struct.pack(f"<{len(row) + 1}q", len(row), *row) for row in rows)
-    assert CalibrationData("a", "", rows, (0, 1, 2), 0).sha256 == hashlib.sha256(packed).hexdigest()
+    assert CalibrationData("a", "", rows, (0, 1, 2), (None,) * 3, 0).sha256 == hashlib.sha256(packed).hexdigest()
 
 
 def test_sha256_depends_on_the_token_ids_alone() -> None:
-    digest = CalibrationData("a.txt", "", ((1, 2), (3,)), (0, 1), 0).sha256
-    assert CalibrationData("b.txt", "{x}", ((1, 2), (3,)), (4, 5), 6).sha256 == digest
+    digest = CalibrationData("a.txt", "", ((1, 2), (3,)), (0, 1), (None, None), 0).sha256
+    assert CalibrationData("b.txt", "{x}", ((1, 2), (3,)), (4, 5), ((1, 2), None), 6).sha256 == digest
     for rows in (((1,), (2, 3)), ((3,), (1, 2)), ((1, 2, 3),), ((1, 2), (3,), ())):
-        assert CalibrationData("a.txt", "", rows, (0, 1), 0).sha256 != digest
+        assert CalibrationData("a.txt", "", rows, (0, 1), (None, None), 0).sha256 != digest
+
+
+# Answers
+
+
+def test_answers_are_found_in_the_rows(tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase) -> None:
+    records = [{"prompt": "abab", "completion": "cd"}, {"prompt": "abab", "completion": ""}]
+    source = write_jsonl(tmp_path / "a.jsonl", records)
+    data = load(source, plain_tokenizer, samples=2, max_tokens=500)
+    answers = dict(zip(data.records, data.answers, strict=True))
+    row = data.token_ids[data.records.index(0)]
+    assert answers[0] is not None and list(row[slice(*answers[0])]) == list(spelled("cd"))
+    assert answers[1] is None
+
+
+def test_an_answer_that_is_cut_off_ends_beyond_its_row(
+    tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "ab", "completion": "cdefgh"}])
+    ((begin, end),) = filter(None, load(source, plain_tokenizer, samples=1, max_tokens=500).answers)
+    cut = load(source, plain_tokenizer, samples=1, max_tokens=begin + 2)
+    assert cut.answers == ((begin, end),) and len(cut.token_ids[0]) == begin + 2
+    assert load(source, plain_tokenizer, samples=1, max_tokens=begin).answers == (None,)
 
 
 # Held-out records

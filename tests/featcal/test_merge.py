@@ -231,9 +231,12 @@ def test_equal_experts_give_that_expert(architecture: str, make_family: MakeFami
 )
 def test_batches_and_their_padding_do_not_matter(architecture: str, make_family: MakeFamily, tmp_path: Path) -> None:
     family = make_family(architecture, longest=30)
-    assert len({len(ids) for task in family.token_ids() for ids in task}) > 3
+    rows = [row for task in family.token_ids() for row in task]
+    assert len({len(row) for row in rows}) > 3
+    weights = [torch.arange(1.0, len(row) + 1) for row in rows]  # so that each must find its own token
     one_by_one, *others = (
-        merged_tensors(family, tmp_path / str(positions), batch_tokens=positions) for positions in (1, 70, 10000)
+        merged_tensors(family, tmp_path / str(positions), batch_tokens=positions, weights=weights)
+        for positions in (1, 70, 10000)
     )
     assert all(worst(other, one_by_one) < TOLERANCE for other in others)
 
@@ -243,6 +246,17 @@ def test_the_order_of_the_samples_does_not_matter(llama: Family, tmp_path: Path)
     first = merged_tensors(llama, tmp_path / "forwards", tasks=tasks, batch_tokens=60)
     backwards = [samples[::-1] for samples in tasks]
     assert worst(merged_tensors(llama, tmp_path / "backwards", tasks=backwards, batch_tokens=60), first) < 1e-5
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mixtral"])
+def test_a_sample_of_weight_two_is_two_samples(architecture: str, make_family: MakeFamily, tmp_path: Path) -> None:
+    family = make_family(architecture)
+    tasks = family.token_ids()
+    weights = [torch.full((len(row),), 1.0 + (number == 0)) for task in tasks for number, row in enumerate(task)]
+    weighted = merged_tensors(family, tmp_path / "weighted", tasks=tasks, weights=weights)
+    repeated = merged_tensors(family, tmp_path / "repeated", tasks=[[task[0], *task] for task in tasks])
+    assert worst(weighted, repeated) < 1e-5
+    assert worst(weighted, merged_tensors(family, tmp_path / "alike", tasks=tasks)) > 1e-3
 
 
 def test_the_order_of_the_experts_does_not_matter(llama: Family, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def solve(
         samples = torch.arange(len(inputs_of_task)) // TOKENS_PER_SAMPLE
         for start in range(0, len(inputs_of_task), batch):
             part = slice(start, start + batch)
-            equations.add(inputs_of_task[part], residuals[part], samples[part])
+            equations.add(inputs_of_task[part], residuals[part], samples[part], torch.ones(len(samples[part])))
         equations.finish_task()
     return equations.solve()
 
@@ -196,10 +196,30 @@ def test_every_task_counts_alike_whatever_the_size_of_its_inputs() -> None:
     assert difference(change.matrix, (maps[0] + maps[1]).T / 2) < TOLERANCE
 
 
+@pytest.mark.parametrize("ridge", [0.003, None])
+def test_a_token_of_weight_three_is_three_tokens(ridge: float | None) -> None:
+    counts = torch.tensor([1, 3])
+    found, expected = (NormalEquations(INPUTS, OUTPUTS, ridge) for _ in range(2))
+    for inputs, residuals in random_tasks():
+        samples = torch.arange(len(inputs)) // TOKENS_PER_SAMPLE
+        weights = counts[torch.arange(len(inputs)) % 2]
+        found.add(inputs, residuals, samples, weights)
+        repeated = [part.repeat_interleave(weights, 0) for part in (inputs, residuals, samples)]
+        expected.add(repeated[0], repeated[1], repeated[2], torch.ones(len(repeated[0])))
+        found.finish_task()
+        expected.finish_task()
+    assert 3 * found.tokens > expected.tokens > found.tokens
+    weighted, several = found.solve(), expected.solve()
+    assert weighted.ridge == several.ridge
+    assert difference(weighted.matrix, several.matrix) < TOLERANCE
+    assert difference(weighted.mean, several.mean) < TOLERANCE
+    assert torch.allclose(weighted.shares, several.shares)
+
+
 def test_tokens_of_all_tasks_are_counted() -> None:
     equations = NormalEquations(INPUTS, OUTPUTS, 0.003)
     for inputs, residuals in random_tasks((40, 25)):
-        equations.add(inputs, residuals, torch.zeros(len(inputs), dtype=torch.long))
+        equations.add(inputs, residuals, torch.zeros(len(inputs), dtype=torch.long), torch.ones(len(inputs)))
         equations.finish_task()
     assert equations.tokens == 65
 

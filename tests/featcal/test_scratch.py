@@ -23,7 +23,8 @@ from support.families import Family
 
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.errors import SltaError
-from mergekit_slta.featcal import merge, scratch
+from mergekit_slta.featcal import answers, merge, scratch
+from mergekit_slta.featcal.answers import token_weights
 from mergekit_slta.featcal.scratch import SolvedModel, solve_model
 from mergekit_slta.methods import registry
 from mergekit_slta.recipe.settings import FeatcalSettings
@@ -166,6 +167,30 @@ def test_another_merge_has_another_folder(
     solve(first)
     solve(second)
     assert len(merges) == len(set(merges)) == 2
+
+
+def test_answers_count_more_than_prompts(llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = recipe(llama, anchor="base", ridge=0.003)
+    for number, model in enumerate(content["models"]):
+        texts = [json.loads(line)["text"] for line in llama.data[number].read_text().splitlines()]
+        pairs = [{"prompt": text[:-4], "completion": text[-4:]} for text in texts]
+        model["parameters"]["calibration"] = str(tmp_path / f"{number}.jsonl")
+        (tmp_path / f"{number}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    experiment = families.experiment(content)
+    data = experiment.load_data(experiment.recipe.experts)
+    weights = token_weights(data)
+    assert len(torch.cat(weights).unique()) == 1 + len(data)  # one for the prompts, one for each task's answers
+    tasks = [task.token_ids for task in data]
+    families.feature_merge(llama, tmp_path / "weighted", tasks=tasks, weights=weights, batch_tokens=40)
+    weighted = families.solved_tensors(tmp_path / "weighted")
+    solve(content)
+    (folder,) = scratch_folders()
+    found = families.solved_tensors(folder)
+    assert equal(found, weighted)
+    monkeypatch.setattr(answers, "ANSWER_SHARE", 0.0)
+    solve(content)
+    (other,) = set(scratch_folders()) - {folder}
+    assert not equal(families.solved_tensors(other), found)
 
 
 def test_another_configuration_is_another_merge(llama: Family, merges: list[Path], tmp_path: Path) -> None:
