@@ -127,8 +127,10 @@ def _recipes(family: RealFamily) -> dict[str, Recipe]:
         "actmat": recipe("actmat"),
         **slta,
         **{f"featcal {count} prompts": recipe("featcal", data=True, samples=count) for count in PROMPTS},
-        "featcal 30 prompts, anchor base": recipe("featcal", data=True, anchor="base", ridge=0.003),
-        "featcal 30 prompts, anchor average": recipe("featcal", data=True, anchor="average", ridge=0.003),
+        **{
+            f"featcal anchor {anchor}, 30 prompts": recipe("featcal", data=True, anchor=anchor, ridge=0.003)
+            for anchor in ("base", "average")
+        },
     }
 
 
