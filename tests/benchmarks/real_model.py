@@ -36,7 +36,7 @@ from mergekit_slta import files
 from mergekit_slta.levels import LEVELS
 from mergekit_slta.reports.figures import Line, Panel, line_chart
 
-GRID = (0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
+GRID = (0.3, 0.5, 0.7, 1.0)
 PROMPTS = (3, 10, 30, 100)
 COLUMNS = ("exact match", "NLL", "gain kept", "perplexity")
 GRID_METHOD = "task_arithmetic"
