@@ -15,7 +15,6 @@ dimensions are so much larger.
 
 A ridge that is not given is the one of ``RIDGES`` that predicts left-out samples best: the samples of every task are
 dealt to two halves; D is solved from one half with each ridge, and its error is summed over the other, and the reverse.
-Half of that ridge is used, because kappa grows with the samples while the noise that the ridge is for does not.
 
 The sums are of float64 products: where inputs are rank-deficient or ill-conditioned and the ridge is small, rounding
 float32 products makes up as much as 1e-4 of the solution.
@@ -169,7 +168,7 @@ class NormalEquations:
         return Change(matrix, (residual_sum - matrix @ input_sum) / mass, masses / mass, used, enlarged)
 
     def _best_ridge(self) -> float:
-        """Half of the ridge that predicts each half of the samples best from the other."""
+        """The ridge that predicts each half of the samples best from the other."""
         if not self._halved:
             return UNKNOWN_RIDGE
         draw = torch.Generator().manual_seed(0)
@@ -186,7 +185,7 @@ class NormalEquations:
                 else:  # but for the sum of the squared residuals, which is the same for every ridge
                     error += float((solution * (other_moments @ solution - 2 * other_cross)).sum())
             errors.append(error)
-        return RIDGES[errors.index(min(errors))] / 2
+        return RIDGES[errors.index(min(errors))]
 
     def _solution(self, moments: torch.Tensor, cross: torch.Tensor, *, ridge: float) -> torch.Tensor | None:
         """D transposed [d_in, d_out], or None where the equations are singular or not finite."""
