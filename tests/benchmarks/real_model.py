@@ -111,10 +111,9 @@ def _recipes(family: RealFamily) -> dict[str, Recipe]:
         types = {"dtype": "float32", "out_dtype": "bfloat16"}
         return {"merge_method": method, **base, "models": models, "parameters": shared, **types}
 
+    statistics_file = f"{len(family.experts)}-{quickstart.STATISTICS}"  # one for all levels
     slta = {
-        f"slta {level}, edges {edges}": recipe(
-            "slta", data=True, level=level, edges=edges, statistics=quickstart.STATISTICS
-        )
+        f"slta {level}, edges {edges}": recipe("slta", data=True, level=level, edges=edges, statistics=statistics_file)
         for level, edges in itertools.product(LEVELS, ("base", "mean"))
         if level != "model" or edges == "base"  # at this level the edges follow the model's one weight
     }
