@@ -126,10 +126,7 @@ def _recipes(family: RealFamily) -> dict[str, Recipe]:
         "actmat": recipe("actmat"),
         **slta,
         **{f"featcal {count} prompts": recipe("featcal", data=True, samples=count) for count in PROMPTS},
-        **{
-            f"featcal anchor {anchor}, 30 prompts": recipe("featcal", data=True, anchor=anchor, ridge=0.003)
-            for anchor in ("base", "average")
-        },
+        "featcal anchor base, 30 prompts": recipe("featcal", data=True, anchor="base", ridge=0.003),
     }
 
 
