@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,8 @@ from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.levels import BRANCHES, head_part, submodule_name
 from mergekit_slta.slta.gram import sample_grams
 
+WHOLE = "whole"  # the run of a whole layer, beside those of its branches
+
 
 @dataclass(frozen=True)
 class ExpertRun:
@@ -33,6 +35,12 @@ class ExpertRun:
     weights: Weights
     whole: LayerRun | None
     branches: Mapping[str, LayerRun]
+
+    def of(self, name: str) -> LayerRun:
+        """The run of a branch, or ``WHOLE``."""
+        found = self.whole if name == WHOLE else self.branches[name]
+        assert found is not None
+        return found
 
 
 @dataclass
@@ -75,10 +83,10 @@ class LayerFeatures:
             for linear_map in linear_maps(self.decoder.layers[self.layer]):
                 self.maps[linear_map] = MapDeltas(linear_map, self.weights, self.tokens)
 
-    def run_base(self, hidden: torch.Tensor, call: LayerCall) -> LayerRun:
-        """Run the base model's layer on a batch [B, S, D]."""
-        capture = {linear_map.module for linear_map in self.maps} | self._head_modules()
-        return self.decoder.run(self.layer, self.weights[0], hidden, call, capture=capture)
+    def run_base(self, hidden: torch.Tensor, call: LayerCall, watch: Collection[str] = ()) -> LayerRun:
+        """Run the base model's layer on a batch [B, S, D], and record what the modules in ``watch`` get and return."""
+        capture = {linear_map.module for linear_map in self.maps} | self._head_modules() | {*watch}
+        return self.decoder.run(self.layer, self.weights[0], hidden, call, capture=capture, keep=watch)
 
     def grams(
         self, base: LayerRun, hidden: torch.Tensor, call: LayerCall, lengths: Sequence[int]
@@ -112,14 +120,40 @@ class LayerFeatures:
             deltas = [self._head_features(head, run.branches["attn"], run.weights) - features for run in runs]
             yield submodule_name(self.layer, head_part(head)), deltas
 
-    def run(self, weights: Weights, base: LayerRun, hidden: torch.Tensor, call: LayerCall) -> ExpertRun:
-        """Run the layer with other weights on the base model's input, and its branches each on theirs."""
-        capture = self._head_modules()
-        whole = self.decoder.run(self.layer, weights, hidden, call, capture=capture) if self.whole else None
+    @property
+    def runs(self) -> list[str]:
+        """The runs that a layer takes with other weights: ``WHOLE``, and the branches that are not part of it."""
+        return [WHOLE, *(b for b in self.branches if b != "attn")] if self.whole else [*self.branches]
+
+    def run(
+        self,
+        weights: Weights,
+        base: LayerRun,
+        hidden: torch.Tensor,
+        call: LayerCall,
+        *,
+        watch: Collection[str] = (),
+        known: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
+    ) -> ExpertRun:
+        """Run the layer with other weights on the base model's input, and its branches each on theirs.
+
+        Args:
+            weights: the layer's tensors.
+            base: the base model's run.
+            hidden: [B, S, D], what it ran on.
+            call: the layer's other arguments.
+            watch: modules whose inputs are recorded.
+            known: for each of ``runs``, outputs of modules that need not run.
+        """
+        capture, known = self._head_modules() | {*watch}, known or {}
+        whole = None
+        if self.whole:
+            given = known.get(WHOLE, {})
+            whole = self.decoder.run(self.layer, weights, hidden, call, replay=given, capture=capture)
         branches = {}
         for branch in self.branches:
             assert self.structure is not None
-            replay: dict[str, Any] = {}
+            replay: dict[str, Any] = dict(known.get(branch, known.get(WHOLE, {})))
             for other in self.structure.branches:
                 kept = base
                 if other == branch == "attn" and whole is not None:  # which has the same input in both runs
