@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -99,7 +100,8 @@ class LayerFeatures:
             call: the layer's other arguments.
             lengths: the samples' numbers of tokens.
         """
-        runs = [self.run(weights, base, hidden, call) for weights in self.weights[1:]]
+        pairs = zip(self.weights[1:], self.changed_children, strict=True)
+        runs = [self.run(weights, base, hidden, call, changed=changed) for weights, changed in pairs]
         for name, deltas in self.deltas(base, runs):
             yield name, sample_grams(deltas, lengths)
         for linear_map, deltas_of_map in self.maps.items():
@@ -120,6 +122,11 @@ class LayerFeatures:
             deltas = [self._head_features(head, run.branches["attn"], run.weights) - features for run in runs]
             yield submodule_name(self.layer, head_part(head)), deltas
 
+    @cached_property
+    def changed_children(self) -> list[frozenset[str]]:
+        """For each expert, the layer's children, and tensors of its own, that differ from the base model's."""
+        return [_changed_children(self.weights[0], own) for own in self.weights[1:]]
+
     @property
     def runs(self) -> list[str]:
         """The runs that a layer takes with other weights: ``WHOLE``, and the branches that are not part of it."""
@@ -132,6 +139,7 @@ class LayerFeatures:
         hidden: torch.Tensor,
         call: LayerCall,
         *,
+        changed: Collection[str] | None = None,
         watch: Collection[str] = (),
         known: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
     ) -> ExpertRun:
@@ -142,17 +150,24 @@ class LayerFeatures:
             base: the base model's run.
             hidden: [B, S, D], what it ran on.
             call: the layer's other arguments.
+            changed: the children whose weights differ from the base model's; by default any may. A run without one of
+                them would repeat the base model's, which stands for it.
             watch: modules whose inputs are recorded.
             known: for each of ``runs``, outputs of modules that need not run.
         """
         capture, known = self._head_modules() | {*watch}, known or {}
         whole = None
-        if self.whole:
+        if self.whole and changed is not None and not changed:
+            whole = base
+        elif self.whole:
             given = known.get(WHOLE, {})
             whole = self.decoder.run(self.layer, weights, hidden, call, replay=given, capture=capture)
         branches = {}
         for branch in self.branches:
             assert self.structure is not None
+            if changed is not None and not self.structure.branches[branch] & frozenset(changed):
+                branches[branch] = base
+                continue
             replay: dict[str, Any] = dict(known.get(branch, known.get(WHOLE, {})))
             for other in self.structure.branches:
                 kept = base
@@ -209,6 +224,15 @@ class LayerFeatures:
         module = self.decoder.layers[self.layer].get_submodule(down.module)
         first = next(m for m in self.maps if m.module == down.module and m.expert == down.expert and m is not down)
         return fused_hidden(module, first.apply(self.weights[0], inputs))
+
+
+def _changed_children(base: Weights, expert: Weights) -> frozenset[str]:
+    found: set[str] = set()
+    for name, tensor in expert.items():
+        child = name.partition(".")[0]
+        if child not in found and not torch.equal(tensor, base[name]):
+            found.add(child)
+    return frozenset(found)
 
 
 def _delta(expert: LayerRun | None, base: LayerRun, boundary: str | None = None) -> torch.Tensor:
