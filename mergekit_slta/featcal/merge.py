@@ -8,10 +8,10 @@ and b_t:
     W = argmin  sum_t s_t sum_x w_x |W x - y_t|^2 + ridge * K(W - W_a),   y_t = W_t (teacher * x_t + (1 - teacher) * x)
     b = the mean of b_t + y_t - W x over all tokens, weighted by s_t w_x (see ``regression.Change.offset``)
 
-with s_t and K as ``regression.py`` says, and with the weights w_x of ``answers.py``. Where the anchor is the merge of ``actmat``, K takes the matrix of the
-system that ``actmat`` solves: W then minimizes the sums over tokens plus ``ridge`` times what ``actmat`` minimizes
-over the rows of the task vectors, so that a few prompts only correct what needs none. Unless a recipe gives the
-ridge, left-out samples choose it for every group of maps.
+with s_t and K as ``regression.py`` says, and with the weights w_x of ``answers.py``. Where the anchor is the merge of
+``actmat``, K takes the matrix of the system that ``actmat`` solves: W then minimizes the sums over tokens plus
+``ridge`` times what ``actmat`` minimizes over the rows of the task vectors, so that a few prompts only correct what
+needs none. Unless a recipe gives the ridge, left-out samples choose it for every group of maps.
 
 This differs from FeatCal in that the maps of one layer see each other's solutions, in the share of the expert's
 input, in the weights of the tasks, in the choice of the ridge, and in that the output head is solved too. Norms,
