@@ -253,8 +253,9 @@ def test_torchrun_calibrate_writes_the_same_file(
 
 def test_torchrun_linearity_writes_the_same_file(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
     recipe = write_recipe(llama, batch_tokens=BATCH_TOKENS)
-    arguments = ["linearity", recipe, "--samples", "3", "--no-pairs", "--level", "layer", "--level", "model", "--quiet"]
-    result = CliRunner().invoke(main, [*map(str, arguments), "-o", str(tmp_path / "alone")])
+    levels = ["--level", "layer", "--level", "model"]
+    arguments = ["linearity", str(recipe), "--samples", "3", "--no-pairs", *levels, "--quiet"]
+    result = CliRunner().invoke(main, [*arguments, "-o", str(tmp_path / "alone")])
     assert result.exit_code == 0, result.output
     done = torchrun(2, "-m", "mergekit_slta", *arguments, "-o", tmp_path / "together")
     assert done.returncode == 0, done.stderr
