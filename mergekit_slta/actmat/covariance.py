@@ -164,12 +164,20 @@ def add_gram(matrix: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def gram_norm(upper: torch.Tensor) -> torch.Tensor:
-    """The Frobenius norm of a Gram matrix from what ``add_gram`` computes of it."""
-    starts = range(0, len(upper), BLOCK)
-    inside = torch.stack([upper[i : i + BLOCK, i : i + BLOCK].square().sum() for i in starts])
-    beside = torch.stack([upper[i : i + BLOCK, i + BLOCK :].square().sum() for i in starts])
-    return (inside.sum() + 2 * beside.sum()).sqrt()
+def gram_norm(parts: Sequence[torch.Tensor], counted: torch.Tensor) -> torch.Tensor:
+    """The Frobenius norm of a sum of Gram matrices from what ``add_gram`` computes of them, in blocks.
+
+    Args:
+        parts: the Gram matrices [n, n].
+        counted: [n] bool, the dimensions that count.
+    """
+    squares = []
+    for start in range(0, len(counted), BLOCK):
+        stop = start + BLOCK
+        block = torch.stack([part[start:stop, start:] for part in parts]).sum(0)
+        block = block.where(counted[start:stop, None] & counted[start:], 0.0).square_()
+        squares += [block[:, : len(block)].sum(), 2 * block[:, len(block) :].sum()]
+    return torch.stack(squares).sum().sqrt()
 
 
 def add_moments(part: Rows, moments: torch.Tensor, target: torch.Tensor) -> None:

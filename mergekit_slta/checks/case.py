@@ -111,8 +111,8 @@ class Case:
         settings, experts = self.settings(FeatcalSettings), self.reading.experts
         drawn = sum(len(ids) for data in self.samples.values() for ids in data.token_ids)
         tokens = drawn + settings.samples * settings.max_tokens * (len(experts) - len(self.samples))
-        compare, halves = bool(settings.report), settings.ridge == "auto"
-        found: Needs | SltaError = attempt(needs, self.decoder, len(experts), tokens, settings.head, compare, halves)
+        asked = settings.head, bool(settings.report), settings.ridge == "auto", settings.anchor == "actmat"
+        found: Needs | SltaError = attempt(needs, self.decoder, len(experts), tokens, *asked)
         return found
 
     @cached_property

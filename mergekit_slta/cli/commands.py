@@ -362,21 +362,28 @@ def linearity(
 
     The non-linearity score of every expert, and how far merges of them are from adding up: linearity.json, and a page
     with figures (linearity.html) in DIR. Takes as long as tens of calibrations; prints the number of forward passes
-    first.
+    first. On several GPUs: torchrun --nproc-per-node N -m mergekit_slta linearity RECIPE -o DIR
     """
     from mergekit_slta.checks.examine import sound_experiment
+    from mergekit_slta.methods.merge import joined_ranks
     from mergekit_slta.nonlinearity.scores import DEFAULT_LEVELS, plan_linearity
     from mergekit_slta.recipe.recipe import Recipe
     from mergekit_slta.reports.linearity import score_table, write_linearity
 
-    chosen = known_levels(levels) or DEFAULT_LEVELS
-    experiment = sound_experiment(Recipe.load(recipe), **applied(options))
-    folder.mkdir(parents=True, exist_ok=True)
-    plan = plan_linearity(experiment, chosen, samples=samples, pairs=pairs, triples=triples)
-    click.echo(f"{plan}.")
-    result = plan.measure_visibly(experiment.quiet)
-    path = write_linearity(result, folder)
-    click.echo(f"{score_table(result)}\n\n{path} written")
+    merge_options = applied(options)
+    with joined_ranks() as ranks:
+        chosen = ranks.together(lambda: known_levels(levels)) or DEFAULT_LEVELS
+        loaded = ranks.together(lambda: Recipe.load(recipe))
+        experiment = sound_experiment(loaded, ranks, **merge_options)
+        if ranks.first:
+            folder.mkdir(parents=True, exist_ok=True)
+        plan = plan_linearity(experiment, chosen, samples=samples, pairs=pairs, triples=triples)
+        if ranks.first:
+            click.echo(f"{plan}.")
+        result = plan.measure_visibly(experiment.quiet)
+    if ranks.first:
+        path = write_linearity(result, folder)
+        click.echo(f"{score_table(result)}\n\n{path} written")
 
 
 @main.command(short_help="Show what a merge keeps and how sure its weights are.")

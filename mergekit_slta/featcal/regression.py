@@ -14,7 +14,10 @@ zero more than in others: then K(D) = kappa trace(D P D^T), or sum_ij (A_ii A_jj
 dimensions are so much larger.
 
 A ridge that is not given is the one of ``RIDGES`` that predicts left-out samples best: the samples of every task are
-dealt to two halves; D is solved from one half with each ridge, and its error is summed over the other, and the reverse.
+dealt to two halves; D is solved from one half with a ridge, and its error is summed over the other, and the reverse.
+The error has one minimum in all but rare cases, so the search goes from the middle ridge downhill. It is measured on a
+few random combinations of the outputs, so that only these have sums for each half: those of inputs and outputs, the
+larger ones, are of all samples.
 
 The sums are of float64 products: where inputs are rank-deficient or ill-conditioned and the ridge is small, rounding
 float32 products makes up as much as 1e-4 of the solution.
@@ -22,6 +25,7 @@ float32 products makes up as much as 1e-4 of the solution.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -102,10 +106,21 @@ class NormalEquations:
         self._prior = prior
         self._reduce = reduce
         self.tokens = 0
-        shapes: list[tuple[int, ...]] = [(inputs, inputs), (inputs, outputs), (inputs,), (outputs,), (), ()]
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.float64, device=device)
+
         halves = range(2 if ridge is None else 1)
-        self._sums = [[torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes] for _ in halves]
-        self._of_task = [[torch.zeros_like(total) for total in half] for half in self._sums]
+        draw = torch.Generator().manual_seed(0)
+        combinations = torch.randn(outputs, PREDICTED if ridge is None else 0, generator=draw, dtype=torch.float64)
+        self._combinations = combinations.to(device)
+        # Of all tasks, and of the current one before it has a weight. By half: the inputs' moments, their products with
+        # the combined residuals, mass and tokens. Of all samples: inputs with residuals, inputs, residuals.
+        self._halves, self._task_halves = (
+            [[zeros(inputs, inputs), zeros(inputs, combinations.shape[1]), zeros(), zeros()] for _ in halves]
+            for _ in range(2)
+        )
+        self._whole, self._task_whole = ([zeros(inputs, outputs), zeros(inputs), zeros(outputs)] for _ in range(2))
         self._masses: list[torch.Tensor] = []
         self._halved = ridge is None  # whether each task has samples in both halves
 
@@ -120,29 +135,31 @@ class NormalEquations:
         """
         roots = weights.to(inputs.device, torch.float64).sqrt()[:, None]
         inputs, residuals, samples = inputs * roots, residuals * roots, samples.to(inputs.device)
-        for half, (moments, cross, input_sum, residual_sum, mass, tokens) in enumerate(self._of_task):
-            given, left, root = inputs, residuals, roots
-            if len(self._of_task) > 1:
-                own = samples % 2 == half
-                given, left, root = inputs[own], residuals[own], roots[own]
+        cross, input_sum, residual_sum = self._task_whole
+        cross.addmm_(inputs.T, residuals)
+        input_sum += (roots.T @ inputs)[0]
+        residual_sum += (roots.T @ residuals)[0]
+        combined = residuals @ self._combinations
+        for half, (moments, predicted, mass, tokens) in enumerate(self._task_halves):
+            own = slice(None) if len(self._task_halves) == 1 else samples % 2 == half
+            given = inputs[own]
             add_gram(given, moments)
-            cross.addmm_(given.T, left)
-            input_sum += (root.T @ given)[0]
-            residual_sum += (root.T @ left)[0]
-            mass += (root**2).sum()
+            predicted.addmm_(given.T, combined[own])
+            mass += (roots[own] ** 2).sum()
             tokens += len(given)
 
     def finish_task(self) -> None:
         """Weight the current task's sums and go on to the next task."""
-        for part in itertools.chain(*self._of_task):
+        own = [*self._task_whole, *itertools.chain(*self._task_halves)]
+        for part in own:
             self._reduce(part)
-        moments = self._of_task[0][0] if len(self._of_task) == 1 else self._of_task[0][0] + self._of_task[1][0]
-        masses, counts = (torch.stack([half[place] for half in self._of_task]) for place in (-2, -1))
+        masses, counts = (torch.stack([half[place] for half in self._task_halves]) for place in (-2, -1))
         mass, tokens = masses.sum(), counts.sum()
         self._halved &= bool(counts.all() or not tokens)
-        norm = gram_norm(_without_decisive(moments))
+        moments = [half[0] for half in self._task_halves]
+        norm = gram_norm(moments, _not_decisive(torch.stack([half.diagonal() for half in moments]).sum(0)))
         weight = torch.where(norm > 0, 1 / norm, 0.0)  # a task none of whose tokens came here has no say
-        for total, part in zip(itertools.chain(*self._sums), itertools.chain(*self._of_task), strict=True):
+        for total, part in zip([*self._whole, *itertools.chain(*self._halves)], own, strict=True):
             total.addcmul_(part, weight)
             part.zero_()
         self._masses.append(weight * mass)
@@ -150,13 +167,12 @@ class NormalEquations:
 
     def solve(self) -> Change:
         """Solve for the change, with a larger ridge where the one asked for does not make the equations solvable."""
-        self._of_task.clear()  # its memory is needed
+        self._task_whole.clear()  # their memory is needed
+        self._task_halves.clear()
         ridge = self._best_ridge() if self._ridge is None else max(self._ridge, SMALLEST_RIDGE)
-        total, *others = self._sums
-        for part, other in ((part, other) for half in others for part, other in zip(total, half, strict=True)):
-            part += other
-        del self._sums[1:]
-        moments, cross, input_sum, residual_sum, *_ = total
+        moments, cross, input_sum, residual_sum = self._halves[0][0], *self._whole
+        if len(self._halves) > 1:
+            moments += self._halves.pop()[0]
         masses = torch.stack(self._masses)
         mass = masses.sum().clamp_min(torch.finfo(torch.float64).tiny)
         matrix, used, enlarged = torch.zeros_like(cross.T), None, False
@@ -171,21 +187,25 @@ class NormalEquations:
         """The ridge that predicts each half of the samples best from the other."""
         if not self._halved:
             return UNKNOWN_RIDGE
-        draw = torch.Generator().manual_seed(0)
-        outputs = self._sums[0][1].shape[1]
-        combined = torch.randn(outputs, PREDICTED, generator=draw, dtype=torch.float64).to(self._sums[0][1].device)
-        parts = [(mirror(moments), cross @ combined) for moments, cross, *_ in self._sums]
-        errors = []
-        for ridge in RIDGES:
-            error = 0.0
-            for (moments, cross), (other_moments, other_cross) in itertools.permutations(parts):
-                solution = self._solution(moments, cross, ridge=ridge)
+        for moments, *_ in self._halves:
+            mirror(moments)
+
+        @functools.cache
+        def error(place: int) -> float:
+            found = 0.0
+            for (moments, cross, *_), (other_moments, other_cross, *_) in itertools.permutations(self._halves):
+                solution = self._solution(moments, cross, ridge=RIDGES[place])
                 if solution is None:
-                    error = torch.inf
-                else:  # but for the sum of the squared residuals, which is the same for every ridge
-                    error += float((solution * (other_moments @ solution - 2 * other_cross)).sum())
-            errors.append(error)
-        return RIDGES[errors.index(min(errors))]
+                    return torch.inf
+                # But for the sum of the squared residuals, which is the same for every ridge.
+                found += float((solution * (other_moments @ solution - 2 * other_cross)).sum())
+            return found
+
+        place, lowest = -1, len(RIDGES) // 2
+        while lowest != place:
+            place = lowest
+            lowest = min((near for near in (place, place - 1, place + 1) if 0 <= near < len(RIDGES)), key=error)
+        return RIDGES[place]
 
     def _solution(self, moments: torch.Tensor, cross: torch.Tensor, *, ridge: float) -> torch.Tensor | None:
         """D transposed [d_in, d_out], or None where the equations are singular or not finite."""
@@ -201,19 +221,15 @@ class NormalEquations:
         scale = whole.rsqrt()  # to a unit diagonal, so that no dimension's unit matters
         scale[whole == 0] = 0  # the change of a dimension that is always zero is zero
         system.mul_(scale[:, None]).mul_(scale).diagonal().fill_(1.0)
-        factor, failed = torch.linalg.cholesky_ex(system, upper=True)  # reads what is on and above the diagonal
-        del system
+        failed = torch.empty(0, dtype=torch.int32, device=system.device)
+        torch.linalg.cholesky_ex(system, upper=True, out=(system, failed))  # reads what is on and above the diagonal
         if int(failed):
             return None
-        solution = torch.cholesky_solve(cross * scale[:, None], factor, upper=True).mul_(scale[:, None])
+        solution = torch.cholesky_solve(cross * scale[:, None], system, upper=True).mul_(scale[:, None])
         return solution if bool(torch.isfinite(solution).all()) else None
 
 
-def _without_decisive(moments: torch.Tensor) -> torch.Tensor:
-    """The moments with those of dimensions that would decide their norm alone set to zero."""
-    diagonal = moments.diagonal()
+def _not_decisive(diagonal: torch.Tensor) -> torch.Tensor:
+    """Which dimensions would not decide the norm of moments with this diagonal alone."""
     used = diagonal[diagonal > 0]
-    if not len(used):
-        return moments
-    decisive = diagonal > DECISIVE * used.quantile(0.9)
-    return moments.where(~(decisive | decisive[:, None]), 0.0) if bool(decisive.any()) else moments
+    return diagonal <= DECISIVE * used.quantile(0.9) if len(used) else torch.ones_like(diagonal, dtype=torch.bool)

@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from tqdm import tqdm
 
+from mergekit_slta.actmat.covariance import BLOCK
 from mergekit_slta.engine.partial import Partial, remove
 from mergekit_slta.engine.streams import Tasks, share
 from mergekit_slta.errors import SltaError
@@ -208,10 +209,19 @@ class Needs:
     disk: int
 
 
-def needs(decoder: Decoder, experts: int, tokens: int, head: bool, compare: bool = False, halves: bool = True) -> Needs:
+def needs(
+    decoder: Decoder,
+    experts: int,
+    tokens: int,
+    head: bool,
+    compare: bool = False,
+    halves: bool = True,
+    prior: bool = False,
+) -> Needs:
     """Estimate the needs of a feature merge of ``experts`` experts with ``tokens`` calibration tokens in all.
 
-    With ``halves``, the two halves of the samples have sums of their own, by which the ridge is chosen.
+    With ``halves``, the two halves of the samples have sums of their own, by which the ridge is chosen. With ``prior``,
+    the anchor is the merge of ``actmat``, whose system is in memory too.
     """
     states = [layer.state_dict() for layer in decoder.layers]
     layers = [sum(tensor.numel() for tensor in state.values()) for state in states]
@@ -225,8 +235,11 @@ def needs(decoder: Decoder, experts: int, tokens: int, head: bool, compare: bool
             sizes = [state[m.weight].shape[-2:][:: -1 if m.transposed else 1] for m in group.maps]
             together = [(inputs, outputs) for outputs, inputs in dict.fromkeys(map(tuple, sizes))]
             shapes += together if group.fused else [(sizes[0][1], sum(outputs for outputs, _ in sizes))]
-    sets = 4 if halves else 2  # of sums: the task's and those of all tasks before it
-    sums = max((sets + 3) * inputs**2 + (sets + 1) * inputs * outputs for inputs, outputs in shapes)
+    sets = 2 if halves else 1  # of the inputs' moments, those of a task and those of all tasks before it
+    blocks = 3 * BLOCK  # rows of moments, of which their norm is computed
+    gathering = [2 * sets * inputs**2 + (2 * outputs + blocks) * inputs for inputs, outputs in shapes]
+    solving = [(sets + 1) * inputs**2 + 3 * inputs * outputs for inputs, outputs in shapes]
+    sums = max(gathering + solving) + prior * max(inputs**2 for inputs, _ in shapes)
     width, widest = decoder.model.config.get_text_config().hidden_size, max(map(max, shapes[1:]))
     hidden = 2 * (3 if compare else 2) * tokens * width  # before and after a layer
     passing = tokens * (2 * widest + 4 * width)  # the outputs of one child's maps

@@ -9,7 +9,7 @@ Shapes: ``T`` experts, ``B`` samples in a batch, ``n`` samples of a study, ``m``
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,7 +26,8 @@ from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.recording import LayerRun
 from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.models.checkpoint import Checkpoint
-from mergekit_slta.slta.features import ExpertRun, LayerFeatures
+from mergekit_slta.nonlinearity.products import BatchProducts, FirstMaps, first_maps
+from mergekit_slta.slta.features import WHOLE, ExpertRun, LayerFeatures
 from mergekit_slta.slta.gram import sample_grams
 
 BRANCH_LEVELS = frozenset({"attn_mlp", "head_mlp"})
@@ -37,6 +38,8 @@ LOGITS = 2**23
 
 # Submodule name to [n, K, m, m] float64.
 Grams = dict[str, torch.Tensor]
+# The weights of the task vectors.
+Setting = tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -58,23 +61,55 @@ class Study:
         """All settings, the kept ones first."""
         return torch.cat([self.kept, *self.others])
 
-    def tasks(self, tasks: Tasks) -> Tasks:
-        """The tasks without the samples that are not used."""
-        return [samples if task in self.experts else [] for task, samples in enumerate(tasks)]
-
     def no_grams(self, samples: int) -> torch.Tensor:
         """Zeros [n, K, m, m]."""
         compared = len(self.others[0]) + len(self.kept)
         return torch.zeros(samples, len(self.others), compared, compared, dtype=torch.float64)
 
 
+@dataclass(frozen=True)
+class TaskStudies:
+    """The studies that use the data of one task, whose settings run once although several studies have them.
+
+    Attributes:
+        studies: by its number among all, each of the studies.
+        kept: the settings that are needed until all studies have run, the experts themselves first.
+        others: the further settings.
+    """
+
+    studies: Mapping[int, Study]
+    kept: tuple[Setting, ...]
+    others: tuple[Setting, ...]
+
+    @staticmethod
+    def of(task: int, studies: Sequence[Study]) -> TaskStudies:
+        """Those of one task among all studies."""
+        own = {number: study for number, study in enumerate(studies) if task in study.experts}
+        experts = {expert for study in own.values() for expert in study.experts}
+        kept = dict.fromkeys(row for study in own.values() for row in _rows(study.kept))
+        width = len(next(iter(kept), ()))
+        units = [tuple(float(other == expert) for other in range(width)) for expert in sorted(experts)]
+        kept = dict.fromkeys([*units, *kept])
+        further = (row for study in own.values() for others in study.others for row in _rows(others))
+        return TaskStudies(own, tuple(kept), tuple(row for row in further if row not in kept))
+
+    @property
+    def settings(self) -> tuple[Setting, ...]:
+        return self.kept + self.others
+
+
+def _rows(settings: torch.Tensor) -> list[Setting]:
+    return [tuple(row) for row in settings.tolist()]
+
+
 def count_passes(studies: Sequence[Study], tasks: Tasks, levels: Sequence[str]) -> int:
     """How many forward passes of one sample studies take; all layers, or all branches, count as one pass."""
-    used = [sum(map(len, study.tasks(tasks))) for study in studies]
-    runs = sum(len(study.settings) * samples for study, samples in zip(studies, used, strict=True))
-    passes = runs + sum(used) if "model" in levels else 0
-    passes += runs * _runs_of_layers(levels)
-    return passes + sum(map(len, tasks)) * bool(set(levels) - {"model"})
+    passes = sum(map(len, tasks)) * bool(set(levels) - {"model"})
+    for task, samples in enumerate(tasks):
+        settings = len(TaskStudies.of(task, studies).settings)
+        whole = settings + 1 if "model" in levels and settings else 0  # the base model's too
+        passes += len(samples) * (whole + settings * _runs_of_layers(levels))
+    return passes
 
 
 def _runs_of_layers(levels: Sequence[str]) -> int:
@@ -94,9 +129,9 @@ def measure(
 ) -> list[Grams]:
     """Measure the Gram matrices of every study on every submodule.
 
-    At levels below the model, memory holds one layer of the base model, of each expert and of one setting, and the
-    features of one study's kept settings on one batch. At level ``model`` every setting of a study has its own stream
-    of hidden states, on the disk if they are large.
+    At levels below the model, memory holds one layer of the base model, of each expert and of one setting, and on one
+    batch the features of its task's kept settings and the products that its settings share. At level ``model`` every
+    setting has its own stream of hidden states on a task's samples, on the disk if they are large.
 
     Args:
         decoder: the models' common decoder.
@@ -121,13 +156,23 @@ def measure(
     if below:
         submodules = _Submodules(decoder, models, tasks, ranks, below, studies)
         measured = pass_layers(submodules, batch_tokens=batch_tokens, progress=progress)
-    for study, grams in zip(studies if "model" in levels else (), measured, strict=False):
-        whole = _WholeModel(decoder, models, study.tasks(tasks), ranks, study)
-        tokens = sum(len(token_ids) for samples in whole.tasks for token_ids in samples)
+    of_model: list[list[torch.Tensor]] = [[] for _ in studies]  # by study, task after task
+    for task in range(len(tasks)) if "model" in levels else ():
+        concerned = TaskStudies.of(task, studies)
+        if not concerned.studies or not tasks[task]:
+            continue
+        samples = [own if other == task else [] for other, own in enumerate(tasks)]
+        whole = _WholeModel(decoder, models, samples, ranks, concerned)
+        tokens = sum(map(len, tasks[task]))
         width = decoder.model.config.get_text_config().hidden_size
         hidden_bytes = 2 * len(whole.settings) * tokens * width * torch.float32.itemsize  # before and after a layer
         folder = Path(tempfile.gettempdir()) if hidden_bytes > MOST_HIDDEN_BYTES else None
-        grams["model"] = pass_layers(whole, batch_tokens=batch_tokens, folder=folder, progress=progress)
+        found = pass_layers(whole, batch_tokens=batch_tokens, folder=folder, progress=progress)
+        for number, own_grams in found.items():
+            of_model[number].append(own_grams)
+    for grams, parts in zip(measured, of_model, strict=True):
+        if parts:
+            grams["model"] = torch.cat(parts)
     return measured
 
 
@@ -163,13 +208,15 @@ class _Submodules(Accumulator[list[Grams]]):
             grams |= {name: study.no_grams(len(places)) for name in names}
         run_levels = [level for level in self.levels if level != "linear"]
         features = LayerFeatures(self.decoder, layer, weights, run_levels, self.tokens)
+        first = first_maps(self.decoder, layer) if run_levels else {}
+        shared = {run: first[run] for run in features.runs}
+        watch = {module for known in shared.values() for module in known}
         maps = LayerFeatures(self.decoder, layer, weights, ["linear"], self.tokens) if "linear" in self.levels else None
         for number, batch in enumerate(streams.batches):
             hidden, call = streams.hidden(0, number), streams.call(0, number)
-            base = features.run_base(hidden, call)
-            concerned = [index for index, study in enumerate(self.studies) if batch.task in study.experts]
-            for index in concerned if run_levels else ():
-                self._run_settings(index, features, base, hidden, call, batch, report)
+            base, concerned = features.run_base(hidden, call, watch), TaskStudies.of(batch.task, self.studies)
+            if run_levels and concerned.studies:
+                self._run_settings(concerned, features, shared, base, hidden, call, batch, report)
             if maps is not None:
                 self._combine_maps(concerned, maps, hidden, call, batch)
             streams.set_output(0, number, base.output, base.state)
@@ -185,38 +232,54 @@ class _Submodules(Accumulator[list[Grams]]):
 
     def _run_settings(
         self,
-        index: int,
+        concerned: TaskStudies,
         features: LayerFeatures,
+        shared: FirstMaps,
         base: LayerRun,
         hidden: torch.Tensor,
         call: LayerCall,
         batch: Batch,
         report: Progress,
     ) -> None:
-        """Run a layer with all settings of a study on a batch."""
+        """Run a layer with all settings of a task's studies on a batch."""
+        watch = {module for maps in shared.values() for module in maps}
+        experts: dict[int, ExpertRun] = {}
+        products = BatchProducts(shared, features.weights, base, experts)
+        # No run needs matrices whose outputs are known; a run of the whole layer needs those that only branches know.
+        known = [maps for name, maps in shared.items() if name == WHOLE or not features.whole]
+        unused = {name for maps in known for found in maps.values() for name in (found.weight, found.bias)}
 
-        def run(setting: torch.Tensor) -> ExpertRun:
-            weights = _blend(features.weights[0], features.weights[1:], setting)
-            done = features.run(weights, base, hidden, call)
+        def run(setting: Setting) -> ExpertRun:
+            row = torch.tensor(setting, dtype=torch.float64)
+            own = row.nonzero().flatten().tolist()
+            if sum(setting) == 1 and len(own) == 1:
+                weights = features.weights[1 + own[0]]
+                done = features.run(weights, base, hidden, call, watch=watch)
+                experts[own[0]] = done
+            else:
+                needed = {name: tensor for name, tensor in features.weights[0].items() if name not in unused}
+                weights = {**features.weights[0], **_blend(needed, features.weights[1:], row)}
+                done = features.run(weights, base, hidden, call, known=products.outputs(row))
             report(len(batch.rows) * _runs_of_layers(self.levels))
             # Keep only those of the setting's weights that are needed again: the map that all heads share.
             output = [features.heads.output.weight] if features.heads is not None else []
             return replace(done, weights={name: weights[name] for name in output})
 
-        study = self.studies[index]
-        kept = [run(setting) for setting in study.kept]
-        for other, settings in enumerate(study.others):
-            for name, deltas in features.deltas(base, [*(run(setting) for setting in settings), *kept]):
-                self._put(index, name, batch, other, sample_grams(deltas, batch.lengths))
+        kept = {setting: run(setting) for setting in concerned.kept}
+        for index, study in concerned.studies.items():
+            own = [kept[setting] for setting in _rows(study.kept)]
+            for other, settings in enumerate(study.others):
+                runs = [kept.get(setting) or run(setting) for setting in _rows(settings)]
+                for name, deltas in features.deltas(base, [*runs, *own]):
+                    self._put(index, name, batch, other, sample_grams(deltas, batch.lengths))
 
     def _combine_maps(
-        self, concerned: Sequence[int], maps: LayerFeatures, hidden: torch.Tensor, call: LayerCall, batch: Batch
+        self, concerned: TaskStudies, maps: LayerFeatures, hidden: torch.Tensor, call: LayerCall, batch: Batch
     ) -> None:
         """Compute the linear maps' Gram matrices without running settings: a map's output is linear in its weights."""
         base = maps.run_base(hidden, call)
         for name, grams in maps.grams(base, hidden, call, batch.lengths):
-            for index in concerned:
-                study = self.studies[index]
+            for index, study in concerned.studies.items():
                 for other, others in enumerate(study.others):
                     settings = torch.cat([others, study.kept])
                     self._put(index, name, batch, other, settings @ grams @ settings.T)
@@ -227,14 +290,14 @@ class _Submodules(Accumulator[list[Grams]]):
 
 
 @dataclass
-class _WholeModel(Accumulator[torch.Tensor]):
-    """A study at level ``model``: the hidden states of every setting through all layers, then the logits."""
+class _WholeModel(Accumulator[dict[int, torch.Tensor]]):
+    """One task's studies at level ``model``: each setting's hidden states through all layers, then the logits."""
 
-    study: Study
+    concerned: TaskStudies
 
     def __post_init__(self) -> None:
-        kept = self.study.kept
-        self.settings = torch.cat([torch.zeros_like(kept[:1]), self.study.settings])  # stream 0 is the base model's
+        base = (0.0,) * (len(self.models) - 1)  # stream 0 is the base model's
+        self.settings = torch.tensor([base, *self.concerned.settings], dtype=torch.float64)
 
     def sources(self) -> list[list[Blend]]:
         """Every setting's stream."""
@@ -256,24 +319,32 @@ class _WholeModel(Accumulator[torch.Tensor]):
                 report(len(batch.rows))
         return {}
 
-    def finish(self, streams: Streams, report: Progress) -> torch.Tensor:
-        """The Gram matrices [n, K, m, m] of the logits' change."""
+    def finish(self, streams: Streams, report: Progress) -> dict[int, torch.Tensor]:
+        """By study, the Gram matrices [n, K, m, m] of the logits' change on the task's samples."""
         base_edges, *edges = (read_edges(self.decoder, model, self.decoder.edge_tensors()) for model in self.models)
         chunk = max(1, LOGITS // self.decoder.model.config.get_text_config().vocab_size)
+        stream_of = {setting: stream for stream, setting in enumerate(self.concerned.settings, 1)}
 
         def logits(stream: int, states: torch.Tensor) -> torch.Tensor:
             weights = _blend(base_edges, edges, self.settings[stream])
             return ends.logits(self.decoder, states[None].to(self.decoder.device), weights)
 
-        grams = self.study.no_grams(sum(map(len, self.tasks)))
+        samples = sum(map(len, self.tasks))
+        found = {number: study.no_grams(samples) for number, study in self.concerned.studies.items()}
         for row, states in streams.final():
             for part in zip(*(states[stream].split(chunk) for stream in range(len(self.settings))), strict=True):
-                base, following = logits(0, part[0]), iter(enumerate(part[1:], 1))
-                kept = [logits(*next(following)) - base for _ in self.study.kept]
-                for other, settings in enumerate(self.study.others):
-                    own = [logits(*next(following)) - base for _ in settings]
-                    grams[row, other] += sample_grams([*own, *kept], [base.shape[1]])[0]
-        return _put_together("model", grams, self.ranks)
+                base = logits(0, part[0])
+
+                def change(setting: Setting) -> torch.Tensor:
+                    return logits(stream_of[setting], part[stream_of[setting]]) - base  # noqa: B023
+
+                kept = {setting: change(setting) for setting in self.concerned.kept}
+                for number, study in self.concerned.studies.items():
+                    own = [kept[setting] for setting in _rows(study.kept)]
+                    for other, settings in enumerate(study.others):
+                        deltas = [kept[setting] if setting in kept else change(setting) for setting in _rows(settings)]
+                        found[number][row, other] += sample_grams([*deltas, *own], [base.shape[1]])[0]
+        return {number: _put_together("model", grams, self.ranks) for number, grams in found.items()}
 
 
 def _blend(base: Weights, experts: Sequence[Weights], setting: torch.Tensor) -> Weights:

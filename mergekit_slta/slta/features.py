@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.levels import BRANCHES, head_part, submodule_name
 from mergekit_slta.slta.gram import sample_grams
 
+WHOLE = "whole"  # the run of a whole layer, beside those of its branches
+
 
 @dataclass(frozen=True)
 class ExpertRun:
@@ -33,6 +36,12 @@ class ExpertRun:
     weights: Weights
     whole: LayerRun | None
     branches: Mapping[str, LayerRun]
+
+    def of(self, name: str) -> LayerRun:
+        """The run of a branch, or ``WHOLE``."""
+        found = self.whole if name == WHOLE else self.branches[name]
+        assert found is not None
+        return found
 
 
 @dataclass
@@ -75,10 +84,10 @@ class LayerFeatures:
             for linear_map in linear_maps(self.decoder.layers[self.layer]):
                 self.maps[linear_map] = MapDeltas(linear_map, self.weights, self.tokens)
 
-    def run_base(self, hidden: torch.Tensor, call: LayerCall) -> LayerRun:
-        """Run the base model's layer on a batch [B, S, D]."""
-        capture = {linear_map.module for linear_map in self.maps} | self._head_modules()
-        return self.decoder.run(self.layer, self.weights[0], hidden, call, capture=capture)
+    def run_base(self, hidden: torch.Tensor, call: LayerCall, watch: Collection[str] = ()) -> LayerRun:
+        """Run the base model's layer on a batch [B, S, D], and record what the modules in ``watch`` get and return."""
+        capture = {linear_map.module for linear_map in self.maps} | self._head_modules() | {*watch}
+        return self.decoder.run(self.layer, self.weights[0], hidden, call, capture=capture, keep=watch)
 
     def grams(
         self, base: LayerRun, hidden: torch.Tensor, call: LayerCall, lengths: Sequence[int]
@@ -91,7 +100,8 @@ class LayerFeatures:
             call: the layer's other arguments.
             lengths: the samples' numbers of tokens.
         """
-        runs = [self.run(weights, base, hidden, call) for weights in self.weights[1:]]
+        pairs = zip(self.weights[1:], self.changed_children, strict=True)
+        runs = [self.run(weights, base, hidden, call, changed=changed) for weights, changed in pairs]
         for name, deltas in self.deltas(base, runs):
             yield name, sample_grams(deltas, lengths)
         for linear_map, deltas_of_map in self.maps.items():
@@ -112,14 +122,53 @@ class LayerFeatures:
             deltas = [self._head_features(head, run.branches["attn"], run.weights) - features for run in runs]
             yield submodule_name(self.layer, head_part(head)), deltas
 
-    def run(self, weights: Weights, base: LayerRun, hidden: torch.Tensor, call: LayerCall) -> ExpertRun:
-        """Run the layer with other weights on the base model's input, and its branches each on theirs."""
-        capture = self._head_modules()
-        whole = self.decoder.run(self.layer, weights, hidden, call, capture=capture) if self.whole else None
+    @cached_property
+    def changed_children(self) -> list[frozenset[str]]:
+        """For each expert, the layer's children, and tensors of its own, that differ from the base model's."""
+        return [_changed_children(self.weights[0], own) for own in self.weights[1:]]
+
+    @property
+    def runs(self) -> list[str]:
+        """The runs that a layer takes with other weights: ``WHOLE``, and the branches that are not part of it."""
+        return [WHOLE, *(b for b in self.branches if b != "attn")] if self.whole else [*self.branches]
+
+    def run(
+        self,
+        weights: Weights,
+        base: LayerRun,
+        hidden: torch.Tensor,
+        call: LayerCall,
+        *,
+        changed: Collection[str] | None = None,
+        watch: Collection[str] = (),
+        known: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
+    ) -> ExpertRun:
+        """Run the layer with other weights on the base model's input, and its branches each on theirs.
+
+        Args:
+            weights: the layer's tensors.
+            base: the base model's run.
+            hidden: [B, S, D], what it ran on.
+            call: the layer's other arguments.
+            changed: the children whose weights differ from the base model's; by default any may. A run without one of
+                them would repeat the base model's, which stands for it.
+            watch: modules whose inputs are recorded.
+            known: for each of ``runs``, outputs of modules that need not run.
+        """
+        capture, known = self._head_modules() | {*watch}, known or {}
+        whole = None
+        if self.whole and changed is not None and not changed:
+            whole = base
+        elif self.whole:
+            given = known.get(WHOLE, {})
+            whole = self.decoder.run(self.layer, weights, hidden, call, replay=given, capture=capture)
         branches = {}
         for branch in self.branches:
             assert self.structure is not None
-            replay: dict[str, Any] = {}
+            if changed is not None and not self.structure.branches[branch] & frozenset(changed):
+                branches[branch] = base
+                continue
+            replay: dict[str, Any] = dict(known.get(branch, known.get(WHOLE, {})))
             for other in self.structure.branches:
                 kept = base
                 if other == branch == "attn" and whole is not None:  # which has the same input in both runs
@@ -175,6 +224,15 @@ class LayerFeatures:
         module = self.decoder.layers[self.layer].get_submodule(down.module)
         first = next(m for m in self.maps if m.module == down.module and m.expert == down.expert and m is not down)
         return fused_hidden(module, first.apply(self.weights[0], inputs))
+
+
+def _changed_children(base: Weights, expert: Weights) -> frozenset[str]:
+    found: set[str] = set()
+    for name, tensor in expert.items():
+        child = name.partition(".")[0]
+        if child not in found and not torch.equal(tensor, base[name]):
+            found.add(child)
+    return frozenset(found)
 
 
 def _delta(expert: LayerRun | None, base: LayerRun, boundary: str | None = None) -> torch.Tensor:

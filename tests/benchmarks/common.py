@@ -65,11 +65,11 @@ def make_family(folder: Path, size: str, experts: int, layers: int = 0, dtype: s
                     for parameter in model.parameters():
                         parameter.add_(0.05 * parameter.std() * torch.randn_like(parameter))
             model.save_pretrained(target)
-            _write_tokenizer(target)
+            write_tokenizer(target)
     return folders
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {f"w{index}": index for index in range(VOCABULARY)}
@@ -81,6 +81,7 @@ def _write_tokenizer(folder: Path) -> None:
 def write_samples(folder: Path, tasks: int, samples: int, tokens: int) -> list[Path]:
     """Write each task's calibration file: ``samples`` lines of ``tokens`` random words."""
     generator = torch.Generator().manual_seed(1)
+    folder.mkdir(parents=True, exist_ok=True)
     files = []
     for task in range(tasks):
         file = folder / f"task{task}-{samples}x{tokens}.txt"

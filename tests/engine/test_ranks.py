@@ -1,5 +1,6 @@
 """Processes that share a calibration measure what one alone measures, and fail together."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from click.testing import CliRunner
 from conftest import MakeFamily, WriteRecipe
 from mergekit.io.tasks import LoaderCache
 from safetensors.torch import load_file, save_file
@@ -19,6 +21,7 @@ from support.families import Family
 from support.gram_difference import largest_difference
 from support.processes import TIMEOUT, torchrun
 
+from mergekit_slta.cli.commands import main
 from mergekit_slta.engine import ranks
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
@@ -246,6 +249,30 @@ def test_torchrun_calibrate_writes_the_same_file(
     assert torch.equal(other.task, one.task)
     assert torch.equal(other.tokens, one.tokens)
     assert [path.name for path in tmp_path.iterdir() if "together" in path.name] == [together.name]
+
+
+def test_torchrun_linearity_writes_the_same_file(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
+    recipe = write_recipe(llama, batch_tokens=BATCH_TOKENS)
+    levels = ["--level", "layer", "--level", "model"]
+    arguments = ["linearity", str(recipe), "--samples", "3", "--no-pairs", *levels, "--quiet"]
+    result = CliRunner().invoke(main, [*arguments, "-o", str(tmp_path / "alone")])
+    assert result.exit_code == 0, result.output
+    done = torchrun(2, "-m", "mergekit_slta", *arguments, "-o", tmp_path / "together")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("forward passes of one sample") == done.stdout.count(" written") == 1
+    alone, together = (json.loads((tmp_path / name / "linearity.json").read_text()) for name in ("alone", "together"))
+    assert alone["non_linearity"]["model"].keys() == {folder.name for folder in llama.experts}
+    assert_alike(together, alone)
+
+
+def assert_alike(found: Any, expected: Any) -> None:
+    """The same entries with the same numbers, but for the last digits of sums in another order."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_alike(found[key], value)
+    else:
+        assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 FAILING_ON_RANK_1 = """

@@ -14,6 +14,7 @@ from mergekit_slta.featcal.regression import (
     DECISIVE,
     LARGER_RIDGES,
     MASSIVE,
+    PREDICTED,
     RIDGES,
     SMALLEST_RIDGE,
     UNKNOWN_RIDGE,
@@ -288,6 +289,45 @@ def test_left_out_samples_choose_the_ridge(noise: float, held: bool) -> None:
     assert change.ridge is not None and not change.enlarged
     assert errors[change.ridge] < 1.05 * min(errors.values())
     assert difference(change.matrix, explicit(tasks, change.ridge, prior=prior)) < TOLERANCE
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3, 3.0, 30.0])
+def test_the_search_for_the_ridge_ends_where_trying_all_would(noise: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[float] = []
+    attempt = NormalEquations._solution
+
+    def counting(self: NormalEquations, *system: torch.Tensor, ridge: float) -> torch.Tensor | None:
+        tried.append(ridge)
+        return attempt(self, *system, ridge=ridge)
+
+    monkeypatch.setattr(NormalEquations, "_solution", counting)
+    for seed in range(5):
+        tasks = random_tasks((40, 25, 60), noise, seed)
+        tried.clear()
+        found = solve(tasks, None).ridge or 0.0
+        errors = {ridge: error_left_out(tasks, ridge, None) for ridge in RIDGES}
+        assert errors[2 * found] < 1.01 * min(errors.values())  # which a few combinations of the outputs estimate
+        steps = abs(RIDGES.index(2 * found) - len(RIDGES) // 2)
+        assert len(tried) <= 2 * (3 + steps) + 1
+
+
+def test_memory_holds_two_sets_of_moments_and_of_products_while_a_task_is_added() -> None:
+    """With halves of the samples apart, two of moments each; the products of inputs with outputs are of all samples."""
+    inputs, outputs = 300, 400
+    for ridge, sets in ((0.003, 2), (None, 4)):
+        equations = NormalEquations(inputs, outputs, ridge)
+        samples, ones = torch.arange(8), torch.ones(8)
+        equations.add(torch.randn(8, inputs), torch.randn(8, outputs), samples, ones)
+        tensors = _tensors(list(vars(equations).values()))
+        held = sum(tensor.nbytes for tensor in tensors)
+        needed = 8 * (sets * inputs**2 + 2 * inputs * outputs)
+        assert needed <= held < 1.02 * needed + 8 * PREDICTED * (4 * inputs + outputs)
+
+
+def _tensors(value: object) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for part in value for tensor in _tensors(part)] if isinstance(value, list) else []
 
 
 def test_noise_asks_for_a_larger_ridge() -> None:

@@ -18,6 +18,7 @@ from support.gram_difference import gram_difference, largest_difference
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.slta import features
 from mergekit_slta.slta.calibrate import calibrate
 from mergekit_slta.slta.solver import solve
 
@@ -246,3 +247,40 @@ def test_memory_does_not_grow_with_the_number_of_layers(forks: ForkServerContext
     ]
     print(f"peaks {[peak / 2**20 for peak in peaks]} MiB, needed {needed / 2**20} MiB")
     assert max(peaks) < 2 * needed
+
+
+def only_attention_of_the_last_layer(name: str) -> bool:
+    return f"layers.{LAYERS - 1}.self_attn" in name
+
+
+@pytest.mark.parametrize(("levels", "runs"), [(("attn_mlp",), 1), (("layer",), 1), (("layer", "head_mlp"), 2)])
+def test_layers_and_branches_that_an_expert_leaves_as_they_are_do_not_run_for_it(
+    levels: tuple[str, ...], runs: int, make_family: MakeFamily, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by content; the statistics are those of running them, to the last bit."""
+    family = make_family(experts=2, records=2, touch=only_attention_of_the_last_layer)
+    decoder, models = Decoder(family.config), families.checkpoints(family.folders)
+    tasks, counted = family.token_ids(), [0]
+    run = Decoder.run
+
+    def counting(self: Decoder, *arguments: Any, **more: Any) -> Any:
+        counted[0] += 1
+        return run(self, *arguments, **more)
+
+    def measured() -> tuple[Grams, int]:
+        calibrate(decoder, models, tasks, levels)  # finds out what it needs to know about the layers
+        monkeypatch.setattr(Decoder, "run", counting)
+        counted[0] = 0
+        found = calibrate(decoder, models, tasks, levels)
+        monkeypatch.setattr(Decoder, "run", run)
+        return found, counted[0]
+
+    grams, fewer = measured()
+    monkeypatch.setattr(features, "_changed_children", lambda base, expert: {name.partition(".")[0] for name in base})
+    expected, all_runs = measured()
+    batches = 2
+    assert fewer == batches * (LAYERS + 2 * runs)  # the base model's, and both experts' in the last layer
+    assert fewer < 0.6 * all_runs
+    assert {name: gram.numpy().tobytes() for name, gram in grams.items()} == {
+        name: gram.numpy().tobytes() for name, gram in expected.items()
+    }

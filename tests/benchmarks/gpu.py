@@ -1,0 +1,376 @@
+"""Calibration, featcal and merging on large shapes, against plain forward passes: made for one GPU, runs without.
+
+    python tests/benchmarks/gpu.py                          # a 7B Llama and a mixture, under ten minutes on an H100
+    python tests/benchmarks/gpu.py --shape tiny --device cpu
+
+Needs nothing but this repository: checkpoints of random bfloat16 numbers are written layer by layer, with as many
+layers as the disk has room for. Times for all layers of a shape are extrapolated in proportion to the layers, which
+the table says. Writes gpu.json and gpu.md, and prints the table.
+
+The floor is one forward pass of each of the T+1 models over all samples, in float32 with the weights in memory. Ratios
+are of runs that take turns. The shares of time are of a further run, in which the device is waited for after each part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import yaml
+from common import CACHE, be_quiet, load, make_recipe, wait_for, write_tokenizer
+from mergekit.config import MergeConfiguration
+from mergekit.io.tasks import LoaderCache
+from mergekit.merge import run_merge
+from mergekit.options import MergeOptions
+from safetensors import safe_open
+from safetensors.torch import save_file
+from support.memory import PeakMemory
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PretrainedConfig
+
+import mergekit_slta.methods.registry
+from mergekit_slta.engine.partial import Partial
+from mergekit_slta.engine.streams import Batch, Streams, fitting_batch, make_batches
+from mergekit_slta.featcal.regression import NormalEquations
+from mergekit_slta.featcal.scratch import solve_model
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.models.checkpoint import Checkpoint
+from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.recipe.settings import FeatcalSettings
+from mergekit_slta.slta.measure import measured_statistics
+
+EXPERTS = 3
+LEVELS = ("attn_mlp", "layer")
+CHANGE = 0.02  # of a weight's own size, what an expert changes
+ROOM = 0.6  # the share of the free disk that is used; the rest is for solved layers and merged models
+
+_TINY: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
+_LARGE: dict[str, Any] = {"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32, "vocab_size": 32000}
+SHAPES: dict[str, PretrainedConfig] = {
+    "7b": LlamaConfig(**_LARGE, intermediate_size=11008, num_key_value_heads=32),
+    "mixture": MixtralConfig(**_LARGE, intermediate_size=14336, num_key_value_heads=8),
+    "tiny": LlamaConfig(**_TINY, intermediate_size=128, vocab_size=2048),
+    "tiny-mixture": MixtralConfig(**_TINY, intermediate_size=96, num_local_experts=4, vocab_size=2048),
+}
+
+# The calls whose time counts as a part's; what is inside another counted call counts for the outer one.
+PARTS: dict[str, Sequence[tuple[type, str]]] = {
+    "reading": [(Checkpoint, "read")],
+    "copying": [(Streams, "hidden"), (Streams, "set_output")],
+    "computing": [(Decoder, "call"), (NormalEquations, "add"), (NormalEquations, "finish_task")],
+    "solving": [(NormalEquations, "solve")],
+    "saving": [(Partial, "save_hidden"), (Partial, "finish_layer")],
+}
+
+
+@click.command()
+@click.option("--shape", "shapes", multiple=True, type=click.Choice([*SHAPES]), default=["7b", "mixture"])
+@click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu", show_default=True)
+@click.option("--samples", default=10, show_default=True, help="Of each task.")
+@click.option("--tokens", default=512, show_default=True, help="Of each sample.")
+@click.option("--layers", default=0, help="At most so many; by default as many as the disk has room for.")
+@click.option("--repeats", default=2, show_default=True)
+@click.option("--folder", type=click.Path(path_type=Path), default=CACHE, help="For checkpoints, deleted afterwards.")
+@click.option("-o", "--output", "out", type=click.Path(path_type=Path), default=Path(), help="For gpu.json and gpu.md.")
+def main(
+    shapes: Sequence[str],
+    device: str,
+    samples: int,
+    tokens: int,
+    layers: int,
+    repeats: int,
+    folder: Path,
+    out: Path,
+) -> None:
+    """Measure what a GPU makes of calibration, featcal and merging."""
+    be_quiet()
+    mergekit_slta.methods.registry.register()
+    mergekit_slta.methods.registry.watch_planner()
+    folder.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
+    results = []
+    for shape in shapes:
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            models = write_models(Path(place), SHAPES[shape], layers, device)
+            results.append({"shape": shape, **measure(models, Path(place), device, samples, tokens, repeats)})
+        (out / "gpu.json").write_text(json.dumps(results, indent=1))
+        (out / "gpu.md").write_text("\n".join(map(table, results)))
+    click.echo((out / "gpu.md").read_text())
+
+
+# Checkpoints
+
+
+def write_models(folder: Path, config: PretrainedConfig, most_layers: int, device: str) -> list[Path]:
+    """Write a base model and experts with random weights, one shard per layer; returns their folders."""
+    template = _template(folder / "template", config)
+    of_layer = {name: shape for name, shape in template.items() if ".layers.0." in name}
+    layer_bytes = 2 * sum(map(torch.Size.numel, of_layer.values()))
+    edge_bytes = 2 * sum(map(torch.Size.numel, template.values())) - layer_bytes
+    room = int(ROOM * shutil.disk_usage(folder).free / (EXPERTS + 1) - edge_bytes) // layer_bytes
+    count = min(config.num_hidden_layers, most_layers or room)
+    if count < 1:
+        raise click.ClickException(f"{folder} has no room for one layer of each model: name another --folder.")
+    own = type(config).from_dict({**config.to_dict(), "num_hidden_layers": count, "dtype": "bfloat16"})
+    own.architectures = [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]
+    models = [folder / "base", *(folder / f"expert{number}" for number in range(EXPERTS))]
+    for number, target in enumerate(models):
+        own.save_pretrained(target)
+        write_tokenizer(target)
+        edges = {name: shape for name, shape in template.items() if name not in of_layer}
+        shards = [edges] + [
+            {name.replace(".layers.0.", f".layers.{layer}."): shape for name, shape in of_layer.items()}
+            for layer in range(count)
+        ]
+        places: dict[str, str] = {}
+        for index, shard in enumerate(shards):
+            file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
+            save_file(_random(shard, index, number, device), target / file, metadata={"format": "pt"})
+            places |= dict.fromkeys(shard, file)
+        (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return models
+
+
+def _template(folder: Path, config: PretrainedConfig) -> dict[str, torch.Size]:
+    """The checkpoint's names and shapes of a model with one layer, as transformers saves it."""
+    with torch.device("meta"):
+        shallow = type(config).from_dict({**config.to_dict(), "num_hidden_layers": 1})
+        model = AutoModelForCausalLM.from_config(shallow, dtype=torch.bfloat16)
+    model.to_empty(device="cpu").save_pretrained(folder, max_shard_size="1TB")
+    with safe_open(folder / "model.safetensors", "pt") as tensors:
+        found = {name: torch.Size(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    shutil.rmtree(folder)
+    return found
+
+
+def _random(shapes: dict[str, torch.Size], shard: int, model: int, device: str) -> dict[str, torch.Tensor]:
+    """The tensors of a shard: the base model's, which all models share, and an expert's change."""
+    tensors = {}
+    for index, (name, shape) in enumerate(shapes.items()):
+        if len(shape) < 2:
+            tensors[name] = torch.ones(shape, dtype=torch.bfloat16)
+            continue
+        generator = torch.Generator(device).manual_seed(1000 * shard + index)
+        value = torch.randn(shape, generator=generator, device=device) / shape[-1] ** 0.5
+        if model:
+            generator.manual_seed(10**6 * model + 1000 * shard + index)
+            value += CHANGE * torch.randn(shape, generator=generator, device=device) / shape[-1] ** 0.5
+        tensors[name] = value.bfloat16().cpu()
+    return tensors
+
+
+# Measurements
+
+
+def measure(models: list[Path], folder: Path, device: str, samples: int, tokens: int, repeats: int) -> dict[str, Any]:
+    """Time everything, and watch its memory."""
+    recipes = {method: make_recipe(models, method, samples, tokens) for method in ("slta", "featcal")}
+    data = Experiment(recipes["slta"], quiet=True).load_data(recipes["slta"].experts)
+    batches = make_batches([own.token_ids for own in data], fitting_batch(torch.device(device)))
+    config = Experiment(recipes["slta"]).base.config
+    whole = next(shape for shape in SHAPES.values() if _same_shape(shape, config)).num_hidden_layers
+    statistics_file = folder / "ready.safetensors"
+    measured_statistics(Experiment(recipes["slta"], device=device, quiet=True), ["attn_mlp"], statistics_file)
+
+    def calibrate(level: str) -> list[Checkpoint]:
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            experiment = Experiment(recipes["slta"], device=device, quiet=True)
+            measured_statistics(experiment, [level], Path(place) / "statistics.safetensors")
+        return [experiment.base, *experiment.experts]
+
+    def featcal() -> list[Checkpoint]:
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            settings = recipes["featcal"].settings_of(FeatcalSettings).model_copy(update={"scratch": place})
+            experiment = Experiment(recipes["featcal"], device=device, quiet=True)
+            solve_model(experiment, settings).remove()
+        return [experiment.base, *experiment.experts]
+
+    actions: dict[str, Callable[[], list[Checkpoint]]] = {
+        **{f"slta {level}": lambda level=level: calibrate(level) for level in LEVELS},  # type: ignore[misc]
+        "featcal": featcal,
+        "merge, ready statistics": lambda: _merge(models, folder, device, "slta", statistics=str(statistics_file)),
+        "merge, task_arithmetic": lambda: _merge(models, folder, device, "task_arithmetic"),
+    }
+    seconds: dict[str, list[float]] = defaultdict(list)
+    flops = 0
+    for _ in range(repeats):
+        own_seconds, flops = _forward(models, batches, device)
+        seconds["plain forward passes"].append(own_seconds)
+        for name, action in actions.items():
+            seconds[name].append(_timed(action, device))
+    forward = sum(len(batch.rows) * max(batch.lengths) for batch in batches)
+    rows = []
+    for name, values in seconds.items():
+        row: dict[str, Any] = {"name": name, "seconds": statistics.mean(values), "deviation": statistics.pstdev(values)}
+        ratios = [own / floor for own, floor in zip(values, seconds["plain forward passes"], strict=True)]
+        row |= {"ratio": statistics.mean(ratios), "ratio_deviation": statistics.pstdev(ratios)}
+        row |= {"tokens_per_s": (EXPERTS + 1) * forward / row["seconds"], "tflops": flops / row["seconds"] / 1e12}
+        row["extrapolated_s"] = row["seconds"] * whole / config.num_hidden_layers
+        rows.append(row | (_watched(actions[name], device) if name in actions else {}))
+    return {
+        "device": torch.cuda.get_device_name() if device.startswith("cuda") else "CPU",
+        "models": EXPERTS + 1,
+        "samples": samples * EXPERTS,
+        "tokens": tokens,
+        "layers": config.num_hidden_layers,
+        "all_layers": whole,
+        "rows": rows,
+    }
+
+
+def _same_shape(shape: PretrainedConfig, config: PretrainedConfig) -> bool:
+    keys = ("model_type", "hidden_size", "intermediate_size")
+    return all(getattr(shape, key) == getattr(config, key) for key in keys)
+
+
+@torch.no_grad()
+def _forward(models: list[Path], batches: Sequence[Batch], device: str) -> tuple[float, int]:
+    """Seconds and multiplications of plain forward passes of the models' bodies, one model in memory at a time."""
+    seconds, flops = 0.0, 0
+    for folder in models:
+        model = load(folder, device)
+        model.base_model(batches[0].token_ids.to(device), use_cache=False)
+        wait_for(device)
+        start = time.perf_counter()
+        for batch in batches:
+            model.base_model(batch.token_ids.to(device), use_cache=False)
+        wait_for(device)
+        seconds += time.perf_counter() - start
+        if not flops:
+            with FlopCounterMode(display=False) as counter:
+                for batch in batches:
+                    model.base_model(batch.token_ids.to(device), use_cache=False)
+            flops = len(models) * counter.get_total_flops()
+        del model
+        _forget(device)
+    return seconds, flops
+
+
+def _merge(models: list[Path], folder: Path, device: str, method: str, **parameters: Any) -> list[Checkpoint]:
+    """Merge by mergekit, and return nothing of ours that counts bytes."""
+    base, *experts = map(str, models)
+    own = {} if parameters else {"parameters": {"weight": 0.4}}
+    recipe = {
+        "merge_method": method,
+        "base_model": base,
+        "models": [{"model": expert, **own} for expert in experts],
+        "parameters": parameters,
+        "dtype": "float32",
+        "out_dtype": "bfloat16",
+    }
+    config = MergeConfiguration.model_validate(yaml.safe_load(json.dumps(recipe)))
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        options = MergeOptions(quiet=True, write_model_card=False, cuda=device.startswith("cuda"))
+        run_merge(config, f"{place}/merged", options)
+    return []
+
+
+def _timed(action: Callable[[], object], device: str) -> float:
+    _forget(device)
+    start = time.perf_counter()
+    action()
+    wait_for(device)
+    return time.perf_counter() - start
+
+
+def _watched(action: Callable[[], list[Checkpoint]], device: str) -> dict[str, Any]:
+    """Memory, bytes read and shares of time of one more run."""
+    _forget(device)
+    cuda = device.startswith("cuda")
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    with PeakMemory() as host, _parts(device) as spent:
+        start = time.perf_counter()
+        models = action()
+        whole = time.perf_counter() - start
+    return {
+        "device_bytes": torch.cuda.max_memory_allocated() if cuda else None,
+        "host_bytes": host.bytes,
+        "bytes_read": sum(model.bytes_read for model in models) or None,
+        "shares": {part: spent[part] / whole for part in PARTS} if spent else {},
+    }
+
+
+@contextlib.contextmanager
+def _parts(device: str) -> Iterator[dict[str, float]]:
+    """The seconds in each of ``PARTS`` while the block runs."""
+    spent: dict[str, float] = defaultdict(float)
+    inside = [False]
+
+    def counting(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **more: Any) -> Any:
+            if inside[0]:
+                return function(*arguments, **more)
+            wait_for(device)
+            inside[0], start = True, time.perf_counter()
+            try:
+                return function(*arguments, **more)
+            finally:
+                wait_for(device)
+                inside[0] = False
+                spent[part] += time.perf_counter() - start
+
+        return run
+
+    before = [(owner, name, getattr(owner, name)) for calls in PARTS.values() for owner, name in calls]
+    for part, calls in PARTS.items():
+        for owner, name in calls:
+            setattr(owner, name, counting(part, getattr(owner, name)))
+    try:
+        yield spent
+    finally:
+        for owner, name, function in before:
+            setattr(owner, name, function)
+
+
+def _forget(device: str) -> None:
+    """Close the checkpoints and free the device."""
+    LoaderCache.loaders.clear()
+    gc.collect()
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
+
+
+# The table
+
+
+def table(result: dict[str, Any]) -> str:
+    """A Markdown table of one shape, under a sentence that says what it is of."""
+    layers = f"{result['layers']} of {result['all_layers']} layers"
+    lines = [
+        f"{result['shape']} on {result['device']}: {result['models']} models, {layers}, {result['samples']} samples of "
+        f"{result['tokens']} tokens; times for all layers are extrapolated in proportion to the layers.",
+        "",
+        "| | seconds | for all layers | over the forward passes | tokens/s | TFLOP/s | device GB | host GB | GB read "
+        f"| {' | '.join(PARTS)} |",
+        "|---" * (9 + len(PARTS)) + "|",
+    ]
+    for row in result["rows"]:
+        shares = row.get("shares", {})
+        cells = [
+            row["name"],
+            f"{row['seconds']:.2f} ± {row['deviation']:.2f}",
+            f"{row['extrapolated_s']:.1f}",
+            f"{row['ratio']:.2f} ± {row['ratio_deviation']:.2f}",
+            f"{row['tokens_per_s']:.0f}",
+            f"{row['tflops']:.2f}",
+            *(f"{row[key] / 1e9:.2f}" if row.get(key) else "" for key in ("device_bytes", "host_bytes", "bytes_read")),
+            *(f"{shares[part]:.0%}" if part in shares else "" for part in PARTS),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""The benchmark for GPUs, on tiny models and a CPU: every row is there, and its numbers can be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from support.processes import ROOT, run_python
+
+ROWS = [
+    "plain forward passes", "slta attn_mlp", "slta layer", "featcal", "merge, ready statistics",
+    "merge, task_arithmetic",
+]  # fmt: skip
+
+
+def test_it_measures_a_tiny_model_and_says_what_is_extrapolated(tmp_path: Path) -> None:
+    arguments = ["--shape=tiny", "--device=cpu", "--samples=2", "--tokens=16", "--layers=2", "--repeats=1"]
+    script = ROOT / "tests" / "benchmarks" / "gpu.py"
+    done = run_python(script, *arguments, f"--folder={tmp_path / 'models'}", f"--output={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads((tmp_path / "gpu.json").read_text())
+    assert (result["layers"], result["all_layers"], result["samples"], result["models"]) == (2, 3, 6, 4)
+    rows = {row["name"]: row for row in result["rows"]}
+    assert list(rows) == ROWS
+    assert rows["plain forward passes"]["ratio"] == 1
+    # The layers of four models in bfloat16: queries, keys, values, output, the MLP's three, and two norms.
+    layer = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128 + 2 * 64
+    edges = 2048 * 64 + 64  # the base model's embedding and last norm
+    assert rows["slta layer"]["bytes_read"] == 2 * (4 * 2 * layer + edges)
+    for name, row in rows.items():
+        assert row["extrapolated_s"] == row["seconds"] * 3 / 2 > 0
+        assert row["tokens_per_s"] > 0 and row["tflops"] > 0
+        if name in ROWS[1:4]:
+            assert 0 < sum(row["shares"].values()) <= 1
+            assert row["shares"]["computing"] > 0 and row["shares"]["reading"] > 0
+    assert rows["featcal"]["shares"]["solving"] > 0 == rows["slta layer"]["shares"]["solving"]
+    text = (tmp_path / "gpu.md").read_text()
+    assert "2 of 3 layers" in text and text in done.stdout
+    assert not any((tmp_path / "models").glob("*/base"))
