@@ -133,7 +133,7 @@ class Browser:
     def _receive(self) -> dict[str, Any]:
         """The next message of the browser; what it says of the page is noted."""
         while b"\0" not in self._received:
-            block = self._come.raw.read(2**20)  # type: ignore[attr-defined]
+            block = self._come.raw.read(2**20)
             if not block:
                 raise EOFError(f"the browser ended with {self.process.wait()}")
             self._received += block
