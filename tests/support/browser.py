@@ -108,13 +108,14 @@ class Browser:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    def picture(self, selector: str = "", height: int | None = None) -> bytes:
-        """The page as PNG, or its first element that fits a selector; with ``height`` pixels only its top."""
+    def picture(self, selector: str = "html", height: int | None = None) -> bytes:
+        """The first element that fits a selector as PNG, or the strip of ``height`` pixels that begins with it."""
         box = self.evaluate(
             f"(r => ({{x: r.x + scrollX, y: r.y + scrollY, width: r.width, height: r.height}}))"
-            f"(document.querySelector({json.dumps(selector or 'html')}).getBoundingClientRect())"
+            f"(document.querySelector({json.dumps(selector)}).getBoundingClientRect())"
         )
-        box["height"] = min(box["height"], height or box["height"])
+        if height is not None:
+            box |= {"x": 0, "width": self.evaluate("innerWidth"), "height": height}
         data = self.call("Page.captureScreenshot", clip={**box, "scale": 1}, captureBeyondViewport=True)["data"]
         return base64.b64decode(data)
 
