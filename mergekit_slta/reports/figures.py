@@ -180,7 +180,7 @@ def line_chart(
         entries = [*labels, shaded_label] if shaded else labels
         figure, axes = _panels([PANEL_HEIGHT] * len(panels), entries)
         for panel, ax in zip(panels, axes, strict=True):
-            ax.set_title(panel.title)
+            ax.set_title(_short(panel.title, LEGEND_WIDTH))
             ax.set_ylabel(y_label)
             for line in panel.lines:
                 _draw_line(ax, line, labels.index(line.label), y_range)
