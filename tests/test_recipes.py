@@ -74,6 +74,11 @@ def test_every_stage_is_used_and_the_last_has_no_name(path: Path) -> None:
     assert set.union(*needed.values()) == set(configurations) - {None}
 
 
+def test_the_page_of_recipes_lists_them() -> None:
+    page = (FOLDER.parents[1] / "docs" / "recipe.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `examples/recipes/(.+?)` \|", page, re.MULTILINE)) == {path.name for path in RECIPES}
+
+
 @each_recipe
 def test_a_recipe_says_what_it_needs_and_how_to_run_it(path: Path) -> None:
     comments = " ".join(line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#"))
