@@ -153,7 +153,8 @@ def picture_of_weights(path: Path) -> bytes:
     for branch, title in BRANCHES.items():
         values = [[float(alpha[f"layer.{layer}.{branch}"][row]) for layer in layers] for row in range(len(experts))]
         maps.append(Matrix(title, values, experts, layers))
-    return heat_map(maps, x_label="layer", y_label="expert", value_label="merging weight α", limits=(0.0, 1.0))
+    drawn = heat_map(maps, x_label="layer", y_label="expert", value_label="merging weight α", limits=(0.0, 1.0))
+    return drawn.png()
 
 
 def _local(path: Path, out: Path) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mergekit_slta.comparison.compare import compare
+from mergekit_slta.comparison.compare import compare, without_gain
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.tables import Paragraphs, Table, as_json, as_percentage
@@ -65,7 +65,7 @@ class Evaluation(Paragraphs):
         yield "Negative log-likelihood per token, lower is better"
         yield self.table()
         if idle := [task.model for task in self.tasks if task.kept is None]:
-            yield f"Experts no better than the base model on their own task, with no gain to keep: {', '.join(idle)}."
+            yield without_gain(idle)
 
 
 def evaluate(

@@ -13,6 +13,7 @@ from typing import Any, get_args
 import click
 import pytest
 import yaml
+from support import rooms_picture
 from support.commands_page import PAGE, commands_page
 from test_rooms import FLOORS
 
@@ -206,10 +207,13 @@ def test_every_message_under_troubleshooting_is_one_of_the_package() -> None:
 # The picture of the rooms
 
 
-def test_the_picture_of_the_rooms_has_every_room() -> None:
-    (picture,) = blocks(TEXTS["architecture.md"], "mermaid")
-    rooms = {room for floor in FLOORS for room in floor if not room.startswith("__")}
-    assert rooms <= set(re.findall(r"\w+", re.sub(r"<br>.*", "", picture)))
+def test_the_picture_of_the_rooms_shows_the_rooms_and_imports_that_there_are() -> None:
+    rooms, found = rooms_picture.drawn(rooms_picture.PICTURE.read_text(encoding="utf-8"))
+    assert found == rooms_picture.arrows(), "run python tests/support/rooms_picture.py"
+    assert rooms == {*rooms_picture.WORDS, "leaves"}
+    everything = {room for floor in FLOORS for room in floor if not room.startswith("__")}
+    assert everything == {*rooms_picture.WORDS, *rooms_picture.LEAVES}
+    assert f"]({rooms_picture.PICTURE.name})" in TEXTS["architecture.md"]
 
 
 # Links, files and tables

@@ -92,7 +92,7 @@ def test_a_feature_merge_that_transformers_loads(folder: Path) -> None:
     expected = featcal_reference.merge(base, experts, family.token_ids(samples=4), groups)
     for name, tensor in model.state_dict().items():
         assert (tensor.double() - expected[name]).norm() < 2**-8 * expected[name].norm(), name
-    assert (folder / "report" / "report.html").is_file()
+    assert (folder / "report" / "featcal.html").is_file()
     assert not list((folder / "scratch").iterdir())
     assert "featcal" in (folder / "merged" / "README.md").read_text()
 

@@ -99,7 +99,7 @@ def test_an_evaluation_shows_itself_as_text_html_and_json() -> None:
     assert "lower is better" in title
     assert table == str(found.table())
     assert table.splitlines()[1].split() == ["<b>math", "5", "60", "4.0000", "2.0000", "3.0000", "50.0%"]
-    assert note.endswith("no gain to keep: code.")
+    assert "no gain to keep: code. The likelihood counts every token" in note
     elements = Elements(found._repr_html_())
     assert [tag for tag, _ in elements.found].count("tr") == 3
     assert "<b>math" in elements.text and note in elements.text

@@ -27,8 +27,9 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 UV = shutil.which("uv", path=os.pathsep.join([str(SCRIPTS), os.environ["PATH"]]))
 
-# What the package holds beside Python: a template, and the mark that tells type checkers to read its types.
-DATA = {"mergekit_slta/reports/page.html.jinja", "mergekit_slta/py.typed"}
+# What the package holds beside Python: templates, and the mark that tells type checkers to read its types.
+TEMPLATES = {f"mergekit_slta/reports/{name}.html.jinja" for name in ("frame", "index", "page")}
+DATA = {*TEMPLATES, "mergekit_slta/py.typed"}
 
 WAITS = """
 import sys

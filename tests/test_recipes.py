@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from mergekit.common import ModelReference
+from mergekit.scripts.multimerge import load_config
 
 from mergekit_slta.data.records import template_fields
 from mergekit_slta.data.sources import DATASET_PREFIX, source_key
@@ -17,34 +20,68 @@ FOLDER = Path(__file__).parents[1] / "examples" / "recipes"
 RECIPES = sorted(FOLDER.glob("*.yml"))
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
+each_recipe = pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+
 
 def hub_names(reference: ModelReference) -> list[str]:
     return [path.path for path in (reference.model, reference.lora) if path is not None]
 
 
-def test_there_are_recipes_for_every_kind_of_method() -> None:
-    assert {"slta", "featcal", "actmat"} <= {Recipe.load(path).config.merge_method for path in RECIPES}
+def stages(path: Path) -> Iterator[tuple[str | None, Recipe]]:
+    """The name and the recipe of each stage; a recipe for mergekit-yaml is one stage without a name."""
+    for content in yaml.safe_load_all(path.read_text()):
+        name = content.pop("name", None)
+        yield name, Recipe.parse(yaml.safe_dump(content, sort_keys=False), path)
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_there_is_a_recipe_for_whatever_people_merge() -> None:
+    found = {path.stem: [recipe for _, recipe in stages(path)] for path in RECIPES}
+    recipes = [recipe for own in found.values() for recipe in own]
+    assert {"slta", "featcal", "actmat"} <= {recipe.config.merge_method for recipe in recipes}
+    bases = " ".join(recipe.base.model.path for recipe in recipes)
+    assert all(f"/{family}" in bases for family in ("Llama-3", "Qwen2.5", "Qwen3", "Mistral", "gemma", "Mixtral"))
+    assert any(all(reference.lora for reference in recipe.references[1:]) for recipe in recipes)
+    assert any(len(own) > 1 for own in found.values())
+    assert any(isinstance(own.settings, SltaSettings) and own.settings.statistics for own in recipes)
+
+
+@each_recipe
 def test_a_recipe_is_sound(path: Path) -> None:
-    recipe = Recipe.load(path)
-    assert not recipe.problems
-    assert recipe.config.dtype == "float32" and recipe.config.out_dtype == "bfloat16"
-    for reference in recipe.references:
-        assert all(HUB_NAME.fullmatch(name) for name in hub_names(reference)), reference
-    if recipe.method.runs_models:
-        settings = recipe.settings
-        named = isinstance(settings, SltaSettings) and settings.statistics.startswith(DATASET_PREFIX)
-        assert named or not calibration_problems(recipe)
-        for expert in recipe.experts:
-            kind, name, *_ = source_key(expert.calibration)
-            assert kind == "dataset" and HUB_NAME.fullmatch(name)
-            assert not expert.template or template_fields(expert.template)
+    earlier: set[str | None] = set()
+    for name, recipe in stages(path):
+        assert not recipe.problems
+        assert recipe.config.dtype == "float32" and recipe.config.out_dtype == "bfloat16"
+        for reference in recipe.references:
+            if str(reference) not in earlier:
+                assert all(HUB_NAME.fullmatch(model) for model in hub_names(reference)), reference
+        if recipe.method.runs_models:
+            settings = recipe.settings
+            named = isinstance(settings, SltaSettings) and settings.statistics.startswith(DATASET_PREFIX)
+            assert named or not calibration_problems(recipe)
+            for expert in recipe.experts:
+                if named and not expert.calibration:
+                    continue
+                kind, dataset, *_ = source_key(expert.calibration)
+                assert kind == "dataset" and HUB_NAME.fullmatch(dataset)
+                assert not expert.template or template_fields(expert.template)
+        earlier.add(name)
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [path for path in RECIPES if len(list(stages(path))) > 1], ids=lambda path: path.stem)
+def test_every_stage_is_used_and_the_last_has_no_name(path: Path) -> None:
+    configurations, needed = load_config(path.read_text(), "stages")
+    assert list(configurations)[-1] is None
+    assert set.union(*needed.values()) == set(configurations) - {None}
+
+
+def test_the_page_of_recipes_lists_them() -> None:
+    page = (FOLDER.parents[1] / "docs" / "recipe.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `examples/recipes/(.+?)` \|", page, re.MULTILINE)) == {path.name for path in RECIPES}
+
+
+@each_recipe
 def test_a_recipe_says_what_it_needs_and_how_to_run_it(path: Path) -> None:
     comments = " ".join(line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#"))
-    for word in ("Download:", "Disk:", "Memory:", "License:", f"mergekit-yaml {path.name}"):
+    program = "mergekit-multi" if len(list(stages(path))) > 1 else "mergekit-yaml"
+    for word in ("Download:", "Disk:", "Memory:", "License:", f"{program} {path.name}"):
         assert word in comments, word

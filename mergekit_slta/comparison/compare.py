@@ -141,7 +141,16 @@ class Comparison(Paragraphs):
             yield "Perplexity of the text, lower is better"
             yield Table(["model", "perplexity"], [[name, f"{value:.4f}"] for name, value in self.perplexity])
         if idle := [task.model for task in self.tasks if task.kept(0) is None]:
-            yield f"Experts no better than the base model on their own task, with no gain to keep: {', '.join(idle)}."
+            yield without_gain(idle)
+
+
+def without_gain(experts: Sequence[str]) -> str:
+    """What to say of experts whose likelihood on their own task is no better than the base model's."""
+    return (
+        f"Experts no better than the base model on their own task, with no gain to keep: {', '.join(experts)}. "
+        "The likelihood counts every token of a record, its prompt's too; where records have short answers, `compare` "
+        "scores these alone as well."
+    )
 
 
 def _all(task: TaskComparison) -> Sequence[TaskScore]:

@@ -175,10 +175,10 @@ class CalibratedMethod(FiniteMethod):
         return self.merge_tensor(group, merge)
 
 
-def write_report(folder: str, page: Page) -> None:
-    """Write a report into a folder that the recipe names."""
+def write_report(folder: str, name: str, page: Page) -> None:
+    """Write a report under this name into a folder that the recipe names; other merges may share the folder."""
     try:
-        path = page.write(Path(folder).expanduser(), "report.html")
+        path = page.write(Path(folder).expanduser(), name)
     except OSError as error:
         raise SltaError(f"The report cannot be written to {folder} ({error}): name another folder.") from error
     LOG.info("Report written to %s", path)

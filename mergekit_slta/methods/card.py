@@ -55,7 +55,7 @@ def write_beside(folder: Path, recipe: Recipe, solution: Solution | None) -> Non
     from mergekit_slta.reports.merge import alpha_map  # which imports matplotlib
 
     solution.statistics.save(folder / STATISTICS_OF_MERGE)
-    files.write(folder / ALPHA_FIGURE, alpha_map(_analysis(solution)).png)
+    files.write(folder / ALPHA_FIGURE, alpha_map(_analysis(solution)).picture.png())
     base = recipe.config.base_model
     assert base is not None
     if any(isinstance(LoaderCache.loaders.get(model), RenamingLoader) for model in recipe.references):

@@ -38,8 +38,9 @@ class FeatcalMethod(CalibratedMethod):
             errors = solved.errors()
             models = [published_name(expert.reference) for expert in experiment.recipe.experts]
             merged, anchor = errors[ERRORS[MERGED]], errors[ERRORS[ANCHOR]]
+            page = drift_page(merged, anchor, models, settings, solved.routing())
             try:
-                write_report(settings.report, drift_page(merged, anchor, models, settings, solved.routing()))
+                write_report(settings.report, "featcal.html", page)
             except SltaError:
                 solved.release()
                 raise

@@ -40,7 +40,7 @@ class SltaMethod(CalibratedMethod):
         if settings.report:
             from mergekit_slta.reports.merge import report_page  # imports matplotlib, which takes a second
 
-            write_report(settings.report, report_page(solution))
+            write_report(settings.report, "report.html", report_page(solution))
         decoder = experiment.decoder.to("cpu")
         return TensorWeights(decoder, settings.level, solution.submodules, settings.edges, settings.towers)
 

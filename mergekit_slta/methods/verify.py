@@ -57,7 +57,7 @@ class Verification:
         values = f"{self.compared} compared by value, largest difference {self.largest:.3g}"
         read = f"{self.tensors} tensors read, {values}{f' in {self.where}' if self.where else ''}."
         if not self.problems:
-            return f"No difference found. {read}"
+            return f"No difference beyond rounding. {read}"
         count = len(self.problems)
         return "\n- ".join([f"{count} problem{'s' * (count > 1)} found. {read}", *self.problems])
 

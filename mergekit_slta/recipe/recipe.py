@@ -145,6 +145,8 @@ class Recipe:
             said = str(error)
         except Exception as error:  # YAML's tags may raise errors of any kind
             said = one_line(error)
+            if "expected a single document" in said:
+                said = "it has several documents, as for mergekit-multi: copy the one you mean to a file of its own"
         raise SltaError(f"{name} is not valid as {kind}: {said}.")
 
     @cached_property

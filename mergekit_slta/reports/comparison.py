@@ -36,4 +36,4 @@ def write_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> No
     picture = heat_map(
         matrices, x_label="model", y_label="task of", value_label="share", limits=(0.0, 1.0), numbers=percent
     )
-    files.write(Path(path).expanduser(), picture)
+    files.write(Path(path).expanduser(), picture.png())

@@ -120,6 +120,6 @@ def _chart(merged: torch.Tensor, anchor: torch.Tensor, names: Sequence[str], anc
         caption="How far the output of each layer is from that of the expert, before (the model that the merge started "
         "from) and after. Lower is better.",
         alt=f"Two lines per expert over the decoder layers, before and after. After the last layer: {'; '.join(said)}.",
-        png=line_chart(panels, x_label="decoder layer", y_label="relative error", y_percent=True, lines_at=(0.0,)),
+        picture=line_chart(panels, x_label="decoder layer", y_label="relative error", y_percent=True, lines_at=(0.0,)),
         table=Table(["layer", *columns], [[str(layer), *map(percent, row)] for layer, row in enumerate(pairs)]),
     )

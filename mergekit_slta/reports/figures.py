@@ -1,4 +1,4 @@
-"""Charts as PNG pictures: lines, heat maps and bars that are readable on a narrow screen and without colours.
+"""Charts: lines, heat maps and bars that are readable on a narrow screen, on a dark one, and without colours.
 
 Every picture fits a phone's width, so a wide screen shows several side by side. Lines differ in marker as well as in
 colour. The colours are those of Okabe and Ito, which colour-blind people can tell apart.
@@ -25,10 +25,12 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from mergekit_slta.reports.words import plain_number
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+INK, AXIS, GRID, SHADE = "#1a1a1a", "#555555", "#e4e4e4", "#dcdcdc"
+# What an SVG shows instead on a dark ground. Everything else, such as the cells of heat maps, keeps its colour.
+DARK = {INK: "#e6e6e6", AXIS: "#a0a5ac", GRID: "#2e3237", SHADE: "#3a3f46"}
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", INK)
 MARKERS = "osD^vPX*"
 HATCHES = ("", "///", "...", "\\\\\\", "xxx", "---", "++")
-SHADE = "#dcdcdc"
 WIDTH = 4.6  # inches
 PANEL_HEIGHT = 1.75
 DOTS_PER_INCH = 170
@@ -45,8 +47,10 @@ COLUMN_NAMES_LENGTH = 36
 PAIR = " | "  # between the names of two experts
 STYLE: Any = {
     "axes.axisbelow": True,
-    "axes.edgecolor": "#555555",
+    "axes.edgecolor": AXIS,
+    "axes.facecolor": "none",
     "axes.grid": True,
+    "axes.labelcolor": INK,
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.titlelocation": "left",
@@ -54,12 +58,45 @@ STYLE: Any = {
     "figure.facecolor": "white",
     "font.family": "DejaVu Sans",
     "font.size": 10,
-    "grid.color": "#e4e4e4",
+    "grid.color": GRID,
     "legend.frameon": False,
     "lines.linewidth": 1.6,
     "lines.markersize": 4,
+    "svg.hashsalt": "mergekit-slta",  # the same picture is the same file
+    "text.color": INK,
     "text.parse_math": False,  # names may hold dollar signs
+    "xtick.color": INK,
+    "ytick.color": INK,
 }
+
+
+class Picture:
+    """A chart that is drawn as often as it is asked for, in the form that the place needs."""
+
+    def __init__(self, figure: Figure) -> None:
+        self._figure = figure
+
+    def png(self) -> bytes:
+        """The chart on a white ground."""
+        return self._drawn("png", pil_kwargs={"optimize": True})
+
+    def svg(self) -> bytes:
+        """The chart without a ground, sharp at any size; it turns dark with the page that shows it."""
+        rules = "".join(
+            f'[style*="{what}: {light}"]{{{what}:{dark}!important}}'
+            for light, dark in DARK.items()
+            for what in ("fill", "stroke")
+        )
+        drawn = self._drawn("svg", facecolor="none", metadata={"Date": None})
+        style = f"<style>@media (prefers-color-scheme: dark){{{rules}}}</style>\n </defs>"
+        return drawn.replace(b"</defs>", style.encode(), 1)
+
+    def _drawn(self, form: str, **options: Any) -> bytes:
+        drawn = io.BytesIO()
+        with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Glyph")  # a name in a script that the font lacks
+            self._figure.savefig(drawn, format=form, **options)
+        return drawn.getvalue()
 
 
 @dataclass(frozen=True)
@@ -121,8 +158,8 @@ def line_chart(
     log_x: bool = False,
     log_y: bool = False,
     shaded_label: str = "",
-) -> bytes:
-    """Panels of lines below each other, as PNG.
+) -> Picture:
+    """Panels of lines below each other.
 
     Args:
         panels: the panels; a label means the same series in all of them.
@@ -143,7 +180,7 @@ def line_chart(
         entries = [*labels, shaded_label] if shaded else labels
         figure, axes = _panels([PANEL_HEIGHT] * len(panels), entries)
         for panel, ax in zip(panels, axes, strict=True):
-            ax.set_title(panel.title)
+            ax.set_title(_short(panel.title, LEGEND_WIDTH))
             ax.set_ylabel(y_label)
             for line in panel.lines:
                 _draw_line(ax, line, labels.index(line.label), y_range)
@@ -158,7 +195,7 @@ def line_chart(
             Line2D([], [], color=_colour(index), marker=MARKERS[index % len(MARKERS)]) for index in range(len(labels))
         ]
         _legend(figure, [*handles, Patch(color=SHADE)] if shaded else handles, entries)
-        return _png(figure)
+        return Picture(figure)
 
 
 def heat_map(
@@ -170,8 +207,8 @@ def heat_map(
     limits: tuple[float, float],
     colours: str = "viridis",
     numbers: Callable[[float], str] = lambda value: plain_number(value, ".2f"),
-) -> bytes:
-    """Heat maps below each other with one scale of colours, as PNG.
+) -> Picture:
+    """Heat maps below each other with one scale of colours.
 
     Args:
         matrices: the heat maps.
@@ -180,14 +217,14 @@ def heat_map(
         colours: the name of one of matplotlib's colour maps.
         numbers: formats the values that are written into the cells if there is room.
     """
-    with matplotlib.rc_context({**STYLE, "axes.grid": False}):
+    with matplotlib.rc_context({**STYLE, "axes.grid": False, "axes.facecolor": SHADE}):
         rows = [len(matrix.rows) for matrix in matrices]
         heights = [0.55 + min(max(0.28 * n, 0.8), 2.6) for n in rows]
         figure, axes = _panels(heights, [])
-        colour_map = matplotlib.colormaps[colours].with_extremes(bad="#eeeeee", under="#f4a6d7", over="#d7301f")
+        colour_map = matplotlib.colormaps[colours].with_extremes(bad="none", under="#f4a6d7", over="#d7301f")
         for matrix, ax in zip(matrices, axes, strict=True):
             values = np.ma.masked_invalid(np.asarray(matrix.values, dtype=float))
-            image = ax.imshow(values, cmap=colour_map, norm=Normalize(*limits), aspect="auto", interpolation="nearest")
+            image = ax.imshow(values, cmap=colour_map, norm=Normalize(*limits), aspect="auto", interpolation="none")
             ax.set_title(_short(matrix.title, LEGEND_LENGTH))
             _name_cells(ax, matrix)
             longest = max(map(len, _cell_names(matrix.rows)))
@@ -202,11 +239,11 @@ def heat_map(
             extend=("neither", "min", "max", "both")[under + 2 * over], ticks=MaxNLocator(5, steps=[1, 2, 5, 10]),
         )  # fmt: skip
         bar.set_label(value_label)
-        return _png(figure)
+        return Picture(figure)
 
 
-def bar_chart(bars: Sequence[Bar], *, x_label: str) -> bytes:
-    """Grouped horizontal bars with their deviations and values, as PNG."""
+def bar_chart(bars: Sequence[Bar], *, x_label: str) -> Picture:
+    """Grouped horizontal bars with their deviations and values."""
     groups = list(dict.fromkeys(bar.group for bar in bars))
     series = list(dict.fromkeys(bar.series for bar in bars))
     places: dict[tuple[str, str], float] = {}
@@ -221,7 +258,7 @@ def bar_chart(bars: Sequence[Bar], *, x_label: str) -> bytes:
         for bar in bars:
             place = places[bar.group, bar.series]
             ax.barh(place, bar.value, height=0.9, **looks[series.index(bar.series)])
-            ax.errorbar(bar.value, place, xerr=bar.deviation, color="#333333", linewidth=1, capsize=2)
+            ax.errorbar(bar.value, place, xerr=bar.deviation, color=INK, linewidth=1, capsize=2)
             end = bar.value + bar.deviation if math.isfinite(bar.value) else 0.0
             text = f"{plain_number(bar.value)} ± {plain_number(bar.deviation)}"
             ax.annotate(text, (end, place), (3, 0), textcoords="offset points", va="center", fontsize=8)
@@ -232,7 +269,7 @@ def bar_chart(bars: Sequence[Bar], *, x_label: str) -> bytes:
         ax.invert_yaxis()
         ax.set_xlabel(x_label)
         _legend(figure, [Patch(**look) for look in looks], series)
-        return _png(figure)
+        return Picture(figure)
 
 
 def _panels(heights: Sequence[float], legend: Sequence[str]) -> tuple[Figure, list[Axes]]:
@@ -327,11 +364,3 @@ def _number_cells(ax: Axes, image: Any, values: Any, numbers: Callable[[float], 
         dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
         text_colour = "white" if dark else "black"
         ax.text(column, row, numbers(value), ha="center", va="center", fontsize=9, color=text_colour)
-
-
-def _png(figure: Figure) -> bytes:
-    picture = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # a name in a script that the font lacks
-        figure.savefig(picture, format="png", pil_kwargs={"optimize": True})
-    return picture.getvalue()

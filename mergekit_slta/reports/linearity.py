@@ -146,7 +146,7 @@ def _score_chart(result: Linearity) -> Chart:
         caption="Like Figures 1a and 2 and Table 17 of the paper. Lower is more linear. Thin lines are standard "
         "deviations over samples and submodules.",
         alt=f"Bars: {'; '.join(f'{bar.group} of {bar.series} {plain_number(bar.value)}' for bar in bars)}.",
-        png=bar_chart(bars, x_label="non-linearity score"),
+        picture=bar_chart(bars, x_label="non-linearity score"),
         table=score_table(result),
     )
 
@@ -182,7 +182,7 @@ def _score_by_layer(result: Linearity) -> list[Chart]:
             caption="Mean over samples. Each panel has a scale of its own. Where a layer has several submodules of a "
             "kind, the line is their mean and each dot is one of them.",
             alt=f"Lines over the decoder layers, one per expert: {'; '.join(said)}.",
-            png=line_chart(panels, x_label="decoder layer", y_label="score"),
+            picture=line_chart(panels, x_label="decoder layer", y_label="score"),
             table=Table(["Submodule", *experts], rows),
         )
     ]
@@ -206,8 +206,8 @@ def _merge_charts(result: Linearity, sizes: Sequence[int]) -> list[Chart]:
                     )
             rows += [[group + what, *_cells(result, metric, group, merges)] for metric, what in metrics.items()]
         alt = f"Bars: {'; '.join(f'{bar.group}, {bar.series}: {plain_number(bar.value)}' for bar in bars)}."
-        png = bar_chart(bars, x_label=f"1 − {quantity}" if cosine else quantity)
-        return Chart(name, title, caption, alt, png, Table([quantity.capitalize(), *columns], rows))
+        picture = bar_chart(bars, x_label=f"1 − {quantity}" if cosine else quantity)
+        return Chart(name, title, caption, alt, picture, Table([quantity.capitalize(), *columns], rows))
 
     return [
         chart(
@@ -252,7 +252,7 @@ def _curve_chart(result: Linearity) -> Chart:
         "of the task vector is added to the base model, relative to the whole way. For a linear expert the distance "
         "falls straight from 1 to 0.",
         alt="Lines that fall from 1 to 0, one per kind of submodule, in a panel for each expert.",
-        png=line_chart(panels, x_label="share of the task vector α", y_label="distance"),
+        picture=line_chart(panels, x_label="share of the task vector α", y_label="distance"),
         table=Table(["Submodules", *(f"α = {step:g}" for step in steps)], rows),
     )
 
@@ -261,7 +261,7 @@ def _distance_map(result: Linearity, index: int) -> Chart:
     """Figure 6 for one expert: of the levels that were measured, the model, a middle layer and its branches."""
     expert, short = result.experts[index], short_names(result.experts)[index]
     steps = [f"{step / STEPS:.1f}" for step in range(STEPS + 1)]
-    matrices, rows = [], []
+    matrices, rows, said = [], [], []
     for level in [level for level in result.maps if level in ("model", "layer", "attn_mlp")]:
         names = list(result.maps[level][expert])
         for layers in kinds_of(names).values():
@@ -269,14 +269,16 @@ def _distance_map(result: Linearity, index: int) -> Chart:
             distances = result.maps[level][expert][name].tolist()
             matrices.append(Matrix(name, distances, steps, steps))
             rows += [[f"{name}, α = {step}", *map(_decimals, row)] for step, row in zip(steps, distances, strict=True)]
+            half = plain_number(distances[0][STEPS // 2])
+            said.append(f"{name}: 0 along the diagonal, {half} from the base model to halfway")
     return Chart(
         name=f"distances-{index + 1}",
         title=f"Distances on the way to {short}",
         caption="Like Figure 6 of the paper, mean over samples: the distance between the features at two points on the "
         "way from the base model to the expert. For a linear expert the stripes along the diagonal are even. "
         "Distances above 1 are red.",
-        alt=f"Heat maps of {enumerated([matrix.title for matrix in matrices])}, dark along the diagonal.",
-        png=heat_map(
+        alt=f"Heat maps of distances. {'; '.join(said)}.",
+        picture=heat_map(
             matrices,
             x_label="share of the task vector α",
             y_label="α",

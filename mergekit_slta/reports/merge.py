@@ -254,7 +254,7 @@ def _retained_chart(analysis: LevelAnalysis) -> Chart:
         caption="Measured on each expert's own data, for every layer from layer 0 on. Thin lines mark 0 % and 50 %. "
         "Values below −100 % are drawn at −100 %.",
         alt=f"Lines over the decoder layers, one per expert. By layer, {by_layer}.",
-        png=line_chart(
+        picture=line_chart(
             _panels(analysis, analysis.retained, analysis.share),
             x_label="decoder layer",
             y_label="share kept",
@@ -278,7 +278,7 @@ def _alpha_chart(analysis: LevelAnalysis) -> Chart:
         caption="At 1 the merge takes all of an expert's change, at 0 none of it. Bands are 90 % bootstrap intervals "
         "over the samples. Values below −2 or above 3 are drawn at these limits.",
         alt=f"Lines over the decoder layers with bands, one per expert. {_extents(analysis.experts, analysis.alpha)}.",
-        png=line_chart(
+        picture=line_chart(
             _panels(analysis, analysis.alpha, torch.ones_like(analysis.alpha), bands=True),
             x_label="decoder layer",
             y_label="merging weight α",
@@ -312,8 +312,10 @@ def alpha_map(analysis: LevelAnalysis) -> Chart:
         name=f"alpha-map-{analysis.level}",
         title="Merging weights at a glance",
         caption="Drawn like Figure 5 of the paper. Weights below 0 are pink, weights above 1 are red.",
-        alt="Heat maps of the merging weights, layers from left to right; the numbers are those of the chart by layer.",
-        png=heat_map(matrices, x_label="decoder layer", y_label="", value_label="merging weight α", limits=(0.0, 1.0)),
+        alt=f"Heat maps, layers from left to right. Merging weights of {_extents(analysis.experts, analysis.alpha)}.",
+        picture=heat_map(
+            matrices, x_label="decoder layer", y_label="", value_label="merging weight α", limits=(0.0, 1.0)
+        ),
         table=_submodule_table(analysis, analysis.experts, analysis.alpha),
     )
 
@@ -330,7 +332,7 @@ def _condition_chart(analysis: LevelAnalysis) -> Chart:
         caption="It says how hard it is to tell the experts apart: 1 is ideal, and above "
         f"{plain_number(MOST_CONDITION)} (the thin line) the data hardly determines the weights.",
         alt=f"Lines over the decoder layers: {extent(analysis.condition.tolist(), plain_number)}.",
-        png=line_chart(
+        picture=line_chart(
             [Panel("", lines)],
             x_label="decoder layer",
             y_label="condition number",
@@ -357,7 +359,7 @@ def _cosine_map(analysis: LevelAnalysis) -> Chart:
         caption="Cosine similarity of two experts' feature changes over the data of all tasks. Near 0 the experts "
         "leave each other alone, near 1 they make almost the same change, and below 0 they pull features apart.",
         alt=f"Heat maps, pairs of experts by layers. {_extents(names, cosine)}.",
-        png=heat_map(
+        picture=heat_map(
             matrices,
             x_label="decoder layer" if by_layer else "",
             y_label="",
@@ -383,7 +385,7 @@ def _cost_map(analysis: LevelAnalysis) -> Chart:
         caption="How many percentage points more the merge would keep of the row's expert if the column's expert were "
         "left out.",
         alt=f"Heat map, experts by experts: {'; '.join(said)}.",
-        png=heat_map(
+        picture=heat_map(
             [Matrix("", gain.tolist(), experts, experts)],
             x_label="without",
             y_label="kept of",
@@ -426,7 +428,9 @@ def _samples_charts(analysis: LevelAnalysis) -> list[Chart]:
             "weight when this many samples per task are drawn, with replacement, from those measured.",
             alt=f"Lines with bands. Standard deviation: {widest[0]} at most with {counts[0]}, {widest[-1]} with "
             f"{counts[-1]} samples per task.",
-            png=line_chart([Panel("", weights)], x_label="samples per task", y_label="merging weight α", log_x=True),
+            picture=line_chart(
+                [Panel("", weights)], x_label="samples per task", y_label="merging weight α", log_x=True
+            ),
             table=Table(header, rows),
         ),
         Chart(
@@ -435,7 +439,7 @@ def _samples_charts(analysis: LevelAnalysis) -> list[Chart]:
             caption="The share of each expert's feature change, measured on all samples, that the merge keeps when its "
             "weights come from this many samples per task.",
             alt=f"Lines, one per expert: {'; '.join(said)} samples per task.",
-            png=line_chart(
+            picture=line_chart(
                 [Panel("", shares)],
                 x_label="samples per task",
                 y_label="share kept",

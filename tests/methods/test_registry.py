@@ -530,7 +530,7 @@ def test_a_feature_merge_of_loras_of_the_attention(llama: Family, tmp_path: Path
 def test_a_feature_merges_report(llama: Family, tmp_path: Path) -> None:
     content = feature_recipe(llama, report=str(tmp_path / "report"))
     families.merge(content, tmp_path / "out")
-    text = (tmp_path / "report" / "report.html").read_text()
+    text = (tmp_path / "report" / "featcal.html").read_text()
     assert_self_contained(text)
     assert "After the last layer the merged model's features are" in html.unescape(text)
     for name in ("expert0", "expert1", "expert2"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 import re
@@ -423,12 +422,14 @@ def test_the_page_says_what_was_measured(written: tuple[Linearity, Path]) -> Non
 
 def test_the_figures_are_files_and_in_the_page(written: tuple[Linearity, Path]) -> None:
     text = (written[1] / "linearity.html").read_text()
-    pictures = {file.stem: file.read_bytes() for file in written[1].glob("*.png")}
-    assert set(pictures) == {
+    charts = [chart for section in linearity_page(written[0]).sections for chart in section.charts]
+    assert {chart.name for chart in charts} == {file.stem for file in written[1].glob("*.png")} == {
         "non-linearity", "non-linearity-by-layer", "projection-distance", "cosine", "distance-curve",
         "distances-1", "distances-2", "distances-3",
     }  # fmt: skip
-    assert all(base64.b64encode(picture).decode() in text for picture in pictures.values())
+    images = [image for tag, image in Elements(text).found if tag == "img"]
+    assert all(str(image["src"]).startswith("data:image/svg+xml;base64,") for image in images)
+    assert [image["alt"] for image in images] == [chart.alt for chart in charts]
 
 
 @pytest.mark.parametrize(
@@ -461,7 +462,10 @@ def test_the_report_on_a_merge_may_go_into_the_same_folder(written: tuple[Linear
     report(measured, tmp_path / "report")
     report(measured, tmp_path / "both")
     write_linearity(written[0], tmp_path / "both")
-    assert contents(tmp_path / "both") == contents(tmp_path / "report") | contents(written[1])
+    both = contents(tmp_path / "both")
+    index = both.pop("index.html").decode()
+    assert both == contents(tmp_path / "report") | contents(written[1])
+    assert [link["href"] for tag, link in Elements(index).found if tag == "a"] == ["linearity.html", "report.html"]
 
 
 def test_the_command_says_the_passes_first(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import warnings
 from collections.abc import Iterator
+from xml.etree import ElementTree
 
 import matplotlib.image
 import numpy as np
 import pytest
 
 from mergekit_slta.reports.figures import (
+    AXIS,
     COLOURS,
+    DARK,
     DOTS_PER_INCH,
+    GRID,
+    INK,
+    LEGEND_WIDTH,
     WIDTH,
     Bar,
     Line,
     Matrix,
     Panel,
+    Picture,
     bar_chart,
     heat_map,
     line_chart,
@@ -34,8 +42,9 @@ def warnings_are_errors() -> Iterator[None]:
         yield
 
 
-def pixels(png: bytes) -> np.ndarray:
-    picture = np.asarray(matplotlib.image.imread(io.BytesIO(png), format="png"))[..., :3]
+def pixels(drawn: Picture) -> np.ndarray:
+    ElementTree.fromstring(drawn.svg())
+    picture = np.asarray(matplotlib.image.imread(io.BytesIO(drawn.png()), format="png"))[..., :3]
     assert picture.shape[1] == round(WIDTH * DOTS_PER_INCH)
     return picture
 
@@ -68,7 +77,7 @@ def test_lines_that_are_nowhere() -> None:
 def test_a_line_outside_the_range_is_drawn_at_its_edge() -> None:
     def chart(value: float) -> bytes:
         panel = Panel("", [Line("a", [0, 1], [0.5, value])])
-        return line_chart([panel], x_label="x", y_label="y", y_range=(-1, 1))
+        return line_chart([panel], x_label="x", y_label="y", y_range=(-1, 1)).png()
 
     assert chart(-7.0) == chart(-1.0) != chart(1.0) == chart(7.0)
 
@@ -96,3 +105,22 @@ def test_bars() -> None:
     picture = pixels(bar_chart([*bars, Bar("none", "math", math.nan, math.nan)], x_label="$score"))
     assert all(has_colour(picture, colour) for colour in COLOURS)
     pixels(bar_chart([Bar("a", "b", 0.0, 0.0)], x_label="x"))
+
+
+def test_a_picture_as_svg_is_the_same_each_time_and_knows_dark_pages() -> None:
+    drawn, again = (line_chart([Panel("", lines([0.0, 1.0], [0.0, 1.0]))], x_label="x", y_label="y") for _ in range(2))
+    text = drawn.svg()
+    assert text == again.svg() == drawn.svg()
+    styles = [found.text or "" for found in ElementTree.fromstring(text).findall(".//{*}style")]
+    (style,) = [text for text in styles if text.startswith("@media (prefers-color-scheme: dark){")]
+    for light, dark in DARK.items():
+        assert f'[style*="stroke: {light}"]{{stroke:{dark}!important}}' in style
+    for light in (INK, AXIS, GRID):  # matplotlib still writes colours as the style looks for them
+        assert f": {light}" in text.decode().replace(style, "")
+
+
+def test_a_long_title_keeps_its_end_which_tells_experts_apart() -> None:
+    title = f"On {'x' * 100}-math's samples"
+    chart = line_chart([Panel(title, lines([0.0, 1.0], [0.0, 1.0]))], x_label="x", y_label="y")
+    (written,) = re.findall(r"<!-- (On .*) -->", chart.svg().decode())
+    assert len(written) <= LEGEND_WIDTH and written.endswith("xx-math's samples")

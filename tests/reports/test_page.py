@@ -7,22 +7,25 @@ from pathlib import Path
 
 from support.html_elements import Elements, assert_self_contained
 
+from mergekit_slta.reports.figures import Matrix, heat_map
 from mergekit_slta.reports.page import Chart, Page, Section
 from mergekit_slta.tables import Table
 
+PICTURE = heat_map([Matrix("", [[0.5]], ["a"], ["b"])], x_label="", y_label="", value_label="", limits=(0.0, 1.0))
 EVIL = "<script>alert('x')</script> & \"quotes\""
 
 
 def page(text: str) -> Page:
     table = Table([text, text], [[text, text]])
-    chart = Chart("chart", text, text, text, b"\x89PNG", table)
+    chart = Chart("chart", text, text, text, PICTURE, table)
     return Page(text, [text], {text: text}, [Section(text, [text], [chart], table)])
 
 
 def test_everything_is_escaped() -> None:
     text = page(EVIL).html()
     assert_self_contained(text)
-    assert Elements(text).text.count(EVIL) == text.count("&lt;script&gt;") - 1  # one is the picture's alternative text
+    # Two are attributes: the description and the alternative text.
+    assert Elements(text).text.count(EVIL) == text.count("&lt;script&gt;") - 2
     assert [a["alt"] for tag, a in Elements(text).found if tag == "img"] == [EVIL]
 
 
@@ -37,8 +40,8 @@ def test_a_page_opens_with_its_verdict_and_names_every_table() -> None:
 
 def test_pictures_are_in_the_page_and_beside_it(tmp_path: Path) -> None:
     path = page("word").write(tmp_path / "new", "report.html")
-    assert (tmp_path / "new" / "chart.png").read_bytes() == b"\x89PNG"
-    assert base64.b64encode(b"\x89PNG").decode() in path.read_text()
+    assert (tmp_path / "new" / "chart.png").read_bytes() == PICTURE.png()
+    assert f"data:image/svg+xml;base64,{base64.b64encode(PICTURE.svg()).decode()}" in path.read_text()
     assert sorted(file.name for file in path.parent.iterdir()) == ["chart.png", "report.html"]
 
 
@@ -54,3 +57,14 @@ def test_a_page_suits_dark_screens_and_phones() -> None:
     for tag, attributes in before_tables:  # a wide table scrolls inside its own box, with the keyboard too
         assert (tag, attributes["tabindex"]) == ("div", "0")
         assert "table" in str(attributes["class"]).split()
+
+
+def test_an_index_leads_to_every_page_of_a_folder_with_several(tmp_path: Path) -> None:
+    (tmp_path / "notes.html").write_text("<title>Somebody's own</title>")
+    page(EVIL).write(tmp_path, "first.html")
+    assert not (tmp_path / "index.html").exists()
+    for _ in range(2):
+        page("word").write(tmp_path, "second.html")
+        index = Elements((tmp_path / "index.html").read_text())
+        assert [link["href"] for tag, link in index.found if tag == "a"] == ["first.html", "second.html"]
+        assert index.text.count(EVIL) == 2  # the page's title and its first sentence
