@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors.torch import save as serialize
 
 from mergekit_slta import __version__, files
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, one_line
 from mergekit_slta.levels import LEVELS, covers, of_level, sort_key
 from mergekit_slta.models import hub
 from mergekit_slta.slta.solution import Solution
@@ -291,10 +291,14 @@ class Statistics:
             with safetensors.safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (safetensors.SafetensorError, OSError) as error:
+        except safetensors.SafetensorError as error:
             raise SltaError(
                 f"{path} is truncated or not a safetensors file ({error}): get it or measure it again."
             ) from None
+        except (OSError, RuntimeError) as error:  # the errors of torch, which opens the file too, are RuntimeErrors
+            raise SltaError(
+                f"{path} cannot be read ({one_line(error)}): check its permissions and its disk."
+            ) from error
         if METADATA_KEY not in metadata:
             raise SltaError(f"{path} is not a statistics file: make one with 'mergekit-slta calibrate'.")
         info = _parse_info(metadata[METADATA_KEY], path)
