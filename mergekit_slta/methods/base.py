@@ -147,6 +147,13 @@ class CalibratedMethod(FiniteMethod):
         super().forget()
         self._merge = None
 
+    def written(self, folder: Path) -> None:
+        """Refuse an output whose tensors are of other files than those that were measured."""
+        super().written(folder)
+        if self._merge is not None:
+            for model in (self._merge.experiment.base, *self._merge.experiment.experts):
+                model.refuse_changes()
+
     def validate_inputs(
         self, input_ids: Sequence[Hashable], base_id: Hashable | None = None, *, group_name: str | None = None
     ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -214,7 +215,13 @@ class Scenario:
 
 
 # mergekit reads the recipe and the configurations before it plans a merge, when no merge method is asked yet.
-PREPARATION = ("open(config_file", "get_architecture_info(", "_model_out_config(", "loader_cache.get(model)")
+PREPARATION = (
+    "in main\n    config_source",
+    "open(config_file",
+    "get_architecture_info(",
+    "_model_out_config(",
+    "loader_cache.get(model)",
+)
 # What says that something beside the result is missing or was left behind.
 TOLD = ("cannot be deleted", "The model card says only", "Failed to copy tokenizer", "yourself")
 
@@ -309,8 +316,8 @@ def _not_a_sentence(said: str) -> str | None:
     """What is wrong with the way in which a command refused."""
     if "Traceback" in said:
         return None if any(step in said for step in PREPARATION) else "ended in a traceback"
-    refusal = said.split("Error: ", 1)[-1].strip().splitlines() if "Error: " in said else []
-    return None if len(refusal) == 1 else "did not end in one sentence"
+    refusals = re.findall(r"^Error: .+", said, re.MULTILINE)
+    return None if len(refusals) == 1 and said.rstrip().endswith(refusals[0]) else "did not end in one sentence"
 
 
 def difference(expected: Mapping[str, bytes], found: Mapping[str, bytes]) -> str | None:
