@@ -38,6 +38,7 @@ PUBLISHED_PREFIX = "hf:"
 # that lies beside the weights.
 STATISTICS_OF_MERGE = "mergekit-slta/statistics.safetensors"
 _GRAM = "gram/"
+_SUBMODULE = re.compile(r"model|layer\.[0-9]{1,6}(\..+)?")
 _PUBLISHED = re.compile(r"hf:(?P<repo>[^/@]+/[^/@]+)/(?P<file>[^@]+)(?:@(?P<revision>[^@]+))?")
 
 
@@ -293,7 +294,7 @@ class Statistics:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except safetensors.SafetensorError as error:
             raise SltaError(
-                f"{path} is truncated or not a safetensors file ({error}): get it or measure it again."
+                f"{path} is truncated or not a safetensors file ({one_line(error)}): get it or measure it again."
             ) from None
         except (OSError, RuntimeError) as error:  # the errors of torch, which opens the file too, are RuntimeErrors
             raise SltaError(
@@ -388,6 +389,9 @@ def _problem(statistics: Statistics) -> str | None:
         return "'task' is not in order"
     if tokens.dtype != torch.int64 or tokens.shape != task.shape or bool((tokens < 1).any()):
         return "'tokens' does not fit"
+    for name in statistics.grams:
+        if not _SUBMODULE.fullmatch(name):
+            return f"'{name}' is not the name of a submodule"
     for level in info.levels:
         if level not in LEVELS:
             return f"unknown level '{level}'"

@@ -125,7 +125,7 @@ class Commands:
             user: another user to run it as.
         """
         self._runs += 1
-        request = {
+        request: dict[str, Any] = {
             "command": list(map(str, command)),
             "root": str(root),
             "folder": str(root),
