@@ -82,6 +82,7 @@ class Commands:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         library = folder / "faults.so"
+        write_models(folder / "warm")
         subprocess.run([COMPILER or "cc", "-shared", "-fPIC", "-O1", "-o", library, SOURCE, "-ldl"], check=True)
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT), *sys.path]),
@@ -89,7 +90,7 @@ class Commands:
             "TOKENIZERS_PARALLELISM": "false",
         }
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "support.fault_server", library],
+            [sys.executable, "-m", "support.fault_server", library, folder / "warm"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=(folder / "server.log").open("w"),
@@ -237,10 +238,10 @@ COMMANDS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[tuple[str, ...
         (CALIBRATE, ("mergekit-slta", *SOLVE)),
     ),
     "report": (("mergekit-slta", "report", STATISTICS, "-o", "report"), ("report/*",), (CALIBRATE,)),
-    "slta": (("mergekit-yaml", "measured.yml", "merged"), ("merged/*.safetensors",), (CALIBRATE,)),
-    "featcal": (("mergekit-yaml", "featcal.yml", "merged"), ("merged/*.safetensors",), ()),
-    "actmat": (("mergekit-yaml", "actmat.yml", "merged"), ("merged/*.safetensors",), ()),
-    "merge": (("mergekit-slta", "merge", "recipe.yml", "merged"), ("merged/*.safetensors",), ()),
+    "slta": (("mergekit-yaml", "measured.yml", "merged"), ("merged/model*.safetensors",), (CALIBRATE,)),
+    "featcal": (("mergekit-yaml", "featcal.yml", "merged"), ("merged/model*.safetensors",), ()),
+    "actmat": (("mergekit-yaml", "actmat.yml", "merged"), ("merged/model*.safetensors",), ()),
+    "merge": (("mergekit-slta", "merge", "recipe.yml", "merged"), ("merged/model*.safetensors",), ()),
 }
 
 
