@@ -38,7 +38,7 @@ PUBLISHED_PREFIX = "hf:"
 # that lies beside the weights.
 STATISTICS_OF_MERGE = "mergekit-slta/statistics.safetensors"
 _GRAM = "gram/"
-_SUBMODULE = re.compile(r"model|layer\.[0-9]{1,6}(\..+)?")
+_SUBMODULE = re.compile(r"model|layer\.[0-9]{1,6}(\.(?!.*\d{10}).+)?")
 _PUBLISHED = re.compile(r"hf:(?P<repo>[^/@]+/[^/@]+)/(?P<file>[^@]+)(?:@(?P<revision>[^@]+))?")
 
 
