@@ -158,14 +158,6 @@ class Commands:
         said.unlink()
         return Ended(answer["code"], text, answer["process"])
 
-    def operations(self, command: Sequence[object], root: Path) -> list[Operation]:
-        """Run a command without a fault, and list its operations."""
-        log = self.folder / "operations"
-        done = self.run(command, root, log=log)
-        assert done.code == 0, done.said
-        entries = [line.split(" ", 2) for line in log.read_text(errors="replace").splitlines()]
-        return [Operation(int(number), kind, path) for number, kind, path in entries]
-
 
 @contextmanager
 def started(folder: Path) -> Iterator[Commands]:
@@ -271,7 +263,16 @@ def set_scenario(name: str, commands: Commands, models: Path, folder: Path) -> S
         done = commands.run(other, before)
         assert done.code == 0, done.said
     shutil.copytree(before, root)
-    operations = commands.operations(command, root)
+    log = folder / "operations"
+    done = commands.run(command, root, log=log)
+    assert done.code == 0, done.said
+    return scenario_of(command, whole, before, root, log)
+
+
+def scenario_of(command: tuple[str, ...], whole: tuple[str, ...], before: Path, root: Path, log: Path) -> Scenario:
+    """The scenario of a command that has just run cleanly in a folder, with the list of its operations."""
+    entries = [line.split(" ", 2) for line in log.read_text(errors="replace").splitlines()]
+    operations = [Operation(int(number), kind, path) for number, kind, path in entries]
     return Scenario(command, before, whole, tuple(operations), content(root))
 
 
@@ -295,7 +296,7 @@ def failure(commands: Commands, scenario: Scenario, fault: Fault, folder: Path) 
 
 def wrong_after(commands: Commands, scenario: Scenario, ended: Ended, folder: Path) -> str | None:
     """What is wrong with a command that met a fault, with what it left, or with its next run."""
-    if ended.code > 0 and (wrong := _not_a_sentence(ended.said)):
+    if ended.code > 0 and (wrong := not_a_sentence(ended.said)):
         return f"{wrong}: {ended.said[-1500:]}"
     before, left = content(scenario.before), content(folder)
     for name in filter(scenario.is_whole, left.keys() | before.keys()):
@@ -312,7 +313,7 @@ def wrong_after(commands: Commands, scenario: Scenario, ended: Ended, folder: Pa
     return f"after the next run, {wrong}" if wrong else None
 
 
-def _not_a_sentence(said: str) -> str | None:
+def not_a_sentence(said: str) -> str | None:
     """What is wrong with the way in which a command refused."""
     if "Traceback" in said:
         return None if any(step in said for step in PREPARATION) else "ended in a traceback"

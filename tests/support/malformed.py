@@ -68,7 +68,7 @@ def recipe(rng: random.Random, scene: Scene) -> str:
     """A recipe with wrong keys and values; returns what was said of it."""
     method = rng.choice(["slta", "slta", "featcal", "actmat", "sftm"])
     own = {"calibration": "data.jsonl"} if method in ("slta", "featcal") else {"weight": 0.5}
-    models = [{"model": name, "parameters": dict(own)} for name in ("org/a", "org/b")]
+    models: list[dict[str, Any]] = [{"model": name, "parameters": dict(own)} for name in ("org/a", "org/b")]
     content: dict[str, Any] = {"merge_method": method, "base_model": "org/base", "models": models}
     content |= {"parameters": {"ridge": 0.1}, "dtype": "float32"}
     names = ["level", "samples", "max_tokens", "seed", "balance", "ridge", "edges", "batch_tokens", "statistics"]
