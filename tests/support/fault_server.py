@@ -1,13 +1,11 @@
-"""Runs commands in forks of a process that has run each once, each with a fault planned for it.
+"""Runs commands in forks of a process that has imported everything, each with a fault planned for it.
 
-The arguments are the preloaded library, and a folder with models to run each command on before the first fork, so that
-all that is imported or made on first use is there. Requests and answers are lines of JSON on the standard streams; see
+The first argument is the preloaded library. Requests and answers are lines of JSON on the standard streams; see
 ``support.faults.Commands``, which starts it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
@@ -17,12 +15,16 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+# Imported here, so that a fork is ready at once.
 import torch
-from mergekit.io.tasks import LoaderCache
 from mergekit.scripts.run_yaml import main as mergekit_yaml
-from support import faults
-from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+from transformers.models.llama import modeling_llama  # noqa: F401
 
+import mergekit_slta.checks.examine
+import mergekit_slta.evaluate
+import mergekit_slta.reports.merge
+import mergekit_slta.slta.measure  # noqa: F401
 from mergekit_slta.cli.commands import main as mergekit_slta_main
 from mergekit_slta.methods import registry
 
@@ -78,25 +80,9 @@ def answer(request: dict[str, Any], library: ctypes.CDLL) -> dict[str, Any]:
     return ended(process)
 
 
-def warm_up(folder: str) -> None:
-    """Run every command once, in this process."""
-    os.chdir(folder)
-    os.environ["XDG_CACHE_HOME"] = folder
-    for command, *_ in faults.COMMANDS.values():
-        with contextlib.redirect_stdout(sys.stderr):
-            try:
-                COMMANDS[command[0]](list(command[1:]))
-            except SystemExit as end:
-                if end.code:
-                    raise RuntimeError(command) from end
-    LoaderCache.loaders.clear()
-
-
 def main(arguments: Sequence[str]) -> None:
     torch.set_num_threads(1)
-    tqdm.monitor_interval = 0  # no thread beside this one
     registry.watch_planner()  # as the start-up file does where the package is installed
-    warm_up(arguments[1])
     library = ctypes.CDLL(arguments[0])
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line), library)), flush=True)

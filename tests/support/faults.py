@@ -82,7 +82,6 @@ class Commands:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         library = folder / "faults.so"
-        write_models(folder / "warm")
         subprocess.run([COMPILER or "cc", "-shared", "-fPIC", "-O1", "-o", library, SOURCE, "-ldl"], check=True)
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT), *sys.path]),
@@ -90,7 +89,7 @@ class Commands:
             "TOKENIZERS_PARALLELISM": "false",
         }
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "support.fault_server", library, folder / "warm"],
+            [sys.executable, "-m", "support.fault_server", library],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=(folder / "server.log").open("w"),
