@@ -106,8 +106,6 @@ def test_control_characters_are_shown(hostile: Path, tmp_path: Path) -> None:
     for output in outputs:
         assert all(c.isprintable() or c in "\n\t" for c in output)
         assert "\\x1b[31mred\\x07" in output
-    page = (report / "report.html").read_text()
-    assert "\x1b" not in page
 
 
 def test_visible_text() -> None:
