@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,6 +19,15 @@ class SltaError(click.ClickException):
 
     def __str__(self) -> str:
         return self.message
+
+    def format_message(self) -> str:
+        return visible(self.message)
+
+
+def visible(text: str, kept: str = "\n\t") -> str:
+    """Text of other people's files for a terminal: what is no printable character is shown as an escape, not obeyed."""
+    shown = (c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
+    return "".join(shown)
 
 
 @contextmanager
@@ -44,6 +54,26 @@ def reading(what: object, problem: str = "cannot be read", fix: str = "get a sou
         if "No space left" in str(error):  # the reader writes too: it merges an adapter, or downloads
             fix = "make room on the disk"
         raise SltaError(f"{what} {problem} ({first_line(error)}): {fix}.") from error
+
+
+@contextmanager
+def files_named(then: str = "") -> Iterator[None]:
+    """Turn the errors of reading and writing files that nobody has explained into a sentence.
+
+    Args:
+        then: what the user can do.
+
+    Raises:
+        SltaError: a file could not be opened, read or written.
+    """
+    try:
+        yield
+    except Exception as error:
+        # safetensors and torch have errors of their own for files that they cannot open or write.
+        said = type(error).__name__ == "SafetensorError" or str(error).startswith("unable to ")
+        if not (said or isinstance(error, OSError)) or getattr(error, "errno", None) == errno.EPIPE:
+            raise  # click handles a pipe whose reader has gone
+        raise SltaError(one_line(error) + (f": {then}" if then else "") + ".") from error
 
 
 def first_line(error: BaseException) -> str:

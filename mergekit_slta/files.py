@@ -11,6 +11,8 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 
+UNFINISHED_TENSORS = ".tmp??????"  # what safetensors writes to before it renames the file; killed, it leaves it
+
 
 def write(path: Path, content: bytes) -> None:
     """Write a file through ``replacing``; its folder is created.
@@ -18,7 +20,7 @@ def write(path: Path, content: bytes) -> None:
     Raises:
         OSError: the file cannot be written; an earlier file is kept.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     with replacing(path) as beside:
         beside.write_bytes(content)
 
@@ -36,6 +38,8 @@ def replacing(path: Path) -> Iterator[Path]:
     beside = path.with_name(f"{prefix}{os.getpid()}")
     try:
         yield beside
+        if path.is_relative_to(cache_folder()):
+            beside.chmod(0o600)
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
@@ -65,6 +69,18 @@ def checksum(path: Path) -> str:
 def digest(content: object) -> str:
     """A short hash of content that JSON can hold, equal for equal content."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder and those above it; the cache folder is the user's alone, as its files are.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    cache = cache_folder()
+    if folder.is_relative_to(cache) and not cache.exists():
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700 if folder.is_relative_to(cache) else 0o777, parents=True, exist_ok=True)
 
 
 def cache_folder() -> Path:

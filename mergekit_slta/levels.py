@@ -93,7 +93,7 @@ def _parts(parts: set[str], level: str) -> set[str]:
 
 def sort_key(name: str) -> tuple[object, ...]:
     """Sorts names by the numbers of layers, heads and experts, and by all else in alphabetical order."""
-    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split("."))
+    return tuple((0, int(part), "") if re.fullmatch("[0-9]{1,9}", part) else (1, 0, part) for part in name.split("."))
 
 
 def covers(names: Collection[str], level: str, num_layers: int) -> bool:
@@ -107,7 +107,11 @@ def covers(names: Collection[str], level: str, num_layers: int) -> bool:
     for name in of_level(names, level):
         _, layer, *part = name.split(".", 2)
         layers.setdefault(int(layer), set()).update(part)
-    return layers.keys() == set(range(num_layers)) and all(map(_heads_are_whole, layers.values()))
+    return (
+        len(layers) == num_layers
+        and layers.keys() == set(range(len(layers)))
+        and all(map(_heads_are_whole, layers.values()))
+    )
 
 
 def _heads_are_whole(parts: set[str]) -> bool:

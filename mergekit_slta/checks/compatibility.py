@@ -103,6 +103,13 @@ def quantization_problem(model: Model) -> str | None:
     """Why a quantized model cannot be merged: its tensors hold codes, which cannot be averaged."""
     quantization = getattr(model.config, "quantization_config", None)
     if not quantization:
+        weights = {name: stored for name, stored in (model.tensors or {}).items() if name.endswith("weight")}
+        codes = [name for name, stored in weights.items() if len(stored.shape) > 1 and stored.nbytes < 2 * stored.count]
+        if codes:
+            return (
+                f"{model} stores {codes[0]} in 8 bits or fewer, so it is quantized: name the original checkpoint, or "
+                "dequantize it first."
+            )
         return None
     given = quantization if isinstance(quantization, Mapping) else vars(quantization)
     return (

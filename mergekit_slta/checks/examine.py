@@ -14,7 +14,7 @@ import click
 from mergekit_slta.checks import adapters, compatibility, data, models, space, text
 from mergekit_slta.checks.case import Case, Check, of_decoder, of_models, of_siblings
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, visible
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.recipe.settings import ActmatSettings, FeatcalSettings, MethodSettings, SftmSettings, SltaSettings
@@ -97,7 +97,7 @@ class Findings:
 
     def say_notes(self) -> None:
         for note in self.notes:
-            click.echo(f"Note: {note}", err=True)
+            click.echo(visible(f"Note: {note}"), err=True)
 
 
 def check(recipe: Recipe, out_path: str | os.PathLike[str] | None = None, **options: Any) -> Findings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 
 from mergekit_slta.checks.case import Case, attempt
+from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.scratch import Needs, scratch_root
 from mergekit_slta.files import cache_folder
 from mergekit_slta.models.headers import Model
@@ -86,6 +88,19 @@ def feature_merge_needs(case: Case) -> list[str]:
 def is_disk_full(error: Exception) -> bool:
     """Whether an error says that a disk is full; libraries in Rust say it only in the error's text."""
     return getattr(error, "errno", None) in FULL or any(os.strerror(number) in str(error) for number in FULL)
+
+
+@contextlib.contextmanager
+def full_disk_said(experiment: Experiment, out: Path) -> Iterator[None]:
+    """If a library fails because a disk is full, say which disk and how much space the merge lacks."""
+    try:
+        yield
+    except SltaError:
+        raise  # it names the file that could not be written
+    except Exception as error:
+        if not is_disk_full(error):
+            raise
+        raise SltaError(full_disk_problem(experiment, out)) from error
 
 
 def full_disk_problem(experiment: Experiment, out: Path) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from mergekit_slta.cli.options import (
     known_levels,
     output_folder,
 )
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, files_named, visible
 
 if TYPE_CHECKING:
     from mergekit_slta.slta.statistics import Statistics
@@ -33,14 +32,16 @@ class _Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
-        except OSError as error:
-            if error.errno == errno.EPIPE:  # click handles a pipe whose reader has gone
-                raise
-            raise SltaError(str(error)) from error
+            with files_named():
+                return super().invoke(ctx)
         except UnicodeEncodeError as error:  # an escape such as \\ud800 is half a character
             spoilt = error.object[max(0, error.start - 20) : error.end + 20]
             raise SltaError(f"{spoilt!r} is not valid UTF-8 text: correct it where it comes from.") from error
+
+
+def _say(text: object, err: bool = False) -> None:
+    """Print text in which names of other people's files may stand."""
+    click.echo(visible(str(text)), err=err)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -84,7 +85,7 @@ def new(base: str, experts: tuple[str, ...], file: Path | None) -> None:
     if file.exists():
         raise SltaError(f"{file} is there already: name another file.")
     files.write(file, text.encode())
-    click.echo(f"{file} written: fill in the calibration sources, then run 'mergekit-slta check {file}'.")
+    _say(f"{file} written: fill in the calibration sources, then run 'mergekit-slta check {file}'.")
 
 
 @main.command(cls=ModelCommand, short_help="Say everything that is wrong with a recipe.")
@@ -101,9 +102,9 @@ def check(recipe: Path, **options: Any) -> None:
     if not options["quiet"]:
         found.say_notes()
     if not found.problems:
-        click.echo(f"{recipe}: no problem found.")
+        _say(f"{recipe}: no problem found.")
         return
-    click.echo(f"{recipe}: {found.listed_problems}", err=True)
+    _say(f"{recipe}: {found.listed_problems}", err=True)
     raise click.exceptions.Exit(1)
 
 
@@ -144,7 +145,7 @@ def calibrate(recipe: Path, stats: str, levels: tuple[str, ...], **options: Any)
         raise click.exceptions.Exit(INTERRUPTED) from None
     if ranks.first:
         found = "fits already and was not touched" if before and before == _identity(path) else "written"
-        click.echo(f"{path} {found}: {_describe(statistics, path)}")
+        _say(f"{path} {found}: {_describe(statistics, path)}")
 
 
 @main.command(short_help="Get merging weights and recipes from a statistics file.")
@@ -242,7 +243,7 @@ def solve(
     if json_file == "-":
         click.echo(solution.to_json(errors), nl=False)
     elif not quiet:
-        click.echo(solution.text(errors))
+        _say(solution.text(errors))
     if json_file and json_file != "-":
         files.write(Path(json_file), solution.to_json(errors).encode())
     if recipe_file:
@@ -285,7 +286,7 @@ def evaluate(recipe: Path, out: Path, samples: int, json_file: str | None, **opt
     if json_file == "-":
         click.echo(evaluation.to_json(), nl=False)
         return
-    click.echo(evaluation)
+    _say(evaluation)
     if json_file:
         files.write(Path(json_file), evaluation.to_json().encode())
 
@@ -333,7 +334,7 @@ def compare(
     if json_file == "-":
         click.echo(found.to_json(), nl=False)
     else:
-        click.echo(found)
+        _say(found)
     if json_file and json_file != "-":
         files.write(Path(json_file), found.to_json().encode())
     if figure_file:
@@ -379,11 +380,11 @@ def linearity(
             folder.mkdir(parents=True, exist_ok=True)
         plan = plan_linearity(experiment, chosen, samples=samples, pairs=pairs, triples=triples)
         if ranks.first:
-            click.echo(f"{plan}.")
+            _say(f"{plan}.")
         result = plan.measure_visibly(experiment.quiet)
     if ranks.first:
         path = write_linearity(result, folder)
-        click.echo(f"{score_table(result)}\n\n{path} written")
+        _say(f"{score_table(result)}\n\n{path} written")
 
 
 @main.command(short_help="Show what a merge keeps and how sure its weights are.")
@@ -403,7 +404,7 @@ def report(stats: str, folder: Path, transformers_cache: str | None) -> None:
     with _one_thread():
         page = report_page(Statistics.load(stats, transformers_cache))
         path = page.write(folder, "report.html")
-    click.echo(f"{page.verdict[0]}\n\n{path} written")
+    _say(f"{page.verdict[0]}\n\n{path} written")
 
 
 @main.command(cls=MergeCommand, short_help="Merge, as mergekit-yaml does.")
@@ -437,7 +438,7 @@ def verify(recipe: Path, out: Path, **options: Any) -> None:
     from mergekit_slta.recipe.recipe import Recipe
 
     found = verify_merge(Recipe.load(recipe), out, **applied(options))
-    click.echo(f"{out}: {found}", err=bool(found.problems))
+    _say(f"{out}: {found}", err=bool(found.problems))
     if found.problems:
         raise click.exceptions.Exit(1)
 
@@ -464,7 +465,7 @@ def publish(out: Path, repository: str, private: bool, dry_run: bool, trust_remo
     from mergekit_slta.methods.publish import publish as publish_merge
 
     transformers.utils.logging.disable_progress_bar()
-    click.echo(
+    _say(
         publish_merge(
             out, repository, private=private, dry_run=dry_run, trust_remote_code=trust_remote_code, quiet=quiet
         )

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
+CHARACTERS_PER_TOKEN = 64  # more than tokens have but for long runs of blanks
 CHAT_DATE = datetime.date(2024, 7, 26)  # the date that Llama 3.2's chat template writes when it is given none
 
 
@@ -136,10 +137,11 @@ class CalibrationSource:
     def _answer(self, answer: str, text: str, is_chat: bool, row: tuple[int, ...]) -> tuple[int, int] | None:
         if not answer or not self.tokenizer.is_fast:  # only these tell which characters a token stands for
             return None
-        found = self.tokenizer(text, add_special_tokens=not is_chat, return_offsets_mapping=True, verbose=False)
+        shown = self._beginning(text)
+        found = self.tokenizer(shown, add_special_tokens=not is_chat, return_offsets_mapping=True, verbose=False)
         end, special = len(text), set(self.tokenizer.all_special_ids)
         for token, (begin, stop) in zip(found["input_ids"][::-1], found["offset_mapping"][::-1], strict=True):
-            if token not in special and text[begin:stop].strip():
+            if len(shown) < len(text) or (token not in special and text[begin:stop].strip()):
                 break
             end = min(end, begin) if stop > begin else end  # what a chat template writes after the answer
         first = text.rfind(answer, 0, end)
@@ -180,17 +182,26 @@ class CalibrationSource:
         if not text.strip():
             return (), False
         # A chat template writes the special tokens itself; the tokenizer would write the first one again.
-        token_ids = self._tokenize(text, special=not is_chat)
+        token_ids = self._tokenize(self._beginning(text), special=not is_chat)
         special = 0 if is_chat else self.tokenizer.num_special_tokens_to_add()
         begins = special > 0 and token_ids[:2] == [self.tokenizer.bos_token_id] * 2
         ends = special > 0 and token_ids[-2:] == [self.tokenizer.eos_token_id] * 2
         if begins or ends:
-            own = self._tokenize(text, special=False)
+            own = self._tokenize(self._beginning(text), special=False)
             begins = begins and token_ids[1 : 1 + len(own)] == own
             ends = ends and token_ids[-1 - len(own) : -1] == own
         token_ids = token_ids[begins : len(token_ids) - ends]
         # The tokenizer's own truncation may cut at the beginning, so the end is cut here.
         return tuple(token_ids[: self.max_tokens]) if len(token_ids) > special else (), begins or ends
+
+    def _beginning(self, text: str) -> str:
+        """So much of a text that all tokens that are kept are decided; a text of megabytes would fill the memory."""
+        length = CHARACTERS_PER_TOKEN * self.max_tokens
+        while len(text) > length:
+            if len(self._tokenize(text[:length], special=False)) >= 2 * self.max_tokens:
+                return text[:length]
+            length *= 4
+        return text
 
     def _tokenize(self, text: str, special: bool) -> list[int]:
         with reading(f"The tokenizer of {self.tokenizer.name_or_path}", f"fails at calibration source {self.source!r}"):

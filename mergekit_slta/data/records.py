@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from mergekit_slta.errors import SltaError, one_line
@@ -21,6 +21,8 @@ TEXT_FIELDS = (
     ("instruction", "input", "output"),
     ("instruction", "output"),
 )
+# What a template may ask for: no attribute of a value, through which a template of somebody else could read more.
+_FIELD = re.compile(r"[^.\[\]]+(\[[^\[\]]+\])*")
 ROLES = {"human": "user", "gpt": "assistant"}
 
 
@@ -95,14 +97,37 @@ def template_fields(template: str) -> list[str]:
     """
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
-    except ValueError as error:
+        every = list(_all_names(template))
+    except (ValueError, RecursionError) as error:
         raise SltaError(
             f"The template {template!r} is not a valid format string ({error}): write a brace as '{{{{'."
         ) from error
     fields = [re.split(r"[.\[]", name, maxsplit=1)[0] for name in names]
     if not fields or any(not field or field.isdigit() for field in fields):
         raise SltaError(f"The template {template!r} must name fields of a record, such as '{{question}} {{answer}}'.")
+    if wrong := [name for name in every if not _FIELD.fullmatch(name)]:
+        raise SltaError(
+            f"The template {template!r} asks for {wrong[0]!r}, but it can only read a record's fields: write "
+            "'{field}', or '{field[key]}' for a part of a field."
+        )
     return fields
+
+
+def _all_names(template: str) -> Iterator[str]:
+    """All that a template asks for, also inside the format of another field."""
+    for _, name, form, _ in string.Formatter().parse(template):
+        if name is not None:
+            yield name
+            yield from _all_names(form or "")
+
+
+class _Fields(string.Formatter):
+    """Fills a template with a record's fields; a width that would fill the memory is refused."""
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        if re.search(r"\d{5}", format_spec):
+            raise ValueError(f"the width in {format_spec!r} is too large")
+        return super().format_field(value, format_spec)
 
 
 def _fill(template: str, record: Record, where: object) -> str:
@@ -116,7 +141,7 @@ def _fill(template: str, record: Record, where: object) -> str:
     if all(_is_blank(record[field]) for field in fields):
         return ""
     try:
-        return template.format_map({field: "" if value is None else value for field, value in record.items()})
+        return _Fields().vformat(template, (), {name: "" if value is None else value for name, value in record.items()})
     except (LookupError, AttributeError, TypeError, ValueError) as error:
         raise SltaError(f"{where} does not fit the template {template!r} ({one_line(error)}).") from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -119,18 +120,47 @@ def _parse_json_lines(lines: Iterable[str]) -> list[Record]:
     records = []
     for number, line in enumerate(lines, 1):
         if line.strip():
-            try:
-                records.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                raise _BrokenFile(f"has broken JSON in line {number} ({error.msg})") from error
-            if not isinstance(records[-1], dict):
-                raise _BrokenFile(f"has no JSON object in line {number}")
+            records.append(_parse_json_line(line, number))
     return records
 
 
-def _read_jsonl(path: str) -> list[Record]:
-    with _open_text(path) as file:
-        return _parse_json_lines(file)
+def _parse_json_line(line: str, number: int) -> Record:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise _BrokenFile(f"has broken JSON in line {number} ({error.msg})") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of brackets
+        raise _BrokenFile(f"cannot be read in line {number} ({one_line(error)})") from error
+    if not isinstance(record, dict):
+        raise _BrokenFile(f"has no JSON object in line {number}")
+    return record
+
+
+class _JsonLines(Sequence[Record]):
+    """The records of a file of JSON lines; each is read when it is used, so that memory does not grow with the file."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._starts = array("q")
+        with open(path, "rb") as file:
+            place = 0
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    _parse_json_line(_text(line), number)
+                    self._starts.append(place)
+                place += len(line)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: Any) -> Any:
+        with open(self._path, "rb") as file:
+            file.seek(self._starts[index])
+            return json.loads(_text(file.readline()))
+
+
+def _text(line: bytes) -> str:
+    return line.decode().removeprefix("\ufeff")  # spreadsheets write a byte order mark
 
 
 def _read_json(path: str) -> list[Record]:
@@ -144,6 +174,8 @@ def _read_json(path: str) -> list[Record]:
         if error.msg == "Extra data":  # JSON lines are often named .json
             return _parse_json_lines(text.split("\n"))
         raise _BrokenFile(f"has broken JSON in line {error.lineno} ({error.msg})") from error
+    except (ValueError, RecursionError) as error:
+        raise _BrokenFile(f"cannot be read ({one_line(error)})") from error
     if isinstance(content, dict):
         data = content.get("data")
         content = data if _is_list_of_records(data) else rows(content)
@@ -195,7 +227,7 @@ def _open_text(path: str, newline: str | None = None) -> Any:
 
 
 READERS: dict[str, Callable[[str], Sequence[Record]]] = {
-    ".jsonl": _read_jsonl,
+    ".jsonl": _JsonLines,
     ".json": _read_json,
     ".csv": _read_csv,
     ".parquet": _read_parquet,

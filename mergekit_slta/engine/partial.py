@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import logging
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -51,6 +52,7 @@ class Partial:
         # The system frees the lock when this process ends, however that happens.
         self._lock = filelock.FileLock(folder / LOCK, timeout=0, thread_local=False)
         self._damaged: Path | None = None
+        _refuse_foreign(folder)
         state = self._state(folder)  # empty where a process was killed before it wrote anything
         changed = [key for key in self.fingerprint if state and state.get(key) != self.fingerprint[key]]
         if changed:
@@ -102,7 +104,7 @@ class Partial:
 
     def begin(self) -> None:
         """Create the folder and its ``state.json``."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        files.make_folder(self.folder)
         if not (self.folder / STATE).exists():
             self._write_state({})
 
@@ -119,7 +121,7 @@ class Partial:
             return {}
         for name, checksum in listed.items():
             file = self.folder / Path(name).name
-            if not file.is_file() or files.checksum(file) != checksum:
+            if file.name != name or file.is_symlink() or not file.is_file() or files.checksum(file) != checksum:
                 self._damaged = file
                 return {}
         return listed
@@ -209,11 +211,25 @@ class Partial:
         return self.folder / f"layer-{layer:04d}.safetensors"
 
 
+def _refuse_foreign(folder: Path) -> None:
+    """Refuse a folder whose content somebody else may have chosen.
+
+    Raises:
+        SltaError: it is a link, or belongs to another user.
+    """
+    if folder.is_symlink():
+        raise SltaError(f"{folder} is a link: delete it, its place is for a folder of unfinished work.")
+    if os.name == "posix" and folder.exists() and os.geteuid() not in (0, folder.stat().st_uid):
+        raise SltaError(f"{folder} belongs to another user: name another file or folder.")
+
+
 def remove(folder: Path) -> None:
     """Delete a folder, ``state.json`` first, so that a rest that a killed process leaves is not resumed."""
     with contextlib.suppress(OSError):
         (folder / STATE).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        LOG.warning("%s cannot be deleted, and nothing needs it any more: delete it yourself.", folder)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from mergekit.io.tasks import LoaderCache
 from mergekit.merge_methods import GroupMergeMethod, InputContract, MergeMethodSpec, TensorGroup
 from mergekit.merge_methods.base import BasePolicy, OptionalTensorPolicy
 
+from mergekit_slta import files
 from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.settings import CalibrationSettings, MethodSettings, parameter_specs
@@ -77,6 +78,8 @@ class FiniteMethod(GroupMergeMethod):
 
     def written(self, folder: Path) -> None:
         """Clean up after mergekit has written the whole output, and add the processor files that it does not copy."""
+        for part in folder.glob(files.UNFINISHED_TENSORS):
+            part.unlink()
         base, self._base = self._base, None
         for file in sorted(Path(LoaderCache().get(base).index.base_path).glob(PROCESSOR)) if base else ():
             try:
@@ -143,6 +146,13 @@ class CalibratedMethod(FiniteMethod):
         """Drop the previous merge."""
         super().forget()
         self._merge = None
+
+    def written(self, folder: Path) -> None:
+        """Refuse an output whose tensors are of other files than those that were measured."""
+        super().written(folder)
+        if self._merge is not None:
+            for model in (self._merge.experiment.base, *self._merge.experiment.experts):
+                model.refuse_changes()
 
     def validate_inputs(
         self, input_ids: Sequence[Hashable], base_id: Hashable | None = None, *, group_name: str | None = None

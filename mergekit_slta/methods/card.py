@@ -18,7 +18,7 @@ from mergekit.io.tasks import LoaderCache
 
 from mergekit_slta import __version__, files
 from mergekit_slta.data.sources import DATASET_PREFIX, is_dataset, source_name
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, visible
 from mergekit_slta.methods.base import FiniteMethod
 from mergekit_slta.models.spellings import RenamingLoader
 from mergekit_slta.recipe.recipe import Recipe, published_name
@@ -132,7 +132,9 @@ def _section(around: str, folder: Path, recipe: Recipe, method: FiniteMethod, so
             f"![The merging weight of each expert in each layer]({ALPHA_FIGURE})",
         ]
     if not _part(around, _MERGEKITS):
-        paragraphs.append(f"```yaml\n{without_private_paths(recipe.text, recipe).strip()}\n```")
+        shown = without_private_paths(recipe.text, recipe).strip()
+        fence = max(["```", *(f"{found}`" for found in re.findall("`{3,}", shown))], key=len)
+        paragraphs.append(f"{fence}yaml\n{shown}\n{fence}")
     paragraphs += ["### Do it again", *_again(folder, recipe, solution)]
     paragraphs.append("Made with " + ", ".join(f"{name} {version}" for name, version in versions().items()) + ".")
     return "\n\n".join([_OURS[0], *paragraphs, _OURS[1]])
@@ -155,7 +157,7 @@ def _model_table(recipe: Recipe, solution: Solution | None) -> str:
         header.append("Calibration data")
         for row, reference in zip(rows, recipe.references, strict=True):
             source = experts[reference].calibration if reference in experts else ""
-            row.append(f"`{source_name(source)}`" if source else "")
+            row.append(_code(source_name(source)) if source else "")
     if solution is not None:
         header.append("Feature change kept")
         kept = dict(zip(solution.models, _analysis(solution).kept.tolist(), strict=True))
@@ -226,8 +228,13 @@ def _linked(reference: ModelReference) -> str:
     linked = []
     for path in _model_paths([reference]):
         name = published_name(ModelReference(model=path))
-        linked.append(f"[{name}](https://huggingface.co/{path.path})" if _is_on_hub(path.path) else f"`{name}`")
+        linked.append(f"[{name}](https://huggingface.co/{path.path})" if _is_on_hub(path.path) else _code(name))
     return " + ".join(linked)
+
+
+def _code(text: str) -> str:
+    """Text as code in Markdown, which it can neither end nor leave."""
+    return "`" + visible(text, kept="").replace("`", "'") + "`"
 
 
 def _datasets(recipe: Recipe) -> list[str]:

@@ -12,9 +12,8 @@ from typing import Any
 import transformers
 
 from mergekit_slta.checks import examine
-from mergekit_slta.checks.space import full_disk_problem, is_disk_full
+from mergekit_slta.checks.space import full_disk_said
 from mergekit_slta.engine.ranks import Ranks, join, leave
-from mergekit_slta.errors import SltaError
 from mergekit_slta.methods import registry
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
@@ -50,7 +49,7 @@ def merge(recipe: Recipe, out: str | os.PathLike[str], **options: Any) -> None:
                 method.share(experiment)
     if ranks.first:
         experiment.ranks = Ranks()
-        with _full_disk_said(experiment, Path(out)), registry.examined(experiment, found):
+        with full_disk_said(experiment, Path(out)), registry.examined(experiment, found):
             experiment.open()
             run_merge(recipe.config, str(out), options=experiment.options, config_source=recipe.text)
 
@@ -66,16 +65,3 @@ def joined_ranks() -> Iterator[Ranks]:
         yield ranks
     finally:
         leave()
-
-
-@contextlib.contextmanager
-def _full_disk_said(experiment: Experiment, out: Path) -> Iterator[None]:
-    """If a library fails because a disk is full, say which disk and how much space the merge lacks."""
-    try:
-        yield
-    except SltaError:
-        raise  # it names the file that could not be written
-    except Exception as error:
-        if not is_disk_full(error):
-            raise
-        raise SltaError(full_disk_problem(experiment, out)) from error

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+import click
 import yaml
 from mergekit import merge_methods
 from mergekit.architecture import ModelArchitecture
@@ -20,7 +21,8 @@ from mergekit.io.tasks import FinalizeModel, LoaderCache
 from mergekit.options import MergeOptions
 
 from mergekit_slta.checks import examine
-from mergekit_slta.errors import SltaError, one_line
+from mergekit_slta.checks.space import full_disk_said
+from mergekit_slta.errors import SltaError, files_named, one_line
 from mergekit_slta.methods import card
 from mergekit_slta.methods.actmat import ActmatMethod
 from mergekit_slta.methods.base import FiniteMethod
@@ -73,6 +75,7 @@ def watch_planner() -> None:
         for method in METHODS.values():
             method.forget()
         if config.merge_method in METHODS:
+            _explain_file_errors(config, options)
             experiment = sound_experiment(config, options)
             METHODS[config.merge_method].begin(experiment)
             adapt_loaders(experiment, arch_info)
@@ -91,6 +94,17 @@ def watch_planner() -> None:
             method.written(Path(self.writer_task.out_path))
 
     FinalizeModel.execute = execute
+
+
+def _explain_file_errors(config: MergeConfiguration, options: MergeOptions) -> None:
+    """Let a command of mergekit's end in a sentence if a file cannot be read or written, also by mergekit itself."""
+    context = click.get_current_context(silent=True)
+    if context is None:
+        return
+    context.with_resource(files_named("mend that and run the command again"))
+    if out := context.params.get("out_path"):
+        experiment = Experiment(Recipe.from_config(config), **options.model_dump())
+        context.with_resource(full_disk_said(experiment, Path(out)))
 
 
 _OUTPUT: ContextVar[Path] = ContextVar("output")  # where the last merge was written to

@@ -38,6 +38,7 @@ class Checkpoint:
         self.trust_remote_code = trust_remote_code
         self.rows: Mapping[str, int] = {}
         self.bytes_read = 0
+        self._identified: list[tuple[int, ...] | None] | None = None  # the files when their content was hashed
 
     def __str__(self) -> str:
         return str(self.reference)
@@ -84,11 +85,32 @@ class Checkpoint:
             device: where the tensors go.
 
         Raises:
-            SltaError: a tensor is missing, or holds NaN or Inf.
+            SltaError: a tensor is missing, or holds NaN or Inf, or the files have changed since ``fingerprint``.
         """
         tensors = {key: self._read(name, base_model_prefix, device) for key, name in names.items()}
         self._loader.flush()
+        self.refuse_changes()
         return tensors
+
+    def refuse_changes(self) -> None:
+        """Refuse tensors of files that have changed since the model was identified by their content.
+
+        Raises:
+            SltaError: a file was written to, replaced or deleted.
+        """
+        if self._identified is not None and self._identified != self._stamps():
+            raise SltaError(f"The files of {self} have changed while they were read: run the command again.")
+
+    def _stamps(self) -> list[tuple[int, ...] | None]:
+        """For each of the files with tensors what differs once it is changed; None if it is gone."""
+        stamps: list[tuple[int, ...] | None] = []
+        for shard in self._loader.index.shards:
+            try:
+                status = os.stat(Path(self.folder) / shard.filename)
+                stamps.append((status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+            except OSError:
+                stamps.append(None)
+        return stamps
 
     def prefetch(self, layer: int) -> None:
         """Have the operating system read a decoder layer into its file cache in the background.
@@ -148,6 +170,8 @@ class Checkpoint:
 
     def fingerprint(self, cache_dir: str | None = None, *, whole: bool = False) -> str:
         """Identify the model by content; mergekit downloads it first if necessary."""
+        if self._identified is None:
+            self._identified = self._stamps()
         if self.reference.lora is None:
             return fingerprint_of(self.folder, whole=whole)
         base = ModelReference(model=self.reference.model).local_path(cache_dir=cache_dir)

@@ -108,7 +108,8 @@ def open_model(reference: ModelReference, trust_remote_code: bool = False, cache
     else:
         raise SltaError(f"{folder} has no config.json: name a model's folder, or complete the download.")
     tensors = folder_headers(folder) if folder else hub_headers(path)
-    layers = _layers(file)
+    with reading(file):
+        layers = _layers(file)
     if tensors is not None and layers > len(tensors):  # transformers would build them all
         raise SltaError(
             f"The config.json of {path} names {layers} layers, but its checkpoint has {len(tensors)} tensors: "
@@ -185,6 +186,8 @@ def _indexed_files(index: Path) -> dict[str, list[str] | None]:
         for tensor, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
             if not isinstance(file, str):
                 raise ValueError(f"it says that {tensor} is in {file!r}, which is not the name of a file")
+            if Path(file).name != file:
+                raise ValueError(f"it says that {tensor} is in {file!r}, which is not in the model's folder")
             files[file].append(tensor)
     if missing := [file for file in files if not (index.parent / file).is_file()]:
         raise SltaError(f"{index.parent} lacks {listed(missing)}, which its index names: complete the download.")

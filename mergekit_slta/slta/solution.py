@@ -21,6 +21,10 @@ from mergekit_slta.tables import Table, as_json, as_paragraphs, as_percentage
 if TYPE_CHECKING:
     from mergekit_slta.slta.statistics import Statistics
 
+ILL_CONDITIONED = (
+    1e6  # from here on a change of the Gram matrices in the seventh digit changes the weights in the first
+)
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Solution:
@@ -133,6 +137,13 @@ class Solution:
         idle = [name for name, rank in self.rank.items() if self.level == "linear" and rank == 0]
         dependent = [name for name, rank in self.rank.items() if rank < len(self.models) and name not in idle]
         notes = []
+        ill = [name for name, condition in self.condition.items() if condition > ILL_CONDITIONED]
+        if ill:
+            notes.append(
+                f"In {len(ill)} of {len(self.rank)} submodules ({', '.join(ill[:3])}{' ...' * (len(ill) > 3)}) the "
+                "experts are nearly linearly dependent: small changes of the data change their weights much; a 'ridge' "
+                "steadies them."
+            )
         if idle:
             notes.append(
                 f"{len(idle)} of {len(self.rank)} linear maps ({idle[0]} ...) are reached by no sample or changed by "

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors.torch import save as serialize
 
 from mergekit_slta import __version__, files
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, one_line
 from mergekit_slta.levels import LEVELS, covers, of_level, sort_key
 from mergekit_slta.models import hub
 from mergekit_slta.slta.solution import Solution
@@ -38,6 +38,7 @@ PUBLISHED_PREFIX = "hf:"
 # that lies beside the weights.
 STATISTICS_OF_MERGE = "mergekit-slta/statistics.safetensors"
 _GRAM = "gram/"
+_SUBMODULE = re.compile(r"model|layer\.[0-9]{1,6}(\.(?!.*\d{10}).+)?")
 _PUBLISHED = re.compile(r"hf:(?P<repo>[^/@]+/[^/@]+)/(?P<file>[^@]+)(?:@(?P<revision>[^@]+))?")
 
 
@@ -291,10 +292,14 @@ class Statistics:
             with safetensors.safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (safetensors.SafetensorError, OSError) as error:
+        except safetensors.SafetensorError as error:
             raise SltaError(
-                f"{path} is truncated or not a safetensors file ({error}): get it or measure it again."
+                f"{path} is truncated or not a safetensors file ({one_line(error)}): get it or measure it again."
             ) from None
+        except (OSError, RuntimeError) as error:  # the errors of torch, which opens the file too, are RuntimeErrors
+            raise SltaError(
+                f"{path} cannot be read ({one_line(error)}): check its permissions and its disk."
+            ) from error
         if METADATA_KEY not in metadata:
             raise SltaError(f"{path} is not a statistics file: make one with 'mergekit-slta calibrate'.")
         info = _parse_info(metadata[METADATA_KEY], path)
@@ -384,6 +389,9 @@ def _problem(statistics: Statistics) -> str | None:
         return "'task' is not in order"
     if tokens.dtype != torch.int64 or tokens.shape != task.shape or bool((tokens < 1).any()):
         return "'tokens' does not fit"
+    for name in statistics.grams:
+        if not _SUBMODULE.fullmatch(name):
+            return f"'{name}' is not the name of a submodule"
     for level in info.levels:
         if level not in LEVELS:
             return f"unknown level '{level}'"

@@ -87,7 +87,7 @@ def test_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("HOME", str(tmp_path))
     write_jsonl(tmp_path / "a.jsonl", RECORDS)
     write_folder(tmp_path / "folder")
-    assert read_records("~/a.jsonl") == RECORDS
+    assert list(read_records("~/a.jsonl")) == RECORDS
     assert list(read_records("hf:~/folder")) == RECORDS
 
 

@@ -105,6 +105,17 @@ def test_printed_it_is_a_table_with_notes(statistics: Statistics) -> None:
     assert [note] == solution.notes()
 
 
+def test_nearly_dependent_experts_are_named(statistics: Statistics) -> None:
+    gram = statistics.grams["layer.1.mlp"]
+    mixed = torch.eye(3, dtype=torch.float64)
+    mixed[2] = torch.tensor([0.0, 1.0, 1e-4])  # the third expert is the second and very little of its own
+    statistics.grams["layer.1.mlp"] = mixed @ gram @ mixed.T
+    solution = statistics.solve()
+    assert 1e6 < solution.condition["layer.1.mlp"] < 1e10
+    (note,) = solution.notes()
+    assert note.startswith("In 1 of 4 submodules (layer.1.mlp) the experts are nearly linearly dependent")
+
+
 def test_in_a_notebook_it_is_an_escaped_table(statistics: Statistics) -> None:
     solution = statistics.solve()
     text = solution._repr_html_()

@@ -122,6 +122,45 @@ def test_two_equal_experts_share_the_weight(difference: float) -> None:
     assert (solution.alpha[1] + solution.alpha[2]).item() == pytest.approx(alone[1].item(), rel=1e-5)
 
 
+def related(kind: str) -> reference.Deltas:
+    """Features of which the third expert's depend on the second's in some extreme way."""
+    deltas = random_deltas()
+    for found in deltas.samples:
+        collinear = found[1] + 1e-6 * found[2] * found[1].norm() / found[2].norm()
+        found[2] = {
+            "equal": found[1],
+            "opposite": -found[1],
+            "zero": 0 * found[1],
+            "1e6 times larger": 1e6 * found[2],
+            "1e6 times smaller": 1e-6 * found[2],
+            "nearly collinear": collinear,
+            "the sum of the others": found[0] + found[1],
+        }[kind]
+    return deltas
+
+
+EXTREMES = (
+    *("equal", "opposite", "zero", "1e6 times larger", "1e6 times smaller", "nearly collinear"),
+    "the sum of the others",
+)
+
+
+@pytest.mark.parametrize("balance", [True, False])
+@pytest.mark.parametrize("kind", EXTREMES)
+def test_extreme_experts_get_the_least_weights_that_fit_best(kind: str, balance: bool) -> None:
+    """The oracle decomposes the features themselves, whose singular values are the roots of the Gram's eigenvalues."""
+    deltas = related(kind)
+    solution = solve(deltas.grams(), tasks(deltas), balance=balance)
+    design, target = reference.stacked(deltas, balance)
+    scale = design.norm(dim=0)
+    scaled = torch.where(scale > 0, design / scale.clamp_min(1e-300), 0.0)
+    least = torch.linalg.lstsq(scaled, target[:, None], rcond=1e-5, driver="gelsd").solution[:, 0]
+    expected = torch.where(scale > 0, least / scale.clamp_min(1e-300), 0.0)
+    assert solution.alpha.isfinite().all()
+    assert torch.allclose(solution.alpha * scale, expected * scale, rtol=1e-4, atol=1e-4 * float(target.norm()))
+    assert solution.rank == EXPERTS - (0 if "times" in kind else 1)
+
+
 def test_ridge_shrinks_the_weights_to_nothing() -> None:
     deltas = random_deltas()
     norms = [solve(deltas.grams(), tasks(deltas), ridge=ridge).alpha.norm() for ridge in (0.0, 0.1, 1.0, 1e6)]

@@ -6,6 +6,7 @@ Each case is decided by its kind and its seed, so that what a long run finds can
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import shutil
@@ -111,7 +112,7 @@ def damage_value(content: Any, rng: random.Random) -> Any:
     for _ in range(rng.choice([1, 1, 1, 2, 4])):
         places = list(_places(content))
         if not places:
-            return rng.choice(ODD)
+            return odd(rng)
         holder, key = rng.choice(places)
         how = rng.randrange(8)
         if how == 0:
@@ -127,8 +128,13 @@ def damage_value(content: Any, rng: random.Random) -> Any:
         elif how == 5 and isinstance(holder[key], (int, float)):
             holder[key] = -holder[key] if rng.random() < 0.3 else holder[key] * rng.choice([0, 2, 3, 1.5, 10**9])
         else:
-            holder[key] = rng.choice(ODD)
-    return content if rng.random() < 0.98 else rng.choice(ODD)
+            holder[key] = odd(rng)
+    return content if rng.random() < 0.98 else odd(rng)
+
+
+def odd(rng: random.Random) -> Any:
+    """One of the odd values, a copy because further damage would change it."""
+    return copy.deepcopy(rng.choice(ODD))
 
 
 def _places(content: Any) -> Iterator[tuple[Any, Any]]:
