@@ -14,8 +14,8 @@ with s_t and K as ``regression.py`` says, and with the weights w_x of ``answers.
 needs none. Unless a recipe gives the ridge, left-out samples choose it for every group of maps.
 
 This differs from FeatCal in that the maps of one layer see each other's solutions, in the share of the expert's
-input, in the weights of the tasks, in the choice of the ridge, and in that the output head is solved too. Norms,
-embeddings, convolutions and routers are the anchor's.
+input, in the weights of tasks and answers, in the choice of the ridge, and in that the output head is solved too.
+Norms, embeddings, convolutions and routers are the anchor's.
 """
 
 from __future__ import annotations

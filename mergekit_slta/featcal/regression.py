@@ -15,10 +15,9 @@ dimensions are so much larger.
 
 A ridge that is not given is the one of ``RIDGES`` that predicts left-out samples best: the samples of every task are
 dealt to two halves; D is solved from one half with a ridge, and its error is summed over the other, and the reverse.
-The error has one minimum in all but rare cases, so the search goes from the middle ridge downhill. Half of the ridge
-found is used, because kappa grows with the samples while the noise that the ridge is for does not. The error is
-measured on a few random combinations of the outputs, so that only these have sums for each half: those of inputs and
-outputs, the larger ones, are of all samples.
+The error has one minimum in all but rare cases, so the search goes from the middle ridge downhill. It is measured on a
+few random combinations of the outputs, so that only these have sums for each half: those of inputs and outputs, the
+larger ones, are of all samples.
 
 The sums are of float64 products: where inputs are rank-deficient or ill-conditioned and the ridge is small, rounding
 float32 products makes up as much as 1e-4 of the solution.
@@ -185,7 +184,7 @@ class NormalEquations:
         return Change(matrix, (residual_sum - matrix @ input_sum) / mass, masses / mass, used, enlarged)
 
     def _best_ridge(self) -> float:
-        """Half of the ridge that predicts each half of the samples best from the other."""
+        """The ridge that predicts each half of the samples best from the other."""
         if not self._halved:
             return UNKNOWN_RIDGE
         for moments, *_ in self._halves:
@@ -206,7 +205,7 @@ class NormalEquations:
         while lowest != place:
             place = lowest
             lowest = min((near for near in (place, place - 1, place + 1) if 0 <= near < len(RIDGES)), key=error)
-        return RIDGES[place] / 2
+        return RIDGES[place]
 
     def _solution(self, moments: torch.Tensor, cross: torch.Tensor, *, ridge: float) -> torch.Tensor | None:
         """D transposed [d_in, d_out], or None where the equations are singular or not finite."""

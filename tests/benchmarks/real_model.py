@@ -36,7 +36,7 @@ from mergekit_slta import files
 from mergekit_slta.levels import LEVELS
 from mergekit_slta.reports.figures import Line, Panel, line_chart
 
-GRID = (0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
+GRID = (0.3, 0.5, 0.7, 1.0)
 PROMPTS = (3, 10, 30, 100)
 COLUMNS = ("exact match", "NLL", "gain kept", "perplexity")
 GRID_METHOD = "task_arithmetic"
@@ -111,10 +111,9 @@ def _recipes(family: RealFamily) -> dict[str, Recipe]:
         types = {"dtype": "float32", "out_dtype": "bfloat16"}
         return {"merge_method": method, **base, "models": models, "parameters": shared, **types}
 
+    statistics_file = f"{len(family.experts)}-{quickstart.STATISTICS}"  # one for all levels
     slta = {
-        f"slta {level}, edges {edges}": recipe(
-            "slta", data=True, level=level, edges=edges, statistics=quickstart.STATISTICS
-        )
+        f"slta {level}, edges {edges}": recipe("slta", data=True, level=level, edges=edges, statistics=statistics_file)
         for level, edges in itertools.product(LEVELS, ("base", "mean"))
         if level != "model" or edges == "base"  # at this level the edges follow the model's one weight
     }
@@ -127,8 +126,7 @@ def _recipes(family: RealFamily) -> dict[str, Recipe]:
         "actmat": recipe("actmat"),
         **slta,
         **{f"featcal {count} prompts": recipe("featcal", data=True, samples=count) for count in PROMPTS},
-        "featcal 30 prompts, anchor base": recipe("featcal", data=True, anchor="base", ridge=0.003),
-        "featcal 30 prompts, anchor average": recipe("featcal", data=True, anchor="average", ridge=0.003),
+        "featcal anchor base, 30 prompts": recipe("featcal", data=True, anchor="base", ridge=0.003),
     }
 
 

@@ -179,7 +179,7 @@ def test_answers_count_more_than_prompts(llama: Family, tmp_path: Path, monkeypa
     experiment = families.experiment(content)
     data = experiment.load_data(experiment.recipe.experts)
     weights = token_weights(data)
-    assert len(torch.cat(weights).unique()) == 1 + len(data)  # one for the prompts, one for each task's answers
+    assert torch.cat(weights).unique().tolist() == [1.0, answers.ANSWER_WEIGHT]
     tasks = [task.token_ids for task in data]
     families.feature_merge(llama, tmp_path / "weighted", tasks=tasks, weights=weights, batch_tokens=40)
     weighted = families.solved_tensors(tmp_path / "weighted")
@@ -187,7 +187,7 @@ def test_answers_count_more_than_prompts(llama: Family, tmp_path: Path, monkeypa
     (folder,) = scratch_folders()
     found = families.solved_tensors(folder)
     assert equal(found, weighted)
-    monkeypatch.setattr(answers, "ANSWER_SHARE", 0.0)
+    monkeypatch.setattr(answers, "ANSWER_WEIGHT", 1.0)
     solve(content)
     (other,) = set(scratch_folders()) - {folder}
     assert not equal(families.solved_tensors(other), found)
