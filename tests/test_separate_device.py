@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,19 @@ from conftest import MakeFamily
 from mergekit.io.tasks import LoaderCache
 from safetensors.torch import load_file
 from support import families
+from support.copies import edit_tensors
 from support.families import Family
 from support.linearity_values import assert_same
 from support.separate_device import separate_device
 
+from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.ends import embed
 from mergekit_slta.layers.structure import structure
 from mergekit_slta.levels import LEVELS
+from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.nonlinearity.scores import Plan, plan_studies
+from mergekit_slta.slta.calibrate import calibrate
 from mergekit_slta.slta.features import LayerFeatures
 
 State = dict[str, torch.Tensor]
@@ -60,6 +65,41 @@ def test_calibration_and_feature_merge(name: str, make_family: MakeFamily, tmp_p
     expected = results("cpu", tmp_path / "host")
     with separate_device() as device:
         assert_close(results(device, tmp_path / "device"), expected)
+
+
+def test_the_next_layer_is_read_by_another_thread_while_a_layer_is_used(
+    llama: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device only, each tensor once, and what is broken in it is said as on a CPU."""
+    threads: list[int] = []
+    fetch = Checkpoint.fetch
+
+    def noting(self: Checkpoint, *arguments: Any) -> State:
+        threads.append(threading.get_ident())
+        return fetch(self, *arguments)
+
+    monkeypatch.setattr(Checkpoint, "fetch", noting)
+
+    def bytes_read(device: str) -> list[int]:
+        LoaderCache.loaders.clear()
+        models = families.checkpoints(llama.folders)
+        calibrate(Decoder(llama.config, device=device), models, llama.token_ids(), ["layer"])
+        return [model.bytes_read for model in models]
+
+    expected = bytes_read("cpu")
+    assert not threads
+    with separate_device() as device:
+        assert bytes_read(device) == expected
+    assert len(threads) == len(llama.folders) * (families.LAYERS - 1)
+    assert threading.get_ident() not in threads
+
+
+def test_a_broken_tensor_that_was_read_ahead_is_named(family: Family) -> None:
+    name = f"model.layers.{families.LAYERS - 1}.mlp.up_proj.weight"
+    edit_tensors(family.experts[0], lambda tensors: tensors[name].fill_(torch.nan))
+    LoaderCache.loaders.clear()
+    with separate_device() as device, pytest.raises(SltaError, match=f"holds NaN or Inf in the tensor {name}"):
+        families.measure(family, "layer", device=device)
 
 
 @torch.no_grad()

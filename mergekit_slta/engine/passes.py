@@ -6,9 +6,11 @@ A layer needs only the hidden states before it, so one layer of each model is in
 
 from __future__ import annotations
 
+import functools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -137,6 +139,8 @@ class _Loop(Generic[Result]):
             self.accumulator.restore(self.partial, self.layers)
         self.reported = 0
         self.reported_by_finished_layers: int | None = None
+        self.reader = ThreadPoolExecutor(1)
+        self.fetched: dict[int, Future[list[dict[str, torch.Tensor]]]] = {}  # the next layer of each model
 
     def run(self, positions: int) -> Result:
         """Run the unfinished layers, with at most ``positions`` token positions at once."""
@@ -154,11 +158,7 @@ class _Loop(Generic[Result]):
 
     def _take_layer(self, layer: int, streams: Streams) -> None:
         own = self.accumulator
-        names = own.decoder.layer_tensors(layer)
-        weights = [model.read(names, own.decoder.base_model_prefix, own.decoder.device) for model in own.models]
-        for model in own.models:
-            model.prefetch(layer + 1)
-        tensors = own.take_layer(layer, weights, streams, self._report)
+        tensors = own.take_layer(layer, self._read(layer), streams, self._report)
         streams.advance()
         if self.partial is not None:
             self.partial.save_hidden(layer, own.ranks.index, streams.state)
@@ -167,6 +167,25 @@ class _Loop(Generic[Result]):
                 self.partial.finish_layer(layer, tensors)
         self.layers, self.hidden = layer + 1, streams.state
         self.reported_by_finished_layers = self.reported
+
+    def _read(self, layer: int) -> list[dict[str, torch.Tensor]]:
+        """Read a layer of each model; what comes next is read while the layer is used.
+
+        On a CPU the operating system reads it into its file cache; for another device, a thread reads it to the host.
+        """
+        decoder, models = self.accumulator.decoder, self.accumulator.models
+        names, prefix = decoder.layer_tensors(layer), decoder.base_model_prefix
+        ahead = self.fetched.pop(layer).result() if layer in self.fetched else [None] * len(models)
+        pairs = zip(models, ahead, strict=True)
+        weights = [model.read(names, prefix, decoder.device, fetched) for model, fetched in pairs]
+        if decoder.device.type == "cpu":
+            for model in models:
+                model.prefetch(layer + 1)
+        elif layer + 1 < len(decoder):
+            following = decoder.layer_tensors(layer + 1)
+            fetch = [functools.partial(model.fetch, following, prefix) for model in models]
+            self.fetched = {layer + 1: self.reader.submit(lambda: [own() for own in fetch])}
+        return weights
 
     def _report(self, samples: int) -> None:
         self.reported += samples

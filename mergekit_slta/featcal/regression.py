@@ -221,7 +221,7 @@ class NormalEquations:
         scale = whole.rsqrt()  # to a unit diagonal, so that no dimension's unit matters
         scale[whole == 0] = 0  # the change of a dimension that is always zero is zero
         system.mul_(scale[:, None]).mul_(scale).diagonal().fill_(1.0)
-        failed = torch.empty(0, dtype=torch.int32, device=system.device)
+        failed = torch.empty((), dtype=torch.int32, device=system.device)
         torch.linalg.cholesky_ex(system, upper=True, out=(system, failed))  # reads what is on and above the diagonal
         if int(failed):
             return None

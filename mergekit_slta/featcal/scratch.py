@@ -36,7 +36,7 @@ from mergekit_slta.slta.weights import TensorWeights
 
 LOG = logging.getLogger(__name__)
 
-FORMAT = 6  # changes with the folder's content and with the way that layers are solved
+FORMAT = 7  # changes with the folder's content and with the way that layers are solved
 FLOAT32, FLOAT64 = 4, 8  # bytes
 ANCHOR_LEVEL = "attn_mlp"  # of the merging weights of 'anchor: slta'
 

@@ -75,7 +75,11 @@ class Checkpoint:
         return str(declared).removeprefix("torch.")
 
     def read(
-        self, names: Mapping[str, str], base_model_prefix: str, device: torch.device | str = "cpu"
+        self,
+        names: Mapping[str, str],
+        base_model_prefix: str,
+        device: torch.device | str = "cpu",
+        fetched: Mapping[str, torch.Tensor] | None = None,
     ) -> dict[str, torch.Tensor]:
         """Read tensors as float32 (integer ones as they are).
 
@@ -83,11 +87,15 @@ class Checkpoint:
             names: the key to return each tensor under, and the model's name of it.
             base_model_prefix: the prefix that checkpoints of the bare base model lack.
             device: where the tensors go.
+            fetched: what ``fetch`` has returned for these names, if it was called.
 
         Raises:
             SltaError: a tensor is missing, or holds NaN or Inf, or the files have changed since ``fingerprint``.
         """
-        tensors = {key: self._read(name, base_model_prefix, device) for key, name in names.items()}
+        tensors = {}
+        for key, name in names.items():
+            stored = fetched[key] if fetched is not None else self._stored(name, base_model_prefix, device)
+            tensors[key] = self._as_float32(name, stored, device)
         self._loader.flush()
         self.refuse_changes()
         return tensors
@@ -111,6 +119,19 @@ class Checkpoint:
             except OSError:
                 stamps.append(None)
         return stamps
+
+    def fetch(self, names: Mapping[str, str], base_model_prefix: str) -> dict[str, torch.Tensor]:
+        """Read tensors to the host as they are stored, for a later ``read``: another thread may call it ahead of time.
+
+        If there is a GPU they are in pinned memory, from which they are copied fastest.
+
+        Raises:
+            SltaError: a tensor is missing.
+        """
+        tensors = {key: self._stored(name, base_model_prefix, "cpu") for key, name in names.items()}
+        if torch.cuda.is_available():
+            tensors = {key: tensor.pin_memory() for key, tensor in tensors.items()}
+        return tensors
 
     def prefetch(self, layer: int) -> None:
         """Have the operating system read a decoder layer into its file cache in the background.
@@ -137,23 +158,27 @@ class Checkpoint:
                 begin += header.nbytes
         return places
 
-    def _read(self, name: str, base_model_prefix: str, device: torch.device | str) -> torch.Tensor:
+    def _stored(self, name: str, base_model_prefix: str, device: torch.device | str) -> torch.Tensor:
+        """A tensor in the checkpoint's dtype."""
         stored = model_tensor_name(name, self.tensor_names, base_model_prefix)
         with reading(f"The tensor {name} of {self}"):
             tensor = self._loader.get_tensor(stored, device=str(device)) if stored else self._convert(name)
         if tensor is None:
             raise SltaError(f"{self} lacks the tensor {name}: its checkpoint is incomplete or of another architecture.")
-        if stored is not None and stored in self.rows:
-            tensor = tensor[: self.rows[stored]]
+        return tensor[: self.rows[stored]] if stored is not None and stored in self.rows else tensor
+
+    def _as_float32(self, name: str, tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+        """A tensor that was read, on the device and without NaN or Inf; integer ones as they are."""
         self.bytes_read += tensor.nbytes
+        tensor = tensor.to(device, non_blocking=True)
         if not tensor.is_floating_point():
-            return tensor.to(device)
+            return tensor
         # A sum is NaN or infinite if any element is. Since it may also overflow, only then is every element checked.
         if not torch.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
             raise SltaError(
                 f"{self} holds NaN or Inf in the tensor {name}: the checkpoint is broken, get a sound copy."
             )
-        return tensor.to(device=device, dtype=torch.float32)
+        return tensor.to(dtype=torch.float32)
 
     def _convert(self, name: str) -> torch.Tensor | None:
         """Build a tensor that the checkpoint stores under other names, such as the experts of a mixture."""
