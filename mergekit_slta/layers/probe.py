@@ -41,11 +41,9 @@ def trace(decoder: Decoder, layer: int, watch: Collection[str] = ()) -> LayerRun
     with _explained(decoder):
         edges = zeros(edge_state(decoder), decoder.device)
         hidden, calls = embed(decoder, torch.zeros(1, 2, dtype=torch.int64), edges)
-        call = calls[layer]
-        if call.shares:
-            handed = decoder.once(trial).state
-            numbers = random_numbers({str(path): tensor for path, tensor in handed.items()}, decoder.device)
-            call = call.own({path: numbers[str(path)] for path in handed})
+        handed = decoder.once(trial).state
+        numbers = random_numbers({str(path): tensor for path, tensor in handed.items()}, decoder.device)
+        call = calls[layer].own({path: numbers[str(path)] for path in handed})
         weights = zeros(decoder.layers[layer].state_dict(), decoder.device)
         return decoder.run(layer, weights, hidden, call, capture=watch, keep=watch)
 
@@ -79,15 +77,14 @@ def _random_layer(decoder: Decoder, layer: int) -> tuple[Weights, torch.Tensor, 
     first, other, last = _tokens(decoder)
     edges = random_numbers(edge_state(decoder), decoder.device)
     hidden, calls = embed(decoder, torch.tensor([[first, last], [other, last]]), edges)
-    call = calls[layer]
-    if call.shares:
-        generator = torch.Generator().manual_seed(0)
-        state = {
-            path: torch.randn(2, *tensor.shape[1:], generator=generator).to(tensor)
-            for path, tensor in decoder.once(trial).state.items()
-        }
-        call = call.own(state)
-    return random_numbers(decoder.layers[layer].state_dict(), decoder.device), hidden, call
+    generator = torch.Generator().manual_seed(0)
+    state = {
+        path: torch.randn(2, *tensor.shape[1:], generator=generator).to(tensor)
+        if tensor.is_floating_point()
+        else tensor.repeat_interleave(2, 0)
+        for path, tensor in decoder.once(trial).state.items()
+    }
+    return random_numbers(decoder.layers[layer].state_dict(), decoder.device), hidden, calls[layer].own(state)
 
 
 def _tokens(decoder: Decoder) -> list[int]:
