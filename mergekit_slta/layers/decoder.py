@@ -38,7 +38,8 @@ class Decoder:
     Attributes:
         name: the architecture's name.
         model: the whole model on the meta device.
-        body: the model without its output head; ``body_path`` begins the names of its tensors in the model.
+        body: the model without its output head, or the language tower where that cannot run without images;
+            ``body_path`` begins the names of its tensors in the model.
         tower: the language tower of a multimodal model, or the whole of another one.
         layers: the decoder layers, and ``layers_path`` their path in the model.
         fresh: restores the model to the state in which it was built.
@@ -62,9 +63,9 @@ class Decoder:
             self.model.set_experts_implementation("eager")
         self.name = type(self.model).__name__
         self.body = self.model.base_model
+        self.tower = self.model.get_decoder() if is_multimodal(config) else self.model
         paths = {module: name for name, module in self.model.named_modules() if name}
         self.body_path = _inside(paths.get(self.body, ""))
-        self.tower = self.model.get_decoder() if is_multimodal(config) else self.model
         self.layers = _find_layers(self.model, self.tower, config)
         self.layers_path = paths[self.layers]
         self._give_buffers()
@@ -78,6 +79,11 @@ class Decoder:
 
     def __len__(self) -> int:
         return len(self.layers)
+
+    def leave_wrapper(self) -> None:
+        """Take the language tower alone from now on, for a model that cannot run on text without images."""
+        self.body = self.tower
+        self.body_path = _inside(next(name for name, module in self.model.named_modules() if module is self.tower))
 
     def to(self, device: torch.device | str) -> Decoder:
         """Run layers on another device from now on, and forget what ``once`` has found."""

@@ -15,7 +15,16 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from mergekit_slta.errors import SltaError, first_line
-from mergekit_slta.layers.calls import LayerCall, LayerForward, Made, State, Weights, handed_on, returned_like, stand_ins
+from mergekit_slta.layers.calls import (
+    LayerCall,
+    LayerForward,
+    Made,
+    State,
+    Weights,
+    handed_on,
+    returned_like,
+    stand_ins,
+)
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.placeholders import small_products, zeros
 from mergekit_slta.layers.recording import LayerRun, Reached
@@ -54,7 +63,9 @@ def _capture(
     calls: list[LayerCall] = []
     handed: list[torch.Tensor] = []
     returns: list[Any] = []
-    taken: list[dict[int | str, int]] = []  # by layer and argument, the position in the return value of the layer before
+    taken: list[
+        dict[int | str, int]
+    ] = []  # by layer and argument, the position in the return value of the layer before
     strange = False  # whether a layer is given what another than the one before has made, or what was made of that
 
     def hand_on(layer: int, hidden: torch.Tensor, call: LayerCall) -> Any:
@@ -75,6 +86,9 @@ def _capture(
         return returns[-1]
 
     weights = {name.removeprefix(decoder.body_path): edges[name] for name in embedding_tensors(decoder)}
+    # Some wrappers take the device of their first tensor, which may be an image tower's, for that of the tokens.
+    name, first = next(iter(decoder.body.named_parameters()))
+    weights.setdefault(name, torch.zeros((), device=decoder.device).expand(first.shape))
     kwargs = {"input_ids": token_ids.to(decoder.device), "use_cache": False}
     decoder.fresh.restore()
     with stand_ins(decoder.layers, hand_on), torch.no_grad():
@@ -110,7 +124,16 @@ class Trial:
 
 def trial(decoder: Decoder) -> Trial:
     """Try the layers with weights that are all zero, which take no memory."""
-    return try_layers(decoder, torch.zeros(1, 2, dtype=torch.int64), zeros)
+    token_ids = torch.zeros(1, 2, dtype=torch.int64)
+    try:
+        return try_layers(decoder, token_ids, zeros)
+    except SltaError:
+        raise
+    except Exception:  # a model's own code may raise anything where it is not given images
+        if decoder.tower in (decoder.model, decoder.body):
+            raise
+        decoder.leave_wrapper()
+        return try_layers(decoder, token_ids, zeros)
 
 
 def try_layers(decoder: Decoder, token_ids: torch.Tensor, fill: Callable[[Weights, torch.device], Weights]) -> Trial:

@@ -37,9 +37,9 @@ def zeros(state: Weights, device: torch.device) -> Weights:
     return {name: one(tensor) for name, tensor in state.items()}
 
 
-def random_numbers(state: Weights, device: torch.device) -> Weights:
+def random_numbers(state: Weights, device: torch.device, seed: int = 0) -> Weights:
     """Replace tensors by random numbers; in large ones, all rows overlap in memory."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
 
     def numbers(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point():

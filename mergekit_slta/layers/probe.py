@@ -38,7 +38,7 @@ def trace(decoder: Decoder, layer: int, watch: Collection[str] = ()) -> LayerRun
     Raises:
         SltaError: the model's layers cannot be run one at a time.
     """
-    with _explained(decoder):
+    with explained(decoder):
         edges = zeros(edge_state(decoder), decoder.device)
         hidden, calls = embed(decoder, torch.zeros(1, 2, dtype=torch.int64), edges)
         handed = decoder.once(trial).state
@@ -54,25 +54,12 @@ def token_mixers(decoder: Decoder, layer: int) -> frozenset[str]:
     Raises:
         SltaError: the model's layers cannot be run one at a time.
     """
-    with _explained(decoder), torch.no_grad():
-        weights, hidden, call = _random_layer(decoder, layer)
+    with explained(decoder), torch.no_grad():
+        weights, hidden, call = random_layer(decoder, layer)
         return frozenset(decoder.run(layer, weights, hidden, call, unmix=True).mixers)
 
 
-def replays(decoder: Decoder, layer: int, groups: Collection[Collection[str]]) -> bool:
-    """Whether the layer's output stays the same when the children of a group return what they have returned before."""
-    with _explained(decoder), torch.no_grad():
-        weights, hidden, call = _random_layer(decoder, layer)
-        first = decoder.run(layer, weights, hidden, call)
-        expected = first.output.clone()
-        for children in groups:
-            replay = {name: first.returned[name] for name in children if name in first.returned}
-            if not torch.equal(decoder.run(layer, weights, hidden, call, replay=replay).output, expected):
-                return False
-    return True
-
-
-def _random_layer(decoder: Decoder, layer: int) -> tuple[Weights, torch.Tensor, LayerCall]:
+def random_layer(decoder: Decoder, layer: int) -> tuple[Weights, torch.Tensor, LayerCall]:
     """Random weights of a layer, and its input and call for two samples that differ in the first of two tokens."""
     first, other, last = _tokens(decoder)
     edges = random_numbers(edge_state(decoder), decoder.device)
@@ -94,7 +81,7 @@ def _tokens(decoder: Decoder) -> list[int]:
 
 
 @contextlib.contextmanager
-def _explained(decoder: Decoder) -> Iterator[None]:
+def explained(decoder: Decoder) -> Iterator[None]:
     """Run with made-up weights; an error of the model's own code then says that its layers cannot be run one by one."""
     try:
         with small_products():
@@ -120,7 +107,7 @@ def padding_matters(decoder: Decoder, lengths: Collection[int]) -> bool:
     ordered = sorted({max(length, 2) for length in lengths})  # one token alone shows no positions
     if len(set(lengths)) < 2 or len(ordered) < 2:
         return False
-    with _explained(decoder), torch.no_grad():
+    with explained(decoder), torch.no_grad():
         if decoder.once(trial).state or not decoder.once(is_causal):
             return True
         # Frequencies that depend on the length change at some length. Comparing the longest sample with the second
