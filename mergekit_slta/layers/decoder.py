@@ -299,8 +299,8 @@ def _find_layers(
     if len(found := [module for module in lists if kinds.issuperset(type(layer).__name__ for layer in module)]) == 1:
         return found[0]
     raise SltaError(
-        f"Cannot find the decoder layers of {type(model).__name__}: it has no single stack of them, so no level applies "
-        "to it; it can be merged with 'merge_method: actmat'."
+        f"Cannot find the decoder layers of {type(model).__name__}: it has no single stack of them, so no level "
+        "applies to it; it can be merged with 'merge_method: actmat'."
     )
 
 

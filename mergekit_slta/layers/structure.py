@@ -103,7 +103,7 @@ def _structure(decoder: Decoder, layer: int) -> LayerStructure | None:
 
 
 def _told_apart(decoder: Decoder, layer: int, found: LayerStructure) -> bool:
-    """Whether the layer computes the same with each branch alone, and another thing with other weights of the branch."""
+    """Whether a branch alone makes of the layer what all together do, and another thing with other weights of it."""
     weights, hidden, call = random_layer(decoder, layer)
     base = decoder.run(layer, weights, hidden, call)
     others = random_numbers(decoder.layers[layer].state_dict(), decoder.device, seed=1)

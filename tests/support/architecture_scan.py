@@ -3,9 +3,9 @@
     python tests/support/architecture_scan.py [TYPE ...]
 
 writes docs/architectures.md, or prints the rows of the types named. Nothing is downloaded: models are built without
-weights, from each type's own default configuration with small sizes. Each type has a process of its own, which may take
-``SECONDS`` of a processor. A command that was stopped continues where it was: until the page is written, what is known is
-in the file ``ROWS``.
+weights, from each type's own default configuration with small sizes. Each type has a process of its own, which may
+take ``SECONDS`` of a processor. A command that was stopped continues where it was: until the page is written, what is
+known is in the file ``ROWS``.
 """
 
 from __future__ import annotations
@@ -88,7 +88,10 @@ KNOBS: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": {
         **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "indexer_n_heads"), 2),
         **dict.fromkeys(("head_dim", "linear_key_head_dim", "linear_value_head_dim", "indexer_head_dim"), 8),
-        **{"indexer_kv_heads": 1, "indexer_budget": 8, "indexer_compress_ratio": 2, "hc_lowrank": 8},
+        "indexer_kv_heads": 1,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+        "hc_lowrank": 8,
     },
     "cohere_compass_text": {
         "rope_parameters": {
@@ -111,9 +114,7 @@ KNOBS: dict[str, dict[str, Any]] = {
 }
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0}
 KNOBS |= {
-    **dict.fromkeys(
-        ("glm4v_text", "hunyuan_vl_text", "glm_image_text"), {"rope_parameters": _MROPE | {"mrope_section": [2, 1, 1]}}
-    ),
+    "glm4v_text": {"rope_parameters": _MROPE | {"mrope_section": [2, 1, 1]}},
     "glm4v_moe_text": {"rope_parameters": _MROPE | {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}},
     "aya_vision": {"vision_config": {"model_type": "siglip_vision_model"}},
     "deepseek_ocr2_text": {"num_experts_per_tok": 2, "mlp_layer_types": ["dense", *["sparse"] * 3]},
