@@ -42,8 +42,9 @@ def trace(decoder: Decoder, layer: int, watch: Collection[str] = ()) -> LayerRun
         edges = zeros(edge_state(decoder), decoder.device)
         hidden, calls = embed(decoder, torch.zeros(1, 2, dtype=torch.int64), edges)
         handed = decoder.once(trial).state
-        numbers = random_numbers({str(path): tensor for path, tensor in handed.items()}, decoder.device)
-        call = calls[layer].own({path: numbers[str(path)] for path in handed})
+        floats = {str(path): tensor for path, tensor in handed.items() if tensor.is_floating_point()}
+        numbers = random_numbers(floats, decoder.device)  # indices stay what they are: they choose tokens
+        call = calls[layer].own({path: numbers.get(str(path), tensor) for path, tensor in handed.items()})
         weights = zeros(decoder.layers[layer].state_dict(), decoder.device)
         return decoder.run(layer, weights, hidden, call, capture=watch, keep=watch)
 
