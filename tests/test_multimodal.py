@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -68,8 +69,13 @@ def test_grams_are_those_of_the_whole_models_forward_pass(name: str, family: Cal
     assert not measured
 
 
-@pytest.mark.parametrize("name", ["gemma3_vision", "qwen3_vl", "qwen2_5_vl", "mistral3"])
-@pytest.mark.parametrize("level", ["attn_mlp", "head_mlp", "linear"])
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [
+        *itertools.product(("gemma3_vision", "qwen3_vl", "qwen2_5_vl", "mistral3"), ("attn_mlp", "head_mlp", "linear")),
+        *itertools.product(("gemma4_vision", "llama4_vision", "qwen3_5"), ("attn_mlp",)),
+    ],
+)
 def test_the_finer_levels_apply_where_they_do_to_the_text_model(
     name: str, level: str, family: Callable[[str], Family]
 ) -> None:
@@ -153,7 +159,7 @@ def test_an_adapter_is_merged_as_the_model_that_peft_makes_of_it(
         families.model_class(found.config).from_pretrained(found.base, dtype=torch.float32), str(adapter)
     )
     by_peft.merge_and_unload().save_pretrained(tmp_path / "full")
-    states = []
+    states: list[dict[str, torch.Tensor]] = []
     for name in (f"{found.base}+{adapter}", str(tmp_path / "full")):
         recipe = families.recipe(found, level="layer", samples=RECORDS)
         recipe["models"][0]["model"] = name

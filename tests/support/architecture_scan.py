@@ -46,7 +46,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "architectures.md"
 LEVELS = ("layer", "attn_mlp", "head_mlp", "linear")
 ROWS = PAGE.with_name("architectures.unfinished.jsonl")
 SECONDS = 120
-PROCESSES = 2
+PROCESSES = 4
 
 # The sizes that a configuration's fields get, where it has fields of these names.
 SIZES: dict[str, Any] = {

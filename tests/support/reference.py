@@ -282,12 +282,13 @@ _TOWER: dict[str, Any] = {
     "language": ("model.language_model.", "lm_head."),
 }
 SPLITS |= {
-    **dict.fromkeys(("qwen3_vl", "qwen2_5_vl", "mistral3", "gemma4_vision"), Split(**_TOWER)),
+    **dict.fromkeys(("qwen3_vl", "qwen2_5_vl", "mistral3"), Split(**_TOWER)),
+    "gemma4_vision": replace(SPLITS["gemma4"], **_TOWER),
     "gemma3_vision": replace(_GEMMA2, **_TOWER),
     "qwen3_5": Split(
         attn=("input_layernorm", "linear_attn", "self_attn"), closing_attn=("linear_attn", "self_attn"), **_TOWER
     ),
-    "llama4_vision": Split(layers="language_model.model.layers", language=("language_model.",)),
+    "llama4_vision": replace(SPLITS["llama4"], layers="language_model.model.layers", language=("language_model.",)),
 }
 
 # Features
