@@ -44,6 +44,10 @@ LONGEST = 12
 # Features of size one are known to 6e-8 in float32 and their deltas are a tenth of them: after the sums inside a layer
 # a delta is known to a few 1e-6 of its own size.
 GRAM_TOLERANCE = 1e-5
+# Where nothing magnifies rounding, and for experts that differ more from the base model where something does.
+CLOSE_GRAM_TOLERANCE = 2e-6
+CLOSE = ("llama4", "gemma4", "falcon_h1", "nemotron_h")
+LARGE_TASKS = ("falcon_h1",)
 ALPHA_TOLERANCE = 1e-5
 # Of a tensor's largest element: the weights' error times the task vectors' share in it, and float32 rounding.
 TENSOR_TOLERANCE = 1e-6
@@ -104,7 +108,9 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
 
     @functools.cache
     def make(name: str) -> Case:
-        family = families.make_family(tmp_path_factory.mktemp(name), name, records=RECORDS, longest=LONGEST)
+        scale = 0.2 if name in LARGE_TASKS else 0.1
+        folder = tmp_path_factory.mktemp(name)
+        family = families.make_family(folder, name, records=RECORDS, longest=LONGEST, scale=scale)
         return Case(family, reference.SPLITS[name], ROWS[name].levels)
 
     return make
@@ -159,8 +165,11 @@ def test_grams_and_merging_weights_equal_the_reference(name: str, level: str, ca
     expected = found.deltas[level]
     assert set(found.grams) == {submodule for deltas in found.deltas.values() for submodule in deltas}
     alpha = found.alpha(level)
+    if level == "attn_mlp":  # each branch changes what the layer does
+        assert all(deltas.grams().any() for deltas in expected.values())
+    tolerance = CLOSE_GRAM_TOLERANCE if name in CLOSE else GRAM_TOLERANCE
     for submodule, deltas in expected.items():
-        assert gram_difference(found.grams[submodule], deltas.grams()) < GRAM_TOLERANCE, submodule
+        assert gram_difference(found.grams[submodule], deltas.grams()) < tolerance, submodule
         error = (alpha[submodule] - reference.merging_weights(deltas)).abs().max()
         assert error < ALPHA_TOLERANCE, submodule
 

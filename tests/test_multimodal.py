@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from conftest import MakeFamily
 from mergekit.io.tasks import LoaderCache
 from safetensors.torch import load_file, save_file
 from support import families, reference
+from support.adapters import write_adapter
 from support.families import MULTIMODAL, Family
 from support.gram_difference import gram_difference
 from support.processes import run_python
@@ -66,8 +69,13 @@ def test_grams_are_those_of_the_whole_models_forward_pass(name: str, family: Cal
     assert not measured
 
 
-@pytest.mark.parametrize("name", ["gemma3_vision", "qwen3_vl", "qwen2_5_vl", "mistral3"])
-@pytest.mark.parametrize("level", ["attn_mlp", "head_mlp", "linear"])
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [
+        *itertools.product(("gemma3_vision", "qwen3_vl", "qwen2_5_vl", "mistral3"), ("attn_mlp", "head_mlp", "linear")),
+        *itertools.product(("llama4_vision",), ("attn_mlp",)),
+    ],
+)
 def test_the_finer_levels_apply_where_they_do_to_the_text_model(
     name: str, level: str, family: Callable[[str], Family]
 ) -> None:
@@ -140,6 +148,27 @@ def test_mergekit_yaml_in_a_process_of_its_own(family: Callable[[str], Family], 
     alpha = reference.solve(deltas(found, "mistral3", "attn_mlp"))
     expected = reference.merged(found.models(), alpha, "attn_mlp", reference.SPLITS["mistral3"])
     assert_tensors_equal(load(tmp_path / "merged").state_dict(), expected)
+
+
+def test_an_adapter_is_merged_as_the_model_that_peft_makes_of_it(
+    family: Callable[[str], Family], tmp_path: Path
+) -> None:
+    found = family("qwen3_vl")
+    adapter = write_adapter(found.base, tmp_path / "adapter", "q_proj", "down_proj")
+    by_peft = peft.PeftModel.from_pretrained(
+        families.model_class(found.config).from_pretrained(found.base, dtype=torch.float32), str(adapter)
+    )
+    by_peft.merge_and_unload().save_pretrained(tmp_path / "full")
+    states: list[dict[str, torch.Tensor]] = []
+    for name in (f"{found.base}+{adapter}", str(tmp_path / "full")):
+        recipe = families.recipe(found, level="layer", samples=RECORDS)
+        recipe["models"][0]["model"] = name
+        out = families.merge(recipe, tmp_path / f"out{len(states)}", lora_merge_cache=str(tmp_path / "cache"))
+        states.append(load(out).state_dict())
+    assert_tensors_equal(*states)
+    base = found.model(0).state_dict()
+    changed = [name for name, own in states[0].items() if not torch.equal(own, base[name])]
+    assert any("language_model" in name for name in changed)
 
 
 @pytest.mark.parametrize(("level", "edges", "towers"), [("model", "base", "base"), ("attn_mlp", "mean", "base")])

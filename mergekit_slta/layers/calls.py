@@ -20,8 +20,8 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.residual import plain
 
 Weights = Mapping[str, torch.Tensor]
-# Tensors [B, ...] that layers have passed to later layers in a dictionary that all layers are called with. Their keys
-# are the argument's position or name, the key in the dictionary and, for a tuple of tensors, the index.
+# Tensors [B, ...] that layers have passed to later layers. Their keys are the argument's position or name; for an
+# argument that is a dictionary also the key in it and, for a tuple of tensors, the index.
 State = Mapping[tuple[Any, ...], torch.Tensor]
 
 
@@ -37,19 +37,22 @@ class LayerCall:
         """All arguments, by position or name."""
         return dict(enumerate(self.args)) | self.kwargs
 
-    @property
-    def shares(self) -> bool:
-        """Whether an argument is a dictionary, in which layers may pass tensors to later layers."""
-        return any(isinstance(value, MutableMapping) for value in self.arguments.values())
-
     def own(self, state: State) -> LayerCall:
-        """The same call with copies of the dictionaries, to which ``state`` is added."""
+        """The same call with copies of the dictionaries, to which ``state`` is added.
+
+        Arguments that are None stay so: the first layer is given nothing of earlier layers.
+        """
         arguments = self.arguments
         for argument, value in arguments.items():
             if isinstance(value, MutableMapping):
                 arguments[argument] = copy.copy(value)
         for path in sorted(state, key=lambda path: path[2:]):
-            argument, key, *index = path
+            argument, *rest = path
+            if not rest:
+                if arguments[argument] is not None:
+                    arguments[argument] = state[path]
+                continue
+            key, *index = rest
             before = arguments[argument].get(key, ())[: index[0]] if index else ()
             arguments[argument][key] = (*before, state[path]) if index else state[path]
         args = tuple(arguments.pop(position) for position in range(len(self.args)))
@@ -80,6 +83,16 @@ class LayerCall:
                         )
                     found[path] = plain(part)
         return found
+
+
+def handed_on(returned: Any, positions: Mapping[int | str, int]) -> State:
+    """What a layer's return value holds for the next layer.
+
+    Args:
+        returned: the layer's return value.
+        positions: by the next layer's argument, the position in the return value.
+    """
+    return {(argument,): plain(returned[position]) for argument, position in positions.items()}
 
 
 # Returns what a layer returns, given its index, its hidden states and its call.

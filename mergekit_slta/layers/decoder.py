@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.calls import LayerCall, Weights, hidden_of
+from mergekit_slta.layers.calls import LayerCall, Weights, handed_on, hidden_of
 from mergekit_slta.layers.fresh import Fresh
 from mergekit_slta.layers.recording import LayerRun, Reached, watch
 from mergekit_slta.layers.residual import INPUT, ResidualStream, Term
@@ -38,10 +38,13 @@ class Decoder:
     Attributes:
         name: the architecture's name.
         model: the whole model on the meta device.
-        body: the model without its output head; ``body_path`` begins the names of its tensors in the model.
+        body: the model without its output head, or the language tower where that cannot run without images;
+            ``body_path`` begins the names of its tensors in the model.
         tower: the language tower of a multimodal model, or the whole of another one.
         layers: the decoder layers, and ``layers_path`` their path in the model.
         fresh: restores the model to the state in which it was built.
+        handed: by argument of a layer, the position in the return value of the layer before where it comes from; empty
+            as long as no layer was called.
         stacked: whether the model's layers are given several hidden states per token as [n, B, S, D]; here they are
             [B, S, n, D] everywhere else. None as long as no layer was called.
 
@@ -60,21 +63,27 @@ class Decoder:
             self.model.set_experts_implementation("eager")
         self.name = type(self.model).__name__
         self.body = self.model.base_model
+        self.tower = self.model.get_decoder() if is_multimodal(config) else self.model
         paths = {module: name for name, module in self.model.named_modules() if name}
         self.body_path = _inside(paths.get(self.body, ""))
-        self.tower = self.model.get_decoder() if is_multimodal(config) else self.model
         self.layers = _find_layers(self.model, self.tower, config)
         self.layers_path = paths[self.layers]
         self._give_buffers()
         self._known: dict[Hashable, Any] = {}
         self._run: LayerRun | None = None
         self.stacked: bool | None = None
+        self.handed: dict[int | str, int] = {}
         for layer in self.layers:
             watch(layer, lambda: self._run)
         self.fresh = Fresh(self.model)
 
     def __len__(self) -> int:
         return len(self.layers)
+
+    def leave_wrapper(self) -> None:
+        """Take the language tower alone from now on, for a model that cannot run on text without images."""
+        self.body = self.tower
+        self.body_path = _inside(next(name for name, module in self.model.named_modules() if module is self.tower))
 
     def to(self, device: torch.device | str) -> Decoder:
         """Run layers on another device from now on, and forget what ``once`` has found."""
@@ -202,10 +211,13 @@ class Decoder:
         try:
             hidden = self.as_called(hidden)
             stream = ResidualStream.of(hidden, (Term(INPUT, hidden),))
-            return torch.func.functional_call(self.layers[layer], dict(weights), (stream, *own.args), own.kwargs)
+            arguments = stream, *own.args
+            returned = torch.func.functional_call(self.layers[layer], dict(weights), arguments, own.kwargs)
+            run.state = handed_on(returned, self.handed)
+            return returned
         finally:
             self._run = None
-            run.state = own.entered(call)
+            run.state = {**own.entered(call), **run.state}
 
     def once(self, find: Callable[..., Found], *arguments: Hashable) -> Found:
         """``find(self, *arguments)``, computed once."""
@@ -278,11 +290,18 @@ def refuse_unless_decoder(config: transformers.PretrainedConfig) -> None:
 def _find_layers(
     model: transformers.PreTrainedModel, tower: torch.nn.Module, config: transformers.PretrainedConfig
 ) -> torch.nn.ModuleList:
-    depth = config.get_text_config().num_hidden_layers
-    for module in tower.modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) == depth:
-            return module
-    raise SltaError(f"Cannot find the {depth} decoder layers of {type(model).__name__}: use 'merge_method: actmat'.")
+    depth = getattr(config.get_text_config(), "num_hidden_layers", None)
+    lists = [module for module in tower.modules() if isinstance(module, torch.nn.ModuleList)]
+    if found := [module for module in lists if len(module) == depth]:
+        return found[0]
+    # Some configurations count attention layers, of which a decoder layer may have several.
+    kinds = set(getattr(tower, "_no_split_modules", None) or ())
+    if len(found := [module for module in lists if kinds.issuperset(type(layer).__name__ for layer in module)]) == 1:
+        return found[0]
+    raise SltaError(
+        f"Cannot find the decoder layers of {type(model).__name__}: it has no single stack of them, so no level "
+        "applies to it; it can be merged with 'merge_method: actmat'."
+    )
 
 
 def _inside(path: str) -> str:

@@ -15,7 +15,16 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from mergekit_slta.errors import SltaError, first_line
-from mergekit_slta.layers.calls import LayerCall, LayerForward, Made, State, Weights, returned_like, stand_ins
+from mergekit_slta.layers.calls import (
+    LayerCall,
+    LayerForward,
+    Made,
+    State,
+    Weights,
+    handed_on,
+    returned_like,
+    stand_ins,
+)
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.placeholders import small_products, zeros
 from mergekit_slta.layers.recording import LayerRun, Reached
@@ -53,18 +62,33 @@ def _capture(
     inputs: list[torch.Tensor] = []
     calls: list[LayerCall] = []
     handed: list[torch.Tensor] = []
+    returns: list[Any] = []
+    taken: list[
+        dict[int | str, int]
+    ] = []  # by layer and argument, the position in the return value of the layer before
+    strange = False  # whether a layer is given what another than the one before has made, or what was made of that
 
     def hand_on(layer: int, hidden: torch.Tensor, call: LayerCall) -> Any:
+        nonlocal strange
         inputs.append(hidden.as_subclass(torch.Tensor))
         calls.append(call)
         if decoder.stacked is None:
             decoder.stacked = hidden.ndim == 4 and hidden.shape[:2] != token_ids.shape == hidden.shape[1:3]
+        before = returns[-1] if returns and isinstance(returns[-1], (tuple, list)) else ()
+        made = {id(part): position for position, part in enumerate(before) if position and isinstance(part, Made)}
+        taken.append({name: made[id(value)] for name, value in call.arguments.items() if id(value) in made})
+        leaves = tree_leaves((call.args, call.kwargs))
+        strange = strange or sum(isinstance(leaf, Made) for leaf in leaves) > len(taken[-1])
         form = returned(layer, inputs[0], call)
         if not handed:  # distinct values, which show any change
             handed.append(torch.arange(1.0, hidden.numel() + 1, device=decoder.device).view(hidden.shape))
-        return returned_like(form, handed[0])
+        returns.append(returned_like(form, handed[0]))
+        return returns[-1]
 
     weights = {name.removeprefix(decoder.body_path): edges[name] for name in embedding_tensors(decoder)}
+    # Some wrappers take the device of their first tensor, which may be an image tower's, for that of the tokens.
+    name, first = next(iter(decoder.body.named_parameters()))
+    weights.setdefault(name, torch.zeros((), device=decoder.device).expand(first.shape))
     kwargs = {"input_ids": token_ids.to(decoder.device), "use_cache": False}
     decoder.fresh.restore()
     with stand_ins(decoder.layers, hand_on), torch.no_grad():
@@ -73,11 +97,12 @@ def _capture(
         problem = f"does not call its {len(decoder)} decoder layers one after the other ({len(calls)} calls)"
     elif decoder.tokens_first(inputs[0]).shape[:2] != token_ids.shape:
         problem = "hands its decoder layers other positions than the tokens'"
-    elif any(isinstance(leaf, Made) for call in calls for leaf in tree_leaves((call.args, call.kwargs))):
-        problem = "hands its decoder layers more of earlier layers than the hidden states"
+    elif strange or any(own != taken[-1] for own in taken[1:]):
+        problem = "hands its decoder layers more of earlier layers than what the layer before returns"
     elif not all(torch.equal(given, handed[0]) for given in inputs[1:]):
         problem = "changes the hidden states between its decoder layers"
     else:
+        decoder.handed = taken[-1]
         return decoder.tokens_first(inputs[0]), calls
     raise SltaError(
         f"{decoder.name} {problem}, so no level applies to it; it can be merged with 'merge_method: actmat'."
@@ -99,7 +124,16 @@ class Trial:
 
 def trial(decoder: Decoder) -> Trial:
     """Try the layers with weights that are all zero, which take no memory."""
-    return try_layers(decoder, torch.zeros(1, 2, dtype=torch.int64), zeros)
+    token_ids = torch.zeros(1, 2, dtype=torch.int64)
+    try:
+        return try_layers(decoder, token_ids, zeros)
+    except SltaError:
+        raise
+    except Exception:  # a model's own code may raise anything where it is not given images
+        if decoder.tower in (decoder.model, decoder.body):
+            raise
+        decoder.leave_wrapper()
+        return try_layers(decoder, token_ids, zeros)
 
 
 def try_layers(decoder: Decoder, token_ids: torch.Tensor, fill: Callable[[Weights, torch.device], Weights]) -> Trial:
@@ -118,6 +152,12 @@ def try_layers(decoder: Decoder, token_ids: torch.Tensor, fill: Callable[[Weight
 
     with small_products():
         _capture(decoder, token_ids, fill(edge_state(decoder), decoder.device), run)
+    state.update(handed_on(found[types[0]], decoder.handed))
+    if any(tensor.shape[:1] != token_ids.shape[:1] for tensor in state.values()):
+        raise SltaError(
+            f"The layers of {decoder.name} pass something to later layers that is not of single samples, so no level "
+            "applies to it; it can be merged with 'merge_method: actmat'."
+        )
     return Trial([found.get(kind) for kind in types], {path: tensor[:1] for path, tensor in state.items()})
 
 

@@ -41,11 +41,10 @@ def trace(decoder: Decoder, layer: int, watch: Collection[str] = ()) -> LayerRun
     with explained(decoder):
         edges = zeros(edge_state(decoder), decoder.device)
         hidden, calls = embed(decoder, torch.zeros(1, 2, dtype=torch.int64), edges)
-        call = calls[layer]
-        if call.shares:
-            handed = decoder.once(trial).state
-            numbers = random_numbers({str(path): tensor for path, tensor in handed.items()}, decoder.device)
-            call = call.own({path: numbers[str(path)] for path in handed})
+        handed = decoder.once(trial).state
+        floats = {str(path): tensor for path, tensor in handed.items() if tensor.is_floating_point()}
+        numbers = random_numbers(floats, decoder.device)  # indices stay what they are: they choose tokens
+        call = calls[layer].own({path: numbers.get(str(path), tensor) for path, tensor in handed.items()})
         weights = zeros(decoder.layers[layer].state_dict(), decoder.device)
         return decoder.run(layer, weights, hidden, call, capture=watch, keep=watch)
 
@@ -61,33 +60,19 @@ def token_mixers(decoder: Decoder, layer: int) -> frozenset[str]:
         return frozenset(decoder.run(layer, weights, hidden, call, unmix=True).mixers)
 
 
-def replays(decoder: Decoder, layer: int, groups: Collection[Collection[str]]) -> bool:
-    """Whether the layer's output stays the same when the children of a group return what they have returned before."""
-    with explained(decoder), torch.no_grad():
-        weights, hidden, call = random_layer(decoder, layer)
-        first = decoder.run(layer, weights, hidden, call)
-        expected = first.output.clone()
-        for children in groups:
-            replay = {name: first.returned[name] for name in children if name in first.returned}
-            if not torch.equal(decoder.run(layer, weights, hidden, call, replay=replay).output, expected):
-                return False
-    return True
-
-
 def random_layer(decoder: Decoder, layer: int) -> tuple[Weights, torch.Tensor, LayerCall]:
     """Random weights of a layer, and its input and call for two samples that differ in the first of two tokens."""
     first, other, last = _tokens(decoder)
     edges = random_numbers(edge_state(decoder), decoder.device)
     hidden, calls = embed(decoder, torch.tensor([[first, last], [other, last]]), edges)
-    call = calls[layer]
-    if call.shares:
-        generator = torch.Generator().manual_seed(0)
-        state = {
-            path: torch.randn(2, *tensor.shape[1:], generator=generator).to(tensor)
-            for path, tensor in decoder.once(trial).state.items()
-        }
-        call = call.own(state)
-    return random_numbers(decoder.layers[layer].state_dict(), decoder.device), hidden, call
+    generator = torch.Generator().manual_seed(0)
+    state = {
+        path: torch.randn(2, *tensor.shape[1:], generator=generator).to(tensor)
+        if tensor.is_floating_point()
+        else tensor.repeat_interleave(2, 0)
+        for path, tensor in decoder.once(trial).state.items()
+    }
+    return random_numbers(decoder.layers[layer].state_dict(), decoder.device), hidden, calls[layer].own(state)
 
 
 def _tokens(decoder: Decoder) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mergekit_slta.layers.calls import State
+from mergekit_slta.layers.calls import State, hidden_of
 from mergekit_slta.layers.residual import INPUT, ResidualStream, Term, plain, sources
 
 # Of the largest number: by how much a token's features differ where a module has seen another token.
@@ -45,6 +45,7 @@ class LayerRun:
         returned: by child, its output with what is known of where it comes from, for a replay.
         reads: what each child's arguments were made from.
         repeated: the children that were called more than once.
+        adding: the children that add to the residual stream by themselves, so that it goes through them.
         opened: the children whose parts the layer has called by itself.
         mixers: what ``unmix`` has found.
         state: the tensors that the layer passes to later layers.
@@ -65,6 +66,7 @@ class LayerRun:
     returned: dict[str, Any] = field(default_factory=dict)
     reads: dict[str, frozenset[str]] = field(default_factory=dict)
     repeated: set[str] = field(default_factory=set)
+    adding: set[str] = field(default_factory=set)
     opened: set[str] = field(default_factory=set)
     mixers: set[str] = field(default_factory=set)
     state: State = field(default_factory=dict)
@@ -130,7 +132,9 @@ class LayerRun:
             self._running = ""
         if self.unmix:
             output = self._unmixed(name, output)
-        whole = isinstance(output, (tuple, list))
+        first, whole = hidden_of(output), isinstance(output, (tuple, list))
+        if isinstance(first, ResidualStream) and any(term.source != name for term in first.terms or ()):
+            self.adding.add(name)
         self.outputs[name] = type(output)(map(plain, output)) if whole else plain(output)
         # What is handed on may be changed in place, which must not change what is replayed.
         self.returned[name] = _as_made_by(name, output)

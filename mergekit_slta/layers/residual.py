@@ -195,7 +195,8 @@ def _sum(addends: tuple[Any, ...]) -> tuple[Term, ...] | None:
             terms += (Term(inside, part),)
         else:
             return None
-    return terms
+    shape = torch.broadcast_shapes(*(term.value.shape for term in terms))
+    return tuple(Term(term.source, term.value.expand(shape)) for term in terms)
 
 
 def _training(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from mergekit_slta.layers.calls import Weights, hidden_of
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.probe import replays, token_mixers, trace
+from mergekit_slta.layers.placeholders import random_numbers
+from mergekit_slta.layers.probe import explained, random_layer, token_mixers, trace
 from mergekit_slta.layers.recording import LayerRun
-from mergekit_slta.layers.residual import INPUT
+from mergekit_slta.layers.residual import INPUT, plain
 
 # The node of the graph of a layer's children that is its output.
 OUTPUT = "output"
@@ -33,15 +36,42 @@ class LayerStructure:
         mixers: the children in the attention branch that let tokens see each other.
         boundary: the child whose output is all that the MLP branch reads, where the attention branch ends with a norm
             of the residual stream; None where its contribution is added to the stream.
+        adding: the children that add to the residual stream by themselves.
     """
 
     branches: Mapping[str, Nodes]
     mixers: Nodes
     boundary: str | None = None
+    adding: Nodes = frozenset()
 
     def only(self, branch: str) -> Nodes:
         """The children that serve no other branch."""
         return self.branches[branch].difference(*(own for name, own in self.branches.items() if name != branch))
+
+    def alone(self, branch: str, weights: Weights, base: Weights, run: LayerRun) -> tuple[Weights, dict[str, Any]]:
+        """The weights, and the outputs to replay, with which only one branch differs from the base model.
+
+        The other branches return what they return in the base model. A child that adds to the residual stream by
+        itself would return the base model's stream too, so it runs with the base model's weights instead.
+
+        Args:
+            branch: the branch.
+            weights: the layer's tensors.
+            base: the base model's.
+            run: the base model's run of the layer on the same input.
+        """
+        others = frozenset().union(*(self.only(other) for other in self.branches if other != branch))
+        again = others & self.adding
+        replay = {name: run.returned[name] for name in others - again if name in run.returned}
+        return {n: base[n] if n.partition(".")[0] in again else own for n, own in weights.items()}, replay
+
+    def features(self, branch: str, run: LayerRun) -> torch.Tensor:
+        """The residual stream where a branch ends."""
+        if self.boundary is None or branch != "attn":
+            output: torch.Tensor = run.output
+            return output
+        found: torch.Tensor = plain(hidden_of(run.outputs[self.boundary]))
+        return found
 
 
 def structure(decoder: Decoder, layer: int) -> LayerStructure | None:
@@ -57,7 +87,8 @@ def structure(decoder: Decoder, layer: int) -> LayerStructure | None:
 def _structure(decoder: Decoder, layer: int) -> LayerStructure | None:
     run = trace(decoder, layer)
     owners = frozenset(name.partition(".")[0] for name in decoder.layers[layer].state_dict())
-    if run.repeated & owners:  # what such a child returned is known of one call only
+    # What a child returned is known of one call only, and not where the layer calls the child's parts one by one.
+    if (run.repeated | run.opened - run.reads.keys()) & owners:
         return None
     found = _branches(run, token_mixers(decoder, layer))
     if found is None:
@@ -65,8 +96,28 @@ def _structure(decoder: Decoder, layer: int) -> LayerStructure | None:
     # What the layer uses by itself, or never.
     unseen = owners.difference(*found.branches.values()) | owners & run.opened
     branches = {name: children | unseen for name, children in found.branches.items() if children & owners}
-    found = LayerStructure(branches or {"mlp": unseen}, found.mixers, found.boundary if len(branches) > 1 else None)
-    return found if replays(decoder, layer, [found.only(branch) for branch in found.branches]) else None
+    boundary = found.boundary if len(branches) > 1 else None
+    found = LayerStructure(branches or {"mlp": unseen}, found.mixers, boundary, frozenset(run.adding))
+    with explained(decoder):
+        return found if _told_apart(decoder, layer, found) else None
+
+
+def _told_apart(decoder: Decoder, layer: int, found: LayerStructure) -> bool:
+    """Whether a branch alone makes of the layer what all together do, and another thing with other weights of it."""
+    weights, hidden, call = random_layer(decoder, layer)
+    base = decoder.run(layer, weights, hidden, call)
+    others = random_numbers(decoder.layers[layer].state_dict(), decoder.device, seed=1)
+    expected = {branch: found.features(branch, base).clone() for branch in found.branches}
+
+    def features(branch: str, own: Weights) -> torch.Tensor:
+        held, replay = found.alone(branch, own, weights, base)
+        return found.features(branch, decoder.run(layer, held, hidden, call, replay=replay))
+
+    return all(
+        torch.equal(features(branch, weights), expected[branch])
+        and not torch.equal(features(branch, others), expected[branch])
+        for branch in found.branches
+    )
 
 
 def _branches(run: LayerRun, mixers: Nodes) -> LayerStructure | None:
@@ -92,7 +143,9 @@ def _branches(run: LayerRun, mixers: Nodes) -> LayerStructure | None:
         mlp = live - attention
     else:
         roots = {INPUT, *(node for node in gates if node not in after)}
-        merged = {node for node in after if reads[node] & after and reads[node] & roots}
+        # The first child that adds attention to the residual stream by itself still belongs to attention.
+        sums = {node for node in run.adding & after - mixers if not any(before[node] & run.adding - {node})}
+        merged = {node for node in after - sums if reads[node] & after and reads[node] & roots}
         if OUTPUT not in merged:
             return None
         parallel = live - after - leading

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from mergekit_slta.layers.calls import LayerCall, Weights, hidden_of
+from mergekit_slta.layers.calls import LayerCall, Weights
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.heads import Heads, heads_of
 from mergekit_slta.layers.maps import LinearMap, MapDeltas, fused_hidden, linear_maps
 from mergekit_slta.layers.recording import LayerRun
-from mergekit_slta.layers.residual import plain
 from mergekit_slta.layers.structure import LayerStructure, structure
 from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.levels import BRANCHES, head_part, submodule_name
@@ -114,8 +113,12 @@ class LayerFeatures:
             yield submodule_name(self.layer), [_delta(run.whole, base) for run in runs]
         for branch in self.contributions:
             assert self.structure is not None
-            boundary = self.structure.boundary if branch == "attn" else None
-            deltas = [_delta(run.branches[branch], base, boundary) for run in runs]
+            own = [run.branches[branch] for run in runs]
+            if branch == "attn" and self.structure.boundary is not None:
+                before = self.structure.features(branch, base)
+                deltas = [self.structure.features(branch, run) - before for run in own]
+            else:
+                deltas = [_delta(run, base) for run in own]
             yield submodule_name(self.layer, branch), deltas
         for head in range(self.heads.count if self.heads is not None else 0):
             features = self._head_features(head, base, self.weights[0])
@@ -168,16 +171,14 @@ class LayerFeatures:
             if changed is not None and not self.structure.branches[branch] & frozenset(changed):
                 branches[branch] = base
                 continue
-            replay: dict[str, Any] = dict(known.get(branch, known.get(WHOLE, {})))
-            for other in self.structure.branches:
-                kept = base
-                if other == branch == "attn" and whole is not None:  # which has the same input in both runs
-                    kept = whole
-                elif other == branch:
-                    continue
-                only = self.structure.only(other)
-                replay |= {name: kept.returned[name] for name in only if name in kept.returned}
-            branches[branch] = self.decoder.run(self.layer, weights, hidden, call, replay=replay, capture=capture)
+            held, others = self.structure.alone(branch, weights, self.weights[0], base)
+            resting = self.structure.adding - self.structure.branches[branch]  # they have the base model's weights
+            given = known.get(branch, known.get(WHOLE, {}))
+            replay: dict[str, Any] = {m: given[m] for m in given if m.partition(".")[0] not in resting} | others
+            if branch == "attn" and whole is not None:  # attention has the same input in both runs
+                only = self.structure.only(branch) - self.structure.adding
+                replay |= {name: whole.returned[name] for name in only if name in whole.returned}
+            branches[branch] = self.decoder.run(self.layer, held, hidden, call, replay=replay, capture=capture)
             if whole is not None and branch == "attn":
                 branches[branch].inputs.update(whole.inputs)
         return ExpertRun(weights, whole, branches)
@@ -235,21 +236,13 @@ def _changed_children(base: Weights, expert: Weights) -> frozenset[str]:
     return frozenset(found)
 
 
-def _delta(expert: LayerRun | None, base: LayerRun, boundary: str | None = None) -> torch.Tensor:
-    """How the residual stream after the layer, or after the child at a boundary in it, differs from the base model's.
+def _delta(expert: LayerRun | None, base: LayerRun) -> torch.Tensor:
+    """How the residual stream after the layer differs from the base model's.
 
     The difference is taken term by term where the terms are known: what is the same in both cancels exactly.
     """
     assert expert is not None
-    if boundary is not None:
-        return _hidden(expert.outputs[boundary]) - _hidden(base.outputs[boundary])
     if expert.terms is None or base.terms is None or expert.terms.keys() != base.terms.keys():
         return expert.output - base.output
     parts = [term - base.terms[name] for name, term in expert.terms.items() if term is not base.terms[name]]
     return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0] if parts else torch.zeros_like(base.output)
-
-
-def _hidden(returned: Any) -> torch.Tensor:
-    """The hidden states in what a child returns."""
-    found: torch.Tensor = plain(hidden_of(returned))
-    return found

@@ -33,12 +33,6 @@ SMALL: dict[str, Any] = {
 
 # What it is that a model does -> its configuration, the levels that do not apply to it, and what is said of it.
 REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
-    "more than hidden states from layer to layer": (
-        "ZayaConfig",
-        SMALL | {"num_experts": 4},
-        LEVELS,
-        "ZayaForCausalLM hands its decoder layers more of earlier layers than the hidden states.*'merge_method: actmat",
-    ),
     "a prompt before the tokens": (
         "CpmAntConfig",
         SMALL | {"dim_head": 8, "dim_ff": 48, "prompt_length": 4},

@@ -3,19 +3,25 @@
     python tests/support/architecture_scan.py [TYPE ...]
 
 writes docs/architectures.md, or prints the rows of the types named. Nothing is downloaded: models are built without
-weights, from each type's own default configuration with small sizes.
+weights, from each type's own default configuration with small sizes. Each type has a process of its own, which may
+take ``SECONDS`` of a processor. A command that was stopped continues where it was: until the page is written, what is
+known is in the file ``ROWS``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
+import json
 import logging
-import signal
+import multiprocessing
+import resource
 import sys
+import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +31,22 @@ from mergekit.architecture import arch_info_for_config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
 from mergekit_slta.errors import first_line
 from mergekit_slta.featcal.groups import groups_by_layer
 from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.maps import linear_maps
 from mergekit_slta.layers.submodules import fallbacks, layer_submodules
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "architectures.md"
+# What is tried of each type.
 LEVELS = ("layer", "attn_mlp", "head_mlp", "linear")
+ROWS = PAGE.with_name("architectures.unfinished.jsonl")
 SECONDS = 120
+PROCESSES = 4
 
 # The sizes that a configuration's fields get, where it has fields of these names.
 SIZES: dict[str, Any] = {
@@ -54,10 +65,14 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("qk_rope_head_dim", "swa_head_dim", "swa_v_head_dim"), 8),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank", "laurel_rank"), 16),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token", "top_k_experts"), 2),
     **dict.fromkeys(("n_group", "topk_group"), 1),
     **dict.fromkeys(("hidden_size_per_layer_input", "word_embed_proj_dim"), 32),
     "max_position_embeddings": 128,
+}
+# Sizes that must not grow.
+AT_MOST = {
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token", "top_k_experts"), 2),
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 3),
 }
 GROUPED = ("num_key_value_heads", "num_global_key_value_heads", "swa_num_key_value_heads", "num_kv_heads")
 # What the default configurations lack to be a model, or keep from being small.
@@ -70,8 +85,23 @@ KNOBS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
     "ministral": {"head_dim": 8, "num_key_value_heads": 2},
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
-    "qwen4_exp_text": {"head_dim": 8, "num_key_value_heads": 2},
-    "hy_v4": {"pad_token_id": 0},
+    "qwen4_exp_text": {
+        **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "indexer_n_heads"), 2),
+        **dict.fromkeys(("head_dim", "linear_key_head_dim", "linear_value_head_dim", "indexer_head_dim"), 8),
+        "indexer_kv_heads": 1,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+        "hc_lowrank": 8,
+    },
+    "cohere_compass_text": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+        }
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "bamba": {
         "mamba_n_heads": 8,
@@ -82,7 +112,17 @@ KNOBS: dict[str, dict[str, Any]] = {
         "attn_layer_indices": [1],
     },
 }
-# Models that see all tokens at once, or read what an encoder makes: no decoders, though registered as causal.
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0}
+KNOBS |= {
+    "glm4v_text": {"rope_parameters": _MROPE | {"mrope_section": [2, 1, 1]}},
+    "glm4v_moe_text": {"rope_parameters": _MROPE | {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}},
+    "aya_vision": {"vision_config": {"model_type": "siglip_vision_model"}},
+    "deepseek_ocr2_text": {"num_experts_per_tok": 2, "mlp_layer_types": ["dense", *["sparse"] * 3]},
+    "emu3": {"vocabulary_map": {"<image>": 5, "<|extra_200|>": 6}},
+    "granite4_vision": {"deepstack_layer_map": [[-1, 0]], "downsample_rate": "1/2"},
+    "granite_docling": {"vision_config": {"out_hidden_size": 32}},
+}
+# Models that see all tokens at once, or read what another model makes: no decoders, though registered as writers.
 NO_DECODERS = {
     "bert-generation",
     "git",
@@ -91,6 +131,10 @@ NO_DECODERS = {
     "xlm",
     "xlnet",
     "cpmant",
+    "gemma4_assistant",
+    "blip",
+    "diffusion_gemma",
+    "pi0",
     *MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 }
 DECODERS = {"openai-gpt", "gpt2"}
@@ -103,37 +147,43 @@ class Row:
     Attributes:
         model_type: transformers' name of it.
         architecture: the class.
-        decoder: whether it is a decoder-only language model.
+        images: whether it is registered as a model that takes images and text.
+        decoder: whether its text model is a decoder-only language model.
         works: whether each level, and featcal, work without falling back.
         reasons: why they do not.
         known: whether mergekit has a definition of the architecture, rather than taking its tensors by their names.
+        seconds: of a processor.
     """
 
     model_type: str
     architecture: str
-    decoder: bool
+    images: bool
+    decoder: bool = True
     works: dict[str, bool] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)
     known: bool = False
+    seconds: float = 0.0
 
 
-def small_decoder(model_type: str) -> Decoder:
+def small_decoder(model_type: str, architecture: str) -> Decoder:
     """A small model of a type; with the type's own sizes, but four layers deep, where that cannot be built.
 
     Raises:
         Exception: whatever the type's own code raises.
     """
     kind = CONFIG_MAPPING[model_type]
-    known = _defaults(kind)
-    sizes = {name: size for name, size in SIZES.items() if isinstance(known.get(name), int)}
-    heads = known.get("num_attention_heads")
-    sizes |= {name: 2 if known[name] != heads else 4 for name in GROUPED if isinstance(known.get(name), int)}
-    depth = {name: size for name, size in sizes.items() if size == 4 and "layer" in name}
+    default = kind()
+    text = default.get_text_config()
     error: Exception | None = None
-    own = KNOBS.get(model_type, {})
-    for arguments in (sizes | own, depth | own, depth, {}):
+    for arguments in _sizes(text):
         try:
-            decoder = Decoder(kind(**arguments, architectures=[_architecture(model_type)]))
+            if text is default:
+                config = kind(**arguments)
+            else:
+                place = next(name for name in default.sub_configs if getattr(default, name) is text)
+                config = kind(**{place: type(text)(**arguments)} | KNOBS.get(model_type, {}))
+            config.architectures = [architecture]
+            decoder = Decoder(config)
             for layer in decoder.one_of_each_kind():
                 layer_submodules(decoder, "layer", layer)
             return decoder
@@ -143,119 +193,148 @@ def small_decoder(model_type: str) -> Decoder:
     raise error
 
 
-def _defaults(kind: Any) -> dict[str, Any]:
-    try:
-        config = kind()
-    except Exception:
-        config = kind(num_hidden_layers=4)
-    found = {}
-    for name in set(SIZES) | set(GROUPED) | {"num_attention_heads"}:
+def _sizes(config: Any) -> list[dict[str, Any]]:
+    """The arguments to try for a configuration like this one, the smallest first."""
+    known = {}
+    for name in {*SIZES, *AT_MOST, *GROUPED, "num_attention_heads"}:
         with contextlib.suppress(Exception):  # some configurations have such a field for each layer, not for the model
-            found[name] = getattr(config, name, None)
-    return found
+            if isinstance(value := getattr(config, name, None), int):
+                known[name] = value
+    sizes = {name: size for name, size in SIZES.items() if name in known}
+    sizes |= {name: min(size, known[name]) for name, size in AT_MOST.items() if name in known}
+    heads = known.get("num_attention_heads")
+    sizes |= {name: 2 if known[name] != heads else 4 for name in GROUPED if name in known}
+    depth = {name: size for name, size in sizes.items() if size == 4 and "layer" in name}
+    own = KNOBS.get(config.model_type, {})
+    return [sizes | own, depth | own, depth, {}]
 
 
-def _architecture(model_type: str) -> str:
-    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
-    return names if isinstance(names, str) else names[0]
-
-
-@contextlib.contextmanager
-def _time_limit() -> Iterator[None]:
-    def stop(*_: Any) -> None:
-        raise TimeoutError(f"it takes more than {SECONDS} seconds")
-
-    signal.signal(signal.SIGALRM, stop)
-    signal.alarm(SECONDS)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-
-
-def scan(model_type: str) -> Row:
+def scan(model_type: str, images: bool) -> Row:
     """Try a model type at all levels and with featcal."""
-    row = Row(model_type, _architecture(model_type), _is_decoder(model_type))
-    if not row.decoder:
-        return row
+    names = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if images else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)[model_type]
+    row = Row(model_type, names if isinstance(names, str) else names[0], images)
     try:
-        with _time_limit():
-            decoder = small_decoder(model_type)
-            row.known = arch_info_for_config(decoder.model.config) is not None
-            for level in LEVELS:
-                found = fallbacks(decoder, level)
-                row.works[level] = not found
-                row.reasons += [sentence for sentence in found if sentence not in row.reasons]
-            groups_by_layer(decoder)
-            row.works["featcal"] = True
+        row.decoder = _is_decoder(model_type, images)
+        if not row.decoder:
+            return row
+        decoder = small_decoder(model_type, row.architecture)
+        row.known = arch_info_for_config(decoder.model.config) is not None
+        for level in LEVELS:
+            found = fallbacks(decoder, level)
+            row.works[level] = not found
+            row.reasons += [sentence for sentence in found if sentence not in row.reasons]
+        row.works["featcal"] = _solves_most(decoder)
+        if not row.works["featcal"]:
+            row.reasons.append("featcal keeps the anchor in most linear maps.")
     except Exception as error:
         row.reasons.append(first_line(error))
-    gc.collect()
     return row
 
 
-def _is_decoder(model_type: str) -> bool:
+def _solves_most(decoder: Decoder) -> bool:
+    """Whether featcal solves more than half of the tensors that hold linear maps."""
+    solved = sum(len({m.weight for group in layer.groups for m in group.maps}) for layer in groups_by_layer(decoder))
+    return solved > sum(len({m.weight for m in linear_maps(layer)}) for layer in decoder.layers) / 2
+
+
+def _is_decoder(model_type: str, images: bool) -> bool:
     if model_type in NO_DECODERS - DECODERS:
         return False
+    config = CONFIG_MAPPING[model_type]()
+    if len([name for name in ("decoder", "text_encoder") if name in config.sub_configs]) == 2:
+        return False
+    text = config.get_text_config()
+    if config.is_encoder_decoder or text.is_encoder_decoder:
+        return False
+    return images or text is config
+
+
+def _scan_and_send(model_type: str, images: bool, answer: Connection) -> None:
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+    row = scan(model_type, images)
+    row.seconds = time.process_time()
+    answer.send(row)
+
+
+def scan_in_a_process(model_type: str, images: bool) -> Row:
+    """``scan``, given up after ``SECONDS`` of a processor."""
+    forks = multiprocessing.get_context("forkserver")
+    receive, answer = forks.Pipe(duplex=False)
+    process = forks.Process(target=_scan_and_send, args=(model_type, images, answer))
+    process.start()
+    answer.close()
     try:
-        config = CONFIG_MAPPING[model_type]()
-    except Exception:
-        return True
-    return not config.is_encoder_decoder and config.get_text_config() is config
+        row: Row = receive.recv()
+    except EOFError:
+        row = Row(model_type, "", images, reasons=[f"It takes more than {SECONDS} seconds to trace its layers."])
+    process.join()
+    print(row, flush=True)
+    return row
 
 
 def page(rows: list[Row]) -> str:
     """The page in Markdown."""
-    columns = (*LEVELS, "featcal")
     lines = [
         "# Architectures",
         "",
         "Written by `python tests/support/architecture_scan.py`, from every model type that transformers "
-        f"{transformers.__version__} registers for causal language modelling, each built without weights from its own "
-        "default configuration with small sizes.",
+        f"{transformers.__version__} registers for causal language modelling or for text from images and text, each "
+        "built without weights from its own default configuration with small sizes, in "
+        f"{sum(row.seconds for row in rows) / 60:.0f} minutes of one processor core.",
         "A level that does not apply to some layers falls back to the next coarser one in these layers; the log and "
         "`mergekit-slta check` say so. Such a level has a – here, though it can be used.",
-        "",
-        *_shares(rows),
-        "",
-        f"| Type | Class | {' | '.join(columns)} | Known to mergekit |",
-        f"| --- | --- |{' :-: |' * (len(columns) + 1)}",
     ]
-    decoders = [row for row in rows if row.decoder]
-    for row in decoders:
-        marks = ["✓" if row.works.get(name) else "–" for name in columns]
-        lines.append(
-            f"| {row.model_type} | {row.architecture} | {' | '.join(marks)} | {'✓' if row.known else 'by names'} |"
-        )
-    lines += ["", "## What is left, and why", ""]
-    lines += [f"- {row.model_type}: {reason}" for row in decoders for reason in row.reasons]
-    others = [row.model_type for row in rows if not row.decoder]
-    lines += ["", "## No decoders", "", "Encoders, encoder-decoders and models of several modules, though registered:"]
-    lines += ["", ", ".join(others) + "."]
+    for images, title in ((False, "Causal language models"), (True, "Models of images and text")):
+        lines += ["", f"## {title}", "", *_table([row for row in rows if row.images == images and row.decoder])]
+    for images, title in ((False, "causal language models"), (True, "models of images and text")):
+        lines += ["", f"## What is left of the {title}, and why", ""]
+        own = [row for row in rows if row.images == images and row.decoder]
+        lines += [f"- {row.model_type}: {reason}" for row in own for reason in row.reasons]
+    for images, words in ((False, "causal language models"), (True, "models of images and text")):
+        others = [row.model_type for row in rows if row.images == images and not row.decoder]
+        lines += [] if images else ["", "## No decoders"]
+        lines += ["", f"Encoders, encoder-decoders and other models that are registered as {words}"]
+        lines[-1] += ":" if images else " (those of images and text are in their own table):"
+        lines += ["", ", ".join(others) + "."]
     return "\n".join(lines) + "\n"
 
 
-def _shares(rows: list[Row]) -> list[str]:
-    decoders = [row for row in rows if row.decoder]
-    return [
-        f"- `{name}`: {count} of {len(decoders)} decoders ({count / len(decoders):.0%})"
-        for name in (*LEVELS, "featcal")
-        for count in [sum(row.works.get(name, False) for row in decoders)]
-    ]
+def _table(rows: list[Row]) -> Iterator[str]:
+    columns = (*LEVELS, "featcal")
+    for name in columns:
+        count = sum(row.works.get(name, False) for row in rows)
+        yield f"- `{name}`: {count} of {len(rows)} decoders ({count / len(rows):.0%})"
+    yield from ("", f"| Type | Class | {' | '.join(columns)} | Known to mergekit |")
+    yield f"| --- | --- |{' :-: |' * (len(columns) + 1)}"
+    for row in rows:
+        marks = " | ".join("✓" if row.works.get(name) else "–" for name in columns)
+        yield f"| {row.model_type} | {row.architecture} | {marks} | {'✓' if row.known else 'by names'} |"
 
 
 def main() -> None:
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    chosen = sys.argv[1:] or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    rows = []
-    for model_type in chosen:
-        rows.append(scan(model_type))
-        print(rows[-1], flush=True)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(
+        [
+            *("mergekit.architecture", "transformers.models.auto.modeling_auto"),
+            *("mergekit_slta.featcal.groups", "mergekit_slta.layers.submodules"),
+        ]
+    )
+    registered = ((False, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), (True, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES))
+    every = [(name, images) for images, names in registered for name in sorted(names)]
+    chosen = [case for case in every if case[0] in sys.argv[1:] or not sys.argv[1:]]
+    known = [Row(**json.loads(line)) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
+    rows = {(row.model_type, row.images): row for row in known} if not sys.argv[1:] else {}
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        for row in pool.map(lambda case: rows.get(case) or scan_in_a_process(*case), chosen):
+            if (row.model_type, row.images) not in rows and not sys.argv[1:]:
+                with ROWS.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(asdict(row)) + "\n")
+            rows[row.model_type, row.images] = row
     if not sys.argv[1:]:
-        PAGE.parent.mkdir(exist_ok=True)
-        PAGE.write_text(page(rows), encoding="utf-8")
+        PAGE.write_text(page([rows[case] for case in every]), encoding="utf-8")
+        ROWS.unlink()
 
 
 if __name__ == "__main__":

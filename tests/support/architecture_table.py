@@ -80,4 +80,6 @@ ROWS = {
     "mamba": Row("Mamba", headless=True),
     "nemotron_h": Row("Nemotron-H", headless=True, dropped=True),
     "gemma3n": Row("Gemma 3n (text)"),
+    "zaya": Row("Zaya", headless=True),
+    "glm_moe_dsa": Row("GLM-MoE-DSA", dropped=True),
 }

@@ -179,7 +179,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 # Decoders whose layers are no plain sum of two branches: sums inside a branch's module or on a view, norms after the
-# sum, inputs for each layer, two mixers side by side, one branch only, several hidden states per token.
+# sum, inputs for each layer, two mixers side by side, one branch only, several hidden states per token, a value for
+# the next layer beside the hidden states.
 UNSPLIT: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("BloomConfig", _BLOOM),
     "bloom_post": ("BloomConfig", _BLOOM | {"apply_residual_connection_post_layernorm": True}),
@@ -215,6 +216,19 @@ UNSPLIT: dict[str, tuple[str, dict[str, Any]]] = {
         | {"head_dim": 8, "global_head_dim": 8, "num_hidden_layers": 4, "sliding_window": 4}
         | {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
         | {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8},
+    ),
+    "zaya": (
+        "ZayaConfig",
+        _GROUPED | {"head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16, "router_hidden_size": 16},
+    ),
+    "glm_moe_dsa": (
+        "GlmMoeDsaConfig",
+        _SMALL
+        | _TOP_2_OF_4
+        | {"num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
+        | {"qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+        | {"index_topk": 4, "index_n_heads": 2, "index_head_dim": 16, "first_k_dense_replace": 1}
+        | {"indexer_types": ["full", "shared", "full"]},
     ),
     "gemma3n": (
         "Gemma3nTextConfig",

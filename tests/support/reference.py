@@ -40,6 +40,8 @@ class Split:
         replayed: whether a branch is measured by what the layer makes of it while the other branch returns what it
             returns in the base model, since its contribution cannot be had by letting the other return zeros.
         boundary: the child whose output is the residual stream between the branches.
+        adding: the children that add to the residual stream by themselves; in place of what they return in the base
+            model, their modules in it are taken.
         stacked: whether a layer's hidden states are [n, B, S, D].
     """
 
@@ -56,6 +58,7 @@ class Split:
     language: tuple[str, ...] = ("",)
     replayed: bool = False
     boundary: str = ""
+    adding: tuple[str, ...] = ()
     stacked: bool = False
 
 
@@ -121,6 +124,7 @@ SPLITS: dict[str, Split] = {
         replayed=True,
     ),
     "bloom": Split(
+        adding=("self_attention", "mlp"),
         attn=("input_layernorm", "self_attention"),
         layers="transformer.h",
         fused=("self_attention.query_key_value", "interleaved"),
@@ -168,6 +172,14 @@ SPLITS: dict[str, Split] = {
         output="mixer.o_proj",
         replayed=True,
     ),
+    "zaya": Split(
+        attn=("input_layernorm", "self_attn", "post_attention_residual_scale"),
+        mlp=("post_attention_layernorm", "mlp", "post_mlp_residual_scale"),
+        output="",
+        replayed=True,
+        adding=("post_attention_residual_scale", "post_mlp_residual_scale"),
+    ),
+    "glm_moe_dsa": Split(queries=("self_attn.q_b_proj",), keys=("self_attn.kv_b_proj",), replayed=True),
     **dict.fromkeys(("gemma2", "gemma3"), _GEMMA2),
     **dict.fromkeys(("cohere", "cohere_without_qk_norm", "cohere2", "stablelm_parallel"), _PARALLEL),
     "phi": Split(mlp=("input_layernorm", "mlp"), parallel=True, output="self_attn.dense"),
@@ -270,12 +282,13 @@ _TOWER: dict[str, Any] = {
     "language": ("model.language_model.", "lm_head."),
 }
 SPLITS |= {
-    **dict.fromkeys(("qwen3_vl", "qwen2_5_vl", "mistral3", "gemma4_vision"), Split(**_TOWER)),
+    **dict.fromkeys(("qwen3_vl", "qwen2_5_vl", "mistral3"), Split(**_TOWER)),
+    "gemma4_vision": replace(SPLITS["gemma4"], **_TOWER),
     "gemma3_vision": replace(_GEMMA2, **_TOWER),
     "qwen3_5": Split(
         attn=("input_layernorm", "linear_attn", "self_attn"), closing_attn=("linear_attn", "self_attn"), **_TOWER
     ),
-    "llama4_vision": Split(layers="language_model.model.layers", language=("language_model.",)),
+    "llama4_vision": replace(SPLITS["llama4"], layers="language_model.model.layers", language=("language_model.",)),
 }
 
 # Features
@@ -486,6 +499,17 @@ def replayed(layer: torch.nn.Module, outputs: Mapping[str, Any]) -> Iterator[Non
         hook.remove()
 
 
+@contextlib.contextmanager
+def exchanged(layer: Any, children: Mapping[str, torch.nn.Module]) -> Iterator[None]:
+    """Put other modules in the place of some children of the layer."""
+    own = {name: layer.get_submodule(name) for name in children}
+    for name, child in children.items():
+        setattr(layer, name, child)
+    yield
+    for name, child in own.items():
+        setattr(layer, name, child)
+
+
 def replayed_features(layers: Layers, call: Call, split: Split, config: Any) -> Features:
     """What the layer makes of each branch while the other returns what it returns in the base model."""
     with recorded_outputs(layers[0]) as base:
@@ -494,9 +518,11 @@ def replayed_features(layers: Layers, call: Call, split: Split, config: Any) -> 
         if not own or (set(own) == set(other) and branch != kind_of(layers[0])):
             continue
         features = []
+        held = [name for name in base if name in other and name not in own]
         for layer in layers:
-            kept = {name: output for name, output in base.items() if name in other and name not in own}
-            with replayed(layer, kept), recorded_outputs(layer) as outputs:
+            kept = {name: base[name] for name in held if name not in split.adding}
+            taken = {name: layers[0].get_submodule(name) for name in held if name in split.adding}
+            with exchanged(layer, taken), replayed(layer, kept), recorded_outputs(layer) as outputs:
                 output = call(layer)
             between = outputs[split.boundary] if split.boundary and branch == "attn" else output[None]
             features.append((between[0] if isinstance(between, tuple) else between)[0])
@@ -519,7 +545,7 @@ def branch_features(layers: Layers, call: Call, split: Split, config: Any) -> Fe
 def has_heads(layer: torch.nn.Module, split: Split) -> bool:
     """Whether attention alone mixes the layer's tokens."""
     mixers = [name for name, child in layer.named_children() if name in ("mamba", "conv", "self_attn")]
-    return split.output in dict(layer.named_modules()) and len(mixers) < 2
+    return bool(split.output) and split.output in dict(layer.named_modules()) and len(mixers) < 2
 
 
 def head_features(layers: Layers, call: Call, split: Split, config: Any) -> Features:
@@ -602,7 +628,8 @@ def linear_maps(layer: torch.nn.Module) -> dict[str, str]:
     """The layer's linear maps by path: ``matrix`` or, for a fused mixture, ``experts``."""
     maps = {}
     for name, module in layer.named_modules():
-        if isinstance(module, torch.nn.Linear | Conv1D) or type(module).__name__.lower().endswith("router"):
+        routes = type(module).__name__.lower().endswith("router") and "weight" in module._parameters
+        if isinstance(module, torch.nn.Linear | Conv1D) or routes:
             maps[name] = "matrix"
         elif "gate_up_proj" in module._parameters:
             maps[name] = "experts"
