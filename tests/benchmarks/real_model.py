@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import shutil
 import statistics
 import sys
@@ -57,8 +58,8 @@ def main(seeds: tuple[int, ...], counts: tuple[int, ...], only: tuple[str, ...],
     averages: dict[int, Table] = {}
     for count in counts:
         tables = [_scores(out / f"seed{seed}", seed, list(TASKS)[:count], only) for seed in seeds]
-        labels = [label for label in tables[0] if all(label in table for table in tables)]
-        averages[count] = {label: _mean([table[label] for table in tables]) for label in labels}
+        labels = list(dict.fromkeys(label for table in tables for label in table))
+        averages[count] = {label: _mean([table[label] for table in tables if label in table]) for label in labels}
         text = _markdown(tables, labels, count, seeds)
         files.write(out / f"table-{count}.md", text.encode())
         click.echo(text)
@@ -150,13 +151,16 @@ def _mean(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _markdown(tables: Sequence[Table], labels: Sequence[str], count: int, seeds: Sequence[int]) -> str:
-    """The table of one number of experts: means over the seeds, and their deviation."""
+    """The table of one number of experts: means over the seeds, with deviations where several seeds have the row."""
     lines = [f"{count} experts, seeds {', '.join(map(str, seeds))}", ""]
     lines += [f"| merge | {' | '.join(COLUMNS)} |", "|---|" + "---|" * len(COLUMNS)]
     for label in labels:
         cells = []
         for column in COLUMNS:
-            values = [table[label][column] for table in tables]
+            values = [table[label][column] for table in tables if label in table]
+            if math.isnan(values[0]):  # the experts' perplexity
+                cells.append("")
+                continue
             deviation = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
             cells.append(f"{statistics.mean(values):.3f}{deviation}")
         lines.append(f"| {label} | {' | '.join(cells)} |")
