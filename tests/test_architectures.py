@@ -167,7 +167,8 @@ def test_grams_and_merging_weights_equal_the_reference(name: str, level: str, ca
     alpha = found.alpha(level)
     if level == "attn_mlp":  # each branch changes what the layer does
         assert all(deltas.grams().any() for deltas in expected.values())
-    tolerance = CLOSE_GRAM_TOLERANCE if name in CLOSE else GRAM_TOLERANCE
+    # A head's features are few of the layer's, so float32 rounds more of them: up to 2.8e-6 for Gemma 4.
+    tolerance = CLOSE_GRAM_TOLERANCE if name in CLOSE and level != "head_mlp" else GRAM_TOLERANCE
     for submodule, deltas in expected.items():
         assert gram_difference(found.grams[submodule], deltas.grams()) < tolerance, submodule
         error = (alpha[submodule] - reference.merging_weights(deltas)).abs().max()

@@ -48,7 +48,7 @@ class LayerMaps:
     Attributes:
         groups: the maps to solve, in the order in which they feed each other.
         kept: the names of the maps that stay the anchor's: routers, a mixture's experts that are separate modules, maps
-            of a child that the layer calls more than once, and tensors that no module call uses.
+            that are called more than once or in a child that is, and tensors that no module call uses.
         changed: the modules whose outputs the layer changes in place.
     """
 
@@ -80,7 +80,7 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
             solvable = isinstance(routes, torch.Tensor) and not routes.is_floating_point()
         else:  # the numbered modules of a mixture are called with only some of the tokens
             solvable = isinstance(given[0], torch.Tensor) and not any(part.isdigit() for part in module.split("."))
-        if not solvable or child in run.repeated or _is_router(maps[0], decoder.layers[layer]):
+        if not solvable or run.repeated & {child, module} or _is_router(maps[0], decoder.layers[layer]):
             continue
         solved |= {linear_map.name for linear_map in maps}
         same = (child, given[0].data_ptr(), given[0].numel())

@@ -23,6 +23,11 @@ FALCON = ("self_attention.query_key_value", "self_attention.dense", "mlp.dense_h
 MIXTURE = (*ATTENTION, "mlp.experts")
 GRANITE_MAMBA = ("mamba.in_proj", "mamba.out_proj")
 GRANITE_SHARED = ("shared_mlp.input_linear", "shared_mlp.output_linear")
+LATENT = ("self_attn.q_a_proj", "self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa", "self_attn.kv_b_proj")
+INDEXER = ("self_attn.indexer.wq_b", "self_attn.indexer.wk/indexer.weights_proj")
+SHARED_MIXTURE = (
+    "mlp.experts", "mlp.shared_experts.gate_proj/shared_experts.up_proj", "mlp.shared_experts.down_proj",
+)  # fmt: skip
 JAMBA_MLP = ("feed_forward.gate_proj/up_proj", "feed_forward.down_proj")
 LFM2_MLP = ("feed_forward.w1/w3", "feed_forward.w2")
 
@@ -47,7 +52,7 @@ GROUPS: dict[str, Names | list[Names]] = {
     **dict.fromkeys(("mixtral", "qwen3_moe", "gpt_oss"), MIXTURE),
     "glm4_moe": [
         LLAMA,
-        *[(*MIXTURE, "mlp.shared_experts.gate_proj/shared_experts.up_proj", "mlp.shared_experts.down_proj")] * 2,
+        *[(*ATTENTION, *SHARED_MIXTURE)] * 2,
     ],
     "minicpm3": (
         "self_attn.q_a_proj", "self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa", "self_attn.kv_b_proj",
@@ -87,6 +92,15 @@ GROUPS: dict[str, Names | list[Names]] = {
         "feed_forward.shared_expert.down_proj",
     ),
     "falcon_h1": (*GRANITE_MAMBA, *ATTENTION, "feed_forward.up_proj/gate_proj", "feed_forward.down_proj"),
+    "zaya": (
+        "self_attn.qkv_proj.q_proj/qkv_proj.k_proj/qkv_proj.v_proj_current", "self_attn.o_proj", "mlp.gate.down_proj",
+        "mlp.gate.router_mlp.fc1", "mlp.gate.router_mlp.fc2", "mlp.gate.router_mlp.out_proj", "mlp.experts",
+    ),
+    "glm_moe_dsa": [
+        (*LATENT, *INDEXER, "self_attn.o_proj", *GATED),
+        (*LATENT, "self_attn.o_proj", *SHARED_MIXTURE),
+        (*LATENT, *INDEXER, "self_attn.o_proj", *SHARED_MIXTURE),
+    ],
     "gemma4": [
         *[(*LLAMA, "per_layer_input_gate", "per_layer_projection")] * 2,
         *[("self_attn.q_proj", *LLAMA[1:], "per_layer_input_gate", "per_layer_projection")] * 2,
@@ -95,7 +109,8 @@ GROUPS: dict[str, Names | list[Names]] = {
 
 # The maps that stay the anchor's in some layer, by name; routed experts by their module.
 KEPT = {
-    **{name: {"mlp.gate"} for name in ("mixtral", "qwen3_moe", "glm4_moe")},
+    **{name: {"mlp.gate"} for name in ("mixtral", "qwen3_moe", "glm4_moe", "glm_moe_dsa")},
+    "zaya": {"self_attn.qkv_proj.v_proj_delayed"},  # called again for the token before the first
     "gpt_oss": {"mlp.router"},
     "jamba_dense": {"mamba.dt_proj"},  # never called: the mixer uses its weights itself
     "mamba": {"mixer.dt_proj"},

@@ -297,7 +297,8 @@ def test_every_architecture_gives_finite_tensors_of_its_shapes(
         assert tensor.shape == state[name].shape
         assert tensor.dtype == torch.float32
         assert tensor.isfinite().all()
-    changed = {name for name in found if not torch.equal(found[name].double(), state[name])}
+    parameters = dict(model.named_parameters())  # transformers fills some buffers anew when it loads a model
+    changed = {name for name in found if name in parameters and not torch.equal(found[name].double(), state[name])}
     assert changed == solved_names(decoder)
 
 
