@@ -46,8 +46,12 @@ for recipe in sorted(pathlib.Path(sys.argv[2]).glob("*.yml")):
 
 
 def digests(folder: Path) -> dict[str, str]:
+    """Of every file; a model card's lines are sorted, because mergekit lists the models from a set."""
     found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    return {name: hashlib.sha256(content).hexdigest() for name, content in found.items()}
+    return {
+        name: hashlib.sha256(b"\n".join(sorted(content.splitlines())) if name.endswith(".md") else content).hexdigest()
+        for name, content in found.items()
+    }
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ class LayerRun:
         outputs: the outputs of the layer's children and of the modules in ``keep``.
         returned: by child, its output with what is known of where it comes from, for a replay.
         reads: what each child's arguments were made from.
-        repeated: the children and modules in ``capture`` that were called more than once; inputs are of the first call.
+        repeated: the children and modules in ``capture`` that were called more than once; inputs are of the last call.
         adding: the children that add to the residual stream by themselves, so that it goes through them.
         opened: the children whose parts the layer has called by itself.
         mixers: what ``unmix`` has found.
@@ -91,7 +91,7 @@ class LayerRun:
         """Record a module's arguments, and end the run if it is to end here."""
         if name in self.inputs:
             self.repeated.add(name)
-        elif name in self.capture or name == self.until:
+        if name in self.capture or name == self.until:
             self.inputs[name] = tuple(map(plain, (*args, *kwargs.values())))
         if name == self.until:
             raise Reached

@@ -12,14 +12,11 @@ TIMEOUT = 300  # seconds after which what hangs is ended; none of them takes a t
 
 
 def run_python(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run Python with this process's packages and return how it ended and what it said.
-
-    Sets have the same order in every such process: mergekit's model cards list some names from sets.
-    """
+    """Run Python with this process's packages and return how it ended and what it said."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=cwd,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "PYTHONHASHSEED": "0"},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         capture_output=True,
         text=True,
         timeout=TIMEOUT,
