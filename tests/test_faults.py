@@ -208,6 +208,16 @@ def replace(path: Path, other: Path) -> None:
 CHANGES = {change.__name__: change for change in (cut, flip, delete, replace)}
 
 
+def wrong_by_seed(
+    check: Callable[[Commands, Scenario, Path, int], str | None],
+    commands: Commands,
+    found: tuple[Scenario, Path],
+    seeds: range,
+) -> dict[int, str]:
+    """What a check finds wrong, for each seed with which it does."""
+    return {seed: said for seed in seeds if (said := check(commands, *found, seed))}
+
+
 def changed_while_read(commands: Commands, scenario: Scenario, folder: Path, seed: int) -> str | None:
     """Stop a command, change one of its files, let it go on, put the file back, and run it again."""
     drawn = random.Random(seed)
@@ -236,17 +246,13 @@ def changed_while_read(commands: Commands, scenario: Scenario, folder: Path, see
 
 @pytest.mark.parametrize("name", ["calibrate", "featcal"])
 def test_a_file_that_changes_while_it_is_read(name: str, commands: Commands, scenario: Get) -> None:
-    found, folder = scenario(name)
-    wrong = {seed: changed_while_read(commands, found, folder, seed) for seed in range(6)}
-    assert not any(wrong.values()), wrong
+    assert wrong_by_seed(changed_while_read, commands, scenario(name), range(6)) == {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["calibrate", "featcal", "merge"])
 def test_a_file_that_changes_at_any_moment(name: str, commands: Commands, scenario: Get) -> None:
-    found, folder = scenario(name)
-    wrong = {seed: changed_while_read(commands, found, folder, seed) for seed in range(6, 100)}
-    assert not any(wrong.values()), {seed: said for seed, said in wrong.items() if said}
+    assert wrong_by_seed(changed_while_read, commands, scenario(name), range(6, 100)) == {}
 
 
 def two_at_once(commands: Commands, scenario: Scenario, folder: Path, seed: int) -> str | None:
@@ -265,17 +271,13 @@ def two_at_once(commands: Commands, scenario: Scenario, folder: Path, seed: int)
 
 @pytest.mark.parametrize("name", ["calibrate", "featcal"])
 def test_two_runs_at_once(name: str, commands: Commands, scenario: Get) -> None:
-    found, folder = scenario(name)
-    wrong = {seed: two_at_once(commands, found, folder, seed) for seed in range(4)}
-    assert not any(wrong.values()), wrong
+    assert wrong_by_seed(two_at_once, commands, scenario(name), range(4)) == {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_two_runs_at_any_moment(name: str, commands: Commands, scenario: Get) -> None:
-    found, folder = scenario(name)
-    wrong = {seed: two_at_once(commands, found, folder, seed) for seed in range(4, 30)}
-    assert not any(wrong.values()), {seed: said for seed, said in wrong.items() if said}
+    assert wrong_by_seed(two_at_once, commands, scenario(name), range(4, 30)) == {}
 
 
 DYING = """
