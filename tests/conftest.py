@@ -71,7 +71,10 @@ def family(llama: Family, tmp_path: Path) -> Family:
 def forks() -> ForkServerContext:
     """Processes forked from one that has imported everything but computed nothing, so that each starts at once."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "families", "transformers.models.llama.modeling_llama"])
+    commands = ("mergekit.scripts.run_yaml", "mergekit_slta.cli.commands", "mergekit_slta.checks.examine")
+    context.set_forkserver_preload(
+        ["pytest", "support.families", "transformers.models.llama.modeling_llama", *commands]
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the preload knows no other
         patch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # glibc gives back what is freed, so memory can be measured

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import sys
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import pytest
@@ -38,9 +40,18 @@ def public():
 """
 
 
-def run(code: str) -> None:
-    done = run_python("-c", f"NAMES = {sorted(NAMES)}\n{PRELUDE}\n{code}")
-    assert done.returncode == 0, done.stderr
+def run(forks: ForkServerContext, code: str) -> None:
+    """Run code in a process that has imported the libraries, and nothing of this package."""
+    process = forks.Process(target=run_afresh, args=(f"NAMES = {sorted(NAMES)}\n{PRELUDE}\n{code}",), daemon=True)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+def run_afresh(code: str) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mergekit_slta"]:
+        del sys.modules[name]
+    exec(code, {})
 
 
 def test_the_public_names_are_those_that_are_promised() -> None:
@@ -50,20 +61,20 @@ def test_the_public_names_are_those_that_are_promised() -> None:
         mergekit_slta.evaluation  # noqa: B018
 
 
-def test_names_stay_when_submodules_are_imported_after_them() -> None:
+def test_names_stay_when_submodules_are_imported_after_them(forks: ForkServerContext) -> None:
     """Python makes a submodule an attribute of its package, where evaluate is a function."""
-    run("before = public()\nimport_submodules()\nassert public() == before")
+    run(forks, "before = public()\nimport_submodules()\nassert public() == before")
 
 
-def test_names_are_there_when_submodules_are_imported_before_them() -> None:
-    run("import_submodules()\npublic()")
+def test_names_are_there_when_submodules_are_imported_before_them(forks: ForkServerContext) -> None:
+    run(forks, "import_submodules()\npublic()")
 
 
-def test_no_folder_has_a_public_name() -> None:
+def test_no_folder_has_a_public_name(forks: ForkServerContext) -> None:
     """``import mergekit_slta.FOLDER.module as name`` reads FOLDER as an attribute of the package."""
     folders = {path.parent.name for path in Path(str(mergekit_slta.__file__)).parent.glob("*/__init__.py")}
     assert not folders & set(NAMES)
-    run("import mergekit_slta.nonlinearity.scores as s\nassert mergekit_slta.linearity is s.linearity")
+    run(forks, "import mergekit_slta.nonlinearity.scores as s\nassert mergekit_slta.linearity is s.linearity")
 
 
 def test_a_test_may_still_replace_a_public_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from support import families
 from support.families import Family
-from support.gram_difference import largest_difference
 from support.hub import serve
-from support.processes import ROOT, run_python, torchrun
+from support.processes import ROOT, command_together, run_python
 
 from mergekit_slta import __version__
 from mergekit_slta.checks import examine
@@ -289,18 +289,6 @@ def test_calibrate_checks_the_recipe_first(llama: Family, write_recipe: WriteRec
     assert "did you mean 'samples'?" in run("calibrate", recipe, "-o", tmp_path / "s", code=1).output
 
 
-def test_torchrun_shares_the_samples_and_talks_once(
-    llama: Family, stats: Path, write_recipe: WriteRecipe, tmp_path: Path
-) -> None:
-    file = tmp_path / "stats.safetensors"
-    recipe = write_recipe(llama, samples=4, batch_tokens=40)
-    done = torchrun(2, "-m", "mergekit_slta", "calibrate", recipe, "-o", file, "--level", "layer", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(str(file)) == 1
-    found, expected = Statistics.load(file).grams, Statistics.load(stats).grams
-    assert largest_difference(found, {name: expected[name] for name in found}) <= 1e-6
-
-
 # solve
 
 
@@ -554,13 +542,12 @@ def test_merge_does_what_mergekit_yaml_does(
     assert (tmp_path / "ours" / "mergekit_config.yml").read_text() == recipe.read_text()
 
 
-def test_merge_under_torchrun_shares_the_calibration(
-    llama: Family, stats: Path, write_recipe: WriteRecipe, tmp_path: Path
+def test_processes_that_merge_share_the_calibration(
+    llama: Family, stats: Path, forks: ForkServerContext, write_recipe: WriteRecipe, tmp_path: Path
 ) -> None:
     one = families.merge(families.recipe(llama, calibration=False, statistics=str(stats)), tmp_path / "one")
     recipe = write_recipe(llama, samples=4, batch_tokens=40, statistics=str(tmp_path / "stats.safetensors"))
-    command = ("-m", "mergekit_slta", "merge", recipe, tmp_path / "two", "--no-write-model-card", "--quiet")
-    done = torchrun(2, *command, cwd=tmp_path)
+    done = command_together(forks, 2, "merge", recipe, tmp_path / "two", "--no-write-model-card", "--quiet")
     assert done.returncode == 0, done.stderr
     assert Statistics.load(tmp_path / "stats.safetensors").info.levels == ("attn_mlp",)
     found = load_file(tmp_path / "two" / "model.safetensors")

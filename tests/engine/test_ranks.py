@@ -1,7 +1,9 @@
 """Processes that share a calibration measure what one alone measures, and fail together."""
 
+import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.context import ForkServerContext
@@ -19,8 +21,9 @@ from support import families
 from support.adapters import write_adapter
 from support.families import Family
 from support.gram_difference import largest_difference
-from support.processes import TIMEOUT, torchrun
+from support.processes import TIMEOUT, command_together, torchrun
 
+from mergekit_slta.checks import examine
 from mergekit_slta.cli.commands import main
 from mergekit_slta.engine import ranks
 from mergekit_slta.engine.partial import Partial
@@ -164,12 +167,14 @@ def test_torchrun_merge_writes_the_same_tensors(
 
 
 @pytest.mark.parametrize("method", ["slta", "featcal"])
-def test_torchrun_merges_adapters_once(method: str, llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
+def test_processes_together_merge_adapters_once(
+    method: str, llama: Family, forks: ForkServerContext, write_recipe: WriteRecipe, tmp_path: Path
+) -> None:
     adapters = [write_adapter(llama.base, tmp_path / f"adapter{index}", seed=index) for index in range(2)]
     family = Family(llama.base, tuple(Path(f"{llama.base}+{folder}") for folder in adapters), llama.data, llama.config)
     recipe = write_recipe(family, method, samples=6)
     cache: list[str | Path] = ["--lora-merge-cache", tmp_path / "cache"]
-    done = torchrun(2, "-m", "mergekit_slta", "merge", recipe, tmp_path / "out", "--no-write-model-card", *cache)
+    done = command_together(forks, 2, "merge", recipe, tmp_path / "out", "--no-write-model-card", *cache)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "model.safetensors").exists()
     assert len(list((tmp_path / "cache").iterdir())) == 2
@@ -243,6 +248,7 @@ def test_torchrun_calibrate_writes_the_same_file(
     )
     done = torchrun(count, "-m", "mergekit_slta", "calibrate", recipe, "-o", together)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count(str(together)) == 1
     one, other = Statistics.load(alone), Statistics.load(together)
     assert largest_difference(other.grams, one.grams) < 1e-8
     assert other.info == one.info
@@ -251,13 +257,15 @@ def test_torchrun_calibrate_writes_the_same_file(
     assert [path.name for path in tmp_path.iterdir() if "together" in path.name] == [together.name]
 
 
-def test_torchrun_linearity_writes_the_same_file(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
+def test_processes_that_share_linearity_write_the_same_file(
+    llama: Family, forks: ForkServerContext, write_recipe: WriteRecipe, tmp_path: Path
+) -> None:
     recipe = write_recipe(llama, batch_tokens=BATCH_TOKENS)
     levels = ["--level", "layer", "--level", "model"]
     arguments = ["linearity", str(recipe), "--samples", "3", "--no-pairs", *levels, "--quiet"]
     result = CliRunner().invoke(main, [*arguments, "-o", str(tmp_path / "alone")])
     assert result.exit_code == 0, result.output
-    done = torchrun(2, "-m", "mergekit_slta", *arguments, "-o", tmp_path / "together")
+    done = command_together(forks, 2, *arguments, "-o", tmp_path / "together")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("forward passes of one sample") == done.stdout.count(" written") == 1
     alone, together = (json.loads((tmp_path / name / "linearity.json").read_text()) for name in ("alone", "together"))
@@ -308,85 +316,72 @@ def test_an_error_on_one_rank_ends_all_of_them(llama: Family, write_recipe: Writ
     assert largest_difference(went_on.grams, alone) < 1e-8
 
 
-CHECKING_LATE_ON_RANK_1 = """
-import os, pathlib, sys, time
-import torch.distributed as dist
-from mergekit_slta.checks import examine
+def check_late(waiting: Path, outputs: Sequence[Path], index: int) -> None:
+    """Let the second process check the recipe when the first waits for it, and see that nothing is written by then."""
+    original = examine.examine
 
-original = examine.examine
-waiting = pathlib.Path(__file__).with_name("waiting")
-
-def late(*arguments, **purpose):
-    if os.environ["RANK"] == "1":
+    def late(*arguments: Any, **purpose: Any) -> Any:
         while not waiting.exists():
             time.sleep(0.01)
-        assert not any(map(pathlib.Path.exists, map(pathlib.Path, (sys.argv[3], sys.argv[5])))), "rank 0 writes already"
-    return original(*arguments, **purpose)
+        assert not any(path.exists() for path in outputs), "rank 0 writes already"
+        return original(*arguments, **purpose)
 
-def marked(operation):
-    def run(*arguments, **more):
-        waiting.touch()
-        return operation(*arguments, **more)
-    return run
+    def marked(operation: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **more: Any) -> Any:
+            waiting.touch()
+            return operation(*arguments, **more)
 
-if os.environ["RANK"] == "0":
-    dist.broadcast, dist.barrier = marked(dist.broadcast), marked(dist.barrier)
-examine.examine = late
-from mergekit_slta.cli.commands import main
-main()
-"""
+        return run
+
+    if index == 0:
+        dist.broadcast, dist.barrier = marked(dist.broadcast), marked(dist.barrier)
+    else:
+        examine.examine = late
 
 
 def test_no_process_writes_before_all_have_checked_the_recipe(
-    llama: Family, write_recipe: WriteRecipe, tmp_path: Path
+    llama: Family, forks: ForkServerContext, write_recipe: WriteRecipe, tmp_path: Path
 ) -> None:
     """What the first one has half written, such as a merged adapter, must not look damaged to another."""
-    script = tmp_path / "late.py"
-    script.write_text(CHECKING_LATE_ON_RANK_1)
     adapter = write_adapter(llama.base, tmp_path / "adapter")
     family = Family(llama.base, (Path(f"{llama.base}+{adapter}"), llama.experts[1]), llama.data, llama.config)
     recipe, out, cache = write_recipe(family, "featcal", samples=4), tmp_path / "out", tmp_path / "cache"
-    done = torchrun(2, script, "merge", recipe, out, "--lora-merge-cache", cache, "--no-write-model-card")
+    patch = functools.partial(check_late, tmp_path / "waiting", [out, cache])
+    options = ("--lora-merge-cache", cache, "--no-write-model-card")
+    done = command_together(forks, 2, "merge", recipe, out, *options, patch=patch)
     assert done.returncode == 0, done.stderr
     assert (out / "model.safetensors").exists()
 
 
-REFUSING_ON_RANK_1 = """
-import os
-from mergekit_slta.checks import examine
+def refuse_on_the_second(index: int) -> None:
+    original = examine.examine
 
-original = examine.examine
-
-def full(*arguments, **purpose):
-    found = original(*arguments, **purpose)
-    if os.environ["RANK"] == "1":
+    def full(*arguments: Any, **purpose: Any) -> Any:
+        found = original(*arguments, **purpose)
         found.problems.append("the disk of rank 1 is full")
-    return found
+        return found
 
-examine.examine = full
-from mergekit_slta.cli.commands import main
-main()
-"""
+    if index == 1:
+        examine.examine = full
 
 
 def test_what_one_process_finds_wrong_ends_all_before_anything_is_written(
-    llama: Family, write_recipe: WriteRecipe, tmp_path: Path
+    llama: Family, forks: ForkServerContext, write_recipe: WriteRecipe, tmp_path: Path
 ) -> None:
-    script = tmp_path / "refusing.py"
-    script.write_text(REFUSING_ON_RANK_1)
-    done = torchrun(2, script, "merge", write_recipe(llama, samples=4), tmp_path / "out")
+    out = tmp_path / "out"
+    done = command_together(forks, 2, "merge", write_recipe(llama, samples=4), out, patch=refuse_on_the_second)
     assert done.returncode != 0
     assert done.stderr.count("Error: the disk of rank 1 is full") == 1
-    assert not (tmp_path / "out").exists()
-    done = torchrun(2, "-m", "mergekit_slta", "merge", write_recipe(llama, levle="layer"), tmp_path / "out")
+    assert not out.exists()
+    done = command_together(forks, 2, "merge", write_recipe(llama, levle="layer"), out)
     assert done.returncode != 0
     assert done.stderr.count("did you mean 'level'?") == 1
 
 
 def test_what_is_wrong_with_a_recipe_is_said_by_one_process_alone(
-    llama: Family, write_recipe: WriteRecipe, tmp_path: Path
+    llama: Family, forks: ForkServerContext, write_recipe: WriteRecipe, tmp_path: Path
 ) -> None:
-    done = torchrun(2, "-m", "mergekit_slta", "calibrate", write_recipe(llama, "tsla"), "-o", tmp_path / "out")
+    done = command_together(forks, 2, "calibrate", write_recipe(llama, "tsla"), "-o", tmp_path / "out")
     assert done.returncode != 0
     (said,) = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
     assert "merge_method is 'tsla'" in said

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from click.testing import CliRunner
 from conftest import MakeFamily
 from mergekit.config import MergeConfiguration
 from safetensors.torch import load_file, save_file
 from support import families
 from support.families import Family
-from support.processes import run_python
 
+from mergekit_slta.cli.commands import main
 from mergekit_slta.errors import SltaError
 from mergekit_slta.methods.verify import Verification, verify
 from mergekit_slta.recipe.recipe import Recipe
@@ -244,9 +245,9 @@ def test_a_truncated_output_is_refused(copied: tuple[dict[str, Any], Path]) -> N
 def test_the_command_ends_with_status_1_on_a_difference(copied: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     content, out = copied
     recipe = families.write_recipe(tmp_path / "recipe.yml", content)
-    done = run_python("-m", "mergekit_slta", "verify", recipe, out, "--quiet")
-    assert done.returncode == 0 and "No difference beyond rounding" in done.stdout, done.stderr
+    done = CliRunner().invoke(main, ["verify", str(recipe), str(out), "--quiet"])
+    assert done.exit_code == 0 and "No difference beyond rounding" in done.stdout, done.output
     change(out, lambda tensors: tensors[QUERY][5].mul_(1.05))
-    done = run_python("-m", "mergekit_slta", "verify", recipe, out, "--quiet")
-    assert done.returncode == 1 and "1 problem found." in done.stderr
+    done = CliRunner().invoke(main, ["verify", str(recipe), str(out), "--quiet"])
+    assert done.exit_code == 1 and "1 problem found." in done.stderr
     assert QUERY in done.stderr and "Traceback" not in done.stderr

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,3 +32,55 @@ def torchrun(count: int, *arguments: str | Path, cwd: Path | None = None) -> sub
     """Run a script, or ``-m`` and a module, in as many processes as torchrun starts on this machine."""
     launch = ("--standalone", f"--nproc-per-node={count}")
     return run_python("-m", "torch.distributed.run", *launch, *arguments, cwd=cwd)
+
+
+def command_together(
+    forks: ForkServerContext, count: int, *arguments: object, patch: Callable[[int], None] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run ``mergekit-slta`` in processes that know of each other as torchrun's do, and end all when one has failed.
+
+    Unlike torchrun's, they have imported everything when they start.
+
+    Args:
+        forks: what the processes are forked from.
+        count: their number.
+        arguments: those of the command.
+        patch: is given each process's index before the command runs, to change what one of them does.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            forks.Process(
+                target=_command_of_one, args=(index, count, port, list(map(str, arguments)), patch, folder), daemon=True
+            )
+            for index in range(count)
+        ]
+        for process in processes:
+            process.start()
+        running = {process.sentinel: process for process in processes}
+        while running:
+            ended = [running.pop(sentinel) for sentinel in wait(list(running), TIMEOUT) if isinstance(sentinel, int)]
+            if not ended or any(process.exitcode for process in ended):
+                for process in running.values():
+                    process.terminate()
+        code = next((process.exitcode for process in processes if process.exitcode), 0)
+        said = [
+            "".join(Path(folder, f"{stream}{index}").read_text() for index in range(count)) for stream in ("out", "err")
+        ]
+    return subprocess.CompletedProcess(list(map(str, arguments)), code or 0, *said)
+
+
+def _command_of_one(
+    index: int, count: int, port: int, arguments: list[str], patch: Callable[[int], None] | None, folder: str
+) -> None:
+    from mergekit_slta.cli.commands import main
+
+    for number, stream in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{folder}/{stream}{index}", os.O_WRONLY | os.O_CREAT), number)
+    known = {"RANK": index, "LOCAL_RANK": index, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in known.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    if patch is not None:
+        patch(index)
+    main(arguments)
