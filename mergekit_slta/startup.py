@@ -1,27 +1,27 @@
 """Makes the merge methods known as soon as a program imports mergekit.
 
-mergekit has no plugin discovery and takes seconds to import, so ``mergekit_slta.pth``, at the root of site-packages,
-calls `install` at every start of Python, and `install` only puts a finder in front of ``sys.meta_path``. The finder
-waits for the modules of mergekit that `HOOKS` names, lets each execute, calls its hook, and goes with the last one. As
-every start of Python runs this file, it imports nothing but ``sys`` until mergekit is there.
+mergekit has no plugin discovery. So Python runs ``mergekit_slta.pth``, at the root of site-packages, at every start.
+That calls `install`, which puts a finder in front of ``sys.meta_path``. The finder waits until a program imports one of
+mergekit's modules that `HOOKS` names, lets Python execute the module, and calls the hook; after the last hook it
+removes itself. Because every start of Python runs this file, it imports nothing but ``sys`` before mergekit is there.
 """
 
 import sys
 
-TYPE_CHECKING = False  # a type checker takes the name for true; importing it from typing would cost every start
+TYPE_CHECKING = False  # type checkers treat this name as true; importing typing would slow every start of Python
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
     from typing import Any
 
-# Host module -> the function of methods/registry.py to call once it is imported. mergekit.plan is a host of its own
-# because it imports mergekit.merge_methods and is not complete yet when that is.
+# By module of mergekit, a host: the function of methods/registry.py to call when the host is imported. mergekit.plan
+# imports mergekit.merge_methods, so mergekit.plan is still incomplete when the first hook is called: it needs its own.
 HOOKS = {"mergekit.merge_methods": "register", "mergekit.plan": "watch_planner"}
 
 
 def install() -> None:
-    """Call the hooks of imported hosts now, and those of the others when they are imported."""
+    """Call the hooks of hosts that are imported already, and have a finder call the others later."""
     if any(type(finder).__module__ == __name__ for finder in sys.meta_path):
         return
     finder = HostFinder()
@@ -31,8 +31,8 @@ def install() -> None:
 
 
 def call(hook: str) -> bool:
-    """Call a hook; a failure is one RuntimeWarning and False, because mergekit's own methods do not need ours."""
-    if importing_this_package():  # its modules are not complete yet; mergekit.plan comes later and registers too
+    """Call a hook and return whether it worked; a failure is only a warning, because mergekit works without us."""
+    if importing_this_package():  # this package is incomplete now; the hook of mergekit.plan registers the methods too
         return True
     try:
         from mergekit_slta.methods import registry
@@ -52,7 +52,7 @@ def call(hook: str) -> bool:
 
 
 def importing_this_package() -> bool:
-    """Whether the import of the host is part of the import of one of this package's own modules."""
+    """Whether a module of this package is being imported, and has imported the host."""
     return any(
         name.startswith("mergekit_slta.") and getattr(getattr(module, "__spec__", None), "_initializing", False)
         for name, module in list(sys.modules.items())
@@ -60,7 +60,7 @@ def importing_this_package() -> bool:
 
 
 class HostFinder:
-    """Finds the hosts as the other finders do and has a `HostLoader` load them."""
+    """Asks the other finders for a host, and wraps the loader that they name in a `HostLoader`."""
 
     def __init__(self) -> None:
         self.waiting = dict(HOOKS)
@@ -74,7 +74,7 @@ class HostFinder:
             return None
         from threading import get_ident
 
-        # Another finder may ask all finders in its turn, this one included: then it is that finder's to answer.
+        # Another finder may ask all finders, also this one; answering then would make the two call each other for ever.
         thread = get_ident()
         if thread in self.asking:
             return None
@@ -83,7 +83,7 @@ class HostFinder:
             spec = self.ask_others(name, path, target)
         finally:
             self.asking.discard(thread)
-        # Without exec_module (loaders from before PEP 451) there is no moment to wait for.
+        # Loaders older than PEP 451 have no exec_module, so they cannot be wrapped.
         if spec is not None and hasattr(spec.loader, "exec_module"):
             spec.loader = HostLoader(spec.loader, self)  # type: ignore[assignment]
         return spec
@@ -106,7 +106,7 @@ class HostFinder:
 
 
 class HostLoader:
-    """Executes a host by its own loader and tells the finder when that has succeeded."""
+    """Has a host's own loader execute the host, and tells the finder when that has succeeded."""
 
     def __init__(self, loader: "Any", finder: HostFinder) -> None:
         self.loader = loader
@@ -116,11 +116,12 @@ class HostLoader:
         return getattr(self.loader, name)
 
     def exec_module(self, module: "ModuleType") -> None:
-        """Execute the module; only then is it no longer waited for.
+        """Execute the module and then call its hook.
 
-        A bare ``find_spec`` must not use the finder up, and a failed import may be repeated.
+        The finder waits until the module has been executed: a program may only look for a module's spec, or import it
+        again after an import that failed.
         """
-        # From here on the module shows its own loader, for reload, resources and source.
+        # reload, importlib.resources and inspect need the module's own loader.
         if module.__spec__ is not None:
             module.__spec__.loader = self.loader
         module.__loader__ = self.loader

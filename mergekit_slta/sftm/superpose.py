@@ -21,15 +21,15 @@ import torch
 
 LOG = logging.getLogger(__name__)
 
-# A residual that A shrinks to less than NULL_SPACE of itself is not reached any more. In float32 a better conditioned
-# system is what keeps M within 1e-5, so the iterations are few; in float64 it is the numerical null space, and the
-# iterations are what a condition number of 1 / NULL_SPACE may take.
+# The iterations stop when A shrinks the residual to less than NULL_SPACE of its size: what is left then lies almost in
+# A's null space. In float32 this happens early, because a worse conditioned system would move M by more than 1e-5; that
+# system is solved again in float64, with as many ITERATIONS as a condition number of 1 / NULL_SPACE may need.
 NULL_SPACE = {torch.float32: 1e-2, torch.float64: 1e-6}
 TOLERANCE = {torch.float32: 1e-7, torch.float64: 1e-9}
 ITERATIONS = {torch.float32: 50, torch.float64: 10_000}
 
-# How many times the largest task matrix M may be without a warning: where features agree or have nothing in common, M
-# is no larger than the sum of the task matrices.
+# M may be so many times as large as the largest task matrix without a warning. Where features of different experts
+# agree or are orthogonal, M is at most as large as the sum of the task matrices.
 GROWTH = 10
 
 Blocks = Mapping[tuple[int, int], torch.Tensor]
@@ -46,8 +46,8 @@ class SingularFeatures(NamedTuple):
 def trim(task: torch.Tensor, density: float) -> torch.Tensor:
     """Keep the entries of largest magnitude and zero the others (Algorithm 2, lines 5 and 11).
 
-    ``int(density * numel)`` entries stay, as in mergekit's own methods, and at least one. Of entries that tie for the
-    last places the first in memory order stay, so that the result is deterministic.
+    ``int(density * numel)`` entries are kept, as in mergekit's own methods, but at least one. Of several entries of the
+    same magnitude, the first in memory are kept, so that the result is deterministic.
     """
     count = max(1, int(density * task.numel()))
     if count >= task.numel():
@@ -69,17 +69,18 @@ def _in_order(values: torch.Tensor, index: int) -> float:
 
 
 def singular_features(matrix: torch.Tensor, rank: int = 0, dtype: torch.dtype | None = None) -> SingularFeatures:
-    """Decompose a task matrix, without the singular values σ ≤ max(m, n)·eps·σ₁, whose vectors are arbitrary.
+    """Decompose a task matrix. Singular values σ ≤ max(m, n)·eps·σ₁ are left out, because their vectors are arbitrary.
 
-    A float32 matrix goes through the eigenvectors of its smaller Gram matrix in float64. That is faster than an SVD in
-    float32 and exact to rounding down to the cut, while the SVD's vectors are off by up to 0.5 percent where singular
-    values lie close together, and M by 1e-5 (measured on random 1024 x 256 to 4096 x 1024 matrices). A float64 matrix
-    goes through an SVD, as its Gram matrix would lose half of the digits.
+    A float32 matrix is decomposed by the eigenvectors of its smaller Gram matrix in float64. That is faster than an SVD
+    in float32 and exact to rounding. The SVD's vectors are wrong by up to 0.5 percent where singular values lie close
+    together, and M by 1e-5 (measured on random 1024 x 256 to 4096 x 1024 matrices). A float64 matrix is decomposed by
+    an SVD, because its Gram matrix would lose half of the digits.
 
     Args:
         matrix: [m, n] float32 or float64; its precision sets the cut.
-        rank: keep at most so many features; 0 keeps all. The full decomposition is cut: trimmed task matrices have
-            flat spectra, of whose leading part a randomized method misses a tenth to a half.
+        rank: keep at most so many features; 0 keeps all. The matrix is decomposed in full all the same, because
+            the singular values of trimmed task matrices are so alike that a randomized method misses a tenth to a half
+            of the largest ones.
         dtype: of the features; the matrix's by default.
     """
     rows, columns = matrix.shape
@@ -112,7 +113,7 @@ def cross_task_blocks(features: Sequence[SingularFeatures]) -> dict[tuple[int, i
 
 
 def multiply(blocks: Blocks, vector: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """A times a vector [r] whose parts of the given sizes belong to the experts, [r]."""
+    """A times a vector [r]; its parts, of the given sizes, belong to the experts."""
     product = vector.clone()
     inputs, outputs = vector.split(list(sizes)), product.split(list(sizes))
     for (s, t), block in blocks.items():
@@ -126,8 +127,8 @@ def conjugate_residuals(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Solve A x = b for a positive semidefinite A by the method of conjugate residuals (Stiefel, 1955).
 
-    The residual shrinks in every iteration, and on a singular system it goes to the least-squares one (Hayami and
-    Sugihara, 2011), where conjugate gradients diverge when b is not in A's range.
+    The residual shrinks in every iteration. On a singular system it converges to the least-squares residual (Hayami and
+    Sugihara, 2011), while conjugate gradients diverge if b is not in A's range.
 
     Args:
         operator: x → A x, both [r].
@@ -158,9 +159,9 @@ def conjugate_residuals(
 def feature_coefficients(features: Sequence[SingularFeatures]) -> tuple[tuple[torch.Tensor, ...], bool]:
     """Solve A β = σ (Eq. 4) in the precision of the features, in the least-squares sense if A is singular.
 
-    Iterations on the cross-task blocks need no [r, r] matrix: half a dozen where experts have little in common, tens
-    where they have much. For 4096 x 1024 and T = 3 on two cores the blocks take 0.36 s in float32 and the iterations
-    0.01 s; a Cholesky factorization would take 0.39 s and three times the blocks' memory.
+    The iterations need the cross-task blocks but no [r, r] matrix. Six are enough where experts have little in common,
+    some tens where they have much. For 4096 x 1024 and T = 3 on two cores the blocks take 0.36 s in float32 and the
+    iterations 0.01 s; a Cholesky factorization would take 0.39 s and three times the blocks' memory.
 
     Returns:
         The coefficients β_t [r_t] of each expert's features, and whether they solve the system.
@@ -185,15 +186,16 @@ def superpose(features: Sequence[SingularFeatures], coefficients: Sequence[torch
 def merge_task_matrices(matrices: Sequence[torch.Tensor], rank: int = 0) -> torch.Tensor:
     """Merge trimmed task matrices (Algorithm 1): the matrix of least norm that keeps the singular features of each.
 
-    Float32 serves experts that have little in common. Where it does not solve the system, because features of different
-    experts nearly coincide, everything is done again in float64, and contradictions are met in the least-squares sense.
+    Float32 is enough for experts that have little in common. If it does not solve the system, because features of
+    different experts nearly coincide, everything is computed again in float64; where such features contradict each
+    other, the result is the least-squares solution.
 
     Args:
         matrices: ``T`` matrices [m, n], all float32 or all float64.
         rank: keep at most so many features of each matrix; 0 keeps all.
 
     Returns:
-        M [m, n] in the same dtype. Where one matrix at most is not zero it is that matrix itself.
+        M [m, n] in the same dtype. If at most one matrix is not zero, M is that matrix.
     """
     touched = [matrix for matrix in matrices if matrix.any()]
     if not touched:
