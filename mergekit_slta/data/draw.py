@@ -134,24 +134,6 @@ class CalibrationSource:
             )
         return drawn
 
-    def _answer(self, answer: str, text: str, is_chat: bool, row: tuple[int, ...]) -> tuple[int, int] | None:
-        if not answer or not self.tokenizer.is_fast:  # only these tell which characters a token stands for
-            return None
-        shown = self._beginning(text)
-        found = self.tokenizer(shown, add_special_tokens=not is_chat, return_offsets_mapping=True, verbose=False)
-        end, special = len(text), set(self.tokenizer.all_special_ids)
-        for token, (begin, stop) in zip(found["input_ids"][::-1], found["offset_mapping"][::-1], strict=True):
-            if len(shown) < len(text) or (token not in special and text[begin:stop].strip()):
-                break
-            end = min(end, begin) if stop > begin else end  # what a chat template writes after the answer
-        first = text.rfind(answer, 0, end)
-        left_out = 0 if tuple(found["input_ids"][: len(row)]) == row else 1  # a special token that would be doubled
-        spans = found["offset_mapping"][left_out:]
-        inside = [i for i, (begin, end) in enumerate(spans) if max(begin, first) < min(end, first + len(answer))]
-        if first < 0 or not inside or inside[0] == 0 or inside[0] >= len(row):
-            return None
-        return inside[0], inside[-1] + 1
-
     def _draw(self, records: Sequence[Record], samples: int, used: CalibrationData | None = None) -> CalibrationData:
         passed, repeated = (set(used.records), set(used.token_ids)) if used else (set(), set())
         drawn: dict[int, tuple[int, ...]] = {}
@@ -176,6 +158,29 @@ class CalibrationSource:
         date = self.chat_date if dated else None
         rows, indices = tuple(drawn.values()), tuple(drawn)
         return CalibrationData(self.source, self.template, rows, indices, tuple(answers), skipped, date, complete)
+
+    def _answer(self, answer: str, text: str, is_chat: bool, row: tuple[int, ...]) -> tuple[int, int] | None:
+        """Where the answer of a record is among its tokens, as ``CalibrationData.answers`` says it.
+
+        The answer is the last place in the text that spells it, before what a chat template writes after it.
+        """
+        if not answer or not self.tokenizer.is_fast:  # only these tell which characters a token stands for
+            return None
+        shown = self._beginning(text)
+        found = self.tokenizer(shown, add_special_tokens=not is_chat, return_offsets_mapping=True, verbose=False)
+        ids, spans = found["input_ids"], found["offset_mapping"]
+        end, special = len(text), set(self.tokenizer.all_special_ids)
+        for token, (begin, stop) in zip(ids[::-1], spans[::-1], strict=True):
+            if len(shown) < len(text) or (token not in special and text[begin:stop].strip()):
+                break
+            end = min(end, begin) if stop > begin else end
+        first = text.rfind(answer, 0, end)
+        last = first + len(answer)
+        spans = spans if tuple(ids[: len(row)]) == row else spans[1:]  # the row lacks a doubled special token
+        inside = [i for i, (begin, stop) in enumerate(spans) if max(begin, first) < min(stop, last)]
+        if first < 0 or not inside or inside[0] == 0 or inside[0] >= len(row):
+            return None
+        return inside[0], inside[-1] + 1
 
     def _encode(self, text: str, is_chat: bool) -> tuple[tuple[int, ...], bool]:
         """A text's token ids, empty if all are special, and whether the text already held a special token."""
