@@ -118,6 +118,9 @@ def _recipes(family: RealFamily) -> dict[str, Recipe]:
         for level, edges in itertools.product(LEVELS, ("base", "mean"))
         if level != "model" or edges == "base"  # at this level the edges follow the model's one weight
     }
+    slta["slta not balanced, attn_mlp"] = recipe(
+        "slta", data=True, level="attn_mlp", balance=False, statistics=statistics_file
+    )
     return {
         "linear": recipe("linear", {"weight": 1.0}),
         **{f"{GRID_METHOD} {weight}": recipe(GRID_METHOD, {"weight": weight}) for weight in GRID},
@@ -128,6 +131,7 @@ def _recipes(family: RealFamily) -> dict[str, Recipe]:
         **slta,
         **{f"featcal {count} prompts": recipe("featcal", data=True, samples=count) for count in PROMPTS},
         "featcal anchor base, 30 prompts": recipe("featcal", data=True, anchor="base", ridge=0.003),
+        "featcal head kept, 30 prompts": recipe("featcal", data=True, head=False),
     }
 
 
