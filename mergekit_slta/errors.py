@@ -1,8 +1,9 @@
-"""The exception for every problem that a user can fix."""
+"""The exception for every problem that a user can fix, and text of other people's files in what is said."""
 
 from __future__ import annotations
 
 import errno
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -28,6 +29,18 @@ def visible(text: str, kept: str = "\n\t") -> str:
     """Text of other people's files for a terminal: what is no printable character is shown as an escape, not obeyed."""
     shown = (c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
     return "".join(shown)
+
+
+def logger(module: str) -> logging.Logger:
+    """A module's logger; what it logs may hold names from other people's files, which are made ``visible``."""
+    found = logging.getLogger(module)
+    found.addFilter(_make_visible)
+    return found
+
+
+def _make_visible(record: logging.LogRecord) -> bool:
+    record.msg, record.args = visible(record.getMessage()), None
+    return True
 
 
 @contextmanager

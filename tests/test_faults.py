@@ -4,16 +4,7 @@
 operation and what goes wrong, so each can be repeated alone. The quick share is drawn by ``SEED``; the long run
 (``-m slow``) injects every fault of every operation that changes something, and a share of those that read.
 
-| fault | what the user sees | test |
-|---|---|---|
-| killed at any operation | the next run resumes, or begins again; same result, nothing left over | ``test_any_fault`` |
-| disk full, denied, defective, read-only | one sentence; the next run gives the same result | ``test_any_fault`` |
-| SIGTERM at any moment | as killed | ``test_ended_at_any_moment`` |
-| a real disk that is full | one sentence that says which and how much is lacking | ``test_a_full_disk`` |
-| a file is cut, changed, deleted or replaced while it is read | a refusal, or the result of the file as it was | \
-``test_a_file_that_changes_while_it_is_read`` |
-| two runs at once | the second refuses, or both give the same result | ``test_two_runs_at_once`` |
-| a process of torchrun dies | torchrun ends; the next run gives the same result | ``test_a_process_that_dies`` |
+docs/robustness.md says what the user sees of each fault, and which test holds it.
 """
 
 from __future__ import annotations

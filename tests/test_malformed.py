@@ -2,16 +2,7 @@
 
 The long run (``-m slow``) takes 100,000 inputs of these kinds; ``MALFORMED_CASES`` multiplies it.
 
-| input | what the user sees | test |
-|---|---|---|
-| recipe: types, unknown keys, lists, huge numbers, experts twice, the base among them | which key, and the fix | \
-``test_malformed[recipe]`` |
-| data: marks, line ends, encodings, nested JSON, nulls, damage | which file and line | ``test_malformed[data]`` |
-| template: attributes, positions, widths, half a brace | which template | ``test_malformed[template]`` |
-| statistics: each metadata field, shapes, NaN, negative diagonals, asymmetry | which file, and what is wrong | \
-``test_malformed[statistics]`` |
-| damaged configurations, tokenizers, checkpoints, indexes, adapters | which file | ``test_damage.py`` |
-| checkpoints with NaN, other shapes or data types, quantized ones | which tensor | ``test_checkpoints`` |
+docs/robustness.md says what the user sees of each kind of input, and which test holds it.
 """
 
 from __future__ import annotations

@@ -12,14 +12,15 @@ identity within an expert, and only its T(T−1)/2 cross-task blocks carry infor
 for every solution β of a singular system, and of all matrices that keep the features it has the least norm.
 """
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-LOG = logging.getLogger(__name__)
+from mergekit_slta.errors import logger
+
+LOG = logger(__name__)
 
 # A residual that A shrinks to less than NULL_SPACE of itself is not reached any more. In float32 a better conditioned
 # system is what keeps M within 1e-5, so the iterations are few; in float64 it is the numerical null space, and the

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from mergekit_slta.data.sources import source_name
 from mergekit_slta.engine.partial import Partial, remove
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import share
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, logger
 from mergekit_slta.files import cache_folder, digest
 from mergekit_slta.levels import LEVELS
 from mergekit_slta.models.checkpoint import Checkpoint
@@ -38,7 +37,7 @@ from mergekit_slta.slta.statistics import (
     versions,
 )
 
-LOG = logging.getLogger(__name__)
+LOG = logger(__name__)
 
 
 def measure(
