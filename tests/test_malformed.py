@@ -1,6 +1,9 @@
 """Malformed input ends in one sentence that names the file, the line or the tensor, and the fix.
 
-The long run (``-m slow``) takes 100,000 inputs of these kinds; ``MALFORMED_CASES`` multiplies it.
+The long run (``-m slow``) takes 100,000 inputs of these kinds; ``MALFORMED_CASES`` multiplies it. The generators draw
+from ``random.Random`` and not from hypothesis: driven by its ``randoms`` strategy, the same ones took 70 times as
+long for 5,000 templates and 1.5 to 1.8 times for the other kinds, were no shorter, and would end at the first failure
+of a kind.
 
 docs/robustness.md says what the user sees of each kind of input, and which test holds it.
 """
@@ -35,6 +38,7 @@ def test_malformed(kind: str, scene: Scene) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("part", range(5))
 @pytest.mark.parametrize("kind", KINDS)
-def test_very_many_malformed(kind: str, scene: Scene) -> None:
-    assert failures(scene, kind, range(QUICK[kind], round(TIMES * LONG[kind]))) == {}
+def test_very_many_malformed(kind: str, part: int, scene: Scene) -> None:
+    assert failures(scene, kind, range(QUICK[kind], round(TIMES * LONG[kind]))[part::5]) == {}
