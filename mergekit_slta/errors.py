@@ -11,18 +11,22 @@ import click
 
 
 class SltaError(click.ClickException):
-    """A problem with a recipe, a model, data or a file; the message names the thing and the fix.
+    """Problems with a recipe, a model, data or a file, each in a sentence that names the thing and the fix.
 
     It is a click exception because mergekit's commands and ours are click commands: they print the sentence after
     ``Error:`` and exit with status 1, without a traceback. It is not a ``ValueError`` on purpose, since pydantic
     would wrap one that is raised while mergekit builds its plan.
     """
 
+    def __init__(self, *sentences: str) -> None:
+        super().__init__("\n".join(sentences))
+        self._sentences = sentences
+
     def __str__(self) -> str:
         return self.message
 
     def format_message(self) -> str:
-        return visible(self.message)
+        return "\n".join(visible(sentence, kept="") for sentence in self._sentences)
 
 
 def visible(text: str, kept: str = "\n\t") -> str:

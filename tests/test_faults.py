@@ -17,12 +17,14 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 from support import faults
 from support.faults import COMMANDS, Commands, Ended, Fault, Scenario
 from support.processes import torchrun
+from support.seeds import failures
 
 pytestmark = pytest.mark.skipif(not faults.COMPILER, reason="faults.c needs a C compiler")
 
@@ -85,7 +87,7 @@ def scenario(
 Get = Callable[[str], tuple[Scenario, Path]]
 
 
-def failures(commands: Commands, scenario: Scenario, folder: Path, chosen: list[Fault]) -> dict[str, str]:
+def wrong(commands: Commands, scenario: Scenario, folder: Path, chosen: list[Fault]) -> dict[str, str]:
     found = {scenario.describe(fault): faults.failure(commands, scenario, fault, folder) for fault in chosen}
     return {fault: failure for fault, failure in found.items() if failure}
 
@@ -94,7 +96,7 @@ def failures(commands: Commands, scenario: Scenario, folder: Path, chosen: list[
 def test_any_fault(name: str, commands: Commands, scenario: Get) -> None:
     found, folder = scenario(name)
     chosen = random.Random(f"{SEED} {name}").sample(found.faults(), QUICK[name])
-    assert failures(commands, found, folder, chosen) == {}
+    assert wrong(commands, found, folder, chosen) == {}
 
 
 @pytest.mark.slow
@@ -106,22 +108,19 @@ def test_very_many_faults(name: str, part: int, commands: Commands, scenario: Ge
     all_faults = [fault for fault in found.faults() if found.changes(fault) or drawn.random() < READS]
     chosen = drawn.sample(all_faults, min(len(all_faults), round(TIMES * LONG[name])))[part::10]
     print(f"{len(chosen)} faults of {len(all_faults)}", end=" ", flush=True)
-    assert failures(commands, found, folder, chosen) == {}
+    assert wrong(commands, found, folder, chosen) == {}
 
 
 # Moments
 
 
-def ended_at_random(commands: Commands, scenario: Scenario, folder: Path, seeds: range) -> dict[int, str]:
-    """SIGTERM after a part of the time that the command takes."""
-    found = {}
-    for seed in seeds:
-        drawn = random.Random(seed)
-        fresh(scenario, folder)
-        kind = drawn.choice([signal.SIGTERM, signal.SIGKILL])
-        ended = commands.run(scenario.command, folder, signal=kind, delay=drawn.random())
-        found[seed] = faults.wrong_after(commands, scenario, ended, folder)
-    return {seed: failure for seed, failure in found.items() if failure}
+def ended_at_random(commands: Commands, scenario: Scenario, folder: Path, seed: int) -> str | None:
+    """SIGTERM or SIGKILL at a moment of the first second of a command."""
+    drawn = random.Random(seed)
+    fresh(scenario, folder)
+    kind = drawn.choice([signal.SIGTERM, signal.SIGKILL])
+    ended = commands.run(scenario.command, folder, signal=kind, delay=drawn.random())
+    return faults.wrong_after(commands, scenario, ended, folder)
 
 
 def fresh(scenario: Scenario, folder: Path) -> None:
@@ -130,13 +129,13 @@ def fresh(scenario: Scenario, folder: Path) -> None:
 
 
 def test_ended_at_any_moment(commands: Commands, scenario: Get) -> None:
-    assert ended_at_random(commands, *scenario("featcal"), range(5)) == {}
+    assert failures(partial(ended_at_random, commands, *scenario("featcal")), range(5)) == {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["calibrate", "featcal", "merge"])
 def test_ended_at_very_many_moments(name: str, commands: Commands, scenario: Get) -> None:
-    assert ended_at_random(commands, *scenario(name), range(5, 25)) == {}
+    assert failures(partial(ended_at_random, commands, *scenario(name)), range(5, 25)) == {}
 
 
 # Disks
@@ -214,16 +213,6 @@ def replace(path: Path, other: Path) -> None:
 CHANGES = {change.__name__: change for change in (cut, flip, delete, replace)}
 
 
-def wrong_by_seed(
-    check: Callable[[Commands, Scenario, Path, int], str | None],
-    commands: Commands,
-    found: tuple[Scenario, Path],
-    seeds: range,
-) -> dict[int, str]:
-    """What a check finds wrong, for each seed with which it does."""
-    return {seed: said for seed in seeds if (said := check(commands, *found, seed))}
-
-
 def changed_while_read(commands: Commands, scenario: Scenario, folder: Path, seed: int) -> str | None:
     """Stop a command, change one of its files, let it go on, put the file back, and run it again."""
     drawn = random.Random(seed)
@@ -252,13 +241,13 @@ def changed_while_read(commands: Commands, scenario: Scenario, folder: Path, see
 
 @pytest.mark.parametrize("name", ["calibrate", "featcal"])
 def test_a_file_that_changes_while_it_is_read(name: str, commands: Commands, scenario: Get) -> None:
-    assert wrong_by_seed(changed_while_read, commands, scenario(name), range(6)) == {}
+    assert failures(partial(changed_while_read, commands, *scenario(name)), range(6)) == {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["calibrate", "featcal", "merge"])
 def test_a_file_that_changes_at_any_moment(name: str, commands: Commands, scenario: Get) -> None:
-    assert wrong_by_seed(changed_while_read, commands, scenario(name), range(6, 30)) == {}
+    assert failures(partial(changed_while_read, commands, *scenario(name)), range(6, 30)) == {}
 
 
 def two_at_once(commands: Commands, scenario: Scenario, folder: Path, seed: int) -> str | None:
@@ -277,13 +266,13 @@ def two_at_once(commands: Commands, scenario: Scenario, folder: Path, seed: int)
 
 @pytest.mark.parametrize("name", ["calibrate", "featcal"])
 def test_two_runs_at_once(name: str, commands: Commands, scenario: Get) -> None:
-    assert wrong_by_seed(two_at_once, commands, scenario(name), range(4)) == {}
+    assert failures(partial(two_at_once, commands, *scenario(name)), range(4)) == {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_two_runs_at_any_moment(name: str, commands: Commands, scenario: Get) -> None:
-    assert wrong_by_seed(two_at_once, commands, scenario(name), range(4, 12)) == {}
+    assert failures(partial(two_at_once, commands, *scenario(name)), range(4, 12)) == {}
 
 
 DYING = """

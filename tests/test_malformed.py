@@ -11,10 +11,12 @@ docs/robustness.md says what the user sees of each kind of input, and which test
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import pytest
 from support import malformed
 from support.malformed import KINDS, Scene
+from support.seeds import failures
 
 QUICK = {"recipe": 60, "data": 150, "template": 2000, "statistics": 150}
 LONG = {"recipe": 15_000, "data": 15_000, "template": 60_000, "statistics": 15_000}
@@ -27,18 +29,14 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
     return malformed.set_scene(tmp_path_factory.mktemp("malformed"))
 
 
-def failures(scene: Scene, kind: str, seeds: range) -> dict[int, str]:
-    found = {seed: malformed.describe(scene, kind, seed) for seed in seeds}
-    return {seed: failure for seed, failure in found.items() if failure}
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_malformed(kind: str, scene: Scene) -> None:
-    assert failures(scene, kind, range(QUICK[kind])) == {}
+    assert failures(partial(malformed.describe, scene, kind), range(QUICK[kind])) == {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(5))
 @pytest.mark.parametrize("kind", KINDS)
 def test_very_many_malformed(kind: str, part: int, scene: Scene) -> None:
-    assert failures(scene, kind, range(QUICK[kind], round(TIMES * LONG[kind]))[part::5]) == {}
+    seeds = range(QUICK[kind], round(TIMES * LONG[kind]))[part::5]
+    assert failures(partial(malformed.describe, scene, kind), seeds) == {}

@@ -109,6 +109,19 @@ def test_control_characters_are_shown_in_the_log(tmp_path: Path, caplog: pytest.
     assert own == []  # they take errors.logger
 
 
+def test_a_name_begins_no_line(tmp_path: Path) -> None:
+    """A line break in a name would let a recipe or a file put sentences of its own into a refusal."""
+    error = SltaError("Two\nlines\x1b.", "Another sentence.")
+    assert error.format_message() == "Two\\nlines\\x1b.\nAnother sentence."
+    recipe = tmp_path / "recipe.yml"
+    content = {"merge_method": "slta\nNo problem found", "models": [{"model": "org/a\nb"}]}
+    recipe.write_text(yaml.safe_dump(content))
+    (line,) = said("check", recipe, code=1).splitlines()
+    assert "'slta\\nNo problem found'" in line
+    recipe.write_text(yaml.safe_dump(content | {"merge_method": "slta", "base_model": "org/base"}))
+    assert all(line.endswith((".", ":")) for line in said("check", recipe, code=1).splitlines())
+
+
 def test_visible_text() -> None:
     assert visible("α → θ₀\n\t“x”") == "α → θ₀\n\t“x”"
     assert visible("a\x1b[0m\r\x85\u2028\u202e\ud800") == "a\\x1b[0m\\r\\x85\\u2028\\u202e\\ud800"

@@ -117,7 +117,7 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings) -> SolvedMode
         SltaError: something about models or data is wrong, memory does not suffice, or another process is solving it.
     """
     if problems := calibration_problems(experiment.recipe, takes_statistics=False):
-        raise SltaError("\n".join(problems))
+        raise SltaError(*problems)
     decoder = experiment.decoder.to(experiment.device)
     data = experiment.load_data(experiment.recipe.experts)
     tasks = [samples.token_ids for samples in data]

@@ -297,7 +297,7 @@ def plan_linearity(
     """
     batch_tokens = experiment.settings.batch_tokens
     if problems := calibration_problems(experiment.recipe, takes_statistics=False):
-        raise SltaError("\n".join(problems))
+        raise SltaError(*problems)
     names = [published_name(expert.reference) for expert in experiment.recipe.experts]
     if len(set(names)) < len(names):
         raise SltaError(f"Two experts would get the same name ({', '.join(names)}): rename a folder.")

@@ -90,7 +90,7 @@ def measured_statistics(
     if file is not None and _exists(file, experiment.ranks):
         return _Measurement(experiment, file, measuring).reuse(levels, published)
     if problems := calibration_problems(experiment.recipe, takes_statistics=settings.takes_statistics):
-        raise SltaError("\n".join(problems))
+        raise SltaError(*problems)
     data = experiment.load_data(experiment.recipe.experts)
     content = fingerprint(experiment, data)
     if file is None:
@@ -130,14 +130,14 @@ class _Measurement:
         dates = [entry.chat_date for entry in found.info.calibration if entry.chat_date]
         self.experiment.samples.chat_date = next(iter(dates), CHAT_DATE)
         if problems := calibration_problems(recipe, statistics_exist=True):
-            raise SltaError("\n".join(problems))
+            raise SltaError(*problems)
         given = all(expert.calibration for expert in recipe.experts)
         data = self.experiment.load_data(recipe.experts) if given else None
         base, experts = model_contents(self.experiment)
         matched = match(found.info, self.path, recipe, base, experts, data or [None] * len(experts))
         problems = matched.problems + level_problems(found.info, self.path, recipe, levels, published)
         if problems:
-            raise SltaError("\n".join(problems))
+            raise SltaError(*problems)
         if any(content.whole is None for content in found.info.fingerprint.contents):
             LOG.warning(
                 "%s is of an older version, which identifies models by samples of their tensors alone: it misses edits "

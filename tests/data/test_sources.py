@@ -125,6 +125,25 @@ def test_broken_files_are_named(name: str, tmp_path: Path) -> None:
         assert words in message
 
 
+CHANGED = {
+    "cut": b'{"text": "a"}',
+    "of other lengths": b'{"text": "longer"}\n{"text": "b"}\n',
+    "damaged": b"\xff" * 40,
+    "of other values": b"1\n" * 20,
+    "deleted": None,
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_a_file_that_changes_after_its_lines_were_counted(change: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n{"text": "b"}\n')
+    records = read_records(str(path))
+    content = CHANGED[change]
+    path.unlink() if content is None else path.write_bytes(content)
+    assert "has changed" in refused(lambda: records[1])
+
+
 @pytest.mark.parametrize(
     ("source", "said"),
     [

@@ -39,13 +39,14 @@ def expected(method: str, family: Family) -> State:
     if method == "featcal":
         return featcal_reference.merge(models[0], models[1:], family.token_ids(), featcal_reference.GROUPS["llama"])
     base, *experts = (model.state_dict() for model in models)
-    merged = {
-        "actmat": lambda *tensors: actmat_reference.merged_tensor(*tensors),
-        "sftm": lambda *tensors: sftm_reference.merged_tensor(*tensors, [1.0] * 3, [0.2] * 3, 0.6),
-    }[method]
-    return {
-        name: merged(role_by_hand(name), tensor, [expert[name] for expert in experts]) for name, tensor in base.items()
-    }
+    found = {}
+    for name, tensor in base.items():
+        role, own = role_by_hand(name), [expert[name] for expert in experts]
+        if method == "actmat":
+            found[name] = actmat_reference.merged_tensor(role, tensor, own)
+        else:
+            found[name] = sftm_reference.merged_tensor(role, tensor, own, [1.0] * 3, [0.2] * 3, 0.6)
+    return found
 
 
 @pytest.mark.parametrize("dtype", ["float32", None])
