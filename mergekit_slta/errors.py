@@ -1,8 +1,9 @@
-"""The exception for every problem that a user can fix."""
+"""The exception for every problem that a user can fix, and text of other people's files in what is said."""
 
 from __future__ import annotations
 
 import errno
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,24 +11,40 @@ import click
 
 
 class SltaError(click.ClickException):
-    """A problem with a recipe, a model, data or a file; the message names the thing and the fix.
+    """Problems with a recipe, a model, data or a file, each in a sentence that names the thing and the fix.
 
     It is a click exception because mergekit's commands and ours are click commands: they print the sentence after
     ``Error:`` and exit with status 1, without a traceback. It is not a ``ValueError`` on purpose, since pydantic
     would wrap one that is raised while mergekit builds its plan.
     """
 
+    def __init__(self, *sentences: str) -> None:
+        super().__init__("\n".join(sentences))
+        self._sentences = sentences
+
     def __str__(self) -> str:
         return self.message
 
     def format_message(self) -> str:
-        return visible(self.message)
+        return "\n".join(visible(sentence, kept="") for sentence in self._sentences)
 
 
 def visible(text: str, kept: str = "\n\t") -> str:
     """Text of other people's files for a terminal: what is no printable character is shown as an escape, not obeyed."""
     shown = (c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
     return "".join(shown)
+
+
+def logger(module: str) -> logging.Logger:
+    """A module's logger; what it logs may hold names from other people's files, which are made ``visible``."""
+    found = logging.getLogger(module)
+    found.addFilter(_make_visible)
+    return found
+
+
+def _make_visible(record: logging.LogRecord) -> bool:
+    record.msg, record.args = visible(record.getMessage()), None
+    return True
 
 
 @contextmanager

@@ -6,11 +6,13 @@ The long run (``-m slow``) does 2000 cases of each kind, or as many as the envir
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import pytest
 from support import damaged_inputs
 from support.damaged_inputs import KINDS, Scene
 from support.families import Family
+from support.seeds import failures
 
 SHORT, LONG = 20, int(os.environ.get("DAMAGE_CASES", "2000"))
 
@@ -22,15 +24,10 @@ def scene(llama: Family, tmp_path_factory: pytest.TempPathFactory) -> Scene:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_damage_is_said_in_a_sentence(kind: str, scene: Scene) -> None:
-    assert failures(scene, kind, range(SHORT)) == {}
+    assert failures(partial(damaged_inputs.describe, scene, kind), range(SHORT)) == {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_damage_is_said_in_a_sentence(kind: str, scene: Scene) -> None:
-    assert failures(scene, kind, range(SHORT, LONG)) == {}
-
-
-def failures(scene: Scene, kind: str, seeds: range) -> dict[int, str]:
-    found = {seed: damaged_inputs.describe(scene, kind, seed) for seed in seeds}
-    return {seed: failure for seed, failure in found.items() if failure}
+    assert failures(partial(damaged_inputs.describe, scene, kind), range(SHORT, LONG)) == {}

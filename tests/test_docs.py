@@ -246,6 +246,14 @@ def test_files_of_the_repository_that_are_named_exist(page: str) -> None:
             assert (ROOT / name).exists(), name
 
 
+@each_page
+def test_tests_that_are_named_exist(page: str) -> None:
+    tests = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    for span in code(TEXTS[page]):
+        if re.fullmatch(r"test_\w+", span):
+            assert f"def {span}(" in tests, span
+
+
 def test_the_site_shows_every_page() -> None:
     settings = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), yaml.BaseLoader)
     first, *sections = settings["nav"]

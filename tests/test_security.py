@@ -1,17 +1,6 @@
 """What comes from somebody else is text or numbers: it names no file elsewhere, runs nothing, and commands no terminal.
 
-| what somebody else gives | what the user sees | test |
-|---|---|---|
-| a folder of unfinished work that is a link, or another user's | a refusal | ``test_a_foreign_state_is_refused`` |
-| a state that names files elsewhere | it is computed again | ``test_a_state_names_no_file_elsewhere`` |
-| an index that names files elsewhere | a refusal | ``test_an_index_names_no_file_elsewhere`` |
-| names with control characters | escapes | ``test_control_characters_are_shown`` |
-| names that would end a comment of a recipe | escapes | ``test_a_name_ends_no_comment`` |
-| names in HTML and in notebooks | escaped text | ``reports/test_page.py``, ``slta/test_solution.py`` |
-| names and recipes in a model card | code that they cannot end | ``test_names_stay_code_in_a_card`` |
-| a template | it reads a record's fields alone | ``data/test_records.py``, ``test_malformed.py`` |
-| statistics that are a pickle | a refusal; it is not run | ``slta/test_statistics.py`` |
-| a model with code of its own | a refusal without mergekit's flag | ``checks/test_examine.py`` |
+docs/robustness.md says what the user sees of each, and which test holds it.
 """
 
 from __future__ import annotations
@@ -35,6 +24,7 @@ from support.families import Family
 from mergekit_slta import files
 from mergekit_slta.cli.commands import main
 from mergekit_slta.engine.partial import STATE, Partial
+from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, visible
 from mergekit_slta.methods import card
 from mergekit_slta.models.headers import folder_headers
@@ -106,6 +96,30 @@ def test_control_characters_are_shown(hostile: Path, tmp_path: Path) -> None:
     for output in outputs:
         assert all(c.isprintable() or c in "\n\t" for c in output)
         assert "\\x1b[31mred\\x07" in output
+
+
+def test_control_characters_are_shown_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    partial = Partial(tmp_path / "\x1b[31mred\x07", {})
+    partial.begin()
+    (partial.folder / STATE).write_text(json.dumps({"files": {"layer-0000.safetensors": "0"}}))
+    Partial(partial.folder, {}).take_up(Ranks())
+    assert "red\\x07 is computed again" in caplog.messages[-1]
+    assert all(c.isprintable() for c in caplog.messages[-1])
+    own = [path.name for path in Path(files.__file__).parent.rglob("*.py") if "getLogger(__name__)" in path.read_text()]
+    assert own == []  # they take errors.logger
+
+
+def test_a_name_begins_no_line(tmp_path: Path) -> None:
+    """A line break in a name would let a recipe or a file put sentences of its own into a refusal."""
+    error = SltaError("Two\nlines\x1b.", "Another sentence.")
+    assert error.format_message() == "Two\\nlines\\x1b.\nAnother sentence."
+    recipe = tmp_path / "recipe.yml"
+    content = {"merge_method": "slta\nNo problem found", "models": [{"model": "org/a\nb"}]}
+    recipe.write_text(yaml.safe_dump(content))
+    (line,) = said("check", recipe, code=1).splitlines()
+    assert "'slta\\nNo problem found'" in line
+    recipe.write_text(yaml.safe_dump(content | {"merge_method": "slta", "base_model": "org/base"}))
+    assert all(line.endswith((".", ":")) for line in said("check", recipe, code=1).splitlines())
 
 
 def test_visible_text() -> None:

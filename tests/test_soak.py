@@ -46,7 +46,7 @@ def write_case(rng: random.Random, folder: Path) -> str:
     method = rng.choice(["slta", "slta", "featcal", "actmat", "sftm"])
     settings: dict[str, Any] = {}
     if method in ("slta", "featcal"):
-        settings = {"samples": rng.choice([1, 2, 5]), "max_tokens": rng.choice([1, 4, 32]), "seed": rng.randrange(5)}
+        settings = {"samples": rng.choice([1, 2, 5]), "max_tokens": rng.choice([3, 8, 32]), "seed": rng.randrange(5)}
         settings |= {"batch_tokens": rng.choice([0, 1, 16])}
     if method == "slta":
         settings |= {"level": rng.choice(["model", "layer", "attn_mlp", "head_mlp", "linear"])}
@@ -99,6 +99,8 @@ def test_soak(tmp_path: Path) -> None:
                 print(f"{number}: {wrong}", flush=True)
             shutil.rmtree(folder)
             number += 1
+            if number % 20 == 0:
+                print(f"{number} recipes: {dict(counts)}", flush=True)
             if CASE is not None or time.monotonic() - begin > 60 * MINUTES:
                 break
     print(f"seed {SEED}, {sum(counts.values())} recipes: {dict(counts)}")

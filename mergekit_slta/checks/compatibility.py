@@ -162,7 +162,7 @@ def known_tokens(file: Path) -> dict[str, int]:
     """The vocabulary in a ``tokenizer.json``; empty if the file is damaged, which loading the tokenizer reports."""
     try:
         return tokens_of(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
 
 

@@ -92,12 +92,12 @@ class Findings:
             SltaError: all problems.
         """
         if self.problems:
-            raise SltaError("\n".join(self.problems))
+            raise SltaError(*self.problems)
         return self
 
     def say_notes(self) -> None:
         for note in self.notes:
-            click.echo(visible(f"Note: {note}"), err=True)
+            click.echo(f"Note: {note}", err=True)
 
 
 def check(recipe: Recipe, out_path: str | os.PathLike[str] | None = None, **options: Any) -> Findings:
@@ -140,7 +140,8 @@ def examine(
     notes = [*few, *NOTES, *(MERGE_NOTES if merging else ())]
 
     def sentences(checks: Sequence[Check]) -> list[str]:
-        return list(dict.fromkeys(sentence for check in checks for sentence in check(case)))  # each sentence once
+        """What the checks say, each sentence once and in one line."""
+        return list(dict.fromkeys(visible(sentence, kept="") for check in checks for sentence in check(case)))
 
     with (
         contextlib.nullcontext() if running else compatibility.silenced("mergekit_slta.data.draw")

@@ -191,7 +191,7 @@ def compare(
             raise SltaError(f"There is no model in {folder} (no config.json): give the folder that the merge wrote.")
     experiment.recipe.settings_of(CalibrationSettings)  # a recipe of another method has no held-out records
     if problems := calibration_problems(experiment.recipe, takes_statistics=False):
-        raise SltaError("\n".join(problems))
+        raise SltaError(*problems)
     experts = experiment.recipe.experts
     experiment.load_data(experts)  # refuses the same data twice
     tasks = [_held_out(experiment, index, samples) for index in range(len(experts))]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import logging
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,12 +14,12 @@ import numpy as np
 
 from mergekit_slta.data.records import Record, record_answer, record_text
 from mergekit_slta.data.sources import Place, read_records
-from mergekit_slta.errors import SltaError, reading
+from mergekit_slta.errors import SltaError, logger, reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LOG = logging.getLogger(__name__)
+LOG = logger(__name__)
 
 CHARACTERS_PER_TOKEN = 64  # more than tokens have but for long runs of blanks
 CHAT_DATE = datetime.date(2024, 7, 26)  # the date that Llama 3.2's chat template writes when it is given none

@@ -154,9 +154,15 @@ class _JsonLines(Sequence[Record]):
         return len(self._starts)
 
     def __getitem__(self, index: Any) -> Any:
-        with open(self._path, "rb") as file:
-            file.seek(self._starts[index])
-            return json.loads(_text(file.readline()))
+        start = self._starts[index]
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(start)
+                return _parse_json_line(_text(file.readline()), index + 1)
+        except (OSError, UnicodeDecodeError, _BrokenFile) as error:
+            raise SltaError(
+                f"Calibration file {self._path!r} has changed since its lines were counted: run it again."
+            ) from error
 
 
 def _text(line: bytes) -> str:

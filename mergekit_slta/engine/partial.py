@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import logging
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,9 +18,9 @@ from safetensors.torch import load_file, save_file
 
 from mergekit_slta import files
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, logger
 
-LOG = logging.getLogger(__name__)
+LOG = logger(__name__)
 
 STATE = "state.json"
 LOCK = "lock"

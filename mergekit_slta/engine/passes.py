@@ -7,7 +7,6 @@ A layer needs only the hidden states before it, so one layer of each model is in
 from __future__ import annotations
 
 import functools
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,12 +19,12 @@ import torch
 from mergekit_slta.engine.partial import Hidden, Partial
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams, Tasks, decoder_batches, fitting_batch
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, logger
 from mergekit_slta.layers.decoder import Decoder, Weights
 from mergekit_slta.layers.products import fast_products
 from mergekit_slta.models.checkpoint import Checkpoint
 
-LOG = logging.getLogger(__name__)
+LOG = logger(__name__)
 
 Result = TypeVar("Result")
 Tensors = Mapping[str, torch.Tensor]

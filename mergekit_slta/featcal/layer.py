@@ -8,7 +8,6 @@ between maps (norms, the attention's core, activations) may be computed twice.
 from __future__ import annotations
 
 import functools
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import InitVar, dataclass
@@ -21,6 +20,7 @@ from mergekit_slta.actmat.covariance import add_gram, all_rows, mirror
 from mergekit_slta.engine.passes import Progress
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Streams
+from mergekit_slta.errors import logger
 from mergekit_slta.featcal.groups import LayerMaps, MapGroup
 from mergekit_slta.featcal.regression import Change, NormalEquations
 from mergekit_slta.layers.calls import State, Weights
@@ -28,7 +28,7 @@ from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import LinearMap, fused_hidden
 from mergekit_slta.recipe.settings import ActmatSettings
 
-LOG = logging.getLogger(__name__)
+LOG = logger(__name__)
 
 MERGED, EXPERT = range(2)  # the streams
 # A routed expert's map is solved if so many tokens per input dimension reach it.

@@ -30,6 +30,7 @@ from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.passes import Accumulator, Progress, Tensors, pass_layers
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams, Tasks, read_edges
+from mergekit_slta.errors import logger
 from mergekit_slta.featcal.groups import groups_by_layer
 from mergekit_slta.featcal.layer import EXPERT, MERGED, LayerSolver, Regression
 from mergekit_slta.featcal.regression import Change, NormalEquations
@@ -40,7 +41,7 @@ from mergekit_slta.layers.ends import head_input, tail_tensors
 from mergekit_slta.layers.maps import LinearMap, output_head
 from mergekit_slta.models.checkpoint import Checkpoint
 
-LOG = logging.getLogger(__name__)
+LOG = logger(__name__)
 
 ANCHOR = 2  # the stream of the anchor's own, for the report only
 ROUTING = "routing"  # what the names of the coverage of routed experts begin with

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from tqdm import tqdm
 from mergekit_slta.actmat.covariance import BLOCK
 from mergekit_slta.engine.partial import Partial, remove
 from mergekit_slta.engine.streams import Tasks, share
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, logger
 from mergekit_slta.featcal.anchor import ActmatAnchor, equal_weights
 from mergekit_slta.featcal.answers import token_weights
 from mergekit_slta.featcal.groups import groups_by_layer
@@ -34,7 +33,7 @@ from mergekit_slta.slta.fingerprints import fingerprint
 from mergekit_slta.slta.measure import measured_statistics
 from mergekit_slta.slta.weights import TensorWeights
 
-LOG = logging.getLogger(__name__)
+LOG = logger(__name__)
 
 FORMAT = 7  # changes with the folder's content and with the way that layers are solved
 FLOAT32, FLOAT64 = 4, 8  # bytes
@@ -118,7 +117,7 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings) -> SolvedMode
         SltaError: something about models or data is wrong, memory does not suffice, or another process is solving it.
     """
     if problems := calibration_problems(experiment.recipe, takes_statistics=False):
-        raise SltaError("\n".join(problems))
+        raise SltaError(*problems)
     decoder = experiment.decoder.to(experiment.device)
     data = experiment.load_data(experiment.recipe.experts)
     tasks = [samples.token_ids for samples in data]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 import threading
 from collections.abc import Hashable, Sequence
@@ -17,7 +16,7 @@ from mergekit.merge_methods import GroupMergeMethod, InputContract, MergeMethodS
 from mergekit.merge_methods.base import BasePolicy, OptionalTensorPolicy
 
 from mergekit_slta import files
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, logger
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.settings import CalibrationSettings, MethodSettings, parameter_specs
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from mergekit_slta.reports.page import Page
     from mergekit_slta.slta.solution import Solution
 
-LOG = logging.getLogger(__name__)
+LOG = logger(__name__)
 
 PROCESSOR = "*processor_config.json"  # of images, video and sound
 NOT_A_FOLDER = (

@@ -100,7 +100,7 @@ def publish(
         raise SltaError(f"There is no folder {folder}: name the one that the merge was written to.")
     problems, notes = _examine(folder, trust_remote_code, quiet)
     if problems:
-        raise SltaError("\n".join(problems))
+        raise SltaError(*problems)
     recipe = Recipe.load(folder / card.RECIPE)
     paths = [reference.model.path for reference in recipe.references]
     if local := [path for path in paths if os.path.isabs(path) or os.path.isdir(path)]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import sys
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
@@ -22,7 +21,7 @@ from mergekit.options import MergeOptions
 
 from mergekit_slta.checks import examine
 from mergekit_slta.checks.space import full_disk_said
-from mergekit_slta.errors import SltaError, files_named, one_line
+from mergekit_slta.errors import SltaError, files_named, logger, one_line
 from mergekit_slta.methods import card
 from mergekit_slta.methods.actmat import ActmatMethod
 from mergekit_slta.methods.base import FiniteMethod
@@ -35,7 +34,7 @@ from mergekit_slta.models.spellings import adapt_loader, other_names, restore_lo
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
 
-LOG = logging.getLogger(__name__)
+LOG = logger(__name__)
 
 # A new merge method is entered here.
 METHODS: dict[str, FiniteMethod] = {

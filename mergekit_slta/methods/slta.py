@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 from mergekit.merge_methods import TensorGroup
 
+from mergekit_slta.errors import logger
 from mergekit_slta.layers.blend import weighted_sum
 from mergekit_slta.methods.base import CalibratedMethod, Merge, method_spec, write_report
 from mergekit_slta.recipe.experiment import Experiment
@@ -15,7 +14,7 @@ from mergekit_slta.slta.measure import measured_statistics
 from mergekit_slta.slta.statistics import PUBLISHED_PREFIX
 from mergekit_slta.slta.weights import TensorWeights
 
-LOG = logging.getLogger(__name__)
+LOG = logger(__name__)
 
 
 class SltaMethod(CalibratedMethod):

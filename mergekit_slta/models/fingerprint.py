@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,10 +18,11 @@ from pydantic import ConfigDict, TypeAdapter
 from safetensors.torch import save
 
 from mergekit_slta import files
+from mergekit_slta.errors import logger
 from mergekit_slta.files import cache_folder, digest
 from mergekit_slta.models.adapters import adapter_config, adapter_weights
 
-LOG = logging.getLogger(__name__)
+LOG = logger(__name__)
 
 SAMPLED_SPOTS = 8
 SAMPLED_BYTES = 64

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import glob
-import logging
 import os
 import shutil
 from pathlib import Path
@@ -15,12 +14,13 @@ from mergekit.common import ModelPath, ModelReference
 from mergekit.io.lazy_tensor_loader import LazyTensorLoader
 from mergekit.io.tasks import LoaderCache
 
+from mergekit_slta.errors import logger
 from mergekit_slta.files import checksum, digest
 from mergekit_slta.models.adapters import adapter_folder, adapter_weights
 from mergekit_slta.models.fingerprint import fingerprint_of
 from mergekit_slta.models.headers import ADAPTER_CONFIG
 
-LOG = logging.getLogger(__name__)
+LOG = logger(__name__)
 
 
 def current_loader(reference: ModelReference) -> LazyTensorLoader:

@@ -63,7 +63,7 @@ def highest_token(model: Model) -> int | None:
         content = json.loads(file.read_text(encoding="utf-8"))
         added = [token["id"] for token in content.get("added_tokens") or ()]
         return int(max([*tokens_of(content).values(), *added]))
-    except (SltaError, OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (SltaError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 

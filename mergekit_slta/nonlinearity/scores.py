@@ -8,7 +8,6 @@ Shapes: ``g`` experts merged, ``n`` samples, ``K`` settings, ``N`` steps from th
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from tqdm import tqdm
 from mergekit_slta.engine.passes import Progress
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Tasks
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, logger
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.models.checkpoint import Checkpoint
@@ -29,7 +28,7 @@ from mergekit_slta.nonlinearity.interpolation import Grams, Study, count_passes,
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe, calibration_problems, published_name
 
-LOG = logging.getLogger(__name__)
+LOG = logger(__name__)
 
 DEFAULT_LEVELS = ("model", "layer", "attn_mlp")
 STEPS = 10
@@ -298,7 +297,7 @@ def plan_linearity(
     """
     batch_tokens = experiment.settings.batch_tokens
     if problems := calibration_problems(experiment.recipe, takes_statistics=False):
-        raise SltaError("\n".join(problems))
+        raise SltaError(*problems)
     names = [published_name(expert.reference) for expert in experiment.recipe.experts]
     if len(set(names)) < len(names):
         raise SltaError(f"Two experts would get the same name ({', '.join(names)}): rename a folder.")

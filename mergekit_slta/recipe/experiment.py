@@ -152,5 +152,5 @@ class Experiment:
         """
         data = [self.samples.of(expert, count) for expert in experts]
         if problems := repeated_data(zip(experts, data, strict=True)):
-            raise SltaError("\n".join(problems))
+            raise SltaError(*problems)
         return data

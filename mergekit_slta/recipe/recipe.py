@@ -222,7 +222,7 @@ class Recipe:
     @property
     def _sound_reading(self) -> Reading:
         if self.problems:
-            raise SltaError("\n".join(self.problems))
+            raise SltaError(*self.problems)
         return self.reading
 
 

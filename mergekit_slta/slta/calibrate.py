@@ -6,7 +6,6 @@ Here the two loops over layers are one, that of ``engine.passes``, so that no in
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.passes import Accumulator, Progress, pass_layers
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Streams, Tasks, read_edges
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, logger
 from mergekit_slta.layers.calls import Weights
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.ends import logits
@@ -25,7 +24,7 @@ from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.slta.features import LayerFeatures
 from mergekit_slta.slta.gram import sample_grams
 
-LOG = logging.getLogger(__name__)
+LOG = logger(__name__)
 
 # Logits are wide: this many tokens of one sample are compared at once.
 LOGIT_TOKENS = 64

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from mergekit_slta.data.sources import source_name
 from mergekit_slta.engine.partial import Partial, remove
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import share
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, logger
 from mergekit_slta.files import cache_folder, digest
 from mergekit_slta.levels import LEVELS
 from mergekit_slta.models.checkpoint import Checkpoint
@@ -38,7 +37,7 @@ from mergekit_slta.slta.statistics import (
     versions,
 )
 
-LOG = logging.getLogger(__name__)
+LOG = logger(__name__)
 
 
 def measure(
@@ -91,7 +90,7 @@ def measured_statistics(
     if file is not None and _exists(file, experiment.ranks):
         return _Measurement(experiment, file, measuring).reuse(levels, published)
     if problems := calibration_problems(experiment.recipe, takes_statistics=settings.takes_statistics):
-        raise SltaError("\n".join(problems))
+        raise SltaError(*problems)
     data = experiment.load_data(experiment.recipe.experts)
     content = fingerprint(experiment, data)
     if file is None:
@@ -131,14 +130,14 @@ class _Measurement:
         dates = [entry.chat_date for entry in found.info.calibration if entry.chat_date]
         self.experiment.samples.chat_date = next(iter(dates), CHAT_DATE)
         if problems := calibration_problems(recipe, statistics_exist=True):
-            raise SltaError("\n".join(problems))
+            raise SltaError(*problems)
         given = all(expert.calibration for expert in recipe.experts)
         data = self.experiment.load_data(recipe.experts) if given else None
         base, experts = model_contents(self.experiment)
         matched = match(found.info, self.path, recipe, base, experts, data or [None] * len(experts))
         problems = matched.problems + level_problems(found.info, self.path, recipe, levels, published)
         if problems:
-            raise SltaError("\n".join(problems))
+            raise SltaError(*problems)
         if any(content.whole is None for content in found.info.fingerprint.contents):
             LOG.warning(
                 "%s is of an older version, which identifies models by samples of their tensors alone: it misses edits "

@@ -362,7 +362,7 @@ def _parse_info(text: str, path: Path) -> Info:
     try:
         content = json.loads(text)
         version = content.get("format_version")
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         raise SltaError(f"{path} has unreadable metadata: get it or measure it again.") from None
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise SltaError(f"{path} is of format version {version}: this needs a newer mergekit-slta.")

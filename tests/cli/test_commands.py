@@ -567,6 +567,29 @@ def test_merge_solves_features_as_mergekit_yaml_does(
     assert all(torch.equal(ours[name], tensor) for name, tensor in load_file(theirs / "model.safetensors").items())
 
 
+def test_names_of_any_script(family: Family, tmp_path: Path) -> None:
+    """From the check to the plain recipe, where every file and folder has letters of other scripts and spaces."""
+    folder = family.base.parent.rename(tmp_path / "modèles 数学")
+    base, *experts = (
+        folder.joinpath(own.name).rename(folder / name)
+        for own, name in zip(family.folders, ("базис", "数 学", "प्रमेय", "🧮"), strict=True)
+    )
+    data = tuple(folder.joinpath(own.name).rename(folder / f"données {own.name}") for own in family.data)
+    content = families.recipe(Family(base, tuple(experts), data, family.config), samples=3, report=str(folder / "ré"))
+    recipe, stats, plain = folder / "レシピ.yml", folder / "статистика.safetensors", folder / "простой.yml"
+    families.write_recipe(recipe, content | {"parameters": content["parameters"] | {"statistics": str(stats)}})
+    run("check", recipe)
+    run("calibrate", recipe, "-o", stats, "--quiet")
+    run("merge", recipe, folder / "слияние", "--quiet")
+    run("verify", recipe, folder / "слияние")
+    paths = [option for own in (base, *experts) for option in ("--model", f"{own.name}={own}")]
+    assert "प्रमेय" in run("solve", stats, "--recipe", plain, *paths).output
+    run("merge", plain, folder / "plain", "--quiet")
+    found, other = (load_file(folder / name / "model.safetensors") for name in ("слияние", "plain"))
+    assert max(float((found[name] - other[name]).norm() / found[name].norm()) for name in found) < 1e-6
+    assert "数 学" in (folder / "ré" / "report.html").read_text()
+
+
 def test_merge_runs_other_methods_too(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
     recipe = write_recipe(llama, method="task_arithmetic", calibration=False, weight=0.5)
     run("merge", recipe, tmp_path / "out", "--quiet", "--no-write-model-card")

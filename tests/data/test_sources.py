@@ -97,6 +97,9 @@ BROKEN_FILES: dict[str, tuple[bytes, list[str]]] = {
     "blank.txt": (b"\n \n", ["has no records"]),
     "empty.csv": (b"", ["has no records"]),
     "header.csv": (b"text\n", ["has no records"]),
+    "deep.jsonl": (b'{"text": "a"}\n{"text": ' + b"[" * 100_000, ["cannot be read in line 2"]),
+    "deep.json": (b"[" * 100_000, ["cannot be read"]),
+    "utf16.jsonl": ('{"text": "a"}\n'.encode("utf-16"), ["UTF-8"]),
     "empty_list.json": (b"[]", ["has no records"]),
     "broken.jsonl": (b'{"text": "a"}\n\n{"text": \n', ["line 3", "broken JSON"]),
     "list.jsonl": (b'{"text": "a"}\n["b"]\n', ["line 2", "no JSON object"]),
@@ -120,6 +123,25 @@ def test_broken_files_are_named(name: str, tmp_path: Path) -> None:
     message = refused(read_records, str(tmp_path / name))
     for words in (str(tmp_path / name), *said):
         assert words in message
+
+
+CHANGED = {
+    "cut": b'{"text": "a"}',
+    "of other lengths": b'{"text": "longer"}\n{"text": "b"}\n',
+    "damaged": b"\xff" * 40,
+    "of other values": b"1\n" * 20,
+    "deleted": None,
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_a_file_that_changes_after_its_lines_were_counted(change: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n{"text": "b"}\n')
+    records = read_records(str(path))
+    content = CHANGED[change]
+    path.unlink() if content is None else path.write_bytes(content)
+    assert "has changed" in refused(lambda: records[1])
 
 
 @pytest.mark.parametrize(

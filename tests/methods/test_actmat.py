@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from mergekit.merge_methods import merge_state_dicts
-from support.actmat_reference import dense_merge
+from support.actmat_reference import merged_tensor
 from support.small_models import config_of, load, recipe, role_by_hand, run, write_family
 
 from mergekit_slta.errors import SltaError
@@ -19,36 +19,12 @@ from mergekit_slta.methods.actmat import ActmatMethod
 from mergekit_slta.models.roles import Role, tensor_roles
 from mergekit_slta.models.skeleton import meta_model
 
-Tensors = list[torch.Tensor]
-
 
 @pytest.fixture(autouse=True)
 def known() -> None:
     """The method as the plugin makes it known, which is done once."""
     registry.register()
     registry.watch_planner()
-
-
-def expected(
-    role: Role, base: torch.Tensor, experts: Tensors, ridge: float = 0.1, scale: float = 1.0, weights: Any = ()
-) -> torch.Tensor:
-    """One tensor in float64."""
-    if role is Role.TRANSPOSED:
-        return expected(Role.LINEAR, base.mT, [expert.mT for expert in experts], ridge, scale, weights).mT
-    if role is Role.LINEAR and base.ndim == 3:
-        return torch.stack(
-            [
-                expected(role, base[i], [expert[i] for expert in experts], ridge, scale, weights)
-                for i in range(len(base))
-            ]
-        )
-    tasks = [expert.double() - base.double() for expert in experts]
-    shares = torch.tensor(weights or [1.0] * len(tasks), dtype=torch.float64)
-    if role is Role.LINEAR:
-        merged = dense_merge(tasks, ridge, weights)
-    else:
-        merged = torch.tensordot(shares / shares.sum(), torch.stack(tasks), 1)
-    return base.double() + scale * merged
 
 
 @pytest.mark.parametrize("key", ["llama", "t5", "clip_vision", "mixtral", "gpt2"])
@@ -62,7 +38,7 @@ def test_stock_mergekit_solves_every_tensor(key: str, tmp_path: Path) -> None:
     for name, tensor in merged.items():
         if tensor.is_floating_point():
             inputs = [expert[name] for expert in experts]
-            wanted = expected(role_by_hand(name), base[name], inputs, 0.2, 0.9, [1.0, 1.5])
+            wanted = merged_tensor(role_by_hand(name), base[name], inputs, 0.2, 0.9, [1.0, 1.5])
             torch.testing.assert_close(tensor.double(), wanted, rtol=0, atol=1e-6, msg=name)
 
 
@@ -78,7 +54,7 @@ def test_an_expert_that_did_not_touch_a_tensor_counts_in_the_mean_alone(tmp_path
     assert run(recipe("actmat", (base, [expert, other])), tmp_path).exit_code == 0
     merged, start, changed = (load("llama", folder) for folder in (tmp_path / "merged", base, expert))
     for name, tensor in merged.items():
-        wanted = expected(role_by_hand(name), start[name], [changed[name], start[name]])
+        wanted = merged_tensor(role_by_hand(name), start[name], [changed[name], start[name]])
         torch.testing.assert_close(tensor.double(), wanted, rtol=0, atol=1e-6, msg=name)
     norm = "model.norm.weight"
     torch.testing.assert_close(merged[norm], (start[norm] + changed[norm]) / 2)
@@ -129,7 +105,7 @@ def test_tensors_without_a_model_merge_by_their_shapes() -> None:
     for name, tensor in merged.items():
         role = Role.LINEAR if tensor.ndim == 2 else Role.OTHER
         base, *experts = [model[name] for model in models]
-        torch.testing.assert_close(tensor.double(), expected(role, base, experts), rtol=0, atol=1e-6)
+        torch.testing.assert_close(tensor.double(), merged_tensor(role, base, experts), rtol=0, atol=1e-6)
 
 
 def test_needs_a_base_model() -> None:

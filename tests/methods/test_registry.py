@@ -25,7 +25,7 @@ from mergekit.scripts import merge_raw_pytorch, multimerge
 from safetensors.torch import load_file
 from support import families, featcal_reference, reference
 from support.adapters import write_adapter
-from support.copies import edited
+from support.copies import edit_tensors, edited
 from support.families import Family
 from support.html_elements import assert_self_contained
 
@@ -648,6 +648,27 @@ def test_a_merged_tensor_that_is_not_finite_is_never_written(
     with pytest.raises(SltaError, match=words):
         families.merge(content, tmp_path / "out")
     assert list((tmp_path / "out").glob("*.safetensors")) == []
+
+
+@pytest.mark.parametrize(("method", "settings"), [("actmat", {"scale": 3.0}), ("sftm", {"lambda": 3.0})])
+def test_a_merge_of_float16_checkpoints_that_overflows_float16(
+    method: str, settings: dict[str, Any], make_family: MakeFamily, tmp_path: Path
+) -> None:
+    """Experts that all move a value which is near the largest one of float16 upwards; float32 holds their merge."""
+    family = make_family(experts=3, dtype=torch.float16)
+    edit_tensors(family.base, lambda tensors: tensors["lm_head.weight"].view(-1)[:1].fill_(60000))
+    for folder in family.experts:
+        edit_tensors(folder, lambda tensors: tensors["lm_head.weight"].view(-1)[:1].fill_(65504))
+    exact, *others = (
+        families.recipe(family, method, calibration=False, dtype=dtype, out_dtype=out, **settings)
+        for dtype, out in (("float32", None), ("float32", "float16"), ("float16", None))
+    )
+    head = merged_state(families.merge(exact, tmp_path / "exact"))["lm_head.weight"]
+    assert head.isfinite().all() and head.max() > torch.finfo(torch.float16).max
+    for content in others:
+        with pytest.raises(SltaError, match=TOO_LARGE["too large for float16"][1]):
+            families.merge(content, tmp_path / "out")
+        assert list((tmp_path / "out").glob("*.safetensors")) == []
 
 
 CHANGING = {

@@ -14,7 +14,7 @@ import torch
 import transformers
 from mergekit.common import ModelReference
 from mergekit.merge_methods import TensorGroup, merge_state_dicts
-from support.sftm_reference import dense_merge
+from support.sftm_reference import merged_tensor
 from support.small_models import MODELS, config_of, load, recipe, role_by_hand, run, write_family
 
 from mergekit_slta.errors import SltaError
@@ -32,29 +32,6 @@ def known() -> None:
     registry.watch_planner()
 
 
-def keep_largest(task: torch.Tensor, density: float) -> torch.Tensor:
-    smallest = task.abs().flatten().sort(descending=True).values[max(1, int(density * task.numel())) - 1]
-    return torch.where(task.abs() >= smallest, task, 0)
-
-
-def expected(
-    role: Role, base: torch.Tensor, experts: list[torch.Tensor], weight: list[float], density: list[float], scale: float
-) -> torch.Tensor:
-    """Algorithm 2 for one tensor, in float64."""
-    tasks = [share * (expert.double() - base.double()) for expert, share in zip(experts, weight, strict=True)]
-    if role is Role.LINEAR and base.ndim == 3:
-        rows = [
-            expected(role, base[i], [expert[i] for expert in experts], weight, density, scale) for i in range(len(base))
-        ]
-        return torch.stack(rows)
-    tasks = [keep_largest(task, share) for task, share in zip(tasks, density, strict=True)]
-    if role is Role.NORM:
-        return base.double() + torch.stack(tasks).mean(0)
-    if role is Role.OTHER:
-        return base.double() + scale * torch.stack(tasks).sum(0)
-    return base.double() + scale * dense_merge([task.flatten(1) for task in tasks]).view_as(base)
-
-
 @pytest.mark.parametrize("key", ["llama", "t5", "clip_vision", "mixtral", "gpt2"])
 def test_stock_mergekit_merges_every_tensor_as_the_paper_says(key: str, tmp_path: Path) -> None:
     family = write_family(key, tmp_path)
@@ -67,7 +44,7 @@ def test_stock_mergekit_merges_every_tensor_as_the_paper_says(key: str, tmp_path
     for name, tensor in merged.items():
         if tensor.is_floating_point():
             inputs = [expert[name] for expert in experts]
-            wanted = expected(role_by_hand(name), base[name], inputs, [1.0, 1.5], [0.2, 0.5], 0.7)
+            wanted = merged_tensor(role_by_hand(name), base[name], inputs, [1.0, 1.5], [0.2, 0.5], 0.7)
             torch.testing.assert_close(tensor.double(), wanted, rtol=0, atol=1e-6, msg=name)
 
 
@@ -76,7 +53,7 @@ def test_the_defaults_are_the_paper_s(tmp_path: Path) -> None:
     assert run(recipe("sftm", family), tmp_path).exit_code == 0
     name = "model.layers.1.self_attn.q_proj.weight"
     base, *experts = [load("llama", folder)[name] for folder in (family[0], *family[1])]
-    wanted = expected(Role.LINEAR, base, experts, [1.0, 1.0], [0.2, 0.2], 0.6)
+    wanted = merged_tensor(Role.LINEAR, base, experts, [1.0, 1.0], [0.2, 0.2], 0.6)
     torch.testing.assert_close(load("llama", tmp_path / "merged")[name].double(), wanted, rtol=0, atol=1e-6)
 
 
@@ -241,7 +218,7 @@ def test_tensors_without_a_model_merge_by_their_shapes(density: float, caplog: p
     assert len([line for line in caplog.messages if "goes by the shapes" in line]) == 1
     for name, tensor in merged.items():
         inputs = [model[name] for model in models]
-        wanted = expected(role_by_shape(tensor, None), inputs[0], inputs[1:], [1.0, 1.0], [density, density], 0.6)
+        wanted = merged_tensor(role_by_shape(tensor, None), inputs[0], inputs[1:], [1.0, 1.0], [density, density], 0.6)
         torch.testing.assert_close(tensor.double(), wanted, rtol=0, atol=1e-5)
 
 
@@ -259,7 +236,7 @@ def test_a_model_that_transformers_cannot_build_merges_by_shapes(
     merged, base = load("llama", tmp_path / "merged"), load("llama", family[0])
     experts = [load("llama", folder) for folder in family[1]]
     for name, role in [("model.norm.weight", Role.OTHER), ("model.layers.0.mlp.up_proj.weight", Role.LINEAR)]:
-        wanted = expected(role, base[name], [expert[name] for expert in experts], [1.0, 1.0], [0.2, 0.2], 0.6)
+        wanted = merged_tensor(role, base[name], [expert[name] for expert in experts], [1.0, 1.0], [0.2, 0.2], 0.6)
         torch.testing.assert_close(merged[name].double(), wanted, rtol=0, atol=1e-6)
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+
+from mergekit_slta.models.roles import Role
 
 
 def dense_merge(tasks: Sequence[torch.Tensor], ridge: float, weights: Sequence[float] = ()) -> torch.Tensor:
@@ -23,3 +26,30 @@ def dense_merge(tasks: Sequence[torch.Tensor], ridge: float, weights: Sequence[f
     system = total + penalty * torch.eye(len(total), dtype=torch.float64)
     target = torch.stack([(task - mean) @ own for task, own in zip(exact, moments, strict=True)]).sum(0)
     return mean + torch.linalg.solve(system, target, left=False)
+
+
+def merged_tensor(
+    role: Role,
+    base: torch.Tensor,
+    experts: list[torch.Tensor],
+    ridge: float = 0.1,
+    scale: float = 1.0,
+    weights: Any = (),
+) -> torch.Tensor:
+    """One tensor of the merged model, of a role, in float64."""
+    if role is Role.TRANSPOSED:
+        return merged_tensor(Role.LINEAR, base.mT, [expert.mT for expert in experts], ridge, scale, weights).mT
+    if role is Role.LINEAR and base.ndim == 3:
+        return torch.stack(
+            [
+                merged_tensor(role, base[i], [expert[i] for expert in experts], ridge, scale, weights)
+                for i in range(len(base))
+            ]
+        )
+    tasks = [expert.double() - base.double() for expert in experts]
+    shares = torch.tensor(weights or [1.0] * len(tasks), dtype=torch.float64)
+    if role is Role.LINEAR:
+        merged = dense_merge(tasks, ridge, weights)
+    else:
+        merged = torch.tensordot(shares / shares.sum(), torch.stack(tasks), 1)
+    return base.double() + scale * merged

@@ -150,8 +150,11 @@ def _elsewhere(place: tuple[Any, Any]) -> Any:
 
 
 def damage_json(content: bytes, rng: random.Random) -> bytes:
-    """Damage a file of JSON, as values or as text."""
-    if rng.random() < 0.3:
+    """Damage a file of JSON, as values or as text, or nest its first value deeper than a parser can go."""
+    how = rng.random()
+    if how < 0.02:
+        return content.replace(b":", b":" + b"[" * 100_000, 1)
+    if how < 0.3:
         return damage_bytes(content, rng)
     return json.dumps(damage_value(json.loads(content), rng)).encode()
 

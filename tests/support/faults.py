@@ -314,11 +314,12 @@ def wrong_after(commands: Commands, scenario: Scenario, ended: Ended, folder: Pa
 
 
 def not_a_sentence(said: str) -> str | None:
-    """What is wrong with the way in which a command refused."""
+    """What is wrong with the way in which a command refused: it ends in a line for each thing that is wrong."""
     if "Traceback" in said:
         return None if any(step in said for step in PREPARATION) else "ended in a traceback"
-    refusals = re.findall(r"^Error: .+", said, re.MULTILINE)
-    return None if len(refusals) == 1 and said.rstrip().endswith(refusals[0]) else "did not end in one sentence"
+    _, *refusals = re.split(r"^Error: ", said, flags=re.MULTILINE)
+    sound = len(refusals) == 1 and all(line.endswith((".", "?")) for line in refusals[0].rstrip().splitlines())
+    return None if sound else "did not end in sentences"
 
 
 def difference(expected: Mapping[str, bytes], found: Mapping[str, bytes]) -> str | None:

@@ -106,7 +106,7 @@ def recipe(rng: random.Random, scene: Scene) -> str:
     except SltaError as error:
         return error.format_message()
     assert known
-    said = SltaError("\n".join(found.problems)).format_message()
+    said = SltaError(*found.problems).format_message()
     found.reading  # noqa: B018  which the checks read on with
     return said
 
@@ -235,7 +235,7 @@ def _changed(tensor: torch.Tensor, rng: random.Random) -> torch.Tensor | None:
         tensor[rng.randrange(len(tensor))] = rng.choice([-1, 0, 7, 2**62])
         return tensor
     spot = tuple(rng.randrange(size) for size in tensor.shape)
-    values: list[float] = [float("nan"), float("inf"), -1.0, 0.0, 1e308, 5e-324, 1e-160, -1e-30]
+    values = torch.tensor([torch.nan, torch.inf, -1.0, 0.0, 1e308, 5e-324, 1e-160, -1e-30], dtype=torch.float64)
     tensor[spot] = rng.choice(values)
     if how > 6 and tensor.ndim == 3:
         tensor[spot[0]] = tensor[spot[0]].T.clone() if how == 7 else tensor[spot[0]] * rng.choice([-1.0, 1e300, 1e-320])

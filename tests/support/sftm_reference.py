@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from mergekit_slta.models.roles import Role
+
 
 def dense_features(matrices: Sequence[torch.Tensor], rank: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """U [m, r], σ [r] and V [n, r] of all matrices, by float64 SVDs."""
@@ -27,3 +29,28 @@ def dense_merge(matrices: Sequence[torch.Tensor], rank: int = 0) -> torch.Tensor
     system = (left.T @ left) * (right.T @ right)
     beta = torch.linalg.lstsq(system, values[:, None], rcond=1e-9, driver="gelsd").solution[:, 0]
     return (left * beta) @ right.T
+
+
+def _keep_largest(task: torch.Tensor, density: float) -> torch.Tensor:
+    """Of entries of the same size, which rounded checkpoints have, the first ones stay."""
+    kept = task.abs().flatten().argsort(descending=True, stable=True)[: max(1, int(density * task.numel()))]
+    return torch.zeros_like(task).flatten().index_copy(0, kept, task.flatten()[kept]).view_as(task)
+
+
+def merged_tensor(
+    role: Role, base: torch.Tensor, experts: list[torch.Tensor], weight: list[float], density: list[float], scale: float
+) -> torch.Tensor:
+    """Algorithm 2 for one tensor of the merged model, of a role, in float64."""
+    tasks = [share * (expert.double() - base.double()) for expert, share in zip(experts, weight, strict=True)]
+    if role is Role.LINEAR and base.ndim == 3:
+        rows = [
+            merged_tensor(role, base[i], [expert[i] for expert in experts], weight, density, scale)
+            for i in range(len(base))
+        ]
+        return torch.stack(rows)
+    tasks = [_keep_largest(task, share) for task, share in zip(tasks, density, strict=True)]
+    if role is Role.NORM:
+        return base.double() + torch.stack(tasks).mean(0)
+    if role is Role.OTHER:
+        return base.double() + scale * torch.stack(tasks).sum(0)
+    return base.double() + scale * dense_merge([task.flatten(1) for task in tasks]).view_as(base)
