@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -18,8 +17,9 @@ from mergekit.io.tasks import LoaderCache
 from safetensors.torch import load_file, save_file
 from support import families, reference
 from support.adapters import write_adapter
+from support.architecture_table import HYBRIDS, LEVELS
 from support.families import MULTIMODAL, Family
-from support.gram_difference import gram_difference
+from support.gram_difference import gram_difference, largest_difference
 from support.processes import run_python
 from test_architectures import LONGEST, RECORDS, assert_tensors_equal
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -30,6 +30,10 @@ from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.slta.statistics import Statistics
 
 GRAM_TOLERANCE = 2e-6
+# Gemma 4 does not scale its attention's logits, so float32 rounds its heads more: on short samples the Gram matrices of
+# the plain model in float32 are 3.9e-6 off those of the same model in float64.
+SHARP_GRAM_TOLERANCE = 4e-6
+SCALE = 0.2  # of the task vectors: features are rounded alike whatever it is, so their deltas are known better
 PROMPT = torch.tensor([[families.BOS, 5, 6, 7]])
 
 
@@ -39,15 +43,30 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
 
     @functools.cache
     def make(name: str) -> Family:
-        return families.make_family(tmp_path_factory.mktemp(name), name, records=RECORDS, longest=LONGEST)
+        folder = tmp_path_factory.mktemp(name)
+        found = families.make_family(folder, name, records=RECORDS, longest=LONGEST, scale=SCALE)
+        if name == "qwen3_5_moe":  # as on the Hub
+            for own in found.folders:
+                fuse_experts(own)
+        return found
 
     return make
+
+
+def fuse_experts(folder: Path) -> None:
+    """Store a mixture's experts in one tensor, rather than one by one as transformers saves them."""
+    cls = families.model_class(AutoConfig.from_pretrained(folder))
+    state = cls.from_pretrained(folder, dtype=torch.float32).state_dict()
+    tensors = {name: tensor.clone() for name, tensor in state.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def load(folder: Path) -> Any:
     """A merged model that loads without complaint, in float64."""
     cls = families.model_class(AutoConfig.from_pretrained(folder))
-    model, info = cls.from_pretrained(folder, dtype=torch.float64, output_loading_info=True)
+    # The faster ways to run a mixture's experts know no float64.
+    settings: Any = {"dtype": torch.float64, "experts_implementation": "eager"}
+    model, info = cls.from_pretrained(folder, output_loading_info=True, **settings)
     assert not any(info.values()), info
     return model.eval()
 
@@ -59,36 +78,24 @@ def deltas(found: Family, name: str, level: str) -> dict[str, reference.Deltas]:
 # What the language tower computes
 
 
-@pytest.mark.parametrize("name", MULTIMODAL)
+@pytest.mark.parametrize("name", [*MULTIMODAL, *HYBRIDS])
 def test_grams_are_those_of_the_whole_models_forward_pass(name: str, family: Callable[[str], Family]) -> None:
-    found = family(name)
-    measured = families.measure(found, "model", "layer")
-    for level in ("model", "layer"):
-        for submodule, own in deltas(found, name, level).items():
-            assert gram_difference(measured.pop(submodule), own.grams()) < GRAM_TOLERANCE, submodule
-    assert not measured
-
-
-@pytest.mark.parametrize(
-    ("name", "level"),
-    [
-        *itertools.product(("gemma3_vision", "qwen3_vl", "qwen2_5_vl", "mistral3"), ("attn_mlp", "head_mlp", "linear")),
-        *itertools.product(("llama4_vision",), ("attn_mlp",)),
-    ],
-)
-def test_the_finer_levels_apply_where_they_do_to_the_text_model(
-    name: str, level: str, family: Callable[[str], Family]
-) -> None:
-    measured, expected = families.measure(family(name), level), deltas(family(name), name, level)
+    found, tasks = family(name), families.wide_tasks(2, samples=2)
+    measured = families.measure(found, *LEVELS, tasks=tasks)
+    expected: dict[str, reference.Deltas] = {}
+    for level in LEVELS:
+        expected |= reference.deltas(found.models(), tasks, level, reference.SPLITS[name])
     assert measured.keys() == expected.keys()
     for submodule, own in expected.items():
-        assert gram_difference(measured[submodule], own.grams()) < GRAM_TOLERANCE, submodule
+        sharp = name == "gemma4_vision" and ".head." in submodule
+        tolerance = SHARP_GRAM_TOLERANCE if sharp else GRAM_TOLERANCE
+        assert gram_difference(measured[submodule], own.grams()) < tolerance, submodule
 
 
 # The merged model
 
 
-@pytest.mark.parametrize("name", MULTIMODAL)
+@pytest.mark.parametrize("name", [*MULTIMODAL, *HYBRIDS])
 def test_the_merged_model_is_the_one_made_by_hand(name: str, family: Callable[[str], Family], tmp_path: Path) -> None:
     found, split = family(name), reference.SPLITS[name]
     settings: Any = {"edges": "mean", "towers": "base" if name == "qwen3_vl" else "mean"}
@@ -280,6 +287,18 @@ def test_what_mergekit_cannot_plan_is_one_sentence(family: Callable[[str], Famil
     problems = examine(families.experiment(recipe)).problems
     assert [problem for problem in problems if "one is the language tower of the other" in problem]
     assert len(problems) == 1
+
+
+def test_experts_stored_one_by_one_are_measured_but_not_merged(family: Callable[[str], Family], tmp_path: Path) -> None:
+    """mergekit knows how they become one tensor for Qwen3.5-MoE's text model, and not for the whole model."""
+    single, fused = families.make_family(tmp_path, "qwen3_5_moe", records=RECORDS, scale=SCALE), family("qwen3_5_moe")
+    tasks = families.wide_tasks(2, samples=1)
+    grams = [families.measure(found, "attn_mlp", tasks=tasks) for found in (single, fused)]
+    assert largest_difference(*grams) < GRAM_TOLERANCE
+    for found, count in ((single, 1), (fused, 0)):
+        problems = examine(families.experiment(families.recipe(found, samples=RECORDS))).problems
+        assert len(problems) == count
+        assert all("mergekit leaves" in problem and "experts.down_proj" in problem for problem in problems)
 
 
 def test_an_encoder_inside_is_refused(make_family: MakeFamily) -> None:

@@ -17,7 +17,7 @@ from mergekit.architecture.conversion import can_convert_checkpoint_keys
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models.headers import Model, listed
 from mergekit_slta.models.padding import TOKENIZER, both_have, is_vocabulary, padded_tensors, size, tokens_of
-from mergekit_slta.models.skeleton import computation, meta_model, model_tensor_name
+from mergekit_slta.models.skeleton import computation, converted_as, meta_model, model_tensor_name
 from mergekit_slta.models.spellings import other_names
 
 LAYER_NUMBER = re.compile(r"\.(\d+)\.")
@@ -224,7 +224,7 @@ def dropped_tensors(model: Model, trust_remote_code: bool = False) -> list[str]:
     except SltaError:  # transformers cannot build the model
         return []
     if architecture is None:
-        dropped = partial_conversions(model, parameters)
+        dropped = unconverted(model, parameters)
     else:  # the buffers of old checkpoints do not count
         dropped = [name for name in left_out if model_tensor_name(name, parameters, model.prefix)]
     if not dropped:
@@ -241,16 +241,24 @@ def known_architecture(model: Model) -> ModelArchitecture | None:
         return arch_info_for_config(model.config)
 
 
-def partial_conversions(model: Model, parameters: Iterable[str]) -> list[str]:
-    """The parameters that only some layers have and that are stored under other names.
+def unconverted(model: Model, parameters: Iterable[str]) -> list[str]:
+    """Parameters, one of each layer's, that are stored under other names and that mergekit does not convert.
 
-    mergekit converts names only where all layers have the parameter.
+    It converts names only where all layers have the parameter, and knows conversions of the whole model's type only,
+    not of its language tower's.
     """
     templates = {name: LAYER_NUMBER.sub(".*.", name, count=1) for name in parameters}
     layers = Counter(template for name, template in templates.items() if template != name)
     partial = {template for template, count in layers.items() if count < max(layers.values())}
-    converted = [name for name in templates if name not in (model.tensors or {}) and templates[name] in partial]
-    return [name for name in converted if can_load(model, WeightInfo(name=name))]
+    missing: dict[str, str] = {}
+    for name in (name for name in templates if name not in (model.tensors or {})):
+        missing.setdefault(templates[name], name)
+    return [
+        name
+        for template, name in missing.items()
+        if can_load(model, WeightInfo(name=name), converted_as(model.config))
+        and (template in partial or not can_load(model, WeightInfo(name=name)))
+    ]
 
 
 def names_of(weight: WeightInfo) -> list[str]:
@@ -258,15 +266,22 @@ def names_of(weight: WeightInfo) -> list[str]:
     return [weight.name, *(weight.aliases or ()), *(weight.tied_names or ())]
 
 
-def can_load(model: Model, weight: WeightInfo) -> bool:
-    """Whether mergekit finds a tensor in a checkpoint, or can put it together from others (a mixture's experts)."""
+def can_load(model: Model, weight: WeightInfo, conversions: Iterable[str] = ()) -> bool:
+    """Whether mergekit finds a tensor in a checkpoint, or can put it together from others (a mixture's experts).
+
+    Args:
+        model: the model.
+        weight: the tensor.
+        conversions: the keys of transformers' conversions to try; by default the one that mergekit tries.
+    """
     names = [weight.name, *(weight.aliases or ())]
     tensors = model.tensors or {}
     if any(name in tensors for name in names_of(weight)):
         return True
     layers = {part for part in weight.name.split(".") if part.isdigit()}
     sources = {name for name in tensors if layers <= set(name.split("."))}
-    return any(can_convert_checkpoint_keys(model.config.model_type, sources, name) for name in names)
+    keys = list(conversions) or [model.config.model_type]
+    return any(can_convert_checkpoint_keys(key, sources, name) for key in keys for name in names)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ A layer needs only the hidden states before it, so one layer of each model is in
 from __future__ import annotations
 
 import functools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +22,7 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams, Tasks, decoder_batches, fitting_batch
 from mergekit_slta.errors import SltaError, logger
 from mergekit_slta.layers.decoder import Decoder, Weights
+from mergekit_slta.layers.maps import linear_maps
 from mergekit_slta.layers.products import fast_products
 from mergekit_slta.models.checkpoint import Checkpoint
 
@@ -30,6 +32,8 @@ Result = TypeVar("Result")
 Tensors = Mapping[str, torch.Tensor]
 # Called with the number of this process's samples that have passed another step.
 Progress = Callable[[int], object]
+
+FLOAT32 = 4  # bytes
 
 
 @dataclass
@@ -171,17 +175,22 @@ class _Loop(Generic[Result]):
         """Read a layer of each model; what comes next is read while the layer is used.
 
         On a CPU the operating system reads it into its file cache; for another device, a thread reads it to the host.
+        The experts of a mixture are read one by one when they are used, unless a GPU has room for all of them.
         """
         decoder, models = self.accumulator.decoder, self.accumulator.models
         names, prefix = decoder.layer_tensors(layer), decoder.base_model_prefix
+        routed = {found.weight for found in linear_maps(decoder.layers[layer]) if found.expert is not None}
+        stacks = {name: tensor.shape for name, tensor in decoder.layers[layer].state_dict().items() if name in routed}
+        if sum(map(math.prod, stacks.values())) * FLOAT32 * (len(models) + 1) < _room(decoder.device):
+            stacks = {}
         ahead = self.fetched.pop(layer).result() if layer in self.fetched else [None] * len(models)
         pairs = zip(models, ahead, strict=True)
-        weights = [model.read(names, prefix, decoder.device, fetched) for model, fetched in pairs]
+        weights = [model.read(names, prefix, decoder.device, fetched, stacks) for model, fetched in pairs]
         if decoder.device.type == "cpu":
             for model in models:
                 model.prefetch(layer + 1)
         elif layer + 1 < len(decoder):
-            following = decoder.layer_tensors(layer + 1)
+            following = {key: name for key, name in decoder.layer_tensors(layer + 1).items() if key not in stacks}
             fetch = [functools.partial(model.fetch, following, prefix) for model in models]
             self.fetched = {layer + 1: self.reader.submit(lambda: [own() for own in fetch])}
         return weights
@@ -189,3 +198,11 @@ class _Loop(Generic[Result]):
     def _report(self, samples: int) -> None:
         self.reported += samples
         self.progress(samples)
+
+
+def _room(device: torch.device) -> int:
+    """The bytes of a GPU's memory that a layer of all models may take; none on another device."""
+    if device.type != "cuda":
+        return 0
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return (torch.cuda.mem_get_info(device)[0] + unused) // 2

@@ -6,6 +6,7 @@ not know what is measured on them.
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -112,6 +113,14 @@ def share(decoder: Decoder, tasks: Tasks, batch_tokens: int, ranks: Ranks) -> in
 
 def of_rank(batches: Sequence[Batch], ranks: Ranks) -> list[Batch]:
     return list(batches[ranks.index :: ranks.count])
+
+
+def mapped(shape: Sequence[int], dtype: torch.dtype, folder: Path) -> torch.Tensor:
+    """A tensor of zeros in a mapped temporary file of a folder, whose space is freed with the tensor."""
+    size = math.prod(shape)
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        file.truncate(size * dtype.itemsize)
+        return torch.from_file(file.name, shared=True, size=size, dtype=dtype).view(tuple(shape))
 
 
 class Source(Protocol):
@@ -247,7 +256,4 @@ class Streams:
         """A copy in memory, or in a mapped temporary file whose space is freed with the copy."""
         if self._folder is None:
             return states.clone(memory_format=torch.contiguous_format)
-        with tempfile.NamedTemporaryFile(dir=self._folder) as file:
-            file.truncate(states.nbytes)
-            mapped = torch.from_file(file.name, shared=True, size=states.numel(), dtype=states.dtype)
-        return mapped.view_as(states).copy_(states)
+        return mapped(states.shape, states.dtype, self._folder).copy_(states)

@@ -58,8 +58,17 @@ class LayerMaps:
 
 
 def groups_by_layer(decoder: Decoder) -> list[LayerMaps]:
-    """The groups of every layer; layers of the same kind are traced once."""
-    return [decoder.once_per_kind(layer, find_groups) for layer in range(len(decoder))]
+    """The groups of every layer; layers of the same kind are traced once.
+
+    Maps that several layers share are solved in the first of them.
+    """
+    found, earlier = [], set[str]()
+    for layer in range(len(decoder)):
+        maps, names = decoder.once_per_kind(layer, find_groups), decoder.layer_tensors(layer)
+        groups = [group for group in maps.groups if names[group.maps[0].weight] not in earlier]
+        found.append(replace(maps, groups=tuple(groups)))
+        earlier.update(names.values())
+    return found
 
 
 def find_groups(decoder: Decoder, layer: int) -> LayerMaps:

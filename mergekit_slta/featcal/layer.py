@@ -11,6 +11,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import InitVar, dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,13 +20,14 @@ from torch.utils._pytree import tree_map
 from mergekit_slta.actmat.covariance import add_gram, all_rows, mirror
 from mergekit_slta.engine.passes import Progress
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.engine.streams import Streams
+from mergekit_slta.engine.streams import Streams, mapped
 from mergekit_slta.errors import logger
 from mergekit_slta.featcal.groups import LayerMaps, MapGroup
 from mergekit_slta.featcal.regression import Change, NormalEquations
 from mergekit_slta.layers.calls import State, Weights
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import LinearMap, fused_hidden
+from mergekit_slta.models.stacks import ExpertStack
 from mergekit_slta.recipe.settings import ActmatSettings
 
 LOG = logger(__name__)
@@ -124,6 +126,8 @@ class LayerSolver:
         regression: ridge and teacher.
         ranks: the processes that share the batches.
         merged: the layer's tensors; the anchor's where nothing is solved yet, or ever.
+        folder: where the routed experts' matrices are while they are solved.
+        stacks: these matrices, on the host, by the names of their tensors.
         coverage: by module of routed experts, how the samples reach them.
     """
 
@@ -137,6 +141,7 @@ class LayerSolver:
     weights: Sequence[torch.Tensor]
     regression: Regression
     ranks: Ranks
+    folder: Path
 
     def __post_init__(self, anchor: Weights) -> None:
         self.merged = dict(anchor)
@@ -148,6 +153,7 @@ class LayerSolver:
         self._handed: dict[tuple[int, int], dict[Any, torch.Tensor]] = defaultdict(dict)  # to later layers, on the host
         self._kept: list[str] = []
         self.coverage: dict[str, Coverage] = {}
+        self.stacks: dict[str, torch.Tensor] = {}
 
     def solve(self, group: MapGroup, progress: Progress) -> None:
         """Solve the maps of ``group``, the first group that is not solved; ``progress`` is told the samples used."""
@@ -254,7 +260,7 @@ class LayerSolver:
             progress(len(batch.rows))
         self._forget_targets(group)
         for name in {name for m in group.maps for name in (m.weight, m.bias) if name}:
-            self.merged[name] = self.merged[name].clone()
+            self._make_writable(name)
         for index in sorted({m.expert for m in group.maps if m.expert is not None}):
             first, down = (m for m in group.maps if m.expert == index)
             reaching = functools.partial(self._reaching, given, index)
@@ -265,6 +271,24 @@ class LayerSolver:
         self.ranks.sum(coverage.chosen)
         self.coverage[group.module] = coverage
         LOG.info("Layer %d, %s: %s", self.layer, group.module, coverage)
+
+    def _make_writable(self, name: str) -> None:
+        """Copy a tensor of routed experts: matrices one by one to a mapped temporary file."""
+        before, device = self.merged[name], self.decoder.device
+        if not isinstance(before, ExpertStack):
+            self.merged[name] = before.clone()
+            return
+        self.stacks[name] = stack = mapped(before.shape, before.dtype, self.folder)
+        for expert in range(len(stack)):
+            stack[expert] = before[expert]
+        self.merged[name] = ExpertStack(stack.shape, device, lambda expert: stack[expert].to(device))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The layer's tensors, as they can be written to a file."""
+        for name, tensor in self.merged.items():
+            if isinstance(tensor, ExpertStack) and name not in self.stacks:
+                self._make_writable(name)
+        return {**self.merged, **self.stacks}
 
     def _solve_routed_map(self, linear_map: LinearMap, inputs_of: Callable[[int], Iterator[Inputs]]) -> bool:
         """Solve one map from its inputs by task; returns whether it is solved, rather than the anchor's."""
@@ -316,7 +340,7 @@ class LayerSolver:
             rows = slice(start, start + len(anchor))
             matrix = (anchor + change.matrix[rows]).to(anchor.dtype)
             if linear_map.expert is not None:
-                anchor.copy_(matrix)
+                linear_map.matrix(self.merged | self.stacks).copy_(matrix)
             else:
                 self.merged[linear_map.weight] = (matrix.T if linear_map.transposed else matrix).contiguous()
             if linear_map.bias is not None:

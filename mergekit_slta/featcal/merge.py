@@ -21,10 +21,13 @@ Norms, embeddings, convolutions and routers are the anchor's.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from safetensors import safe_open
 
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.passes import Accumulator, Progress, Tensors, pass_layers
@@ -88,7 +91,7 @@ def feature_merge(
     ranks = ranks or Ranks()
     models = [anchor.models[0], *experts]
     weights = weights or [torch.ones(len(row)) for task in tasks for row in task]
-    merge = _FeatureMerge(decoder, models, tasks, ranks, anchor, weights, regression, head, compare)
+    merge = _FeatureMerge(decoder, models, tasks, ranks, anchor, weights, regression, head, compare, partial.folder)
     tensors = pass_layers(
         merge,
         batch_tokens=batch_tokens,
@@ -114,11 +117,16 @@ class _FeatureMerge(Accumulator[Tensors]):
     regression: Regression
     head: bool
     compare: bool
+    folder: Path
 
     def __post_init__(self) -> None:
         self.experts = self.models[1:]
         self.stage = "embeddings"
         self.maps = groups_by_layer(self.decoder)
+        every = Counter(
+            name for layer in range(len(self.decoder)) for name in self.decoder.layer_tensors(layer).values()
+        )
+        self.shared: dict[str, torch.Tensor | None] = {name: None for name, count in every.items() if count > 1}
         for kept in dict.fromkeys(maps.kept for maps in self.maps if maps.kept):
             numbered = any(part.isdigit() for name in kept for part in name.split("."))  # most of a mixture's weights
             LOG.log(logging.WARNING if numbered else logging.INFO, "Never solved, so the anchor's: %s", ", ".join(kept))
@@ -132,18 +140,38 @@ class _FeatureMerge(Accumulator[Tensors]):
         """Every group of maps reports each sample."""
         return len(self.maps[layer].groups)
 
+    def restore(self, partial: Partial, layers: int) -> None:
+        """Load the merged tensors that the next layers share with earlier ones."""
+        for layer in range(layers) if self.shared else ():
+            with safe_open(partial.layer_file(layer), "pt", device=str(self.decoder.device)) as tensors:
+                self.shared |= {name: tensors.get_tensor(name) for name in self.shared.keys() & set(tensors.keys())}
+
     def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
         """The merged layer's tensors by the model's names, and how far its output is from the experts'."""
         names, maps = self.decoder.layer_tensors(layer), self.maps[layer]
         anchor = self.anchor.of(names, weights)
         base, *experts = weights
+        known = {key: tensor for key, name in names.items() if (tensor := self.shared.get(name)) is not None}
         solver = LayerSolver(
-            self.decoder, layer, maps, anchor, base, experts, streams, self.weights, self.regression, self.ranks
+            *(
+                self.decoder,
+                layer,
+                maps,
+                {**anchor, **known},
+                base,
+                experts,
+                streams,
+                self.weights,
+                self.regression,
+                self.ranks,
+            ),
+            self.folder,
         )
         for group in maps.groups:
             self.stage = f"layer {layer} of {len(self.decoder)}, {group}"
             solver.solve(group, report)
-        merged = {names[key]: tensor for key, tensor in solver.merged.items()}
+        merged = {names[key]: tensor for key, tensor in solver.tensors().items() if key not in known}
+        self.shared |= {name: merged[name] for name in self.shared.keys() & merged.keys()}
         routing = {
             f"{ROUTING}.{part}.{module}": tensor
             for module, coverage in solver.coverage.items()

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.calls import LayerCall, Weights, handed_on, hidden_of
@@ -108,8 +109,16 @@ class Decoder:
         return frozenset(self.model.state_dict())
 
     def layer_tensors(self, layer: int) -> dict[str, str]:
-        """The names of a layer's tensors inside the layer, and in the model."""
-        return {name: f"{self.layers_path}.{layer}.{name}" for name in self.layers[layer].state_dict()}
+        """The names of a layer's tensors inside the layer, and in the model: one that layers share has the first's."""
+        names = {name: f"{self.layers_path}.{layer}.{name}" for name in self.layers[layer].state_dict()}
+        return {name: self.first_names.get(full, full) for name, full in names.items()}
+
+    @functools.cached_property
+    def first_names(self) -> dict[str, str]:
+        """By the model's names of its parameters, the first name of each, under which checkpoints have tied ones."""
+        first: dict[torch.Tensor, str] = {}
+        named = self.model.named_parameters(remove_duplicate=False)
+        return {name: first.setdefault(parameter, name) for name, parameter in named}
 
     @functools.cached_property
     def language_tensors(self) -> frozenset[str]:
@@ -280,7 +289,7 @@ def refuse_unless_decoder(config: transformers.PretrainedConfig) -> None:
     architecture = config.architectures[0]
     if config.is_encoder_decoder or config.get_text_config().is_encoder_decoder:
         kind = "is an encoder-decoder"
-    elif not architecture.endswith(WRITERS if is_multimodal(config) else WRITERS[:2]):
+    elif not architecture.endswith(WRITERS) and architecture not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values():
         kind = "is not a decoder-only language model"
     else:
         return

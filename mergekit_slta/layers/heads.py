@@ -8,7 +8,7 @@ depend on exactly the rows that belong to it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,11 +80,13 @@ def _find_heads(decoder: Decoder, layer: int) -> Heads:
     if output not in maps:
         raise _NoHeads("its attention ends in no linear map that all heads share")
     features = calls.pop(list(calls)[-1])[0]
+    leaves = [values for _, values in calls.values()]
+    if not _mixes_tokens(features, leaves):  # such as those of an MLP after the attention in the same module
+        raise _NoHeads("its heads cannot be told apart by its linear maps")
     count = decoder.model.config.get_text_config().num_attention_heads
     if features.shape[-1] % count:
         raise _NoHeads(f"its attention does not split into {count} heads of one size")
     rows = {f"{mixer}.{name}": torch.zeros(v.shape[-1], count, dtype=torch.bool) for name, (_, v) in calls.items()}
-    leaves = [values for _, values in calls.values()]
     for head, part in enumerate(features.unflatten(-1, (count, -1)).unbind(-2)):
         gradients = torch.autograd.grad(part.square().sum(), leaves, retain_graph=True, allow_unused=True)
         for belongs, gradient in zip(rows.values(), gradients, strict=True):
@@ -93,6 +95,13 @@ def _find_heads(decoder: Decoder, layer: int) -> Heads:
     for belongs in rows.values():
         belongs[~belongs.any(1)] = True
     return Heads(count, maps[output], rows)
+
+
+def _mixes_tokens(features: torch.Tensor, projected: Sequence[torch.Tensor]) -> bool:
+    """Whether the last token's features [..., S, D] depend on what the projections make of other tokens."""
+    last = features.flatten(0, -2)[-1].square().sum()
+    gradients = torch.autograd.grad(last, projected, retain_graph=True, allow_unused=True)
+    return any(bool(own.flatten(0, -2)[:-1].any()) for own in gradients if own is not None)
 
 
 @contextlib.contextmanager

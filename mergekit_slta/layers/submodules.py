@@ -12,7 +12,7 @@ from mergekit_slta.layers.heads import Heads, heads_of
 from mergekit_slta.layers.maps import linear_maps
 from mergekit_slta.layers.structure import structure
 from mergekit_slta.levels import head_part, submodule_name
-from mergekit_slta.models.skeleton import model_tensor_name
+from mergekit_slta.models.skeleton import converted_as, model_tensor_name
 
 
 def layer_submodules(decoder: Decoder, level: str, layer: int) -> list[str]:
@@ -85,7 +85,8 @@ def resolve_name(decoder: Decoder, name: str) -> tuple[str, int | None]:
     found = model_tensor_name(name, names, prefix)
     if found is not None:
         return found, None
-    for transform in get_checkpoint_conversion_mapping(decoder.model.config.model_type) or []:
+    keys = converted_as(decoder.model.config)
+    for transform in (found for key in keys for found in get_checkpoint_conversion_mapping(key) or []):
         renamed, pattern = transform.rename_source_key(name)
         if pattern is not None and isinstance(transform, WeightRenaming):
             name = renamed

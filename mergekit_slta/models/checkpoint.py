@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from mergekit_slta.models.adapters import adapter_folder
 from mergekit_slta.models.fingerprint import fingerprint_of
 from mergekit_slta.models.headers import file_headers
 from mergekit_slta.models.merged_adapters import current_loader
-from mergekit_slta.models.skeleton import model_tensor_name
+from mergekit_slta.models.skeleton import converted_as, model_tensor_name
+from mergekit_slta.models.stacks import ExpertStack
 
 
 class Checkpoint:
@@ -80,6 +82,7 @@ class Checkpoint:
         base_model_prefix: str,
         device: torch.device | str = "cpu",
         fetched: Mapping[str, torch.Tensor] | None = None,
+        stacks: Mapping[str, Sequence[int]] | None = None,
     ) -> dict[str, torch.Tensor]:
         """Read tensors as float32 (integer ones as they are).
 
@@ -87,14 +90,21 @@ class Checkpoint:
             names: the key to return each tensor under, and the model's name of it.
             base_model_prefix: the prefix that checkpoints of the bare base model lack.
             device: where the tensors go.
-            fetched: what ``fetch`` has returned for these names, if it was called.
+            fetched: what ``fetch`` has returned for some of these names, if it was called.
+            stacks: the shapes [E, ...] of those among the tensors that hold a mixture's experts, by their keys, if
+                each expert's part is to be read again whenever it is used: they become ``ExpertStack`` objects.
 
         Raises:
             SltaError: a tensor is missing, or holds NaN or Inf, or the files have changed since ``fingerprint``.
         """
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         for key, name in names.items():
-            stored = fetched[key] if fetched is not None else self._stored(name, base_model_prefix, device)
+            shape = (stacks or {}).get(key)
+            if shape and (part := self._parts(name, base_model_prefix, shape[0])):
+                tensors[key] = self._stack(name, shape, part, device)
+                continue
+            known = (fetched or {}).get(key)
+            stored = self._stored(name, base_model_prefix, device) if known is None else known
             tensors[key] = self._as_float32(name, stored, device)
         self._loader.flush()
         self.refuse_changes()
@@ -167,6 +177,46 @@ class Checkpoint:
             raise SltaError(f"{self} lacks the tensor {name}: its checkpoint is incomplete or of another architecture.")
         return tensor[: self.rows[stored]] if stored is not None and stored in self.rows else tensor
 
+    def _stack(
+        self, name: str, shape: Sequence[int], part: Callable[[int], torch.Tensor], device: torch.device | str
+    ) -> ExpertStack:
+        """A mixture's experts, each of which is read once now to check it, and again whenever it is used."""
+
+        def again(expert: int) -> torch.Tensor:
+            self.refuse_changes()
+            return part(expert).to(device, torch.float32)
+
+        for expert in range(shape[0]):
+            self._as_float32(name, part(expert), device)
+        return ExpertStack(shape, device, again)
+
+    def _parts(self, name: str, base_model_prefix: str, experts: int) -> Callable[[int], torch.Tensor] | None:
+        """Reads one expert's part of a tensor in the checkpoint's dtype; None if the parts cannot be told apart there.
+
+        On the CPU, what has not been converted yet is mapped from the file, so it takes no memory of the process.
+        """
+        with reading(f"The tensor {name} of {self}"):
+            stored = model_tensor_name(name, self.tensor_names, base_model_prefix)
+            if stored is not None:
+                whole = self._loader.get_tensor(stored)
+                return lambda expert: whole[expert]
+            sources = self._sources(name)
+            numbers = {key: [part for part in key.split(".") if part.isdigit()][1:] for key in sources}
+            by_expert = [[key for key in sources if numbers[key] == [str(expert)]] for expert in range(experts)]
+            if not all(by_expert):
+                return None
+            mapped = {key: self._loader.get_tensor(key) for keys in by_expert for key in keys}
+        first = self._converted(name, {key: mapped[key] for key in by_expert[0]})
+        if first is None or len(first) != 1:
+            return None
+
+        def part(expert: int) -> torch.Tensor:
+            found = self._converted(name, {key: mapped[key] for key in by_expert[expert]})
+            assert found is not None
+            return found[0]
+
+        return part
+
     def _as_float32(self, name: str, tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
         """A tensor that was read, on the device and without NaN or Inf; integer ones as they are."""
         self.bytes_read += tensor.nbytes
@@ -182,15 +232,19 @@ class Checkpoint:
 
     def _convert(self, name: str) -> torch.Tensor | None:
         """Build a tensor that the checkpoint stores under other names, such as the experts of a mixture."""
+        return self._converted(
+            name, {key: functools.partial(self._loader.get_tensor, key) for key in self._sources(name)}
+        )
+
+    def _sources(self, name: str) -> list[str]:
+        """The checkpoint's tensors of the same layer."""
         indices = [part for part in name.split(".") if part.isdigit()]
-        sources = {
-            key: (lambda key=key: self._loader.get_tensor(key))
-            for key in self.tensor_names
-            if all(f".{index}." in f".{key}." for index in indices[:1])
-        }
-        # transformers lists conversions by the class of one model or by the model type of a family.
-        conversions = (*(self.config.architectures or ()), self.config.model_type)
-        found = (convert_checkpoint_tensors(key, sources, name) for key in conversions)
+        return [key for key in self.tensor_names if all(f".{index}." in f".{key}." for index in indices[:1])]
+
+    def _converted(
+        self, name: str, sources: Mapping[str, torch.Tensor | Callable[[], torch.Tensor]]
+    ) -> torch.Tensor | None:
+        found = (convert_checkpoint_tensors(key, sources, name) for key in converted_as(self.config))
         return next((tensor for tensor in found if tensor is not None), None)
 
     def fingerprint(self, cache_dir: str | None = None, *, whole: bool = False) -> str:

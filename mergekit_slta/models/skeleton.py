@@ -37,6 +37,14 @@ def meta_model(config: transformers.PretrainedConfig, trust_remote_code: bool = 
     return model.eval()
 
 
+def converted_as(config: transformers.PretrainedConfig) -> Iterator[str]:
+    """The keys under which transformers lists how a checkpoint's tensors become the model's.
+
+    It lists them by the class of one model, or by the model type of a family, which may be that of the language tower.
+    """
+    yield from dict.fromkeys((*(config.architectures or ()), config.model_type, config.get_text_config().model_type))
+
+
 # Entries of a configuration, or parts of their names, that do not change what a trained model's layers compute.
 # (layer_types holds what max_window_layers stands for.)
 _INERT = {

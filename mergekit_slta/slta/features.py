@@ -65,7 +65,7 @@ class LayerFeatures:
     branches: Sequence[str] = field(init=False, default=())
     contributions: Sequence[str] = field(init=False, default=())
     heads: Heads | None = field(init=False)
-    maps: dict[LinearMap, MapDeltas] = field(init=False, default_factory=dict)
+    maps: dict[LinearMap, MapDeltas | None] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         names = {name for level in self.levels for name in layer_submodules(self.decoder, level, self.layer)}
@@ -81,7 +81,8 @@ class LayerFeatures:
             self.structure = split
         if "linear" in self.levels:
             for linear_map in linear_maps(self.decoder.layers[self.layer]):
-                self.maps[linear_map] = MapDeltas(linear_map, self.weights, self.tokens)
+                routed = linear_map.expert is not None  # of which there may be too many to keep
+                self.maps[linear_map] = None if routed else MapDeltas(linear_map, self.weights, self.tokens)
 
     def run_base(self, hidden: torch.Tensor, call: LayerCall, watch: Collection[str] = ()) -> LayerRun:
         """Run the base model's layer on a batch [B, S, D], and record what the modules in ``watch`` get and return."""
@@ -103,9 +104,13 @@ class LayerFeatures:
         runs = [self.run(weights, base, hidden, call, changed=changed) for weights, changed in pairs]
         for name, deltas in self.deltas(base, runs):
             yield name, sample_grams(deltas, lengths)
-        for linear_map, deltas_of_map in self.maps.items():
-            grams = [deltas_of_map.gram(inputs) for inputs in self._inputs(linear_map, base, lengths)]
-            yield submodule_name(self.layer, linear_map.name), torch.stack(grams).cpu()
+        for linear_map, known in self.maps.items():
+            given = list(self._inputs(linear_map, base, lengths))
+            grams = torch.zeros(len(given), len(runs), len(runs), dtype=torch.float64)
+            if tokens := sum(map(len, given)):
+                of_map = known or MapDeltas(linear_map, self.weights, tokens)
+                grams = torch.stack([of_map.gram(inputs) for inputs in given]).cpu()
+            yield submodule_name(self.layer, linear_map.name), grams
 
     def deltas(self, base: LayerRun, runs: Sequence[ExpertRun]) -> Iterator[tuple[str, list[torch.Tensor]]]:
         """Each submodule's name and its feature deltas, one [B, S, D] per run; linear maps are left out."""

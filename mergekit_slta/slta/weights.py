@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
@@ -43,6 +44,9 @@ class TensorWeights:
         self.edge_alpha = mean if edges == "mean" or level == "model" else torch.zeros_like(mean)
         self.tower_alpha = mean if towers == "mean" else torch.zeros_like(mean)
         self._maps = [linear_maps(layer) for layer in decoder.layers]
+        self._places: dict[str, list[str]] = defaultdict(list)  # of a tensor, by its first name
+        for name, first in decoder.first_names.items():
+            self._places[first].append(name)
         # Traced here, so that several threads may ask afterwards.
         self._names = [layer_submodules(decoder, level, layer) for layer in range(len(decoder))]
         if missing := [name for names in self._names for name in names if name not in solutions]:
@@ -53,6 +57,8 @@ class TensorWeights:
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The merging weights of a tensor, by its name in a checkpoint or in mergekit's plan.
+
+        A tensor that several layers share takes the mean of their weights.
 
         Returns:
             [T], or [T, ...] to broadcast with the tensor, if the weights differ inside it.
@@ -66,8 +72,12 @@ class TensorWeights:
         path = self.decoder.layers_path + "."
         if self.level == "model" or not name.startswith(path):
             return self.edge_alpha
-        number, _, inside = name.removeprefix(path).partition(".")
-        layer = int(number)
+        places = self._places.get(self.decoder.first_names.get(name, name), [name])
+        parts = [place.removeprefix(path).partition(".") for place in places if place.startswith(path)]
+        return torch.stack([self._inside(int(number), inside, mixture_expert) for number, _, inside in parts]).mean(0)
+
+    def _inside(self, layer: int, inside: str, mixture_expert: int | None) -> torch.Tensor:
+        """The merging weights of a layer's tensor."""
         if self._names[layer] == [submodule_name(layer)]:
             return self._alpha(layer)
         if self.level == "linear":

@@ -249,6 +249,16 @@ def test_memory_does_not_grow_with_the_number_of_layers(forks: ForkServerContext
     assert max(peaks) < 2 * needed
 
 
+def measure_maps(family: Family, folder: Path) -> None:
+    families.measure(family, "linear", "attn_mlp", tasks=depths.TASKS)
+
+
+@depths.needs_account
+def test_memory_does_not_grow_with_the_number_of_routed_experts(forks: ForkServerContext, tmp_path: Path) -> None:
+    peaks = depths.peaks_of_mixtures(forks, measure_maps, tmp_path)
+    assert peaks[1] < peaks[0] + depths.STACK / 4
+
+
 def only_attention_of_the_last_layer(name: str) -> bool:
     return f"layers.{LAYERS - 1}.self_attn" in name
 

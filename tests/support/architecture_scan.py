@@ -132,9 +132,7 @@ NO_DECODERS = {
     "xlnet",
     "cpmant",
     "gemma4_assistant",
-    "blip",
     "diffusion_gemma",
-    "pi0",
     *MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 }
 DECODERS = {"openai-gpt", "gpt2"}

@@ -6,6 +6,20 @@ from dataclasses import dataclass
 
 LEVELS = ("model", "layer", "attn_mlp", "head_mlp", "linear")
 
+# What people merge now, by the keys of ``families.MULTIMODAL`` and ``families.UNSPLIT``. Each is held to the tightest
+# tolerance of Gram matrices, merged and compared with the model made by hand, and solved for by featcal.
+HYBRIDS = ("falcon_h1", "minimax", "zamba2")
+CURRENT = (
+    "gemma3_vision",
+    "gemma4_vision",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_vl",
+    "llama4_vision",
+    "mistral3",
+    *HYBRIDS,
+)
+
 
 @dataclass(frozen=True)
 class Row:
@@ -77,6 +91,8 @@ ROWS = {
     "llama4": Row("Llama 4 (text)"),
     "falcon_h1": Row("Falcon-H1", headless=True),
     "gemma4": Row("Gemma 4 (text), `num_kv_shared_layers`"),
+    "minimax": Row("MiniMax", headless=True),
+    "zamba2": Row("Zamba2", headless=True),
     "mamba": Row("Mamba", headless=True),
     "nemotron_h": Row("Nemotron-H", headless=True, dropped=True),
     "gemma3n": Row("Gemma 3n (text)"),

@@ -1,4 +1,4 @@
-"""The peak memory of the same work on a shallow and on a deep model, whose layers outweigh all else that it takes."""
+"""The peak memory of the same work on a small and on a large model, whose layers outweigh all else that it takes."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ WIDE = {
     "num_attention_heads": 6,
     "num_key_value_heads": 6,
 }
+MIXTURE_WIDTH = 256
+STACK = 2**24  # bytes in float32
 TASKS = [[[3 + (i * j) % 50 for i in range(16)] for j in range(4 * task + 1, 4 * task + 5)] for task in range(2)]
 TOKENS = sum(len(ids) for task in TASKS for ids in task)
 
@@ -39,6 +41,19 @@ def shallow_and_deep(folder: Path, times: int) -> tuple[Family, Family]:
     )
     base, *experts = [copies.deeper(source, folder / "deep" / source.name, times) for source in shallow.folders]
     return shallow, Family(base, tuple(experts), (), families.checkpoints([base])[0].config)
+
+
+def peaks_of_mixtures(forks: ForkServerContext, work: Work, folder: Path) -> list[int]:
+    """The peaks of the work on a mixture of few experts, and of one of as many as make a stack of ``STACK`` bytes."""
+    peaks = []
+    for experts in (4, STACK // (4 * 3 * MIXTURE_WIDTH**2)):
+        sizes = {"hidden_size": MIXTURE_WIDTH, "intermediate_size": MIXTURE_WIDTH, "num_local_experts": experts}
+        config = families.config_of("mixtral", **sizes, num_hidden_layers=1)
+        own = folder / str(experts)
+        family = families.make_family(own, config, dtype=torch.bfloat16)
+        peaks.append(peak_in_a_process(forks, work, family, own))
+    print(f"peaks {[peak / 2**20 for peak in peaks]} MiB, {STACK / 2**20} MiB for the experts of one model's layer")
+    return peaks
 
 
 def peak_in_a_process(forks: ForkServerContext, work: Work, family: Family, folder: Path) -> int:

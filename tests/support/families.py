@@ -217,6 +217,22 @@ UNSPLIT: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
         | {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8},
     ),
+    # Post-norm sums with factors, linear attention and a mixture.
+    "minimax": (
+        "MiniMaxConfig",
+        _GROUPED
+        | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 16}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+        | {f"{part}_alpha_factor": 0.9 for part in ("full_attn", "linear_attn", "mlp")}
+        | {f"{part}_beta_factor": 1.1 for part in ("full_attn", "linear_attn", "mlp")},
+    ),
+    # Two layers share an attention and an MLP.
+    "zamba2": (
+        "Zamba2Config",
+        _SMALL
+        | {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "num_mem_blocks": 1}
+        | {"mamba_d_state": 8, "n_mamba_heads": 8, "chunk_size": 8, "adapter_rank": 4, "use_mem_rope": True},
+    ),
     "zaya": (
         "ZayaConfig",
         _GROUPED | {"head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16, "router_hidden_size": 16},
@@ -252,6 +268,14 @@ _VISION: dict[str, Any] = {
 _QWEN_VISION = {"depth": LAYERS, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 _QWEN3_TEXT = _GROUPED | {"head_dim": 8, "rope_parameters": _MROPE | {"mrope_interleaved": True}}
+_QWEN3_5_TEXT = (
+    _QWEN3_TEXT
+    # The norm after the linear attention magnifies what nearly cancels; a larger epsilon bounds that.
+    | {"rms_norm_eps": 0.03, "rope_parameters": _MROPE | {"mrope_interleaved": True, "partial_rotary_factor": 1.0}}
+    | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+    | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    | {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+)
 
 # Language towers inside multimodal models.
 MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
@@ -273,15 +297,16 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": (
         "Qwen3_5Config",
         {
-            "text_config": _QWEN3_TEXT
-            # The norm after the linear attention magnifies what nearly cancels; a larger epsilon bounds that.
-            | {
-                "rms_norm_eps": 0.03,
-                "rope_parameters": _MROPE | {"mrope_interleaved": True, "partial_rotary_factor": 1.0},
-            }
-            | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
-            | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-            | {"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+            "text_config": _QWEN3_5_TEXT,
+            "vision_config": _QWEN_VISION | {"num_position_embeddings": 16},
+        },
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeConfig",
+        {
+            "text_config": _QWEN3_5_TEXT
+            | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+            | {"shared_expert_intermediate_size": 16},
             "vision_config": _QWEN_VISION | {"num_position_embeddings": 16},
         },
     ),
@@ -426,7 +451,9 @@ def make_family(
 
 def random_model(config: PretrainedConfig, generator: torch.Generator | None = None) -> Any:
     """A model whose attention is not uniform and whose norms and biases are not all ones and zeros."""
-    model = model_class(config).from_config(config, dtype=torch.float32)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # some modules draw their first values
+        model = model_class(config).from_config(config, dtype=torch.float32)
     generator = generator or torch.Generator().manual_seed(0)
     for tensor in _floats(model).values():
         noise = torch.randn(tensor.shape, generator=generator)
@@ -618,7 +645,8 @@ def _floats(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     seen: set[int] = set()
     tensors = {}
     for name, tensor in model.state_dict().items():
-        if tensor.is_floating_point() and tensor.data_ptr() not in seen:
+        computed = name.endswith(("_decay", "slope_rate"))  # MiniMax's buffers, which follow from its configuration
+        if tensor.is_floating_point() and tensor.data_ptr() not in seen and not computed:
             seen.add(tensor.data_ptr())
             tensors[name] = tensor
     return tensors

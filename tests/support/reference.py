@@ -172,6 +172,19 @@ SPLITS: dict[str, Split] = {
         output="mixer.o_proj",
         replayed=True,
     ),
+    "minimax": Split(
+        attn=("input_layernorm", "self_attn", "post_attention_layernorm"),
+        mlp=("mlp",),
+        replayed=True,
+        boundary="post_attention_layernorm",
+    ),
+    "zamba2": Split(
+        attn=("input_layernorm", "mamba", "shared_transformer", "linear"),
+        mlp=("mamba_decoder",),
+        output="",
+        replayed=True,
+        adding=("mamba_decoder",),
+    ),
     "zaya": Split(
         attn=("input_layernorm", "self_attn", "post_attention_residual_scale"),
         mlp=("post_attention_layernorm", "mlp", "post_mlp_residual_scale"),
@@ -285,8 +298,11 @@ SPLITS |= {
     **dict.fromkeys(("qwen3_vl", "qwen2_5_vl", "mistral3"), Split(**_TOWER)),
     "gemma4_vision": replace(SPLITS["gemma4"], **_TOWER),
     "gemma3_vision": replace(_GEMMA2, **_TOWER),
-    "qwen3_5": Split(
-        attn=("input_layernorm", "linear_attn", "self_attn"), closing_attn=("linear_attn", "self_attn"), **_TOWER
+    **dict.fromkeys(
+        ("qwen3_5", "qwen3_5_moe"),
+        Split(
+            attn=("input_layernorm", "linear_attn", "self_attn"), closing_attn=("linear_attn", "self_attn"), **_TOWER
+        ),
     ),
     "llama4_vision": replace(SPLITS["llama4"], layers="language_model.model.layers", language=("language_model.",)),
 }
@@ -515,7 +531,7 @@ def replayed_features(layers: Layers, call: Call, split: Split, config: Any) -> 
     with recorded_outputs(layers[0]) as base:
         call(layers[0])
     for branch, own, other in (("attn", split.attn, split.mlp), ("mlp", split.mlp, split.attn)):
-        if not own or (set(own) == set(other) and branch != kind_of(layers[0])):
+        if not set(own) & set(base) or (set(own) == set(other) and branch != kind_of(layers[0])):
             continue
         features = []
         held = [name for name in base if name in other and name not in own]
@@ -714,14 +730,20 @@ def merged(
     edges: str = "base",
     towers: str = "base",
 ) -> dict[str, torch.Tensor]:
-    """Every tensor of the merged model, by the names of ``state_dict``, in float64."""
+    """Every tensor of the merged model, by the names of ``state_dict``, in float64.
+
+    A tensor that several layers share takes the mean of their weights.
+    """
     states = [model.state_dict() for model in models]
+    stored = [(name, tensor.data_ptr()) for name, tensor in states[0].items()]
+    places = {name: [other for other, address in stored if address == own] for name, own in stored}
     result = {}
     for name, base in states[0].items():
         total = base.clone()
         if base.is_floating_point():
             if name.startswith(split.language):
-                weights = tensor_weights(name, base, models[0], alpha, level, split, edges)
+                found = [tensor_weights(n, base, models[0], alpha, level, split, edges) for n in places[name]]
+                weights = torch.stack(found).mean(0)
             else:
                 mean = torch.stack(list(alpha.values())).mean(0)
                 weights = mean if towers == "mean" else torch.zeros_like(mean)

@@ -1,0 +1,113 @@
+"""A mixture's experts that are read when they are used: the same values, one expert's at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import MakeFamily
+from safetensors.torch import load_file, save_file
+from support import families
+from support.copies import edited
+from support.families import Family
+
+from mergekit_slta.errors import SltaError
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.models.stacks import ExpertStack
+
+STACK = "mlp.experts.gate_up_proj"
+NAME = f"model.layers.0.{STACK}"
+
+
+def counted(values: torch.Tensor) -> tuple[ExpertStack, list[int]]:
+    """A stack of these values, and the numbers of the parts that have been read."""
+    read: list[int] = []
+
+    def part(expert: int) -> torch.Tensor:
+        read.append(expert)
+        return values[expert]
+
+    return ExpertStack(values.shape, "cpu", part), read
+
+
+VALUES = torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_part_is_read_alone() -> None:
+    stack, read = counted(VALUES)
+    assert torch.equal(stack[2], VALUES[2])
+    assert torch.equal(torch.nn.functional.linear(VALUES[0], stack[torch.tensor(1)]), VALUES[0] @ VALUES[1].T)
+    assert read == [2, 1]
+    assert (len(stack), stack.shape, stack.dtype) == (4, VALUES.shape, torch.float32)
+
+
+def test_stacks_are_compared_part_by_part() -> None:
+    stack, read = counted(VALUES)
+    other = VALUES.clone()
+    other[1] += 1
+    assert torch.equal(stack, VALUES) and torch.equal(VALUES, stack)
+    read.clear()
+    assert not torch.equal(stack, other)
+    assert read == [0, 1]
+    assert not torch.equal(stack, VALUES[:3])
+
+
+def test_any_other_operation_gets_all_parts() -> None:
+    stack, _ = counted(VALUES)
+    assert torch.equal(stack * 2, VALUES * 2)
+    assert torch.equal(torch.bmm(VALUES.mT, stack), torch.bmm(VALUES.mT, VALUES))
+    assert torch.equal(torch.zeros_like(VALUES).addcmul_(stack, torch.tensor(3.0)), VALUES * 3)
+    assert type(stack.clone()) is torch.Tensor
+
+
+def test_a_stack_is_not_written_to() -> None:
+    with pytest.raises(TypeError, match="cannot change the experts"):
+        counted(VALUES)[0].add_(1)
+
+
+def stack_of(family: Family, folder: Path) -> torch.Tensor:
+    decoder = Decoder(family.config)
+    (model,) = families.checkpoints([folder])
+    shape = decoder.layers[0].state_dict()[STACK].shape
+    return model.read({STACK: NAME}, decoder.base_model_prefix, stacks={STACK: shape})[STACK]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_a_checkpoints_experts_are_read_one_by_one(
+    name: str, fused: bool, make_family: MakeFamily, tmp_path: Path
+) -> None:
+    """From separate matrices, as transformers saves some mixtures, and from fused ones."""
+    family = make_family(name, experts=0, dtype=torch.bfloat16)
+    whole = families.load_model(family.base).state_dict()[NAME].float()
+    folder = family.base
+    if fused:
+        stored = load_file(folder / "model.safetensors") | {NAME: whole.bfloat16()}
+        save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    stack = stack_of(family, folder)
+    assert isinstance(stack, ExpertStack)
+    assert torch.equal(stack.clone(), whole)
+
+
+def test_experts_that_are_not_finite_are_refused_before_they_are_used(make_family: MakeFamily, tmp_path: Path) -> None:
+    family = make_family("mixtral", experts=0)
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[next(name for name in tensors if "layers.0" in name and ".experts.3." in name)][2, 1] = torch.nan
+
+    with pytest.raises(SltaError, match=f"holds NaN or Inf in the tensor {NAME}"):
+        stack_of(family, edited(family.base, tmp_path / "broken", spoil))
+
+
+def test_experts_that_change_while_they_are_used_are_refused(make_family: MakeFamily) -> None:
+    family = make_family("mixtral", experts=0)
+    decoder = Decoder(family.config)
+    (model,) = families.checkpoints(family.folders)
+    model.fingerprint()
+    shape = decoder.layers[0].state_dict()[STACK].shape
+    stack = model.read({STACK: NAME}, decoder.base_model_prefix, stacks={STACK: shape})[STACK]
+    file = family.base / "model.safetensors"
+    file.touch()
+    with pytest.raises(SltaError, match="have changed while they were read"):
+        stack[0]
