@@ -55,6 +55,9 @@ TENSOR_TOLERANCE = 1e-6
 APPLICABLE = [(name, level) for name, row in ROWS.items() for level in LEVELS if level in row.levels]
 UNMERGED = [(name, level) for name, level in APPLICABLE if ROWS[name].lacks or ROWS[name].dropped]
 MERGED = [case for case in APPLICABLE if case not in UNMERGED]
+# At these levels all tensors of a layer have one weight, so only a few architectures are merged in the quick suite.
+WHOLE_LAYERS = ("model", "layer")
+MERGED_BY_LAYERS = ("llama", "gpt2", "gemma4", "mixtral")
 MIXTURES = ("mixtral", "qwen3_moe", "glm4_moe")  # those that transformers saves expert by expert
 
 State = dict[str, torch.Tensor]
@@ -139,6 +142,11 @@ def loaded(folder: Path) -> State:
     return dict(model.state_dict())
 
 
+def marked_if_slow(name: str, level: str) -> Any:
+    is_slow = level in WHOLE_LAYERS and name not in MERGED_BY_LAYERS
+    return pytest.param(name, level, marks=[pytest.mark.slow] if is_slow else [])
+
+
 # The matrix
 
 
@@ -175,7 +183,7 @@ def test_grams_and_merging_weights_equal_the_reference(name: str, level: str, ca
         assert error < ALPHA_TOLERANCE, submodule
 
 
-@pytest.mark.parametrize(("name", "level"), MERGED)
+@pytest.mark.parametrize(("name", "level"), [marked_if_slow(*case) for case in MERGED])
 def test_the_merged_model_is_the_references_and_loads(
     name: str, level: str, case: Callable[[str], Case], tmp_path: Path
 ) -> None:
@@ -209,9 +217,8 @@ def test_mergekit_cannot_merge_it_by_any_method(name: str, case: Callable[[str],
         families.merge(recipe, tmp_path / "merged")
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma2", "mixtral"])
-def test_mergekit_yaml_in_a_process_of_its_own(name: str, case: Callable[[str], Case], tmp_path: Path) -> None:
-    found = case(name)
+def test_mergekit_yaml_in_a_process_of_its_own(case: Callable[[str], Case], tmp_path: Path) -> None:
+    found = case("mixtral")
     recipe = families.write_recipe(tmp_path / "recipe.yml", families.recipe(found.family, samples=RECORDS))
     # What the start-up file does wherever the package is installed.
     command = "from mergekit_slta.startup import install; install(); from mergekit.scripts.run_yaml import main; main()"
