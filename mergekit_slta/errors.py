@@ -43,7 +43,7 @@ def logger(module: str) -> logging.Logger:
 
 
 def _make_visible(record: logging.LogRecord) -> bool:
-    record.msg, record.args = visible(record.getMessage()), None
+    record.msg, record.args = visible(record.getMessage(), kept=""), None
     return True
 
 
