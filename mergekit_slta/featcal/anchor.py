@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -11,6 +12,7 @@ from mergekit_slta.layers.blend import Alpha, Blend
 from mergekit_slta.layers.calls import Weights
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.roles import Role
+from mergekit_slta.models.stacks import in_parts
 from mergekit_slta.recipe.settings import ActmatSettings
 
 
@@ -38,7 +40,12 @@ class ActmatAnchor(Blend):
         blended = super().of(names, tensors)
         for key, name in names.items():
             if name in self._maps:
-                tasks = [own[key] - base[key] for own in experts]
-                change = merged_task(self._maps[name], tasks, ActmatSettings().ridge, [1.0] * len(tasks))
-                blended[key] = base[key] + change.to(base[key].dtype)
+                solved = functools.partial(_solved, self._maps[name])
+                blended[key] = in_parts(solved, base[key], *(own[key] for own in experts))
         return blended
+
+
+def _solved(role: Role, base: torch.Tensor, *experts: torch.Tensor) -> torch.Tensor:
+    tasks = [own - base for own in experts]
+    change = merged_task(role, tasks, ActmatSettings().ridge, [1.0] * len(tasks))
+    return base + change.to(base.dtype)

@@ -27,7 +27,7 @@ from mergekit_slta.featcal.regression import Change, NormalEquations
 from mergekit_slta.layers.calls import State, Weights
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import LinearMap, fused_hidden
-from mergekit_slta.models.stacks import ExpertStack
+from mergekit_slta.models.stacks import ExpertStack, stack_of
 from mergekit_slta.recipe.settings import ActmatSettings
 
 LOG = logger(__name__)
@@ -274,14 +274,12 @@ class LayerSolver:
 
     def _make_writable(self, name: str) -> None:
         """Copy a tensor of routed experts: matrices one by one to a mapped temporary file."""
-        before, device = self.merged[name], self.decoder.device
+        before = self.merged[name]
         if not isinstance(before, ExpertStack):
             self.merged[name] = before.clone()
             return
-        self.stacks[name] = stack = mapped(before.shape, before.dtype, self.folder)
-        for expert in range(len(stack)):
-            stack[expert] = before[expert]
-        self.merged[name] = ExpertStack(stack.shape, device, lambda expert: stack[expert].to(device))
+        self.stacks[name] = in_a_file(before, self.folder)
+        self.merged[name] = stack_of(self.stacks[name], self.decoder.device)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The layer's tensors, as they can be written to a file."""
@@ -420,6 +418,14 @@ class LayerSolver:
 
     def _to_device(self, value: Any) -> Any:
         return value.to(self.decoder.device) if isinstance(value, torch.Tensor) else value
+
+
+def in_a_file(stack: ExpertStack, folder: Path) -> torch.Tensor:
+    """A copy of a mixture's matrices in a mapped temporary file."""
+    copy = mapped(stack.shape, stack.dtype, folder)
+    for expert in range(len(copy)):
+        copy[expert] = stack[expert]
+    return copy
 
 
 def _to_host(value: Any) -> Any:

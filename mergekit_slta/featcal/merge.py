@@ -35,7 +35,7 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams, Tasks, read_edges
 from mergekit_slta.errors import logger
 from mergekit_slta.featcal.groups import groups_by_layer
-from mergekit_slta.featcal.layer import EXPERT, MERGED, LayerSolver, Regression
+from mergekit_slta.featcal.layer import EXPERT, MERGED, LayerSolver, Regression, in_a_file
 from mergekit_slta.featcal.regression import Change, NormalEquations
 from mergekit_slta.layers.blend import Blend
 from mergekit_slta.layers.calls import Weights
@@ -43,6 +43,7 @@ from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.ends import head_input, tail_tensors
 from mergekit_slta.layers.maps import LinearMap, output_head
 from mergekit_slta.models.checkpoint import Checkpoint
+from mergekit_slta.models.stacks import ExpertStack, stack_of
 
 LOG = logger(__name__)
 
@@ -151,6 +152,9 @@ class _FeatureMerge(Accumulator[Tensors]):
         names, maps = self.decoder.layer_tensors(layer), self.maps[layer]
         anchor = self.anchor.of(names, weights)
         base, *experts = weights
+        for key, stack in anchor.items():
+            if isinstance(stack, ExpertStack) and stack is not base[key]:  # which is computed whenever it is used
+                anchor[key] = stack_of(in_a_file(stack, self.folder), stack.device)
         known = {key: tensor for key, name in names.items() if (tensor := self.shared.get(name)) is not None}
         solver = LayerSolver(
             *(

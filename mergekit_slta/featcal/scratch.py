@@ -23,7 +23,7 @@ from mergekit_slta.files import cache_folder, digest
 from mergekit_slta.layers.blend import Blend
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.ends import tail_problem
-from mergekit_slta.layers.maps import output_head
+from mergekit_slta.layers.maps import linear_maps, output_head
 from mergekit_slta.layers.submodules import resolve_name
 from mergekit_slta.models.roles import Role, tensor_roles
 from mergekit_slta.recipe.experiment import Experiment
@@ -224,6 +224,7 @@ def needs(
     """
     states = [layer.state_dict() for layer in decoder.layers]
     layers = [sum(tensor.numel() for tensor in state.values()) for state in states]
+    held = [layer - routed for layer, routed in zip(layers, map(_routed, decoder.layers), strict=True)]
     solved = output_head(decoder) if head else None
     if solved and (problem := tail_problem(decoder)):
         raise SltaError(problem)
@@ -242,8 +243,14 @@ def needs(
     width, widest = decoder.model.config.get_text_config().hidden_size, max(map(max, shapes[1:]))
     hidden = 2 * (3 if compare else 2) * tokens * width  # before and after a layer
     passing = tokens * (2 * widest + 4 * width)  # the outputs of one child's maps
-    weights = max((experts + 2) * max(layers), 3 * head_rows * head_columns)
+    weights = max((experts + 2) * max(held), 3 * head_rows * head_columns)
     return Needs(
         memory=FLOAT32 * (weights + hidden + passing) + FLOAT64 * sums,
-        disk=FLOAT32 * (sum(layers) + head_rows * head_columns + hidden),
+        disk=FLOAT32 * (sum(layers) + max(map(_routed, decoder.layers)) + head_rows * head_columns + hidden),
     )
+
+
+def _routed(layer: torch.nn.Module) -> int:
+    """The elements of a layer's routed experts that are not in memory: all but one expert's."""
+    state, routed = layer.state_dict(), {found.weight for found in linear_maps(layer) if found.expert is not None}
+    return sum(state[name][1:].numel() for name in routed)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from mergekit_slta.layers.decoder import Weights
 from mergekit_slta.models.checkpoint import Checkpoint
+from mergekit_slta.models.stacks import ExpertStack
 
 # The experts' weights [T] or [T, ...] of a tensor, by its name.
 Alpha = Callable[[str], torch.Tensor]
@@ -54,9 +56,21 @@ def blend(
     blended = dict(base)
     for name, tensor in base.items():
         if tensor.is_floating_point():
-            pairs = zip((expert[name] for expert in experts), alpha(name), strict=True)
-            blended[name] = weighted_sum(tensor, list(pairs), by_steps=by_steps)
+            pairs = list(zip((expert[name] for expert in experts), alpha(name), strict=True))
+            if isinstance(tensor, ExpertStack):
+                part = functools.partial(_weighted_part, tensor, pairs, by_steps)
+                blended[name] = ExpertStack(tensor.shape, tensor.device, part)
+            else:
+                blended[name] = weighted_sum(tensor, pairs, by_steps=by_steps)
     return blended
+
+
+def _weighted_part(
+    base: ExpertStack, experts: Sequence[tuple[torch.Tensor, torch.Tensor]], by_steps: bool, expert: int
+) -> torch.Tensor:
+    """The ``weighted_sum`` of one routed expert's matrices, from the stacks of all."""
+    pairs = [(own[expert], weight[expert % len(weight)] if weight.ndim else weight) for own, weight in experts]
+    return weighted_sum(base[expert], pairs, by_steps=by_steps)
 
 
 class Blend:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.ends import trial
 from mergekit_slta.layers.maps import LinearMap, linear_maps
 from mergekit_slta.layers.probe import trace
 from mergekit_slta.layers.structure import structure
@@ -81,7 +82,8 @@ def _find_heads(decoder: Decoder, layer: int) -> Heads:
         raise _NoHeads("its attention ends in no linear map that all heads share")
     features = calls.pop(list(calls)[-1])[0]
     leaves = [values for _, values in calls.values()]
-    if not _mixes_tokens(features, leaves):  # such as those of an MLP after the attention in the same module
+    # Such as those of an MLP after the attention in the same module. Keys may also come from an earlier layer.
+    if not _mixes_tokens(features, leaves) and not decoder.once(trial).state:
         raise _NoHeads("its heads cannot be told apart by its linear maps")
     count = decoder.model.config.get_text_config().num_attention_heads
     if features.shape[-1] % count:

@@ -58,3 +58,16 @@ class ExpertStack(torch.Tensor):
             raise TypeError(f"{func} cannot change the experts of a mixture that are read when they are used.")
         args, kwargs = tree_map(lambda value: value.whole() if isinstance(value, cls) else value, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def in_parts(compute: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    """What is computed from tensors of one shape; from those of a mixture's experts, one by one when it is used."""
+    first = tensors[0]
+    if not isinstance(first, ExpertStack):
+        return compute(*tensors)
+    return ExpertStack(first.shape, first.device, lambda expert: compute(*(own[expert] for own in tensors)))
+
+
+def stack_of(host: torch.Tensor, device: torch.device) -> ExpertStack:
+    """A stack whose parts are copied from a tensor [E, ...] on the host when they are used."""
+    return ExpertStack(host.shape, device, lambda expert: host[expert].to(device))

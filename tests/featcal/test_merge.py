@@ -623,7 +623,7 @@ def test_memory_does_not_grow_with_the_number_of_layers(forks: ForkServerContext
 @depths.needs_account
 def test_memory_does_not_grow_with_the_number_of_routed_experts(forks: ForkServerContext, tmp_path: Path) -> None:
     peaks = depths.peaks_of_mixtures(forks, merge_tasks, tmp_path)
-    assert peaks[1] < peaks[0] + depths.STACK / 4
+    assert peaks[1] < peaks[0] + depths.STACK  # all models' experts would add more than three of these
 
 
 def test_the_coverage_of_routed_experts_is_counted_as_the_models_route(

@@ -10,6 +10,7 @@ from support.families import Family
 
 from mergekit_slta.layers.blend import Blend, blend
 from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.models.stacks import ExpertStack, stack_of
 
 State = dict[str, torch.Tensor]
 
@@ -111,3 +112,17 @@ def test_by_steps_a_small_change_does_not_drown_in_rounding() -> None:
         return float((blended.double() - base.double() - exact).norm())
 
     assert error(True) < error(False)
+
+
+def test_a_mixtures_experts_are_blended_one_by_one() -> None:
+    """To the same values, whether their weights are the same or not."""
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(4, 6, 5, generator=generator) for _ in range(3)]
+    stacks = [stack_of(tensor, torch.device("cpu")) for tensor in whole]
+    for weights in (torch.tensor([0.3, 0.9]), torch.randn(2, 4, 1, 1, generator=generator)):
+        alpha = {"w": weights.double()}.__getitem__
+        found, expected = (
+            blend({"w": base}, [{"w": own} for own in experts], alpha)["w"] for base, *experts in (stacks, whole)
+        )
+        assert isinstance(found, ExpertStack)
+        assert torch.equal(found, expected)

@@ -114,6 +114,27 @@ def test_samples_are_padded_unless_it_matters(architecture: str) -> None:
     assert not padding_matters(decoder, (20, 20))
 
 
+_TINY = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+BLIP_2 = transformers.Blip2Config(
+    text_config=families.config_of("opt").to_dict(),
+    vision_config=_TINY | {"image_size": 16, "patch_size": 8},
+    qformer_config=_TINY | {"encoder_hidden_size": 16},
+    num_query_tokens=2,
+)
+
+
+@torch.no_grad()
+def test_a_wrapper_that_needs_images_is_left_for_its_language_tower() -> None:
+    model, decoder, state = opened(BLIP_2)
+    ids = padded_ids()[:1]
+    hidden, calls = embedded(decoder, state, ids)
+    assert decoder.body is decoder.tower is not decoder.model.base_model
+    expected = layer_outputs(model.language_model, decoder.layers_path.removeprefix("language_model."), ids)
+    for layer in range(len(decoder)):
+        hidden = decoder.run(layer, weights_of(decoder, state, layer), hidden, calls[layer]).output
+        assert torch.allclose(hidden, expected[layer], atol=TOLERANCE)
+
+
 BERT_DECODER = transformers.BertConfig(
     hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=families.VOCABULARY
 )

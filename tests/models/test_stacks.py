@@ -14,7 +14,7 @@ from support.families import Family
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.models.stacks import ExpertStack
+from mergekit_slta.models.stacks import ExpertStack, in_parts, stack_of
 
 STACK = "mlp.experts.gate_up_proj"
 NAME = f"model.layers.0.{STACK}"
@@ -61,12 +61,22 @@ def test_any_other_operation_gets_all_parts() -> None:
     assert type(stack.clone()) is torch.Tensor
 
 
+def test_what_is_computed_from_stacks_is_computed_part_by_part() -> None:
+    (stack, read), (other, _) = counted(VALUES), counted(VALUES * 2)
+    found = in_parts(torch.add, stack, other)
+    assert isinstance(found, ExpertStack) and not read
+    assert torch.equal(found[1], VALUES[1] * 3)
+    assert read == [1]
+    assert torch.equal(in_parts(torch.add, VALUES, VALUES), VALUES * 2)
+    assert torch.equal(stack_of(VALUES, torch.device("cpu")), VALUES)
+
+
 def test_a_stack_is_not_written_to() -> None:
     with pytest.raises(TypeError, match="cannot change the experts"):
         counted(VALUES)[0].add_(1)
 
 
-def stack_of(family: Family, folder: Path) -> torch.Tensor:
+def read_stack(family: Family, folder: Path) -> torch.Tensor:
     decoder = Decoder(family.config)
     (model,) = families.checkpoints([folder])
     shape = decoder.layers[0].state_dict()[STACK].shape
@@ -85,7 +95,7 @@ def test_a_checkpoints_experts_are_read_one_by_one(
     if fused:
         stored = load_file(folder / "model.safetensors") | {NAME: whole.bfloat16()}
         save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    stack = stack_of(family, folder)
+    stack = read_stack(family, folder)
     assert isinstance(stack, ExpertStack)
     assert torch.equal(stack.clone(), whole)
 
@@ -97,7 +107,7 @@ def test_experts_that_are_not_finite_are_refused_before_they_are_used(make_famil
         tensors[next(name for name in tensors if "layers.0" in name and ".experts.3." in name)][2, 1] = torch.nan
 
     with pytest.raises(SltaError, match=f"holds NaN or Inf in the tensor {NAME}"):
-        stack_of(family, edited(family.base, tmp_path / "broken", spoil))
+        read_stack(family, edited(family.base, tmp_path / "broken", spoil))
 
 
 def test_experts_that_change_while_they_are_used_are_refused(make_family: MakeFamily) -> None:

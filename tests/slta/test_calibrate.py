@@ -256,7 +256,7 @@ def measure_maps(family: Family, folder: Path) -> None:
 @depths.needs_account
 def test_memory_does_not_grow_with_the_number_of_routed_experts(forks: ForkServerContext, tmp_path: Path) -> None:
     peaks = depths.peaks_of_mixtures(forks, measure_maps, tmp_path)
-    assert peaks[1] < peaks[0] + depths.STACK / 4
+    assert peaks[1] < peaks[0] + depths.STACK  # all models' experts would add more than three of these
 
 
 def only_attention_of_the_last_layer(name: str) -> bool:

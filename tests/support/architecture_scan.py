@@ -118,6 +118,7 @@ KNOBS |= {
     "glm4v_moe_text": {"rope_parameters": _MROPE | {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}},
     "aya_vision": {"vision_config": {"model_type": "siglip_vision_model"}},
     "deepseek_ocr2_text": {"num_experts_per_tok": 2, "mlp_layer_types": ["dense", *["sparse"] * 3]},
+    "chameleon": {"vocabulary_map": {"<image>": 5}},
     "emu3": {"vocabulary_map": {"<image>": 5, "<|extra_200|>": 6}},
     "granite4_vision": {"deepstack_layer_map": [[-1, 0]], "downsample_rate": "1/2"},
     "granite_docling": {"vision_config": {"out_hidden_size": 32}},
@@ -231,8 +232,12 @@ def scan(model_type: str, images: bool) -> Row:
 
 def _solves_most(decoder: Decoder) -> bool:
     """Whether featcal solves more than half of the tensors that hold linear maps."""
-    solved = sum(len({m.weight for group in layer.groups for m in group.maps}) for layer in groups_by_layer(decoder))
-    return solved > sum(len({m.weight for m in linear_maps(layer)}) for layer in decoder.layers) / 2
+    solved, every = set(), set()
+    for layer, found in enumerate(groups_by_layer(decoder)):
+        names = decoder.layer_tensors(layer)
+        solved |= {names[m.weight] for group in found.groups for m in group.maps}
+        every |= {names[m.weight] for m in linear_maps(decoder.layers[layer])}
+    return len(solved) > len(every) / 2
 
 
 def _is_decoder(model_type: str, images: bool) -> bool:

@@ -451,7 +451,7 @@ def make_family(
 
 def random_model(config: PretrainedConfig, generator: torch.Generator | None = None) -> Any:
     """A model whose attention is not uniform and whose norms and biases are not all ones and zeros."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # some modules draw their first values
         model = model_class(config).from_config(config, dtype=torch.float32)
     generator = generator or torch.Generator().manual_seed(0)
