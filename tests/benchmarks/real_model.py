@@ -131,7 +131,6 @@ def _recipes(family: RealFamily) -> dict[str, Recipe]:
         **slta,
         **{f"featcal {count} prompts": recipe("featcal", data=True, samples=count) for count in PROMPTS},
         "featcal anchor base, 30 prompts": recipe("featcal", data=True, anchor="base", ridge=0.003),
-        "featcal head kept, 30 prompts": recipe("featcal", data=True, head=False),
     }
 
 
