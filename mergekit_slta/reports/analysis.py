@@ -18,7 +18,7 @@ import torch
 from mergekit_slta.levels import place_of
 from mergekit_slta.reports.words import plain_number
 from mergekit_slta.slta.solution import Solution
-from mergekit_slta.slta.solver import bootstrap, bootstrap_counts, merging_weights, retained_share, task_means
+from mergekit_slta.slta.solver import bootstrap, bootstrap_counts, drawn_weights, retained_share, task_means
 
 DRAWS = 200
 INTERVAL = (0.05, 0.95)
@@ -215,10 +215,9 @@ def _by_samples(solution: Solution, means_by_name: Mapping[str, torch.Tensor]) -
         counts = bootstrap_counts(statistics.task, DRAWS // 2, SEED, most=count)
         alphas, kept, shares = [], [], []
         for name, means in means_by_name.items():
-            drawn_means = task_means(statistics.grams[name], statistics.task, solution.balance, counts)
-            alpha, _ = merging_weights(drawn_means, solution.ridge, solution.task_weights)
+            alpha = drawn_weights(statistics.grams[name], statistics.task, counts, **solution.settings)
             alphas.append(alpha)
-            kept.append(retained_share(means, alpha))
+            kept.append(torch.stack([retained_share(means, draw) for draw in alpha]))
             shares.append(_own_share(means).expand_as(alpha))
         drawn = torch.stack(alphas)  # [S, draws, T]
         effects[count] = SampleEffect(

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 EIGENVALUE_CUTOFF = 1e-10
+MOST_NUMBERS = 2**24  # of the means of draws that are in memory at once
 
 
 @dataclass(frozen=True)
@@ -155,10 +156,27 @@ def bootstrap(
 
     NaN where a task has one sample, which can only be drawn again.
     """
-    counts = bootstrap_counts(task, repeats, seed)
-    means = task_means(grams, task, balance, counts)
-    alpha = merging_weights(means, ridge, task_weights)[0]
+    alpha = drawn_weights(grams, task, bootstrap_counts(task, repeats, seed), balance, ridge, task_weights)
     return alpha if int(task.bincount().min()) > 1 else torch.full_like(alpha, torch.nan)
+
+
+def drawn_weights(
+    grams: torch.Tensor,
+    task: torch.Tensor,
+    counts: torch.Tensor,
+    balance: bool = True,
+    ridge: float = 0.0,
+    task_weights: Sequence[float] | None = None,
+) -> torch.Tensor:
+    """Merging weights of draws of the samples, [draws, T]; many draws of many experts are solved in parts.
+
+    Args:
+        grams, task, balance, ridge, task_weights: as for ``solve``.
+        counts: [draws, N] float64, how often each sample is drawn.
+    """
+    parts = counts.split(max(1, MOST_NUMBERS // grams.shape[-1] ** 3))
+    means = (task_means(grams, task, balance, part) for part in parts)
+    return torch.cat([merging_weights(part, ridge, task_weights)[0] for part in means])
 
 
 def bootstrap_counts(task: torch.Tensor, repeats: int, seed: int, most: int | None = None) -> torch.Tensor:

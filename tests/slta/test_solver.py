@@ -6,6 +6,7 @@ import pytest
 import torch
 from support import reference
 
+from mergekit_slta.slta import solver
 from mergekit_slta.slta.solver import bootstrap, bootstrap_counts, sample_weights, solve
 
 EXPERTS = 3
@@ -221,3 +222,10 @@ def test_an_expert_that_changes_no_feature_of_a_task_that_counts_is_not_measured
     grams = deltas.grams()
     assert solve(grams, tasks(deltas)).measured.tolist() == [False, True, True]
     assert solve(grams, tasks(deltas), task_weights=[1, 1, 0]).measured.tolist() == [False, False, True]
+
+
+def test_draws_in_parts_give_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    grams, task = torch.rand(6, 2, 5, dtype=torch.float64), torch.tensor([0, 0, 0, 1, 1, 1])
+    whole = bootstrap(grams @ grams.mT, task, 7)
+    monkeypatch.setattr(solver, "MOST_NUMBERS", 3 * 2**3)
+    assert torch.equal(bootstrap(grams @ grams.mT, task, 7), whole)
