@@ -63,7 +63,8 @@ def write_beside(folder: Path, recipe: Recipe, solution: Solution | None) -> Non
     settings, names = recipe.reading.settings, {solution.statistics.info.base_model: str(base)}
     assert isinstance(settings, SltaSettings)
     try:
-        plain = plain_recipe(solution, edges=settings.edges, towers=settings.towers, models=names)
+        out_dtype = recipe.config.out_dtype or recipe.config.dtype
+        plain = plain_recipe(solution, edges=settings.edges, towers=settings.towers, models=names, out_dtype=out_dtype)
     except SltaError:  # such weights have no plain recipe
         return
     files.write(folder / PLAIN_RECIPE, without_private_paths(plain, recipe).encode())

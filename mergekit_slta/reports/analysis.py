@@ -18,7 +18,14 @@ import torch
 from mergekit_slta.levels import place_of
 from mergekit_slta.reports.words import plain_number
 from mergekit_slta.slta.solution import Solution
-from mergekit_slta.slta.solver import bootstrap, bootstrap_counts, drawn_weights, retained_share, task_means
+from mergekit_slta.slta.solver import (
+    bootstrap,
+    bootstrap_counts,
+    drawn_weights,
+    pooled,
+    retained_share,
+    task_means,
+)
 
 DRAWS = 200
 INTERVAL = (0.05, 0.95)
@@ -113,16 +120,6 @@ class LevelAnalysis:
         return {layer: pooled(self.retained[rows], self.share[rows]) for layer, rows in layers.items()}
 
 
-def pooled(retained: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """Mean of retained shares over submodules [S, ...], weighted by how much of the change is the expert's own.
-
-    A submodule that an expert hardly changes can have an extreme retained share, so it must count for little.
-    """
-    weight = torch.where(retained.isnan(), 0.0, share)
-    total = weight.sum(0)
-    return torch.where(total > 0, (weight * retained.nan_to_num()).sum(0) / total, torch.nan)
-
-
 # Analysis
 
 
@@ -147,7 +144,7 @@ def analyse(solution: Solution) -> LevelAnalysis:
         low=low,
         high=high,
         retained=torch.stack(list(solution.retained.values())),
-        share=torch.stack([_own_share(mean) for mean in means]),
+        share=torch.stack([own.share for own in solution.submodules.values()]),
         condition=torch.tensor(list(solution.condition.values()), dtype=torch.float64),
         cosine=torch.stack([_cosine(mean.sum(0)) for mean in means]),
         without=_kept_without(solution),
@@ -175,13 +172,6 @@ def _doubts(solution: Solution, name: str, width: torch.Tensor, means: torch.Ten
     return found
 
 
-def _own_share(means: torch.Tensor) -> torch.Tensor:
-    """B_a[a, a] divided by the mean of B_a's diagonal, [T]. A submodule's scale cancels, with balance or without."""
-    power = means.diagonal(dim1=-2, dim2=-1)
-    own = power.diagonal()
-    return torch.where(own > 0, own / power.mean(-1).clamp_min(torch.finfo(own.dtype).tiny), 0.0)
-
-
 def _cosine(matrix: torch.Tensor) -> torch.Tensor:
     norm = matrix.diagonal().sqrt()
     product = norm[:, None] * norm
@@ -199,9 +189,7 @@ def _kept_without(solution: Solution) -> torch.Tensor:
             continue
         settings = solution.settings | {"task_weights": [task_weights[expert] for expert in others]}
         part = solution.statistics.take(others).solve(solution.level, **settings)
-        grams, task = part.statistics.grams, part.statistics.task
-        share = torch.stack([_own_share(task_means(grams[name], task, part.balance)) for name in part.alpha])
-        kept[others, left_out] = pooled(torch.stack(list(part.retained.values())), share)
+        kept[others, left_out] = part.kept
     return kept
 
 
@@ -218,7 +206,7 @@ def _by_samples(solution: Solution, means_by_name: Mapping[str, torch.Tensor]) -
             alpha = drawn_weights(statistics.grams[name], statistics.task, counts, **solution.settings)
             alphas.append(alpha)
             kept.append(torch.stack([retained_share(means, draw) for draw in alpha]))
-            shares.append(_own_share(means).expand_as(alpha))
+            shares.append(solution.submodules[name].share.expand_as(alpha))
         drawn = torch.stack(alphas)  # [S, draws, T]
         effects[count] = SampleEffect(
             drawn.mean((0, 1)), drawn.std(1).mean(0), pooled(torch.stack(kept), torch.stack(shares)).mean(0)

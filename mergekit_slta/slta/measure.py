@@ -151,7 +151,7 @@ class _Measurement:
             found = self._add_levels(found, order, data, missing)
         elif not published and Partial.levels(partial_folder(self.path)) <= set(found.info.levels):
             self._finish()  # clean up after a process that was killed when it had written the file
-        return found.take(order)
+        return _named(found.take(order), recipe)
 
     def _add_levels(
         self, found: Statistics, order: Sequence[int], data: Sequence[CalibrationData], levels: Sequence[str]
@@ -220,11 +220,25 @@ class _Measurement:
         remove(partial_folder(self.path))
 
 
+def _names(recipe: Recipe) -> list[str]:
+    """The names of the base model and the experts for published files; two may be equal."""
+    return [published_name(reference) for reference in (recipe.base, *(expert.reference for expert in recipe.experts))]
+
+
+def _named(statistics: Statistics, recipe: Recipe) -> Statistics:
+    """Statistics under the recipe's names: what was measured may have been measured under others."""
+    names = _names(recipe)
+    if len(set(names)) < len(names):
+        return statistics
+    info = statistics.info.model_copy(update={"base_model": names[0], "models": tuple(names[1:])})
+    return Statistics(statistics.grams, statistics.task, statistics.tokens, info)
+
+
 def _info(
     experiment: Experiment, levels: Sequence[str], data: Sequence[CalibrationData], fingerprint: Fingerprint
 ) -> Info:
     recipe, config = experiment.recipe, experiment.base.config
-    names = [published_name(reference) for reference in (recipe.base, *(e.reference for e in recipe.experts))]
+    names = _names(recipe)
     if len(set(names)) < len(names):
         raise SltaError(
             f"Two models would get the same name in the statistics ({', '.join(names)}): rename a folder, or "

@@ -56,6 +56,7 @@ def plain_recipe(
     towers: str = "base",
     models: Mapping[str, str] | None = None,
     tokenizer_source: str = "",
+    out_dtype: str | None = None,
     trust_remote_code: bool = False,
 ) -> str:
     """Write a solution as a mergekit recipe that reproduces ``merge_method: slta`` without this package.
@@ -66,6 +67,7 @@ def plain_recipe(
         towers: ``base`` or ``mean``, for the tensors outside the language tower of a multimodal model.
         models: the path or Hub id of models, by their names in the statistics; by default the names themselves.
         tokenizer_source: mergekit's setting of that name; left out if empty.
+        out_dtype: the data type to write; by default the base checkpoint's.
         trust_remote_code: mergekit's flag of that name.
 
     Returns:
@@ -95,7 +97,7 @@ def plain_recipe(
         "base_model": paths[info.base_model],
         "models": [{"model": paths[name], "parameters": {"weight": weight}} for name, weight in models_settings],
         "dtype": "float32",
-        "out_dtype": info.dtype,
+        "out_dtype": out_dtype or info.dtype,
         **({"tokenizer_source": tokenizer_source} if tokenizer_source else {}),
     }
     _verify(content, planned)
@@ -302,5 +304,5 @@ def _kept(solution: Solution, expert: int) -> str:
     if not shares:
         return "it changes nothing"
     lowest = min(shares, key=lambda name: shares[name])
-    mean = sum(shares.values()) / len(shares)
-    return f"{mean:.1%} on average over {len(shares)} submodules, {shares[lowest]:.1%} at the lowest ({lowest})"
+    kept = float(solution.kept[expert])
+    return f"{kept:.1%} over {len(shares)} submodules, {shares[lowest]:.1%} at the lowest ({lowest})"

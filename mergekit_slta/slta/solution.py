@@ -15,7 +15,7 @@ import torch
 import mergekit_slta
 from mergekit_slta import files
 from mergekit_slta.errors import SltaError
-from mergekit_slta.slta.solver import SubmoduleSolution, bootstrap
+from mergekit_slta.slta.solver import SubmoduleSolution, bootstrap, pooled
 from mergekit_slta.tables import Table, as_json, as_paragraphs, as_percentage
 
 if TYPE_CHECKING:
@@ -63,6 +63,16 @@ class Solution:
         It is at most 1, may be negative, and is NaN where the expert changes nothing.
         """
         return {name: own.retained for name, own in self.submodules.items()}
+
+    @cached_property
+    def kept(self) -> torch.Tensor:
+        """The share of each expert's feature change that the merge keeps in all submodules together, [T] float64.
+
+        A submodule counts the more, the more the feature change in it is the expert's own. NaN for an expert that
+        changes nothing.
+        """
+        shares = [own.share for own in self.submodules.values()]
+        return pooled(torch.stack(list(self.retained.values())), torch.stack(shares))
 
     @cached_property
     def condition(self) -> dict[str, float]:

@@ -28,6 +28,7 @@ class SubmoduleSolution:
         alpha: [T] float64, the merging weights.
         retained: [T] float64, the share of each expert's feature change that the merge keeps on that expert's own
             task, 1 - J_a(alpha) / J_a(0); NaN where the expert changes nothing. It may be negative.
+        share: [T] float64, the expert's part in the feature change on its own task's data, ``own_share``.
         condition: condition number of the scaled A over its kept eigenvalues; NaN where A is zero.
         rank: number of kept eigenvalues; below T the solution is the minimum-norm one.
         measured: [T] bool, whether an expert changes the submodule's features on any sample that counts. If not, its
@@ -36,6 +37,7 @@ class SubmoduleSolution:
 
     alpha: torch.Tensor
     retained: torch.Tensor
+    share: torch.Tensor
     condition: float
     rank: int
     measured: torch.Tensor
@@ -115,6 +117,26 @@ def retained_share(means: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
     return torch.where(power > 0, 1 - loss / power, torch.nan)
 
 
+def own_share(means: torch.Tensor) -> torch.Tensor:
+    """B_a[a, a] divided by the mean of B_a's diagonal, [T]. A submodule's scale cancels, with balance or without.
+
+    It is 1 if all experts change the features on task a's data equally, T if only task a's own expert does.
+    """
+    power = means.diagonal(dim1=-2, dim2=-1)
+    own = power.diagonal()
+    return torch.where(own > 0, own / power.mean(-1).clamp_min(torch.finfo(own.dtype).tiny), 0.0)
+
+
+def pooled(retained: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """Mean of retained shares over submodules [S, ...], weighted by how much of the change is the expert's own.
+
+    A submodule that an expert hardly changes can have an extreme retained share, so it must count for little.
+    """
+    weight = torch.where(retained.isnan(), 0.0, share)
+    total = weight.sum(0)
+    return torch.where(total > 0, (weight * retained.nan_to_num()).sum(0) / total, torch.nan)
+
+
 def solve(
     grams: torch.Tensor,
     task: torch.Tensor,
@@ -139,7 +161,8 @@ def solve(
     power = means.diagonal(dim1=1, dim2=2)  # [tasks, T]
     counts = torch.ones(len(power), 1) if task_weights is None else torch.tensor(task_weights)[:, None]
     measured = (power * counts != 0).any(0)
-    return SubmoduleSolution(alpha, retained_share(means, alpha), condition, int(used.numel()), measured)
+    retained, share = retained_share(means, alpha), own_share(means)
+    return SubmoduleSolution(alpha, retained, share, condition, int(used.numel()), measured)
 
 
 def bootstrap(

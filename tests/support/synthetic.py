@@ -120,7 +120,12 @@ def solutions(alpha: Mapping[str, torch.Tensor]) -> dict[str, SubmoduleSolution]
     """Merging weights [T] of submodules as if they had been solved for, every expert changing all features."""
     return {
         name: SubmoduleSolution(
-            weights, torch.ones_like(weights), math.nan, len(weights), torch.ones(len(weights)).bool()
+            weights,
+            torch.ones_like(weights),
+            torch.ones_like(weights),
+            math.nan,
+            len(weights),
+            torch.ones(len(weights)).bool(),
         )
         for name, weights in alpha.items()
     }
