@@ -135,6 +135,24 @@ def test_a_wrapper_that_needs_images_is_left_for_its_language_tower() -> None:
         assert torch.allclose(hidden, expected[layer], atol=TOLERANCE)
 
 
+IDEFICS_3 = transformers.Idefics3Config(
+    text_config=families.config_of("llama").to_dict(), vision_config=_TINY | {"image_size": 16, "patch_size": 8}
+)
+
+
+@torch.no_grad()
+def test_a_wrapper_that_runs_on_text_alone_is_kept_though_its_first_tensor_is_an_image_towers() -> None:
+    """It moves the tokens to that tensor's device."""
+    model, decoder, state = opened(IDEFICS_3)
+    ids = padded_ids()[:1]
+    hidden, calls = embedded(decoder, state, ids)
+    assert decoder.body is decoder.model.base_model
+    expected = layer_outputs(model, decoder.layers_path, ids)
+    for layer in range(len(decoder)):
+        hidden = decoder.run(layer, weights_of(decoder, state, layer), hidden, calls[layer]).output
+        assert torch.allclose(hidden, expected[layer], atol=TOLERANCE)
+
+
 BERT_DECODER = transformers.BertConfig(
     hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=families.VOCABULARY
 )
