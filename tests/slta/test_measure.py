@@ -167,6 +167,19 @@ def test_other_copies_of_the_same_models_fit(no_measuring: None, llama: Family, 
     assert close(measured(recipe(copies), path), Statistics.load(path))
 
 
+def test_what_is_used_again_has_the_recipes_names(
+    no_measuring: None, llama: Family, path: Path, tmp_path: Path
+) -> None:
+    """So a card, a plain recipe and ``select`` know the models by the names that the user gave them now."""
+    shutil.copytree(llama.experts[1], tmp_path / "renamed")
+    family = replace(llama, experts=(llama.experts[0], tmp_path / "renamed", llama.experts[2]))
+    before = path.read_bytes()
+    found = measured(recipe(family), path)
+    assert found.info.models == (llama.experts[0].name, "renamed", llama.experts[2].name)
+    assert found.select("renamed").info.models == ("renamed",)
+    assert path.read_bytes() == before
+
+
 def test_settings_of_the_solution_do_not_matter(no_measuring: None, llama: Family, path: Path) -> None:
     content = recipe(llama, balance=False, ridge=0.5, edges="mean", batch_tokens=7)
     assert same(measured(content, path), Statistics.load(path))
