@@ -149,6 +149,10 @@ class Recipe:
                 said = "it has several documents, as for mergekit-multi: copy the one you mean to a file of its own"
         raise SltaError(f"{name} is not valid as {kind}: {said}.")
 
+    def __repr__(self) -> str:
+        experts = ", ".join(map(str, expert_references(self.config)))
+        return f"<Recipe: {self.config.merge_method} of {experts} on {self.config.base_model}>"
+
     @cached_property
     def text(self) -> str:
         return self.config.to_yaml()

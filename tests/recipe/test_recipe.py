@@ -368,3 +368,8 @@ def test_one_source_for_all_experts() -> None:
     recipe = content(models=[{"model": "org/math"}, {"model": "org/code"}], parameters={"calibration": "all.jsonl"})
     (problem,) = calibration_problems(read(recipe), statistics_exist=False)
     assert "have the same calibration source 'all.jsonl'" in problem
+
+
+def test_a_recipe_shows_what_it_merges() -> None:
+    recipe = Recipe("org/base", {"org/math": "math.jsonl", "org/code": "code.jsonl"}, "featcal")
+    assert repr(recipe) == "<Recipe: featcal of org/math, org/code on org/base>"
