@@ -191,7 +191,7 @@ def _charts(averages: Mapping[int, Table]) -> dict[str, bytes]:
         names = [name for name in rows[min(rows)] if all(name in methods for methods in rows.values())]
         lines = [Line(name, list(rows), [rows[count][name]["gain kept"] for count in rows]) for name in names]
         charts["experts.png"] = line_chart(
-            [Panel("", lines)], x_label="experts", y_label="share of the experts' gain kept", y_percent=True
+            [Panel("", lines)], x_label="experts", y_label="gain kept", y_percent=True
         ).png()
     return charts
 
