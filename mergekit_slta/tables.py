@@ -41,6 +41,15 @@ def as_percentage(share: float | None) -> str:
     return "-" if share is None or math.isnan(share) else f"{share:.1%}"
 
 
+def as_size(nbytes: float) -> str:
+    """A number of bytes with three digits, as in "1.23 MB"."""
+    size, unit = nbytes / 1e3, "KB"
+    for larger in ("MB", "GB"):
+        if size >= 999.5:
+            size, unit = size / 1e3, larger
+    return f"{size:,.0f} {unit}" if size >= 99.95 else f"{size:.3g} {unit}"
+
+
 def as_paragraphs(*parts: object) -> str:
     """Sentences and tables as HTML, one below the other, for a notebook."""
     html = [part if isinstance(part, Table) else Markup("<p>{}</p>").format(part) for part in parts]

@@ -5,15 +5,33 @@ from __future__ import annotations
 import json
 import math
 
+import pytest
 from support.html_elements import Elements
 
 from mergekit_slta.nonlinearity.scores import Value
-from mergekit_slta.tables import Table, as_json, as_paragraphs
+from mergekit_slta.tables import Table, as_json, as_paragraphs, as_size
 
 
 def test_a_table_as_text_is_aligned() -> None:
     lines = str(Table(["name", "n"], [["a", "1"], ["long name", "100"]])).splitlines()
     assert lines == ["name         n", "a            1", "long name  100"]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "written"),
+    [
+        (0, "0 KB"),
+        (7, "0.007 KB"),
+        (1234, "1.23 KB"),
+        (99_960, "100 KB"),
+        (999_499, "999 KB"),
+        (999_500, "1 MB"),
+        (999_600_000, "1 GB"),
+        (1_234_000_000_000, "1,234 GB"),
+    ],
+)
+def test_a_size_has_three_digits(nbytes: int, written: str) -> None:
+    assert as_size(nbytes) == written
 
 
 def test_a_table_as_html_is_escaped() -> None:

@@ -48,10 +48,11 @@ def card_lookup(case: Case) -> list[str]:
     """
     if not case.options.write_model_card:
         return []
-    paths = [path.path for reference in case.opened for path in (reference.model, reference.lora) if path]
+    paths = dict.fromkeys(path.path for reference in case.opened for path in (reference.model, reference.lora) if path)
+    looked_up = [path for path in paths if os.path.exists(path) and path[0] not in "./~" and path.count("/") <= 1]
+    if not looked_up:
+        return []
     return [
-        f"mergekit looks {path} up on the Hub when it writes the model card, and fails without a network: "
-        f"write ./{path}, or merge with --no-write-model-card."
-        for path in paths
-        if os.path.exists(path) and path[0] not in "./~" and path.count("/") <= 1
+        f"mergekit looks {', '.join(looked_up)} up on the Hub when it writes the model card, and fails without a "
+        f"network: write {', '.join(f'./{path}' for path in looked_up)}, or merge with --no-write-model-card."
     ]

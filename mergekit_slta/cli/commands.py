@@ -246,6 +246,7 @@ def solve(
         _say(solution.text(errors))
     if json_file and json_file != "-":
         files.write(Path(json_file), solution.to_json(errors).encode())
+        _say(f"{json_file} written.")
     if recipe_file:
         known = (measured.info.base_model, *measured.info.models)
         renamed = dict(_assignment(entry, known, "--model") for entry in paths)
@@ -257,6 +258,7 @@ def solve(
             tokenizer_source=tokenizer_source or "",
             trust_remote_code=trust_remote_code,
         )
+        _say(f"{recipe_file} written: run it with 'mergekit-yaml {recipe_file} OUT'.", err=json_file == "-")
 
 
 @main.command(cls=ModelCommand, short_help="Measure how well a merged model does each task.")

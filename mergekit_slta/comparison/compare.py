@@ -15,10 +15,10 @@ import transformers
 from mergekit.common import ModelPath, ModelReference
 from mergekit.io.tasks import LoaderCache
 from pydantic import TypeAdapter
-from tqdm import tqdm
 
 from mergekit_slta import __version__, files
 from mergekit_slta.comparison.scores import Group, Sample, Score, score_model
+from mergekit_slta.engine.passes import ProgressBar
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.fingerprint import fingerprint_of
@@ -134,7 +134,8 @@ class Comparison(Paragraphs):
         """The tables, and what to say with them."""
         yield "Negative log-likelihood per token, lower is better"
         yield self.loss_table()
-        if exact := self.exact_table():
+        exact = self.exact_table()
+        if exact:
             yield f"Short answers (at most {SHORT_ANSWER} tokens) that greedy decoding gives exactly, higher is better"
             yield exact
         if self.perplexity:
@@ -142,14 +143,18 @@ class Comparison(Paragraphs):
             yield Table(["model", "perplexity"], [[name, f"{value:.4f}"] for name, value in self.perplexity])
         if idle := [task.model for task in self.tasks if task.kept(0) is None]:
             yield without_gain(idle)
+        if not exact:
+            yield (
+                f"The records have no separate short answer (of at most {SHORT_ANSWER} tokens): records with `prompt` "
+                "and `completion`, or with `messages`, would be scored by exact matches too."
+            )
 
 
 def without_gain(experts: Sequence[str]) -> str:
     """What to say of experts whose likelihood on their own task is no better than the base model's."""
     return (
         f"Experts no better than the base model on their own task, with no gain to keep: {', '.join(experts)}. "
-        "The likelihood counts every token of a record, its prompt's too; where records have short answers, `compare` "
-        "scores these alone as well."
+        "The likelihood counts every token of a record, its prompt's too."
     )
 
 
@@ -183,6 +188,17 @@ def compare(
         SltaError: an expert has no calibration source or no record is left in it, or a model cannot be loaded.
     """
     experiment = recipe if isinstance(recipe, Experiment) else Experiment(recipe, **options)
+    return compared(experiment, merged, samples, text, "Comparing")
+
+
+def compared(
+    experiment: Experiment,
+    merged: Sequence[str | os.PathLike[str]],
+    samples: int,
+    text: str | os.PathLike[str] | None,
+    doing: str,
+) -> Comparison:
+    """What ``compare`` does for an opened recipe; the progress bar says what it is ``doing``."""
     folders = [Path(folder).expanduser() for folder in merged]
     if not folders:
         raise SltaError("There is nothing to compare: name the folder of at least one merged model.")
@@ -201,10 +217,10 @@ def compare(
     runs += [(model, [task, *pieces]) for model, task in zip(experiment.experts, tasks, strict=True)]
     runs += [(result, [*tasks, *pieces]) for result in results]
     total = sum(len(group) for _, groups in runs for group in groups)
-    with tqdm(total=total, desc="Comparing", unit="record", leave=False, disable=experiment.quiet) as bar:
+    with ProgressBar(total=total, desc=doing, unit="record", leave=False, disable=experiment.quiet) as bar:
         scores = [_scores(experiment, model, groups, bar) for model, groups in runs]
     base, own, after = scores[0], scores[1 : 1 + len(experts)], scores[1 + len(experts) :]
-    compared = tuple(
+    compared_tasks = tuple(
         TaskComparison(
             model=published_name(expert.reference),
             records=len(task),
@@ -217,13 +233,13 @@ def compare(
         for index, (expert, task) in enumerate(zip(experts, tasks, strict=True))
     )
     names = _names(folders)
-    all_names = [published_name(experiment.recipe.base), *(task.model for task in compared), *names]
+    all_names = [published_name(experiment.recipe.base), *(task.model for task in compared_tasks), *names]
     perplexity = tuple(
         (name, math.exp(_mean(pieces[0], found[-1]).loss))
         for name, found in zip(all_names, scores, strict=True)
         if pieces
     )
-    return Comparison(names, compared, perplexity)
+    return Comparison(names, compared_tasks, perplexity)
 
 
 def _names(folders: Sequence[Path]) -> tuple[str, ...]:

@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
+from tqdm import tqdm
 
 from mergekit_slta.engine.partial import Hidden, Partial
 from mergekit_slta.engine.ranks import Ranks
@@ -34,6 +35,17 @@ Tensors = Mapping[str, torch.Tensor]
 Progress = Callable[[int], object]
 
 FLOAT32 = 4  # bytes
+
+
+class ProgressBar(tqdm):
+    """A progress bar that shows whole numbers where its steps are fractions of what it counts."""
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        shown = super().format_dict
+        scale = shown["unit_scale"] or 1
+        whole = {name: round(shown[name] * scale) for name in ("n", "total")}
+        return shown | whole | {"unit_scale": False, "rate": shown["rate"] and shown["rate"] * scale}
 
 
 @dataclass

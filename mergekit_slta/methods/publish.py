@@ -26,6 +26,7 @@ from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.recipe.settings import SltaSettings
 from mergekit_slta.slta.solution import Solution
 from mergekit_slta.slta.statistics import STATISTICS_OF_MERGE, Statistics
+from mergekit_slta.tables import as_size
 
 # What belongs to a model beside its weights. Anything else in the folder stays where it is.
 PUBLISHED = (
@@ -60,10 +61,10 @@ class Publication:
     address: str | None = None
 
     def __str__(self) -> str:
-        size = sum(size for _, size in self.files) / 1e9
+        size = as_size(sum(size for _, size in self.files))
         done = f"Published as {self.address}" if self.address else f"Would be uploaded to {self.repository}"
-        lines = [f"{done}: {len(self.files)} files, {size:.3g} GB."]
-        lines += [f"  {name} ({size} bytes)" for name, size in self.files]
+        lines = [f"{done}: {len(self.files)} files, {size}."]
+        lines += [f"  {name} ({as_size(size)})" for name, size in self.files]
         lines += [f"Not uploaded: {', '.join(self.left_out)}."] if self.left_out else []
         return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
 
@@ -104,7 +105,10 @@ def publish(
     recipe = Recipe.load(folder / card.RECIPE)
     paths = [reference.model.path for reference in recipe.references]
     if local := [path for path in paths if os.path.isabs(path) or os.path.isdir(path)]:
-        notes.append(f"The recipe names folders of this machine ({listed(local)}): others cannot run it as it is.")
+        notes.append(
+            f"The recipe names folders of this machine ({listed(local)}), so others cannot run it as it is: write "
+            f"their Hub ids in {card.RECIPE}."
+        )
     method = registry.METHODS.get(recipe.config.merge_method)
     registry.register()
     text = card.published_card(folder, recipe, method, _solution(folder, recipe))

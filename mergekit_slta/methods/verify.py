@@ -45,6 +45,7 @@ class Verification:
         compared: how many of them were compared with the values that the recipe gives them.
         largest: the largest absolute difference from such a value; 0 where nothing was compared.
         where: the tensor that has it; "" where nothing differs.
+        dtype: that tensor's data type; "" where nothing differs.
     """
 
     problems: tuple[str, ...]
@@ -52,14 +53,16 @@ class Verification:
     compared: int
     largest: float
     where: str
+    dtype: str = ""
 
     def __str__(self) -> str:
         values = f"{self.compared} compared by value, largest difference {self.largest:.3g}"
-        read = f"{self.tensors} tensors read, {values}{f' in {self.where}' if self.where else ''}."
+        read = f"{self.tensors} tensors read, {values}{f' in {self.where}' if self.where else ''}"
         if not self.problems:
-            return f"No difference beyond rounding. {read}"
+            rounding = f", within the rounding of {self.dtype}" if self.where else ""
+            return f"No difference beyond rounding. {read}{rounding}."
         count = len(self.problems)
-        return "\n- ".join([f"{count} problem{'s' * (count > 1)} found. {read}", *self.problems])
+        return "\n- ".join([f"{count} problem{'s' * (count > 1)} found. {read}.", *self.problems])
 
 
 def verify(recipe: Recipe, merged: str | os.PathLike[str], **options: Any) -> Verification:
@@ -89,7 +92,7 @@ def verify(recipe: Recipe, merged: str | os.PathLike[str], **options: Any) -> Ve
     experiment = Experiment(recipe, **options)
     experiment.open()
     expected = _Expected(experiment, folder)
-    problems, compared, largest, where = [], 0, 0.0, ""
+    problems, compared, largest, where, dtype = [], 0, 0.0, "", ""
     planned = {task.tensor_name: task for task in _plan(experiment, folder)}
     lost = [name for name, task in planned.items() if name not in stored and not task.optional]
     problems += [f"The tensor {name} is missing." for name in lost]
@@ -103,13 +106,14 @@ def verify(recipe: Recipe, merged: str | os.PathLike[str], **options: Any) -> Ve
         disable=experiment.quiet,
     ):
         with torch.no_grad():
-            found = expected.compare(planned[name], loader.get_tensor(name))
+            tensor = loader.get_tensor(name)
+            found = expected.compare(planned[name], tensor)
         LoaderCache().flush_all()
         problems += found.problems
         compared += found.error is not None
         if (found.error or 0.0) > largest:
-            largest, where = found.error or 0.0, name
-    return Verification(tuple(problems), len(planned.keys() & stored.keys()), compared, largest, where)
+            largest, where, dtype = found.error or 0.0, name, _name(tensor.dtype)
+    return Verification(tuple(problems), len(planned.keys() & stored.keys()), compared, largest, where, dtype)
 
 
 def _plan(experiment: Experiment, folder: Path) -> list[SaveTensor]:

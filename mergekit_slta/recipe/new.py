@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import yaml
@@ -21,10 +22,12 @@ models:
 _EXPERT = """\
   - model: {expert}
     parameters:
+{source}      calibration: ""
+"""
+_SOURCE = """\
       # Some 30 prompts of this expert's own task, with answers: a file (.jsonl, .json, .csv, .parquet or .txt with a
       # sample on each line), or a dataset of the Hub, "hf:ORG/NAME?config=main&split=train". Each expert needs its own.
-      calibration: ""
-      # template: "{{question}} {{answer}}"   # how a record becomes text, where its fields have other names than usual
+      # template: "{question} {answer}"   # how a record becomes text, where its fields have other names than usual
 """
 _TAIL = """\
 parameters:
@@ -43,7 +46,8 @@ def new_recipe(base: str, experts: Sequence[str]) -> str:
 
     Args:
         base: the base model, a folder or a Hub id.
-        experts: the experts, folders or Hub ids; an adapter behind its base model, ``BASE+ADAPTER``.
+        experts: the experts, folders or Hub ids; an adapter behind its base model, ``BASE+ADAPTER``. A folder that is
+            there is written with a leading ``./``, which mergekit does not look up on the Hub.
 
     Returns:
         The recipe as YAML. It can be read as it is; ``check`` names the calibration sources that are missing.
@@ -53,13 +57,22 @@ def new_recipe(base: str, experts: Sequence[str]) -> str:
     """
     if not experts:
         raise SltaError("A merge needs at least one expert: name the models that were fine-tuned from the base model.")
+    base, *experts = map(_local, (base, *experts))
     if len({base, *experts}) < 1 + len(experts):
         raise SltaError(f"A model is named twice ({', '.join((base, *experts))}): name each once.")
     count = f"{len(experts)} expert{'s' * (len(experts) > 1)}"
     text = _HEAD.format(count=count, base=_scalar(base))
-    text += "".join(_EXPERT.format(expert=_scalar(expert)) for expert in experts) + _TAIL
+    sources = [_SOURCE, *("" for _ in experts[1:])]  # what the first expert says holds for the others
+    entries = zip(experts, sources, strict=True)
+    text += "".join(_EXPERT.format(expert=_scalar(expert), source=source) for expert, source in entries) + _TAIL
     Recipe.parse(text, "A recipe for these models")
     return text
+
+
+def _local(name: str) -> str:
+    """A model's name; a relative path to a folder that is there begins with a dot, so that it is no Hub id."""
+    parts = name.split("+")
+    return "+".join(f"./{part}" if part and part[0] not in "./~" and os.path.isdir(part) else part for part in parts)
 
 
 def _scalar(name: str) -> str:

@@ -258,6 +258,9 @@ def _published_path(path: ModelPath) -> str:
     return f"{name}@{path.revision}" if path.revision else name
 
 
+EQUAL_DATA = "because with equal data every merging weight of slta is one over the number of experts"
+
+
 def calibration_problems(
     recipe: Recipe | Reading, statistics_exist: bool = False, takes_statistics: bool = True
 ) -> list[str]:
@@ -289,7 +292,7 @@ def calibration_problems(
         if key in seen:
             problems.append(
                 f"The experts {seen[key]} and {expert} have the same calibration source '{expert.calibration}': "
-                "give each the data of its own task."
+                f"give each the data of its own task, {EQUAL_DATA}."
             )
         seen.setdefault(key, expert)
     return problems

@@ -13,7 +13,7 @@ from mergekit_slta.data.draw import CHAT_DATE, CalibrationData, CalibrationSourc
 from mergekit_slta.data.sources import is_dataset
 from mergekit_slta.errors import reading
 from mergekit_slta.models.adapters import adapter_chat_template, tokenizer_folder
-from mergekit_slta.recipe.recipe import Expert
+from mergekit_slta.recipe.recipe import EQUAL_DATA, Expert
 from mergekit_slta.recipe.settings import CalibrationSettings
 
 
@@ -105,7 +105,7 @@ def repeated_data(drawn: Iterable[tuple[Expert, CalibrationData]]) -> list[str]:
     seen: dict[str, Expert] = {}
     return [
         f"'{other.calibration}' of {other} and '{expert.calibration}' of {expert} give the same tokens: "
-        "give each expert the data of its own task."
+        f"give each expert the data of its own task, {EQUAL_DATA}."
         for expert, samples in drawn
         if (other := seen.setdefault(samples.sha256, expert)) is not expert
     ]

@@ -56,7 +56,8 @@ def test_two_sources_with_the_same_samples(method: str, family: Family, tmp_path
     recipe["merge_method"] = method
     assert only(recipe) == (
         f"'{copy}' of {family.experts[0]} and '{family.data[1]}' of {family.experts[1]} give the same tokens: "
-        "give each expert the data of its own task."
+        "give each expert the data of its own task, because with equal data every merging weight of slta is one over "
+        "the number of experts."
     )
 
 

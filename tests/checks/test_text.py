@@ -70,4 +70,7 @@ def test_relative_paths_that_look_like_names_on_the_hub(
     (note,) = look(recipe).notes
     assert "write ./models/base, or merge with --no-write-model-card" in note
     assert look(recipe, options={"write_model_card": False}).notes == []
+    entries = [entry | {"model": f"models/expert{index}"} for index, entry in enumerate(recipe["models"])]
+    (note,) = look(recipe | {"models": entries}).notes
+    assert note.count("models/base") == 2 and ", ./models/expert2, or merge with" in note
     assert look(recipe | {"base_model": "./models/base"}).notes == []

@@ -363,7 +363,10 @@ def test_what_is_undefined_is_null(make_family: MakeFamily, write_recipe: WriteR
 
 def test_json_and_recipe_are_written_into_new_folders(stats: Path, llama: Family, tmp_path: Path) -> None:
     files = tmp_path / "a" / "solution.json", tmp_path / "b" / "recipe.yml"
-    run("solve", stats, "--json", files[0], "--recipe", files[1], "--model", f"base={llama.base}", "--quiet")
+    more: list[str | Path] = ["--recipe", files[1], "--model", f"base={llama.base}"]
+    said = run("solve", stats, "--json", files[0], *more, "--quiet").stdout.splitlines()
+    assert said == [f"{files[0]} written.", f"{files[1]} written: run it with 'mergekit-yaml {files[1]} OUT'."]
+    json.loads(run("solve", stats, "--json", "-", *more).stdout)
     assert json.loads(files[0].read_text()) == solution(stats)
     for file in files:
         assert list(file.parent.iterdir()) == [file]

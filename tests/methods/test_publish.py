@@ -24,6 +24,7 @@ from mergekit_slta.cli.commands import main
 from mergekit_slta.errors import SltaError
 from mergekit_slta.methods.publish import publish
 from mergekit_slta.slta.statistics import Statistics
+from mergekit_slta.tables import as_size
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +109,7 @@ def test_a_dry_run_writes_and_uploads_nothing(out: Path) -> None:
     done = CliRunner().invoke(main, ["publish", str(out), "org/model", "--dry-run", "--quiet"])
     assert done.exit_code == 0, done.output
     assert "Would be uploaded to org/model" in done.output and "README.md" in done.output
+    assert f"config.json ({as_size((out / 'config.json').stat().st_size)})" in done.output
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 
@@ -117,7 +119,8 @@ def test_what_a_user_wrote_is_published(out: Path) -> None:
     found = publish(out, "org/model", dry_run=True, quiet=True)
     text = path.read_text()
     assert dict(found.files)["README.md"] == len(text.encode())  # which is up to date already
-    assert any("folders of this machine" in note for note in found.notes)
+    (local,) = (note for note in found.notes if "folders of this machine" in note)
+    assert local.endswith("write their Hub ids in mergekit_config.yml.")
     assert any("no chat template" in note for note in found.notes)
 
 

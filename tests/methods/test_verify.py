@@ -80,7 +80,9 @@ def test_a_sound_merge_is_as_near_as_the_dense_sum_says(llama: Family, merged: t
         errors[name] = float((written[name].double() - wanted).abs().max())
     assert found.largest == pytest.approx(max(errors.values()), rel=1e-6)
     assert found.where == max(errors, key=lambda name: errors[name])
-    assert str(found).startswith("No difference beyond rounding.") and found.where in str(found)
+    assert str(found).startswith("No difference beyond rounding.")
+    assert str(found).endswith(f" in {found.where}, within the rounding of {found.dtype}.")
+    assert found.dtype == str(written[found.where].dtype).removeprefix("torch.")
 
 
 @pytest.mark.parametrize(

@@ -362,6 +362,7 @@ def test_two_experts_with_the_same_source(tmp_path: Path) -> None:
         entry["parameters"]["calibration"] = f"{tmp_path}/{spelling}"
     (problem,) = calibration_problems(read(recipe), statistics_exist=False)
     assert problem.startswith("The experts org/math and org/code have the same calibration source")
+    assert problem.endswith("with equal data every merging weight of slta is one over the number of experts.")
 
 
 def test_one_source_for_all_experts() -> None:
