@@ -1,10 +1,12 @@
-"""Tables for people and JSON for programs."""
+"""Tables for people, with short names of models, and JSON for programs."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from markupsafe import Markup
@@ -73,3 +75,25 @@ class Paragraphs:
 def as_json(content: object) -> str:
     """Content as indented JSON; numbers that are not finite become null, because JSON cannot hold them."""
     return TypeAdapter(Any, config=ConfigDict(ser_json_inf_nan="null")).dump_json(content, indent=1).decode() + "\n"
+
+
+def short_names(models: Sequence[str]) -> tuple[str, ...]:
+    """The models' names without folders and without the words that all names begin or end with.
+
+    ``org/llama-math-v1`` and ``org/llama-code-v1`` are ``math`` and ``code``.
+    """
+    last = [re.split(r"[/\\]", model.rstrip("/\\"))[-1] or model for model in models]
+    if len(set(last)) < len(last):
+        return tuple(models)
+    if len(last) == 1:
+        return tuple(last)
+    words = [re.split(r"([-_.])", name) for name in last]  # every other one is a separator
+    begin, end = _common(words), _common([name[::-1] for name in words])
+    kept = ["".join(name[begin : len(name) - end]) for name in words]
+    are_words = all(sum(map(str.isalpha, name)) > 1 for name in kept)  # "1" or "7b" alone would not name a model
+    return tuple(kept if are_words and len(set(kept)) == len(kept) else last)
+
+
+def _common(names: Sequence[Sequence[str]]) -> int:
+    """How many words and separators all names begin with, in whole pairs."""
+    return sum(1 for _ in takewhile(lambda same: len(set(same)) == 1, zip(*names, strict=False))) // 2 * 2

@@ -9,7 +9,7 @@ import pytest
 from support.html_elements import Elements
 
 from mergekit_slta.nonlinearity.scores import Value
-from mergekit_slta.tables import Table, as_json, as_paragraphs, as_size
+from mergekit_slta.tables import Table, as_json, as_paragraphs, as_size, short_names
 
 
 def test_a_table_as_text_is_aligned() -> None:
@@ -48,3 +48,20 @@ def test_numbers_that_are_not_finite_are_null_in_json() -> None:
     assert json.loads(text) == {"médian": {"value": {"mean": None, "std": 0.1, "n": 2}}, "list": [None, None, 1e-9]}
     assert "médian" in text
     assert text.endswith("}\n")
+
+
+@pytest.mark.parametrize(
+    ("models", "names"),
+    [
+        (["org/llama-math", "org/llama-code"], ("math", "code")),
+        (["WizardMath-7B-V1.0", "./WizardCoder-7B-V1.0"], ("WizardMath", "WizardCoder")),
+        (["org/llama-math"], ("llama-math",)),
+        (["a/x", "b/x"], ("a/x", "b/x")),
+        (["expert-1", "expert-2"], ("expert-1", "expert-2")),
+        (["llama-7b-x", "llama-13b-x"], ("llama-7b-x", "llama-13b-x")),
+        (["model", "model-code"], ("model", "model-code")),
+        (["C:\\models\\math\\", "code/"], ("math", "code")),
+    ],
+)
+def test_short_names_tell_experts_apart(models: list[str], names: tuple[str, ...]) -> None:
+    assert short_names(models) == names

@@ -8,16 +8,14 @@ Shapes: ``S`` submodules of a level, ``T`` experts, and as many tasks, each name
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 import torch
 
 from mergekit_slta.levels import place_of
 from mergekit_slta.reports.words import plain_number
-from mergekit_slta.slta.solution import Solution
+from mergekit_slta.slta.solution import MOST_CONDITION, Solution
 from mergekit_slta.slta.solver import (
     bootstrap,
     bootstrap_counts,
@@ -26,14 +24,13 @@ from mergekit_slta.slta.solver import (
     retained_share,
     task_means,
 )
+from mergekit_slta.tables import short_names
 
 DRAWS = 200
 INTERVAL = (0.05, 0.95)
 SAMPLE_COUNTS = (1, 3, 10, 30)
 SEED = 0
-# Beyond these limits a merging weight is called unreliable. Two experts with a cosine similarity of 0.98 give a
-# condition number of 100.
-MOST_CONDITION = 100.0
+# Beyond these limits, and beyond MOST_CONDITION, a merging weight is called unreliable.
 WIDEST_INTERVAL = 0.2
 PLAUSIBLE_ALPHA = (-0.25, 1.25)
 # With fewer samples per task than this the bootstrap gives intervals that are too narrow.
@@ -212,25 +209,3 @@ def _by_samples(solution: Solution, means_by_name: Mapping[str, torch.Tensor]) -
             drawn.mean((0, 1)), drawn.std(1).mean(0), pooled(torch.stack(kept), torch.stack(shares)).mean(0)
         )
     return effects
-
-
-def short_names(models: Sequence[str]) -> tuple[str, ...]:
-    """The models' names without folders and without the words that all names begin or end with.
-
-    ``org/llama-math-v1`` and ``org/llama-code-v1`` are ``math`` and ``code``.
-    """
-    last = [re.split(r"[/\\]", model.rstrip("/\\"))[-1] or model for model in models]
-    if len(set(last)) < len(last):
-        return tuple(models)
-    if len(last) == 1:
-        return tuple(last)
-    words = [re.split(r"([-_.])", name) for name in last]  # every other one is a separator
-    begin, end = _common(words), _common([name[::-1] for name in words])
-    kept = ["".join(name[begin : len(name) - end]) for name in words]
-    are_words = all(sum(map(str.isalpha, name)) > 1 for name in kept)  # "1" or "7b" alone would not name a model
-    return tuple(kept if are_words and len(set(kept)) == len(kept) else last)
-
-
-def _common(names: Sequence[Sequence[str]]) -> int:
-    """How many words and separators all names begin with, in whole pairs."""
-    return sum(1 for _ in takewhile(lambda same: len(set(same)) == 1, zip(*names, strict=False))) // 2 * 2

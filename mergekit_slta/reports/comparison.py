@@ -8,9 +8,9 @@ from pathlib import Path
 
 from mergekit_slta import files
 from mergekit_slta.comparison.compare import Comparison
-from mergekit_slta.reports.analysis import short_names
 from mergekit_slta.reports.figures import Matrix, heat_map
 from mergekit_slta.reports.words import percent
+from mergekit_slta.tables import short_names
 
 
 def write_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> None:

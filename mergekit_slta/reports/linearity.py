@@ -9,11 +9,11 @@ from pathlib import Path
 from mergekit_slta import files
 from mergekit_slta.levels import place_of
 from mergekit_slta.nonlinearity.scores import STEPS, Linearity, Value, distance_metric, pooled
-from mergekit_slta.reports.analysis import kinds_of, short_names
+from mergekit_slta.reports.analysis import kinds_of
 from mergekit_slta.reports.figures import Bar, Line, Matrix, Panel, bar_chart, heat_map, line_chart
 from mergekit_slta.reports.page import Chart, Page, Section
 from mergekit_slta.reports.words import counted, enumerated, kind_name, plain_number
-from mergekit_slta.tables import Table, as_json
+from mergekit_slta.tables import Table, as_json, short_names
 
 LINEAR_MAPS = "linear map"
 SETTINGS = {2: "25 settings of two weights from 0.2 to 1", 3: "27 settings of three weights from 0.3 to 0.7"}

@@ -19,20 +19,18 @@ from mergekit_slta.reports.analysis import (
     DRAWS,
     FEW_SAMPLES,
     INTERVAL,
-    MOST_CONDITION,
     PLAUSIBLE_ALPHA,
     WIDEST_INTERVAL,
     LevelAnalysis,
     analyse,
-    short_names,
 )
 from mergekit_slta.reports.figures import PAIR, Line, Matrix, Panel, heat_map, line_chart
 from mergekit_slta.reports.page import Chart, Page, Section
 from mergekit_slta.reports.words import counted, enumerated, extent, kind_name, percent, plain_number
-from mergekit_slta.slta.solution import Solution
+from mergekit_slta.slta.solution import MOST_CONDITION, Solution
 from mergekit_slta.slta.solver import pooled
 from mergekit_slta.slta.statistics import Statistics
-from mergekit_slta.tables import Table
+from mergekit_slta.tables import Table, short_names
 
 LOSES_MOST = 0.5
 MEANING = (

@@ -16,11 +16,14 @@ import mergekit_slta
 from mergekit_slta import files
 from mergekit_slta.errors import SltaError
 from mergekit_slta.slta.solver import SubmoduleSolution, bootstrap, pooled
-from mergekit_slta.tables import Table, as_json, as_paragraphs, as_percentage
+from mergekit_slta.tables import Table, as_json, as_paragraphs, as_percentage, short_names
 
 if TYPE_CHECKING:
     from mergekit_slta.slta.statistics import Statistics
 
+# Above this condition number, that of two experts with a cosine similarity of 0.98, the samples hardly determine the
+# weights.
+MOST_CONDITION = 100.0
 ILL_CONDITIONED = (
     1e6  # from here on a change of the Gram matrices in the seventh digit changes the weights in the first
 )
@@ -125,12 +128,13 @@ class Solution:
         return as_json(content)
 
     def table(self, errors: Mapping[str, torch.Tensor] | None = None) -> Table:
-        """One row per submodule: merging weights, kept shares, condition number.
+        """One row per submodule: merging weights, kept shares, condition number; and one for all, with ``kept``.
 
         Args:
             errors: the standard errors of ``bootstrap``, to be shown beside the weights.
         """
-        header = [f"alpha {name}" for name in self.models] + [f"keeps {name}" for name in self.models]
+        names = short_names(self.models)
+        header = [f"alpha {name}" for name in names] + [f"keeps {name}" for name in names]
         rows = []
         for name in self.alpha:
             alpha = [f"{weight:.3f}" for weight in self.alpha[name].tolist()]
@@ -140,6 +144,8 @@ class Solution:
             retained = map(as_percentage, self.retained[name].tolist())
             condition = "-" if math.isnan(self.condition[name]) else f"{self.condition[name]:.3g}"
             rows.append([name, *alpha, *retained, condition])
+        if len(rows) > 1:
+            rows.append(["all", *("-" for _ in names), *map(as_percentage, self.kept.tolist()), "-"])
         return Table(["submodule", *header, "condition"], rows)
 
     def notes(self) -> list[str]:
@@ -175,11 +181,20 @@ class Solution:
         return self.text()
 
     def text(self, errors: Mapping[str, torch.Tensor] | None = None) -> str:
-        """The table, aligned, and the notes; the argument is that of ``table``."""
-        return "\n\n".join([str(self.table(errors)), *self.notes()])
+        """The table, aligned, how to read it, and the notes; the argument is that of ``table``."""
+        return "\n\n".join([str(self.table(errors)), self._legend(errors is not None), *self.notes()])
+
+    def _legend(self, with_errors: bool) -> str:
+        """What stands in the table."""
+        pairs = zip(short_names(self.models), self.models, strict=True)
+        parts = [f"{short} is {name}" for short, name in pairs if short != name]
+        parts += ["alpha: the merging weight", "keeps: the share of the expert's feature change that the merge keeps"]
+        parts += [f"condition: 1 is ideal, above {MOST_CONDITION:.0f} the samples hardly determine the weights"]
+        parts += ["±: the standard error over bootstrap draws"] if with_errors else []
+        return "; ".join(parts) + "."
 
     def _repr_html_(self) -> str:
-        return as_paragraphs(f"Merging weights at level {self.level}", self.table(), *self.notes())
+        return as_paragraphs(f"Merging weights at level {self.level}", self.table(), self._legend(False), *self.notes())
 
     def save_recipe(
         self,

@@ -10,31 +10,14 @@ from support import reference, synthetic
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.reports import analysis as module
-from mergekit_slta.reports.analysis import analyse, kinds_of, pooled, short_names
-from mergekit_slta.slta.solver import bootstrap_counts, solve
+from mergekit_slta.reports.analysis import analyse, kinds_of
+from mergekit_slta.slta.solver import bootstrap_counts, pooled, solve
 from mergekit_slta.slta.statistics import Statistics
 
 
 def test_kinds_keep_the_order() -> None:
     names = ["layer.0.head.0", "layer.0.head.1", "layer.0.mlp", "layer.1.head.0", "layer.1.head.1", "layer.1.mlp"]
     assert kinds_of(names) == {"head": {0: [0, 1], 1: [3, 4]}, "mlp": {0: [2], 1: [5]}}
-
-
-@pytest.mark.parametrize(
-    ("models", "names"),
-    [
-        (["org/llama-math", "org/llama-code"], ("math", "code")),
-        (["WizardMath-7B-V1.0", "./WizardCoder-7B-V1.0"], ("WizardMath", "WizardCoder")),
-        (["org/llama-math"], ("llama-math",)),
-        (["a/x", "b/x"], ("a/x", "b/x")),
-        (["expert-1", "expert-2"], ("expert-1", "expert-2")),
-        (["llama-7b-x", "llama-13b-x"], ("llama-7b-x", "llama-13b-x")),
-        (["model", "model-code"], ("model", "model-code")),
-        (["C:\\models\\math\\", "code/"], ("math", "code")),
-    ],
-)
-def test_short_names_tell_experts_apart(models: list[str], names: tuple[str, ...]) -> None:
-    assert short_names(models) == names
 
 
 def random_deltas(experts: int, samples: int, seed: int) -> reference.Deltas:

@@ -94,13 +94,17 @@ def test_standard_errors_are_those_of_the_draws(statistics: Statistics) -> None:
 def test_printed_it_is_a_table_with_notes(statistics: Statistics) -> None:
     statistics.grams["layer.1.mlp"].zero_()
     solution = statistics.solve()
-    table, note = str(solution).split("\n\n")
+    table, legend, note = str(solution).split("\n\n")
     assert table == str(solution.table())
     assert table.splitlines()[0].split() == [
-        *("submodule", "alpha", "org/math", "alpha", "org/code", "alpha", "org/<b>chat"),
-        *("keeps", "org/math", "keeps", "org/code", "keeps", "org/<b>chat", "condition"),
+        *("submodule", "alpha", "math", "alpha", "code", "alpha", "<b>chat"),
+        *("keeps", "math", "keeps", "code", "keeps", "<b>chat", "condition"),
     ]
-    assert table.splitlines()[-1].split() == ["layer.1.mlp", *["0.000"] * 3, *["-"] * 4]
+    *_, last, whole = table.splitlines()
+    assert last.split() == ["layer.1.mlp", *["0.000"] * 3, *["-"] * 4]
+    assert whole.split() == ["all", *["-"] * 3, *(f"{share:.1%}" for share in solution.kept.tolist()), "-"]
+    assert legend.startswith("math is org/math; code is org/code; <b>chat is org/<b>chat; ")
+    assert "±" in solution.text(solution.bootstrap(2)) and "±" not in legend
     assert note.startswith("In 1 of 4 submodules (layer.1.mlp ...)")
     assert [note] == solution.notes()
 
@@ -123,7 +127,7 @@ def test_in_a_notebook_it_is_an_escaped_table(statistics: Statistics) -> None:
     elements = Elements(text)
     for row in solution.table().rows:
         assert all(cell in elements.text for cell in row)
-    assert [tag for tag, _ in elements.found].count("tr") == 5
+    assert [tag for tag, _ in elements.found].count("tr") == 6
 
 
 def test_undefined_numbers_are_null_in_json(statistics: Statistics) -> None:
