@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 from mergekit_slta.engine import partial
+from mergekit_slta.models.stacks import ExpertStack
 
 NAME = "separate"
 _ATEN = torch.ops.aten
@@ -70,7 +71,14 @@ class _Factories(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        ours = any(isinstance(leaf, SeparateTensor) for leaf in tree_leaves((args, kwargs)))
+        leaves = tree_leaves((args, kwargs))
+        if any(isinstance(leaf, ExpertStack) for leaf in leaves):
+            with self:  # torch leaves the mode meanwhile, but a stack copies its parts to the device
+                return ExpertStack.__torch_dispatch__(func, types, args, kwargs)
+        if any(isinstance(leaf, torch.device) and _is_ours(leaf) for leaf in args):
+            with self:  # inside another handler, torch hands on what is made of other operations as it is
+                return func.decompose(*args, **kwargs)
+        ours = any(isinstance(leaf, SeparateTensor) for leaf in leaves)
         return (_run if ours or _is_ours(kwargs.get("device")) else _plainly)(func, args, kwargs)
 
 
