@@ -23,7 +23,7 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams, Tasks, decoder_batches, fitting_batch
 from mergekit_slta.errors import SltaError, logger
 from mergekit_slta.layers.decoder import Decoder, Weights
-from mergekit_slta.layers.maps import linear_maps
+from mergekit_slta.layers.maps import routed_tensors
 from mergekit_slta.layers.products import fast_products
 from mergekit_slta.models.checkpoint import Checkpoint
 
@@ -33,8 +33,6 @@ Result = TypeVar("Result")
 Tensors = Mapping[str, torch.Tensor]
 # Called with the number of this process's samples that have passed another step.
 Progress = Callable[[int], object]
-
-FLOAT32 = 4  # bytes
 
 
 class ProgressBar(tqdm):
@@ -191,10 +189,7 @@ class _Loop(Generic[Result]):
         """
         decoder, models = self.accumulator.decoder, self.accumulator.models
         names, prefix = decoder.layer_tensors(layer), decoder.base_model_prefix
-        routed = {found.weight for found in linear_maps(decoder.layers[layer]) if found.expert is not None}
-        stacks = {name: tensor.shape for name, tensor in decoder.layers[layer].state_dict().items() if name in routed}
-        if sum(map(math.prod, stacks.values())) * FLOAT32 * (len(models) + 1) < _room(decoder.device):
-            stacks = {}
+        stacks = self._stacks(layer)
         ahead = self.fetched.pop(layer).result() if layer in self.fetched else [None] * len(models)
         pairs = zip(models, ahead, strict=True)
         weights = [model.read(names, prefix, decoder.device, fetched, stacks) for model, fetched in pairs]
@@ -202,10 +197,18 @@ class _Loop(Generic[Result]):
             for model in models:
                 model.prefetch(layer + 1)
         elif layer + 1 < len(decoder):
-            following = {key: name for key, name in decoder.layer_tensors(layer + 1).items() if key not in stacks}
+            read_later = self._stacks(layer + 1)
+            following = {key: name for key, name in decoder.layer_tensors(layer + 1).items() if key not in read_later}
             fetch = [functools.partial(model.fetch, following, prefix) for model in models]
             self.fetched = {layer + 1: self.reader.submit(lambda: [own() for own in fetch])}
         return weights
+
+    def _stacks(self, layer: int) -> dict[str, torch.Size]:
+        """The shapes of a layer's tensors of routed experts, by their keys, if each expert is read when it is used."""
+        decoder = self.accumulator.decoder
+        stacks = {name: tensor.shape for name, tensor in routed_tensors(decoder.layers[layer]).items()}
+        size = sum(map(math.prod, stacks.values())) * torch.float32.itemsize
+        return {} if size * (len(self.accumulator.models) + 1) < _room(decoder.device) else stacks
 
     def _report(self, samples: int) -> None:
         self.reported += samples

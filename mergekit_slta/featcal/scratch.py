@@ -23,7 +23,7 @@ from mergekit_slta.files import cache_folder, digest
 from mergekit_slta.layers.blend import Blend
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.ends import tail_problem
-from mergekit_slta.layers.maps import linear_maps, output_head
+from mergekit_slta.layers.maps import output_head, routed_tensors
 from mergekit_slta.layers.submodules import resolve_name
 from mergekit_slta.models.roles import Role, tensor_roles
 from mergekit_slta.recipe.experiment import Experiment
@@ -252,5 +252,4 @@ def needs(
 
 def _routed(layer: torch.nn.Module) -> int:
     """The elements of a layer's routed experts that are not in memory: all but one expert's."""
-    state, routed = layer.state_dict(), {found.weight for found in linear_maps(layer) if found.expert is not None}
-    return sum(state[name][1:].numel() for name in routed)
+    return sum(tensor[1:].numel() for tensor in routed_tensors(layer).values())

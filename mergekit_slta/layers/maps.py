@@ -169,3 +169,9 @@ def _products(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
             product = left.double().T @ right.double()
             products[b, c], products[c, b] = product, product.T
     return products
+
+
+def routed_tensors(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A layer's tensors [E, ...] that hold the matrices of a mixture's routed experts, by their names in the layer."""
+    names = {found.weight for found in linear_maps(layer) if found.expert is not None}
+    return {name: tensor for name, tensor in layer.state_dict().items() if name in names}
