@@ -74,7 +74,8 @@ class TensorWeights:
             return self.edge_alpha
         places = self._places.get(self.decoder.first_names.get(name, name), [name])
         parts = [place.removeprefix(path).partition(".") for place in places if place.startswith(path)]
-        return torch.stack([self._inside(int(number), inside, mixture_expert) for number, _, inside in parts]).mean(0)
+        found = [self._inside(int(number), inside, mixture_expert) for number, _, inside in parts]
+        return found[0] if len(found) == 1 else torch.stack(found).mean(0)
 
     def _inside(self, layer: int, inside: str, mixture_expert: int | None) -> torch.Tensor:
         """The merging weights of a layer's tensor."""

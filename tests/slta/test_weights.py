@@ -63,7 +63,7 @@ def test_layer_1_is_not_layer_11() -> None:
     alpha = random_alpha(decoder, "layer")
     weights = TensorWeights(decoder, "layer", solutions(alpha))
     for layer in (1, 10, 11):
-        assert torch.equal(weights[f"model.layers.{layer}.mlp.up_proj.weight"], alpha[f"layer.{layer}"])
+        assert weights[f"model.layers.{layer}.mlp.up_proj.weight"] is alpha[f"layer.{layer}"]
 
 
 def test_names_of_a_bare_bodys_checkpoint_are_known() -> None:
