@@ -202,7 +202,7 @@ def _by_samples(solution: Solution, means_by_name: Mapping[str, torch.Tensor]) -
         for name, means in means_by_name.items():
             alpha = drawn_weights(statistics.grams[name], statistics.task, counts, **solution.settings)
             alphas.append(alpha)
-            kept.append(torch.stack([retained_share(means, draw) for draw in alpha]))
+            kept.append(retained_share(means, alpha))
             shares.append(solution.submodules[name].share.expand_as(alpha))
         drawn = torch.stack(alphas)  # [S, draws, T]
         effects[count] = SampleEffect(
