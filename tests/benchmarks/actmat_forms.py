@@ -46,6 +46,7 @@ import quickstart
 
 import mergekit_slta.methods.registry
 from mergekit_slta.actmat import covariance
+from mergekit_slta.actmat.covariance import merge_by_covariance
 
 REAL_TASKS = list(real_family.TASKS)[:3]
 Form = Callable[[Sequence[torch.Tensor], float], torch.Tensor]
@@ -69,11 +70,11 @@ def unequal(tasks: Sequence[torch.Tensor], ridge: float) -> torch.Tensor:
 
 
 def by_outputs(tasks: Sequence[torch.Tensor], ridge: float) -> torch.Tensor:
-    return regression([task.T for task in tasks], [task.T / task.norm() for task in tasks], ridge).T
+    return merge_by_covariance([task.T for task in tasks], ridge).T
 
 
 def both(tasks: Sequence[torch.Tensor], ridge: float) -> torch.Tensor:
-    return (regression(tasks, [task / task.norm() for task in tasks], ridge) + by_outputs(tasks, ridge)) / 2
+    return (merge_by_covariance(tasks, ridge) + by_outputs(tasks, ridge)) / 2
 
 
 def singular_vectors(tasks: Sequence[torch.Tensor], ridge: float) -> torch.Tensor:
