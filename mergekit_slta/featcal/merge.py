@@ -157,18 +157,16 @@ class _FeatureMerge(Accumulator[Tensors]):
                 anchor[key] = stack_of(in_a_file(stack, self.folder), stack.device)
         known = {key: tensor for key, name in names.items() if (tensor := self.shared.get(name)) is not None}
         solver = LayerSolver(
-            *(
-                self.decoder,
-                layer,
-                maps,
-                {**anchor, **known},
-                base,
-                experts,
-                streams,
-                self.weights,
-                self.regression,
-                self.ranks,
-            ),
+            self.decoder,
+            layer,
+            maps,
+            {**anchor, **known},
+            base,
+            experts,
+            streams,
+            self.weights,
+            self.regression,
+            self.ranks,
             self.folder,
         )
         for group in maps.groups:

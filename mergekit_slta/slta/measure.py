@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -231,7 +231,7 @@ def _named(statistics: Statistics, recipe: Recipe) -> Statistics:
     if len(set(names)) < len(names):
         return statistics
     info = statistics.info.model_copy(update={"base_model": names[0], "models": tuple(names[1:])})
-    return Statistics(statistics.grams, statistics.task, statistics.tokens, info)
+    return replace(statistics, info=info)
 
 
 def _info(
