@@ -1,4 +1,4 @@
-"""Every tensor is on the device that computes, and the results are the CPU's."""
+"""Every tensor is on the device that computes, and the results are the CPU's; ``test_gpu.py`` says it of a GPU."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.nonlinearity.scores import Plan, plan_studies
 from mergekit_slta.slta.calibrate import calibrate
 from mergekit_slta.slta.features import LayerFeatures
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU takes its place")
 
 State = dict[str, torch.Tensor]
 # Grouped heads, transposed maps with biases, masks per layer, mixtures, convolutions.

@@ -6,7 +6,7 @@ A layer needs only the hidden states before it, so one layer of each model is in
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -18,13 +18,14 @@ from typing import Any, Generic, TypeVar
 import torch
 from tqdm import tqdm
 
+from mergekit_slta.engine.memory import room
 from mergekit_slta.engine.partial import Hidden, Partial
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams, Tasks, decoder_batches, fitting_batch
 from mergekit_slta.errors import SltaError, logger
 from mergekit_slta.layers.decoder import Decoder, Weights
 from mergekit_slta.layers.maps import routed_tensors
-from mergekit_slta.layers.products import fast_products
+from mergekit_slta.layers.products import exact_products
 from mergekit_slta.models.checkpoint import Checkpoint
 
 LOG = logger(__name__)
@@ -93,7 +94,7 @@ class Accumulator(ABC, Generic[Result]):
 
 
 @torch.no_grad()
-@fast_products()
+@exact_products()
 def pass_layers(
     accumulator: Accumulator[Result],
     *,
@@ -107,7 +108,7 @@ def pass_layers(
     Args:
         accumulator: what to do with each layer.
         batch_tokens: the most token positions in one forward pass; 0 chooses by the device, and halves the number when
-            memory runs out.
+            memory runs out although everything that waits is on the host.
         partial: the folder for finished layers; the loop resumes after the layers in it.
         folder: a folder that keeps hidden states instead of memory.
         progress: called with the number of this process's samples that have passed another step; negative when steps
@@ -117,27 +118,31 @@ def pass_layers(
         SltaError: a checkpoint's tensors are missing or not finite, or the chosen batches, or one sample, do not fit
             into memory.
     """
-    loop = _Loop(accumulator, partial, folder, progress)
     device = accumulator.decoder.device
     positions = batch_tokens or fitting_batch(device)
-    while True:
-        try:
-            return loop.run(positions)
-        except torch.OutOfMemoryError as error:
-            longest = max(len(token_ids) for samples in accumulator.tasks for token_ids in samples)
-            if batch_tokens or accumulator.ranks.count > 1 or positions <= longest:
-                raise SltaError(
-                    f"{positions} token positions at once do not fit into the memory of {device}: "
-                    "lower 'batch_tokens', and 'max_tokens' if one sample is too long; if that does not help, the "
-                    "layers themselves are too large for it."
-                ) from error
-            positions //= 2
-            LOG.warning("Out of memory on %s: continuing with %d token positions at once", device, positions)
+    with contextlib.closing(_Loop(accumulator, partial, folder, progress)) as loop:
+        while True:
+            try:
+                return loop.run(positions)
+            except torch.OutOfMemoryError as error:
+                if loop.on_device and accumulator.ranks.count == 1:
+                    loop.on_device = False
+                    LOG.warning("Out of memory on %s: continuing with what waits there on the host", device)
+                    continue
+                longest = max(len(token_ids) for samples in accumulator.tasks for token_ids in samples)
+                if batch_tokens or accumulator.ranks.count > 1 or positions <= longest:
+                    raise SltaError(
+                        f"{positions} token positions at once do not fit into the memory of {device}: "
+                        "lower 'batch_tokens', and 'max_tokens' if one sample is too long; if that does not help, the "
+                        "layers themselves are too large for it."
+                    ) from error
+                positions //= 2
+                LOG.warning("Out of memory on %s: continuing with %d token positions at once", device, positions)
 
 
 @dataclass
 class _Loop(Generic[Result]):
-    """The progress of ``pass_layers``, which lets it continue with smaller batches."""
+    """The progress of ``pass_layers``, which lets it continue with less of a GPU's memory."""
 
     accumulator: Accumulator[Result]
     partial: Partial | None
@@ -152,40 +157,74 @@ class _Loop(Generic[Result]):
             self.accumulator.restore(self.partial, self.layers)
         self.reported = 0
         self.reported_by_finished_layers: int | None = None
-        self.reader = ThreadPoolExecutor(1)
+        device = self.accumulator.decoder.device
+        self.on_device = device.type == "cuda"  # whether what waits for its next use may stay there
+        # On a GPU, threads read the next layer and write the last one, on streams of their own.
+        self.reader, self.writer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self.reads, self.writes = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
         self.fetched: dict[int, Future[list[dict[str, torch.Tensor]]]] = {}  # the next layer of each model
+        self.written: Future[None] | None = None  # the last layer
 
     def run(self, positions: int) -> Result:
         """Run the unfinished layers, with at most ``positions`` token positions at once."""
         own = self.accumulator
         batches = decoder_batches(own.decoder, own.tasks, positions)
-        streams = Streams(own.decoder, own.sources(), batches, own.ranks, self.folder)
+        streams = Streams(own.decoder, own.sources(), batches, own.ranks, self.folder, self.on_device)
         if self.hidden is not None:
             streams.resume(self.hidden, self.layers)
+            self.hidden = streams.state
         if self.reported_by_finished_layers is None:
             self.reported_by_finished_layers = sum(map(own.steps, range(self.layers))) * streams.samples
         self._report(self.reported_by_finished_layers - self.reported)
         for layer in range(self.layers, len(own.decoder)):
             self._take_layer(layer, streams)
+        self._finish_writing()
         return own.finish(streams, self._report)
+
+    def close(self) -> None:
+        """End the threads, when the last layer is written."""
+        self.reader.shutdown(cancel_futures=True)
+        self.writer.shutdown()
 
     def _take_layer(self, layer: int, streams: Streams) -> None:
         own = self.accumulator
         tensors = own.take_layer(layer, self._read(layer), streams, self._report)
         streams.advance()
-        if self.partial is not None:
-            self.partial.save_hidden(layer, own.ranks.index, streams.state)
-            own.ranks.wait()
-            if own.ranks.first:
-                self.partial.finish_layer(layer, tensors)
+        self._save(layer, tensors, streams.state)
         self.layers, self.hidden = layer + 1, streams.state
         self.reported_by_finished_layers = self.reported
+
+    def _save(self, layer: int, tensors: Tensors, hidden: Hidden) -> None:
+        """Write a layer's results; where only this process computes, and on a GPU, the next layer goes on meanwhile."""
+        partial, ranks = self.partial, self.accumulator.ranks
+        if partial is None:
+            return
+
+        def write() -> None:
+            with torch.cuda.stream(self.writes):
+                partial.save_hidden(layer, ranks.index, hidden)
+                ranks.wait()
+                if ranks.first:
+                    partial.finish_layer(layer, tensors)
+
+        if self.writes is None or ranks.count > 1:
+            write()
+            return
+        self._finish_writing()
+        self.writes.wait_stream(torch.cuda.current_stream(self.writes.device))
+        self.written = self.writer.submit(write)
+
+    def _finish_writing(self) -> None:
+        written, self.written = self.written, None
+        if written is not None:
+            written.result()
 
     def _read(self, layer: int) -> list[dict[str, torch.Tensor]]:
         """Read a layer of each model; what comes next is read while the layer is used.
 
-        On a CPU the operating system reads it into its file cache; for another device, a thread reads it to the host.
-        The experts of a mixture are read one by one when they are used, unless a GPU has room for all of them.
+        On a CPU the operating system reads it into its file cache; for another device, a thread reads it, to a GPU
+        itself if that has room. The experts of a mixture are read one by one when they are used, unless a GPU has room
+        for all of them.
         """
         decoder, models = self.accumulator.decoder, self.accumulator.models
         names, prefix = decoder.layer_tensors(layer), decoder.base_model_prefix
@@ -199,25 +238,28 @@ class _Loop(Generic[Result]):
         elif layer + 1 < len(decoder):
             read_later = self._stacks(layer + 1)
             following = {key: name for key, name in decoder.layer_tensors(layer + 1).items() if key not in read_later}
-            fetch = [functools.partial(model.fetch, following, prefix) for model in models]
-            self.fetched = {layer + 1: self.reader.submit(lambda: [own() for own in fetch])}
+            target = decoder.device if self._room() else torch.device("cpu")
+            self.fetched = {layer + 1: self.reader.submit(self._fetch, following, target)}
         return weights
+
+    def _fetch(self, names: Mapping[str, str], device: torch.device) -> list[dict[str, torch.Tensor]]:
+        with torch.cuda.stream(self.reads):
+            prefix = self.accumulator.decoder.base_model_prefix
+            fetched = [model.fetch(names, prefix, device) for model in self.accumulator.models]
+        if self.reads is not None:
+            self.reads.synchronize()
+        return fetched
 
     def _stacks(self, layer: int) -> dict[str, torch.Size]:
         """The shapes of a layer's tensors of routed experts, by their keys, if each expert is read when it is used."""
         decoder = self.accumulator.decoder
         stacks = {name: tensor.shape for name, tensor in routed_tensors(decoder.layers[layer]).items()}
         size = sum(map(math.prod, stacks.values())) * torch.float32.itemsize
-        return {} if size * (len(self.accumulator.models) + 1) < _room(decoder.device) else stacks
+        return {} if size * (len(self.accumulator.models) + 1) < self._room() else stacks
+
+    def _room(self) -> int:
+        return room(self.accumulator.decoder.device) if self.on_device else 0
 
     def _report(self, samples: int) -> None:
         self.reported += samples
         self.progress(samples)
-
-
-def _room(device: torch.device) -> int:
-    """The bytes of a GPU's memory that a layer of all models may take; none on another device."""
-    if device.type != "cuda":
-        return 0
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return (torch.cuda.mem_get_info(device)[0] + unused) // 2

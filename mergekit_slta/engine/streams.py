@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from mergekit_slta.engine.memory import on_host, room
 from mergekit_slta.engine.partial import Hidden
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.layers.calls import LayerCall, State, Weights
@@ -145,7 +146,8 @@ class Streams:
         sources: for each stream, the model that embeds the samples of each task.
         batches: all batches, of which this process takes its share.
         ranks: the processes that share the batches.
-        folder: a folder for temporary files that keep the hidden states instead of memory.
+        folder: a folder for temporary files that keep the hidden states instead of the host's memory.
+        on_device: whether they may stay on a GPU that has room for them.
 
     Attributes:
         layer: the index of the next layer.
@@ -159,11 +161,13 @@ class Streams:
         batches: Sequence[Batch],
         ranks: Ranks,
         folder: Path | None = None,
+        on_device: bool = True,
     ) -> None:
         self.decoder = decoder
         self.layer = 0
         self.batches = of_rank(batches, ranks)
         self._folder = folder
+        self._on_device = on_device
         self._hidden: Hidden = {}
         self._following: Hidden = {}
         self._calls: dict[tuple[int, int], list[LayerCall]] = {}
@@ -187,8 +191,8 @@ class Streams:
 
     def hidden(self, stream: int, number: int) -> torch.Tensor:
         """A batch's hidden states [B, S, D] of one stream before the next layer, on the device."""
-        rows = self.batches[number].rows
-        return pad_sequence([self._hidden[stream, row] for row in rows], batch_first=True).to(self.decoder.device)
+        rows = [self._hidden[stream, row] for row in self.batches[number].rows]
+        return pad_sequence([states.to(self.decoder.device, non_blocking=True) for states in rows], batch_first=True)
 
     def call(self, stream: int, number: int) -> LayerCall:
         """The model's call of the next layer on a batch, with the tensors that the earlier layers have passed on."""
@@ -198,7 +202,7 @@ class Streams:
         state = {}
         for path in self._handed[stream]:
             keys = [(stream, row, *path) for row in rows]
-            state[path] = torch.stack([self._hidden[key] for key in keys]).to(self.decoder.device)
+            state[path] = torch.stack([self._hidden[key].to(self.decoder.device) for key in keys])
         return call.own(state)
 
     def set_output(self, stream: int, number: int, output: torch.Tensor, state: State) -> None:
@@ -230,7 +234,8 @@ class Streams:
     def resume(self, hidden: Hidden, layer: int) -> None:
         """Continue before ``layer`` with stored hidden states."""
         own = {key: hidden[key] for key in self._hidden}
-        self._take(own | {key: tensor for key, tensor in hidden.items() if key[:2] in own}, layer)
+        own |= {key: tensor for key, tensor in hidden.items() if key[:2] in own}
+        self._take({key: self.kept(tensor) for key, tensor in own.items()}, layer)
 
     def _take(self, hidden: Hidden, layer: int) -> None:
         self._hidden, self.layer, self._handed = hidden, layer, {}
@@ -243,17 +248,24 @@ class Streams:
         """The hidden states before the next layer, and the tensors that earlier layers have passed on."""
         return self._hidden
 
+    def kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, where it stays until its next use: on a GPU that has room for it, otherwise on the host."""
+        return tensor if self._stays_on(tensor.device) else on_host(tensor)
+
     def _store(
         self, target: Hidden, stream: int, batch: Batch, tensor: torch.Tensor, path: tuple[Any, ...] = ()
     ) -> None:
         """Store each sample's part of a tensor [B, ...]; padding is removed from hidden states only."""
-        host = tensor.cpu()
+        stays = self._stays_on(tensor.device)
         for index, (row, length) in enumerate(zip(batch.rows, batch.lengths, strict=True)):
+            own = tensor[index] if path else tensor[index, :length]
+            if self._folder is not None and not stays:  # in a file whose space is freed with the tensor
+                kept = mapped(own.shape, own.dtype, self._folder).copy_(own)
+            else:
+                kept = own.clone(memory_format=torch.contiguous_format)
             key = stream, row, *path
-            target[key] = self._keep_apart(host[index] if path else host[index, :length])
+            target[key] = kept if stays else on_host(kept)
 
-    def _keep_apart(self, states: torch.Tensor) -> torch.Tensor:
-        """A copy in memory, or in a mapped temporary file whose space is freed with the copy."""
-        if self._folder is None:
-            return states.clone(memory_format=torch.contiguous_format)
-        return mapped(states.shape, states.dtype, self._folder).copy_(states)
+    def _stays_on(self, device: torch.device) -> bool:
+        """Whether what waits for its next use stays on a device that computes: on a GPU with room."""
+        return self._on_device and room(device) > 0

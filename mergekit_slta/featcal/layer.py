@@ -1,8 +1,8 @@
 """Solve the linear maps of one decoder layer, one group after another, on streams that stop at each group.
 
 A layer runs once per stream and batch, although its maps become known one after another: each run goes on where the
-run before it stopped. Modules that have run are not run again, their outputs are kept on the host. Only what lies
-between maps (norms, the attention's core, activations) may be computed twice.
+run before it stopped. Modules that have run are not run again, their outputs are kept. Only what lies between maps
+(norms, the attention's core, activations) may be computed twice.
 """
 
 from __future__ import annotations
@@ -146,11 +146,11 @@ class LayerSolver:
     def __post_init__(self, anchor: Weights) -> None:
         self.merged = dict(anchor)
         self._children = {group.child for group in self.maps.groups}
-        self._outputs: dict[tuple[int, int], dict[str, Any]] = defaultdict(dict)  # on the host, by stream and batch
-        self._inputs: dict[int, torch.Tensor] = {}  # of the group that is being solved, on the host, by batch
+        self._outputs: dict[tuple[int, int], dict[str, Any]] = defaultdict(dict)  # that wait, by stream and batch
+        self._inputs: dict[int, torch.Tensor] = {}  # of the group that is being solved, by batch
         self._targets: dict[tuple[int, str], Any] = {}  # the expert's outputs, by batch and module
         self._final: dict[tuple[int, int], torch.Tensor] = {}
-        self._handed: dict[tuple[int, int], dict[Any, torch.Tensor]] = defaultdict(dict)  # to later layers, on the host
+        self._handed: dict[tuple[int, int], dict[Any, torch.Tensor]] = defaultdict(dict)  # to later layers
         self._kept: list[str] = []
         self.coverage: dict[str, Coverage] = {}
         self.stacks: dict[str, torch.Tensor] = {}
@@ -166,7 +166,7 @@ class LayerSolver:
             self._kept = []
 
     def output(self, stream: int, number: int) -> tuple[torch.Tensor, State]:
-        """What the layer, once it is solved, makes of a batch [B, S, D] and hands to later layers, on the host."""
+        """What the layer, once it is solved, makes of a batch [B, S, D] and hands to later layers."""
         if (stream, number) not in self._final:
             weights = self.merged if stream == MERGED else self.experts[self.streams.batches[number].task]
             self._go_on(stream, number, weights, None)
@@ -181,7 +181,7 @@ class LayerSolver:
                 targets = self._targets_of(group, number)
                 given = self._merged_inputs(group, number)[0]
                 if group.empty is not None:
-                    self._inputs[number] = given.cpu()
+                    self._inputs[number] = self.streams.kept(given)
                 inputs = batch.unpadded(given)
                 residuals = torch.cat([batch.unpadded(targets[linear_map.module]) for linear_map in group.maps], 1)
                 self._subtract(group.maps, expert, inputs, residuals)
@@ -197,7 +197,7 @@ class LayerSolver:
         """Compute what a child returns from the inputs of its last map, so that it need not run again."""
         for number in list(self._inputs):
             inputs = self._inputs.pop(number).to(self.decoder.device)
-            output = _to_host(group.maps[0].apply(self.merged, inputs))
+            output = self.streams.kept(group.maps[0].apply(self.merged, inputs))
             done = self._outputs[MERGED, number]
             for name in [name for name in done if _inside(name, {group.child})]:
                 del done[name]
@@ -378,7 +378,7 @@ class LayerSolver:
         weights = self.experts[self.streams.batches[number].task]
         found = self._go_on(EXPERT, number, weights, until, capture=routed)
         for module in (module for group in here for module in group.modules):
-            self._targets[number, module] = tree_map(_to_host, found[module])
+            self._targets[number, module] = tree_map(self._waiting, found[module])
 
     def _go_on(
         self, stream: int, number: int, weights: Weights, until: str | None, capture: Collection[str] = ()
@@ -404,17 +404,20 @@ class LayerSolver:
             copy=self.maps.changed,
         )
         if passage.state:  # a child that is replayed later hands nothing on again
-            self._handed[stream, number] |= tree_map(_to_host, passage.state)
+            self._handed[stream, number] |= tree_map(self._waiting, passage.state)
         finished = self._children & set(passage.outputs)
         inside = {name for name in modules & set(passage.outputs) if not _inside(name, finished | closing)}
         for name in finished | inside:
-            done[name] = tree_map(_to_host, passage.outputs[name])
+            done[name] = tree_map(self._waiting, passage.outputs[name])
         for name in [name for name in done if name not in finished and _inside(name, finished)]:
             del done[name]
         if passage.output is not None:
-            self._final[stream, number] = passage.output.cpu()
+            self._final[stream, number] = self.streams.kept(passage.output)
             del self._outputs[stream, number]
         return passage.outputs | passage.inputs
+
+    def _waiting(self, value: Any) -> Any:
+        return self.streams.kept(value) if isinstance(value, torch.Tensor) else value
 
     def _to_device(self, value: Any) -> Any:
         return value.to(self.decoder.device) if isinstance(value, torch.Tensor) else value
@@ -426,10 +429,6 @@ def in_a_file(stack: ExpertStack, folder: Path) -> torch.Tensor:
     for expert in range(len(copy)):
         copy[expert] = stack[expert]
     return copy
-
-
-def _to_host(value: Any) -> Any:
-    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def _inside(module: str, children: set[str]) -> bool:

@@ -188,16 +188,17 @@ class _FeatureMerge(Accumulator[Tensors]):
         for number, batch in enumerate(streams.batches):
             outputs = {}
             for stream in (MERGED, EXPERT):
-                outputs[stream], state = solver.output(stream, number)
-                streams.set_output(stream, number, outputs[stream], state)
+                output, state = solver.output(stream, number)
+                streams.set_output(stream, number, output, state)
+                outputs[stream] = output.to(self.decoder.device)
             if self.compare:
-                outputs[ANCHOR] = streams.run_layer(ANCHOR, number, anchor).cpu()
+                outputs[ANCHOR] = streams.run_layer(ANCHOR, number, anchor)
             own = batch.unpadded(outputs[EXPERT])
             norms = own.norm(dim=1)  # zero where an embedding is: such a token has no relative error
             for row, stream in enumerate(compared):
                 errors = (batch.unpadded(outputs[stream]) - own).norm(dim=1) / norms
-                sums[row, batch.task] += errors[norms > 0].sum(dtype=torch.float64)
-            sums[-1, batch.task] += (norms > 0).sum()
+                sums[row, batch.task] += float(errors[norms > 0].sum(dtype=torch.float64))
+            sums[-1, batch.task] += int((norms > 0).sum())
         self.ranks.sum(sums)
         return {ERRORS[stream]: sums[row] / sums[-1] for row, stream in enumerate(compared)}
 

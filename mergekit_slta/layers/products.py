@@ -1,4 +1,4 @@
-"""The faster of torch's two kernels for float32 matrix products on a CPU, wherever it is as exact as the other."""
+"""Products of float32 matrices as exact as float32, by the fastest kernel: small changes of features need it."""
 
 from __future__ import annotations
 
@@ -17,24 +17,34 @@ SIZES = ((384, 384, 384), (16, 1024, 512), (1000, 64, 256), (3, 1000, 1000))
 
 
 @contextlib.contextmanager
-def fast_products() -> Iterator[None]:
-    """Let oneDNN compute float32 products while the block runs, unless it would round their factors to bfloat16.
+def exact_products() -> Iterator[None]:
+    """Compute float32 products and convolutions exactly while the block runs.
 
-    If bfloat16 is allowed inside float32 products, torch passes these to oneDNN. On many processors oneDNN computes
-    them in full precision all the same, on some twice as fast as the default kernel; on others, such as those with
-    matrix units, it rounds. Products of several sizes and layouts show what it does here; if one of them is rounded,
-    nothing is changed.
+    On a GPU, factors are not rounded to TF32, as torch has it in convolutions by default, and in products on demand.
+
+    On a CPU, oneDNN computes the products, unless it would round their factors to bfloat16. If bfloat16 is allowed
+    inside float32 products, torch passes these to oneDNN. On many processors oneDNN computes them in full precision all
+    the same, on some twice as fast as the default kernel; on others, such as those with matrix units, it rounds.
+    Products of several sizes and layouts show what it does here; if one of them is rounded, nothing is changed.
     """
-    matmul = _settings()
-    if matmul is None or not _onednn_is_exact():
+    with contextlib.ExitStack() as changed:
+        for owner in (torch.backends.cuda.matmul, getattr(torch.backends.cudnn, "conv", torch.backends.cudnn)):
+            known = hasattr(owner, "fp32_precision")  # which replaced allow_tf32 in torch 2.9
+            changed.enter_context(_set(owner, *(("fp32_precision", "ieee") if known else ("allow_tf32", False))))
+        matmul = _settings()
+        if matmul is not None and _onednn_is_exact():
+            changed.enter_context(_set(matmul, "fp32_precision", "bf16"))
         yield
-        return
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "bf16"
+
+
+@contextlib.contextmanager
+def _set(owner: Any, name: str, value: object) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        matmul.fp32_precision = before
+        setattr(owner, name, before)
 
 
 def _settings() -> Any:
@@ -45,21 +55,16 @@ def _settings() -> Any:
 
 @functools.cache
 def _onednn_is_exact() -> bool:
-    matmul = _settings()
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "bf16"
-    try:
+    with _set(_settings(), "fp32_precision", "bf16"):
         return all(error < EXACT for size in SIZES for error in errors(*size))
-    finally:
-        matmul.fp32_precision = before
 
 
-def errors(tokens: int, inputs: int, outputs: int) -> Iterator[float]:
+def errors(tokens: int, inputs: int, outputs: int, device: torch.device | str = "cpu") -> Iterator[float]:
     """The relative errors of products as layers compute them: by maps stored both ways, over tokens, in batches."""
     generator = torch.Generator().manual_seed(0)
-    features = torch.randn(tokens, inputs, generator=generator)
-    weight = torch.randn(outputs, inputs, generator=generator)
-    others = torch.randn(tokens, outputs, generator=generator)
+    features = torch.randn(tokens, inputs, generator=generator).to(device)
+    weight = torch.randn(outputs, inputs, generator=generator).to(device)
+    others = torch.randn(tokens, outputs, generator=generator).to(device)
     for left, right in (
         (features, weight.T),
         (features, weight.T.contiguous()),

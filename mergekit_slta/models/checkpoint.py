@@ -103,9 +103,12 @@ class Checkpoint:
             if shape and (part := self._parts(name, base_model_prefix, shape[0])):
                 tensors[key] = self._stack(name, shape, part, device)
                 continue
-            known = (fetched or {}).get(key)
-            stored = self._stored(name, base_model_prefix, device) if known is None else known
-            tensors[key] = self._as_float32(name, stored, device)
+            stored = (fetched or {}).get(key)
+            if stored is None:
+                stored = self._checked(name, self._stored(name, base_model_prefix, device), device)
+            elif stored.device.type == "cuda":
+                stored.record_stream(torch.cuda.current_stream(stored.device))  # it is of another stream's memory
+            tensors[key] = _as_float32(stored.to(device))
         self._loader.flush()
         self.refuse_changes()
         return tensors
@@ -130,18 +133,18 @@ class Checkpoint:
                 stamps.append(None)
         return stamps
 
-    def fetch(self, names: Mapping[str, str], base_model_prefix: str) -> dict[str, torch.Tensor]:
-        """Read tensors to the host as they are stored, for a later ``read``: another thread may call it ahead of time.
-
-        If there is a GPU they are in pinned memory, from which they are copied fastest.
+    def fetch(
+        self, names: Mapping[str, str], base_model_prefix: str, device: torch.device | str
+    ) -> dict[str, torch.Tensor]:
+        """Read tensors to a device as they are stored, for a later ``read``: another thread may call it ahead of time.
 
         Raises:
-            SltaError: a tensor is missing.
+            SltaError: a tensor is missing, or holds NaN or Inf.
         """
-        tensors = {key: self._stored(name, base_model_prefix, "cpu") for key, name in names.items()}
-        if torch.cuda.is_available():
-            tensors = {key: tensor.pin_memory() for key, tensor in tensors.items()}
-        return tensors
+        return {
+            key: self._checked(name, self._stored(name, base_model_prefix, "cpu"), device)
+            for key, name in names.items()
+        }
 
     def prefetch(self, layer: int) -> None:
         """Have the operating system read a decoder layer into its file cache in the background.
@@ -187,7 +190,7 @@ class Checkpoint:
             return part(expert).to(device, torch.float32)
 
         for expert in range(shape[0]):
-            self._as_float32(name, part(expert), device)
+            self._checked(name, part(expert), device)
         return ExpertStack(shape, device, again)
 
     def _parts(self, name: str, base_model_prefix: str, experts: int) -> Callable[[int], torch.Tensor] | None:
@@ -217,18 +220,18 @@ class Checkpoint:
 
         return part
 
-    def _as_float32(self, name: str, tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-        """A tensor that was read, on the device and without NaN or Inf; integer ones as they are."""
+    def _checked(self, name: str, tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+        """A tensor that was read, on the device; refused if it holds NaN or Inf."""
         self.bytes_read += tensor.nbytes
+        if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
+            tensor = tensor.pin_memory()  # from where it is copied fastest
         tensor = tensor.to(device, non_blocking=True)
-        if not tensor.is_floating_point():
-            return tensor
         # A sum is NaN or infinite if any element is. Since it may also overflow, only then is every element checked.
-        if not torch.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
+        if tensor.is_floating_point() and not torch.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
             raise SltaError(
                 f"{self} holds NaN or Inf in the tensor {name}: the checkpoint is broken, get a sound copy."
             )
-        return tensor.to(dtype=torch.float32)
+        return tensor
 
     def _convert(self, name: str) -> torch.Tensor | None:
         """Build a tensor that the checkpoint stores under other names, such as the experts of a mixture."""
@@ -255,3 +258,8 @@ class Checkpoint:
             return fingerprint_of(self.folder, whole=whole)
         base = ModelReference(model=self.reference.model).local_path(cache_dir=cache_dir)
         return fingerprint_of(base, adapter_folder(self.reference.lora, cache_dir), whole=whole)
+
+
+def _as_float32(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of real numbers in float32; one of integers as it is."""
+    return tensor.float() if tensor.is_floating_point() else tensor

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import click
 import torch
@@ -47,8 +47,8 @@ def main(setting: Setting, memory: bool) -> None:
     decoder = Decoder(experiment.base.config)
     parts = {
         "forward": functools.partial(_forward, models, batches, device),
-        "products": functools.partial(_products, decoder, [len(b.rows) * max(b.lengths) for b in batches], device),
-        "solves": functools.partial(_solves, decoder, device),
+        "products": functools.partial(bare_products, decoder, [len(b.rows) * max(b.lengths) for b in batches], device),
+        "solves": functools.partial(bare_solves, decoder, device),
     }
     times = timed({**parts, "featcal": functools.partial(_solve, recipe, device)}, setting.repeats)
     models.clear()  # the process below needs the memory
@@ -79,7 +79,7 @@ def _forward(models: list[Module], batches: list[Batch], device: str) -> None:
     wait_for(device)
 
 
-def _products(decoder: Decoder, sizes: list[int], device: str) -> None:
+def bare_products(decoder: Decoder, sizes: Sequence[int], device: str) -> None:
     for inputs, outputs in _groups(decoder):
         features, targets = (torch.ones(max(sizes), width, device=device) for width in (inputs, outputs))
         for size in sizes:
@@ -88,7 +88,7 @@ def _products(decoder: Decoder, sizes: list[int], device: str) -> None:
     wait_for(device)
 
 
-def _solves(decoder: Decoder, device: str) -> None:
+def bare_solves(decoder: Decoder, device: str) -> None:
     for inputs, outputs in _groups(decoder):
         factor = torch.linalg.cholesky(torch.eye(inputs, dtype=torch.float64, device=device))
         torch.cholesky_solve(torch.ones(inputs, outputs, dtype=torch.float64, device=device), factor)

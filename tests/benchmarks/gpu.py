@@ -7,18 +7,21 @@ Needs nothing but this repository: checkpoints of random bfloat16 numbers are wr
 layers as the disk has room for. Times for all layers of a shape are extrapolated in proportion to the layers, which
 the table says. Writes gpu.json and gpu.md, and prints the table.
 
-The floor is one forward pass of each of the T+1 models over all samples, in float32 with the weights in memory. Ratios
-are of runs that take turns. The shares of time are of a further run, in which the device is waited for after each part.
+The floor is one forward pass of each of the T+1 models over all samples, in float32 with the weights in memory; what
+featcal cannot do without is as in featcal.py. Ratios are of runs that take turns. The shares of time are of a further
+run, in which the device is waited for after each part.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import shutil
 import statistics
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +32,7 @@ import click
 import torch
 import yaml
 from common import CACHE, be_quiet, load, make_recipe, wait_for, write_tokenizer
+from featcal import bare_products, bare_solves
 from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache
 from mergekit.merge import run_merge
@@ -178,7 +182,8 @@ def measure(models: list[Path], folder: Path, device: str, samples: int, tokens:
     recipes = {method: make_recipe(models, method, samples, tokens) for method in ("slta", "featcal")}
     data = Experiment(recipes["slta"], quiet=True).load_data(recipes["slta"].experts)
     batches = make_batches([own.token_ids for own in data], fitting_batch(torch.device(device)))
-    config = Experiment(recipes["slta"]).base.config
+    decoder = Experiment(recipes["slta"]).decoder
+    config = decoder.model.config
     whole = next(shape for shape in SHAPES.values() if _same_shape(shape, config)).num_hidden_layers
     statistics_file = folder / "ready.safetensors"
     measured_statistics(Experiment(recipes["slta"], device=device, quiet=True), ["attn_mlp"], statistics_file)
@@ -207,6 +212,8 @@ def measure(models: list[Path], folder: Path, device: str, samples: int, tokens:
     for _ in range(repeats):
         own_seconds, flops = _forward(models, batches, device)
         seconds["plain forward passes"].append(own_seconds)
+        bare = functools.partial(_bare, decoder, [len(batch.rows) * max(batch.lengths) for batch in batches], device)
+        seconds["featcal's floor"].append(own_seconds * 2 / (EXPERTS + 1) + _timed(bare, device))
         for name, action in actions.items():
             seconds[name].append(_timed(action, device))
     forward = sum(len(batch.rows) * max(batch.lengths) for batch in batches)
@@ -255,6 +262,11 @@ def _forward(models: list[Path], batches: Sequence[Batch], device: str) -> tuple
         del model
         _forget(device)
     return seconds, flops
+
+
+def _bare(decoder: Decoder, sizes: Sequence[int], device: str) -> None:
+    bare_products(decoder, sizes, device)
+    bare_solves(decoder, device)
 
 
 def _merge(models: list[Path], folder: Path, device: str, method: str, **parameters: Any) -> list[Checkpoint]:
@@ -306,19 +318,19 @@ def _watched(action: Callable[[], list[Checkpoint]], device: str) -> dict[str, A
 def _parts(device: str) -> Iterator[dict[str, float]]:
     """The seconds in each of ``PARTS`` while the block runs."""
     spent: dict[str, float] = defaultdict(float)
-    inside = [False]
+    here = threading.local()  # what a thread writes or reads meanwhile is counted apart
 
     def counting(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **more: Any) -> Any:
-            if inside[0]:
+            if getattr(here, "inside", False):
                 return function(*arguments, **more)
             wait_for(device)
-            inside[0], start = True, time.perf_counter()
+            here.inside, start = True, time.perf_counter()
             try:
                 return function(*arguments, **more)
             finally:
                 wait_for(device)
-                inside[0] = False
+                here.inside = False
                 spent[part] += time.perf_counter() - start
 
         return run

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mergekit_slta.layers import products
-from mergekit_slta.layers.products import EXACT, errors, fast_products
+from mergekit_slta.layers.products import EXACT, errors, exact_products
 
 TESTS = Path(__file__).resolve().parents[1]
 # What products may look like: one token or many, more inputs or more outputs, odd numbers.
@@ -16,7 +16,7 @@ LAYER_SIZES = [(1, 64, 64), (2, 100, 37), (7, 1024, 2816), (33, 256, 768), (300,
 
 
 def largest_error() -> float:
-    with fast_products():
+    with exact_products():
         return max(error for size in LAYER_SIZES for error in errors(*size))
 
 
@@ -42,7 +42,7 @@ def test_the_settings_are_as_before_afterwards(exact: bool, monkeypatch: pytest.
     monkeypatch.setattr(products, "_onednn_is_exact", lambda: exact)
     settings = products._settings()
     before = settings.fp32_precision
-    with fast_products():
+    with exact_products():
         assert (settings.fp32_precision == "bf16") == exact
     assert settings.fp32_precision == before
 
@@ -51,14 +51,14 @@ def test_a_kernel_that_rounds_is_not_used(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(products, "EXACT", 1e-12)  # which no float32 product reaches
     products._onednn_is_exact.cache_clear()
     before = products._settings().fp32_precision
-    with fast_products():
+    with exact_products():
         assert products._settings().fp32_precision == before
     products._onednn_is_exact.cache_clear()
 
 
 def test_a_torch_without_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_settings", lambda: None)
-    with fast_products():
+    with exact_products():
         assert max(errors(*LAYER_SIZES[-1])) < EXACT
 
 

@@ -12,7 +12,7 @@ from support.linearity_values import assert_same
 from torch.utils.flop_counter import FlopCounterMode
 
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.products import fast_products
+from mergekit_slta.layers.products import exact_products
 from mergekit_slta.nonlinearity import interpolation
 from mergekit_slta.nonlinearity.products import FirstMaps, first_maps
 from mergekit_slta.nonlinearity.scores import Linearity, Plan, plan_studies
@@ -74,7 +74,7 @@ def counted(family: Family, levels: list[str]) -> tuple[Linearity, int]:
     models = families.checkpoints(family.folders)
     plan = Plan(Decoder(family.config), models, ("one", "two"), family.token_ids(), levels, plan_studies(2))
     first_maps(plan.decoder, 0)  # found once, whatever is measured
-    with fast_products():  # tries its products once
+    with exact_products():  # tries its products once
         pass
     with FlopCounterMode(display=False) as counter:
         return plan.measure(), counter.get_total_flops()

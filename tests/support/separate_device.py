@@ -35,9 +35,11 @@ class _Module(_DummyBackendModule):
         return []
 
 
-# Before anything is differentiated, which is when torch counts the devices.
-_setup_privateuseone_for_python_backend(rename=NAME, backend_module=_Module())
-_DEVICE = torch.device(NAME, 0)
+# Before anything is differentiated, which is when torch counts the devices. Beside a GPU, torch would ask it for memory
+# that the GPU copies from.
+if not torch.cuda.is_available():
+    _setup_privateuseone_for_python_backend(rename=NAME, backend_module=_Module())
+_DEVICE = torch.device(NAME if not torch.cuda.is_available() else "cpu", 0)
 
 
 class SeparateTensor(torch.Tensor):

@@ -1,0 +1,172 @@
+"""A GPU computes what float64 references and the CPU compute. Skipped where torch finds no GPU.
+
+``test_separate_device.py`` holds on any machine that every tensor lies where it belongs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import MakeFamily, WriteRecipe
+from mergekit.io.tasks import LoaderCache
+from safetensors.torch import load_file
+from support import families, reference
+from support.families import Family
+from support.gram_difference import gram_difference
+from support.linearity_values import assert_same
+from support.processes import run_python, torchrun
+
+from mergekit_slta.engine import passes, streams
+from mergekit_slta.engine.streams import Streams
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.products import EXACT, errors, exact_products
+from mergekit_slta.levels import LEVELS
+from mergekit_slta.nonlinearity.scores import Plan, plan_studies
+from mergekit_slta.slta.statistics import Statistics
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+GPU = "cuda:0"
+# Grouped heads, transposed maps with biases, masks per layer, mixtures, convolutions.
+ARCHITECTURES = ("llama", "gpt2", "gemma2", "mixtral", "lfm2")
+GRAMS = 1e-4  # of the float64 reference's
+TENSORS = 1e-4  # of a solved tensor's norm on the CPU
+
+
+def leave_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (passes, streams):
+        monkeypatch.setattr(module, "room", lambda device: 0)
+
+
+def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The largest difference of two models' tensors, relative to each tensor's norm."""
+    assert found.keys() == expected.keys()
+    return max(float((found[name] - tensor).norm() / tensor.norm()) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_grams_are_the_references(name: str, make_family: MakeFamily) -> None:
+    family = make_family(name, experts=3, records=4)
+    levels = [level for level in LEVELS if name != "lfm2" or level in ("layer", "linear")]
+    grams = families.measure(family, *levels, device=GPU)
+    models, tasks = family.models(), family.token_ids()
+    for level in levels:
+        for submodule, deltas in reference.deltas(models, tasks, level, reference.SPLITS[name]).items():
+            assert gram_difference(grams[submodule], deltas.grams()) < GRAMS, submodule
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_feature_merge_is_the_cpus(
+    name: str, has_room: bool, make_family: MakeFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether or not the GPU has room for hidden states, and for a mixture's experts."""
+    family = make_family(name, experts=2, records=3)
+    families.feature_merge(family, tmp_path / "host", compare=True)
+    LoaderCache.loaders.clear()
+    if not has_room:
+        leave_no_room(monkeypatch)
+    families.feature_merge(family, tmp_path / "device", device=GPU, compare=True)
+    found, expected = (families.solved_tensors(tmp_path / place) for place in ("device", "host"))
+    assert difference(found, expected) < TENSORS
+
+
+def test_hidden_states_stay_where_there_is_room(llama: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: set[str] = set()
+    advance = Streams.advance
+
+    def noting(streams: Streams) -> None:
+        advance(streams)
+        devices.update(states.device.type + " pinned" * states.is_pinned() for states in streams.state.values())
+
+    monkeypatch.setattr(Streams, "advance", noting)
+    on_device = families.measure(llama, *LEVELS, device=GPU)
+    assert devices == {"cuda"}
+    devices.clear()
+    leave_no_room(monkeypatch)
+    LoaderCache.loaders.clear()
+    on_host = families.measure(llama, *LEVELS, device=GPU)
+    assert devices == {"cpu pinned"}
+    assert all(torch.equal(gram, on_host[name]) for name, gram in on_device.items())
+
+
+def test_products_and_convolutions_are_not_rounded() -> None:
+    """Even where TF32 is allowed, as it is for convolutions by default."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        with exact_products():
+            assert max(errors(384, 384, 384, GPU)) < EXACT
+            signal, kernel = torch.randn(2, 64, 100, device=GPU), torch.randn(64, 64, 5, device=GPU)
+            found = torch.nn.functional.conv1d(signal, kernel)
+        expected = torch.nn.functional.conv1d(signal.double(), kernel.double())
+        assert (found - expected).norm() < EXACT * expected.norm()
+        assert max(errors(384, 384, 384, GPU)) > EXACT
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def test_linearity_is_the_cpus(make_family: MakeFamily) -> None:
+    family = make_family(experts=2, records=2, longest=8)
+
+    def scores(device: str) -> Any:
+        LoaderCache.loaders.clear()
+        studies = plan_studies(2, pairs=True, triples=False)
+        models = families.checkpoints(family.folders)
+        decoder = Decoder(family.config, device=device)
+        return Plan(decoder, models, ("one", "two"), family.token_ids(), LEVELS, studies).measure()
+
+    assert_same(scores(GPU), scores("cpu"), 1e-4)
+
+
+@pytest.mark.parametrize("method", ["slta", "featcal", "actmat", "sftm"])
+def test_a_merge_by_the_command_is_the_cpus(
+    method: str, llama: Family, write_recipe: WriteRecipe, tmp_path: Path
+) -> None:
+    recipe = write_recipe(llama, method, calibration=method in ("slta", "featcal"))
+    merged = {}
+    for place, options in {"host": ["--device", "cpu"], "device": ["--cuda"]}.items():
+        done = run_python("-m", "mergekit.scripts.run_yaml", recipe, tmp_path / place, "--no-copy-tokenizer", *options)
+        assert done.returncode == 0, done.stderr
+        merged[place] = load_file(tmp_path / place / "model.safetensors")
+    assert difference(merged["device"], merged["host"]) < TENSORS
+
+
+def test_memory_that_runs_out_halves_the_batches(llama: Family, caplog: pytest.LogCaptureFixture) -> None:
+    """Within the mean of the memory that large batches take and that small ones do."""
+    tasks = [[sample * 150 for sample in samples] for samples in llama.token_ids()]
+
+    def measured(**arguments: Any) -> tuple[dict[str, torch.Tensor], int]:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        return families.measure(
+            llama, "attn_mlp", tasks=tasks, device=GPU, **arguments
+        ), torch.cuda.max_memory_reserved()
+
+    expected, little = measured(batch_tokens=2048)
+    _, much = measured()
+    assert much > little
+    torch.cuda.set_per_process_memory_fraction((little + much) / 2 / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        found, _ = measured()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert "Out of memory" in caplog.text
+    assert all(gram_difference(found[name], gram) < GRAMS for name, gram in expected.items())
+
+
+def test_processes_that_share_a_gpu_write_the_same_file(
+    llama: Family, write_recipe: WriteRecipe, tmp_path: Path
+) -> None:
+    recipe = write_recipe(llama, samples=6, batch_tokens=40)
+    files = []
+    for count in (1, 2):
+        files.append(tmp_path / f"{count}.safetensors")
+        done = torchrun(count, "-m", "mergekit_slta", "calibrate", recipe, "-o", files[-1], "--cuda")
+        assert done.returncode == 0, done.stderr
+    one, two = map(Statistics.load, files)
+    assert two.info == one.info
+    assert all(gram_difference(two.grams[name], gram) < 1e-6 for name, gram in one.grams.items())
