@@ -9,8 +9,10 @@ import json
 import os
 import platform
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+HASHED_BLOCK = 2**25  # bytes
 UNFINISHED_TENSORS = ".tmp??????"  # what safetensors writes to before it renames the file; killed, it leaves it
 
 
@@ -58,12 +60,19 @@ def _is_running(process: str) -> bool:
 
 
 def checksum(path: Path) -> str:
-    """The SHA-256 of a file's bytes."""
-    found = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(2**20):
-            found.update(block)
-    return found.hexdigest()
+    """The SHA-256 of the SHA-256 hashes of a file's blocks, which threads compute: one alone is slower than a disk."""
+
+    def hashed(start: int) -> bytes:
+        found = hashlib.sha256()
+        with path.open("rb") as file:
+            file.seek(start)
+            for _ in range(HASHED_BLOCK // 2**20):
+                found.update(file.read(2**20))
+        return found.digest()
+
+    with ThreadPoolExecutor() as threads:
+        hashes = threads.map(hashed, range(0, path.stat().st_size, HASHED_BLOCK))
+        return hashlib.sha256(b"".join(hashes)).hexdigest()
 
 
 def digest(content: object) -> str:

@@ -34,6 +34,7 @@ SMALLEST_RIDGE = 1e-8  # what a ridge of zero comes to; with less, rounding deci
 BLOCK = 512  # columns of a Gram matrix that are computed at once, from the diagonal on
 PROBED = 8  # task matrices are probed for ranks of up to an eighth of their smaller dimension
 FEWEST_PROBES = 24
+SPARE = 8  # probes more than the rank, so that none of it is missed by chance
 NEGLIGIBLE = 1e-6  # what is cut off a task matrix of low rank, its squared norm relative to μ, the error of τ at most
 
 
@@ -112,7 +113,8 @@ def all_rows(task: torch.Tensor, weight: float) -> Rows:
 def low_rank(task: torch.Tensor, weight: float, negligible: float) -> Rows | None:
     """A task matrix of low rank by as many rows; None where its rank is high.
 
-    A product with random vectors shows the rank (Halko, Martinsson and Tropp, 2011); few are tried first.
+    A product with random vectors shows the rank (Halko, Martinsson and Tropp, 2011); few are tried first, and only as
+    many as the rank of a part of the matrix leaves open.
 
     Args:
         task: the task matrix [m, n].
@@ -121,7 +123,8 @@ def low_rank(task: torch.Tensor, weight: float, negligible: float) -> Rows | Non
     """
     columns = FEWEST_PROBES
     while columns <= min(task.shape) // PROBED:
-        if (rows := _probed_rows(task, columns, negligible)) is not None:
+        low = _rank_of_part(task, columns, negligible) <= columns - SPARE
+        if low and (rows := _probed_rows(task, columns, negligible)) is not None:
             rows *= weight**0.5 / task.double().norm()
             return Rows(rows, task.double() @ rows.T)
         columns *= 4
@@ -133,13 +136,24 @@ def _probed_rows(task: torch.Tensor, columns: int, negligible: float) -> torch.T
     generator = torch.Generator().manual_seed(0)
     probes = torch.randn(task.shape[1], columns, generator=generator).to(task.device, task.dtype)
     squares, vectors = torch.linalg.eigh(gram((task @ probes).double()))
-    energy = squares.clamp_min(0).cumsum(0)
-    rank = int((energy > negligible / 100 * energy[-1]).sum())
-    if rank > columns - 8:  # more than by chance must be left
+    rank = _rank(squares, negligible)
+    if rank > columns - SPARE:
         return None
     exact = task.double()
     rows = torch.linalg.qr(exact @ (probes.double() @ vectors[:, columns - rank :])).Q.T @ exact
     return rows if float(1 - (rows.norm() / exact.norm()) ** 2) <= negligible else None
+
+
+def _rank(squares: torch.Tensor, negligible: float) -> int:
+    """How many squared singular values, the smallest first, a hundredth of what is negligible does not hold."""
+    energy = squares.clamp_min(0).cumsum(0)
+    return int((energy > negligible / 100 * energy[-1]).sum())
+
+
+def _rank_of_part(task: torch.Tensor, size: int, negligible: float) -> int:
+    """The rank of ``size`` rows and columns from all over a matrix, which is at most the matrix's own."""
+    rows, columns = (torch.linspace(0, length - 1, size, device=task.device).long() for length in task.shape)
+    return _rank(torch.linalg.svdvals(task[rows][:, columns].double()).flip(0).square(), negligible)
 
 
 def gram(matrix: torch.Tensor) -> torch.Tensor:

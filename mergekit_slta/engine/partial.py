@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from mergekit_slta import files
+from mergekit_slta.engine.memory import on_host
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, logger
 
@@ -175,7 +176,7 @@ class Partial:
         """Write one rank's hidden states after a layer."""
         named = {}
         for (stream, row, *path), tensor in hidden.items():
-            named[f"{stream}.{row}" + (f".{json.dumps(path)}" if path else "")] = tensor
+            named[f"{stream}.{row}" + (f".{json.dumps(path)}" if path else "")] = on_host(tensor)
         with _written(self.folder / f"hidden-{layer:04d}-{rank:04d}.safetensors") as beside:
             save_file(named, beside)
 
@@ -189,7 +190,7 @@ class Partial:
 
     def _finish(self, path: Path, tensors: Mapping[str, torch.Tensor], hidden: Iterable[Path]) -> None:
         with _written(path) as beside:
-            save_file(dict(tensors), beside)
+            save_file({name: on_host(tensor) for name, tensor in tensors.items()}, beside)
         before = self._checksums
         self._checksums = {name: checksum for name, checksum in before.items() if name.startswith("layer-")}
         self._checksums |= {file.name: files.checksum(file) for file in (path, *hidden)}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
+from mergekit.common import ModelReference
 from tqdm import tqdm
 
 from mergekit_slta.engine.memory import room
@@ -29,6 +30,8 @@ from mergekit_slta.layers.products import exact_products
 from mergekit_slta.models.checkpoint import Checkpoint
 
 LOG = logger(__name__)
+
+MOST_READERS = 8
 
 Result = TypeVar("Result")
 Tensors = Mapping[str, torch.Tensor]
@@ -160,9 +163,9 @@ class _Loop(Generic[Result]):
         device = self.accumulator.decoder.device
         self.on_device = device.type == "cuda"  # whether what waits for its next use may stay there
         # On a GPU, threads read the next layer and write the last one, on streams of their own.
-        self.reader, self.writer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self.readers, self.writer = ThreadPoolExecutor(MOST_READERS), ThreadPoolExecutor(1)
         self.reads, self.writes = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
-        self.fetched: dict[int, Future[list[dict[str, torch.Tensor]]]] = {}  # the next layer of each model
+        self.fetched: dict[int, dict[ModelReference, Future[dict[str, torch.Tensor]]]] = {}  # the next layer
         self.written: Future[None] | None = None  # the last layer
 
     def run(self, positions: int) -> Result:
@@ -183,7 +186,7 @@ class _Loop(Generic[Result]):
 
     def close(self) -> None:
         """End the threads, when the last layer is written."""
-        self.reader.shutdown(cancel_futures=True)
+        self.readers.shutdown(cancel_futures=True)
         self.writer.shutdown()
 
     def _take_layer(self, layer: int, streams: Streams) -> None:
@@ -229,9 +232,8 @@ class _Loop(Generic[Result]):
         decoder, models = self.accumulator.decoder, self.accumulator.models
         names, prefix = decoder.layer_tensors(layer), decoder.base_model_prefix
         stacks = self._stacks(layer)
-        ahead = self.fetched.pop(layer).result() if layer in self.fetched else [None] * len(models)
-        pairs = zip(models, ahead, strict=True)
-        weights = [model.read(names, prefix, decoder.device, fetched, stacks) for model, fetched in pairs]
+        ahead = {model: future.result() for model, future in self.fetched.pop(layer, {}).items()}
+        weights = [model.read(names, prefix, decoder.device, ahead.get(model.reference), stacks) for model in models]
         if decoder.device.type == "cpu":
             for model in models:
                 model.prefetch(layer + 1)
@@ -239,13 +241,15 @@ class _Loop(Generic[Result]):
             read_later = self._stacks(layer + 1)
             following = {key: name for key, name in decoder.layer_tensors(layer + 1).items() if key not in read_later}
             target = decoder.device if self._room() else torch.device("cpu")
-            self.fetched = {layer + 1: self.reader.submit(self._fetch, following, target)}
+            by_loader = {model.reference: model for model in models}  # a loader is no two threads'
+            self.fetched[layer + 1] = {
+                key: self.readers.submit(self._fetch, model, following, target) for key, model in by_loader.items()
+            }
         return weights
 
-    def _fetch(self, names: Mapping[str, str], device: torch.device) -> list[dict[str, torch.Tensor]]:
+    def _fetch(self, model: Checkpoint, names: Mapping[str, str], device: torch.device) -> dict[str, torch.Tensor]:
         with torch.cuda.stream(self.reads):
-            prefix = self.accumulator.decoder.base_model_prefix
-            fetched = [model.fetch(names, prefix, device) for model in self.accumulator.models]
+            fetched = model.fetch(names, self.accumulator.decoder.base_model_prefix, device)
         if self.reads is not None:
             self.reads.synchronize()
         return fetched

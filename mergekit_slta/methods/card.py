@@ -18,7 +18,7 @@ from mergekit.io.tasks import LoaderCache
 
 from mergekit_slta import __version__, files
 from mergekit_slta.data.sources import DATASET_PREFIX, is_dataset, source_name
-from mergekit_slta.errors import SltaError, visible
+from mergekit_slta.errors import SltaError, logger, visible
 from mergekit_slta.methods.base import FiniteMethod
 from mergekit_slta.models.spellings import RenamingLoader
 from mergekit_slta.recipe.recipe import Recipe, published_name
@@ -30,6 +30,8 @@ from mergekit_slta.tables import as_percentage
 
 if TYPE_CHECKING:
     from mergekit_slta.reports.analysis import LevelAnalysis
+
+LOG = logger(__name__)
 
 CARD = "README.md"
 RECIPE = "mergekit_config.yml"  # what mergekit calls the recipe beside its card
@@ -65,7 +67,8 @@ def write_beside(folder: Path, recipe: Recipe, solution: Solution | None) -> Non
     try:
         out_dtype = recipe.config.out_dtype or recipe.config.dtype
         plain = plain_recipe(solution, edges=settings.edges, towers=settings.towers, models=names, out_dtype=out_dtype)
-    except SltaError:  # such weights have no plain recipe
+    except SltaError as error:
+        LOG.warning("No plain recipe is written beside the merge: %s", error)
         return
     files.write(folder / PLAIN_RECIPE, without_private_paths(plain, recipe).encode())
 

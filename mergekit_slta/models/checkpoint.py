@@ -98,6 +98,7 @@ class Checkpoint:
             SltaError: a tensor is missing, or holds NaN or Inf, or the files have changed since ``fingerprint``.
         """
         tensors: dict[str, torch.Tensor] = {}
+        sums: dict[str, torch.Tensor] = {}
         for key, name in names.items():
             shape = (stacks or {}).get(key)
             if shape and (part := self._parts(name, base_model_prefix, shape[0])):
@@ -105,10 +106,14 @@ class Checkpoint:
                 continue
             stored = (fetched or {}).get(key)
             if stored is None:
-                stored = self._checked(name, self._stored(name, base_model_prefix, device), device)
+                stored = self._stored(name, base_model_prefix, device)
             elif stored.device.type == "cuda":
                 stored.record_stream(torch.cuda.current_stream(stored.device))  # it is of another stream's memory
-            tensors[key] = _as_float32(stored.to(device))
+            tensors[key] = stored.to(device)
+            if stored.is_floating_point():
+                sums[key] = tensors[key].sum().float()
+                tensors[key] = tensors[key].float()
+        self._refuse_broken(names, tensors, sums)
         self._loader.flush()
         self.refuse_changes()
         return tensors
@@ -139,12 +144,15 @@ class Checkpoint:
         """Read tensors to a device as they are stored, for a later ``read``: another thread may call it ahead of time.
 
         Raises:
-            SltaError: a tensor is missing, or holds NaN or Inf.
+            SltaError: a tensor is missing.
         """
-        return {
-            key: self._checked(name, self._stored(name, base_model_prefix, "cpu"), device)
-            for key, name in names.items()
-        }
+        tensors = {}
+        for key, name in names.items():
+            stored = self._stored(name, base_model_prefix, "cpu")
+            # From pinned memory a GPU copies fastest.
+            pinned = stored.pin_memory() if torch.device(device).type == "cuda" else stored
+            tensors[key] = pinned.to(device, non_blocking=True)
+        return tensors
 
     def prefetch(self, layer: int) -> None:
         """Have the operating system read a decoder layer into its file cache in the background.
@@ -178,7 +186,9 @@ class Checkpoint:
             tensor = self._loader.get_tensor(stored, device=str(device)) if stored else self._convert(name)
         if tensor is None:
             raise SltaError(f"{self} lacks the tensor {name}: its checkpoint is incomplete or of another architecture.")
-        return tensor[: self.rows[stored]] if stored is not None and stored in self.rows else tensor
+        tensor = tensor[: self.rows[stored]] if stored is not None and stored in self.rows else tensor
+        self.bytes_read += tensor.nbytes
+        return tensor
 
     def _stack(
         self, name: str, shape: Sequence[int], part: Callable[[int], torch.Tensor], device: torch.device | str
@@ -190,7 +200,9 @@ class Checkpoint:
             return part(expert).to(device, torch.float32)
 
         for expert in range(shape[0]):
-            self._checked(name, part(expert), device)
+            tensor = part(expert)
+            self.bytes_read += tensor.nbytes
+            self._refuse_broken({name: name}, {name: tensor}, {name: tensor.sum().float()})
         return ExpertStack(shape, device, again)
 
     def _parts(self, name: str, base_model_prefix: str, experts: int) -> Callable[[int], torch.Tensor] | None:
@@ -220,18 +232,20 @@ class Checkpoint:
 
         return part
 
-    def _checked(self, name: str, tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-        """A tensor that was read, on the device; refused if it holds NaN or Inf."""
-        self.bytes_read += tensor.nbytes
-        if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
-            tensor = tensor.pin_memory()  # from where it is copied fastest
-        tensor = tensor.to(device, non_blocking=True)
-        # A sum is NaN or infinite if any element is. Since it may also overflow, only then is every element checked.
-        if tensor.is_floating_point() and not torch.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
-            raise SltaError(
-                f"{self} holds NaN or Inf in the tensor {name}: the checkpoint is broken, get a sound copy."
-            )
-        return tensor
+    def _refuse_broken(
+        self, names: Mapping[str, str], tensors: Mapping[str, torch.Tensor], sums: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Refuse a tensor with NaN or Inf.
+
+        A sum is NaN or infinite if any element is. Since it may also overflow, only then is every element checked.
+        """
+        if not sums or torch.stack([*sums.values()]).isfinite().all():
+            return
+        for key, total in sums.items():
+            if not total.isfinite() and not tensors[key].isfinite().all():
+                raise SltaError(
+                    f"{self} holds NaN or Inf in the tensor {names[key]}: the checkpoint is broken, get a sound copy."
+                )
 
     def _convert(self, name: str) -> torch.Tensor | None:
         """Build a tensor that the checkpoint stores under other names, such as the experts of a mixture."""
@@ -258,8 +272,3 @@ class Checkpoint:
             return fingerprint_of(self.folder, whole=whole)
         base = ModelReference(model=self.reference.model).local_path(cache_dir=cache_dir)
         return fingerprint_of(base, adapter_folder(self.reference.lora, cache_dir), whole=whole)
-
-
-def _as_float32(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of real numbers in float32; one of integers as it is."""
-    return tensor.float() if tensor.is_floating_point() else tensor

@@ -214,7 +214,7 @@ PREPARATION = (
     "loader_cache.get(model)",
 )
 # What says that something beside the result is missing or was left behind.
-TOLD = ("cannot be deleted", "The model card says only", "Failed to copy tokenizer", "yourself")
+TOLD = ("cannot be deleted", "The model card says only", "No plain recipe", "Failed to copy tokenizer", "yourself")
 
 STATISTICS = "stats.safetensors"
 SOLVE = ("solve", STATISTICS, "--json", "solution.json", "--recipe", "plain.yml", "--model", "./base=base")

@@ -12,13 +12,11 @@ from typing import Any
 from unittest import mock
 
 import safetensors
-import safetensors.torch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-from mergekit_slta.engine import partial
 from mergekit_slta.models.stacks import ExpertStack
 
 NAME = "separate"
@@ -87,22 +85,18 @@ class _Factories(TorchDispatchMode):
 @contextlib.contextmanager
 def separate_device() -> Iterator[str]:
     """Within it, the device of the name that it yields can be used like any other."""
-    as_subclass, save_file, safe_open = torch.Tensor.as_subclass, safetensors.torch.save_file, safetensors.safe_open
+    as_subclass, safe_open = torch.Tensor.as_subclass, safetensors.safe_open
 
     def derive(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
         if not isinstance(tensor, SeparateTensor):
             return as_subclass(tensor, kind)
         return SeparateTensor(tensor.held) if kind is torch.Tensor else _derived(kind)(tensor.held)
 
-    def save(tensors: Mapping[str, torch.Tensor], *arguments: Any) -> None:
-        save_file({name: tensor.cpu() for name, tensor in tensors.items()}, *arguments)
-
     def open_on_the_cpu(file: Any, framework: str, device: str = "cpu") -> Any:
         return safe_open(file, framework, "cpu" if _is_ours(device) else device)
 
     with (
         mock.patch.object(torch.Tensor, "as_subclass", derive),
-        mock.patch.object(partial, "save_file", save),
         mock.patch.object(safetensors, "safe_open", open_on_the_cpu),
         _Factories(),
     ):
