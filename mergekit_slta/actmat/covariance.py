@@ -33,7 +33,7 @@ from mergekit_slta.models.roles import Role
 SMALLEST_RIDGE = 1e-8  # what a ridge of zero comes to; with less, rounding decides in directions that no expert changed
 BLOCK = 512  # columns of a Gram matrix that are computed at once, from the diagonal on
 PROBED = 8  # task matrices are probed for ranks of up to an eighth of their smaller dimension
-FEWEST_PROBES = 24
+PROBES = tuple(24 * 4**power for power in range(5))
 SPARE = 8  # probes more than the rank, so that none of it is missed by chance
 NEGLIGIBLE = 1e-6  # what is cut off a task matrix of low rank, its squared norm relative to μ, the error of τ at most
 
@@ -113,21 +113,21 @@ def all_rows(task: torch.Tensor, weight: float) -> Rows:
 def low_rank(task: torch.Tensor, weight: float, negligible: float) -> Rows | None:
     """A task matrix of low rank by as many rows; None where its rank is high.
 
-    A product with random vectors shows the rank (Halko, Martinsson and Tropp, 2011); few are tried first, and only as
-    many as the rank of a part of the matrix leaves open.
+    A product with random vectors shows the rank (Halko, Martinsson and Tropp, 2011); few are tried first, none where a
+    small part of the matrix has a high rank already.
 
     Args:
         task: the task matrix [m, n].
         weight: how much its expert counts.
         negligible: how much of its squared norm the rows may lack, relative to it.
     """
-    columns = FEWEST_PROBES
-    while columns <= min(task.shape) // PROBED:
-        low = _rank_of_part(task, columns, negligible) <= columns - SPARE
-        if low and (rows := _probed_rows(task, columns, negligible)) is not None:
+    tried = [columns for columns in PROBES if columns <= min(task.shape) // PROBED]
+    if not tried or _rank_of_part(task, tried[-1], negligible) > tried[-1] - SPARE:
+        return None
+    for columns in tried:
+        if (rows := _probed_rows(task, columns, negligible)) is not None:
             rows *= weight**0.5 / task.double().norm()
             return Rows(rows, task.double() @ rows.T)
-        columns *= 4
     return None
 
 
@@ -153,7 +153,7 @@ def _rank(squares: torch.Tensor, negligible: float) -> int:
 def _rank_of_part(task: torch.Tensor, size: int, negligible: float) -> int:
     """The rank of ``size`` rows and columns from all over a matrix, which is at most the matrix's own."""
     rows, columns = (torch.linspace(0, length - 1, size, device=task.device).long() for length in task.shape)
-    return _rank(torch.linalg.svdvals(task[rows][:, columns].double()).flip(0).square(), negligible)
+    return _rank(torch.linalg.eigvalsh(gram(task[rows][:, columns].double())), negligible)
 
 
 def gram(matrix: torch.Tensor) -> torch.Tensor:

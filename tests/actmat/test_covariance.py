@@ -92,6 +92,20 @@ def test_a_matrix_that_is_nearly_of_low_rank_is_not_cut() -> None:
     assert_solved(tasks)
 
 
+def test_few_rows_and_columns_that_were_changed_are_of_low_rank() -> None:
+    """Wherever they lie, even beside the part of the matrix that is looked at first."""
+    for start in (0, 3):
+        task = torch.zeros(256, 200)
+        task[start : start + 5] = torch.randn(5, 200)
+        found = low_rank(task, 1.0, 1e-9)
+        assert found is not None and len(found.rows) == 5
+
+
+def test_a_matrix_of_high_rank_is_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(covariance, "_probed_rows", None)
+    assert low_rank(torch.randn(256, 200), 1.0, 1e-9) is None
+
+
 def test_one_expert_comes_back() -> None:
     task = torch.randn(6, 9)
     assert torch.equal(merge_by_covariance([task], 0.1), task.double())
