@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from support.linearity_values import assert_same
 from support.processes import run_python, torchrun
 
 from mergekit_slta.engine import passes, streams
+from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.streams import Streams
+from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.products import EXACT, errors, exact_products
 from mergekit_slta.levels import LEVELS
@@ -156,6 +159,43 @@ def test_memory_that_runs_out_halves_the_batches(llama: Family, caplog: pytest.L
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert "Out of memory" in caplog.text
     assert all(gram_difference(found[name], gram) < GRAMS for name, gram in expected.items())
+
+
+def test_a_measurement_that_was_interrupted_goes_on(
+    llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a layer is computed, the one before it is written."""
+    expected = families.measure(llama, "attn_mlp", device=GPU)
+    advance, advanced = Streams.advance, []
+
+    def interrupt(streams: Streams) -> None:
+        advance(streams)
+        advanced.append(streams.layer)
+        if streams.layer == 2:
+            raise KeyboardInterrupt
+
+    for stops in (True, False):
+        partial = Partial(tmp_path / "partial", {})
+        partial.begin()
+        LoaderCache.loaders.clear()
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt) if stops else nullcontext():
+            if stops:
+                patched.setattr(Streams, "advance", interrupt)
+            found = families.measure(llama, "attn_mlp", device=GPU, partial=partial)
+    assert Partial(tmp_path / "partial", {}).finished_layers() == families.LAYERS
+    assert advanced == [1, 2]
+    assert all(torch.equal(gram, found[name]) for name, gram in expected.items())
+
+
+def test_a_layer_that_cannot_be_written_ends_it(llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise SltaError("The disk is full.")
+
+    monkeypatch.setattr(Partial, "finish_layer", refuse)
+    partial = Partial(tmp_path / "partial", {})
+    partial.begin()
+    with pytest.raises(SltaError, match="The disk is full"):
+        families.measure(llama, "attn_mlp", device=GPU, partial=partial)
 
 
 def test_processes_that_share_a_gpu_write_the_same_file(
