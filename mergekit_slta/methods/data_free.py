@@ -12,7 +12,7 @@ from mergekit.merge_methods import TensorGroup
 from mergekit.merge_methods.base import TensorMetadata
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.methods.base import FiniteMethod, not_finite
+from mergekit_slta.methods.base import FiniteMethod, is_finite, not_finite
 from mergekit_slta.models.roles import Role, dotted_tails, model_roles, role_by_shape
 
 
@@ -82,6 +82,6 @@ def task_vectors(group: TensorGroup, start: torch.Tensor) -> Iterator[torch.Tens
     """
     for entry in group.non_base:
         task = entry.tensor.to(start.dtype).sub(start)
-        if not task.isfinite().all():
+        if not is_finite(task, task.dtype):
             raise not_finite(group, start.dtype)
         yield task
