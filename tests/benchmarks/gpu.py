@@ -1,6 +1,7 @@
 """Calibration, featcal and merging on large shapes, against plain forward passes: made for one GPU, runs without.
 
     python tests/benchmarks/gpu.py                          # a 7B Llama and a mixture, under ten minutes on an H100
+    python tests/benchmarks/gpu.py --shape 70b --layers 1
     python tests/benchmarks/gpu.py --shape tiny --device cpu
 
 Needs nothing but this repository: checkpoints of random bfloat16 numbers are written layer by layer, with as many
@@ -61,8 +62,10 @@ ROOM = 0.6  # the share of the free disk that is used; the rest is for solved la
 
 _TINY: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
 _LARGE: dict[str, Any] = {"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32, "vocab_size": 32000}
+_LARGER = _LARGE | {"hidden_size": 8192, "num_attention_heads": 64, "num_hidden_layers": 80}
 SHAPES: dict[str, PretrainedConfig] = {
     "7b": LlamaConfig(**_LARGE, intermediate_size=11008, num_key_value_heads=32),
+    "70b": LlamaConfig(**_LARGER, intermediate_size=28672, num_key_value_heads=8),
     "mixture": MixtralConfig(**_LARGE, intermediate_size=14336, num_key_value_heads=8),
     "tiny": LlamaConfig(**_TINY, intermediate_size=128, vocab_size=2048),
     "tiny-mixture": MixtralConfig(**_TINY, intermediate_size=96, num_local_experts=4, vocab_size=2048),
