@@ -13,12 +13,15 @@ from mergekit_slta.reports.words import percent
 from mergekit_slta.tables import short_names
 
 
-def write_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> None:
+def write_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> Path:
     """Draw a comparison as PNG: the share of each expert's gain that each merge keeps, and of the short answers.
 
     Args:
         comparison: what ``compare`` found.
         path: the file to write.
+
+    Returns:
+        Its path.
 
     Raises:
         OSError: the file cannot be written.
@@ -36,4 +39,6 @@ def write_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> No
     picture = heat_map(
         matrices, x_label="model", y_label="task of", value_label="share", limits=(0.0, 1.0), numbers=percent
     )
-    files.write(Path(path).expanduser(), picture.png())
+    file = Path(path).expanduser()
+    files.write(file, picture.png())
+    return file

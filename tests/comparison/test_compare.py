@@ -207,7 +207,7 @@ def test_a_comparison_shows_itself(tmp_path: Path) -> None:
     assert written["tasks"][1]["merged"]["a"]["kept"] is None and written["perplexity"] == {"base": 3.0}
     assert "<table>" in found._repr_html_() and "no separate short answer" not in text
     assert str(Comparison(("a", "b"), tasks[1:])).endswith("would be scored by exact matches too.")
-    mergekit_slta.write_comparison(found, tmp_path / "figure.png")
+    assert mergekit_slta.write_comparison(found, tmp_path / "figure.png") == tmp_path / "figure.png"
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
