@@ -154,8 +154,8 @@ def _examine(folder: Path, trust_remote_code: bool, quiet: bool) -> tuple[list[s
         if not tokenizer.chat_template:
             notes.append(
                 "The model has no chat template, by which chat programs turn a conversation into text. If an expert is "
-                f"a chat model, copy the file chat_template.jinja from its folder or its Hub page to {folder}; else "
-                "there is nothing to do."
+                "a chat model, copy the file chat_template.jinja from its folder or Hub page into the folder "
+                f"{folder}; else there is nothing to do."
             )
     if not (folder / card.RECIPE).is_file():
         problems.append(

@@ -125,7 +125,7 @@ def test_what_a_user_wrote_is_published(out: Path) -> None:
 
 def test_a_chat_template_that_is_missing_can_be_copied_as_the_note_says(out: Path) -> None:
     (note,) = (note for note in publish(out, "org/model", dry_run=True, quiet=True).notes if "chat template" in note)
-    assert f"copy the file chat_template.jinja from its folder or its Hub page to {out}" in note
+    assert f"copy the file chat_template.jinja from its folder or Hub page into the folder {out};" in note
     (out / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
     found = publish(out, "org/model", dry_run=True, quiet=True)
     assert not [note for note in found.notes if "chat template" in note]
