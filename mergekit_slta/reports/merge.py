@@ -26,7 +26,7 @@ from mergekit_slta.reports.analysis import (
 )
 from mergekit_slta.reports.figures import PAIR, Line, Matrix, Panel, heat_map, line_chart
 from mergekit_slta.reports.page import Chart, Page, Section
-from mergekit_slta.reports.words import counted, enumerated, extent, kind_name, percent, plain_number
+from mergekit_slta.reports.words import counted, enumerated, extent, kind_name, percent, plain_number, possessive
 from mergekit_slta.slta.solution import MOST_CONDITION, Solution
 from mergekit_slta.slta.solver import pooled
 from mergekit_slta.slta.statistics import Statistics
@@ -57,7 +57,7 @@ def verdict(analysis: LevelAnalysis) -> str:
 
 
 def _clause(name: str, kept: float, where: str) -> str:
-    change = f"{name}'{'s' * (not name.endswith('s'))} feature change"
+    change = f"{possessive(name)} feature change"
     if math.isnan(kept):
         return f"has nothing of {name} to keep, because {name} changes no feature on its own data"
     if kept <= 0:
