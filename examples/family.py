@@ -218,6 +218,8 @@ def train_family(
         calibration={task: folder / "calibration" / f"{task}.jsonl" for task in TASKS},
     )
     if not retrain and _read(folder / SETTINGS) == settings:
+        if progress:
+            tqdm.write(f"The models in {folder} are of an earlier run and are used again: delete them to train anew.")
         return family
     # The settings are written last: a family without them is not complete.
     (folder / SETTINGS).unlink(missing_ok=True)
@@ -269,9 +271,16 @@ def held_out_prompts(task: str, items: int) -> list[str]:
 
 
 def write_calibration(path: Path, task: str, length: int, seed: int) -> None:
-    """Write calibration data as ``.jsonl``: texts of several lines, as long as the rows of the training data."""
+    """Write calibration data as ``.jsonl``: texts of several lines, as long as the rows of the training data.
+
+    A record has its ``text``, and the same text in two fields: the ``answer`` of its last line, and what is before it.
+    """
     rng = random.Random(f"calibration/{task}/{seed}")
-    records = [{"text": _text(task, rng, length - 1)} for _ in range(CALIBRATION_RECORDS)]
+    records = []
+    for _ in range(CALIBRATION_RECORDS):
+        text = _text(task, rng, length - 1)
+        begin = text.rindex("=") + 1
+        records.append({"text": text, "question": text[:begin], "answer": text[begin:]})
     write_bytes(path, "".join(json.dumps(record) + "\n" for record in records).encode())
 
 

@@ -24,8 +24,7 @@ def main(folder: Path) -> None:
 
     # The measurement is all that the rest needs: a small file without weights and without data.
     statistics = slta.measure(recipe, levels=["layer", "attn_mlp"])
-    statistics.save(out / "merge.slta.safetensors")
-    statistics = slta.Statistics.load(out / "merge.slta.safetensors")
+    statistics = slta.Statistics.load(statistics.save(out / "merge.slta.safetensors"))
     print(statistics)
 
     # The merging weights of all experts, and how sure they are.
@@ -44,12 +43,12 @@ def main(folder: Path) -> None:
     # A recipe that mergekit runs without this package, and a page with figures.
     names = [statistics.info.base_model, *statistics.info.models]
     paths = {name: str(family / Path(name).name) for name in names}
-    solution.save_recipe(out / "plain.yml", models=paths)
+    print(solution.save_recipe(out / "plain.yml", models=paths))
     print(solution.report(out / "report"))
 
     # The merge itself, and what it keeps of each expert's skill.
-    slta.merge(recipe, out / "merged")
-    print(slta.evaluate(recipe, out / "merged", samples=20))
+    merged = slta.merge(recipe, out / "merged")
+    print(slta.evaluate(recipe, merged, samples=20))
 
 
 if __name__ == "__main__":

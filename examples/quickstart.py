@@ -33,6 +33,7 @@ RESULTS = "results.json"
 GRID = (0.2, 0.4, 0.6, 0.8, 1.0)
 SHORT_GRID = (0.4,)
 THREADS = 2  # more do not help models of this size, and their number changes the rounding
+ANSWERED = "{question}{answer}"  # the same text as a record's ``text``; it also tells `compare` the last line's answer
 BRANCHES = {"attn": "Attention", "mlp": "MLP"}
 
 Recipe = dict[str, Any]
@@ -73,7 +74,9 @@ def main(out: Path, short: bool, seed: int, retrain: bool) -> None:
     else:
         best = max((label for label in scores if label.startswith("task_arithmetic")), key=lambda k: average(scores[k]))
         click.echo(f"The best of the grid, found on the very prompts of this table: {best}.")
-    click.echo(f"The merging weights by layer: {out / HEAT_MAP}. The recipes, to be run in {out}: {out / 'recipes'}.")
+    click.echo(
+        f"The merging weights of slta attn_mlp: {out / HEAT_MAP}. The recipes, to be run in {out}: {out / 'recipes'}."
+    )
     click.echo(f"{time.monotonic() - started:.0f} s in all, {trained - started:.0f} s of them for training.")
 
 
@@ -84,6 +87,8 @@ def recipes(family: Family, out: Path, grid: tuple[float, ...]) -> dict[str, Rec
         models = []
         for task, folder in family.experts.items():
             calibration = {"calibration": _local(family.calibration[task], out)} if data else {}
+            if method == "slta":  # by ``text`` in featcal: there one line's answer would weigh more than the others
+                calibration["template"] = ANSWERED
             models.append({"model": _local(folder, out), "parameters": {**(expert or {}), **calibration}})
         base = {} if method == "linear" else {"base_model": _local(family.base, out)}
         return {"merge_method": method, **base, "models": models, "parameters": shared, "dtype": "float32"}

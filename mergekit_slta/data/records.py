@@ -78,7 +78,7 @@ def record_answer(record: Record, template: str) -> str:
     """
     if template:
         named = template_fields(template)
-        return str(record[named[-1]] or "") if len(named) > 1 and template.endswith("}") else ""
+        return str(record[named[-1]] or "").strip() if len(named) > 1 and template.endswith("}") else ""
     for field in CHAT_FIELDS:
         if field in record and (turns := _turns(record[field], field)):
             content = turns[-1].get("content")

@@ -19,7 +19,7 @@ from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
 
 
-def merge(recipe: Recipe, out: str | os.PathLike[str], **options: Any) -> None:
+def merge(recipe: Recipe, out: str | os.PathLike[str], **options: Any) -> Path:
     """Merge a recipe's models, as mergekit-yaml does, with a check first that names all problems at once.
 
     Takes recipes for mergekit's other methods too. Under torchrun all processes calibrate, and the first one merges.
@@ -29,6 +29,9 @@ def merge(recipe: Recipe, out: str | os.PathLike[str], **options: Any) -> None:
         out: the folder to write to.
         options: ``device`` ("cpu"), ``trust_remote_code`` (False), ``lora_merge_cache`` (None), ``transformers_cache``
             (None), ``quiet`` (False), and mergekit's other options except ``num_threads`` and ``verbosity``.
+
+    Returns:
+        The folder of the merged model.
 
     Raises:
         SltaError: the recipe, a model, the data or the disk does not allow the merge.
@@ -52,6 +55,7 @@ def merge(recipe: Recipe, out: str | os.PathLike[str], **options: Any) -> None:
         with full_disk_said(experiment, Path(out)), registry.examined(experiment, found):
             experiment.open()
             run_merge(recipe.config, str(out), options=experiment.options, config_source=recipe.text)
+    return Path(out)
 
 
 @contextlib.contextmanager

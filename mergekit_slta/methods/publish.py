@@ -152,7 +152,11 @@ def _examine(folder: Path, trust_remote_code: bool, quiet: bool) -> tuple[list[s
         problems.append(f"{folder} has no usable tokenizer ({first_line(error)}): copy that of the base model.")
     else:
         if not tokenizer.chat_template:
-            notes.append("The tokenizer has no chat template: if an expert is a chat model, copy its template.")
+            notes.append(
+                "The model has no chat template, by which chat programs turn a conversation into text. If an expert is "
+                "a chat model, copy the file chat_template.jinja from its folder or Hub page into the folder "
+                f"{folder}; else there is nothing to do."
+            )
     if not (folder / card.RECIPE).is_file():
         problems.append(
             f"{folder} has no {card.RECIPE}: merge without '--no-write-model-card', or copy the recipe there."

@@ -13,12 +13,15 @@ from mergekit_slta.reports.words import percent
 from mergekit_slta.tables import short_names
 
 
-def write_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> None:
+def write_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> Path:
     """Draw a comparison as PNG: the share of each expert's gain that each merge keeps, and of the short answers.
 
     Args:
         comparison: what ``compare`` found.
         path: the file to write.
+
+    Returns:
+        Its path.
 
     Raises:
         OSError: the file cannot be written.
@@ -27,13 +30,16 @@ def write_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> No
     names = short_names([task.model for task in tasks])
     kept = [[task.kept(index) for index in range(len(task.merged))] for task in tasks]
     shares = [[math.nan if share is None else share for share in row] for row in kept]
-    matrices = [Matrix("Gain of the expert that is kept", shares, names, comparison.merged)]
+    matrices = [Matrix("The expert's gain that is kept", shares, names, comparison.merged)]
     if answered := [(name, task) for name, task in zip(names, tasks, strict=True) if task.answers]:
         scores = [(task.base, task.expert, *task.merged) for _, task in answered]
         exact = [[math.nan if score.exact is None else score.exact for score in row] for row in scores]
         columns = ["base", "expert", *comparison.merged]
+        matrices = matrices if any(share is not None for row in kept for share in row) else []
         matrices.append(Matrix("Short answers given exactly", exact, [name for name, _ in answered], columns))
     picture = heat_map(
         matrices, x_label="model", y_label="task of", value_label="share", limits=(0.0, 1.0), numbers=percent
     )
-    files.write(Path(path).expanduser(), picture.png())
+    file = Path(path).expanduser()
+    files.write(file, picture.png())
+    return file

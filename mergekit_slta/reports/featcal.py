@@ -13,7 +13,7 @@ import torch
 from mergekit_slta.recipe.settings import FeatcalSettings
 from mergekit_slta.reports.figures import Line, Panel, line_chart
 from mergekit_slta.reports.page import Chart, Page, Section
-from mergekit_slta.reports.words import enumerated, plain_number
+from mergekit_slta.reports.words import enumerated, plain_number, possessive
 from mergekit_slta.tables import Table, short_names
 
 MEANING = (
@@ -94,8 +94,9 @@ def percent(error: float) -> str:
 
 
 def _verdict(merged: torch.Tensor, anchor: torch.Tensor, names: Sequence[str], anchor_name: str) -> str:
+    after, before = (list(map(percent, errors[-1].tolist())) for errors in (merged, anchor))
     clauses = [
-        f"{percent(float(merged[-1, index]))} away from {name}'s ({anchor_name}: {percent(float(anchor[-1, index]))})"
+        f"{after[index]} away from {possessive(name)} ({anchor_name}: {before[index]})"
         for index, name in enumerate(names)
     ]
     worst = int(merged.diff(dim=0, prepend=torch.zeros_like(merged[:1])).nan_to_num().mean(1).argmax())
@@ -109,7 +110,7 @@ def _chart(merged: torch.Tensor, anchor: torch.Tensor, names: Sequence[str], anc
     layers, panels, said = list(range(len(merged))), [], []
     for name, before, after in zip(names, anchor.T.tolist(), merged.T.tolist(), strict=True):
         lines = [Line(f"before: {anchor_name}", layers, before), Line("after: the merged model", layers, after)]
-        panels.append(Panel(f"On {name}'s samples", lines))
+        panels.append(Panel(f"On {possessive(name)} samples", lines))
         said.append(f"{name} {percent(before[-1])} before and {percent(after[-1])} after")
     columns = [f"{name}, {when}" for name in names for when in ("before", "after")]
     pairs = torch.stack([anchor, merged], 2).flatten(1).tolist()

@@ -26,7 +26,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from mergekit_slta.reports.words import plain_number
 
 INK, AXIS, GRID, SHADE = "#1a1a1a", "#555555", "#e4e4e4", "#dcdcdc"
-# What an SVG shows instead on a dark ground. Everything else, such as the cells of heat maps, keeps its colour.
+# What an SVG shows instead on a dark ground. Everything else keeps its colour.
 DARK = {INK: "#e6e6e6", AXIS: "#a0a5ac", GRID: "#2e3237", SHADE: "#3a3f46"}
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", INK)
 MARKERS = "osD^vPX*"
@@ -71,10 +71,17 @@ STYLE: Any = {
 
 
 class Picture:
-    """A chart that is drawn as often as it is asked for, in the form that the place needs."""
+    """A chart that is drawn as often as it is asked for, in the form that the place needs.
 
-    def __init__(self, figure: Figure) -> None:
+    Args:
+        figure: the chart.
+        on_white: whether white stands for zero in its cells, as on paper; on a dark ground dark and light are exchanged
+            in the whole chart, so that there too the largest values stand out most.
+    """
+
+    def __init__(self, figure: Figure, on_white: bool = False) -> None:
         self._figure = figure
+        self._on_white = on_white
 
     def png(self) -> bytes:
         """The chart on a white ground."""
@@ -87,6 +94,8 @@ class Picture:
             for light, dark in DARK.items()
             for what in ("fill", "stroke")
         )
+        if self._on_white:
+            rules = "svg{filter:invert(1) hue-rotate(180deg)}"  # which keeps hues, and numbers readable in their cells
         drawn = self._drawn("svg", facecolor="none", metadata={"Date": None})
         style = f"<style>@media (prefers-color-scheme: dark){{{rules}}}</style>\n </defs>"
         return drawn.replace(b"</defs>", style.encode(), 1)
@@ -239,7 +248,7 @@ def heat_map(
             extend=("neither", "min", "max", "both")[under + 2 * over], ticks=MaxNLocator(5, steps=[1, 2, 5, 10]),
         )  # fmt: skip
         bar.set_label(value_label)
-        return Picture(figure)
+        return Picture(figure, on_white=colours != "viridis")
 
 
 def bar_chart(bars: Sequence[Bar], *, x_label: str) -> Picture:

@@ -16,6 +16,7 @@ from mergekit_slta.reports.words import counted, enumerated, kind_name, plain_nu
 from mergekit_slta.tables import Table, as_json, short_names
 
 LINEAR_MAPS = "linear map"
+BARS = "A bar is the mean, and the thin line at its end reaches one standard deviation to both sides, over "
 SETTINGS = {2: "25 settings of two weights from 0.2 to 1", 3: "27 settings of three weights from 0.3 to 0.7"}
 MEANING = (
     f"The non-linearity score sums {(STEPS + 1) ** 2} squared deviations between points on the way from the base model "
@@ -143,12 +144,16 @@ def _score_chart(result: Linearity) -> Chart:
     return Chart(
         name="non-linearity",
         title="Non-linearity score",
-        caption="Like Figures 1a and 2 and Table 17 of the paper. Lower is more linear. Thin lines are standard "
-        "deviations over samples and submodules.",
-        alt=f"Bars: {'; '.join(f'{bar.group} of {bar.series} {plain_number(bar.value)}' for bar in bars)}.",
+        caption=f"Like Figures 1a and 2 and Table 17 of the paper. Lower is more linear. {BARS}samples and submodules.",
+        alt=_bars_in_words(bars),
         picture=bar_chart(bars, x_label="non-linearity score"),
         table=score_table(result),
     )
+
+
+def _bars_in_words(bars: Sequence[Bar]) -> str:
+    said = [f"{bar.group}, {bar.series}: {plain_number(bar.value)} ± {plain_number(bar.deviation)}" for bar in bars]
+    return f"Bars, mean ± standard deviation: {'; '.join(said)}."
 
 
 def _score_by_layer(result: Linearity) -> list[Chart]:
@@ -205,17 +210,18 @@ def _merge_charts(result: Linearity, sizes: Sequence[int]) -> list[Chart]:
                         Bar(group, f"{size} experts{what}", 1 - value.mean if cosine else value.mean, value.std)
                     )
             rows += [[group + what, *_cells(result, metric, group, merges)] for metric, what in metrics.items()]
-        alt = f"Bars: {'; '.join(f'{bar.group}, {bar.series}: {plain_number(bar.value)}' for bar in bars)}."
         picture = bar_chart(bars, x_label=f"1 − {quantity}" if cosine else quantity)
-        return Chart(name, title, caption, alt, picture, Table([quantity.capitalize(), *columns], rows))
+        return Chart(
+            name, title, caption, _bars_in_words(bars), picture, Table([quantity.capitalize(), *columns], rows)
+        )
 
     return [
         chart(
             "projection-distance",
             "Projection distance of merges",
             "Like Figures 1b and 3 of the paper (Eq. 8): how far a merge's feature change is from the weighted sum of "
-            "the experts' changes, along that sum. At 0 the changes add up. Mean and standard deviation over "
-            f"{settings}.",
+            "the experts' changes, along that sum. At 0 the changes add up. "
+            f"{BARS}{settings}.",
             "projection distance",
             {"projection_distance": ""},
             cosine=False,
@@ -225,8 +231,7 @@ def _merge_charts(result: Linearity, sizes: Sequence[int]) -> list[Chart]:
             "Direction of merges",
             "Like Figure 4 of the paper: 1 − cosine similarity of a merge's feature change and the weighted sum of the "
             "experts' changes (merged, Eq. 16), and of the experts' changes with each other (baseline, Eq. 17). The "
-            "changes of a merge well below its baseline add up. Mean and standard deviation over "
-            f"{settings} (merged) and over samples (baseline).",
+            f"changes of a merge well below its baseline add up. {BARS}{settings} (merged) or samples (baseline).",
             "cosine similarity",
             {"cosine_merge": ", merged", "cosine_base": ", baseline"},
             cosine=True,

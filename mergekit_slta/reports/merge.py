@@ -26,7 +26,7 @@ from mergekit_slta.reports.analysis import (
 )
 from mergekit_slta.reports.figures import PAIR, Line, Matrix, Panel, heat_map, line_chart
 from mergekit_slta.reports.page import Chart, Page, Section
-from mergekit_slta.reports.words import counted, enumerated, extent, kind_name, percent, plain_number
+from mergekit_slta.reports.words import counted, enumerated, extent, kind_name, percent, plain_number, possessive
 from mergekit_slta.slta.solution import MOST_CONDITION, Solution
 from mergekit_slta.slta.solver import pooled
 from mergekit_slta.slta.statistics import Statistics
@@ -57,7 +57,7 @@ def verdict(analysis: LevelAnalysis) -> str:
 
 
 def _clause(name: str, kept: float, where: str) -> str:
-    change = f"{name}'{'s' * (not name.endswith('s'))} feature change"
+    change = f"{possessive(name)} feature change"
     if math.isnan(kept):
         return f"has nothing of {name} to keep, because {name} changes no feature on its own data"
     if kept <= 0:
@@ -265,6 +265,12 @@ def _retained_chart(analysis: LevelAnalysis) -> Chart:
 
 
 def _alpha_chart(analysis: LevelAnalysis) -> Chart:
+    panels = _panels(analysis, analysis.alpha, torch.ones_like(analysis.alpha), bands=True)
+    has_bands = any(not math.isnan(low) for panel in panels for line in panel.lines for low in line.low or ())
+    bands = (
+        f"The band around a line is a 90 % bootstrap interval: it leaves out the lowest and the highest 5 % of the "
+        f"weights that {DRAWS} draws of the samples, with replacement, give. " * has_bands
+    )
     rows = []
     for row, name in enumerate(analysis.submodules):
         intervals = [_interval(analysis, row, i) for i in range(len(analysis.experts))]
@@ -273,11 +279,12 @@ def _alpha_chart(analysis: LevelAnalysis) -> Chart:
     return Chart(
         name=f"alpha-{analysis.level}",
         title="Merging weights by layer",
-        caption="At 1 the merge takes all of an expert's change, at 0 none of it. Bands are 90 % bootstrap intervals "
-        "over the samples. Values below −2 or above 3 are drawn at these limits.",
-        alt=f"Lines over the decoder layers with bands, one per expert. {_extents(analysis.experts, analysis.alpha)}.",
+        caption=f"At 1 the merge takes all of an expert's change, at 0 none of it. {bands}Values below −2 or above 3 "
+        "are drawn at these limits.",
+        alt=f"Lines over the decoder layers, one per expert{', in bands of 90 % bootstrap intervals' * has_bands}. "
+        f"{_extents(analysis.experts, analysis.alpha)}.",
         picture=line_chart(
-            _panels(analysis, analysis.alpha, torch.ones_like(analysis.alpha), bands=True),
+            panels,
             x_label="decoder layer",
             y_label="merging weight α",
             lines_at=(0.0, 1.0),
@@ -422,10 +429,11 @@ def _samples_charts(analysis: LevelAnalysis) -> list[Chart]:
         Chart(
             name=f"samples-alpha-{analysis.level}",
             title="Merging weights by number of samples",
-            caption="The line is the mean over the submodules. The band is the standard deviation of one submodule's "
-            "weight when this many samples per task are drawn, with replacement, from those measured.",
-            alt=f"Lines with bands. Standard deviation: {widest[0]} at most with {counts[0]}, {widest[-1]} with "
-            f"{counts[-1]} samples per task.",
+            caption="The line is the mean over the submodules. The band reaches one standard deviation above and below "
+            "it: that of one submodule's weight when this many samples per task are drawn, with replacement, from "
+            "those measured.",
+            alt="Lines, one per expert, in bands of one standard deviation over draws of the samples to both sides: "
+            f"{widest[0]} at most with {counts[0]}, {widest[-1]} with {counts[-1]} samples per task.",
             picture=line_chart(
                 [Panel("", weights)], x_label="samples per task", y_label="merging weight α", log_x=True
             ),

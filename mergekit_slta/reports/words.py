@@ -28,6 +28,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
+def possessive(name: str) -> str:
+    """A name's possessive form, as in "math's" and "words'"."""
+    return f"{name}'{'s' * (not name.endswith('s'))}"
+
+
 def extent(values: Iterable[float], written: Callable[[float], str]) -> str:
     """The smallest and the largest value, as in "1 to 5"; NaN is left out."""
     found = [value for value in values if not math.isnan(value)]

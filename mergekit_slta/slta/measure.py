@@ -38,6 +38,7 @@ from mergekit_slta.slta.statistics import (
 )
 
 LOG = logger(__name__)
+REUSED = "Nothing is measured anew: %s holds the measurement of the same models, data and settings."
 
 
 def measure(
@@ -48,9 +49,9 @@ def measure(
 ) -> Statistics:
     """Measure what the closed form needs of a recipe's models, on its calibration data.
 
-    Earlier measurements are reused: the file at ``path``, or a file in the cache folder. An interrupted measurement is
-    resumed. It takes about one forward pass of each model per sample, in float32, with one decoder layer of each model
-    in memory.
+    Earlier measurements are reused: the file at ``path``, or one in the cache folder of the same models, data, settings
+    and levels, which is copied to ``path``. An interrupted measurement is resumed. It takes about one forward pass of
+    each model per sample, in float32, with one decoder layer of each model in memory.
 
     Args:
         recipe: a recipe for ``slta`` or ``featcal`` whose experts have calibration data.
@@ -93,13 +94,17 @@ def measured_statistics(
         raise SltaError(*problems)
     data = experiment.load_data(experiment.recipe.experts)
     content = fingerprint(experiment, data)
-    if file is None:
-        file = cache_folder() / f"{digest([content.model_dump(mode='json'), sorted(levels)])}.safetensors"
-    measurement = _Measurement(experiment, file, measuring)
-    if _exists(file, experiment.ranks):
+    cached = cache_folder() / f"{digest([content.model_dump(mode='json'), sorted(levels)])}.safetensors"
+    measurement = _Measurement(experiment, file or cached, measuring)
+    if file is None and _exists(cached, experiment.ranks):
+        if experiment.ranks.count == 1 and not experiment.quiet:
+            LOG.warning(REUSED, cached)
         return measurement.reuse(levels, published)
     measurement.refuse_unless_measuring(levels)
-    return measurement.measure(_info(experiment, levels, data, content), experiment.experts, data, levels)
+    info = _info(experiment, levels, data, content)
+    if file is not None and measurement.take(cached, info):
+        return measurement.reuse(levels, published)
+    return measurement.measure(info, experiment.experts, data, levels)
 
 
 def _exists(path: Path, ranks: Ranks) -> bool:
@@ -123,6 +128,17 @@ class _Measurement:
                 f"The recipe's statistics at level {', '.join(levels)} are not in {self.path}: measure them with "
                 "'mergekit-slta calibrate', and name the file under 'statistics' in the recipe."
             )
+
+    def take(self, cached: Path, info: Info) -> bool:
+        """Whether the file now holds what the cache folder has of the same measurement, under this recipe's names."""
+        ranks = self.experiment.ranks
+        if ranks.first and cached.is_file() and not partial_folder(self.path).exists():
+            found = Statistics.load(cached)
+            replace(found, info=info.model_copy(update={"versions": found.info.versions})).save(self.path)
+            if not self.experiment.quiet:
+                LOG.warning(REUSED, cached)
+        ranks.wait()
+        return _exists(self.path, ranks)
 
     def reuse(self, levels: Sequence[str], published: bool) -> Statistics:
         """Compare the file with the recipe, add missing levels to it, and select the recipe's experts."""

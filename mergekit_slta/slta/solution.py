@@ -205,7 +205,7 @@ class Solution:
         towers: str = "base",
         tokenizer_source: str = "",
         trust_remote_code: bool = False,
-    ) -> None:
+    ) -> Path:
         """Write a mergekit recipe that does the same merge without this package, without data and without statistics.
 
         Args:
@@ -217,6 +217,9 @@ class Solution:
             towers: the same for what lies outside the language tower of a multimodal model (vision, audio, projectors).
             tokenizer_source: mergekit's setting of that name; left out when empty.
             trust_remote_code: run the Python code that comes with the base model, whose configuration is read.
+
+        Returns:
+            The recipe's path.
 
         Raises:
             SltaError: a name is not in the statistics, ``edges`` or ``towers`` is something else, a recipe cannot
@@ -240,7 +243,9 @@ class Solution:
             tokenizer_source=tokenizer_source,
             trust_remote_code=trust_remote_code,
         )
-        files.write(Path(path).expanduser(), text.encode())
+        file = Path(path).expanduser()
+        files.write(file, text.encode())
+        return file
 
     def report(self, folder: str | os.PathLike[str]) -> Path:
         """Write ``report.html`` and its charts into a folder; see ``mergekit_slta.report``.

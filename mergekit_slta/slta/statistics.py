@@ -262,8 +262,11 @@ class Statistics:
             raise SltaError("Every task weight is zero: at least one task must count.")
         return weights
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the statistics file.
+
+        Returns:
+            Its path.
 
         Raises:
             OSError: the file cannot be written; an earlier file is kept.
@@ -271,7 +274,9 @@ class Statistics:
         tensors = {_GRAM + name: gram.contiguous() for name, gram in self.grams.items()}
         tensors |= {"task": self.task, "tokens": self.tokens}
         text = json.dumps(self.info.model_dump(mode="json", exclude_none=True), sort_keys=True)
-        files.write(Path(path).expanduser(), serialize(tensors, metadata={METADATA_KEY: text}))
+        file = Path(path).expanduser()
+        files.write(file, serialize(tensors, metadata={METADATA_KEY: text}))
+        return file
 
     @staticmethod
     def load(source: str | os.PathLike[str], cache_dir: str | None = None) -> Statistics:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from mergekit_slta.comparison.compare import Comparison, TaskComparison, TaskSco
 from mergekit_slta.errors import SltaError
 from mergekit_slta.evaluate import evaluate
 from mergekit_slta.recipe.recipe import Recipe
+from mergekit_slta.reports import comparison
+from mergekit_slta.reports.figures import LEGEND_LENGTH, Matrix, Picture, heat_map
 
 RECORDS = 8
 CHAT = "{% for m in messages %}[{{ m.role }}: {{ m.content }}]{% endfor %}"
@@ -207,8 +209,29 @@ def test_a_comparison_shows_itself(tmp_path: Path) -> None:
     assert written["tasks"][1]["merged"]["a"]["kept"] is None and written["perplexity"] == {"base": 3.0}
     assert "<table>" in found._repr_html_() and "no separate short answer" not in text
     assert str(Comparison(("a", "b"), tasks[1:])).endswith("would be scored by exact matches too.")
-    mergekit_slta.write_comparison(found, tmp_path / "figure.png")
+    assert mergekit_slta.write_comparison(found, tmp_path / "figure.png") == tmp_path / "figure.png"
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_figure_leaves_out_what_no_model_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[str] = []
+
+    def titles(matrices: Sequence[Matrix], **options: Any) -> Picture:
+        drawn[:] = [matrix.title for matrix in matrices]
+        return heat_map(matrices, **options)
+
+    monkeypatch.setattr(comparison, "heat_map", titles)
+    gain, none = (TaskScore(3.0, 0.5), TaskScore(2.0, 1.0)), (TaskScore(2.0, 0.5), TaskScore(3.0, 1.0))
+    for scores, answers, expected in (
+        (gain, 4, ["The expert's gain that is kept", "Short answers given exactly"]),
+        (gain, 0, ["The expert's gain that is kept"]),
+        (none, 4, ["Short answers given exactly"]),
+        (none, 0, ["The expert's gain that is kept"]),
+    ):
+        task = TaskComparison("org/math", 5, 60, answers, *scores, (TaskScore(2.5, 0.5),))
+        comparison.write_comparison(Comparison(("a",), (task,)), tmp_path / "figure.png")
+        assert drawn == expected
+        assert all(len(title) <= LEGEND_LENGTH for title in drawn)  # longer ones lose their middle
 
 
 def test_the_command_writes_table_json_and_figure(paired: Family, tmp_path: Path) -> None:

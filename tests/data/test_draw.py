@@ -266,6 +266,16 @@ def test_answers_are_found_in_the_rows(tmp_path: Path, plain_tokenizer: PreTrain
     assert answers[1] is None
 
 
+def test_an_answer_that_ends_with_a_line_end_is_found(tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase) -> None:
+    """Not an earlier place that spells it with its line end, and not no place."""
+    for question in ("ab", "cd\nab"):
+        source = write_jsonl(tmp_path / "a.jsonl", [{"question": question, "answer": "cd\n"}])
+        data = load(source, plain_tokenizer, samples=1, max_tokens=500, template="{question}{answer}")
+        ((begin, end),) = filter(None, data.answers)
+        assert list(data.token_ids[0][begin:end]) == list(spelled("cd"))
+        assert begin > len(question)
+
+
 def test_an_answer_that_is_cut_off_ends_beyond_its_row(
     tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase
 ) -> None:

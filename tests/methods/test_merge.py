@@ -68,7 +68,8 @@ def test_a_merge_opens_everything_once(
 def test_a_merge_in_python_is_mergekits_own(llama: Family, tmp_path: Path) -> None:
     content = families.recipe(llama, samples=3, level="layer")
     data = dict(zip(llama.experts, llama.data, strict=True))
-    merge(Recipe(llama.base, data, samples=3, level="layer"), tmp_path / "ours", quiet=True, write_model_card=False)
+    recipe = Recipe(llama.base, data, samples=3, level="layer")
+    assert merge(recipe, tmp_path / "ours", quiet=True, write_model_card=False) == tmp_path / "ours"
     theirs = load_file(families.merge(content, tmp_path / "theirs") / "model.safetensors")
     ours = load_file(tmp_path / "ours" / "model.safetensors")
     assert ours.keys() == theirs.keys() and all(ours[name].equal(tensor) for name, tensor in theirs.items())

@@ -121,7 +121,15 @@ def test_what_a_user_wrote_is_published(out: Path) -> None:
     assert dict(found.files)["README.md"] == len(text.encode())  # which is up to date already
     (local,) = (note for note in found.notes if "folders of this machine" in note)
     assert local.endswith("write their Hub ids in mergekit_config.yml.")
-    assert any("no chat template" in note for note in found.notes)
+
+
+def test_a_chat_template_that_is_missing_can_be_copied_as_the_note_says(out: Path) -> None:
+    (note,) = (note for note in publish(out, "org/model", dry_run=True, quiet=True).notes if "chat template" in note)
+    assert f"copy the file chat_template.jinja from its folder or Hub page into the folder {out};" in note
+    (out / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    found = publish(out, "org/model", dry_run=True, quiet=True)
+    assert not [note for note in found.notes if "chat template" in note]
+    assert "chat_template.jinja" in dict(found.files)
 
 
 def test_the_hubs_refusal_is_a_sentence(out: Path, hub: UploadHub) -> None:

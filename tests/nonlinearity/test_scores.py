@@ -382,6 +382,15 @@ def written(llama: Family, tmp_path_factory: pytest.TempPathFactory) -> tuple[Li
     return result, write_linearity(result, tmp_path_factory.mktemp("linearity") / "new").parent
 
 
+def test_bars_say_what_their_thin_lines_are(written: tuple[Linearity, Path]) -> None:
+    charts = [chart for section in linearity_page(written[0]).sections for chart in section.charts]
+    bars = [chart for chart in charts if chart.alt.startswith("Bars")]
+    assert [chart.name for chart in bars] == ["non-linearity", "projection-distance", "cosine"]
+    for chart in bars:
+        assert "thin line at its end reaches one standard deviation" in chart.caption
+        assert "mean ± standard deviation" in chart.alt
+
+
 def test_the_json_has_its_schema(written: tuple[Linearity, Path]) -> None:
     content = json.loads((written[1] / "linearity.json").read_text())
     assert set(content) == {

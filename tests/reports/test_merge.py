@@ -203,6 +203,22 @@ def test_rows_are_complete_without_intervals() -> None:
     assert [len(row) for row in table.rows] == [len(table.header)] * 2
 
 
+@pytest.mark.parametrize("samples", [1, 4])
+def test_a_picture_with_bands_says_what_they_are(samples: int) -> None:
+    """The line at a band's edge is drawn half transparent; one sample per task gives no bootstrap interval."""
+    page = report_page(synthetic.statistics(levels=["attn_mlp"], samples=samples))
+    charts = {chart.name: chart for section in page.sections for chart in section.charts}
+    banded = {name for name, chart in charts.items() if b"FillBetween" in chart.picture.svg()}
+    weights, by_samples = charts["alpha-attn_mlp"], charts.get("samples-alpha-attn_mlp")
+    for text in (weights.caption, weights.alt):
+        assert ("90 % bootstrap interval" in text) == (samples > 1)
+    for text in (by_samples.caption, by_samples.alt) if by_samples else ():
+        assert "one standard deviation" in text
+    assert {name for name, chart in charts.items() if "band" in chart.caption and "band" in chart.alt} == (
+        banded if samples > 1 else set()
+    )
+
+
 def test_a_report_on_measured_statistics(llama: Family, tmp_path: Path) -> None:
     statistics = measured_statistics(
         families.experiment(families.recipe(llama)), ["attn_mlp"], tmp_path / "s.safetensors"

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from mergekit_slta.reports.words import counted, enumerated, extent, kind_name, percent, plain_number
+from mergekit_slta.reports.words import counted, enumerated, extent, kind_name, percent, plain_number, possessive
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,10 @@ def test_counts_have_the_right_number() -> None:
 def test_the_extent_leaves_out_what_is_undefined() -> None:
     assert extent([math.nan, 0.2, 0.1], percent) == "10 % to 20 %"
     assert extent([math.nan], percent) == "none"
+
+
+def test_names_possess() -> None:
+    assert [possessive(name) for name in ("math", "words")] == ["math's", "words'"]
 
 
 def test_kinds_of_submodules_have_names() -> None:

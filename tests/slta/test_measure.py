@@ -377,6 +377,64 @@ def test_what_was_measured_is_kept_in_the_cache_folder(
     assert list(cache.iterdir()) == [file]
 
 
+def test_a_file_that_is_not_there_is_taken_from_the_cache_which_is_said(
+    llama: Family, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As for ``calibrate RECIPE -o FILE`` after ``mergekit-yaml``: a copy of the data has the recipe's name."""
+    measured(recipe(llama), None)
+    (cached,) = (Path(os.environ["XDG_CACHE_HOME"]) / "mergekit-slta").iterdir()
+    monkeypatch.setattr(measure, "calibrate", None)
+    copy = Path(shutil.copy(llama.data[0], tmp_path / "copy.jsonl"))
+    content = recipe(replace(llama, data=(copy, *llama.data[1:])))
+    taken, found = tmp_path / "taken.safetensors", Statistics.load(path)
+    LoaderCache.loaders.clear()
+    measured_statistics(families.experiment(content, quiet=False), ["attn_mlp"], taken)
+    assert Statistics.load(taken).info.calibration[0].source == "copy.jsonl"
+    assert all(torch.equal(gram, found.grams[name]) for name, gram in Statistics.load(taken).grams.items())
+    assert [record.message for record in caplog.records if str(cached) in record.message] == [measure.REUSED % cached]
+
+
+@pytest.mark.parametrize("change", [{"seed": 4}, {"samples": 4}, {"level": "layer"}], ids=str)
+def test_another_measurement_is_not_taken_from_the_cache(change: dict[str, Any], llama: Family, tmp_path: Path) -> None:
+    measured(recipe(llama), None)
+    content, taken = recipe(llama, **change), tmp_path / "taken.safetensors"
+    found = measured(content, taken, content["parameters"].get("level", "attn_mlp"))
+    expected = measured(content, None, content["parameters"].get("level", "attn_mlp"))
+    assert same(found, expected)
+    assert len(list((Path(os.environ["XDG_CACHE_HOME"]) / "mergekit-slta").iterdir())) == 2
+
+
+def test_an_unfinished_measurement_is_resumed_rather_than_taken_from_the_cache(
+    llama: Family, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Its folder may belong to a process that still runs."""
+    measured(recipe(llama), None)
+    request.getfixturevalue("no_measuring")
+    measured(recipe(llama), tmp_path / "taken.safetensors")
+    (tmp_path / "other.safetensors.partial").mkdir()
+    with pytest.raises(AssertionError, match="a model was run"):
+        measured(recipe(llama), tmp_path / "other.safetensors")
+
+
+@pytest.mark.parametrize("method", ["slta", "featcal"])
+def test_a_merge_says_once_that_it_measures_nothing_anew(
+    method: str, llama: Family, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    content = recipe(llama, **{"anchor": "slta"} if method == "featcal" else {})
+    content["merge_method"] = method
+
+    def said(quiet: bool) -> list[str]:
+        caplog.clear()
+        LoaderCache.loaders.clear()
+        families.merge(content, tmp_path / "merged", quiet=quiet)
+        return [record.message for record in caplog.records if "measured anew" in record.message]
+
+    assert said(quiet=False) == []
+    (cached,) = (Path(os.environ["XDG_CACHE_HOME"]) / "mergekit-slta").glob("*.safetensors")
+    assert said(quiet=False) == [measure.REUSED % cached]
+    assert said(quiet=True) == []
+
+
 def test_other_data_models_or_configurations_have_a_file_of_their_own(llama: Family, tmp_path: Path) -> None:
     base = shutil.copytree(llama.base, tmp_path / "base")
     family = Family(base, llama.experts, llama.data, llama.config)

@@ -23,7 +23,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 # By file: the window's width, the reader's colours, where the picture begins, and its height in pixels.
 SHOTS: dict[str, tuple[int, Scheme, str, int]] = {
     "report.png": (DESK, "light", "html", 1215),
-    "report-phone.png": (PHONE, "dark", "section:nth-of-type(3)", 1050),
+    "report-phone.png": (PHONE, "dark", "section:nth-of-type(3)", 1100),
 }
 
 
@@ -34,7 +34,7 @@ def main(folder: Path) -> None:
         for name, (width, scheme, start, height) in SHOTS.items():
             browser.open(page, width, scheme)
             with Image.open(io.BytesIO(browser.picture(start, height))) as shot:
-                shot.convert("RGB").quantize().save(DOCS / name, optimize=True)  # 256 colours are enough
+                shot.convert("RGB").save(DOCS / name, optimize=True)
 
 
 if __name__ == "__main__":
