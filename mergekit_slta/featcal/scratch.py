@@ -16,7 +16,7 @@ from mergekit_slta.engine.streams import Tasks, share
 from mergekit_slta.errors import SltaError, logger
 from mergekit_slta.featcal.anchor import ActmatAnchor, equal_weights
 from mergekit_slta.featcal.answers import token_weights
-from mergekit_slta.featcal.groups import groups_by_layer
+from mergekit_slta.featcal.groups import groups_by_layer, solved_in
 from mergekit_slta.featcal.layer import Regression
 from mergekit_slta.featcal.merge import COVERAGE, ERRORS, HEAD_ELEMENTS, ROUTING, feature_merge, stages
 from mergekit_slta.files import cache_folder, digest
@@ -35,7 +35,7 @@ from mergekit_slta.slta.weights import TensorWeights
 
 LOG = logger(__name__)
 
-FORMAT = 7  # changes with the folder's content and with the way that layers are solved
+FORMAT = 8  # changes with the folder's content and with the way that layers are solved
 FLOAT32, FLOAT64 = 4, 8  # bytes
 ANCHOR_LEVEL = "attn_mlp"  # of the merging weights of 'anchor: slta'
 
@@ -61,9 +61,10 @@ class SolvedModel:
         found, mixture_expert = resolve_name(self.decoder, name)
         if mixture_expert is not None:
             raise SltaError(f"'featcal' cannot write the experts of a mixture one by one, as mergekit asks for {name}.")
-        number = found.removeprefix(self.decoder.layers_path + ".").partition(".")[0]
-        inside = found.startswith(self.decoder.layers_path + ".")
-        file = self._partial.layer_file(int(number)) if inside else self._partial.edges_file
+        file = self._partial.edges_file
+        if found.startswith(self.decoder.layers_path + "."):
+            number = int(found.removeprefix(self.decoder.layers_path + ".").partition(".")[0])
+            file = self._partial.layer_file(self.decoder.once(solved_in).get(found, number))
         with safe_open(file, "pt") as tensors:
             return tensors.get_tensor(found) if found in tensors.keys() else None  # noqa: SIM118
 
