@@ -23,6 +23,7 @@ class MapGroup:
         module: the path of the first module in the group that the layer calls.
         maps: the maps, in the order in which the layer calls them.
         fused: whether the maps are routed experts in one module, each with its own input.
+        at_once: whether that module is given the tokens once for each routed expert, and multiplies by all at once.
         empty: if the child returns the only map's output, the number of None values beside it in a tuple; else None.
     """
 
@@ -30,6 +31,7 @@ class MapGroup:
     module: str
     maps: tuple[LinearMap, ...]
     fused: bool = False
+    at_once: bool = False
     empty: int | None = None
 
     @property
@@ -111,7 +113,7 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
         if groups and same and same == previous:
             groups[-1] = replace(groups[-1], maps=groups[-1].maps + maps)
         else:
-            groups.append(MapGroup(child, module, maps, fused))
+            groups.append(MapGroup(child, module, maps, fused, fused and len(given) == 1))
         if not fused:
             whole |= {_place(given[0]), _place(run.outputs[module])}
         previous = same

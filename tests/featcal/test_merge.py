@@ -643,6 +643,19 @@ def test_memory_does_not_grow_with_the_number_of_routed_experts(forks: ForkServe
     assert peaks[1] < peaks[0] + depths.STACK  # all models' experts would add more than three of these
 
 
+@depths.needs_account
+def test_the_memory_of_experts_that_are_multiplied_at_once_is_what_was_said(
+    forks: ForkServerContext, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "intermediate_size_mlp": 256, "num_local_experts": 64}
+    config = families.config_of("llama4", **sizes, num_hidden_layers=1)
+    family = families.make_family(tmp_path / "family", config, dtype=torch.bfloat16)
+    peak = depths.peak_in_a_process(forks, merge_tasks, family, tmp_path)
+    said = needs(Decoder(family.config), 2, depths.TOKENS, head=True, compare=True, halves=False).memory
+    print(f"peak {peak / 2**20} MiB, said {said / 2**20} MiB")
+    assert 0.7 * said < peak < 1.3 * said
+
+
 def test_the_coverage_of_routed_experts_is_counted_as_the_models_route(
     make_family: MakeFamily, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
