@@ -62,7 +62,7 @@ def test_grams_are_the_references(name: str, make_family: MakeFamily) -> None:
 
 
 @pytest.mark.parametrize("has_room", [True, False])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "llama4"])
 def test_a_feature_merge_is_the_cpus(
     name: str, has_room: bool, make_family: MakeFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU takes i
 
 State = dict[str, torch.Tensor]
 # Grouped heads, transposed maps with biases, masks per layer, mixtures, convolutions.
-ARCHITECTURES = ("llama", "gpt2", "gemma2", "mixtral", "lfm2")
+ARCHITECTURES = ("llama", "gpt2", "gemma2", "mixtral", "lfm2", "llama4")
 TOLERANCE = 1e-3  # of a tensor's norm: on another device attention is computed by another kernel
 
 

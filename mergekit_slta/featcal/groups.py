@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.nn.modules.conv import _ConvNd
@@ -22,6 +23,7 @@ class MapGroup:
         module: the path of the first module in the group that the layer calls.
         maps: the maps, in the order in which the layer calls them.
         fused: whether the maps are routed experts in one module, each with its own input.
+        at_once: whether that module is given the tokens once for each routed expert, and multiplies by all at once.
         empty: if the child returns the only map's output, the number of None values beside it in a tuple; else None.
     """
 
@@ -29,6 +31,7 @@ class MapGroup:
     module: str
     maps: tuple[LinearMap, ...]
     fused: bool = False
+    at_once: bool = False
     empty: int | None = None
 
     @property
@@ -60,14 +63,27 @@ class LayerMaps:
 def groups_by_layer(decoder: Decoder) -> list[LayerMaps]:
     """The groups of every layer; layers of the same kind are traced once.
 
-    Maps that several layers share are solved in the first of them.
+    Maps that several layers share are solved in the first of them that calls them.
     """
-    found, earlier = [], set[str]()
-    for layer in range(len(decoder)):
-        maps, names = decoder.once_per_kind(layer, find_groups), decoder.layer_tensors(layer)
-        groups = [group for group in maps.groups if names[group.maps[0].weight] not in earlier]
+    found, solved, tensors = [], set[str](), [decoder.layer_tensors(layer) for layer in range(len(decoder))]
+    for layer, names in enumerate(tensors):
+        maps = decoder.once_per_kind(layer, find_groups)
+        left = [(group, tuple(m for m in group.maps if names[m.weight] not in solved)) for group in maps.groups]
+        groups = [replace(group, module=own[0].module, maps=own) for group, own in left if own]
+        solved |= {names[m.weight] for group in groups for m in group.maps}
         found.append(replace(maps, groups=tuple(groups)))
-        earlier.update(names.values())
+    for layer, names in enumerate(tensors):
+        elsewhere = {m.name for m in linear_maps(decoder.layers[layer]) if names[m.weight] in solved}
+        found[layer] = replace(found[layer], kept=tuple(name for name in found[layer].kept if name not in elsewhere))
+    return found
+
+
+def solved_in(decoder: Decoder) -> dict[str, int]:
+    """By the model's names of the tensors that are solved, the layer in which they are; the output head is in none."""
+    found: dict[str, int] = {}
+    for layer, maps in enumerate(groups_by_layer(decoder)):
+        names = decoder.layer_tensors(layer)
+        found |= {names[key]: layer for group in maps.groups for m in group.maps for key in (m.weight, m.bias) if key}
     return found
 
 
@@ -80,29 +96,44 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
         run = trace(decoder, layer, watch=by_module)
     groups: list[MapGroup] = []
     solved: set[str] = set()
+    whole: set[object] = set()  # the inputs and outputs of the maps that are solved
     previous: object = None
     for module, given in run.inputs.items():
         maps, child = tuple(by_module[module]), module.partition(".")[0]
         fused = is_fused(decoder.layers[layer].get_submodule(module))
-        if fused:  # called with the tokens' features and with the experts that each token goes to
-            routes = given[1] if len(given) > 1 else None
-            solvable = isinstance(routes, torch.Tensor) and not routes.is_floating_point()
-        else:  # the numbered modules of a mixture are called with only some of the tokens
-            solvable = isinstance(given[0], torch.Tensor) and not any(part.isdigit() for part in module.split("."))
+        if fused:
+            solvable = _tells_routes(given, len({m.expert for m in maps}), run.output.shape[:2].numel())
+        else:  # the numbered modules of a mixture are given copies of only some of the tokens' features
+            numbered = any(part.isdigit() for part in module.split("."))
+            solvable = isinstance(given[0], torch.Tensor) and (not numbered or _place(given[0]) in whole)
         if not solvable or run.repeated & {child, module} or _is_router(maps[0], decoder.layers[layer]):
             continue
         solved |= {linear_map.name for linear_map in maps}
-        same = (child, given[0].data_ptr(), given[0].numel())
-        if not fused and groups and same == previous:
-            groups[-1] = MapGroup(child, groups[-1].module, groups[-1].maps + maps)
+        same = None if fused else (child, _place(given[0]))
+        if groups and same and same == previous:
+            groups[-1] = replace(groups[-1], maps=groups[-1].maps + maps)
         else:
-            groups.append(MapGroup(child, module, maps, fused))
-        previous = None if fused else same
+            groups.append(MapGroup(child, module, maps, fused, fused and len(given) == 1))
+        if not fused:
+            whole |= {_place(given[0]), _place(run.outputs[module])}
+        previous = same
     groups = [replace(group, empty=_empty_beside(group, run)) for group in groups]
     kept = [m.name for maps in by_module.values() for m in maps if m.name not in solved]
     known = {linear_map.weight for maps in by_module.values() for linear_map in maps}
     kept += [name for name in _stacks(decoder.layers[layer]) if name not in known]
     return LayerMaps(tuple(groups), tuple(kept), run.changed)
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor's values are, the same for its views."""
+    return tensor.data_ptr(), tensor.numel()
+
+
+def _tells_routes(given: tuple[Any, ...], experts: int, tokens: int) -> bool:
+    """Whether a fused mixture's module is called in one of the two ways that ``routed_inputs`` knows."""
+    if len(given) == 1:
+        return bool(given[0].shape[:-1].numel() == experts * tokens)
+    return isinstance(given[1], torch.Tensor) and not given[1].is_floating_point()
 
 
 def _empty_beside(group: MapGroup, trace: LayerRun) -> int | None:

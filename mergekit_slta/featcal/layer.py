@@ -26,7 +26,7 @@ from mergekit_slta.featcal.groups import LayerMaps, MapGroup
 from mergekit_slta.featcal.regression import Change, NormalEquations
 from mergekit_slta.layers.calls import State, Weights
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.maps import LinearMap, fused_hidden
+from mergekit_slta.layers.maps import LinearMap, RoutedInputs, fused_hidden, routed_inputs
 from mergekit_slta.models.stacks import ExpertStack, stack_of
 from mergekit_slta.recipe.settings import ActmatSettings
 
@@ -89,11 +89,12 @@ class Coverage:
         counts = torch.zeros(routed, dtype=torch.int64), torch.zeros(tasks, 2, dtype=torch.int64)
         return cls(counts[0], torch.zeros(routed, dtype=torch.bool), counts[1])
 
-    def add(self, task: int, merged: torch.Tensor, own: torch.Tensor) -> None:
-        """Count the routed experts [n, k] that the merged model and the task's expert choose for ``n`` tokens."""
-        self.tokens += merged.flatten().bincount(minlength=len(self.tokens))[: len(self.tokens)]
-        both = (own[:, :, None] == merged[:, None, :]).any(-1)
-        self.chosen[task] += torch.tensor([own.numel(), int(both.sum())])
+    def add(self, task: int, merged: RoutedInputs, own: RoutedInputs) -> None:
+        """Count the routed experts that the merged model and the task's expert choose for the same tokens."""
+        count = len(self.tokens)
+        self.tokens += merged.routes.flatten().bincount(minlength=count)[:count].cpu()
+        theirs, choices = ((given.tokens[:, None] * (count + 1) + given.routes).flatten() for given in (merged, own))
+        self.chosen[task] += torch.tensor([len(choices), int(torch.isin(choices, theirs).sum())])
 
     @property
     def agreement(self) -> torch.Tensor:
@@ -249,14 +250,13 @@ class LayerSolver:
 
     def _solve_routed(self, group: MapGroup, progress: Progress) -> None:
         """Solve a mixture's experts one by one, each on the tokens that the merged model sends to it."""
-        given: dict[int, tuple[torch.Tensor, ...]] = {}
+        given: dict[int, tuple[RoutedInputs, torch.Tensor]] = {}
         coverage = Coverage.empty(len(self.merged[group.maps[0].weight]), len(self.experts))
         for number, batch in enumerate(self.streams.batches):
-            own = self._targets_of(group, number)[group.module]
-            merged = self._merged_inputs(group, number)
-            parts = (*map(batch.unpadded, (merged[0], merged[1], own[0])), batch.samples, batch.join(self.weights))
-            given[number] = tuple(part.cpu() for part in parts)
-            coverage.add(batch.task, given[number][1], batch.unpadded(own[1]).cpu())
+            own: Any = self._targets_of(group, number)[group.module]
+            merged = self._routed(group, number, self._merged_inputs(group, number))
+            coverage.add(batch.task, merged, own)
+            given[number] = tree_map(self._waiting, (merged, _at_places_of(merged, own)))
             progress(len(batch.rows))
         self._forget_targets(group)
         for name in {name for m in group.maps for name in (m.weight, m.bias) if name}:
@@ -271,6 +271,12 @@ class LayerSolver:
         self.ranks.sum(coverage.chosen)
         self.coverage[group.module] = coverage
         LOG.info("Layer %d, %s: %s", self.layer, group.module, coverage)
+
+    def _routed(self, group: MapGroup, number: int, given: Sequence[torch.Tensor]) -> RoutedInputs:
+        """Which inputs of a batch's tokens go to which routed expert, without padding."""
+        batch = self.streams.batches[number]
+        positions = batch.unpadded(torch.arange(batch.token_ids.numel())[:, None]).flatten()
+        return routed_inputs(given, len(self.merged[group.maps[0].weight]), positions)
 
     def _make_writable(self, name: str) -> None:
         """Copy a tensor of routed experts: matrices one by one to a mapped temporary file."""
@@ -302,15 +308,18 @@ class LayerSolver:
             return False
         return self._apply([linear_map], equations.solve())
 
-    def _reaching(self, given: dict[int, tuple[torch.Tensor, ...]], index: int, task: int) -> Iterator[Inputs]:
+    def _reaching(self, given: dict[int, tuple[RoutedInputs, torch.Tensor]], index: int, task: int) -> Iterator[Inputs]:
         """The inputs at the tokens that go to a mixture's expert."""
-        for number, _ in self.streams.batches_of(task):
-            merged, routes, own, samples, weights = given[number]
-            reached = (routes == index).any(-1)
+        for number, batch in self.streams.batches_of(task):
+            merged, own = given[number]
+            reached = (merged.routes == index).any(-1)
             if reached.any():
-                device = self.decoder.device
-                own, merged = own[reached].to(device), merged[reached].to(device)
-                yield Inputs(merged, own, samples[reached], weights[reached])
+                values, own_values, tokens = (
+                    part[reached.to(part.device)] for part in (merged.values, own, merged.tokens)
+                )
+                device, tokens = self.decoder.device, tokens.cpu()
+                weights = batch.join(self.weights)[tokens]
+                yield Inputs(values.to(device), own_values.to(device), batch.samples[tokens], weights)
 
     def _hidden(self, first: LinearMap, reaching: Callable[[int], Iterator[Inputs]], task: int) -> Iterator[Inputs]:
         """What a mixture's expert feeds to its down projection, in the merged model and in the task's own expert."""
@@ -374,10 +383,12 @@ class LayerSolver:
         following = max(index for index, group in enumerate(groups) if group.child == child) + 1
         until = groups[following].module if following < len(groups) else None
         here = [group for group in groups if group.child == child]
-        routed = {group.module for group in here if group.fused}
+        routed = {group.module: group for group in here if group.fused}
         weights = self.experts[self.streams.batches[number].task]
         found = self._go_on(EXPERT, number, weights, until, capture=routed)
         for module in (module for group in here for module in group.modules):
+            if module in routed:
+                found[module] = self._routed(routed[module], number, found[module])
             self._targets[number, module] = tree_map(self._waiting, found[module])
 
     def _go_on(
@@ -421,6 +432,18 @@ class LayerSolver:
 
     def _to_device(self, value: Any) -> Any:
         return value.to(self.decoder.device) if isinstance(value, torch.Tensor) else value
+
+
+def _at_places_of(merged: RoutedInputs, own: RoutedInputs) -> torch.Tensor:
+    """An expert's own inputs [m, D] where the merged model has its inputs to the routed experts.
+
+    Where each routed expert has inputs of its own, the task's expert may have none in some of these places, because
+    its own router sends the token elsewhere. The merged model's stand there.
+    """
+    found = torch.full((int(max(merged.places.max(), own.places.max())) + 1,), -1, device=own.places.device)
+    found[own.places] = torch.arange(len(own.places), device=own.places.device)
+    at = found[merged.places]
+    return torch.where((at >= 0)[:, None], own.values[at], merged.values)
 
 
 def in_a_file(stack: ExpertStack, folder: Path) -> torch.Tensor:

@@ -34,7 +34,7 @@ from mergekit_slta.engine.passes import Accumulator, Progress, Tensors, pass_lay
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams, Tasks, read_edges
 from mergekit_slta.errors import logger
-from mergekit_slta.featcal.groups import groups_by_layer
+from mergekit_slta.featcal.groups import groups_by_layer, solved_in
 from mergekit_slta.featcal.layer import EXPERT, MERGED, LayerSolver, Regression, in_a_file
 from mergekit_slta.featcal.regression import Change, NormalEquations
 from mergekit_slta.layers.blend import Blend
@@ -172,7 +172,11 @@ class _FeatureMerge(Accumulator[Tensors]):
         for group in maps.groups:
             self.stage = f"layer {layer} of {len(self.decoder)}, {group}"
             solver.solve(group, report)
-        merged = {names[key]: tensor for key, tensor in solver.tensors().items() if key not in known}
+        merged = {
+            names[key]: tensor
+            for key, tensor in solver.tensors().items()
+            if key not in known and self.decoder.once(solved_in).get(names[key], layer) == layer
+        }
         self.shared |= {name: merged[name] for name in self.shared.keys() & merged.keys()}
         routing = {
             f"{ROUTING}.{part}.{module}": tensor

@@ -16,7 +16,7 @@ from mergekit_slta.engine.streams import Tasks, share
 from mergekit_slta.errors import SltaError, logger
 from mergekit_slta.featcal.anchor import ActmatAnchor, equal_weights
 from mergekit_slta.featcal.answers import token_weights
-from mergekit_slta.featcal.groups import groups_by_layer
+from mergekit_slta.featcal.groups import groups_by_layer, solved_in
 from mergekit_slta.featcal.layer import Regression
 from mergekit_slta.featcal.merge import COVERAGE, ERRORS, HEAD_ELEMENTS, ROUTING, feature_merge, stages
 from mergekit_slta.files import cache_folder, digest
@@ -35,7 +35,7 @@ from mergekit_slta.slta.weights import TensorWeights
 
 LOG = logger(__name__)
 
-FORMAT = 7  # changes with the folder's content and with the way that layers are solved
+FORMAT = 8  # changes with the folder's content and with the way that layers are solved
 FLOAT32, FLOAT64 = 4, 8  # bytes
 ANCHOR_LEVEL = "attn_mlp"  # of the merging weights of 'anchor: slta'
 
@@ -61,9 +61,10 @@ class SolvedModel:
         found, mixture_expert = resolve_name(self.decoder, name)
         if mixture_expert is not None:
             raise SltaError(f"'featcal' cannot write the experts of a mixture one by one, as mergekit asks for {name}.")
-        number = found.removeprefix(self.decoder.layers_path + ".").partition(".")[0]
-        inside = found.startswith(self.decoder.layers_path + ".")
-        file = self._partial.layer_file(int(number)) if inside else self._partial.edges_file
+        file = self._partial.edges_file
+        if found.startswith(self.decoder.layers_path + "."):
+            number = int(found.removeprefix(self.decoder.layers_path + ".").partition(".")[0])
+            file = self._partial.layer_file(self.decoder.once(solved_in).get(found, number))
         with safe_open(file, "pt") as tensors:
             return tensors.get_tensor(found) if found in tensors.keys() else None  # noqa: SIM118
 
@@ -222,6 +223,7 @@ def needs(
     With ``halves``, the two halves of the samples have sums of their own, by which the ridge is chosen. With ``prior``,
     the anchor is the merge of ``actmat``, whose system is in memory too.
     """
+    width = decoder.model.config.get_text_config().hidden_size
     states = [layer.state_dict() for layer in decoder.layers]
     layers = [sum(tensor.numel() for tensor in state.values()) for state in states]
     held = [layer - routed for layer, routed in zip(layers, map(_routed, decoder.layers), strict=True)]
@@ -230,8 +232,12 @@ def needs(
         raise SltaError(problem)
     head_rows, head_columns = decoder.model.state_dict()[solved.weight].shape if solved else (0, 0)
     shapes = [(head_columns, min(head_rows, HEAD_ELEMENTS // max(1, head_columns)))]
+    at_once = 0  # a model's experts that are multiplied at once, and what all of them return for all tokens
     for state, maps in zip(states, groups_by_layer(decoder), strict=True):
         for group in maps.groups:
+            if group.at_once:
+                stacks = [state[name] for name in {m.weight for m in group.maps}]
+                at_once = max(at_once, sum(stack.numel() for stack in stacks) + len(stacks[0]) * tokens * width)
             sizes = [state[m.weight].shape[-2:][:: -1 if m.transposed else 1] for m in group.maps]
             together = [(inputs, outputs) for outputs, inputs in dict.fromkeys(map(tuple, sizes))]
             shapes += together if group.fused else [(sizes[0][1], sum(outputs for outputs, _ in sizes))]
@@ -240,12 +246,12 @@ def needs(
     gathering = [2 * sets * inputs**2 + (2 * outputs + blocks) * inputs for inputs, outputs in shapes]
     solving = [(sets + 1) * inputs**2 + 3 * inputs * outputs for inputs, outputs in shapes]
     sums = max(gathering + solving) + prior * max(inputs**2 for inputs, _ in shapes)
-    width, widest = decoder.model.config.get_text_config().hidden_size, max(map(max, shapes[1:]))
+    widest = max(map(max, shapes[1:]))
     hidden = 2 * (3 if compare else 2) * tokens * width  # before and after a layer
     passing = tokens * (2 * widest + 4 * width)  # the outputs of one child's maps
     weights = max((experts + 2) * max(held), 3 * head_rows * head_columns)
     return Needs(
-        memory=FLOAT32 * (weights + hidden + passing) + FLOAT64 * sums,
+        memory=FLOAT32 * (weights + hidden + passing + at_once) + FLOAT64 * sums,
         disk=FLOAT32 * (sum(layers) + max(map(_routed, decoder.layers)) + head_rows * head_columns + hidden),
     )
 

@@ -246,15 +246,24 @@ class Decoder:
 
     @functools.cached_property
     def first_of_kind(self) -> list[int]:
-        """For each layer, the first layer with the same modules and shapes, which behaves alike."""
+        """For each layer, the first layer with the same modules and shapes, which behaves alike.
+
+        A layer that shares modules with an earlier one is like no other: it may call those of their parts that are for
+        its number.
+        """
         kinds = [
             (
                 tuple((name, type(module)) for name, module in layer.named_modules()),
                 tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()),
+                None if self._owns_its_tensors(number) else number,
             )
-            for layer in self.layers
+            for number, layer in enumerate(self.layers)
         ]
         return [kinds.index(kind) for kind in kinds]
+
+    def _owns_its_tensors(self, layer: int) -> bool:
+        """Whether no earlier layer has any of a layer's tensors."""
+        return all(name.startswith(f"{self.layers_path}.{layer}.") for name in self.layer_tensors(layer).values())
 
     def _give_buffers(self) -> None:
         """Fill the buffers that no checkpoint holds (rotary frequencies and the like) from the configuration.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.pytorch_utils import Conv1D
@@ -83,6 +83,44 @@ def fused_hidden(module: Any, projected: torch.Tensor) -> torch.Tensor:
         return gated
     hidden: torch.Tensor = module._apply_gate(projected) if module.has_gate else module.act_fn(projected)
     return hidden
+
+
+class RoutedInputs(NamedTuple):
+    """What the routed experts of a mixture are given for ``n`` tokens.
+
+    Attributes:
+        values: [m, D], the inputs.
+        routes: [m, k] int64, the experts that each input goes to.
+        tokens: [m] int64, the number of each input's token.
+        places: [m] int64, the place of each input among all that the module is given for the tokens.
+    """
+
+    values: torch.Tensor
+    routes: torch.Tensor
+    tokens: torch.Tensor
+    places: torch.Tensor
+
+
+def routed_inputs(given: Sequence[torch.Tensor], experts: int, positions: torch.Tensor | None = None) -> RoutedInputs:
+    """Tell which inputs of a fused mixture's module go to which of its experts.
+
+    Args:
+        given: the module's arguments: either the features of all positions [..., D] and the experts that each goes to
+            [..., k], or only features [experts * positions, D], for each expert those of all positions, which are zero
+            where the position does not go to it.
+        experts: how many experts the module has.
+        positions: the positions of the ``n`` tokens; by default all are tokens.
+    """
+    values, *chosen = given
+    stacked = values.reshape(1 if chosen else experts, -1, values.shape[-1])
+    positions = torch.arange(stacked.shape[1]) if positions is None else positions
+    positions = positions.to(values.device)
+    if chosen:
+        numbers = torch.arange(len(positions), device=values.device)
+        return RoutedInputs(stacked[0, positions], chosen[0].reshape(stacked.shape[1], -1)[positions], numbers, numbers)
+    expert, tokens = stacked.any(-1)[:, positions].nonzero(as_tuple=True)
+    places = expert * len(positions) + tokens
+    return RoutedInputs(stacked[expert, positions[tokens]], expert[:, None], tokens, places)
 
 
 def _is_transposed(module: Any) -> bool:

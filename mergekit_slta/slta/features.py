@@ -12,7 +12,7 @@ import torch
 from mergekit_slta.layers.calls import LayerCall, Weights
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.heads import Heads, heads_of
-from mergekit_slta.layers.maps import LinearMap, MapDeltas, fused_hidden, linear_maps
+from mergekit_slta.layers.maps import LinearMap, MapDeltas, RoutedInputs, fused_hidden, linear_maps, routed_inputs
 from mergekit_slta.layers.recording import LayerRun
 from mergekit_slta.layers.structure import LayerStructure, structure
 from mergekit_slta.layers.submodules import layer_submodules
@@ -104,8 +104,13 @@ class LayerFeatures:
         runs = [self.run(weights, base, hidden, call, changed=changed) for weights, changed in pairs]
         for name, deltas in self.deltas(base, runs):
             yield name, sample_grams(deltas, lengths)
+        routed = {
+            m.module: routed_inputs(base.inputs[m.module], len(self.weights[0][m.weight]))
+            for m in self.maps
+            if m.expert == 0 and m.module in base.inputs
+        }
         for linear_map, known in self.maps.items():
-            given = list(self._inputs(linear_map, base, lengths))
+            given = list(self._inputs(linear_map, base, routed, lengths))
             grams = torch.zeros(len(given), len(runs), len(runs), dtype=torch.float64)
             if tokens := sum(map(len, given)):
                 of_map = known or MapDeltas(linear_map, self.weights, tokens)
@@ -199,26 +204,22 @@ class LayerFeatures:
         columns = output.matrix(weights).unflatten(-1, (self.heads.count, -1))[:, head, :]
         return part @ columns.T
 
-    def _inputs(self, linear_map: LinearMap, base: LayerRun, lengths: Sequence[int]) -> Iterator[torch.Tensor]:
+    def _inputs(
+        self, linear_map: LinearMap, base: LayerRun, routed: Mapping[str, RoutedInputs], lengths: Sequence[int]
+    ) -> Iterator[torch.Tensor]:
         """Each sample's inputs [S, D] to a map in the base model, of the tokens that reach it, without padding."""
         if linear_map.module not in base.inputs:  # the layer never calls it, or no token reaches it
             width = linear_map.matrix(self.weights[0]).shape[-1]
             yield from [torch.zeros(0, width, device=self.decoder.device)] * len(lengths)
             return
-        values, *chosen = base.inputs[linear_map.module]
+        values = base.inputs[linear_map.module][0]
         values = values.reshape(-1, values.shape[-1])
         positions = torch.arange(len(values), device=values.device)
         width = len(values) // len(lengths)
         if linear_map.expert is not None:
-            if chosen:
-                positions = positions[(chosen[0] == linear_map.expert).any(-1)]
-                values = values[positions]
-            else:  # each expert is given all tokens, those that are not for it as zeros
-                count = len(self.weights[0][linear_map.weight])
-                values = values.view(count, -1, values.shape[-1])[linear_map.expert]
-                width //= count
-                positions = values.any(-1).nonzero().flatten()
-                values = values[positions]
+            given = routed[linear_map.module]
+            reaching = (given.routes == linear_map.expert).any(-1)
+            values, positions, width = given.values[reaching], given.tokens[reaching], max(lengths)
             if linear_map.name.endswith(".down_proj"):
                 values = self._fused_hidden(linear_map, values)
         rows = max(1, width // max(lengths))  # of each token, of which there may be several hidden states

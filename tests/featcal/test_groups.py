@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from support import families
 
-from mergekit_slta.featcal.groups import MapGroup, find_groups, groups_by_layer
+from mergekit_slta.featcal.groups import MapGroup, find_groups, groups_by_layer, solved_in
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import LinearMap, is_fused, linear_maps
 
@@ -88,6 +89,7 @@ GROUPS: dict[str, Names | list[Names]] = {
     ],
     "llama4": (
         *ATTENTION,
+        "feed_forward.experts",
         "feed_forward.shared_expert.gate_proj/shared_expert.up_proj",
         "feed_forward.shared_expert.down_proj",
     ),
@@ -105,7 +107,8 @@ GROUPS: dict[str, Names | list[Names]] = {
         GRANITE_MAMBA,
         (
             *(f"shared_transformer.{name}" for name in ("self_attn.q_proj/self_attn.k_proj/self_attn.v_proj",
-            "self_attn.o_proj", "feed_forward.gate_up_proj", "feed_forward.down_proj")),
+            "self_attn.o_proj", "feed_forward.gate_up_proj/feed_forward.gate_up_proj_adapter_list.0.0",
+            "feed_forward.gate_up_proj_adapter_list.0.1", "feed_forward.down_proj")),
             "linear", "mamba_decoder.mamba.in_proj", "mamba_decoder.mamba.out_proj",
         ),
         GRANITE_MAMBA,
@@ -124,13 +127,14 @@ GROUPS: dict[str, Names | list[Names]] = {
 # The maps that stay the anchor's in some layer, by name; routed experts by their module.
 KEPT = {
     **{name: {"mlp.gate"} for name in ("mixtral", "qwen3_moe", "glm4_moe", "glm_moe_dsa", "minimax")},
-    "zamba2": {f"shared_transformer.feed_forward.gate_up_proj_adapter_list.{i}.{j}" for i in (0, 1) for j in (0, 1)},
+    # Solved in the next layer that shares them.
+    "zamba2": {f"shared_transformer.feed_forward.gate_up_proj_adapter_list.1.{part}" for part in (0, 1)},
     "zaya": {"self_attn.qkv_proj.v_proj_delayed"},  # called again for the token before the first
     "gpt_oss": {"mlp.router"},
     "jamba_dense": {"mamba.dt_proj"},  # never called: the mixer uses its weights itself
     "mamba": {"mixer.dt_proj"},
     "granite_moe_hybrid": {"block_sparse_moe.router"},
-    "llama4": {"feed_forward.router", "feed_forward.experts"},
+    "llama4": {"feed_forward.router"},
 }
 
 skeleton = functools.cache(families.skeleton)
@@ -163,10 +167,57 @@ def test_layers_of_the_same_modules_have_the_same_groups(architecture: str) -> N
     assert groups_by_layer(decoder) == [find_groups(decoder, layer) for layer in range(len(decoder))]
 
 
-def test_maps_that_layers_share_are_solved_in_the_first_of_them() -> None:
-    first, later = (set(map(str, maps.groups)) for maps in groups_by_layer(skeleton("zamba2"))[1::2])
-    assert {name for name in first if not name.startswith("shared_transformer.")} == later
-    assert len(first) == len(later) + 4
+def test_maps_that_layers_share_are_solved_in_the_first_that_calls_them() -> None:
+    """Each layer has adapters of its own in what it shares."""
+    decoder = families.skeleton("zamba2", use_shared_attention_adapter=True)
+    first, later = (maps for maps in groups_by_layer(decoder)[1::2])
+    names = [{m.name for group in maps.groups for m in group.maps} for maps in (first, later)]
+    shared, adapters = "shared_transformer.", [".0.0", ".0.1", ".1.0", ".1.1"]
+    own = [{name for name in found if "adapter_list" in name} for found in names]
+    assert [sorted({name[-4:] for name in found}) for found in own] == [adapters[:2], adapters[2:]]
+    assert [len(found) for found in own] == [2 * len("qkv") + 2] * 2
+    assert {name for name in names[0] - own[0] if not name.startswith(shared)} == names[1] - own[1]
+    assert len([name for name in names[0] - own[0] if name.startswith(shared)]) == len("qkvo") + 2
+    assert not first.kept and not later.kept
+    solved = solved_in(decoder)
+    path = "model.layers.1.shared_transformer.feed_forward.gate_up_proj_adapter_list"
+    assert [solved[f"{path}.{adapter}.weight"] for adapter in ("0.0", "0.1", "1.0", "1.1")] == [1, 1, 3, 3]
+
+
+class Mixture(torch.nn.Module):
+    """Two experts of numbered modules, each called with the tokens that go to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = torch.nn.Linear(32, 2)
+        self.experts = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.Linear(48, 32)) for _ in range(2)
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        flat, summed = hidden.flatten(0, 1), torch.zeros_like(hidden).flatten(0, 1)
+        chosen = self.gate(flat).argmax(1)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero().flatten()
+            summed = summed.index_add(0, rows, expert(flat[rows]))
+        return summed.view_as(hidden)
+
+
+def test_a_mixtures_experts_that_are_numbered_modules_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Model(transformers.LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            for layer in self.model.layers:
+                layer.mlp = Mixture()
+
+    def on_meta(config: Any, trust_remote_code: bool) -> Model:
+        with torch.device("meta"):
+            return Model(config).eval()
+
+    monkeypatch.setattr("mergekit_slta.layers.decoder.meta_model", on_meta)
+    found = find_groups(Decoder(families.config_of("llama", architectures=["LlamaForCausalLM"])), 0)
+    assert tuple(map(str, found.groups)) == (*ATTENTION, "mlp.gate")
+    assert set(found.kept) == {f"mlp.experts.{expert}.{part}" for expert in (0, 1) for part in (0, 1)}
 
 
 @pytest.mark.parametrize("architecture", GROUPS)

@@ -22,13 +22,13 @@ from support.reference import forget
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal import regression
-from mergekit_slta.featcal.groups import find_groups
+from mergekit_slta.featcal.groups import solved_in
 from mergekit_slta.featcal.layer import ENOUGH_TOKENS, Coverage, Regression
 from mergekit_slta.featcal.merge import stages
 from mergekit_slta.featcal.scratch import needs
 from mergekit_slta.layers.blend import Blend
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.maps import linear_maps, output_head
+from mergekit_slta.layers.maps import linear_maps, output_head, routed_inputs
 
 # Of a tensor's norm; float32 features and products against float64 ones.
 TOLERANCE = 1e-4
@@ -49,10 +49,9 @@ DETERMINED = (
 )
 # The maps of a layer that are not solved in what people merge now.
 KEPT = {
-    "llama4_vision": ("feed_forward.router", "feed_forward.experts"),
+    "llama4_vision": ("feed_forward.router",),
     "qwen3_5_moe": ("mlp.gate",),
     "minimax": ("mlp.gate",),
-    "zamba2": ("shared_transformer.feed_forward.gate_up_proj_adapter_list",),
 }
 EXACT = Regression(ridge=1e-9)
 
@@ -92,11 +91,7 @@ def mean_state(family: Family) -> State:
 def solved_names(decoder: Decoder) -> set[str]:
     """The tensors that are solved, by the model's names."""
     head = output_head(decoder)
-    found = {name for name in (head.weight, head.bias) if name} if head else set()
-    for layer in range(len(decoder)):
-        names, groups = decoder.layer_tensors(layer), find_groups(decoder, layer).groups
-        found |= {names[name] for group in groups for m in group.maps for name in (m.weight, m.bias) if name}
-    return found
+    return set(solved_in(decoder)) | ({name for name in (head.weight, head.bias) if name} if head else set())
 
 
 def logits(model: Any, state: State, tasks: Tasks) -> torch.Tensor:
@@ -135,9 +130,10 @@ def test_equals_the_reference(
     head = settings.get("head", True)
     regression = Regression(settings.get("ridge", 0.003), settings.get("by_tasks", False), settings.get("teacher", 1.0))
     found = merged_tensors(family, tmp_path, regression=regression, head=head, batch_tokens=50)
-    assert worst(base.state_dict() | found, expected) < TOLERANCE
+    before = dict(base.named_parameters())  # shared ones by their first name
+    assert worst(before | found, expected) < TOLERANCE
     # Not the anchor that a solution is compared with, either.
-    changed = {name for name, tensor in base.state_dict().items() if not torch.equal(tensor, expected[name])}
+    changed = {name for name, tensor in before.items() if not torch.equal(tensor, expected[name])}
     assert changed == solved_names(Decoder(family.config)) - (set() if head else {"lm_head.weight"})
 
 
@@ -539,6 +535,27 @@ def test_goes_on_from_the_last_finished_layer(stage: str, batch_tokens: int, lla
     assert torch.allclose(errors["error.merged"], whole.errors()["error.merged"], rtol=1e-4)
 
 
+def test_what_layers_share_is_found_and_resumed_where_it_is_solved(make_family: MakeFamily, tmp_path: Path) -> None:
+    """The second layer that shares a transformer solves adapters that belong to the first one's tensors."""
+    family = make_family("zamba2")
+
+    def interrupt(name: str, samples: int) -> None:
+        if name.startswith("layer 3 of 4, linear"):
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        families.feature_merge(family, tmp_path / "cut", progress=interrupt)
+    LoaderCache.loaders.clear()
+    whole, cut = (families.feature_merge(family, tmp_path / name) for name in ("whole", "cut"))
+    base, decoder = family.model(0).state_dict(), Decoder(family.config)
+    names, changed = decoder.layer_tensors(1).values(), set()
+    for name in names:
+        found, resumed = whole.tensor(name), cut.tensor(name)
+        assert found is not None and resumed is not None and torch.equal(found, resumed)
+        changed |= set() if torch.equal(found.double(), base[name]) else {name}
+    assert changed == solved_in(decoder).keys() & set(names)
+
+
 @pytest.fixture
 def small_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A device on which more than 40 token positions do not fit in layer 1; collects the positions that were tried."""
@@ -626,6 +643,19 @@ def test_memory_does_not_grow_with_the_number_of_routed_experts(forks: ForkServe
     assert peaks[1] < peaks[0] + depths.STACK  # all models' experts would add more than three of these
 
 
+@depths.needs_account
+def test_the_memory_of_experts_that_are_multiplied_at_once_is_what_was_said(
+    forks: ForkServerContext, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "intermediate_size_mlp": 256, "num_local_experts": 64}
+    config = families.config_of("llama4", **sizes, num_hidden_layers=1)
+    family = families.make_family(tmp_path / "family", config, dtype=torch.bfloat16)
+    peak = depths.peak_in_a_process(forks, merge_tasks, family, tmp_path)
+    said = needs(Decoder(family.config), 2, depths.TOKENS, head=True, compare=True, halves=False).memory
+    print(f"peak {peak / 2**20} MiB, said {said / 2**20} MiB")
+    assert 0.7 * said < peak < 1.3 * said
+
+
 def test_the_coverage_of_routed_experts_is_counted_as_the_models_route(
     make_family: MakeFamily, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -661,8 +691,11 @@ def test_the_coverage_of_routed_experts_is_counted_as_the_models_route(
 
 def test_models_that_route_alike_agree_on_every_choice() -> None:
     coverage = Coverage.empty(4, 2)
-    first, second = torch.tensor([[0, 1], [2, 1]]), torch.tensor([[1, 0], [2, 3]])
-    coverage.add(0, first, first.flip(1))
+    first, flipped, second = (
+        routed_inputs((torch.zeros(2, 8), torch.tensor(routes)), 4)
+        for routes in ([[0, 1], [2, 1]], [[1, 0], [1, 2]], [[1, 0], [2, 3]])
+    )
+    coverage.add(0, first, flipped)
     coverage.add(1, first, second)
     assert coverage.agreement.tolist() == [1.0, 0.75]
     assert coverage.tokens.tolist() == [2, 4, 2, 0]

@@ -36,7 +36,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from mergekit_slta.errors import first_line
-from mergekit_slta.featcal.groups import groups_by_layer
+from mergekit_slta.featcal.groups import solved_in
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import linear_maps
 from mergekit_slta.layers.submodules import fallbacks, layer_submodules
@@ -232,12 +232,11 @@ def scan(model_type: str, images: bool) -> Row:
 
 def _solves_most(decoder: Decoder) -> bool:
     """Whether featcal solves more than half of the tensors that hold linear maps."""
-    solved, every = set(), set()
-    for layer, found in enumerate(groups_by_layer(decoder)):
+    every = set()
+    for layer, module in enumerate(decoder.layers):
         names = decoder.layer_tensors(layer)
-        solved |= {names[m.weight] for group in found.groups for m in group.maps}
-        every |= {names[m.weight] for m in linear_maps(decoder.layers[layer])}
-    return len(solved) > len(every) / 2
+        every |= {names[m.weight] for m in linear_maps(module)}
+    return len(every & solved_in(decoder).keys()) > len(every) / 2
 
 
 def _is_decoder(model_type: str, images: bool) -> bool:

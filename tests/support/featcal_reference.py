@@ -24,17 +24,40 @@ Groups = Sequence[Sequence[str]]
 Recorded = dict[str, list[Tensor]]
 
 LAYERS = ("model.layers", "transformer.h", "gpt_neox.layers", "model.decoder.layers")
-MIXTURE = "mlp.experts"
+MIXTURES = ("mlp.experts", "feed_forward.experts")
+
+
+def _in(path: str, *groups: Sequence[str]) -> Groups:
+    """Groups of maps below a module."""
+    return [[f"{path}.{name}" for name in group] for group in groups]
+
 
 _ATTENTION: Groups = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",))
 _LLAMA: Groups = (*_ATTENTION, ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",))
 
 # By the keys of ``families.ARCHITECTURES`` and ``families.UNSPLIT``: the maps of a decoder layer in the order in which
-# they are solved, those with the same input together. The routed experts of a mixture follow (``MIXTURE``).
+# they are solved, those with the same input together. The routed experts of a mixture follow (``MIXTURES``).
 GROUPS: dict[str, Groups] = {
     **dict.fromkeys(("llama", "llama_dynamic", "gemma2", "olmo2"), _LLAMA),
     "gemma4": (*_LLAMA, ("per_layer_input_gate",), ("per_layer_projection",)),
     **dict.fromkeys(("mixtral", "qwen3_moe"), _ATTENTION),
+    "llama4": (
+        *_ATTENTION,
+        ("feed_forward.shared_expert.gate_proj", "feed_forward.shared_expert.up_proj"),
+        ("feed_forward.shared_expert.down_proj",),
+    ),
+    # The adapters are those of the first and of the second layer that shares the transformer.
+    "zamba2": (
+        *_in("shared_transformer.self_attn", ("q_proj", "k_proj", "v_proj"), ("o_proj",)),
+        *_in(
+            "shared_transformer.feed_forward",
+            ("gate_up_proj", "gate_up_proj_adapter_list.0.0", "gate_up_proj_adapter_list.1.0"),
+            ("gate_up_proj_adapter_list.0.1", "gate_up_proj_adapter_list.1.1"),
+            ("down_proj",),
+        ),
+        ("linear",),
+        *(group for path in ("mamba", "mamba_decoder.mamba") for group in _in(path, ("in_proj",), ("out_proj",))),
+    ),
     "gpt2": (("attn.c_attn",), ("attn.c_proj",), ("mlp.c_fc",), ("mlp.c_proj",)),
     "gpt_neox": (
         ("attention.query_key_value",),
@@ -65,7 +88,6 @@ def merge(
     teacher: float = 1.0,
     head: bool = True,
     anchor: Mapping[str, Tensor] | None = None,
-    mixture: str | None = MIXTURE,
     by_tasks: bool = False,
 ) -> dict[str, Tensor]:
     """Every tensor of the merged model, by the names of ``state_dict``, in float64.
@@ -79,7 +101,6 @@ def merge(
         teacher: the share of the expert's own input, against the merged model's, in what its map should give.
         head: whether to solve for the output embedding too, where it is not tied to the input embedding.
         anchor: the tensors of a whole model; the base model's by default.
-        mixture: the path of the routed experts in the layers that have them; ``None`` leaves them the anchor's.
         by_tasks: hold it by the sum of all task matrices' Gram matrices, each with a unit trace, and a tenth of its
             mean diagonal on the diagonal, instead of by the same in every direction.
     """
@@ -88,18 +109,18 @@ def merge(
         if anchor is not None:
             merged.load_state_dict(anchor)
         solver = Solver(merged, experts, tasks, ridge, teacher, base if by_tasks else None)
-        for step, paths in steps(merged, groups, head, mixture):
+        for step, paths in steps(merged, groups, head):
             (solver.solve_mixture if step == "mixture" else solver.solve_maps)(paths)
         return {name: tensor.clone() for name, tensor in merged.state_dict().items()}
 
 
-def steps(model: Module, groups: Groups, head: bool, mixture: str | None) -> list[tuple[str, list[str]]]:
+def steps(model: Module, groups: Groups, head: bool) -> list[tuple[str, list[str]]]:
     """What is solved one after the other, ``maps`` or a ``mixture``, and the paths of its modules in the model."""
     modules = dict(model.named_modules())
     (layers,) = (path for path in LAYERS if path in modules)
     found = []
     for index in range(len(list(modules[layers].children()))):
-        inside = [("maps", group) for group in groups] + ([("mixture", [mixture])] if mixture else [])
+        inside = [("maps", group) for group in groups] + [("mixture", [mixture]) for mixture in MIXTURES]
         for step, names in inside:
             found.append((step, [path for name in names if (path := f"{layers}.{index}.{name}") in modules]))
     # A path that no layer has would go unnoticed: its map would stay the anchor's.
@@ -203,6 +224,7 @@ class Solver:
     ) -> None:
         self.merged, self.experts, self.tasks = merged, experts, tasks
         self.ridge, self.teacher, self.base = ridge, teacher, base
+        self.solved: set[int] = set()
 
     def streams(self, paths: Sequence[str]) -> list[tuple[Recorded, Recorded]]:
         """Per task, what the modules are given in the merged model and in the expert."""
@@ -224,9 +246,12 @@ class Solver:
         return held_by_tasks(base, [list(own) for own in zip(*experts, strict=True)])
 
     def solve_maps(self, paths: Sequence[str]) -> None:
-        """Replace a group of maps."""
+        """Replace a group of maps, of those that layers share only what is called and not solved yet."""
         streams, shape = self.streams(paths), self.shape(paths)
-        for path in paths:
+        for path in (path for path in paths if streams[0][0][path]):
+            if id(self.merged.get_submodule(path).weight) in self.solved:
+                continue
+            self.solved.add(id(self.merged.get_submodule(path).weight))
             tasks = [
                 Seen(merged[path][0], own[path][0], *parameters(expert.get_submodule(path)))
                 for expert, (merged, own) in zip(self.experts, streams, strict=True)
@@ -245,23 +270,28 @@ class Solver:
         for routed in range(len(module.gate_up_proj)):
             tasks = []
             for owner, (merged, own) in zip(owners, streams, strict=True):
-                hidden, chosen = merged[path][:2]
-                here = (chosen == routed).any(1)
-                tasks.append(Seen(hidden[here], own[path][0][here], owner.gate_up_proj[routed]))
-            self.solve_reached(module.gate_up_proj[routed], tasks, self.routed_shape(path, routed, "gate_up_proj"))
-            middle = gated(module.act_fn, module.gate_up_proj[routed])
+                tasks.append(
+                    Seen(*reaching(routed, merged[path], own[path]), routed_map(owner, "gate_up_proj", routed))
+                )
+            first, down = (routed_map(module, name, routed) for name in ("gate_up_proj", "down_proj"))
+            self.solve_reached(first, tasks, self.routed_shape(path, routed, "gate_up_proj"))
+            middle = gated(module.act_fn, first)
             tasks = [
-                Seen(middle(seen.merged), gated(owner.act_fn, seen.weight)(seen.own), owner.down_proj[routed])
+                Seen(
+                    middle(seen.merged),
+                    gated(owner.act_fn, seen.weight)(seen.own),
+                    routed_map(owner, "down_proj", routed),
+                )
                 for owner, seen in zip(owners, tasks, strict=True)
             ]
-            self.solve_reached(module.down_proj[routed], tasks, self.routed_shape(path, routed, "down_proj"))
+            self.solve_reached(down, tasks, self.routed_shape(path, routed, "down_proj"))
 
     def routed_shape(self, path: str, routed: int, name: str) -> Tensor | None:
         """The hold of one map of a routed expert."""
         if self.base is None:
             return None
         models = (self.base, *self.experts)
-        base, *experts = (model.get_submodule(path).get_parameter(name)[routed] for model in models)
+        base, *experts = (routed_map(model.get_submodule(path), name, routed) for model in models)
         return held_by_tasks([base], [experts])
 
     def solve_reached(self, weight: Tensor, tasks: Iterable[Seen], shape: Tensor | None) -> None:
@@ -269,6 +299,26 @@ class Solver:
         reached = [seen for seen in tasks if len(seen.merged)]
         if sum(len(seen.merged) for seen in reached) >= weight.shape[1] / 16:
             weight.copy_(self.weight(weight, reached, shape))
+
+
+def reaching(routed: int, merged: Sequence[Tensor], own: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """What a routed expert is given [n, d] at the tokens that the merged model sends to it, there and in the expert.
+
+    Where each routed expert has inputs of its own, [tokens, E, d], which are zero at the tokens that go elsewhere, the
+    expert may have none at such a token: the merged model's stand for them.
+    """
+    if len(merged) > 1:
+        here = (merged[1] == routed).any(1)
+        return merged[0][here], own[0][here]
+    here = merged[0][:, routed].any(1)
+    given, theirs = merged[0][here, routed], own[0][here, routed]
+    return given, torch.where(theirs.any(1, keepdim=True), theirs, given)
+
+
+def routed_map(module: Any, name: str, routed: int) -> Tensor:
+    """A map of a routed expert as a view [out, in]."""
+    weight: Tensor = module.get_parameter(name)[routed]
+    return weight.T if getattr(module, "is_transposed", True) else weight
 
 
 def gated(activation: Callable[[Tensor], Tensor], weight: Tensor) -> Callable[[Tensor], Tensor]:
@@ -284,16 +334,21 @@ def parameters(module: Module) -> tuple[Tensor, Tensor | None]:
 
 
 def recorded(model: Module, paths: Sequence[str], samples: Sequence[Sequence[int]]) -> Recorded:
-    """The arguments [n, ...] of the modules at ``paths``, the tokens of all samples below each other."""
+    """The arguments [n, ...] of the modules at ``paths``, the tokens of all samples below each other.
+
+    A module that is given the tokens once for each of ``E`` routed experts has [n, E, ...].
+    """
     calls: dict[str, list[tuple[Tensor, ...]]] = {path: [] for path in paths}
     hooks = []
     for path in paths:
 
         def record(module: Module, args: tuple[Tensor, ...], path: str = path) -> None:
-            calls[path].append(tuple(arg.reshape(-1, arg.shape[-1]).clone() for arg in args))
+            rows = [arg.reshape(-1, length, arg.shape[-1]).transpose(0, 1).clone() for arg in args]
+            calls[path].append(tuple(own[:, 0] if own.shape[1] == 1 else own for own in rows))
 
         hooks.append(model.get_submodule(path).register_forward_pre_hook(record))
     for ids in samples:
+        length = len(ids)
         forget(model)
         model(torch.tensor([list(ids)]), use_cache=False)
     for hook in hooks:
