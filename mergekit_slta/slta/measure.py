@@ -97,7 +97,7 @@ def measured_statistics(
     cached = cache_folder() / f"{digest([content.model_dump(mode='json'), sorted(levels)])}.safetensors"
     measurement = _Measurement(experiment, file or cached, measuring)
     if file is None and _exists(cached, experiment.ranks):
-        if experiment.ranks.count == 1 and not experiment.quiet:
+        if measuring and experiment.ranks.count == 1 and not experiment.quiet:
             LOG.warning(REUSED, cached)
         return measurement.reuse(levels, published)
     measurement.refuse_unless_measuring(levels)
