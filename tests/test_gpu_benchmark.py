@@ -8,8 +8,8 @@ from pathlib import Path
 from support.processes import ROOT, run_python
 
 ROWS = [
-    "plain forward passes", "featcal's floor", "slta attn_mlp", "slta layer", "featcal", "merge, ready statistics",
-    "merge, task_arithmetic",
+    "plain forward passes", "featcal's floor", "slta attn_mlp", "slta layer", "featcal",
+    "featcal, ridge 0.003, anchor base", "merge, ready statistics", "merge, task_arithmetic",
 ]  # fmt: skip
 
 
@@ -30,7 +30,7 @@ def test_it_measures_a_tiny_model_and_says_what_is_extrapolated(tmp_path: Path) 
     for name, row in rows.items():
         assert row["extrapolated_s"] == row["seconds"] * 3 / 2 > 0
         assert row["tokens_per_s"] > 0 and row["tflops"] > 0
-        if name in ROWS[2:5]:
+        if name in ROWS[2:6]:
             assert 0 < sum(row["shares"].values()) <= 1
             assert row["shares"]["computing"] > 0 and row["shares"]["reading"] > 0
     assert rows["featcal"]["shares"]["solving"] > 0 == rows["slta layer"]["shares"]["solving"]

@@ -197,9 +197,9 @@ def measure(models: list[Path], folder: Path, device: str, samples: int, tokens:
             measured_statistics(experiment, [level], Path(place) / "statistics.safetensors")
         return [experiment.base, *experiment.experts]
 
-    def featcal() -> list[Checkpoint]:
+    def featcal(**chosen: Any) -> list[Checkpoint]:
         with tempfile.TemporaryDirectory(dir=folder) as place:
-            settings = recipes["featcal"].settings_of(FeatcalSettings).model_copy(update={"scratch": place})
+            settings = recipes["featcal"].settings_of(FeatcalSettings).model_copy(update={"scratch": place, **chosen})
             experiment = Experiment(recipes["featcal"], device=device, quiet=True)
             solve_model(experiment, settings).remove()
         return [experiment.base, *experiment.experts]
@@ -207,6 +207,7 @@ def measure(models: list[Path], folder: Path, device: str, samples: int, tokens:
     actions: dict[str, Callable[[], list[Checkpoint]]] = {
         **{f"slta {level}": lambda level=level: calibrate(level) for level in LEVELS},  # type: ignore[misc]
         "featcal": featcal,
+        "featcal, ridge 0.003, anchor base": functools.partial(featcal, ridge=0.003, anchor="base"),
         "merge, ready statistics": lambda: _merge(models, folder, device, "slta", statistics=str(statistics_file)),
         "merge, task_arithmetic": lambda: _merge(models, folder, device, "task_arithmetic"),
     }
