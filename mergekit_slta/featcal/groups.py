@@ -51,7 +51,8 @@ class LayerMaps:
     Attributes:
         groups: the maps to solve, in the order in which they feed each other.
         kept: the names of the maps that stay the anchor's: routers, a mixture's experts that are separate modules, maps
-            that are called more than once or in a child that is, and tensors that no module call uses.
+            that are called more than once or in a child that is, modules that return more than a product, and tensors
+            that no module call uses.
         changed: the modules whose outputs the layer changes in place.
     """
 
@@ -105,7 +106,8 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
             solvable = _tells_routes(given, len({m.expert for m in maps}), run.output.shape[:2].numel())
         else:  # the numbered modules of a mixture are given copies of only some of the tokens' features
             numbered = any(part.isdigit() for part in module.split("."))
-            solvable = isinstance(given[0], torch.Tensor) and (not numbered or _place(given[0]) in whole)
+            tensors = isinstance(given[0], torch.Tensor) and isinstance(run.outputs[module], torch.Tensor)
+            solvable = tensors and (not numbered or _place(given[0]) in whole)
         if not solvable or run.repeated & {child, module} or _is_router(maps[0], decoder.layers[layer]):
             continue
         solved |= {linear_map.name for linear_map in maps}

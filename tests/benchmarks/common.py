@@ -91,11 +91,13 @@ def write_samples(folder: Path, tasks: int, samples: int, tokens: int) -> list[P
     return files
 
 
-def make_recipe(folders: Sequence[Path], method: str, samples: int, max_tokens: int) -> Recipe:
+def make_recipe(folders: Sequence[Path], method: str, samples: int, max_tokens: int, **parameters: Any) -> Recipe:
     """A recipe of a family with data of random words, ``samples`` records of ``max_tokens`` each."""
     base, *experts = folders
     files = write_samples(CACHE, len(experts), samples, max_tokens)
-    return Recipe(base, dict(zip(experts, files, strict=True)), method, samples=samples, max_tokens=max_tokens)
+    return Recipe(
+        base, dict(zip(experts, files, strict=True)), method, samples=samples, max_tokens=max_tokens, **parameters
+    )
 
 
 @dataclass(frozen=True)

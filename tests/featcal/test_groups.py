@@ -184,26 +184,34 @@ def test_maps_that_layers_share_are_solved_in_the_first_that_calls_them() -> Non
     assert [solved[f"{path}.{adapter}.weight"] for adapter in ("0.0", "0.1", "1.0", "1.1")] == [1, 1, 3, 3]
 
 
+class Router(torch.nn.Linear):
+    """Returns its product, and the expert of each token."""
+
+    def forward(self, input: torch.Tensor) -> Any:
+        product = super().forward(input)
+        return product, product.argmax(1)
+
+
 class Mixture(torch.nn.Module):
     """Two experts of numbered modules, each called with the tokens that go to it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate = torch.nn.Linear(32, 2)
+        self.gate = Router(32, 2)
         self.experts = torch.nn.ModuleList(
             torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.Linear(48, 32)) for _ in range(2)
         )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         flat, summed = hidden.flatten(0, 1), torch.zeros_like(hidden).flatten(0, 1)
-        chosen = self.gate(flat).argmax(1)
+        _, chosen = self.gate(flat)
         for number, expert in enumerate(self.experts):
             rows = (chosen == number).nonzero().flatten()
             summed = summed.index_add(0, rows, expert(flat[rows]))
         return summed.view_as(hidden)
 
 
-def test_a_mixtures_experts_that_are_numbered_modules_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mixtures_experts_and_router_that_are_modules_of_their_own_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     class Model(transformers.LlamaForCausalLM):
         def __init__(self, config: Any) -> None:
             super().__init__(config)
@@ -216,8 +224,9 @@ def test_a_mixtures_experts_that_are_numbered_modules_are_kept(monkeypatch: pyte
 
     monkeypatch.setattr("mergekit_slta.layers.decoder.meta_model", on_meta)
     found = find_groups(Decoder(families.config_of("llama", architectures=["LlamaForCausalLM"])), 0)
-    assert tuple(map(str, found.groups)) == (*ATTENTION, "mlp.gate")
-    assert set(found.kept) == {f"mlp.experts.{expert}.{part}" for expert in (0, 1) for part in (0, 1)}
+    assert tuple(map(str, found.groups)) == ATTENTION
+    experts = {f"mlp.experts.{expert}.{part}" for expert in (0, 1) for part in (0, 1)}
+    assert set(found.kept) == experts | {"mlp.gate"}
 
 
 @pytest.mark.parametrize("architecture", GROUPS)
