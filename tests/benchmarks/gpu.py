@@ -110,9 +110,11 @@ def main(
     for shape in shapes:
         with tempfile.TemporaryDirectory(dir=folder) as place:
             models = write_models(Path(place), SHAPES[shape], layers, device)
-            results.append({"shape": shape, **measure(models, Path(place), device, samples, tokens, repeats)})
-        (out / "gpu.json").write_text(json.dumps(results, indent=1))
-        (out / "gpu.md").write_text("\n".join(map(table, results)))
+            results.append({"shape": shape})
+            for measured in measure(models, Path(place), device, samples, tokens, repeats):
+                results[-1] |= measured  # written so far, so that a run that is cut off leaves what it has measured
+                (out / "gpu.json").write_text(json.dumps(results, indent=1))
+                (out / "gpu.md").write_text("\n".join(map(table, results)))
     click.echo((out / "gpu.md").read_text())
 
 
@@ -180,8 +182,10 @@ def _random(shapes: dict[str, torch.Size], shard: int, model: int, device: str) 
 # Measurements
 
 
-def measure(models: list[Path], folder: Path, device: str, samples: int, tokens: int, repeats: int) -> dict[str, Any]:
-    """Time everything, and watch its memory."""
+def measure(
+    models: list[Path], folder: Path, device: str, samples: int, tokens: int, repeats: int
+) -> Iterator[dict[str, Any]]:
+    """Time everything, and watch its memory; yields what is known after every step."""
     recipes = {method: make_recipe(models, method, samples, tokens) for method in ("slta", "featcal")}
     data = Experiment(recipes["slta"], quiet=True).load_data(recipes["slta"].experts)
     batches = make_batches([own.token_ids for own in data], fitting_batch(torch.device(device)))
@@ -212,32 +216,43 @@ def measure(models: list[Path], folder: Path, device: str, samples: int, tokens:
         "merge, task_arithmetic": lambda: _merge(models, folder, device, "task_arithmetic"),
     }
     seconds: dict[str, list[float]] = defaultdict(list)
-    flops = 0
-    for _ in range(repeats):
-        own_seconds, flops = _forward(models, batches, device)
-        seconds["plain forward passes"].append(own_seconds)
-        bare = functools.partial(_bare, decoder, [len(batch.rows) * max(batch.lengths) for batch in batches], device)
-        seconds["featcal's floor"].append(own_seconds * 2 / (EXPERTS + 1) + _timed(bare, device))
-        for name, action in actions.items():
-            seconds[name].append(_timed(action, device))
-    forward = sum(len(batch.rows) * max(batch.lengths) for batch in batches)
-    rows = []
-    for name, values in seconds.items():
-        row: dict[str, Any] = {"name": name, "seconds": statistics.mean(values), "deviation": statistics.pstdev(values)}
-        ratios = [own / floor for own, floor in zip(values, seconds["plain forward passes"], strict=True)]
-        row |= {"ratio": statistics.mean(ratios), "ratio_deviation": statistics.pstdev(ratios)}
-        row |= {"tokens_per_s": (EXPERTS + 1) * forward / row["seconds"], "tflops": flops / row["seconds"] / 1e12}
-        row["extrapolated_s"] = row["seconds"] * whole / config.num_hidden_layers
-        rows.append(row | (_watched(actions[name], device) if name in actions else {}))
-    return {
+    watched: dict[str, dict[str, Any]] = defaultdict(dict)
+    tokens_run = sum(len(batch.rows) * max(batch.lengths) for batch in batches)
+    result = {
         "device": torch.cuda.get_device_name() if device.startswith("cuda") else "CPU",
         "models": EXPERTS + 1,
         "samples": samples * EXPERTS,
         "tokens": tokens,
         "layers": config.num_hidden_layers,
         "all_layers": whole,
-        "rows": rows,
     }
+
+    def row(name: str) -> dict[str, Any]:
+        mean, floor = statistics.mean(seconds[name]), seconds["plain forward passes"]
+        ratios = [own / other for own, other in zip(seconds[name], floor, strict=False)]
+        return {
+            "name": name,
+            "seconds": mean,
+            "deviation": statistics.pstdev(seconds[name]),
+            "ratio": statistics.mean(ratios),
+            "ratio_deviation": statistics.pstdev(ratios),
+            "tokens_per_s": (EXPERTS + 1) * tokens_run / mean,
+            "tflops": flops / mean / 1e12,
+            "extrapolated_s": mean * whole / config.num_hidden_layers,
+            **watched[name],
+        }
+
+    for _ in range(repeats):
+        forward, flops = _forward(models, batches, device)
+        seconds["plain forward passes"].append(forward)
+        bare = functools.partial(_bare, decoder, [len(batch.rows) * max(batch.lengths) for batch in batches], device)
+        seconds["featcal's floor"].append(forward * 2 / (EXPERTS + 1) + _timed(bare, device))
+        for name, action in actions.items():
+            seconds[name].append(_timed(action, device))
+            yield {**result, "rows": [*map(row, seconds)]}
+    for name, action in actions.items():
+        watched[name] = _watched(action, device)
+        yield {**result, "rows": [*map(row, seconds)]}
 
 
 def _same_shape(shape: PretrainedConfig, config: PretrainedConfig) -> bool:
