@@ -32,14 +32,14 @@ SEED = 0
 # How many faults of each command the suite and the long run inject, by how long the command takes. Of the operations
 # that only read, the long run takes a share, because there are many and they fail in the same way.
 QUICK = {
-    "solve": 25,
-    "actmat": 25,
-    "calibrate": 20,
-    "featcal": 10,
-    "add a level": 8,
-    "slta": 5,
-    "merge": 4,
-    "report": 3,
+    "solve": 12,
+    "actmat": 12,
+    "calibrate": 10,
+    "featcal": 6,
+    "add a level": 4,
+    "slta": 3,
+    "merge": 3,
+    "report": 2,
 }
 LONG = {
     "solve": 60,

@@ -195,8 +195,17 @@ def broken(tmp_path: Path, dependencies: Path, distributions: dict[str, str]) ->
     return environment
 
 
-@pytest.mark.parametrize("kind", ["wheel", "sdist", "editable"])
-@pytest.mark.parametrize("installer", ["pip", "uv"])
+@pytest.mark.parametrize(
+    ("installer", "kind"),
+    [
+        ("pip", "wheel"),
+        ("pip", "editable"),
+        ("uv", "wheel"),
+        pytest.param("uv", "editable", marks=pytest.mark.slow),
+        pytest.param("pip", "sdist", marks=pytest.mark.slow),
+        pytest.param("uv", "sdist", marks=pytest.mark.slow),
+    ],
+)
 def test_install_and_uninstall(
     installer: str, kind: str, tmp_path: Path, dependencies: Path, distributions: dict[str, str]
 ) -> None:
@@ -222,7 +231,7 @@ def merged(installed: Environment, llama: Family, tmp_path_factory: pytest.TempP
     return installed.merge("mergekit-yaml", recipe, folder / "out")
 
 
-@pytest.mark.parametrize("way_in", sorted(WAYS_IN.keys() - {"mergekit-yaml"}))
+@pytest.mark.parametrize("way_in", ["mergekit-multi", "run_merge", pytest.param("run_yaml", marks=pytest.mark.slow)])
 def test_every_way_into_mergekit_merges_by_slta(
     way_in: str, installed: Environment, merged: bytes, llama: Family, write_recipe: WriteRecipe, tmp_path: Path
 ) -> None:

@@ -34,6 +34,7 @@ from mergekit_slta.featcal.scratch import SolvedModel
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.nonlinearity import interpolation
 from mergekit_slta.nonlinearity.scores import merge_study, path_study
+from mergekit_slta.slta.calibrate import _Calibration
 from mergekit_slta.slta.measure import measured_statistics
 from mergekit_slta.slta.statistics import Statistics
 
@@ -141,8 +142,8 @@ def test_processes_that_share_a_feature_merge_write_what_one_alone_writes(
 
 
 @pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_torchrun_merge_writes_the_same_tensors(
-    resumed: bool, llama: Family, write_recipe: WriteRecipe, tmp_path: Path
+def test_processes_together_merge_to_the_same_tensors(
+    resumed: bool, llama: Family, forks: ForkServerContext, write_recipe: WriteRecipe, tmp_path: Path
 ) -> None:
     """Also where one process alone has begun, and several finish."""
     settings: dict[str, Any] = {"samples": 6, "batch_tokens": BATCH_TOKENS, "scratch": str(tmp_path / "scratch")}
@@ -156,7 +157,7 @@ def test_torchrun_merge_writes_the_same_tensors(
                 families.merge(content, tmp_path / "interrupted")
         assert len(list((tmp_path / "scratch").glob("featcal-*/layer-*"))) == 2
     recipe = write_recipe(llama, "featcal", **settings)
-    done = torchrun(2, "-m", "mergekit_slta", "merge", recipe, tmp_path / "together", "--no-write-model-card")
+    done = command_together(forks, 2, "merge", recipe, tmp_path / "together", "--no-write-model-card")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("'featcal' takes about") == 1
     together = load_file(tmp_path / "together" / "model.safetensors")
@@ -283,30 +284,23 @@ def assert_alike(found: Any, expected: Any) -> None:
         assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
-FAILING_ON_RANK_1 = """
-import os
-from mergekit_slta.slta.calibrate import _Calibration
-from mergekit_slta.errors import SltaError
+def fail_on_the_second(index: int) -> None:
+    measure = _Calibration.take_layer
 
-measure = _Calibration.take_layer
+    def failing(own: _Calibration, layer: int, *rest: Any) -> Any:
+        if layer == 1 and index == 1:
+            raise SltaError("the disk of rank 1 is gone")
+        return measure(own, layer, *rest)
 
-def failing(self, layer, *rest):
-    if layer == 1 and os.environ["RANK"] == "1":
-        raise SltaError("the disk of rank 1 is gone")
-    return measure(self, layer, *rest)
-
-_Calibration.take_layer = failing
-from mergekit_slta.cli.commands import main
-main()
-"""
+    setattr(_Calibration, "take_layer", failing)  # noqa: B010, because mypy refuses to assign to a method
 
 
-def test_an_error_on_one_rank_ends_all_of_them(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
-    script = tmp_path / "failing.py"
-    script.write_text(FAILING_ON_RANK_1)
+def test_an_error_on_one_rank_ends_all_of_them(
+    llama: Family, forks: ForkServerContext, write_recipe: WriteRecipe, tmp_path: Path
+) -> None:
     stats = tmp_path / "stats.safetensors"
     recipe = write_recipe(llama, samples=6, batch_tokens=BATCH_TOKENS)
-    done = torchrun(2, script, "calibrate", recipe, "-o", stats)
+    done = command_together(forks, 2, "calibrate", recipe, "-o", stats, patch=fail_on_the_second)
     assert done.returncode != 0
     assert "Error: the disk of rank 1 is gone" in done.stderr
     assert not stats.exists()
