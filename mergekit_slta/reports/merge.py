@@ -392,10 +392,11 @@ def _cosine_map(analysis: LevelAnalysis) -> Chart:
     if analysis.many:
         for kind, layers in analysis.kinds.items():
             mean = analysis.cosine[[row for rows in layers.values() for row in rows]].nanmean(0)
+            mean.fill_diagonal_(math.nan)  # an expert is like itself
             matrices.append(Matrix(kind_name(kind), mean.tolist(), experts, experts))
         what, x_label = "Mean over the layers of the cosine", ""
-        mean = analysis.cosine.nanmean(0)
-        said = f"experts by experts: {extent(mean[~torch.eye(len(experts)).bool()].tolist(), plain_number)}"
+        mean = analysis.cosine.nanmean(0).fill_diagonal_(math.nan)
+        said = f"experts by experts: {extent(mean.flatten().tolist(), plain_number)}"
         rows = zip(experts, mean.tolist(), strict=True)
         table = Table(["Mean", *experts], [[name, *map(plain_number, row)] for name, row in rows])
     else:

@@ -267,7 +267,7 @@ def test_a_page_on_many_experts_draws_the_extremes_and_tells_every_number(crowd:
     assert [row[1:] for row in charts["alpha-map"].table.rows] == [
         [plain_number(weight) for weight in row] for row in found.alpha.tolist()
     ]
-    cosine = found.cosine.mean(0)
+    cosine = found.cosine.mean(0).fill_diagonal_(torch.nan)
     assert [row[1:] for row in charts["cosine"].table.rows] == [list(map(plain_number, row)) for row in cosine.tolist()]
     assert max(len(chart.alt) for chart in charts.values()) < 300
     for chart in charts.values():
