@@ -94,7 +94,10 @@ class CalibrationSource:
         records = read_records(self.source)
         drawn = self._draw(records, samples)
         if not drawn.records:
-            raise SltaError(f"Calibration source {self.source!r} has no usable record: all {len(records)} are empty.")
+            raise SltaError(
+                f"Calibration source {self.source!r} has no usable record: all {len(records)} are empty, or the "
+                f"tokenizer of {self.tokenizer.name_or_path} makes no token of their text."
+            )
         if drawn.skipped:
             LOG.warning("Calibration source %r: skipped %d empty records.", self.source, drawn.skipped)
         if drawn.complete:

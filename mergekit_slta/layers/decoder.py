@@ -21,11 +21,14 @@ from mergekit_slta.layers.fresh import Fresh
 from mergekit_slta.layers.recording import LayerRun, Reached, watch
 from mergekit_slta.layers.residual import INPUT, ResidualStream, Term
 from mergekit_slta.models.skeleton import meta_model
+from mergekit_slta.tables import as_size
 
 Found = TypeVar("Found")
 
 # The ends of the names of classes that make text from text; the last one's may take more than text.
 WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+# Bytes of the buffers that no checkpoint holds, of the whole model; those of released models take a few megabytes.
+MOST_BUFFERS = 2**31
 
 
 class Decoder:
@@ -271,6 +274,13 @@ class Decoder:
         accelerate's ``init_empty_weights`` would fill them too, but it makes every parameter on the host before it
         drops it: one fused tensor of a large mixture is more than the memory of many machines.
         """
+        size = sum(buffer.nbytes for _, buffer in self.model.named_non_persistent_buffers())
+        if size > MOST_BUFFERS:
+            source = self.model.config._name_or_path or self.name
+            raise SltaError(
+                f"The config.json of {source} describes rotary frequencies and the like of {as_size(size)}: correct "
+                "its sizes, such as head_dim and max_position_embeddings."
+            )
         for name, buffer in list(self.model.named_non_persistent_buffers()):
             owner, _, leaf = name.rpartition(".")
             module = self.model.get_submodule(owner)

@@ -18,7 +18,7 @@ from pydantic import ConfigDict, TypeAdapter
 from safetensors.torch import save
 
 from mergekit_slta import files
-from mergekit_slta.errors import logger
+from mergekit_slta.errors import logger, reading
 from mergekit_slta.files import cache_folder, digest
 from mergekit_slta.models.adapters import adapter_config, adapter_weights
 
@@ -105,7 +105,8 @@ def _tensors(path: Path) -> Iterator[tuple[str, str, list[int], memoryview]]:
                 header = file.get_slice(name)
                 yield name, header.get_dtype(), header.get_shape(), _bytes(file.get_tensor(name))
     else:
-        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        with reading(path):
+            content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         for name, tensor in content.get("state_dict", content).items():
             yield name, _dtype_name(tensor.dtype), list(tensor.shape), _bytes(tensor)
 

@@ -8,18 +8,19 @@ Shapes: ``S`` submodules of a level, ``T`` experts, and as many tasks, each name
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from mergekit_slta.levels import place_of
-from mergekit_slta.reports.words import plain_number
+from mergekit_slta.reports.words import extent, plain_number
 from mergekit_slta.slta.solution import MOST_CONDITION, Solution
 from mergekit_slta.slta.solver import (
     bootstrap,
     bootstrap_counts,
     drawn_weights,
+    left_out,
     pooled,
     retained_share,
     task_means,
@@ -35,6 +36,9 @@ WIDEST_INTERVAL = 0.2
 PLAUSIBLE_ALPHA = (-0.25, 1.25)
 # With fewer samples per task than this the bootstrap gives intervals that are too narrow.
 FEW_SAMPLES = 5
+
+# Sentences and charts name this many experts at most; of more they give the extremes, and the tables hold all.
+MOST_NAMED = 16
 
 
 def kinds_of(names: Sequence[str]) -> dict[str, dict[int, list[int]]]:
@@ -98,6 +102,11 @@ class LevelAnalysis:
     doubts: dict[str, list[str]]
 
     @property
+    def many(self) -> bool:
+        """Whether there are more experts than sentences and charts can name."""
+        return len(self.experts) > MOST_NAMED
+
+    @property
     def kinds(self) -> dict[str, dict[int, list[int]]]:
         """The rows of each kind of submodule, by layer."""
         return kinds_of(self.submodules)
@@ -122,32 +131,53 @@ class LevelAnalysis:
 
 def analyse(solution: Solution) -> LevelAnalysis:
     statistics, names = solution.statistics, list(solution.alpha)
-    draws = [
-        bootstrap(statistics.grams[name], statistics.task, DRAWS, seed=SEED, **solution.settings) for name in names
-    ]
-    low, high = (torch.stack([alpha.quantile(q, dim=0) for alpha in draws]) for q in INTERVAL)
-    means = [task_means(statistics.grams[name], statistics.task, solution.balance) for name in names]
-    doubts = {
-        name: found
-        for index, name in enumerate(names)
-        if (found := _doubts(solution, name, high[index] - low[index], means[index]))
+    task, samples = statistics.task, statistics.task.bincount()
+    most = int(samples.max())
+    counts = {
+        count: bootstrap_counts(task, DRAWS // 2, SEED, most=count)
+        for count in sorted({*(count for count in SAMPLE_COUNTS if count < most), most})
     }
+    intervals, cosines, without, doubts = [], [], [], {}
+    by_samples: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {count: [] for count in counts}
+    for name in names:
+        grams = statistics.grams[name]
+        means = task_means(grams, task, solution.balance)
+        draws = bootstrap(grams, task, DRAWS, seed=SEED, **solution.settings)
+        low, high = (draws.quantile(q, dim=0) for q in INTERVAL)
+        intervals.append((low, high))
+        cosines.append(_cosine(means.sum(0)))
+        without.append(left_out(grams, task, **solution.settings))
+        if found := _doubts(solution, name, high - low, means):
+            doubts[name] = found
+        for count, drawn in counts.items():
+            alpha = drawn_weights(grams, task, drawn, **solution.settings)
+            by_samples[count].append((alpha, retained_share(means, alpha)))
+    share = torch.stack([own.share for own in solution.submodules.values()])
+    low, high = (torch.stack(ends) for ends in zip(*intervals, strict=True))
+    retained, others_share = (torch.stack(found) for found in zip(*without, strict=True))
     return LevelAnalysis(
         level=solution.level,
         experts=short_names(solution.models),
         submodules=tuple(names),
-        samples=int(statistics.task.bincount().min()),
+        samples=int(samples.min()),
         alpha=torch.stack(list(solution.alpha.values())),
         low=low,
         high=high,
         retained=torch.stack(list(solution.retained.values())),
-        share=torch.stack([own.share for own in solution.submodules.values()]),
+        share=share,
         condition=torch.tensor(list(solution.condition.values()), dtype=torch.float64),
-        cosine=torch.stack([_cosine(mean.sum(0)) for mean in means]),
-        without=_kept_without(solution),
-        by_samples=_by_samples(solution, dict(zip(names, means, strict=True))),
+        cosine=torch.stack(cosines),
+        without=pooled(retained, others_share).T,
+        by_samples={count: _effect(found, share) for count, found in by_samples.items()},
         doubts=doubts,
     )
+
+
+def _effect(found: Sequence[tuple[torch.Tensor, torch.Tensor]], share: torch.Tensor) -> SampleEffect:
+    """The effect of fewer samples, from each submodule's weights and what they keep, both [draws, T]."""
+    alpha, retained = (torch.stack(values) for values in zip(*found, strict=True))  # [S, draws, T]
+    kept = pooled(retained, share[:, None].expand_as(retained))
+    return SampleEffect(alpha.mean((0, 1)), alpha.std(1).mean(0), kept.mean(0))
 
 
 def _doubts(solution: Solution, name: str, width: torch.Tensor, means: torch.Tensor) -> list[str]:
@@ -164,7 +194,9 @@ def _doubts(solution: Solution, name: str, width: torch.Tensor, means: torch.Ten
         found.append(f"interval {plain_number(float(width.max()))} wide")
     alpha = solution.alpha[name].tolist()
     outside = [value for value in alpha if not PLAUSIBLE_ALPHA[0] <= value <= PLAUSIBLE_ALPHA[1]]
-    if outside:
+    if len(outside) > MOST_NAMED:
+        found.append(f"{len(outside)} of {len(alpha)} weights, {extent(outside, plain_number)}")
+    elif outside:
         found.append(f"weight {', '.join(map(plain_number, outside))}")
     return found
 
@@ -173,39 +205,3 @@ def _cosine(matrix: torch.Tensor) -> torch.Tensor:
     norm = matrix.diagonal().sqrt()
     product = norm[:, None] * norm
     return torch.where(product > 0, matrix / product, torch.nan)
-
-
-def _kept_without(solution: Solution) -> torch.Tensor:
-    """[T, T], what a merge without expert b keeps of expert a; NaN on the diagonal and if no other task has weight."""
-    experts = range(len(solution.models))
-    task_weights = solution.task_weights or [1.0 for _ in experts]
-    kept = torch.full((len(experts), len(experts)), torch.nan, dtype=torch.float64)
-    for left_out in experts:
-        others = [expert for expert in experts if expert != left_out]
-        if not any(task_weights[expert] for expert in others):
-            continue
-        settings = solution.settings | {"task_weights": [task_weights[expert] for expert in others]}
-        part = solution.statistics.take(others).solve(solution.level, **settings)
-        kept[others, left_out] = part.kept
-    return kept
-
-
-def _by_samples(solution: Solution, means_by_name: Mapping[str, torch.Tensor]) -> dict[int, SampleEffect]:
-    """The merging weights from fewer samples per task, drawn with replacement."""
-    statistics = solution.statistics
-    available = statistics.task.bincount()
-    most = int(available.max())
-    effects = {}
-    for count in sorted({*(count for count in SAMPLE_COUNTS if count < most), most}):
-        counts = bootstrap_counts(statistics.task, DRAWS // 2, SEED, most=count)
-        alphas, kept, shares = [], [], []
-        for name, means in means_by_name.items():
-            alpha = drawn_weights(statistics.grams[name], statistics.task, counts, **solution.settings)
-            alphas.append(alpha)
-            kept.append(retained_share(means, alpha))
-            shares.append(solution.submodules[name].share.expand_as(alpha))
-        drawn = torch.stack(alphas)  # [S, draws, T]
-        effects[count] = SampleEffect(
-            drawn.mean((0, 1)), drawn.std(1).mean(0), pooled(torch.stack(kept), torch.stack(shares)).mean(0)
-        )
-    return effects

@@ -39,7 +39,8 @@ LEGEND_WIDTH = 48
 CELL_NAME_LENGTH = 14
 LINE_HEIGHT = 0.21  # inches
 CELL_NUMBER_LENGTH = 5
-# Cells show their numbers if a row of them and its name have at most this many characters.
+# Cells show their numbers if there are no more rows than names beside them, and a row of numbers and its name have at
+# most this many characters.
 NUMBERED_LENGTH = 56
 MOST_NAMES = 16
 # Column names with more characters than this in all are rotated.
@@ -237,7 +238,7 @@ def heat_map(
             ax.set_title(_short(matrix.title, LEGEND_LENGTH))
             _name_cells(ax, matrix)
             longest = max(map(len, _cell_names(matrix.rows)))
-            if CELL_NUMBER_LENGTH * len(matrix.columns) + longest <= NUMBERED_LENGTH:
+            if CELL_NUMBER_LENGTH * len(matrix.columns) + longest <= NUMBERED_LENGTH and len(matrix.rows) <= MOST_NAMES:
                 _number_cells(ax, image, values, numbers)
             ax.set_ylabel(y_label)
         axes[-1].set_xlabel(x_label)

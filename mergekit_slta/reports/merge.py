@@ -19,6 +19,7 @@ from mergekit_slta.reports.analysis import (
     DRAWS,
     FEW_SAMPLES,
     INTERVAL,
+    MOST_NAMED,
     PLAUSIBLE_ALPHA,
     WIDEST_INTERVAL,
     LevelAnalysis,
@@ -46,6 +47,12 @@ MEANING = (
 
 def verdict(analysis: LevelAnalysis) -> str:
     """One sentence: how much of each expert's feature change the merge keeps, and in which layers it loses most."""
+    if analysis.many:
+        shares = analysis.kept.tolist()
+        ranked = sorted(pair for pair in zip(shares, analysis.experts, strict=True) if not math.isnan(pair[0]))
+        least = enumerated([f"{name} ({percent(kept)})" for kept, name in ranked[:3]]) if ranked else "all"
+        said = f"{extent(shares, percent)} of the feature change of each of {len(shares)} experts, least of {least}"
+        return f"Merged at level {analysis.level}, the result keeps {said}."
     by_layer = analysis.kept_by_layer()
     clauses = []
     for index, name in enumerate(analysis.experts):
@@ -133,6 +140,7 @@ def report_page(
         solutions = [found.solve(level, balance=balance, ridge=ridge) for level in chosen]
     analyses = [analyse(solution) for solution in solutions]
     first = analyses[0]
+    named = counted(len(first.experts), "expert") if first.many else enumerated(first.experts)
     sections = []
     if len(analyses) > 1:
         text = "The share of each expert's feature change that the merge keeps if it is solved at a level."
@@ -146,7 +154,7 @@ def report_page(
         suffix = f" (level {analysis.level})" if len(analyses) > 1 else ""
         sections += [replace(section, title=section.title + suffix) for section in _level_sections(analysis)]
     return Page(
-        title=f"What a merge of {enumerated(first.experts)} keeps",
+        title=f"What a merge of {named} keeps",
         verdict=[verdict(first), MEANING, reliability(first)],
         facts=_facts(solutions[0]),
         sections=sections,
@@ -217,7 +225,7 @@ def _doubts_section(analysis: LevelAnalysis) -> Section:
 
 
 def _panels(analysis: LevelAnalysis, values: torch.Tensor, weights: torch.Tensor, bands: bool = False) -> list[Panel]:
-    """A panel for each kind of submodule, with one line per expert of the values [S, T] over the layers.
+    """A panel for each kind of submodule, with ``lines_of`` of the values [S, T] over the layers.
 
     If a layer has several submodules of a kind, the line is their weighted mean and each of them is a dot. Otherwise
     ``bands`` adds the intervals of the merging weights and shades the layers with unreliable weights.
@@ -226,22 +234,57 @@ def _panels(analysis: LevelAnalysis, values: torch.Tensor, weights: torch.Tensor
     for kind, layers in analysis.kinds.items():
         most = max(map(len, layers.values()))
         means = torch.stack([pooled(values[rows], weights[rows]) for rows in layers.values()])
-        lines = [Line(name, list(layers), means[:, i].tolist()) for i, name in enumerate(analysis.experts)]
+        lines = lines_of(analysis.experts, list(layers), means)
         title, doubtful = kind_name(kind), []
         if most > 1:
-            title += f": mean of {most}, and each one"
+            title += f": mean of {most}" + ", and each one" * (not analysis.many)
+        if most > 1 and not analysis.many:
             places = [(layer, row) for layer, rows in layers.items() for row in rows]
             lines = [
                 replace(line, cloud=[(layer, float(values[row, i])) for layer, row in places])
                 for i, line in enumerate(lines)
             ]
-        elif bands:
+        elif bands and most == 1:
             only = [row for (row,) in layers.values()]
-            low, high = analysis.low[only].T.tolist(), analysis.high[only].T.tolist()
-            lines = [replace(line, low=low[i], high=high[i]) for i, line in enumerate(lines)]
+            lines = lines_of(analysis.experts, list(layers), means, analysis.low[only], analysis.high[only])
             doubtful = [layer for layer, (row,) in layers.items() if analysis.submodules[row] in analysis.doubts]
         panels.append(Panel(title, lines, doubtful))
     return panels
+
+
+def lines_of(
+    experts: Sequence[str],
+    x: Sequence[float],
+    values: torch.Tensor,
+    low: torch.Tensor | None = None,
+    high: torch.Tensor | None = None,
+) -> list[Line]:
+    """A line and a band for each expert, or of many experts the largest, the middle and the smallest value.
+
+    Args:
+        experts: their names, ``T`` in all.
+        x: the places on the horizontal axis, ``X`` in all.
+        values: [X, T].
+        low, high: the ends of the bands, [X, T]; there are none by default.
+    """
+    if len(experts) > MOST_NAMED:
+        ranks = {"largest": 1.0, "median": 0.5, "smallest": 0.0}
+        return [
+            Line(f"{rank} of {len(experts)} experts", x, values.nanquantile(q, dim=1).tolist())
+            for rank, q in ranks.items()
+        ]
+    ends = [[None] * len(experts) if end is None else end.T.tolist() for end in (low, high)]
+    return [Line(name, x, *rest) for name, *rest in zip(experts, values.T.tolist(), *ends, strict=True)]
+
+
+def _drawn(analysis: LevelAnalysis, bands: str = "") -> str:
+    """Which lines ``lines_of`` draws, in words."""
+    return "the experts' largest, median and smallest" if analysis.many else f"one per expert{bands}"
+
+
+def _bands(analysis: LevelAnalysis, sentence: str) -> str:
+    """What a caption says of the bands; a chart of many experts has none, but a table of all their numbers."""
+    return "The numbers below are every expert's. " if analysis.many else sentence
 
 
 def _retained_chart(analysis: LevelAnalysis) -> Chart:
@@ -251,7 +294,7 @@ def _retained_chart(analysis: LevelAnalysis) -> Chart:
         title="Share of each expert's feature change that the merge keeps",
         caption="Measured on each expert's own data, for every layer from layer 0 on. Thin lines mark 0 % and 50 %. "
         "Values below −100 % are drawn at −100 %.",
-        alt=f"Lines over the decoder layers, one per expert. By layer, {by_layer}.",
+        alt=f"Lines over the decoder layers, {_drawn(analysis)}. By layer, {by_layer}.",
         picture=line_chart(
             _panels(analysis, analysis.retained, analysis.share),
             x_label="decoder layer",
@@ -279,9 +322,10 @@ def _alpha_chart(analysis: LevelAnalysis) -> Chart:
     return Chart(
         name=f"alpha-{analysis.level}",
         title="Merging weights by layer",
-        caption=f"At 1 the merge takes all of an expert's change, at 0 none of it. {bands}Values below −2 or above 3 "
-        "are drawn at these limits.",
-        alt=f"Lines over the decoder layers, one per expert{', in bands of 90 % bootstrap intervals' * has_bands}. "
+        caption="At 1 the merge takes all of an expert's change, at 0 none of it. "
+        + _bands(analysis, bands)
+        + "Values below −2 or above 3 are drawn at these limits.",
+        alt=f"Lines over the decoder layers, {_drawn(analysis, ', in bands of 90 % bootstrap intervals' * has_bands)}. "
         f"{_extents(analysis.experts, analysis.alpha)}.",
         picture=line_chart(
             panels,
@@ -306,8 +350,9 @@ def alpha_map(analysis: LevelAnalysis) -> Chart:
         for row, place in zip(rows, places, strict=True):
             grid[:, members.index(place.member or 0), list(layers).index(place.layer or 0)] = analysis.alpha[row]
         columns = [str(layer) for layer in layers]
-        if len(members) == 1:
-            matrices.append(Matrix(kind_name(kind), grid[:, 0].tolist(), analysis.experts, columns))
+        if len(members) == 1 or analysis.many:
+            title = kind_name(kind) + f": mean of {len(members)}" * (len(members) > 1)
+            matrices.append(Matrix(title, grid.nanmean(1).tolist(), analysis.experts, columns))
         else:
             matrices += [
                 Matrix(f"{kind_name(kind)}, {name}", grid[i].tolist(), list(map(str, members)), columns)
@@ -349,30 +394,44 @@ def _condition_chart(analysis: LevelAnalysis) -> Chart:
 
 
 def _cosine_map(analysis: LevelAnalysis) -> Chart:
-    pairs = list(combinations(range(len(analysis.experts)), 2))
-    names = [f"{analysis.experts[a]}{PAIR}{analysis.experts[b]}" for a, b in pairs]
-    cosine = torch.stack([analysis.cosine[:, a, b] for a, b in pairs], 1)  # [S, pairs]
-    by_layer = analysis.level != "model"
-    matrices = []
-    for kind, layers in analysis.kinds.items():
-        means = torch.stack([cosine[rows].nanmean(0) for rows in layers.values()], 1)
-        columns = [str(layer) if by_layer else "" for layer in layers]
-        matrices.append(Matrix(kind_name(kind), means.tolist(), names, columns))
+    experts, by_layer, matrices = analysis.experts, analysis.level != "model", []
+    if analysis.many:
+        for kind, layers in analysis.kinds.items():
+            mean = analysis.cosine[[row for rows in layers.values() for row in rows]].nanmean(0)
+            mean.fill_diagonal_(math.nan)  # an expert is like itself
+            matrices.append(Matrix(kind_name(kind), mean.tolist(), experts, experts))
+        what, x_label = "Mean over the layers of the cosine", ""
+        mean = analysis.cosine.nanmean(0).fill_diagonal_(math.nan)
+        said = f"experts by experts: {extent(mean.flatten().tolist(), plain_number)}"
+        rows = zip(experts, mean.tolist(), strict=True)
+        table = Table(["Mean", *experts], [[name, *map(plain_number, row)] for name, row in rows])
+    else:
+        pairs = list(combinations(range(len(experts)), 2))
+        names = [f"{experts[a]}{PAIR}{experts[b]}" for a, b in pairs]
+        cosine = torch.stack([analysis.cosine[:, a, b] for a, b in pairs], 1)  # [S, pairs]
+        for kind, layers in analysis.kinds.items():
+            means = torch.stack([cosine[rows].nanmean(0) for rows in layers.values()], 1)
+            columns = [str(layer) if by_layer else "" for layer in layers]
+            matrices.append(Matrix(kind_name(kind), means.tolist(), names, columns))
+        what, x_label = "Cosine", "decoder layer" if by_layer else ""
+        extents = (f"{name}: {extent(own, plain_number)}" for name, own in zip(names, cosine.T.tolist(), strict=True))
+        said = f"pairs of experts by layers. {'; '.join(extents)}"
+        table = _submodule_table(analysis, names, cosine)
     return Chart(
         name=f"cosine-{analysis.level}",
         title="How alike the experts change the features",
-        caption="Cosine similarity of two experts' feature changes over the data of all tasks. Near 0 the experts "
+        caption=f"{what} similarity of two experts' feature changes over the data of all tasks. Near 0 the experts "
         "leave each other alone, near 1 they make almost the same change, and below 0 they pull features apart.",
-        alt=f"Heat maps, pairs of experts by layers. {_extents(names, cosine)}.",
+        alt=f"Heat maps, {said}.",
         picture=heat_map(
             matrices,
-            x_label="decoder layer" if by_layer else "",
+            x_label=x_label,
             y_label="",
             value_label="cosine similarity",
             limits=(-1.0, 1.0),
             colours="RdBu_r",
         ),
-        table=_submodule_table(analysis, names, cosine),
+        table=table,
     )
 
 
@@ -384,6 +443,8 @@ def _cost_map(analysis: LevelAnalysis) -> Chart:
         f"without {experts[b]}, {without[a][b]} of {experts[a]} instead of {kept[a]}"
         for a, b in permutations(range(len(experts)), 2)
     ]
+    if analysis.many:
+        said = [f"{extent(gain.flatten().tolist(), plain_number)} percentage points"]
     return Chart(
         name=f"cost-{analysis.level}",
         title="What each expert costs the others",
@@ -411,9 +472,8 @@ def _samples_charts(analysis: LevelAnalysis) -> list[Chart]:
     alpha = torch.stack([effect.alpha for effect in effects], 1)  # [T, counts]
     spread = torch.stack([effect.spread for effect in effects], 1)
     retained = torch.stack([effect.retained for effect in effects], 1)
-    low, high = (alpha - spread).tolist(), (alpha + spread).tolist()
-    weights = [Line(name, counts, alpha[i].tolist(), low[i], high[i]) for i, name in enumerate(experts)]
-    shares = [Line(name, counts, retained[i].tolist()) for i, name in enumerate(experts)]
+    weights = lines_of(experts, counts, alpha.T, (alpha - spread).T, (alpha + spread).T)
+    shares = lines_of(experts, counts, retained.T)
     widest = list(map(plain_number, spread.amax(0).tolist()))
     said = [
         f"{line.label} {percent(line.y[0])} with {counts[0]}, {percent(line.y[-1])} with {counts[-1]}"
@@ -429,11 +489,14 @@ def _samples_charts(analysis: LevelAnalysis) -> list[Chart]:
         Chart(
             name=f"samples-alpha-{analysis.level}",
             title="Merging weights by number of samples",
-            caption="The line is the mean over the submodules. The band reaches one standard deviation above and below "
-            "it: that of one submodule's weight when this many samples per task are drawn, with replacement, from "
-            "those measured.",
-            alt="Lines, one per expert, in bands of one standard deviation over draws of the samples to both sides: "
-            f"{widest[0]} at most with {counts[0]}, {widest[-1]} with {counts[-1]} samples per task.",
+            caption="The line is the mean over the submodules. "
+            + _bands(
+                analysis,
+                "The band reaches one standard deviation above and below it: that of one submodule's weight when this "
+                "many samples per task are drawn, with replacement, from those measured.",
+            ),
+            alt=f"Lines, {_drawn(analysis, ', in bands of one standard deviation over draws of the samples')}. "
+            f"Standard deviation: {widest[0]} at most with {counts[0]}, {widest[-1]} with {counts[-1]} samples per task.",
             picture=line_chart(
                 [Panel("", weights)], x_label="samples per task", y_label="merging weight α", log_x=True
             ),
@@ -444,7 +507,7 @@ def _samples_charts(analysis: LevelAnalysis) -> list[Chart]:
             title="Share kept by number of samples",
             caption="The share of each expert's feature change, measured on all samples, that the merge keeps when its "
             "weights come from this many samples per task.",
-            alt=f"Lines, one per expert: {'; '.join(said)} samples per task.",
+            alt=f"Lines, {_drawn(analysis)}: {'; '.join(said)} samples per task.",
             picture=line_chart(
                 [Panel("", shares)],
                 x_label="samples per task",
@@ -464,7 +527,9 @@ def _interval(analysis: LevelAnalysis, row: int, expert: int) -> str:
 
 
 def _extents(names: Sequence[str], values: torch.Tensor, written: Callable[[float], str] = plain_number) -> str:
-    """The smallest and the largest of each column of values, in words."""
+    """The smallest and the largest value of each expert, or of all of many experts, in words; values are [..., T]."""
+    if len(names) > MOST_NAMED:
+        return f"{len(names)} experts: {extent(values.flatten().tolist(), written)}"
     said = [f"{name}: {extent(column, written)}" for name, column in zip(names, values.T.tolist(), strict=True)]
     return "; ".join(said)
 

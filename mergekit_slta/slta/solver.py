@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 EIGENVALUE_CUTOFF = 1e-10
-MOST_NUMBERS = 2**24  # of the means of draws that are in memory at once
+MOST_NUMBERS = 2**20  # of the matrices A of draws that are in memory at once
 
 
 @dataclass(frozen=True)
@@ -43,55 +43,77 @@ class SubmoduleSolution:
     measured: torch.Tensor
 
 
-def sample_weights(grams: torch.Tensor, balance: bool) -> torch.Tensor:
-    """Balance w_x of each sample, [N] float64; zero leaves a sample out (every delta of it is zero)."""
-    power = grams.diagonal(dim1=-2, dim2=-1).mean(-1)
+def sample_weights(grams: torch.Tensor, balance: bool, among: torch.Tensor | None = None) -> torch.Tensor:
+    """Balance w_x of each sample, [..., N] float64; zero leaves a sample out (every delta of it is zero).
+
+    Args:
+        grams: [N, T, T] float64.
+        balance: whether samples are balanced (Eq. 33-34).
+        among: [..., T] float64, 1 for the experts that are merged and 0 for the others; all by default.
+    """
+    power = mean_power(grams, among)
     if not balance:
         return torch.ones_like(power)
     return torch.where(power > 0, 1 / power.clamp_min(torch.finfo(power.dtype).tiny), torch.zeros_like(power))
 
 
-def task_means(
-    grams: torch.Tensor, task: torch.Tensor, balance: bool, counts: torch.Tensor | None = None
-) -> torch.Tensor:
-    """B_a of every task, [..., T, T, T] with the task first.
+def mean_power(grams: torch.Tensor, among: torch.Tensor | None = None) -> torch.Tensor:
+    """mean_t G_x[t, t] of each sample, [..., N]; the arguments are those of ``sample_weights``."""
+    power = grams.diagonal(dim1=-2, dim2=-1)
+    return power.mean(-1) if among is None else among @ power.T / among.sum(-1, keepdim=True).clamp_min(1)
+
+
+def sample_shares(weights: torch.Tensor, task: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
+    """What each sample's Gram matrix is multiplied by in its task's mean B_a, [..., N].
+
+    Args:
+        weights: [..., N], of ``sample_weights``.
+        task: [N] int64, the index of the expert whose data each sample came from.
+        counts: [..., N] float64, how often each sample is drawn; once each by default.
+    """
+    usable = (weights > 0).to(weights.dtype)
+    counts = usable if counts is None else counts * usable
+    drawn = counts @ torch.nn.functional.one_hot(task).to(weights.dtype)  # samples of each task
+    return counts * weights / drawn.clamp_min(1)[..., task]
+
+
+def task_means(grams: torch.Tensor, task: torch.Tensor, balance: bool) -> torch.Tensor:
+    """B_a of every task, [T, T, T] with the task first.
 
     Args:
         grams: [N, T, T] float64.
         task: [N] int64, the index of the expert whose data each sample came from.
         balance: whether samples are balanced (Eq. 33-34).
-        counts: [..., N] float64, how often each sample is drawn (the bootstrap); once each by default.
     """
+    shares = sample_shares(sample_weights(grams, balance), task)
     experts = grams.shape[-1]
-    weights = sample_weights(grams, balance)
-    usable = (weights > 0).to(grams.dtype)
-    counts = usable if counts is None else counts * usable
-    member = torch.nn.functional.one_hot(task, experts).to(grams.dtype)
-    drawn = counts @ member
-    sums = torch.einsum("...n,na,nbc->...abc", counts * weights, member, grams)
-    return sums / drawn.clamp_min(1)[..., None, None]
+    return grams.new_zeros(experts, experts, experts).index_add_(0, task, shares[:, None, None] * grams)
 
 
-def merging_weights(
-    means: torch.Tensor, ridge: float = 0.0, task_weights: Sequence[float] | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def equations(grams: torch.Tensor, task: torch.Tensor, shares: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A [..., T, T] and b [..., T] (Eq. 13) straight from the samples, without the T matrices B_a.
+
+    Args:
+        grams: [N, T, T] float64.
+        task: [N] int64, the index of the expert whose data each sample came from.
+        shares: [..., N], of ``sample_shares``, times the weight c_a of the sample's task.
+    """
+    return torch.einsum("...n,nbc->...bc", shares, grams), shares @ grams[torch.arange(len(task)), :, task]
+
+
+def merging_weights(matrix: torch.Tensor, right: torch.Tensor, ridge: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
     """Solve A alpha = b, as the minimum-norm solution where A is singular.
 
     A is scaled to a unit diagonal, its eigenvalues below 1e-10 of the largest are cut, and the solution is scaled
     back.
 
     Args:
-        means: [..., T, T, T], the B_a of ``task_means``.
+        matrix, right: A [..., T, T] and b [..., T], of ``equations``.
         ridge: adds ridge * trace(A) / T to the diagonal.
-        task_weights: ``T`` weights c_a of the tasks; one each by default.
 
     Returns:
         alpha [..., T] and the kept eigenvalues of the scaled A [..., T], zero where cut.
     """
-    experts = means.shape[-1]
-    weights = means.new_ones(experts) if task_weights is None else means.new_tensor(task_weights)
-    matrix = torch.einsum("a,...abc->...bc", weights, means)
-    right = torch.einsum("a,...aja->...j", weights, means)
     power = matrix.diagonal(dim1=-2, dim2=-1)
     matrix = matrix + torch.diag_embed((ridge * power.mean(-1, keepdim=True)).expand(power.shape))
     diagonal = matrix.diagonal(dim1=-2, dim2=-1)
@@ -154,15 +176,17 @@ def solve(
         ridge: adds ridge * trace(A) / T to A's diagonal.
         task_weights: the weight of each task, ``T`` in all; one each by default.
     """
-    means = task_means(grams, task, balance)
-    alpha, kept = merging_weights(means, ridge, task_weights)
+    shares = sample_shares(sample_weights(grams, balance), task)
+    if task_weights is not None:
+        shares = shares * shares.new_tensor(task_weights)[task]
+    matrix, right = equations(grams, task, shares)
+    alpha, kept = merging_weights(matrix, right, ridge)
     used = kept[kept > 0]
     condition = float(used.max() / used.min()) if used.numel() else float("nan")
-    power = means.diagonal(dim1=1, dim2=2)  # [tasks, T]
-    counts = torch.ones(len(power), 1) if task_weights is None else torch.tensor(task_weights)[:, None]
-    measured = (power * counts != 0).any(0)
-    retained, share = retained_share(means, alpha), own_share(means)
-    return SubmoduleSolution(alpha, retained, share, condition, int(used.numel()), measured)
+    means = task_means(grams, task, balance)
+    return SubmoduleSolution(
+        alpha, retained_share(means, alpha), own_share(means), condition, int(used.numel()), matrix.diagonal() != 0
+    )
 
 
 def bootstrap(
@@ -197,9 +221,45 @@ def drawn_weights(
         grams, task, balance, ridge, task_weights: as for ``solve``.
         counts: [draws, N] float64, how often each sample is drawn.
     """
-    parts = counts.split(max(1, MOST_NUMBERS // grams.shape[-1] ** 3))
-    means = (task_means(grams, task, balance, part) for part in parts)
-    return torch.cat([merging_weights(part, ridge, task_weights)[0] for part in means])
+    shares = sample_shares(sample_weights(grams, balance), task, counts)
+    if task_weights is not None:
+        shares = shares * shares.new_tensor(task_weights)[task]
+    parts = shares.split(max(1, MOST_NUMBERS // grams.shape[-1] ** 2))
+    return torch.cat([merging_weights(*equations(grams, task, part), ridge)[0] for part in parts])
+
+
+def left_out(
+    grams: torch.Tensor,
+    task: torch.Tensor,
+    *,
+    balance: bool = True,
+    ridge: float = 0.0,
+    task_weights: Sequence[float] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What each merge of all experts but one keeps of the others; the arguments are those of ``solve``.
+
+    Returns:
+        The shares ``retained`` and ``share`` of ``SubmoduleSolution``, each [T, T], the first index being the expert
+        that is left out; NaN where no task with weight is left, and on the diagonal.
+    """
+    experts = grams.shape[-1]
+    others = 1 - torch.eye(experts, dtype=grams.dtype)
+    shares = sample_shares(sample_weights(grams, balance, others), task, others[:, task])  # [T, N]
+    weights = grams.new_tensor(task_weights or [1.0] * experts)
+    matrix, right = equations(grams, task, shares * weights[task])
+    # The expert that is left out gets the weight zero, because nothing connects it with the others; the mean of the
+    # diagonal that ``ridge`` is a part of is over the others.
+    matrix = matrix * others[:, :, None] * others[:, None, :]
+    alpha, _ = merging_weights(matrix, right * others, ridge * experts / max(1, experts - 1))
+    member = torch.nn.functional.one_hot(task, experts).to(grams.dtype)
+    sample = torch.arange(len(task))
+    own = grams[sample, task, task]
+    lost = torch.einsum("kb,nbc,kc->kn", alpha, grams, alpha) - 2 * alpha @ grams[sample, :, task].T + own
+    power = (shares * own) @ member
+    mean = (shares * mean_power(grams, others)) @ member
+    retained = torch.where(power > 0, 1 - (shares * lost) @ member / power, torch.nan)
+    share = torch.where(power > 0, power / mean.clamp_min(torch.finfo(mean.dtype).tiny), 0.0)
+    return torch.where((others @ weights > 0)[:, None], retained, torch.nan), share
 
 
 def bootstrap_counts(task: torch.Tensor, repeats: int, seed: int, most: int | None = None) -> torch.Tensor:
@@ -217,5 +277,5 @@ def bootstrap_counts(task: torch.Tensor, repeats: int, seed: int, most: int | No
         rows = (task == index).nonzero().flatten()
         size = len(rows) if most is None else min(most, len(rows))
         drawn = torch.randint(len(rows), (repeats, size), generator=generator)
-        counts[:, rows] = torch.nn.functional.one_hot(drawn, len(rows)).sum(1).double()
+        counts.scatter_add_(1, rows[drawn], torch.ones_like(drawn, dtype=counts.dtype))
     return counts

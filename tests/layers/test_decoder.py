@@ -328,3 +328,8 @@ def test_other_kinds_of_models_are_refused_and_pointed_to_actmat(
 def test_a_config_without_architectures_is_refused() -> None:
     with pytest.raises(SltaError, match="architectures"):
         Decoder(transformers.LlamaConfig(architectures=None))
+
+
+def test_a_config_whose_buffers_would_fill_the_memory_is_refused() -> None:
+    with pytest.raises(SltaError, match=r"The config.json of .* of 16 GB: correct its sizes, such as head_dim"):
+        Decoder(families.config_of("llama", architectures=["LlamaForCausalLM"], head_dim=4 * 10**9))

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -134,3 +135,15 @@ def test_a_folder_without_an_adapter_is_refused(llama: Family, tmp_path: Path) -
     (tmp_path / "empty").mkdir()
     with pytest.raises(SltaError, match="not a LoRA adapter"):
         opened(f"{llama.base}+{tmp_path / 'empty'}").fingerprint()
+
+
+def test_a_pickled_checkpoint_without_the_bytes_of_a_tensor(family: Family, tmp_path: Path) -> None:
+    folder = pickled(family.base, tmp_path / "copy")
+    whole = folder / "whole.bin"
+    (folder / "pytorch_model.bin").rename(whole)
+    with zipfile.ZipFile(whole) as source, zipfile.ZipFile(folder / "pytorch_model.bin", "w") as cut:
+        for name in source.namelist():
+            if not name.endswith("data/3"):
+                cut.writestr(name, source.read(name))
+    with pytest.raises(SltaError, match=r"pytorch_model.bin cannot be read \(.*data/3.*\): get a sound copy"):
+        fingerprint_of(folder)

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from support import reference, synthetic
+from support.memory import peak_of
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.reports import analysis as module
@@ -82,16 +83,29 @@ def test_a_submodule_that_an_expert_hardly_changes_counts_for_little() -> None:
     assert pooled(retained[2:], share[2:]).isnan()
 
 
-@pytest.mark.parametrize("settings", [{}, {"balance": False}, {"ridge": 0.3}])
+@pytest.mark.parametrize("settings", [{}, {"balance": False}, {"ridge": 0.3}, {"task_weights": [1.0, 0.0, 2.0]}])
 def test_leaving_an_expert_out_is_solving_without_it(settings: dict[str, object]) -> None:
     statistics = synthetic.statistics()
     found = analyse(statistics.solve("attn_mlp", **settings))  # type: ignore[arg-type]
     for left_out in range(3):
         others = [expert for expert in range(3) if expert != left_out]
+        if "task_weights" in settings:
+            settings = {"task_weights": [(1.0, 0.0, 2.0)[expert] for expert in others]}
         alone = analyse(statistics.take(others).solve("attn_mlp", **settings))  # type: ignore[arg-type]
         assert torch.allclose(found.without[others, left_out], alone.kept)
     assert found.without.diagonal().isnan().all()
     assert analyse(statistics.take([0]).solve("attn_mlp")).without.isnan().all()
+
+
+def test_leaving_the_only_task_that_counts_out_says_nothing() -> None:
+    found = analyse(synthetic.statistics().solve("attn_mlp", task_weights=[0.0, 1.0, 0.0]))
+    assert found.without[:, 1].isnan().all()
+    assert not found.without[2, 0].isnan()
+
+
+def test_many_experts_take_little_more_memory_than_the_samples_of_a_submodule() -> None:
+    solution = synthetic.statistics([f"org/e{index}" for index in range(50)], layers=2, samples=2).solve("attn_mlp")
+    assert peak_of(lambda: analyse(solution)) < 20 * solution.statistics.grams["layer.0.mlp"].nbytes
 
 
 def test_two_experts_alone_cost_each_other_all_that_is_lost() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import resource
 import shutil
 import signal
 import traceback
@@ -25,10 +26,12 @@ from support import families
 from support.adapters import write_adapter
 from support.copies import pickled, sharded
 from support.families import Family
+from support.memory import memory_of_this_process
 
 from mergekit_slta.cli.commands import main
 
-PATIENCE = 20  # seconds; none of the cases takes a tenth of it
+PATIENCE = 60  # seconds; the longest case takes a few on an idle machine
+MEMORY = 4 * 10**9  # bytes of address space that a command may take above what this process had before
 RECIPE, MEASURED = "recipe.yml", "measured.yml"
 STATISTICS = "stats.safetensors"
 HEADER = 8  # bytes before the header of a safetensors file, which say how long it is
@@ -226,16 +229,21 @@ class TooLong(BaseException):
 
 
 @contextmanager
-def _deadline() -> Iterator[None]:
+def _limits() -> Iterator[None]:
+    """Let a command end in an error after some time, and where it asks for much memory."""
+
     def end(*_: object) -> None:
         raise TooLong(f"no end after {PATIENCE} seconds")
 
     before = signal.signal(signal.SIGALRM, end)
+    usual, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (memory_of_this_process("VmSize") + MEMORY, most))
     signal.alarm(PATIENCE)
     try:
         yield
     finally:
         signal.alarm(0)
+        resource.setrlimit(resource.RLIMIT_AS, (usual, most))
         signal.signal(signal.SIGALRM, before)
 
 
@@ -247,7 +255,7 @@ def run(scene: Scene, *arguments: object) -> str:
     """
     LoaderCache.loaders.clear()
     options = ["--lora-merge-cache", scene.cache, "--quiet"] if arguments[0] != "solve" else ["--quiet"]
-    with _deadline():
+    with _limits():
         result = CliRunner().invoke(main, list(map(str, [*arguments, *options])))
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
