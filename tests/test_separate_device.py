@@ -96,6 +96,25 @@ def test_the_next_layer_is_read_by_another_thread_while_a_layer_is_used(
     assert threading.get_ident() not in threads
 
 
+def test_memory_that_runs_out_while_a_layer_is_read_ahead(
+    llama: Family, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = families.measure(llama, "layer")
+    fetch, full = Checkpoint.fetch, [True]
+
+    def failing(self: Checkpoint, *arguments: Any) -> State:
+        if full:
+            full.pop()
+            raise torch.OutOfMemoryError
+        return fetch(self, *arguments)
+
+    monkeypatch.setattr(Checkpoint, "fetch", failing)
+    LoaderCache.loaders.clear()
+    with separate_device() as device:
+        assert_close(families.measure(llama, "layer", device=device), expected)
+    assert not full and "Out of memory" in caplog.text
+
+
 def test_a_broken_tensor_that_was_read_ahead_is_named(family: Family) -> None:
     name = f"model.layers.{families.LAYERS - 1}.mlp.up_proj.weight"
     edit_tensors(family.experts[0], lambda tensors: tensors[name].fill_(torch.nan))

@@ -16,6 +16,6 @@ def room(device: torch.device) -> int:
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in host memory: a GPU's in pinned memory, which it is copied to and from fastest."""
-    if tensor.device.type != "cuda":
-        return tensor.cpu()
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda").copy_(tensor)

@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from mergekit_slta import files
-from mergekit_slta.engine.memory import on_host
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, logger
 
@@ -27,8 +26,8 @@ STATE = "state.json"
 LOCK = "lock"
 EDGES = "edges.safetensors"
 
-# By stream and row, hidden states [S, D] in host memory, without padding; by stream, row and path, other tensors that
-# layers pass to later layers.
+# By stream and row, hidden states [S, D] without padding; by stream, row and path, other tensors that layers pass to
+# later layers.
 Hidden = dict[tuple[Any, ...], torch.Tensor]
 
 
@@ -121,7 +120,7 @@ class Partial:
             return {}
         for name, checksum in listed.items():
             file = self.folder / Path(name).name
-            if file.name != name or file.is_symlink() or not file.is_file() or files.checksum(file) != checksum:
+            if file.name != name or file.is_symlink() or not file.is_file() or files.block_checksum(file) != checksum:
                 self._damaged = file
                 return {}
         return listed
@@ -176,7 +175,7 @@ class Partial:
         """Write one rank's hidden states after a layer."""
         named = {}
         for (stream, row, *path), tensor in hidden.items():
-            named[f"{stream}.{row}" + (f".{json.dumps(path)}" if path else "")] = on_host(tensor)
+            named[f"{stream}.{row}" + (f".{json.dumps(path)}" if path else "")] = tensor.cpu()
         with _written(self.folder / f"hidden-{layer:04d}-{rank:04d}.safetensors") as beside:
             save_file(named, beside)
 
@@ -190,10 +189,10 @@ class Partial:
 
     def _finish(self, path: Path, tensors: Mapping[str, torch.Tensor], hidden: Iterable[Path]) -> None:
         with _written(path) as beside:
-            save_file({name: on_host(tensor) for name, tensor in tensors.items()}, beside)
+            save_file({name: tensor.cpu() for name, tensor in tensors.items()}, beside)
         before = self._checksums
         self._checksums = {name: checksum for name, checksum in before.items() if name.startswith("layer-")}
-        self._checksums |= {file.name: files.checksum(file) for file in (path, *hidden)}
+        self._checksums |= {file.name: files.block_checksum(file) for file in (path, *hidden)}
         self._write_state(self._checksums)
         for name in set(before) - set(self._checksums):
             (self.folder / name).unlink(missing_ok=True)

@@ -6,7 +6,9 @@ A layer needs only the hidden states before it, so one layer of each model is in
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import gc
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -113,7 +115,7 @@ def pass_layers(
         batch_tokens: the most token positions in one forward pass; 0 chooses by the device, and halves the number when
             memory runs out although everything that waits is on the host.
         partial: the folder for finished layers; the loop resumes after the layers in it.
-        folder: a folder that keeps hidden states instead of memory.
+        folder: a folder that keeps hidden states instead of the host's memory.
         progress: called with the number of this process's samples that have passed another step; negative when steps
             must be repeated with smaller batches.
 
@@ -128,19 +130,20 @@ def pass_layers(
             try:
                 return loop.run(positions)
             except torch.OutOfMemoryError as error:
-                if loop.on_device and accumulator.ranks.count == 1:
+                longest = max(len(token_ids) for samples in accumulator.tasks for token_ids in samples)
+                if loop.on_device:
                     loop.on_device = False
                     LOG.warning("Out of memory on %s: continuing with what waits there on the host", device)
-                    continue
-                longest = max(len(token_ids) for samples in accumulator.tasks for token_ids in samples)
-                if batch_tokens or accumulator.ranks.count > 1 or positions <= longest:
+                elif batch_tokens or accumulator.ranks.count > 1 or positions <= longest:
                     raise SltaError(
                         f"{positions} token positions at once do not fit into the memory of {device}: "
                         "lower 'batch_tokens', and 'max_tokens' if one sample is too long; if that does not help, the "
                         "layers themselves are too large for it."
                     ) from error
-                positions //= 2
-                LOG.warning("Out of memory on %s: continuing with %d token positions at once", device, positions)
+                else:
+                    positions //= 2
+                    LOG.warning("Out of memory on %s: continuing with %d token positions at once", device, positions)
+            loop.forget()  # not above, where the error still holds what the run had in memory
 
 
 @dataclass
@@ -161,11 +164,15 @@ class _Loop(Generic[Result]):
         self.reported = 0
         self.reported_by_finished_layers: int | None = None
         device = self.accumulator.decoder.device
-        self.on_device = device.type == "cuda"  # whether what waits for its next use may stay there
+        # Whether what waits for its next use may stay on a GPU; several processes may share one, and cannot go back.
+        self.on_device = device.type == "cuda" and self.accumulator.ranks.count == 1
         # On a GPU, threads read the next layer and write the last one, on streams of their own.
-        self.readers, self.writer = ThreadPoolExecutor(MOST_READERS), ThreadPoolExecutor(1)
+        pickled = device.type != "cpu" and any(model.pickled for model in self.accumulator.models)
+        self.readers, self.writer = ThreadPoolExecutor(1 if pickled else MOST_READERS), ThreadPoolExecutor(1)
         self.reads, self.writes = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
-        self.fetched: dict[int, dict[ModelReference, Future[dict[str, torch.Tensor]]]] = {}  # the next layer
+        self.fetched: dict[ModelReference, Future[dict[str, torch.Tensor]]] = {}  # of the next layer
+        self.fetched_stacks: dict[str, torch.Size] = {}  # what was left out of it
+        self.fetched_layer = -1
         self.written: Future[None] | None = None  # the last layer
 
     def run(self, positions: int) -> Result:
@@ -183,6 +190,13 @@ class _Loop(Generic[Result]):
             self._take_layer(layer, streams)
         self._finish_writing()
         return own.finish(streams, self._report)
+
+    def forget(self) -> None:
+        """Free what a run that ran out of memory has left there."""
+        concurrent.futures.wait(self.fetched.values())
+        self.fetched, self.fetched_layer = {}, -1
+        self._finish_writing()
+        gc.collect()
 
     def close(self) -> None:
         """End the threads, when the last layer is written."""
@@ -210,11 +224,12 @@ class _Loop(Generic[Result]):
                 if ranks.first:
                     partial.finish_layer(layer, tensors)
 
+        if self.writes is not None:
+            self.writes.wait_stream(torch.cuda.current_stream(self.writes.device))
         if self.writes is None or ranks.count > 1:
             write()
             return
         self._finish_writing()
-        self.writes.wait_stream(torch.cuda.current_stream(self.writes.device))
         self.written = self.writer.submit(write)
 
     def _finish_writing(self) -> None:
@@ -225,25 +240,28 @@ class _Loop(Generic[Result]):
     def _read(self, layer: int) -> list[dict[str, torch.Tensor]]:
         """Read a layer of each model; what comes next is read while the layer is used.
 
-        On a CPU the operating system reads it into its file cache; for another device, a thread reads it, to a GPU
+        On a CPU the operating system reads it into its file cache; for another device, threads read it, to a GPU
         itself if that has room. The experts of a mixture are read one by one when they are used, unless a GPU has room
         for all of them.
         """
         decoder, models = self.accumulator.decoder, self.accumulator.models
         names, prefix = decoder.layer_tensors(layer), decoder.base_model_prefix
-        stacks = self._stacks(layer)
-        ahead = {model: future.result() for model, future in self.fetched.pop(layer, {}).items()}
+        found = self.fetched_layer == layer
+        stacks = self.fetched_stacks if found else self._stacks(layer)
+        ahead = {model: future.result() for model, future in self.fetched.items()} if found else {}
+        self.fetched = {}
         weights = [model.read(names, prefix, decoder.device, ahead.get(model.reference), stacks) for model in models]
         if decoder.device.type == "cpu":
             for model in models:
                 model.prefetch(layer + 1)
         elif layer + 1 < len(decoder):
-            read_later = self._stacks(layer + 1)
-            following = {key: name for key, name in decoder.layer_tensors(layer + 1).items() if key not in read_later}
+            self.fetched_layer, self.fetched_stacks = layer + 1, self._stacks(layer + 1)
+            following = decoder.layer_tensors(layer + 1)
+            following = {key: name for key, name in following.items() if key not in self.fetched_stacks}
             target = decoder.device if self._room() else torch.device("cpu")
-            by_loader = {model.reference: model for model in models}  # a loader is no two threads'
-            self.fetched[layer + 1] = {
-                key: self.readers.submit(self._fetch, model, following, target) for key, model in by_loader.items()
+            once = {model.reference: model for model in models}  # an expert that is named twice is read once
+            self.fetched = {
+                key: self.readers.submit(self._fetch, model, following, target) for key, model in once.items()
             }
         return weights
 

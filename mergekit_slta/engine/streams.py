@@ -259,12 +259,13 @@ class Streams:
         stays = self._stays_on(tensor.device)
         for index, (row, length) in enumerate(zip(batch.rows, batch.lengths, strict=True)):
             own = tensor[index] if path else tensor[index, :length]
-            if self._folder is not None and not stays:  # in a file whose space is freed with the tensor
-                kept = mapped(own.shape, own.dtype, self._folder).copy_(own)
-            else:
-                kept = own.clone(memory_format=torch.contiguous_format)
             key = stream, row, *path
-            target[key] = kept if stays else on_host(kept)
+            if self._folder is not None and not stays:  # in a file whose space is freed with the tensor
+                target[key] = mapped(own.shape, own.dtype, self._folder).copy_(own)
+            elif stays or own.device.type == "cpu":
+                target[key] = own.clone(memory_format=torch.contiguous_format)
+            else:
+                target[key] = on_host(own)
 
     def _stays_on(self, device: torch.device) -> bool:
         """Whether what waits for its next use stays on a device that computes: on a GPU with room."""

@@ -28,9 +28,13 @@ def exact_products() -> Iterator[None]:
     Products of several sizes and layouts show what it does here; if one of them is rounded, nothing is changed.
     """
     with contextlib.ExitStack() as changed:
-        for owner in (torch.backends.cuda.matmul, getattr(torch.backends.cudnn, "conv", torch.backends.cudnn)):
-            known = hasattr(owner, "fp32_precision")  # which replaced allow_tf32 in torch 2.9
-            changed.enter_context(_set(owner, *(("fp32_precision", "ieee") if known else ("allow_tf32", False))))
+        cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+        for older, newer in ((cuda, cuda), (cudnn, getattr(cudnn, "conv", cudnn))):
+            try:
+                older.allow_tf32  # noqa: B018
+                changed.enter_context(_set(older, "allow_tf32", False))
+            except RuntimeError:  # it was set by torch's newer interface, which refuses to be mixed with this one
+                changed.enter_context(_set(newer, "fp32_precision", "ieee"))
         matmul = _settings()
         if matmul is not None and _onednn_is_exact():
             changed.enter_context(_set(matmul, "fp32_precision", "bf16"))

@@ -68,6 +68,11 @@ class Checkpoint:
         """The names of the checkpoint's tensors, each with the file that holds it."""
         return self._loader.index.tensor_paths
 
+    @property
+    def pickled(self) -> bool:
+        """Whether tensors are stored in pickles, which no two threads may read: mergekit patches pickle meanwhile."""
+        return any(not file.endswith(".safetensors") for file in set(self.tensor_names.values()))
+
     @cached_property
     def dtype(self) -> str:
         """The checkpoint's dtype, from its configuration or else from its first tensor."""
@@ -143,15 +148,16 @@ class Checkpoint:
     ) -> dict[str, torch.Tensor]:
         """Read tensors to a device as they are stored, for a later ``read``: another thread may call it ahead of time.
 
+        If there is a GPU they come by way of pinned memory, from which it copies fastest, or stay there.
+
         Raises:
             SltaError: a tensor is missing.
         """
         tensors = {}
         for key, name in names.items():
             stored = self._stored(name, base_model_prefix, "cpu")
-            # From pinned memory a GPU copies fastest.
-            pinned = stored.pin_memory() if torch.device(device).type == "cuda" else stored
-            tensors[key] = pinned.to(device, non_blocking=True)
+            held = stored.pin_memory() if torch.cuda.is_available() else stored.clone()  # it was mapped until now
+            tensors[key] = held.to(device, non_blocking=True)
         return tensors
 
     def prefetch(self, layer: int) -> None:

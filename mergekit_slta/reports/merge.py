@@ -496,7 +496,8 @@ def _samples_charts(analysis: LevelAnalysis) -> list[Chart]:
                 "many samples per task are drawn, with replacement, from those measured.",
             ),
             alt=f"Lines, {_drawn(analysis, ', in bands of one standard deviation over draws of the samples')}. "
-            f"Standard deviation: {widest[0]} at most with {counts[0]}, {widest[-1]} with {counts[-1]} samples per task.",
+            f"Standard deviation: {widest[0]} at most with {counts[0]}, {widest[-1]} with {counts[-1]} samples per "
+            "task.",
             picture=line_chart(
                 [Panel("", weights)], x_label="samples per task", y_label="merging weight α", log_x=True
             ),

@@ -124,6 +124,8 @@ def test_reading_ahead_asks_for_the_bytes_of_one_layer(
 def test_reading_ahead_changes_nothing_where_it_cannot_be_asked_for(
     llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened(pickled(llama.base, tmp_path / "pickled")).prefetch(1)
+    old = opened(pickled(llama.base, tmp_path / "pickled"))
+    assert old.pickled and not opened(llama.base).pickled
+    old.prefetch(1)
     monkeypatch.delattr(os, "posix_fadvise")
     opened(llama.base).prefetch(1)
