@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import shutil
@@ -34,9 +35,10 @@ WriteRecipe = Callable[..., Path]
 
 @pytest.fixture(autouse=True)
 def isolation(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache folder of the test's own, and none of the models that mergekit's loader holds from an earlier merge."""
+    """A cache folder of the test's own, and nothing of an earlier test: no models in the loader, no silenced log."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     LoaderCache.loaders.clear()
+    logging.getLogger("mergekit_slta").setLevel(logging.NOTSET)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from mergekit.common import ModelReference
+from mergekit.io.tasks import LoaderCache
 from safetensors.torch import save_file
 from support.adapters import write_adapter
 from support.copies import edit_tensors, edited, pickled, pickled_shards, sharded
@@ -25,6 +26,12 @@ DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 ]
+
+
+@pytest.fixture(autouse=True)
+def lora_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where mergekit merges adapters, which a merge would have told its loader."""
+    monkeypatch.setattr(LoaderCache(), "lora_cache_dir", str(tmp_path / "loras"))
 
 
 def opened(folder: Path | str) -> Checkpoint:
