@@ -90,14 +90,19 @@ def task_means(grams: torch.Tensor, task: torch.Tensor, balance: bool) -> torch.
     return grams.new_zeros(experts, experts, experts).index_add_(0, task, shares[:, None, None] * grams)
 
 
-def equations(grams: torch.Tensor, task: torch.Tensor, shares: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def equations(
+    grams: torch.Tensor, task: torch.Tensor, shares: torch.Tensor, task_weights: Sequence[float] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """A [..., T, T] and b [..., T] (Eq. 13) straight from the samples, without the T matrices B_a.
 
     Args:
         grams: [N, T, T] float64.
         task: [N] int64, the index of the expert whose data each sample came from.
-        shares: [..., N], of ``sample_shares``, times the weight c_a of the sample's task.
+        shares: [..., N], of ``sample_shares``.
+        task_weights: the ``T`` weights c_a of the tasks; one each by default.
     """
+    if task_weights is not None:
+        shares = shares * shares.new_tensor(task_weights)[task]
     return torch.einsum("...n,nbc->...bc", shares, grams), shares @ grams[torch.arange(len(task)), :, task]
 
 
@@ -177,9 +182,7 @@ def solve(
         task_weights: the weight of each task, ``T`` in all; one each by default.
     """
     shares = sample_shares(sample_weights(grams, balance), task)
-    if task_weights is not None:
-        shares = shares * shares.new_tensor(task_weights)[task]
-    matrix, right = equations(grams, task, shares)
+    matrix, right = equations(grams, task, shares, task_weights)
     alpha, kept = merging_weights(matrix, right, ridge)
     used = kept[kept > 0]
     condition = float(used.max() / used.min()) if used.numel() else float("nan")
@@ -222,10 +225,8 @@ def drawn_weights(
         counts: [draws, N] float64, how often each sample is drawn.
     """
     shares = sample_shares(sample_weights(grams, balance), task, counts)
-    if task_weights is not None:
-        shares = shares * shares.new_tensor(task_weights)[task]
     parts = shares.split(max(1, MOST_NUMBERS // grams.shape[-1] ** 2))
-    return torch.cat([merging_weights(*equations(grams, task, part), ridge)[0] for part in parts])
+    return torch.cat([merging_weights(*equations(grams, task, part, task_weights), ridge)[0] for part in parts])
 
 
 def left_out(
@@ -245,8 +246,7 @@ def left_out(
     experts = grams.shape[-1]
     others = 1 - torch.eye(experts, dtype=grams.dtype)
     shares = sample_shares(sample_weights(grams, balance, others), task, others[:, task])  # [T, N]
-    weights = grams.new_tensor(task_weights or [1.0] * experts)
-    matrix, right = equations(grams, task, shares * weights[task])
+    matrix, right = equations(grams, task, shares, task_weights)
     # The expert that is left out gets the weight zero, because nothing connects it with the others; the mean of the
     # diagonal that ``ridge`` is a part of is over the others.
     matrix = matrix * others[:, :, None] * others[:, None, :]
@@ -259,6 +259,7 @@ def left_out(
     mean = (shares * mean_power(grams, others)) @ member
     retained = torch.where(power > 0, 1 - (shares * lost) @ member / power, torch.nan)
     share = torch.where(power > 0, power / mean.clamp_min(torch.finfo(mean.dtype).tiny), 0.0)
+    weights = grams.new_tensor(task_weights or [1.0] * experts)
     return torch.where((others @ weights > 0)[:, None], retained, torch.nan), share
 
 
