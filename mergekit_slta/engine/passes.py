@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from mergekit.common import ModelReference
@@ -146,6 +146,18 @@ def pass_layers(
             loop.forget()  # not above, where the error still holds what the run had in memory
 
 
+class _Ahead(NamedTuple):
+    """What is read of the next layer while a layer is used.
+
+    Attributes:
+        stacks: the shapes of the tensors that are left out, because each routed expert is read when it is used.
+        tensors: the others, by model.
+    """
+
+    stacks: dict[str, torch.Size]
+    tensors: dict[ModelReference, Future[dict[str, torch.Tensor]]]
+
+
 @dataclass
 class _Loop(Generic[Result]):
     """The progress of ``pass_layers``, which lets it continue with less of a GPU's memory."""
@@ -170,9 +182,7 @@ class _Loop(Generic[Result]):
         pickled = device.type != "cpu" and any(model.pickled for model in self.accumulator.models)
         self.readers, self.writer = ThreadPoolExecutor(1 if pickled else MOST_READERS), ThreadPoolExecutor(1)
         self.reads, self.writes = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
-        self.fetched: dict[ModelReference, Future[dict[str, torch.Tensor]]] = {}  # of the next layer
-        self.fetched_stacks: dict[str, torch.Size] = {}  # what was left out of it
-        self.fetched_layer = -1
+        self.ahead: _Ahead | None = None
         self.written: Future[None] | None = None  # the last layer
 
     def run(self, positions: int) -> Result:
@@ -193,8 +203,9 @@ class _Loop(Generic[Result]):
 
     def forget(self) -> None:
         """Free what a run that ran out of memory has left there."""
-        concurrent.futures.wait(self.fetched.values())
-        self.fetched, self.fetched_layer = {}, -1
+        if self.ahead is not None:
+            concurrent.futures.wait(self.ahead.tensors.values())
+            self.ahead = None
         self._finish_writing()
         gc.collect()
 
@@ -246,23 +257,20 @@ class _Loop(Generic[Result]):
         """
         decoder, models = self.accumulator.decoder, self.accumulator.models
         names, prefix = decoder.layer_tensors(layer), decoder.base_model_prefix
-        found = self.fetched_layer == layer
-        stacks = self.fetched_stacks if found else self._stacks(layer)
-        ahead = {model: future.result() for model, future in self.fetched.items()} if found else {}
-        self.fetched = {}
-        weights = [model.read(names, prefix, decoder.device, ahead.get(model.reference), stacks) for model in models]
+        stacks, futures = self.ahead or _Ahead(self._stacks(layer), {})
+        found = {model: future.result() for model, future in futures.items()}
+        self.ahead, futures = None, {}
+        weights = [model.read(names, prefix, decoder.device, found.get(model.reference), stacks) for model in models]
         if decoder.device.type == "cpu":
             for model in models:
                 model.prefetch(layer + 1)
         elif layer + 1 < len(decoder):
-            self.fetched_layer, self.fetched_stacks = layer + 1, self._stacks(layer + 1)
-            following = decoder.layer_tensors(layer + 1)
-            following = {key: name for key, name in following.items() if key not in self.fetched_stacks}
+            later = self._stacks(layer + 1)
+            following = {key: name for key, name in decoder.layer_tensors(layer + 1).items() if key not in later}
             target = decoder.device if self._room() else torch.device("cpu")
             once = {model.reference: model for model in models}  # an expert that is named twice is read once
-            self.fetched = {
-                key: self.readers.submit(self._fetch, model, following, target) for key, model in once.items()
-            }
+            started = {key: self.readers.submit(self._fetch, model, following, target) for key, model in once.items()}
+            self.ahead = _Ahead(later, started)
         return weights
 
     def _fetch(self, model: Checkpoint, names: Mapping[str, str], device: torch.device) -> dict[str, torch.Tensor]:

@@ -145,9 +145,7 @@ class Recipe:
             places = [f"'{'.'.join(map(str, entry['loc']))}': {entry['msg']}" for entry in error.errors()]
             more = len(places) - MOST_SAID
             said = "; ".join(places[:MOST_SAID]) + (f"; and {more} more" if more > 0 else "")
-        except SltaError as error:
-            said = str(error)
-        except RuntimeError as error:  # from mergekit's own checks
+        except (SltaError, RuntimeError) as error:  # from our reading of YAML, or from mergekit's own checks
             said = str(error)
         except Exception as error:  # YAML's tags may raise errors of any kind
             said = one_line(error)

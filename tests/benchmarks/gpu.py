@@ -217,7 +217,7 @@ def measure(
     }
     seconds: dict[str, list[float]] = defaultdict(list)
     watched: dict[str, dict[str, Any]] = defaultdict(dict)
-    tokens_run = sum(len(batch.rows) * max(batch.lengths) for batch in batches)
+    sizes = [len(batch.rows) * max(batch.lengths) for batch in batches]
     result = {
         "device": torch.cuda.get_device_name() if device.startswith("cuda") else "CPU",
         "models": EXPERTS + 1,
@@ -236,7 +236,7 @@ def measure(
             "deviation": statistics.pstdev(seconds[name]),
             "ratio": statistics.mean(ratios),
             "ratio_deviation": statistics.pstdev(ratios),
-            "tokens_per_s": (EXPERTS + 1) * tokens_run / mean,
+            "tokens_per_s": (EXPERTS + 1) * sum(sizes) / mean,
             "tflops": flops / mean / 1e12,
             "extrapolated_s": mean * whole / config.num_hidden_layers,
             **watched[name],
@@ -245,8 +245,8 @@ def measure(
     for _ in range(repeats):
         forward, flops = _forward(models, batches, device)
         seconds["plain forward passes"].append(forward)
-        bare = functools.partial(_bare, decoder, [len(batch.rows) * max(batch.lengths) for batch in batches], device)
-        seconds["featcal's floor"].append(forward * 2 / (EXPERTS + 1) + _timed(bare, device))
+        bare = _timed(functools.partial(_bare, decoder, sizes, device), device)
+        seconds["featcal's floor"].append(forward * 2 / (EXPERTS + 1) + bare)
         for name, action in actions.items():
             seconds[name].append(_timed(action, device))
             yield {**result, "rows": [*map(row, seconds)]}
