@@ -20,7 +20,7 @@ Ridge: TypeAlias = Annotated[FiniteFloat, Field(ge=0)]
 
 
 class Parameters(BaseModel):
-    """A table of a recipe's parameters, each with its type and its default."""
+    """A table of a recipe's parameters, each with its type, its default and, for the documentation, its meaning."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
@@ -28,8 +28,16 @@ class Parameters(BaseModel):
 class CalibratedExpert(Parameters):
     """The parameters of an expert of a method that uses calibration data."""
 
-    calibration: str = ""
-    template: str = ""
+    calibration: str = Field(
+        default="",
+        description="prompts of the expert's task: `.jsonl`, `.json`, `.csv`, `.parquet`, `.txt`, "
+        "or `hf:DATASET[?config=…&split=…]`",
+    )
+    template: str = Field(
+        default="",
+        description='how a record becomes text, such as `"{question} {answer}"`; without it, `messages`, `text` and '
+        "the usual pairs (prompt/completion, instruction/output …) are known",
+    )
 
 
 class MethodSettings(Parameters):
@@ -64,12 +72,21 @@ class CalibrationSettings(MethodSettings):
     runs_models: ClassVar[bool] = True
     expert: ClassVar[type[Parameters]] = CalibratedExpert
     folders: ClassVar[tuple[str, ...]] = ("report",)
-    samples: Annotated[int, Field(ge=1)] = 30
-    max_tokens: Annotated[int, Field(ge=1)] = 512
-    seed: int = 0
-    batch_tokens: Annotated[int, Field(ge=0)] = 0
-    towers: Edges = "base"
-    report: str = ""
+    samples: Annotated[int, Field(ge=1)] = Field(default=30, description="prompts per task")
+    max_tokens: Annotated[int, Field(ge=1)] = Field(default=512, description="tokens per prompt; the rest is cut")
+    seed: int = Field(default=0, description="which prompts are drawn")
+    batch_tokens: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="tokens computed at once; 0 fits it to the device"
+    )
+    towers: Edges = Field(
+        default="base",
+        description="what lies outside the language tower of a multimodal model (vision, audio, projectors): `base`, "
+        "the base model's, or `mean`, merged with the mean weights (`slta`) or averaged over the experts (`featcal`)",
+    )
+    report: str = Field(
+        default="",
+        description="a folder for an HTML report of the merge; several reports in a folder get an `index.html`",
+    )
 
     @property
     def measured_level(self) -> Level:
@@ -79,11 +96,21 @@ class CalibrationSettings(MethodSettings):
 class SltaSettings(CalibrationSettings):
     method: ClassVar[str] = "slta"
     takes_statistics: ClassVar[bool] = True
-    level: Level = "attn_mlp"
-    balance: bool = True
-    ridge: Ridge = 0.0
-    edges: Edges = "base"
-    statistics: str = ""
+    level: Level = Field(
+        default="attn_mlp",
+        description="what gets weights of its own: `model`, `layer`, `attn_mlp`, `head_mlp` or `linear`",
+    )
+    balance: bool = Field(default=True, description="every prompt counts the same, long or short")
+    ridge: Ridge = Field(default=0.0, description="draws the weights towards zero; at least 0")
+    edges: Edges = Field(
+        default="base",
+        description="embeddings, final norm and output head: `base`, the base model's, or `mean`, merged with the mean "
+        "weights",
+    )
+    statistics: str = Field(
+        default="",
+        description="a statistics file to use, or to write; `hf:ORG/REPO/FILE[@REVISION]` reads a published one",
+    )
 
     @property
     def measured_level(self) -> Level:
@@ -95,11 +122,26 @@ class FeatcalSettings(CalibrationSettings):
     runs_experts: ClassVar[bool] = True
     solves_layers: ClassVar[bool] = True
     folders: ClassVar[tuple[str, ...]] = ("scratch", "report")
-    ridge: Ridge | Literal["auto"] = "auto"
-    anchor: Literal["base", "slta", "average", "actmat"] = "actmat"
-    teacher: Annotated[float, Field(ge=0, le=1)] = 1.0
-    head: bool = True
-    scratch: str = ""
+    ridge: Ridge | Literal["auto"] = Field(
+        default="auto",
+        description="how strongly every matrix is drawn towards the anchor's, such as 0.03; `auto` takes for each "
+        "group of matrices what predicts left-out prompts best",
+    )
+    anchor: Literal["base", "slta", "average", "actmat"] = Field(
+        default="actmat",
+        description="the model that a matrix stays close to where the prompts do not determine it: `base`, `slta`, "
+        "`actmat`, or `average` of the experts",
+    )
+    teacher: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=1.0,
+        description="the share of the expert's own features in what a matrix is fitted to, rather than the merged "
+        "model's; between 0 and 1",
+    )
+    head: bool = Field(default=True, description="solve the output head too; off if the head is tied to the embedding")
+    scratch: str = Field(
+        default="",
+        description="a folder for the solved layers; the cache folder by default, removed when mergekit is done",
+    )
 
     @property
     def averages_edges(self) -> bool:
@@ -108,7 +150,10 @@ class FeatcalSettings(CalibrationSettings):
 
 
 class ActmatExpert(Parameters):
-    weight: Annotated[FiniteFloat, Field(ge=0)] = Field(1.0, description="how much the expert counts")
+    weight: Annotated[FiniteFloat, Field(ge=0)] = Field(
+        default=1.0,
+        description="how much the expert counts against the others, in the regression and in the mean; 0 leaves it out",
+    )
 
 
 class ActmatSettings(MethodSettings):
@@ -116,14 +161,15 @@ class ActmatSettings(MethodSettings):
 
     method: ClassVar[str] = "actmat"
     expert: ClassVar[type[Parameters]] = ActmatExpert
-    ridge: Ridge = 0.1
-    scale: FiniteFloat = 1.0
+    ridge: Ridge = Field(default=0.1, description="draws every matrix towards the experts' mean; at least 0")
+    scale: FiniteFloat = Field(default=1.0, description="multiplies the merged change")
 
 
 class SftmExpert(Parameters):
-    weight: FiniteFloat = Field(1.0, description="multiplies the expert's task vectors")
+    weight: FiniteFloat = Field(default=1.0, description="multiplies the expert's task vectors")
     density: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.2, description="the share η of every task vector's entries to keep, the largest by magnitude"
+        default=0.2,
+        description="the share η of every task vector's entries to keep, the largest by magnitude; above 0, at most 1",
     )
 
 
@@ -132,9 +178,11 @@ class SftmSettings(MethodSettings):
 
     method: ClassVar[str] = "sftm"
     expert: ClassVar[type[Parameters]] = SftmExpert
-    lambda_: FiniteFloat = Field(0.6, alias="lambda", description="the scaling factor γ of the merged task matrices")
+    lambda_: FiniteFloat = Field(
+        default=0.6, alias="lambda", description="the scaling factor γ of the merged task matrices"
+    )
     rank: Annotated[int, Field(ge=0)] = Field(
-        0, description="how many singular features of a task matrix to keep; 0 keeps all"
+        default=0, description="how many singular features of a task matrix to keep; 0 keeps all"
     )
 
 

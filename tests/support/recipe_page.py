@@ -1,0 +1,44 @@
+"""The tables of the page of recipes, made from the settings classes of the merge methods.
+
+python tests/support/recipe_page.py
+
+writes them into docs/recipe.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mergekit_slta.recipe.settings import SETTINGS, MethodSettings, Parameters
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipe.md"
+HEAD = "| where | parameter | default | meaning |\n|---|---|---|---|\n"
+
+
+def with_tables(page: str) -> str:
+    """The page, with every method's table between its marks as the settings classes have it."""
+    for method, settings in SETTINGS.items():
+        begin, end = f"<!-- parameters of {method} -->\n\n", "\n<!-- end of parameters -->"
+        before, after = page.split(begin)
+        page = before + begin + HEAD + "".join(_rows(settings)) + end + after.split(end, 1)[1]
+    return page
+
+
+def _rows(settings: type[MethodSettings]) -> Iterator[str]:
+    tables: tuple[tuple[str, type[Parameters]], ...] = (("expert", settings.expert), ("shared", settings))
+    for where, table in tables:
+        own = table.__annotations__  # the method's own parameters stand before those that it shares
+        for name, field in sorted(table.model_fields.items(), key=lambda item: item[0] not in own):
+            yield f"| {where} | `{field.alias or name}` | {_default(field.default)} | {field.description} |\n"
+
+
+def _default(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"`{value}`" if isinstance(value, str) and value else str(value)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
