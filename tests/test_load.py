@@ -12,6 +12,7 @@ import time
 import tracemalloc
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 import torch
 from support import synthetic
@@ -27,6 +28,9 @@ MB = 10**6
 
 
 LARGE = [(10_000, 200), (100_000, 2000), (1_000_000, 20), (1, 10 * MB), (1, 100 * MB)]
+# A million records in each other format; the bytes of more memory for each byte of the file. A .json file is one value,
+# which is read whole.
+OTHER_FORMATS = {".csv": 6, ".txt": 6, ".parquet": 12, ".json": 25}
 
 
 def source(path: Path, folder: Path, max_tokens: int = 512) -> CalibrationSource:
@@ -69,14 +73,35 @@ def test_a_long_text_is_tokenized_as_far_as_it_is_kept(tmp_path: Path) -> None:
 def test_large_files_of_records(count: int, size: int, tmp_path: Path) -> None:
     """10,000 records, 200 MB, a million records, a line of 10 MB and one of 100 MB."""
     path = write_lines(tmp_path / "a.jsonl", count, size)
-    drawing = source(path, tmp_path)
+    grown = draw_samples(path, min(count, 30), tmp_path)
+    assert grown < 100 + (0 if count > 1 else 8 * size / MB)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extension", OTHER_FORMATS)
+def test_a_million_records_in_every_other_format(extension: str, tmp_path: Path) -> None:
+    texts = [f"{number} abcd abcd abcd" for number in range(MB)]
+    path = tmp_path / f"a{extension}"
+    if extension == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
+    elif extension == ".json":
+        path.write_text(json.dumps([{"text": text} for text in texts]))
+    else:
+        path.write_text("\n".join(["text", *texts]) + "\n")
+    del texts
+    assert draw_samples(path, 30, tmp_path) < 100 + OTHER_FORMATS[extension] * path.stat().st_size / MB
+
+
+def draw_samples(path: Path, samples: int, folder: Path) -> float:
+    """Draw samples of a file, and print and return by how many MB the memory grew."""
+    drawing = source(path, folder)
     begin = time.process_time()
     with PeakMemory() as peak:
-        drawn = drawing.draw(30 if count > 1 else 1)
+        drawn = drawing.draw(samples)
     seconds, grown = time.process_time() - begin, peak.bytes / MB
-    print(f"{count} records of {size} bytes: {seconds:.1f} s, {grown:.0f} MB more memory")
-    assert len(drawn.token_ids) == min(count, 30)
-    assert grown < 100 + (0 if count > 1 else 8 * size / MB)
+    print(f"{path.suffix} of {path.stat().st_size / MB:.1f} MB: {seconds:.1f} s, {grown:.0f} MB more memory")
+    assert len(drawn.token_ids) == samples
+    return grown
 
 
 def test_a_number_of_layers_fills_no_memory(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow.parquet
 import pytest
 from support.calibration_samples import load, refused, with_special, write_jsonl
 from transformers import PreTrainedTokenizerBase
@@ -72,15 +73,40 @@ def test_every_format_gives_the_same_records(
 def test_text_file_is_one_sample_per_line_without_blank_lines(tmp_path: Path) -> None:
     path = tmp_path / "lines.txt"
     path.write_bytes("one\r\n\n  two\x0b\u2028still two \n \t\nthree".encode())
-    assert read_records(str(path)) == [{"text": "one"}, {"text": "  two\x0b\u2028still two "}, {"text": "three"}]
+    assert list(read_records(str(path))) == [{"text": "one"}, {"text": "  two\x0b\u2028still two "}, {"text": "three"}]
 
 
 def test_csv_takes_long_fields_and_leaves_the_global_limit(tmp_path: Path) -> None:
     path = tmp_path / "long.csv"
     limit = csv.field_size_limit()
     path.write_text("text\n" + "a" * (limit + 1) + "\n")
-    assert read_records(str(path)) == [{"text": "a" * (limit + 1)}]
+    records = read_records(str(path))
     assert csv.field_size_limit() == limit
+    assert list(records) == [{"text": "a" * (limit + 1)}]
+    assert csv.field_size_limit() == limit
+
+
+def test_records_of_a_text_file_are_read_where_they_stand(tmp_path: Path) -> None:
+    """Blank lines, line ends, byte order marks, line breaks in fields and characters of several bytes shift nothing."""
+    rows = [("text", "more\nnames"), ("é\r\n€", '"𝄞"'), ("", "\ufeffb"), ("c", "\u2028")]
+    for ends in ("\n", "\r\n", "\r"):
+        path = tmp_path / "a.csv"
+        quoted = [",".join('"' + field.replace('"', '""') + '"' for field in row) for row in rows]
+        path.write_bytes(("\ufeff" + (ends * 2).join(quoted)).encode())
+        records = read_records(str(path))
+        expected = [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
+        assert [records[index] for index in (2, 0, 1)] == [expected[index] for index in (2, 0, 1)]
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf\n{"text": "\xc3\xa9"}\r\n \n\xef\xbb\xbf{"text":\r"b"}')
+    records = read_records(str(path))
+    assert [records[1], records[0]] == [{"text": "b"}, {"text": "é"}]
+
+
+def test_a_parquet_file_is_read_group_by_group(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"n": range(10)}), path, row_group_size=4)
+    records = read_records(str(path))
+    assert [records[index]["n"] for index in (9, 0, 4, 3, 8)] == [9, 0, 4, 3, 8]
 
 
 def test_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,15 +156,18 @@ CHANGED = {
     "of other lengths": b'{"text": "longer"}\n{"text": "b"}\n',
     "damaged": b"\xff" * 40,
     "of other values": b"1\n" * 20,
+    "of one length": b'{"text": "d"}\n{"text": "e"}\n{"text": "f"}\n',
     "deleted": None,
 }
 
 
+@pytest.mark.parametrize("extension", ["jsonl", "csv", "txt"])
 @pytest.mark.parametrize("change", CHANGED)
-def test_a_file_that_changes_after_its_lines_were_counted(change: str, tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "a"}\n{"text": "b"}\n')
+def test_a_file_that_changes_after_its_records_were_counted(change: str, extension: str, tmp_path: Path) -> None:
+    path = tmp_path / f"a.{extension}"
+    path.write_text('{"text": "a"}\n{"text": "b"}\n{"text": "c"}\n')
     records = read_records(str(path))
+    assert records[1]
     content = CHANGED[change]
     path.unlink() if content is None else path.write_bytes(content)
     assert "has changed" in refused(lambda: records[1])
