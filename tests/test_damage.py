@@ -1,6 +1,6 @@
 """Damaged files end a command in a sentence, never in a traceback.
 
-The long run (``-m slow``) does 2000 cases of each kind, or as many as the environment variable ``DAMAGE_CASES`` says.
+The long run (``-m slow``) does 700 cases of each kind, or as many as the environment variable ``DAMAGE_CASES`` says.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from support.damaged_inputs import KINDS, Scene
 from support.families import Family
 from support.seeds import failures
 
-SHORT, LONG = 20, int(os.environ.get("DAMAGE_CASES", "2000"))
+SHORT, LONG = 20, int(os.environ.get("DAMAGE_CASES", "700"))
 
 
 @pytest.fixture(scope="module")

@@ -166,28 +166,29 @@ class _TextFile(Sequence[Record]):
             if os.stat(self._path).st_mtime_ns == self._changed:
                 with self._open() as file:
                     file.seek(start)
-                    return next(self._parse(itertools.chain(self._head, _Lines(file))))
+                    return next(self._parse(itertools.chain(self._head, _Lines(file, start))))
         raise SltaError(f"Calibration file {self._path!r} has changed since its records were counted: run it again.")
 
 
 class _Lines:
-    """The lines of an open UTF-8 file without byte order marks, and how many bytes those are that were read."""
+    """The lines of an open UTF-8 file from a place on, in bytes, without a byte order mark at its beginning."""
 
-    def __init__(self, file: TextIO) -> None:
+    def __init__(self, file: TextIO, place: int = 0) -> None:
         self._file = file
-        self.place = 0
+        self.place = place
 
     def __iter__(self) -> Iterator[str]:
         for line in self._file:
+            first = self.place == 0
             self.place += len(line) if line.isascii() else len(line.encode())
-            yield line.removeprefix(BYTE_ORDER_MARK)
+            yield line.removeprefix(BYTE_ORDER_MARK) if first else line
 
 
 def _parse_json_lines(lines: Iterable[str]) -> Iterator[Record]:
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                record = json.loads(line)
+                record = json.loads(line.removeprefix(BYTE_ORDER_MARK))  # of a file that was appended to another
             except json.JSONDecodeError as error:
                 raise _BrokenFile(f"has broken JSON in line {number} ({error.msg})") from error
             except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of brackets

@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import datasets
 import pyarrow.parquet
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.calibration_samples import load, refused, with_special, write_jsonl
 from transformers import PreTrainedTokenizerBase
 
@@ -23,11 +26,11 @@ pytestmark = pytest.mark.usefixtures("dataset_cache")
 RECORDS = [{"question": f"what is {n}?", "answer": f"it is {n}, \nno doubt"} for n in range(12)]
 
 
-def write_csv(path: Path) -> None:
+def write_csv(path: Path, rows: list[dict[str, str]] = RECORDS) -> None:
     with open(path, "w", newline="", encoding="utf-8-sig") as file:
-        writer = csv.DictWriter(file, ["question", "answer"])
+        writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
-        writer.writerows(RECORDS)
+        writer.writerows(rows)
 
 
 def write_folder(path: Path) -> None:
@@ -100,6 +103,28 @@ def test_records_of_a_text_file_are_read_where_they_stand(tmp_path: Path) -> Non
     path.write_bytes(b'\xef\xbb\xbf\n{"text": "\xc3\xa9"}\r\n \n\xef\xbb\xbf{"text":\r"b"}')
     records = read_records(str(path))
     assert [records[1], records[0]] == [{"text": "b"}, {"text": "é"}]
+
+
+ROWS = st.lists(st.fixed_dictionaries({"a": st.text(), "é\n": st.text()}), min_size=1, max_size=5)
+
+
+@settings(max_examples=100, derandomize=True, database=None, deadline=None)
+@given(rows=ROWS, draw=st.data())
+def test_any_records_are_read_as_they_were_written(rows: list[dict[str, str]], draw: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        writers: dict[str, Callable[[Path], Any]] = {
+            "a.jsonl": lambda path: write_jsonl(path, rows),
+            "a.json": lambda path: path.write_text(json.dumps(rows)),
+            "a.csv": lambda path: write_csv(path, rows),
+            "a.parquet": lambda path: pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path),
+        }
+        for name, write in writers.items():
+            path = Path(folder, name)
+            write(path)
+            records = read_records(str(path))
+            assert len(records) == len(rows)
+            for index in draw.draw(st.permutations(range(len(rows)))):
+                assert records[index] == rows[index]
 
 
 def test_a_parquet_file_is_read_group_by_group(tmp_path: Path) -> None:

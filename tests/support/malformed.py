@@ -260,10 +260,19 @@ KINDS: dict[str, tuple[Case, tuple[str, ...]]] = {
 def describe(scene: Scene, kind: str, seed: int) -> str | None:
     """Take an input of a kind and a seed; returns what was wrong with how it was taken."""
     case, names = KINDS[kind]
+    return wrong_with(lambda: case(random.Random(f"{kind} {seed}"), scene), names)
+
+
+def wrong_with(case: Callable[[], str], names: tuple[str, ...]) -> str | None:
+    """What is wrong with how a case ends: neither well nor in sentences of printable text that hold one of the names.
+
+    Args:
+        case: returns what was said, "" for nothing, or raises an SltaError.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            said = case(random.Random(f"{kind} {seed}"), scene)
+            said = case()
     except SltaError as error:
         said = error.format_message()
     except Exception as error:
