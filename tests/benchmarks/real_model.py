@@ -6,10 +6,10 @@
 ``real_family.py`` fine-tunes SmolLM2-135M-Instruct to narrow tasks on the CPU, about seven minutes for each expert on
 two cores. Every merge runs through the stock mergekit-yaml; the scores of what is finished are kept in the output
 folder, so that an interrupted run goes on. Printed, and written as ``table-3.md`` for three experts, for every merge:
-exact matches and the answers' negative log-likelihood per token on held-out prompts, averaged over the tasks; the share
-of the experts' gain in exact matches over the base model that is kept; and the perplexity on ordinary English text
-(Python's own documentation), which tells what the merge forgets. ``--experts 2 --experts 3`` compares numbers of
-experts; ``--only`` selects methods by the beginning of their name.
+exact matches and the answers' negative log-likelihood per token on held-out prompts, averaged over the tasks and for
+each task; the share of the experts' gain in exact matches over the base model that is kept; and the perplexity on
+ordinary English text (Python's own documentation), which tells what the merge forgets. ``--experts 2 --experts 3``
+compares numbers of experts; ``--only`` selects methods by the beginning of their name.
 """
 
 from __future__ import annotations
@@ -146,28 +146,36 @@ def _columns(label: str, scores: Mapping[str, Mapping[str, float]], shown: Mappi
     ]
     exact, loss = (statistics.mean(scores[task][name] for task in tasks) for name in ("exact", "loss"))
     perplexity = float("nan") if label == "experts" else scores["ordinary text"]["loss"]
-    return dict(zip(COLUMNS, (exact, loss, statistics.mean(gains), perplexity), strict=True))
+    averages = dict(zip(COLUMNS, (exact, loss, statistics.mean(gains), perplexity), strict=True))
+    return (
+        averages
+        | {f"{task}, {COLUMNS[0]}": scores[task]["exact"] for task in tasks}
+        | {f"{task}, {COLUMNS[1]}": scores[task]["loss"] for task in tasks}
+    )
 
 
 def _mean(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {column: statistics.mean(row[column] for row in rows) for column in COLUMNS}
+    return {column: statistics.mean(row[column] for row in rows) for column in rows[0]}
 
 
 def _markdown(tables: Sequence[Table], labels: Sequence[str], count: int, seeds: Sequence[int]) -> str:
-    """The table of one number of experts: means over the seeds, with deviations where several seeds have the row."""
-    lines = [f"{count} experts, seeds {', '.join(map(str, seeds))}", ""]
-    lines += [f"| merge | {' | '.join(COLUMNS)} |", "|---|" + "---|" * len(COLUMNS)]
-    for label in labels:
-        cells = []
-        for column in COLUMNS:
-            values = [table[label][column] for table in tables if label in table]
-            if math.isnan(values[0]):  # the experts' perplexity
-                cells.append("")
-                continue
-            deviation = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
-            cells.append(f"{statistics.mean(values):.3f}{deviation}")
-        lines.append(f"| {label} | {' | '.join(cells)} |")
+    """The tables of one number of experts: means over the seeds, with deviations where several seeds have the row."""
+    by_task = [column for column in tables[0]["base"] if column not in COLUMNS]
+    lines = [f"{count} experts, seeds {', '.join(map(str, seeds))}"]
+    for columns in (COLUMNS, by_task):
+        lines += ["", f"| merge | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
+        for label in labels:
+            rows = [table[label] for table in tables if label in table]
+            cells = [_cell([row[column] for row in rows]) for column in columns]
+            lines.append(f"| {label} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _cell(values: Sequence[float]) -> str:
+    if math.isnan(values[0]):  # the experts' perplexity
+        return ""
+    deviation = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.3f}{deviation}"
 
 
 def _charts(averages: Mapping[int, Table]) -> dict[str, bytes]:
