@@ -257,7 +257,9 @@ def _held_out(experiment: Experiment, index: int, samples: int) -> Group:
         if len(row) > 1
     ]
     if not found:
-        raise SltaError(f"The held-out records of {expert} have one token each: there is nothing to predict.")
+        raise SltaError(
+            f"The held-out records of {expert} have one token each, so there is nothing to predict: add longer ones."
+        )
     return found
 
 
@@ -272,7 +274,9 @@ def _pieces(experiment: Experiment, path: Path) -> Group:
     found = [Sample(tuple(ids[begin : begin + length])) for begin in range(0, len(ids), length)]
     found = [piece for piece in found if len(piece.token_ids) > 1]
     if not found:
-        raise SltaError(f"The text {path} has fewer than two tokens: there is nothing to predict.")
+        raise SltaError(
+            f"The text {path} has fewer than two tokens, so there is nothing to predict: name a longer one."
+        )
     return found
 
 

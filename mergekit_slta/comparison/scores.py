@@ -14,7 +14,7 @@ from mergekit.common import get_auto_cls
 from mergekit_slta.engine.passes import Accumulator, Progress, Tensors, pass_layers
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams, make_batches, read_edges
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.layers.decoder import Decoder, Weights
 from mergekit_slta.layers.ends import logits, tail_problem, trial
 from mergekit_slta.layers.fresh import Fresh
@@ -95,7 +95,8 @@ def _refuse_unknown_tokens(checkpoint: Checkpoint, groups: Sequence[Group]) -> N
     vocabulary = checkpoint.config.get_text_config().vocab_size
     if highest >= vocabulary:
         raise SltaError(
-            f"The base model's tokenizer gives the token id {highest}, but {checkpoint} knows only {vocabulary} tokens."
+            f"The base model's tokenizer gives the token id {highest}, but {checkpoint} knows only {vocabulary} "
+            "tokens: only models with the base model's vocabulary can be compared."
         )
 
 
@@ -177,7 +178,9 @@ def _load(checkpoint: Checkpoint, device: str) -> Any:
     except torch.OutOfMemoryError as error:
         raise _out_of_memory(folder, device) from error
     except (OSError, ValueError) as error:
-        raise SltaError(f"The model in {folder} cannot be loaded: {error}") from error
+        raise SltaError(
+            f"The model in {folder} cannot be loaded ({first_line(error)}): get a sound copy, or merge it again."
+        ) from error
 
 
 def _out_of_memory(folder: str, device: object) -> SltaError:

@@ -96,7 +96,8 @@ class CalibrationSource:
         if not drawn.records:
             raise SltaError(
                 f"Calibration source {self.source!r} has no usable record: all {len(records)} are empty, or the "
-                f"tokenizer of {self.tokenizer.name_or_path} makes no token of their text."
+                f"tokenizer of {self.tokenizer.name_or_path} makes no token of their text; name another source, or a "
+                "'template' of fields with text."
             )
         if drawn.skipped:
             LOG.warning("Calibration source %r: skipped %d empty records.", self.source, drawn.skipped)

@@ -143,7 +143,9 @@ def _fill(template: str, record: Record, where: object) -> str:
     try:
         return _Fields().vformat(template, (), {name: "" if value is None else value for name, value in record.items()})
     except (LookupError, AttributeError, TypeError, ValueError) as error:
-        raise SltaError(f"{where} does not fit the template {template!r} ({one_line(error)}).") from error
+        raise SltaError(
+            f"{where} does not fit the template {template!r} ({one_line(error)}): correct the template."
+        ) from error
 
 
 def _turns(value: Any, what: str) -> list[dict[str, Any]]:

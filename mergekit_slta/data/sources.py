@@ -44,7 +44,7 @@ def read_records(source: str) -> Sequence[Record]:
     """
     records = _read_dataset(source) if is_dataset(source) else _read_file(source)
     if not len(records):
-        raise SltaError(f"Calibration source {source!r} has no records.")
+        raise SltaError(f"Calibration source {source!r} has no records: add some, or name another source.")
     return records
 
 
@@ -118,7 +118,9 @@ def _read_file(source: str) -> Sequence[Record]:
     except _BrokenFile as error:
         raise SltaError(f"Calibration file {source!r} {error}.") from error
     except OSError as error:
-        raise SltaError(f"Calibration file {source!r} cannot be read ({one_line(error)}).") from error
+        raise SltaError(
+            f"Calibration file {source!r} cannot be read ({one_line(error)}): check its permissions and its disk."
+        ) from error
 
 
 class _BrokenFile(Exception):
@@ -342,7 +344,7 @@ def _find_dataset(source: str) -> _Dataset:
     dataset = _parse_dataset(source)
     is_path = dataset.name.startswith((".", "~")) or os.path.isabs(dataset.name)
     if is_path and not os.path.isdir(dataset.folder):
-        raise SltaError(f"Calibration source {source!r}: there is no folder {dataset.name!r}.")
+        raise SltaError(f"Calibration source {source!r}: there is no folder {dataset.name!r}, correct the path.")
     return dataset
 
 

@@ -130,7 +130,8 @@ class _FeatureMerge(Accumulator[Tensors]):
         self.shared: dict[str, torch.Tensor | None] = {name: None for name, count in every.items() if count > 1}
         for kept in dict.fromkeys(maps.kept for maps in self.maps if maps.kept):
             numbered = any(part.isdigit() for name in kept for part in name.split("."))  # most of a mixture's weights
-            LOG.log(logging.WARNING if numbered else logging.INFO, "Never solved, so the anchor's: %s", ", ".join(kept))
+            level = logging.WARNING if numbered else logging.INFO
+            LOG.log(level, "Not solved, so they stay the anchor's: %s", ", ".join(kept))
 
     def sources(self) -> list[Sequence[Source]]:
         """The streams of the merged model, of the experts, each with its own samples, and of the anchor."""

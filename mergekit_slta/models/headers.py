@@ -154,7 +154,8 @@ def _config(reference: ModelReference, trust_remote_code: bool) -> transformers.
         if "trust_remote_code" in str(error):
             raise SltaError(f"{reference.model} brings its own code: allow it with --trust-remote-code.") from error
         raise SltaError(
-            f"transformers cannot read the config.json of {reference.model} ({first_line(error)})."
+            f"transformers cannot read the config.json of {reference.model} ({first_line(error)}): get a sound copy, "
+            "or a version of transformers that knows the model."
         ) from error
     names = config.architectures
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):

@@ -179,7 +179,10 @@ def measure(
 def _put_together(name: str, grams: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """Sum the Gram matrices over the ranks, each of which holds its own samples."""
     if not ranks.sum(grams).isfinite().all():
-        raise SltaError(f"The features at {name} are not finite: the weights of an expert overflow float32 there.")
+        raise SltaError(
+            f"The features at {name} are not finite: the weights of an expert are so large that they overflow float32, "
+            "leave the expert out or get a sound copy."
+        )
     return grams
 
 

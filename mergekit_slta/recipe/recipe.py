@@ -113,7 +113,7 @@ class Recipe:
         except OSError as error:
             raise SltaError(f"{path} cannot be read ({error.strerror}): name a recipe's file.") from error
         except UnicodeDecodeError as error:
-            raise SltaError(f"{path} is not UTF-8 text: {one_line(error)}.") from error
+            raise SltaError(f"{path} is not UTF-8 text ({one_line(error)}): save it as UTF-8.") from error
         return cls.parse(text, path)
 
     @classmethod
