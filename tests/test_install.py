@@ -230,7 +230,9 @@ def merged(installed: Environment, llama: Family, tmp_path_factory: pytest.TempP
     return installed.merge("mergekit-yaml", recipe, folder / "out")
 
 
-@pytest.mark.parametrize("way_in", ["mergekit-multi", "run_merge", pytest.param("run_yaml", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "way_in", ["run_merge", *(pytest.param(way, marks=pytest.mark.slow) for way in ("mergekit-multi", "run_yaml"))]
+)
 def test_every_way_into_mergekit_merges_by_slta(
     way_in: str, installed: Environment, merged: bytes, llama: Family, write_recipe: WriteRecipe, tmp_path: Path
 ) -> None:
