@@ -48,14 +48,16 @@ def run_afresh(forks: ForkServerContext, code: str, *arguments: object) -> str:
         What it says on both streams.
     """
     with tempfile.NamedTemporaryFile("r") as said:
-        process = forks.Process(target=_run_afresh, args=(code, list(map(str, arguments)), said.name), daemon=True)
+        own = (code, list(map(str, arguments)), said.name, os.environ.copy())
+        process = forks.Process(target=_run_afresh, args=own, daemon=True)
         process.start()
         process.join(TIMEOUT)
         assert process.exitcode == 0, said.read()
         return said.read()
 
 
-def _run_afresh(code: str, arguments: list[str], said: str) -> None:
+def _run_afresh(code: str, arguments: list[str], said: str, environment: dict[str, str]) -> None:
+    os.environ.update(environment)  # what it is forked from has that of the first test
     for stream in (1, 2):
         os.dup2(os.open(said, os.O_WRONLY | os.O_APPEND), stream)
     for name in [name for name in sys.modules if name.partition(".")[0] in ("mergekit", "mergekit_slta")]:
