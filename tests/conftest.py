@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -31,6 +31,14 @@ transformers.logging.disable_progress_bar()
 
 MakeFamily = Callable[..., Family]
 WriteRecipe = Callable[..., Path]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache folder for what is not a single test's: fixtures that tests share, and forked processes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from support.adapters import write_adapter
 from support.architecture_table import LEVELS, ROWS
 from support.families import Family
 from support.gram_difference import gram_difference, largest_difference
-from support.processes import run_python
+from support.processes import run_afresh
 from support.synthetic import random_alpha, solutions
 from transformers import AutoModelForCausalLM
 
@@ -217,13 +218,14 @@ def test_mergekit_cannot_merge_it_by_any_method(name: str, case: Callable[[str],
         families.merge(recipe, tmp_path / "merged")
 
 
-def test_mergekit_yaml_in_a_process_of_its_own(case: Callable[[str], Case], tmp_path: Path) -> None:
+def test_mergekit_yaml_in_a_process_of_its_own(
+    case: Callable[[str], Case], forks: ForkServerContext, tmp_path: Path
+) -> None:
     found = case("mixtral")
     recipe = families.write_recipe(tmp_path / "recipe.yml", families.recipe(found.family, samples=RECORDS))
     # What the start-up file does wherever the package is installed.
     command = "from mergekit_slta.startup import install; install(); from mergekit.scripts.run_yaml import main; main()"
-    done = run_python("-c", command, recipe, tmp_path / "merged", "--no-copy-tokenizer")
-    assert done.returncode == 0, done.stderr
+    run_afresh(forks, command, recipe, tmp_path / "merged", "--no-copy-tokenizer")
     assert_tensors_equal(loaded(tmp_path / "merged"), found.merged("attn_mlp", "base"))
 
 

@@ -18,13 +18,16 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import pytest
 from support import faults
 from support.faults import COMMANDS, Commands, Ended, Fault, Scenario
-from support.processes import torchrun
+from support.processes import command_together
 from support.seeds import failures
+
+from mergekit_slta.engine.partial import Hidden, Partial
 
 pytestmark = pytest.mark.skipif(not faults.COMPILER, reason="faults.c needs a C compiler")
 
@@ -278,28 +281,24 @@ def test_two_runs_at_any_moment(name: str, commands: Commands, scenario: Get) ->
     assert failures(partial(two_at_once, commands, *scenario(name)), range(4, 12)) == {}
 
 
-DYING = """
-import os, signal
-from mergekit_slta.engine.partial import Partial
-save_hidden = Partial.save_hidden
+def die_in_the_second_layer(folder: Path, index: int) -> None:
+    """Work in a folder, and let the second process end there."""
+    os.chdir(folder)
+    save_hidden = Partial.save_hidden
 
-def die(self, layer, rank, hidden):
-    save_hidden(self, layer, rank, hidden)
-    if layer == 1 and rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+    def die(partial: Partial, layer: int, rank: int, hidden: Hidden) -> None:
+        save_hidden(partial, layer, rank, hidden)
+        if layer == 1 and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-Partial.save_hidden = die
-from mergekit_slta.cli.commands import main
-main()
-"""
+    Partial.save_hidden = die  # type: ignore[method-assign,assignment]
 
 
-def test_a_process_that_dies(commands: Commands, scenario: Get) -> None:
+def test_a_process_that_dies(commands: Commands, forks: ForkServerContext, scenario: Get) -> None:
     found, folder = scenario("calibrate")
     fresh(found, folder)
-    script = folder.with_name("dying.py")
-    script.write_text(DYING)
-    done = torchrun(2, script, *found.command[1:], cwd=folder)
+    done = command_together(forks, 2, *found.command[1:], patch=partial(die_in_the_second_layer, folder))
     assert done.returncode != 0
+    assert (folder / f"{faults.STATISTICS}.partial").is_dir()
     assert not (folder / faults.STATISTICS).exists()
     assert faults.wrong_after(commands, found, Ended(-1, "", 0), folder) is None

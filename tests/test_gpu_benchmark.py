@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-from support.processes import ROOT, run_python
+from support.processes import ROOT, run_afresh
 
 ROWS = [
     "plain forward passes", "featcal's floor", "slta attn_mlp", "slta layer", "featcal",
@@ -13,11 +14,19 @@ ROWS = [
 ]  # fmt: skip
 
 
-def test_it_measures_a_tiny_model_and_says_what_is_extrapolated(tmp_path: Path) -> None:
+RUN = """
+import runpy, sys
+from pathlib import Path
+del sys.argv[0]
+sys.path.insert(0, str(Path(sys.argv[0]).parent))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_it_measures_a_tiny_model_and_says_what_is_extrapolated(forks: ForkServerContext, tmp_path: Path) -> None:
     arguments = ["--shape=tiny", "--device=cpu", "--samples=2", "--tokens=16", "--layers=2", "--repeats=1"]
     script = ROOT / "tests" / "benchmarks" / "gpu.py"
-    done = run_python(script, *arguments, f"--folder={tmp_path / 'models'}", f"--output={tmp_path}")
-    assert done.returncode == 0, done.stderr
+    said = run_afresh(forks, RUN, script, *arguments, f"--folder={tmp_path / 'models'}", f"--output={tmp_path}")
     (result,) = json.loads((tmp_path / "gpu.json").read_text())
     assert (result["layers"], result["all_layers"], result["samples"], result["models"]) == (2, 3, 6, 4)
     rows = {row["name"]: row for row in result["rows"]}
@@ -35,5 +44,5 @@ def test_it_measures_a_tiny_model_and_says_what_is_extrapolated(tmp_path: Path) 
             assert row["shares"]["computing"] > 0 and row["shares"]["reading"] > 0
     assert rows["featcal"]["shares"]["solving"] > 0 == rows["slta layer"]["shares"]["solving"]
     text = (tmp_path / "gpu.md").read_text()
-    assert "2 of 3 layers" in text and text in done.stdout
+    assert "2 of 3 layers" in text and text in said
     assert not any((tmp_path / "models").glob("*/base"))

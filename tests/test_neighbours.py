@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import families
 from support.families import Family
-from support.processes import run_python
+from support.processes import run_afresh
 
 METHODS: dict[str, dict[str, Any]] = {
     "linear": {"weight": 0.5},
@@ -28,16 +29,15 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 MERGE_ALL = """
 import sys, pathlib
-if sys.argv[1] == "without":
-    sys.meta_path[:] = [finder for finder in sys.meta_path if "mergekit_slta" not in type(finder).__module__]
+sys.meta_path[:] = [finder for finder in sys.meta_path if "mergekit_slta" not in type(finder).__module__]
+if sys.argv[1] == "with":
+    from mergekit_slta import startup
+    startup.install()
 import yaml
 from mergekit.config import MergeConfiguration
 from mergekit.merge import run_merge
 from mergekit.merge_methods import registered_methods
 from mergekit.options import MergeOptions
-if sys.argv[1] == "with":
-    from mergekit_slta.methods import registry
-    registry.watch_planner()
 assert any(method.spec.name == "slta" for method in registered_methods()) == (sys.argv[1] == "with")
 for recipe in sorted(pathlib.Path(sys.argv[2]).glob("*.yml")):
     config = MergeConfiguration.model_validate(yaml.safe_load(recipe.read_text()))
@@ -55,7 +55,9 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def outputs(llama: Family, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+def outputs(
+    llama: Family, forks: ForkServerContext, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, str]]:
     """The files that each method writes, by method, with the plugin and without."""
     folder = tmp_path_factory.mktemp("neighbours")
     for method, own in METHODS.items():
@@ -66,12 +68,9 @@ def outputs(llama: Family, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         if method in ("linear", "karcher", "multislerp"):
             del content["base_model"]
         families.write_recipe(folder / f"{method}.yml", content)
-    script = folder / "merge.py"
-    script.write_text(MERGE_ALL)
     found = {}
     for which in ("with", "without"):
-        done = run_python(script, which, folder, folder / which)
-        assert done.returncode == 0, done.stderr
+        run_afresh(forks, MERGE_ALL, which, folder, folder / which)
         found[which] = digests(folder / which)
     return found
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import sys
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import pytest
-from support.processes import run_python
+from support.processes import run_afresh, run_python
 
 import mergekit_slta
 
@@ -41,17 +40,8 @@ def public():
 
 
 def run(forks: ForkServerContext, code: str) -> None:
-    """Run code in a process that has imported the libraries, and nothing of this package."""
-    process = forks.Process(target=run_afresh, args=(f"NAMES = {sorted(NAMES)}\n{PRELUDE}\n{code}",), daemon=True)
-    process.start()
-    process.join()
-    assert process.exitcode == 0
-
-
-def run_afresh(code: str) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "mergekit_slta"]:
-        del sys.modules[name]
-    exec(code, {})
+    """Run code in a process that has imported nothing of this package."""
+    run_afresh(forks, f"NAMES = {sorted(NAMES)}\n{PRELUDE}\n{code}")
 
 
 def test_the_public_names_are_those_that_are_promised() -> None:

@@ -23,7 +23,7 @@ from mergekit_slta.layers.ends import embed
 from mergekit_slta.layers.structure import structure
 from mergekit_slta.levels import LEVELS
 from mergekit_slta.models.checkpoint import Checkpoint
-from mergekit_slta.nonlinearity.scores import Plan, plan_studies
+from mergekit_slta.nonlinearity.scores import Plan, merge_study, path_study
 from mergekit_slta.slta.calibrate import calibrate
 from mergekit_slta.slta.features import LayerFeatures
 
@@ -169,12 +169,12 @@ def test_a_decoder_that_was_used_elsewhere_runs_where_it_is_moved(name: str, mak
 
 
 def test_linearity(make_family: MakeFamily) -> None:
-    family = make_family(experts=2, records=2, longest=8)
+    family = make_family(families.config_of("llama", num_hidden_layers=2), experts=2, records=1, longest=8)
     models = families.checkpoints(family.folders)
 
     def scores(device: str) -> Any:
         LoaderCache.loaders.clear()
-        studies = plan_studies(2, pairs=True, triples=False)
+        studies = [path_study(0, 2), merge_study((0, 1), 2)]
         decoder, tasks = Decoder(family.config, device=device), family.token_ids()
         return Plan(decoder, models, ("one", "two"), tasks, LEVELS, studies).measure()
 

@@ -6,12 +6,13 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, PathFinder
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-from support.processes import run_python
+from support.processes import run_afresh
 
 from mergekit_slta import startup
 
@@ -239,7 +240,7 @@ def test_a_lazily_loaded_host(host: Path, calls: list[str]) -> None:
     assert calls == ["hook"]
 
 
-def test_a_module_of_this_package_may_be_imported_first() -> None:
+def test_a_module_of_this_package_may_be_imported_first(forks: ForkServerContext) -> None:
     """It imports mergekit, whose import would register, which needs the module that is not complete yet."""
     code = """
 import warnings
@@ -251,5 +252,4 @@ import mergekit.plan
 from mergekit import merge_methods
 assert merge_methods.get("slta").spec.name == "slta"
 """
-    done = run_python("-c", code)
-    assert done.returncode == 0, done.stderr
+    run_afresh(forks, code)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,11 +18,12 @@ from mergekit.scripts.run_yaml import main as mergekit_yaml
 from safetensors.torch import load_file
 from support import families
 from support.copies import edit_tensors
-from support.examining import feature_recipe, grow, larger_vocabulary, problems, save_random, t5
+from support.examining import feature_recipe, grow, larger_vocabulary, look, problems, save_random, t5
 from support.families import Family
 from support.hub import serve
 
 from mergekit_slta.checks.examine import Findings
+from mergekit_slta.cli.commands import main
 from mergekit_slta.errors import SltaError
 from mergekit_slta.methods import registry
 from mergekit_slta.methods.registry import examined, sound_experiment
@@ -76,18 +74,6 @@ def test_looks_at_headers_and_not_at_weights(family: Family) -> None:
     assert problems(families.recipe(family)) == []
 
 
-EXAMINE = """
-import json, sys
-from mergekit.config import MergeConfiguration
-from mergekit_slta.checks.examine import examine
-from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.recipe import Recipe
-recipe = Recipe.from_config(MergeConfiguration.model_validate(json.loads(sys.argv[1])))
-found = examine(Experiment(recipe))
-print(json.dumps([found.problems, found.notes]))
-"""
-
-
 def test_models_on_the_hub_are_examined_without_a_download(family: Family, tmp_path: Path) -> None:
     recipe = families.recipe(family, experts=[0, 1], samples=6)
     recipe["base_model"] = "org/base"
@@ -101,21 +87,13 @@ def test_models_on_the_hub_are_examined_without_a_download(family: Family, tmp_p
     torch.save(load_file(weights), weights.with_name("pytorch_model.bin"))
     weights.unlink()
     with serve(tmp_path / "hub", tmp_path / "cache") as hub:
-        found, notes = json.loads(hub.run(EXAMINE, json.dumps(recipe)).splitlines()[-1])
-    (problem,) = found
+        found = look(recipe)
+    (problem,) = found.problems
     assert "The expert org/other has num_hidden_layers 4 instead of 3" in problem
-    assert notes == [
+    assert found.notes == [
         "The weights of org/pickled are pickled on the Hub: they can be checked only after their download."
     ]
     assert not {"model.safetensors", "pytorch_model.bin"} & set(hub.fetched)
-
-
-RUN = """
-import json, sys
-from click.testing import CliRunner
-from mergekit_slta.cli.commands import main
-print(json.dumps([CliRunner().invoke(main, command).output for command in json.loads(sys.argv[1])]))
-"""
 
 
 def test_a_model_that_shows_itself_only_after_its_download_is_looked_at_then(family: Family, tmp_path: Path) -> None:
@@ -137,8 +115,8 @@ def test_a_model_that_shows_itself_only_after_its_download_is_looked_at_then(fam
         recipe["models"][0]["model"] = f"org/{command}"
         file = families.write_recipe(tmp_path / f"{command}.yml", recipe)
         commands.append([command, str(file), *more, "--quiet"])
-    with serve(tmp_path / "hub", tmp_path / "cache") as hub:
-        outputs = json.loads(hub.run(RUN, json.dumps(commands)).splitlines()[-1])
+    with serve(tmp_path / "hub", tmp_path / "cache"):
+        outputs = [CliRunner().invoke(main, command).output for command in commands]
     for command, said in zip(after, outputs, strict=True):
         wrong = f"Error: The tensor model.layers.1.mlp.up_proj.weight of the expert org/{command} has the shape"
         assert wrong in said
@@ -166,16 +144,12 @@ def test_all_problems_at_once(family: Family, tmp_path: Path) -> None:
 
 
 def test_mergekit_yaml_says_it_all_and_writes_nothing(family: Family, tmp_path: Path) -> None:
+    registry.register()
+    registry.watch_planner()
     recipe = families.write_recipe(tmp_path / "recipe.yml", broken_recipe(family, tmp_path))
-    code = (
-        "from mergekit_slta.methods import registry; registry.register(); registry.watch_planner();"
-        "from mergekit.scripts.run_yaml import main; main()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(recipe), str(tmp_path / "out"), "--quiet"], capture_output=True, text=True
-    )
-    assert done.returncode == 1
-    assert "Traceback" not in done.stdout + done.stderr
+    done = CliRunner().invoke(mergekit_yaml, [str(recipe), str(tmp_path / "out"), "--quiet"])
+    assert done.exit_code == 1
+    assert isinstance(done.exception, SystemExit)
     said = done.stderr[done.stderr.index("Error: ") :].splitlines()
     assert len(said) == 5
     assert not (tmp_path / "out").exists()

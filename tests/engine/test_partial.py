@@ -1,5 +1,6 @@
 """A calibration that is interrupted goes on where it was and ends in the same file, byte for byte."""
 
+import functools
 import json
 import random
 import re
@@ -13,7 +14,6 @@ from typing import Any
 import click
 import pytest
 import torch
-from conftest import MakeFamily
 from mergekit.io.tasks import LoaderCache
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -39,6 +39,25 @@ def partial_of(path: Path) -> Path:
 
 # In this process
 
+Measured = tuple[Family, dict[str, torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, tuple[str, ...]], Measured]:
+    """A family of four layers of an architecture, and its Gram matrices measured without an interruption."""
+
+    @functools.cache
+    def family_of(architecture: str) -> Family:
+        config = families.config_of(architecture, num_hidden_layers=4)
+        return families.make_family(tmp_path_factory.mktemp(architecture), config)
+
+    @functools.cache
+    def get(architecture: str, levels: tuple[str, ...]) -> Measured:
+        family = family_of(architecture)
+        return family, families.measure(family, *levels, batch_tokens=1)
+
+    return get
+
 
 @pytest.mark.parametrize(
     ("architecture", "levels"),
@@ -47,9 +66,13 @@ def partial_of(path: Path) -> Path:
 )
 @pytest.mark.parametrize("steps", [1, 8, 20, 30, 48])
 def test_goes_on_from_the_last_finished_layer(
-    architecture: str, levels: tuple[str, ...], steps: int, make_family: MakeFamily, tmp_path: Path
+    architecture: str,
+    levels: tuple[str, ...],
+    steps: int,
+    measured: Callable[[str, tuple[str, ...]], Measured],
+    tmp_path: Path,
 ) -> None:
-    family = make_family(families.config_of(architecture, num_hidden_layers=4))
+    family, expected = measured(architecture, levels)
     seen: list[int] = []
 
     def interrupt(samples: int) -> None:
@@ -71,7 +94,6 @@ def test_goes_on_from_the_last_finished_layer(
     grams = families.measure(family, *levels, batch_tokens=1, partial=partial(), progress=again.append)
     assert again[0] == finished * 12
     assert sum(again) == 4 * 12
-    expected = families.measure(family, *levels, batch_tokens=1)
     assert set(grams) == set(expected)
     assert all(torch.equal(grams[name], expected[name]) for name in expected)
 
@@ -265,14 +287,22 @@ def interrupt_after(last: int) -> Callable[..., None]:
     return interrupt
 
 
-@pytest.fixture
-def interrupted(family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The path of a statistics file whose calibration was interrupted."""
-    path = tmp_path / "stats.safetensors"
-    with monkeypatch.context() as patch:
+@pytest.fixture(scope="module")
+def left_by_an_interruption(family: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that an interrupted calibration leaves."""
+    path = tmp_path_factory.mktemp("interrupted") / "stats.safetensors"
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Partial, "finish_layer", interrupt_after(2))
         with pytest.raises(Interrupted):
             measured_statistics(families.experiment(recipe(family)), LEVELS, path)
+    return partial_of(path)
+
+
+@pytest.fixture
+def interrupted(left_by_an_interruption: Path, tmp_path: Path) -> Path:
+    """The path of a statistics file whose calibration was interrupted; a test may change what that left."""
+    path = tmp_path / "stats.safetensors"
+    shutil.copytree(left_by_an_interruption, partial_of(path))
     return path
 
 

@@ -25,7 +25,7 @@ from mergekit_slta.featcal import regression
 from mergekit_slta.featcal.groups import solved_in
 from mergekit_slta.featcal.layer import ENOUGH_TOKENS, Coverage, Regression
 from mergekit_slta.featcal.merge import stages
-from mergekit_slta.featcal.scratch import needs
+from mergekit_slta.featcal.scratch import SolvedModel, needs
 from mergekit_slta.layers.blend import Blend
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import linear_maps, output_head, routed_inputs
@@ -504,11 +504,20 @@ class Interrupted(Exception):
     """Stands for whatever ends a process."""
 
 
+@pytest.fixture(scope="module")
+def whole(llama: Family, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SolvedModel]:
+    """A merge without an interruption, and its folder."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, families.feature_merge(llama, folder, batch_tokens=40, compare=True)
+
+
 @pytest.mark.parametrize("batch_tokens", [40, 1])
 @pytest.mark.parametrize(
     "stage", ["layer 0 of 3, mlp", "layer 1 of 3, self_attn.q", "layer 2 of 3, mlp.down", "output head"]
 )
-def test_goes_on_from_the_last_finished_layer(stage: str, batch_tokens: int, llama: Family, tmp_path: Path) -> None:
+def test_goes_on_from_the_last_finished_layer(
+    stage: str, batch_tokens: int, llama: Family, whole: tuple[Path, SolvedModel], tmp_path: Path
+) -> None:
     def interrupt(name: str, samples: int) -> None:
         if name.startswith(stage):
             raise Interrupted
@@ -524,15 +533,14 @@ def test_goes_on_from_the_last_finished_layer(stage: str, batch_tokens: int, lla
     assert seen[0] == len(kept) * 4 * 18
     assert sum(seen) == stages(Decoder(llama.config), True) * 18
     assert kept == {file: file.stat().st_mtime_ns for file in kept}
-    whole = families.feature_merge(llama, tmp_path / "whole", batch_tokens=40, compare=True)
-    files = sorted(path.name for path in (tmp_path / "whole").iterdir())
+    folder, uninterrupted = whole
+    files = sorted(path.name for path in folder.iterdir())
     assert files == sorted(path.name for path in (tmp_path / "cut").iterdir())
     if batch_tokens == 40:
-        assert all((tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes() for name in files)
+        assert all((tmp_path / "cut" / name).read_bytes() == (folder / name).read_bytes() for name in files)
     else:
-        tensors = families.solved_tensors(tmp_path / "whole")
-        assert worst(families.solved_tensors(tmp_path / "cut"), tensors) < TOLERANCE
-    assert torch.allclose(errors["error.merged"], whole.errors()["error.merged"], rtol=1e-4)
+        assert worst(families.solved_tensors(tmp_path / "cut"), families.solved_tensors(folder)) < TOLERANCE
+    assert torch.allclose(errors["error.merged"], uninterrupted.errors()["error.merged"], rtol=1e-4)
 
 
 def test_what_layers_share_is_found_and_resumed_where_it_is_solved(make_family: MakeFamily, tmp_path: Path) -> None:

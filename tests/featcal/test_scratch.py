@@ -40,7 +40,7 @@ class Interrupted(Exception):
     """Stands for whatever ends a process."""
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def registered() -> None:
     registry.register()
     registry.watch_planner()
@@ -160,13 +160,21 @@ OTHER_MERGES = [
 
 @pytest.mark.parametrize("change", OTHER_MERGES, ids=lambda change: change.__name__)
 def test_another_merge_has_another_folder(
-    change: Callable[[Family, Recipe], None], llama: Family, merges: list[Path]
+    change: Callable[[Family, Recipe], None], llama: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    begun: list[Path] = []
+
+    def begin(*arguments: Any, **more: Any) -> None:
+        begun.append(arguments[4].folder)
+        raise InterruptedError
+
+    monkeypatch.setattr(scratch, "feature_merge", begin)
     first, second = (recipe(llama, experts=[0, 1]) for _ in range(2))
     change(llama, second)
-    solve(first)
-    solve(second)
-    assert len(merges) == len(set(merges)) == 2
+    for content in (first, second, first):
+        with pytest.raises(InterruptedError):
+            solve(content)
+    assert begun[0] == begun[2] != begun[1]
 
 
 def test_answers_count_more_than_prompts(llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,12 +357,14 @@ def deep_recipe(family: Family, scratch: Path) -> Recipe:
     return recipe(family, samples=12, scratch=str(scratch), report="report")
 
 
-@pytest.fixture
-def uninterrupted(deep: Family, tmp_path: Path) -> dict[str, bytes]:
+@pytest.fixture(scope="module")
+def uninterrupted(deep: Family, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """The content of the finished folder."""
-    solve(deep_recipe(deep, tmp_path / "whole"))
+    folder = tmp_path_factory.mktemp("whole")
     LoaderCache.loaders.clear()
-    return contents(scratch_folders(tmp_path / "whole")[0])
+    solve(deep_recipe(deep, folder))
+    LoaderCache.loaders.clear()
+    return contents(scratch_folders(folder)[0])
 
 
 @pytest.mark.parametrize("layer", [0, 2, DEEP - 1])

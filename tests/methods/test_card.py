@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from mergekit.config import MergeConfiguration
 from safetensors.torch import load_file
 from support import families
 from support.families import Family
-from support.processes import run_python
+from support.processes import run_afresh
 
 from mergekit_slta import __version__
 from mergekit_slta.methods import card as module
@@ -24,15 +25,14 @@ OPTIONS = {"write_model_card": True}
 
 
 @pytest.fixture(scope="module")
-def merged(llama: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A merge by stock mergekit-yaml in a process of its own, whose recipe names everything by absolute paths."""
+def merged(llama: Family, forks: ForkServerContext, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A merge by mergekit-yaml in a process of its own, whose recipe names everything by absolute paths."""
     folder = tmp_path_factory.mktemp("card")
     content = families.recipe(llama, samples=3, statistics=str(folder / "own.safetensors"))
     recipe = families.write_recipe(folder / "recipe.yml", content)
     recipe.write_text(f"# in {Path.home()}/recipes\n{recipe.read_text()}")
-    done = run_python("-m", "mergekit.scripts.run_yaml", recipe, folder / "out", "--quiet")
-    assert done.returncode == 0, done.stderr
-    assert "model card" not in done.stderr
+    command = "from mergekit_slta.startup import install; install(); from mergekit.scripts.run_yaml import main; main()"
+    assert "model card" not in run_afresh(forks, command, recipe, folder / "out", "--quiet")
     return folder / "out"
 
 

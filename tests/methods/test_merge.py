@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import json
 import sys
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from mergekit.common import ModelReference
 from safetensors.torch import load_file
 from support import families
 from support.families import Family
-from support.processes import run_python
+from support.processes import run_afresh
 from transformers import AutoTokenizer
 
 from mergekit_slta.data import draw
@@ -75,7 +76,7 @@ def test_a_merge_in_python_is_mergekits_own(llama: Family, tmp_path: Path) -> No
     assert ours.keys() == theirs.keys() and all(ours[name].equal(tensor) for name, tensor in theirs.items())
 
 
-def test_importing_merge_leaves_the_methods_known_to_stock_mergekit(tmp_path: Path) -> None:
+def test_importing_merge_leaves_the_methods_known_to_stock_mergekit(forks: ForkServerContext) -> None:
     code = (
         "from mergekit_slta import startup; startup.install()\n"
         "import mergekit_slta; mergekit_slta.merge\n"
@@ -84,5 +85,4 @@ def test_importing_merge_leaves_the_methods_known_to_stock_mergekit(tmp_path: Pa
         "names = {method.spec.name for method in merge_methods.registered_methods()}\n"
         "assert {'slta', 'featcal', 'actmat', 'sftm'} <= names, names\n"
     )
-    done = run_python("-c", code, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    run_afresh(forks, code)

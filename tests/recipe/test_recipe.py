@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
+import resource
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
+from support.processes import command_together
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.configuration import expert_parameters
@@ -384,16 +385,17 @@ def many_laughs(kind: str, depth: int) -> str:
     return f"merge_method: slta\nbase_model: org/base\nmodels: []\nparameters:\n  x0: &x0 {first}\n{values}"
 
 
+def limit_memory_and_time(index: int) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (4 * 10**9,) * 2)
+    resource.setrlimit(resource.RLIMIT_CPU, (60,) * 2)
+
+
 @pytest.mark.parametrize("kind", ["lists", "merged tables"])
-def test_aliases_that_stand_for_more_than_the_memory_holds(kind: str, tmp_path: Path) -> None:
+def test_aliases_that_stand_for_more_than_the_memory_holds(kind: str, forks: ForkServerContext, tmp_path: Path) -> None:
     """In a process that may take 4 GB and a minute: without the refusal, reading the merged tables does not end."""
     path = tmp_path / "recipe.yml"
     path.write_text(many_laughs(kind, 9))
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (4 * 10**9,) * 2)"
-    code = f"{limit}; from mergekit_slta.cli.commands import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "check", path], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = command_together(forks, 1, "check", path, patch=limit_memory_and_time)
     assert done.returncode == 1
     assert re.fullmatch(
         rf"Error: {path} is not valid as YAML: it stands for \d{{3}},\d{{3}},\d{{3}} values, its aliases written out: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import threading
@@ -433,8 +434,7 @@ def make_family(
     shared = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in _floats(base).items()}
     _save(base, dtype, folder / "base", chat_template)
     for index in range(experts):
-        expert = model_class(config).from_config(config, dtype=torch.float32)
-        expert.load_state_dict(base.state_dict())
+        expert = copy.deepcopy(base)
         for name, tensor in _floats(expert).items():
             own = torch.randn(tensor.shape, generator=generator)
             # A direction in common and different lengths make merging weights that differ from 1/T.

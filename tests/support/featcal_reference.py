@@ -108,8 +108,10 @@ def merge(
         merged = copy.deepcopy(base)
         if anchor is not None:
             merged.load_state_dict(anchor)
-        solver = Solver(merged, experts, tasks, ridge, teacher, base if by_tasks else None)
-        for step, paths in steps(merged, groups, head):
+        order = steps(merged, groups, head)
+        modules = sorted({path for _, paths in order for path in paths})
+        solver = Solver(merged, experts, tasks, modules, ridge, teacher, base if by_tasks else None)
+        for step, paths in order:
             (solver.solve_mixture if step == "mixture" else solver.solve_maps)(paths)
         return {name: tensor.clone() for name, tensor in merged.state_dict().items()}
 
@@ -218,6 +220,7 @@ class Solver:
         merged: Module,
         experts: Sequence[Module],
         tasks: Sequence[Sequence[Sequence[int]]],
+        paths: Sequence[str],
         ridge: float,
         teacher: float,
         base: Module | None,
@@ -225,13 +228,12 @@ class Solver:
         self.merged, self.experts, self.tasks = merged, experts, tasks
         self.ridge, self.teacher, self.base = ridge, teacher, base
         self.solved: set[int] = set()
+        # The experts stay as they are, so that once is enough for them.
+        self.own = [recorded(expert, paths, samples) for expert, samples in zip(experts, tasks, strict=True)]
 
     def streams(self, paths: Sequence[str]) -> list[tuple[Recorded, Recorded]]:
         """Per task, what the modules are given in the merged model and in the expert."""
-        return [
-            (recorded(self.merged, paths, samples), recorded(expert, paths, samples))
-            for expert, samples in zip(self.experts, self.tasks, strict=True)
-        ]
+        return [(recorded(self.merged, paths, samples), own) for own, samples in zip(self.own, self.tasks, strict=True)]
 
     def weight(self, anchor: Tensor, tasks: Sequence[Seen], shape: Tensor | None) -> Tensor:
         """``solved_weight`` with this merge's settings."""

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +11,10 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+import huggingface_hub
+import pytest
+import transformers
 
 COMMIT = "c" * 40
 
@@ -24,7 +25,7 @@ class Hub:
 
     Attributes:
         root: the folder with the repositories.
-        cache: the cache of the programs that use it.
+        cache: the cache of what is downloaded from it.
         revision: the one that every repository has.
         fetched: the names of the files that were fetched whole.
     """
@@ -35,22 +36,32 @@ class Hub:
     address: str = ""
     fetched: list[str] = field(default_factory=list)
 
-    def run(self, code: str, *arguments: str) -> str:
-        """Run Python code in a process that knows this Hub and no other; returns what it prints."""
-        own = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": self.address, "HF_HOME": str(self.cache)}
-        done = subprocess.run(
-            [sys.executable, "-c", code, *arguments], env=os.environ | own, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
 
 @contextmanager
 def serve(root: Path, cache: Path, revision: str = "main") -> Iterator[Hub]:
-    """Serve the repositories below ``root`` until the block ends."""
+    """Serve the repositories below ``root`` until the block ends, to this process, which then knows no other Hub."""
     hub = Hub(root, cache, revision)
-    with serving(partial(Handler, hub)) as hub.address:
+    with serving(partial(Handler, hub)) as hub.address, reached(hub.address, cache):
         yield hub
+
+
+@contextmanager
+def reached(address: str, cache: Path) -> Iterator[None]:
+    """Let this process take what answers at an address for the Hub, as HF_ENDPOINT and HF_HOME do in a new process."""
+    own = {
+        "ENDPOINT": address,
+        "HUGGINGFACE_CO_URL_TEMPLATE": address + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_HUB_OFFLINE": False,
+        "HF_HUB_CACHE": str(cache),
+        "HF_HUB_DISABLE_XET": True,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in own.items():
+            patch.setattr(huggingface_hub.constants, name, value)
+        # The functions of huggingface_hub are methods of one object, and transformers keeps another.
+        patch.setattr(huggingface_hub.hf_api.api, "endpoint", address)
+        patch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)
+        yield
 
 
 @contextmanager

@@ -34,6 +34,38 @@ def torchrun(count: int, *arguments: str | Path, cwd: Path | None = None) -> sub
     return run_python("-m", "torch.distributed.run", *launch, *arguments, cwd=cwd)
 
 
+def run_afresh(forks: ForkServerContext, code: str, *arguments: object) -> str:
+    """Run code in a process that has imported the libraries, but nothing of mergekit or of this package.
+
+    For what depends on the order of their imports, that is as good as a new process, and it starts at once.
+
+    Args:
+        forks: what the process is forked from.
+        code: what it runs, as ``python -c`` does; what it raises fails the test.
+        arguments: the code finds them in ``sys.argv``.
+
+    Returns:
+        What it says on both streams.
+    """
+    with tempfile.NamedTemporaryFile("r") as said:
+        own = (code, list(map(str, arguments)), said.name, os.environ.copy())
+        process = forks.Process(target=_run_afresh, args=own, daemon=True)
+        process.start()
+        process.join(TIMEOUT)
+        assert process.exitcode == 0, said.read()
+        return said.read()
+
+
+def _run_afresh(code: str, arguments: list[str], said: str, environment: dict[str, str]) -> None:
+    os.environ.update(environment)  # what it is forked from has that of the first test
+    for stream in (1, 2):
+        os.dup2(os.open(said, os.O_WRONLY | os.O_APPEND), stream)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("mergekit", "mergekit_slta")]:
+        del sys.modules[name]
+    sys.argv[1:] = arguments
+    exec(code, {"__name__": "__main__"})
+
+
 def command_together(
     forks: ForkServerContext, count: int, *arguments: object, patch: Callable[[int], None] | None = None
 ) -> subprocess.CompletedProcess[str]:

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from typing import Any
 
-from support.hub import COMMIT, serving
+from support.hub import COMMIT, reached, serving
 
 
 @dataclass
@@ -34,10 +35,10 @@ class UploadHub:
 
 
 @contextmanager
-def serve_uploads() -> Iterator[UploadHub]:
-    """Serve until the block ends."""
+def serve_uploads(cache: Path) -> Iterator[UploadHub]:
+    """Serve until the block ends, to this process, which then knows no other Hub; ``cache`` is its cache folder."""
     hub = UploadHub()
-    with serving(partial(Handler, hub)) as hub.address:
+    with serving(partial(Handler, hub)) as hub.address, reached(hub.address, cache):
         yield hub
 
 
