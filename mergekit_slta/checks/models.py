@@ -207,4 +207,4 @@ def coarser_submodules(case: Case, decoder: Decoder) -> list[str]:
     """Layers that are measured at a coarser level, because their parts cannot be told apart."""
     settings = case.reading.settings
     found = attempt(fallbacks, decoder, settings.level) if isinstance(settings, SltaSettings) else []
-    return found if isinstance(found, list) else []
+    return [str(fallback) for fallback in found] if isinstance(found, list) else []
