@@ -20,13 +20,43 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 Level = Literal["model", "layer", "attn_mlp", "head_mlp", "linear"]
 Edges = Literal["base", "mean"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 
 BRANCHES = ("attn", "mlp")
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """Layers that are measured at a coarser level than asked for; as text, a sentence.
+
+    Attributes:
+        level: the level that was asked for.
+        coarser: the level whose submodules these layers have instead.
+        layers: their indices.
+        kind: the name of their class.
+        reason: why, as a clause.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}  # in a statistics file
+
+    level: str
+    coarser: str
+    layers: tuple[int, ...]
+    kind: str
+    reason: str
+
+    def __str__(self) -> str:
+        first, last = self.layers[0], self.layers[-1]
+        where = f"layers {', '.join(map(str, self.layers))}"
+        if first == last:
+            where = f"layer {first}"
+        elif self.layers == tuple(range(first, last + 1)):
+            where = f"layers {first} to {last}"
+        return f"Level {self.level} falls back to level {self.coarser} in {where} ({self.kind}): {self.reason}."
 
 
 def submodule_name(layer: int, part: str = "") -> str:

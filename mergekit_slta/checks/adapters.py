@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mergekit_slta.checks.case import Case, attempt
-from mergekit_slta.checks.compatibility import known_architecture
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models.adapters import adapter_headers
 from mergekit_slta.models.headers import Headers, Model, listed
@@ -27,17 +26,6 @@ def adapters(case: Case) -> list[str]:
             for model in case.adapted
         ]
     return problems
-
-
-def undefined_architecture(case: Case) -> list[str]:
-    """Adapters of models that mergekit has no definition of: it plans these by their files, and an adapter has none."""
-    if all(map(known_architecture, case.models)):
-        return []
-    return [
-        f"{model} is a LoRA adapter of a {model.architecture}. mergekit has no definition of this architecture, so it "
-        "cannot plan the merge: merge the adapter into its base model first, and name the result."
-        for model in case.adapted
-    ]
 
 
 def misfit(model: Model, headers: Headers, trust_remote_code: bool) -> str | None:

@@ -11,7 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import torch
 from mergekit.architecture import ModelArchitecture, WeightInfo, arch_info_for_config
+from mergekit.architecture.auto import infer_vocabulary_axes
 from mergekit.architecture.conversion import can_convert_checkpoint_keys
 
 from mergekit_slta.errors import SltaError
@@ -136,6 +138,27 @@ def moved_tokens_problem(base: Model, expert: Model) -> str | None:
             f"{len(moved)} tokens (such as {moved[0]!r})"
         )
     return None
+
+
+def unaligned_embeddings(base: Model, expert: Model, trust_remote_code: bool = False) -> list[str]:
+    """The tensors with rows for tokens whose vocabulary axis mergekit does not know, where the models' rows differ.
+
+    Such as Gemma 4's embeddings for each layer: mergekit knows those that the model declares as input and output.
+    """
+    try:
+        model = meta_model(base.config, trust_remote_code)
+    except SltaError:  # transformers cannot build the model
+        return []
+    known = infer_vocabulary_axes(model)
+    embeddings = [f"{name}.weight" for name, own in model.named_modules() if isinstance(own, torch.nn.Embedding)]
+    unknown = {base.stored_name(name) for name in embeddings if name not in known}
+    rows = {size(base, "vocab_size"), size(base, "vocab_size_per_layer_input")}
+    moved = moved_tokens_problem(base, expert)
+    return [
+        name
+        for name, own, other in both_have(base, expert)
+        if name in unknown and own.shape[0] in rows and (moved or own.shape != other.shape)
+    ]
 
 
 def token_ids(base: Model, expert: Model) -> tuple[dict[str, int], dict[str, int]]:

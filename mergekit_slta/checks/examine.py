@@ -52,7 +52,6 @@ CHECKS: dict[type[MethodSettings], tuple[Check, ...]] = {
 }
 MERGE: tuple[Check, ...] = (
     text.tensor_types,
-    adapters.undefined_architecture,
     models.planned_tensors,
     models.vocabularies,
     space.folders,

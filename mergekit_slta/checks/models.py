@@ -12,12 +12,14 @@ from mergekit_slta.checks.compatibility import (
     missing_tensors,
     moved_tokens_problem,
     other_settings,
+    unaligned_embeddings,
     vocabulary_problem,
 )
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import output_head
 from mergekit_slta.layers.submodules import fallbacks, layer_submodules
+from mergekit_slta.models.headers import Model, listed
 from mergekit_slta.models.padding import padded_tensors, size
 from mergekit_slta.recipe.problems import slice_problems
 from mergekit_slta.recipe.settings import FeatcalSettings, SltaSettings
@@ -72,28 +74,36 @@ def no_tokenizer(case: Case) -> list[str]:
 
 
 def vocabularies(case: Case) -> list[str]:
-    """Vocabularies that differ in size or in the token ids, unless the recipe has mergekit align them."""
+    """Vocabularies that differ in size or in the token ids, unless mergekit makes them alike."""
+    return [said for base, expert in case.siblings if (said := differing_vocabulary(case, base, expert))]
+
+
+def differing_vocabulary(case: Case, base: Model, expert: Model) -> str | None:
+    """What is wrong with an expert's vocabulary, and what to do about it."""
+    problem, moved = vocabulary_problem(base, expert), moved_tokens_problem(base, expert)
+    if problem is None:
+        return None
+    if brings_tokenizer(expert):
+        return f"{problem}: {NOT_ALIGNED}"
+    if moved and case.aligns_vocabularies and case.method.runs_experts:
+        method = case.method.method
+        return f"{moved}: '{method}' runs every expert on the base model's token ids, choose experts with the same ids."
+    if unknown := unaligned_embeddings(base, expert, case.options.trust_remote_code):
+        return (
+            f"{problem}: mergekit can align or cut the embeddings, but not {listed(unknown)}, whose rows it does not "
+            "know to be tokens. Choose experts with the base model's tokenizer."
+        )
     if case.aligns_vocabularies:
-        return moved_ids(case)
-    if case.options.unsafe_truncate_embeddings:
-        return truncated_embeddings(case)
-    fix = "add 'tokenizer: {source: base}' to the recipe, so that mergekit aligns them."
-    return [
-        f"{problem}: {NOT_ALIGNED if brings_tokenizer(expert) else fix}"
-        for base, expert in case.siblings
-        if (problem := vocabulary_problem(base, expert))
-    ]
-
-
-def truncated_embeddings(case: Case) -> list[str]:
-    """Experts to whose fewer rows mergekit would cut the merged model, against the base model's configuration."""
-    return [
-        f"--unsafe-truncate-embeddings cuts the merged embeddings to the {theirs} rows of the expert {expert}, but the "
-        f"configuration of the base model {base} says {own}, so the merged model would not load: add 'tokenizer: "
-        "{source: base}' to the recipe instead."
-        for base, expert in case.siblings
-        if (theirs := size(expert, "vocab_size")) < (own := size(base, "vocab_size"))
-    ]
+        return None
+    fix = "add 'tokenizer: {source: base}' to the recipe"
+    if not case.options.unsafe_truncate_embeddings:
+        return f"{problem}: {fix}, so that mergekit aligns them."
+    if (theirs := size(expert, "vocab_size")) < (own := size(base, "vocab_size")):
+        return (
+            f"--unsafe-truncate-embeddings cuts the merged embeddings to the {theirs} rows of the expert {expert}, but "
+            f"the configuration of the base model {base} says {own}, so the merged model would not load: {fix} instead."
+        )
+    return f"{moved}: --unsafe-truncate-embeddings needs the same ids, {fix} instead." if moved else None
 
 
 def padded_vocabularies(case: Case) -> list[str]:
@@ -124,16 +134,6 @@ def changes_rows(case: Case) -> bool:
         return True
     tokenizer = attempt(case.experiment.samples.tokenizer, base.reference)
     return isinstance(tokenizer, SltaError) or len(tokenizer) != size(base, "vocab_size")
-
-
-def moved_ids(case: Case) -> list[str]:
-    """Experts that would misread the base model's token ids, or whose tensors mergekit cannot align."""
-    fix = f"'{case.method.method}' runs every expert on the base model's token ids, choose experts with the same ids."
-    return [
-        f"{problem}: {fix if case.method.runs_experts else NOT_ALIGNED}"
-        for base, expert in case.siblings
-        if (case.method.runs_experts or brings_tokenizer(expert)) and (problem := moved_tokens_problem(base, expert))
-    ]
 
 
 def compared_outputs(case: Case, decoder: Decoder) -> list[str]:
@@ -207,4 +207,4 @@ def coarser_submodules(case: Case, decoder: Decoder) -> list[str]:
     """Layers that are measured at a coarser level, because their parts cannot be told apart."""
     settings = case.reading.settings
     found = attempt(fallbacks, decoder, settings.level) if isinstance(settings, SltaSettings) else []
-    return found if isinstance(found, list) else []
+    return [str(fallback) for fallback in found] if isinstance(found, list) else []

@@ -11,7 +11,7 @@ from mergekit_slta.layers.ends import tail_problem
 from mergekit_slta.layers.heads import Heads, heads_of
 from mergekit_slta.layers.maps import linear_maps
 from mergekit_slta.layers.structure import structure
-from mergekit_slta.levels import head_part, submodule_name
+from mergekit_slta.levels import Fallback, head_part, submodule_name
 from mergekit_slta.models.skeleton import converted_as, model_tensor_name
 
 
@@ -19,7 +19,7 @@ def layer_submodules(decoder: Decoder, level: str, layer: int) -> list[str]:
     """The canonical names of a level's submodules in one layer, in the order of the forward pass.
 
     Where the layer's parts at a level cannot be told apart, they are those of the next coarser level; ``fallbacks``
-    says so in words.
+    says so.
 
     Raises:
         SltaError: the model's layers cannot be run one at a time, or the model not as a whole.
@@ -40,38 +40,26 @@ def layer_submodules(decoder: Decoder, level: str, layer: int) -> list[str]:
     return [submodule_name(layer, part) for part in parts or [""]]
 
 
-def fallbacks(decoder: Decoder, level: str) -> list[str]:
-    """In sentences, which layers are measured at a coarser level than asked for, and why."""
-    found: dict[tuple[str, str], list[int]] = {}
+def fallbacks(decoder: Decoder, level: str) -> list[Fallback]:
+    """Which layers are measured at a coarser level than asked for, and why."""
+    found: dict[tuple[str, str, str], list[int]] = {}
     for layer in range(len(decoder)):
-        if reason := _fallback(decoder, level, layer):
-            found.setdefault((type(decoder.layers[layer]).__name__, reason), []).append(layer)
-    return [
-        f"Level {level} falls back to {', '.join(layer_submodules(decoder, level, layers[0]))} in {_listed(layers)} "
-        f"({kind}): {reason}."
-        for (kind, reason), layers in found.items()
-    ]
+        if why := _fallback(decoder, level, layer):
+            found.setdefault((*why, type(decoder.layers[layer]).__name__), []).append(layer)
+    return [Fallback(level, coarser, tuple(at), kind, reason) for (coarser, reason, kind), at in found.items()]
 
 
-def _fallback(decoder: Decoder, level: str, layer: int) -> str:
-    """Why a layer is measured at a coarser level; empty where it is not."""
+def _fallback(decoder: Decoder, level: str, layer: int) -> tuple[str, str] | None:
+    """The coarser level at which a layer is measured, and why; None where it is measured as asked for."""
     split = structure(decoder, layer)
     if level == "linear":
-        return "" if linear_maps(decoder.layers[layer]) else "it has no linear maps"
+        return None if linear_maps(decoder.layers[layer]) else ("layer", "it has no linear maps")
     if level not in ("attn_mlp", "head_mlp"):
-        return ""
+        return None
     if split is None:
-        return "its attention and MLP branches cannot be told apart"
-    heads = heads_of(decoder, layer) if level == "head_mlp" and split.mixers else ""
-    return "" if isinstance(heads, Heads) else heads
-
-
-def _listed(layers: list[int]) -> str:
-    """A layer, or several in a row as one range."""
-    if len(layers) == 1:
-        return f"layer {layers[0]}"
-    whole = layers == list(range(layers[0], layers[-1] + 1))
-    return f"layers {layers[0]} to {layers[-1]}" if whole else f"layers {', '.join(map(str, layers))}"
+        return "layer", "its attention and MLP branches cannot be told apart"
+    heads = heads_of(decoder, layer) if level == "head_mlp" and split.mixers else None
+    return ("attn_mlp", heads) if isinstance(heads, str) else None
 
 
 def resolve_name(decoder: Decoder, name: str) -> tuple[str, int | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -11,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from mergekit.common import ModelReference, dtype_from_name
-from mergekit.io.tasks import LoaderCache
 from mergekit.merge_methods import GroupMergeMethod, InputContract, MergeMethodSpec, TensorGroup
 from mergekit.merge_methods.base import BasePolicy, OptionalTensorPolicy
 
 from mergekit_slta import files
 from mergekit_slta.errors import SltaError, logger
+from mergekit_slta.methods.companions import Companions
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.settings import CalibrationSettings, MethodSettings, parameter_specs
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 LOG = logger(__name__)
 
-PROCESSOR = "*processor_config.json"  # of images, video and sound
 NOT_A_FOLDER = (
     "'{method}' measures whole models, so it runs in mergekit-yaml on model folders or Hub ids; "
     "mergekit-pytorch and tensor-level calls name checkpoint files or tensors only."
@@ -56,7 +54,7 @@ class FiniteMethod(GroupMergeMethod):
     in_words: str  # what the method does, as a model card goes on after its name and a colon
     solution: Solution | None = None  # the merging weights of the last merge, if it had some
     _out_dtype: torch.dtype | None = None
-    _base: ModelReference | None = None
+    _companions: Companions | None = None
 
     def merge(self, group: TensorGroup, **parameters: Any) -> torch.Tensor:
         """Merge one tensor."""
@@ -66,26 +64,22 @@ class FiniteMethod(GroupMergeMethod):
         """Start the merge of a recipe that the checks have opened."""
         out_dtype = experiment.recipe.config.out_dtype
         self._out_dtype = dtype_from_name(out_dtype) if out_dtype else None
-        self._base = experiment.recipe.base
+        self._companions = Companions.of(experiment)
 
     def share(self, experiment: Experiment) -> None:
         """Compute with all processes of torchrun what the merge needs before its first tensor."""
 
     def forget(self) -> None:
         """Drop the previous merge."""
-        self._base = None
+        self._companions = None
 
     def written(self, folder: Path) -> None:
-        """Clean up after mergekit has written the whole output, and add the processor files that it does not copy."""
+        """Clean up after mergekit has written the whole output, and add files that it does not copy."""
         for part in folder.glob(files.UNFINISHED_TENSORS):
             part.unlink()
-        base, self._base = self._base, None
-        for file in sorted(Path(LoaderCache().get(base).index.base_path).glob(PROCESSOR)) if base else ():
-            try:
-                shutil.copyfile(file, folder / file.name)
-                LOG.info("Copied %s from %s", file.name, base)
-            except OSError as error:  # the tensors are written: no other file may make the merge fail
-                LOG.warning("Copy %s from %s yourself: %s", file.name, base, error)
+        companions, self._companions = self._companions, None
+        if companions is not None:
+            companions.copy(folder)
 
     def merge_group(self, group: TensorGroup, /, **parameters: Any) -> torch.Tensor:
         """Merge one tensor.

@@ -33,9 +33,9 @@ PUBLISHED = (
     *(card.CARD, card.RECIPE, card.ALPHA_FIGURE, card.PLAIN_RECIPE, STATISTICS_OF_MERGE),
     *("config.json", "generation_config.json", "*.safetensors.index.json", "pytorch_model.bin.index.json"),
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "*.tiktoken", "chat_template.*"),
-    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
-    *("configuration_*.py", "modeling_*.py", "tokenization_*.py", "processing_*.py", "LICENSE*", "NOTICE*"),
+    *("vocab.json", "vocab.txt", "merges.txt", "*.tiktoken", "tekken.json", "chat_template.*"),
+    *("additional_chat_templates/*.jinja", "*processor_config.json", "audio_tokenizer_config.json"),
+    *("configuration_*.py", "modeling_*.py", "tokenization_*.py", "*processing_*.py", "LICENSE*", "NOTICE*"),
 )
 # The texts that may hold paths of the machine; a tokenizer's vocabulary must stay as it is.
 _TEXTS = (card.CARD, card.RECIPE, card.PLAIN_RECIPE, "config.json", "tokenizer_config.json")

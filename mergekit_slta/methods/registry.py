@@ -13,7 +13,7 @@ from typing import Any
 import click
 import yaml
 from mergekit import merge_methods
-from mergekit.architecture import ModelArchitecture
+from mergekit.architecture import ModelArchitecture, auto
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import FinalizeModel, LoaderCache
@@ -54,7 +54,8 @@ def register() -> None:
 def watch_planner() -> None:
     """Register the methods, pass them the whole recipe before each merge, and have adapters merged by content.
 
-    mergekit itself shows a method only one tensor at a time. A second call changes nothing.
+    mergekit itself shows a method only one tensor at a time, and fails on adapters of architectures that it does not
+    define, because it lists their tensors before it merges the adapters. A second call changes nothing.
     """
     from mergekit.plan import MergePlanner
 
@@ -63,6 +64,17 @@ def watch_planner() -> None:
     plan = MergePlanner.__init__
     if hasattr(plan, WATCHED):
         return
+    names = auto.get_model_tensor_names
+
+    @functools.wraps(names)
+    def tensor_names(model: ModelReference, options: MergeOptions) -> list[str]:
+        if model.lora is not None:
+            LoaderCache().setup(options)  # which mergekit does next: adapters are merged by its settings
+            model = model.merged(options.lora_merge_cache, options.trust_remote_code, options.lora_merge_dtype)
+        found: list[str] = names(model, options)
+        return found
+
+    auto.get_model_tensor_names = tensor_names
 
     @functools.wraps(plan)
     def init(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, groupby, permutations
 from pathlib import Path
@@ -156,12 +156,13 @@ def report_page(
     return Page(
         title=f"What a merge of {named} keeps",
         verdict=[verdict(first), MEANING, reliability(first)],
-        facts=_facts(solutions[0]),
+        facts=_facts(solutions[0], [analysis.level for analysis in analyses]),
         sections=sections,
     )
 
 
-def _facts(solution: Solution) -> dict[str, str]:
+def _facts(solution: Solution, levels: Collection[str]) -> dict[str, str]:
+    """What is known of the measurement of some levels, by name."""
     statistics, info = solution.statistics, solution.statistics.info
     facts = {"Base model": f"{info.base_model} ({info.architecture}, {counted(info.num_layers, 'layer')})"}
     for index, name in enumerate(short_names(info.models)):
@@ -178,6 +179,8 @@ def _facts(solution: Solution) -> dict[str, str]:
     facts["Intervals"] = (
         f"from the {INTERVAL[0]:.0%} to the {INTERVAL[1]:.0%} quantile of {DRAWS} bootstrap draws of the samples"
     )
+    if coarser := [str(own) for own in info.fallbacks if own.level in levels]:
+        facts["Coarser levels"] = " ".join(coarser)
     facts["Versions"] = ", ".join(f"{name} {version}" for name, version in info.versions.items())
     return facts
 

@@ -18,6 +18,7 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import share
 from mergekit_slta.errors import SltaError, logger
 from mergekit_slta.files import cache_folder, digest
+from mergekit_slta.layers.submodules import fallbacks
 from mergekit_slta.levels import LEVELS
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.skeleton import hashed_computation
@@ -134,7 +135,8 @@ class _Measurement:
         ranks = self.experiment.ranks
         if ranks.first and cached.is_file() and not partial_folder(self.path).exists():
             found = Statistics.load(cached)
-            replace(found, info=info.model_copy(update={"versions": found.info.versions})).save(self.path)
+            measured = {"versions": found.info.versions, "fallbacks": found.info.fallbacks}
+            replace(found, info=info.model_copy(update=measured)).save(self.path)
             if not self.experiment.quiet:
                 LOG.warning(REUSED, cached)
         ranks.wait()
@@ -162,6 +164,9 @@ class _Measurement:
             )
         order = [index for index in matched.order if index is not None]  # none is missing, or there was a problem
         missing = [level for level in levels if level not in found.info.levels]
+        for fallback in found.info.fallbacks:
+            if fallback.level in levels:
+                LOG.warning("%s", fallback)
         if missing and data is not None:
             self.refuse_unless_measuring(missing)
             found = self._add_levels(found, order, data, missing)
@@ -195,6 +200,8 @@ class _Measurement:
         partial.enter(self.experiment.ranks)
         try:
             grams = self._calibrate(experts, data, levels, partial)
+            new = [fallback for level in levels for fallback in fallbacks(self.experiment.decoder, level)]
+            info = info.model_copy(update={"fallbacks": (*info.fallbacks, *new)})
             task = torch.tensor([index for index, samples in enumerate(data) for _ in samples.token_ids])
             tokens = torch.tensor([len(ids) for samples in data for ids in samples.token_ids])
             statistics = Statistics({**(known or {}), **grams}, task, tokens, info)

@@ -182,7 +182,12 @@ class Solution:
 
     def text(self, errors: Mapping[str, torch.Tensor] | None = None) -> str:
         """The table, aligned, how to read it, and the notes; the argument is that of ``table``."""
-        return "\n\n".join([str(self.table(errors)), self._legend(errors is not None), *self.notes()])
+        return "\n\n".join([str(self.table(errors)), self._legend(errors is not None), *self._said()])
+
+    def _said(self) -> list[str]:
+        """What layers are measured at a coarser level, and the notes."""
+        fallbacks = [str(own) for own in self.statistics.info.fallbacks if own.level == self.level]
+        return [*fallbacks, *self.notes()]
 
     def _legend(self, with_errors: bool) -> str:
         """What stands in the table."""
@@ -194,7 +199,7 @@ class Solution:
         return "; ".join(parts) + "."
 
     def _repr_html_(self) -> str:
-        return as_paragraphs(f"Merging weights at level {self.level}", self.table(), self._legend(False), *self.notes())
+        return as_paragraphs(f"Merging weights at level {self.level}", self.table(), self._legend(False), *self._said())
 
     def save_recipe(
         self,

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -26,7 +26,7 @@ from safetensors.torch import save as serialize
 
 from mergekit_slta import __version__, files
 from mergekit_slta.errors import SltaError, one_line
-from mergekit_slta.levels import LEVELS, covers, of_level, sort_key
+from mergekit_slta.levels import LEVELS, Fallback, covers, of_level, place_of, sort_key
 from mergekit_slta.models import hub
 from mergekit_slta.slta.solution import Solution
 from mergekit_slta.slta.solver import solve
@@ -118,6 +118,7 @@ class Info(BaseModel):
     dtype: str
     versions: dict[str, str]
     fingerprint: Fingerprint
+    fallbacks: tuple[Fallback, ...] = ()  # the file has the entry only where a layer is measured at a coarser level
 
 
 @dataclass(frozen=True)
@@ -273,7 +274,8 @@ class Statistics:
         """
         tensors = {_GRAM + name: gram.contiguous() for name, gram in self.grams.items()}
         tensors |= {"task": self.task, "tokens": self.tokens}
-        text = json.dumps(self.info.model_dump(mode="json", exclude_none=True), sort_keys=True)
+        described = self.info.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+        text = json.dumps(described, sort_keys=True)
         file = Path(path).expanduser()
         files.write(file, serialize(tensors, metadata={METADATA_KEY: text}))
         return file
@@ -402,6 +404,9 @@ def _problem(statistics: Statistics) -> str | None:
             return f"unknown level '{level}'"
         if not covers(statistics.grams, level, info.num_layers):
             return f"level '{level}' does not cover the {info.num_layers} layers"
+    for fallback in info.fallbacks:
+        if fallback.level not in info.levels or not _is_true(fallback, statistics.grams):
+            return f"layers are not measured as it says of level '{fallback.level}'"
     known = {name for level in info.levels for name in of_level(statistics.grams, level)}
     for name, gram in statistics.grams.items():
         if name not in known:
@@ -411,6 +416,15 @@ def _problem(statistics: Statistics) -> str | None:
         if not _is_gram(gram):
             return f"'{name}' holds no Gram matrices"
     return None
+
+
+def _is_true(fallback: Fallback, names: Collection[str]) -> bool:
+    """Whether layers have, of a level's submodules, those of the coarser level."""
+    coarser, asked = (
+        {name for name in of_level(names, level) if place_of(name).layer in fallback.layers}
+        for level in (fallback.coarser, fallback.level)
+    )
+    return coarser == asked and {place_of(name).layer for name in asked} == {*fallback.layers} != set()
 
 
 def _is_gram(gram: torch.Tensor) -> bool:

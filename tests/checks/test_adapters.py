@@ -74,8 +74,7 @@ def test_an_adapter_of_fused_experts_fits_its_own_base(
 def test_an_adapter_of_an_architecture_that_mergekit_does_not_define(make_family: MakeFamily, tmp_path: Path) -> None:
     family, options = make_family("qwen3_5"), {"lora_merge_cache": str(tmp_path / "cache")}
     adapter = write_adapter(family.base, tmp_path / "adapter", "down_proj")
-    problem = only(adapted(family, adapter), options=options)
-    assert "is a LoRA adapter of a Qwen3_5ForConditionalGeneration. mergekit has no definition of this" in problem
+    assert problems(adapted(family, adapter), options=options) == []
 
 
 def test_an_adapter_of_a_router_that_checkpoints_call_otherwise(make_family: MakeFamily, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from support import families
 from support.copies import edit_tensors
 from support.examining import (
+    add_token,
     edit_config,
     feature_recipe,
     larger_vocabulary,
@@ -253,6 +254,41 @@ def test_vocabularies_of_different_sizes(family: Family, tmp_path: Path, method:
     assert problems(recipe | {"tokenizer": {"source": "base"}}) == []
     assert problems(recipe | {"tokenizer_source": "union"}) == []
     assert problems(recipe, merging=False) == []
+
+
+CUT = {"unsafe_truncate_embeddings": True}
+
+
+def test_rows_that_mergekit_is_told_to_cut(family: Family, tmp_path: Path) -> None:
+    recipe = with_expert(family, larger_vocabulary(tmp_path / "other"), "sftm")
+    assert problems(recipe, options=CUT) == []
+    merged = load_file(families.merge(recipe, tmp_path / "merged", **CUT) / "model.safetensors")
+    assert {own.shape[0] for name, own in merged.items() if "embed" in name or "head" in name} == {families.VOCABULARY}
+
+
+def test_rows_of_other_tokens_must_not_be_cut(family: Family) -> None:
+    swap_ids(family.experts[0])
+    problem = only(families.recipe(family), options=CUT)
+    assert "for 2 tokens (such as 'a'): --unsafe-truncate-embeddings needs the same ids, add 'tokenizer: " in problem
+
+
+def test_embeddings_of_tokens_that_mergekit_does_not_know_as_such(make_family: MakeFamily, tmp_path: Path) -> None:
+    """Gemma 4's for each layer, of which mergekit knows no vocabulary axis."""
+    family = make_family("gemma4", experts=2)
+    size, aligned = families.VOCABULARY + 2, {"tokenizer": {"source": "base"}}
+    config = families.config_of("gemma4", vocab_size=size, vocab_size_per_layer_input=size)
+    recipe = with_expert(family, save_random(config, tmp_path / "other"), "sftm")
+    add_token(tmp_path / "other", size - 1)
+    for content, options in ((recipe, {}), (recipe, CUT), (recipe | aligned, {})):
+        problem = only(content, options=options)
+        assert "has a vocabulary of 66 tokens" in problem
+        assert "but not model.embed_tokens_per_layer.weight, whose rows it does not know to be tokens" in problem
+    for entry in recipe["models"]:
+        entry["parameters"] = {"weight": 0.5}
+    with pytest.raises(ValueError, match="mismatch for model.embed_tokens_per_layer"):
+        families.merge(recipe | aligned | {"merge_method": "task_arithmetic"}, tmp_path / "merged")  # mergekit alone
+    swap_ids(family.experts[1])
+    assert "but not model.embed_tokens_per_layer" in only(families.recipe(family, experts=[1]) | aligned)
 
 
 def test_logits_of_different_sizes(family: Family, tmp_path: Path) -> None:

@@ -297,10 +297,10 @@ def test_a_layer_whose_branches_cannot_be_told_apart_falls_back_and_is_named(mon
     assert layer_submodules(decoder, "attn_mlp", 0) == ["layer.0.attn", "layer.0.mlp"]
     assert fallbacks(decoder, "linear") == []
     for level in ("attn_mlp", "head_mlp"):
-        (sentence,) = fallbacks(decoder, level)
-        assert sentence == (
-            f"Level {level} falls back to layer.1 in layer 1 (Twice): its attention and MLP branches cannot be told "
-            "apart."
+        (fallback,) = fallbacks(decoder, level)
+        assert str(fallback) == (
+            f"Level {level} falls back to level layer in layer 1 (Twice): its attention and MLP branches cannot be "
+            "told apart."
         )
 
 

@@ -58,8 +58,11 @@ def test_heads_that_cannot_be_told_apart_fall_back_to_branches() -> None:
     config = transformers.JetMoeConfig(**SMALL, kv_channels=8, num_local_experts=4, architectures=["JetMoeForCausalLM"])
     decoder = Decoder(config)
     assert layer_submodules(decoder, "head_mlp", 0) == ["layer.0.attn", "layer.0.mlp"]
-    (sentence,) = fallbacks(decoder, "head_mlp")
-    assert sentence.endswith("(JetMoeDecoderLayer): its heads cannot be told apart by its linear maps.")
+    (fallback,) = fallbacks(decoder, "head_mlp")
+    assert str(fallback) == (
+        "Level head_mlp falls back to level attn_mlp in layers 0 to 2 (JetMoeDecoderLayer): its heads cannot be told "
+        "apart by its linear maps."
+    )
 
 
 @pytest.mark.parametrize("case", REFUSED)

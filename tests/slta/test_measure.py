@@ -22,7 +22,9 @@ from support.families import Family
 
 from mergekit_slta.data.draw import CHAT_DATE
 from mergekit_slta.errors import SltaError
+from mergekit_slta.levels import Fallback
 from mergekit_slta.recipe import samples
+from mergekit_slta.reports.merge import report_page
 from mergekit_slta.slta import measure
 from mergekit_slta.slta.measure import measured_statistics
 from mergekit_slta.slta.statistics import Info, Statistics
@@ -478,3 +480,35 @@ def test_a_file_without_a_date_of_chats_has_the_keys_that_it_always_had(path: Pa
     with safe_open(path, framework="pt") as file:
         info = json.loads(file.metadata()["mergekit_slta"])
     assert set(info["calibration"][0]) == {"source", "template", "sha256"}
+
+
+# Layers without the level's submodules
+
+
+def test_a_coarser_level_is_written_down_with_the_reason_and_kept(
+    make_family: MakeFamily, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    family, path = make_family("lfm2"), tmp_path / "stats.safetensors"
+    reason = "it mixes tokens by Lfm2ShortConv, which has no heads"
+    fallback = Fallback("head_mlp", "attn_mlp", (0, 2), "Lfm2DecoderLayer", reason)
+    sentence = f"Level head_mlp falls back to level attn_mlp in layers 0, 2 (Lfm2DecoderLayer): {reason}."
+    assert measured(recipe(family), path, "attn_mlp").info.fallbacks == ()
+    assert measured(recipe(family), path, "head_mlp").info.fallbacks == (fallback,)
+    measured(recipe(family), path, "linear")
+    found = Statistics.load(path)
+    assert found.info.levels == ("attn_mlp", "head_mlp", "linear")
+    assert found.info.fallbacks == found.select("expert1").info.fallbacks == (fallback,)
+    caplog.clear()
+    measured(recipe(family, experts=[1], calibration=False), path, "head_mlp")
+    assert caplog.messages == [sentence]
+    shown = {level: [found.solve(level).text(), found.solve(level)._repr_html_()] for level in found.info.levels}
+    assert [all(sentence in text for text in texts) for texts in shown.values()] == [False, True, False]
+    assert report_page(found).facts["Coarser levels"] == sentence
+    assert "Coarser levels" not in report_page(found, levels=["linear"]).facts
+
+
+def test_a_copy_from_the_cache_folder_names_it_too(make_family: MakeFamily, tmp_path: Path) -> None:
+    family, path = make_family("lfm2"), tmp_path / "stats.safetensors"
+    first = measured(recipe(family), None, "head_mlp")
+    assert same(measured(recipe(family), path, "head_mlp"), first)
+    assert [fallback.layers for fallback in Statistics.load(path).info.fallbacks] == [(0, 2)]

@@ -195,6 +195,12 @@ def described(**changes: Any) -> Edit:
     return edit
 
 
+def fallback(**changes: Any) -> Edit:
+    """As if layers were measured at a coarser level."""
+    entry = {"level": "attn_mlp", "coarser": "layer", "layers": [1], "kind": "Layer", "reason": "it has no branches"}
+    return described(fallbacks=[entry | changes])
+
+
 def indefinite(tensors: Tensors, info: dict[str, Any]) -> None:
     """Every pair of experts is plausible, the three together are not."""
     tensors[GRAM][0] = torch.tensor([[1.0, 0.9, 0.9], [0.9, 1.0, -0.9], [0.9, -0.9, 1.0]])
@@ -243,6 +249,11 @@ TAMPERED: dict[str, tuple[Edit, str]] = {
     "another depth": (described(num_layers=5), "does not cover the 5 layers"),
     "an unknown level": (described(levels=["layer", "attn_mlp", "tensor"]), "unknown level 'tensor'"),
     "a level without content": (described(levels=["model", "layer", "attn_mlp"]), "'model'"),
+    "an unknown coarser level": (fallback(level="tensor"), "layers are not measured as it says of level 'tensor'"),
+    "a coarser level that is none": (fallback(), "layers are not measured as it says of level 'attn_mlp'"),
+    "a coarser level in no layer": (fallback(layers=[], coarser="attn_mlp"), "not measured as it says"),
+    "a coarser level beyond the layers": (fallback(layers=[3, 4], coarser="attn_mlp"), "not measured as it says"),
+    "a coarser level with a note": (fallback(note="hello"), "'fallbacks.0.note'"),
     "a level less": (described(levels=["layer"]), "belongs to no level"),
 }
 

@@ -221,7 +221,7 @@ def scan(model_type: str, images: bool) -> Row:
         for level in LEVELS:
             found = fallbacks(decoder, level)
             row.works[level] = not found
-            row.reasons += [sentence for sentence in found if sentence not in row.reasons]
+            row.reasons += list(map(str, found))
         row.works["featcal"] = _solves_most(decoder)
         if not row.works["featcal"]:
             row.reasons.append("featcal keeps the anchor in most linear maps.")
@@ -286,8 +286,12 @@ def page(rows: list[Row]) -> str:
         f"{transformers.__version__} registers for causal language modelling or for text from images and text, each "
         "built without weights from its own default configuration with small sizes, in "
         f"{sum(row.seconds for row in rows) / 60:.0f} minutes of one processor core.",
-        "A level that does not apply to some layers falls back to the next coarser one in these layers; the log and "
-        "`mergekit-slta check` say so. Such a level has a – here, though it can be used.",
+        "A level that does not apply to some layers falls back to the next coarser one in these layers; the log, "
+        "`mergekit-slta check` and the statistics say so. Such a level has a – here, though it can be used.",
+        "A LoRA adapter of the attention and MLP maps merges wherever peft adapts them, as `tests/test_multimodal.py` "
+        "tries with Gemma 3 and 4, Qwen3-VL, Qwen3.5 and its mixture, Llama 4, Mistral 3, Falcon-H1, MiniMax and "
+        "Zamba2. peft refuses the output map of Mamba (`out_proj`, `conv1d`) and the projections of Gemma 4's other "
+        "towers: name the maps to adapt in full.",
     ]
     for images, title in ((False, "Causal language models"), (True, "Models of images and text")):
         lines += ["", f"## {title}", "", *_table([row for row in rows if row.images == images and row.decoder])]

@@ -83,7 +83,7 @@ def statistics(
 def info(models: Sequence[str], levels: Sequence[str], layers: int, samples: int, **described: Any) -> Info:
     """The metadata of statistics that nobody measured."""
     hashes = [f"{index:064x}" for index in range(len(models))]
-    settings = {"samples": samples, "max_tokens": 512, "seed": 0}
+    settings: dict[str, Any] = {"samples": samples, "max_tokens": 512, "seed": 0}
     settings |= {name: described.pop(name) for name in settings if name in described}
     return Info(
         format_version=1,

@@ -1,0 +1,87 @@
+"""Copy the base model's files that lie beside its weights and that mergekit 0.1.5 does not copy.
+
+mergekit downloads ``*.json`` and ``tokenizer.model`` only, and copies the files of a tokenizer that it knows by name.
+What it writes itself, it writes after this, so that counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import huggingface_hub
+from mergekit.common import ModelReference
+from mergekit.io.tasks import LoaderCache
+
+from mergekit_slta.errors import logger, one_line
+from mergekit_slta.models import hub
+from mergekit_slta.recipe.experiment import Experiment
+
+LOG = logger(__name__)
+
+PROCESSOR = ("*processor_config.json", "audio_tokenizer_config.json")  # of images, video and sound
+GENERATION = ("generation_config.json",)  # names tokens by their ids
+TOKENIZER = ("chat_template.jinja", "additional_chat_templates/*.jinja", "tekken.json")
+CODE = ("*.py",)
+
+
+@dataclass(frozen=True)
+class Companions:
+    """What is copied from a base model.
+
+    Attributes:
+        base: the base model.
+        patterns: the files, relative to its folder.
+    """
+
+    base: ModelReference
+    patterns: Sequence[str]
+
+    @staticmethod
+    def of(experiment: Experiment) -> Companions:
+        """The files that fit the tokenizer that the merged model gets."""
+        config, patterns = experiment.recipe.config, [*PROCESSOR]
+        source = config.tokenizer.source if config.tokenizer else config.tokenizer_source
+        if source in (None, "base"):
+            patterns += GENERATION
+        if source is None and not config.chat_template and experiment.options.copy_tokenizer:
+            patterns += TOKENIZER
+        return Companions(experiment.recipe.base, patterns)
+
+    def copy(self, folder: Path) -> None:
+        """Copy the files into a folder; what cannot be copied is a warning, because the weights are written."""
+        path = self.base.model
+        source = Path(path.path)
+        if not source.exists():
+            wanted, cache = [*self.patterns, *CODE], LoaderCache().hf_cache_dir
+            try:
+                found = huggingface_hub.snapshot_download(
+                    path.path, revision=path.revision, cache_dir=cache, allow_patterns=wanted
+                )
+            except hub.ERRORS as error:
+                LOG.warning("Copy %s from %s yourself: %s", ", ".join(wanted), path, hub.reason(error))
+                return
+            source = Path(found)
+        patterns = [*self.patterns, *(CODE if _names_code(source) else ())]
+        for file in sorted(file for pattern in patterns for file in source.glob(pattern)):
+            name = file.relative_to(source)
+            try:
+                (folder / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, folder / name)
+                LOG.info("Copied %s from %s", name, self.base)
+            except OSError as error:
+                LOG.warning("Copy %s from %s yourself: %s", name, self.base, one_line(error))
+
+
+def _names_code(folder: Path) -> bool:
+    """Whether a configuration in a model's folder names classes of the model's own code."""
+    for file in folder.glob("*config.json"):
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            content = json.loads(file.read_text(encoding="utf-8"))
+            if isinstance(content, dict) and content.get("auto_map"):
+                return True
+    return False
