@@ -22,19 +22,14 @@ from mergekit_slta.cli.commands import main
 from mergekit_slta.cli.options import mergekit_options
 from mergekit_slta.levels import LEVELS
 from mergekit_slta.recipe.recipe import Recipe
-from mergekit_slta.recipe.settings import SETTINGS
+from mergekit_slta.recipe.settings import SETTINGS, parameter_specs
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PACKAGE = Path(mergekit_slta.__file__).parent
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 TEXTS = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
-PARAMETERS = {
-    field.alias or name
-    for settings in SETTINGS.values()
-    for table in (settings, settings.expert)
-    for name, field in table.model_fields.items()
-}
+PARAMETERS = {spec.name for settings in SETTINGS.values() for spec in parameter_specs(settings)}
 # Options of other programs that the pages show.
 FOREIGN = {"--extra-index-url", "--no-deps", "--strict", "--nproc-per-node", "--check", "--target"}
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")

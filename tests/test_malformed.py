@@ -19,6 +19,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mergekit.merge_methods.base import ParameterScope, ParameterSpec
 from safetensors.torch import save
 from support import malformed
 from support.malformed import KINDS, NOT_OURS, Scene, wrong_with
@@ -26,7 +27,7 @@ from support.seeds import failures
 
 from mergekit_slta.data.records import record_text
 from mergekit_slta.recipe.recipe import Recipe
-from mergekit_slta.recipe.settings import SETTINGS
+from mergekit_slta.recipe.settings import SETTINGS, parameter_specs
 from mergekit_slta.slta.statistics import METADATA_KEY, Statistics
 
 QUICK = {"recipe": 60, "data": 150, "template": 2000, "statistics": 150}
@@ -51,12 +52,7 @@ SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3)
 )
-PARAMETERS = [
-    (method, where, field.alias or name)
-    for method, kind in SETTINGS.items()
-    for where, table in (("expert", kind.expert), ("shared", kind))
-    for name, field in table.model_fields.items()
-]
+PARAMETERS = [(method, spec) for method, kind in SETTINGS.items() for spec in parameter_specs(kind)]
 TEMPLATES = st.lists(st.sampled_from(["{", "}", "[", "]", ".", ":", "!", "a", "0"]) | st.text(max_size=3)).map("".join)
 
 any_value = settings(
@@ -70,14 +66,14 @@ any_value = settings(
 
 @any_value
 @given(place=st.sampled_from(PARAMETERS), value=VALUES)
-def test_any_value_of_a_parameter(place: tuple[str, str, str], value: Any) -> None:
-    method, where, name = place
+def test_any_value_of_a_parameter(place: tuple[str, ParameterSpec], value: Any) -> None:
+    method, spec = place
     needed = {"calibration": "data.jsonl"} if "calibration" in SETTINGS[method].expert.model_fields else {}
-    own, shared = ({name: value}, {}) if where == "expert" else ({}, {name: value})
+    own, shared = ({}, {spec.name: value}) if spec.scope is ParameterScope.SHARED else ({spec.name: value}, {})
     models = [{"model": "org/a", "parameters": needed | own}, {"model": "org/b", "parameters": needed}]
     content = {"merge_method": method, "base_model": "org/base", "models": models, "parameters": shared}
     text = yaml.safe_dump(content, allow_unicode=True)
-    assert wrong_with(lambda: " ".join(Recipe.parse(text, "recipe.yml").problems), (name, "recipe.yml")) is None
+    assert wrong_with(lambda: " ".join(Recipe.parse(text, "recipe.yml").problems), (spec.name, "recipe.yml")) is None
 
 
 @any_value

@@ -121,11 +121,11 @@ def quantization_problem(model: Model) -> str | None:
 
 
 def vocabulary_problem(base: Model, expert: Model) -> str | None:
-    """How the vocabularies of an expert and the base model differ."""
+    """How the sizes of the vocabularies of an expert and the base model differ."""
     own, others = size(base, "vocab_size"), size(expert, "vocab_size")
     if own != others and not padded_tensors(base, expert):
         return f"The expert {expert} has a vocabulary of {others} tokens, the base model {base} one of {own}"
-    return moved_tokens_problem(base, expert)
+    return None
 
 
 def moved_tokens_problem(base: Model, expert: Model) -> str | None:
@@ -140,10 +140,13 @@ def moved_tokens_problem(base: Model, expert: Model) -> str | None:
     return None
 
 
-def unaligned_embeddings(base: Model, expert: Model, trust_remote_code: bool = False) -> list[str]:
+def unaligned_embeddings(base: Model, expert: Model, moved: bool, trust_remote_code: bool = False) -> list[str]:
     """The tensors with rows for tokens whose vocabulary axis mergekit does not know, where the models' rows differ.
 
     Such as Gemma 4's embeddings for each layer: mergekit knows those that the model declares as input and output.
+
+    Args:
+        moved: whether the models' token ids differ, and so the rows of every such tensor.
     """
     try:
         model = meta_model(base.config, trust_remote_code)
@@ -153,7 +156,6 @@ def unaligned_embeddings(base: Model, expert: Model, trust_remote_code: bool = F
     embeddings = [f"{name}.weight" for name, own in model.named_modules() if isinstance(own, torch.nn.Embedding)]
     unknown = {base.stored_name(name) for name in embeddings if name not in known}
     rows = {size(base, "vocab_size"), size(base, "vocab_size_per_layer_input")}
-    moved = moved_tokens_problem(base, expert)
     return [
         name
         for name, own, other in both_have(base, expert)

@@ -80,7 +80,8 @@ def vocabularies(case: Case) -> list[str]:
 
 def differing_vocabulary(case: Case, base: Model, expert: Model) -> str | None:
     """What is wrong with an expert's vocabulary, and what to do about it."""
-    problem, moved = vocabulary_problem(base, expert), moved_tokens_problem(base, expert)
+    moved = moved_tokens_problem(base, expert)
+    problem = vocabulary_problem(base, expert) or moved
     if problem is None:
         return None
     if brings_tokenizer(expert):
@@ -88,7 +89,7 @@ def differing_vocabulary(case: Case, base: Model, expert: Model) -> str | None:
     if moved and case.aligns_vocabularies and case.method.runs_experts:
         method = case.method.method
         return f"{moved}: '{method}' runs every expert on the base model's token ids, choose experts with the same ids."
-    if unknown := unaligned_embeddings(base, expert, case.options.trust_remote_code):
+    if unknown := unaligned_embeddings(base, expert, bool(moved), case.options.trust_remote_code):
         return (
             f"{problem}: mergekit can align or cut the embeddings, but not {listed(unknown)}, whose rows it does not "
             "know to be tokens. Choose experts with the base model's tokenizer."
