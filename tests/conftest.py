@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -31,6 +32,12 @@ transformers.logging.disable_progress_bar()
 
 MakeFamily = Callable[..., Family]
 WriteRecipe = Callable[..., Path]
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from the modules' many objects, which it would look through again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

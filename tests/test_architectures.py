@@ -56,9 +56,9 @@ TENSOR_TOLERANCE = 1e-6
 APPLICABLE = [(name, level) for name, row in ROWS.items() for level in LEVELS if level in row.levels]
 UNMERGED = [(name, level) for name, level in APPLICABLE if ROWS[name].lacks or ROWS[name].dropped]
 MERGED = [case for case in APPLICABLE if case not in UNMERGED]
-# At these levels all tensors of a layer have one weight, so only a few architectures are merged in the quick suite.
-WHOLE_LAYERS = ("model", "layer")
-MERGED_BY_LAYERS = ("llama", "gpt2", "gemma4", "mixtral")
+# Merged at every level in the quick suite; the others at their finest level alone, because tests/slta/test_weights.py
+# says for all of them which weight each tensor takes at each level.
+MERGED_AT_EVERY_LEVEL = ("llama", "gpt2", "gemma4", "mixtral")
 MIXTURES = ("mixtral", "qwen3_moe", "glm4_moe")  # those that transformers saves expert by expert
 
 State = dict[str, torch.Tensor]
@@ -144,7 +144,7 @@ def loaded(folder: Path) -> State:
 
 
 def marked_if_slow(name: str, level: str) -> Any:
-    is_slow = level in WHOLE_LAYERS and name not in MERGED_BY_LAYERS
+    is_slow = level != ROWS[name].levels[-1] and name not in MERGED_AT_EVERY_LEVEL
     return pytest.param(name, level, marks=[pytest.mark.slow] if is_slow else [])
 
 

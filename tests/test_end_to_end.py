@@ -100,6 +100,7 @@ def test_a_feature_merge_that_transformers_loads(folder: Path) -> None:
     assert "featcal" in (folder / "merged" / "README.md").read_text()
 
 
+@pytest.mark.slow  # tests/checks/test_data.py finds the same sentence without a process of its own
 def test_a_feature_merge_without_data_ends_in_one_sentence(folder: Path) -> None:
     recipe = yaml.safe_load((folder / "recipe.yml").read_text()) | {"merge_method": "featcal", "parameters": {}}
     del recipe["models"][1]["parameters"]

@@ -231,7 +231,7 @@ def merged(installed: Environment, llama: Family, tmp_path_factory: pytest.TempP
 
 
 @pytest.mark.parametrize(
-    "way_in", ["run_merge", *(pytest.param(way, marks=pytest.mark.slow) for way in ("mergekit-multi", "run_yaml"))]
+    "way_in", [pytest.param(way, marks=pytest.mark.slow) for way in ("mergekit-multi", "run_yaml", "run_merge")]
 )
 def test_every_way_into_mergekit_merges_by_slta(
     way_in: str, installed: Environment, merged: bytes, llama: Family, write_recipe: WriteRecipe, tmp_path: Path

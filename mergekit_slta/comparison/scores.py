@@ -116,7 +116,7 @@ class _Scoring(Accumulator[dict[int, Score]]):
         return {}
 
     def finish(self, streams: Streams, report: Progress) -> dict[int, Score]:
-        edges = read_edges(self.decoder, self.models[0], self.decoder.edge_tensors())
+        edges = read_edges(self.decoder, self.models[0], self.decoder.edge_tensors)
         samples = [sample for group in self.groups for sample in group]
         found: dict[int, Score] = {}
         for number, batch in enumerate(streams.batches):

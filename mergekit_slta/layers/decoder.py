@@ -134,18 +134,19 @@ class Decoder:
         """Whether a tensor, by the model's name, does not belong to a multimodal model's other towers."""
         return self.tower is self.model or name in self.language_tensors
 
-    def edge_tensors(self) -> list[str]:
+    @functools.cached_property
+    def edge_tensors(self) -> tuple[str, ...]:
         """The model's names of the language tensors outside the decoder layers (embeddings, final norm, output head).
 
         Tied tensors are named once.
         """
         tied = set(dict(self.model.named_parameters(remove_duplicate=False)))
         tied -= set(dict(self.model.named_parameters()))
-        return [
+        return tuple(
             name
             for name in self.model.state_dict()
             if name in self.language_tensors and not name.startswith(self.layers_path + ".") and name not in tied
-        ]
+        )
 
     def run(
         self,

@@ -32,7 +32,7 @@ from mergekit_slta.layers.recording import LayerRun, Reached
 
 def embedding_tensors(decoder: Decoder) -> list[str]:
     """The model's names of the edge tensors that ``embed`` needs: all except the output head's."""
-    return [name for name in decoder.edge_tensors() if name.startswith(decoder.body_path)]
+    return [name for name in decoder.edge_tensors if name.startswith(decoder.body_path)]
 
 
 def embed(decoder: Decoder, token_ids: torch.Tensor, edges: Weights) -> tuple[torch.Tensor, list[LayerCall]]:
@@ -180,7 +180,7 @@ def _choices(module: torch.nn.Module) -> tuple[Any, ...]:
 def edge_state(decoder: Decoder) -> Weights:
     """The tensors outside the layers, without values."""
     state = decoder.model.state_dict()
-    return {name: state[name] for name in decoder.edge_tensors()}
+    return {name: state[name] for name in decoder.edge_tensors}
 
 
 def logits(decoder: Decoder, hidden: torch.Tensor, edges: Weights) -> torch.Tensor:
@@ -193,7 +193,7 @@ def tail_tensors(decoder: Decoder) -> list[str]:
     embedding, head = decoder.model.get_input_embeddings(), decoder.model.get_output_embeddings()
     left_out = {id(embedding.weight), *(id(tensor) for tensor in head.parameters())}
     state = decoder.model.state_dict(keep_vars=True)
-    return [name for name in decoder.edge_tensors() if id(state[name]) not in left_out]
+    return [name for name in decoder.edge_tensors if id(state[name]) not in left_out]
 
 
 def head_input(decoder: Decoder, hidden: torch.Tensor, edges: Weights) -> torch.Tensor:

@@ -324,7 +324,7 @@ class _WholeModel(Accumulator[dict[int, torch.Tensor]]):
 
     def finish(self, streams: Streams, report: Progress) -> dict[int, torch.Tensor]:
         """By study, the Gram matrices [n, K, m, m] of the logits' change on the task's samples."""
-        base_edges, *edges = (read_edges(self.decoder, model, self.decoder.edge_tensors()) for model in self.models)
+        base_edges, *edges = (read_edges(self.decoder, model, self.decoder.edge_tensors) for model in self.models)
         chunk = max(1, LOGITS // self.decoder.model.config.get_text_config().vocab_size)
         stream_of = {setting: stream for stream, setting in enumerate(self.concerned.settings, 1)}
 

@@ -132,7 +132,7 @@ class Experiment:
             SltaError: a tensor is missing, or holds NaN or Inf.
         """
         for model in [self.base, *self.experts] if experts else [self.base]:
-            for name in self.decoder.edge_tensors():
+            for name in self.decoder.edge_tensors:
                 model.read({name: name}, self.decoder.base_model_prefix)
 
     # Data

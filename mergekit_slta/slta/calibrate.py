@@ -132,7 +132,7 @@ class _Calibration(Accumulator[Grams]):
 
     def _logit_grams(self, streams: Streams) -> torch.Tensor:
         """The Gram matrices of the logits' change [N, T, T], from each model's hidden states after its last layer."""
-        edges = [read_edges(self.decoder, model, self.decoder.edge_tensors()) for model in self.models]
+        edges = [read_edges(self.decoder, model, self.decoder.edge_tensors) for model in self.models]
         grams = self._no_grams()
         for row, states in streams.final():
             for part in zip(*(states[stream].split(LOGIT_TOKENS) for stream in range(len(edges))), strict=True):

@@ -117,7 +117,8 @@ def share_features(family: Family, batch_tokens: int, folder: Path, index: int, 
 
 
 @pytest.mark.parametrize(
-    ("architecture", "count", "batch_tokens"), [("llama", 2, 40), ("mixtral", 3, 40), ("gpt2", 4, 10000)]
+    ("architecture", "count", "batch_tokens"),
+    [pytest.param("llama", 3, 40, marks=pytest.mark.slow), ("mixtral", 2, 40), ("gpt2", 4, 10000)],
 )
 def test_processes_that_share_a_feature_merge_write_what_one_alone_writes(
     architecture: str,
@@ -262,15 +263,14 @@ def test_processes_that_share_linearity_write_the_same_file(
     llama: Family, forks: ForkServerContext, write_recipe: WriteRecipe, tmp_path: Path
 ) -> None:
     recipe = write_recipe(llama, batch_tokens=BATCH_TOKENS)
-    levels = ["--level", "layer", "--level", "model"]
-    arguments = ["linearity", str(recipe), "--samples", "3", "--no-pairs", *levels, "--quiet"]
+    arguments = ["linearity", str(recipe), "--samples", "2", "--no-pairs", "--level", "layer", "--quiet"]
     result = CliRunner().invoke(main, [*arguments, "-o", str(tmp_path / "alone")])
     assert result.exit_code == 0, result.output
     done = command_together(forks, 2, *arguments, "-o", tmp_path / "together")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("forward passes of one sample") == done.stdout.count(" written") == 1
     alone, together = (json.loads((tmp_path / name / "linearity.json").read_text()) for name in ("alone", "together"))
-    assert alone["non_linearity"]["model"].keys() == {folder.name for folder in llama.experts}
+    assert alone["non_linearity"]["layer"].keys() == {folder.name for folder in llama.experts}
     assert_alike(together, alone)
 
 

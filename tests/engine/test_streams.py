@@ -134,7 +134,7 @@ def test_no_sample_sees_the_length_of_another(architecture: str, rope_type: str)
             run = decoder.run(layer, weights, streams.hidden(0, number), streams.call(0, number))
             streams.set_output(0, number, run.output, run.state)
         streams.advance()
-    edges = {name: model.state_dict()[name] for name in decoder.edge_tensors()}
+    edges = {name: model.state_dict()[name] for name in decoder.edge_tensors}
     for row, states in streams.final():
         expected = copy.deepcopy(model)(torch.tensor([samples[row]]), use_cache=False).logits
         assert torch.allclose(logits(decoder, states[0][None], edges), expected, atol=1e-4)

@@ -37,7 +37,7 @@ def padded_ids() -> torch.Tensor:
 
 
 def edges_of(decoder: Decoder, state: State) -> State:
-    return {name: state[name] for name in decoder.edge_tensors()}
+    return {name: state[name] for name in decoder.edge_tensors}
 
 
 def weights_of(decoder: Decoder, state: State, layer: int) -> State:
@@ -225,7 +225,7 @@ def test_layers_of_other_shapes_are_of_another_kind() -> None:
 def test_tied_weights_are_read_once() -> None:
     for tied in (True, False):
         _, decoder, _ = opened(families.config_of("llama", tie_word_embeddings=tied))
-        heads = [name for name in decoder.edge_tensors() if "lm_head" in name or "embed" in name]
+        heads = [name for name in decoder.edge_tensors if "lm_head" in name or "embed" in name]
         assert len(heads) == (1 if tied else 2)
 
 

@@ -156,7 +156,7 @@ def features_of(
 ) -> dict[str, list[torch.Tensor]]:
     """Each submodule's features [settings, S * D] on every sample, by whole models."""
     found: dict[str, list[torch.Tensor]] = {}
-    with torch.no_grad(), reference.Float64():
+    with torch.no_grad(), reference.float64():
         for ids in samples:
             for name, features in reference.sample_features(models, torch.tensor([ids]), level, split):
                 found.setdefault(name, []).append(torch.stack([feature.flatten() for feature in features]))
@@ -379,10 +379,12 @@ def test_a_layer_without_heads_is_measured_by_branches(make_family: MakeFamily) 
 
 
 @pytest.fixture(scope="module")
-def written(llama: Family, tmp_path_factory: pytest.TempPathFactory) -> tuple[Linearity, Path]:
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Linearity, Path]:
     """Everything measured but heads, and the folder that it was written to."""
-    tasks = [samples[:2] for samples in llama.token_ids()]
-    result = plan(llama, ("model", "layer", "attn_mlp", "linear"), plan_studies(3, triples=True), tasks).measure()
+    config = families.config_of("llama", num_hidden_layers=2)
+    family = families.make_family(tmp_path_factory.mktemp("family"), config, experts=3, records=2, longest=8)
+    levels, studies = ("model", "layer", "attn_mlp", "linear"), plan_studies(3, triples=True)
+    result = plan(family, levels, studies, family.token_ids()).measure()
     return result, write_linearity(result, tmp_path_factory.mktemp("linearity") / "new").parent
 
 
@@ -402,7 +404,7 @@ def test_the_json_has_its_schema(written: tuple[Linearity, Path]) -> None:
         *(f"distance_{step / 10}" for step in range(11)),
     }  # fmt: skip
     merges = {"one+two", "one+three", "two+three", "one+two+three"}
-    submodules = {"model": 1, "layer": LAYERS, "attn_mlp": 2 * LAYERS, "linear": 7 * LAYERS}
+    submodules = {"model": 1, "layer": 2, "attn_mlp": 2 * 2, "linear": 2 * 7}
     for metric, by_level in content.items():
         single = metric == "non_linearity" or metric.startswith("distance")
         assert set(by_level) == set(submodules)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import re
 import subprocess
@@ -154,8 +156,13 @@ def config_of(architecture: str) -> PretrainedConfig:
     return config
 
 
-def random_weights(config: PretrainedConfig, level: str, edges: str) -> TensorWeights:
-    decoder = Decoder(config)
+@functools.cache
+def opened(architecture: str) -> tuple[PretrainedConfig, Decoder]:
+    config = config_of(architecture)
+    return config, Decoder(config)
+
+
+def random_weights(decoder: Decoder, level: str, edges: str) -> TensorWeights:
     return TensorWeights(decoder, level, synthetic.solutions(synthetic.random_alpha(decoder, level)), edges)
 
 
@@ -177,12 +184,13 @@ def assert_reproduced(planned: Sequence[PlannedTensor], layers: int) -> list[Any
     return settings
 
 
-@pytest.mark.parametrize("edges", ["base", "mean"])
-@pytest.mark.parametrize("level", ["layer", "attn_mlp", "linear"])
-@pytest.mark.parametrize("architecture", families.ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "level", "edges"),
+    itertools.product(families.ARCHITECTURES, ["layer", "attn_mlp", "linear"], ["base", "mean"]),
+)
 def test_mergekit_gives_every_tensor_its_weights(architecture: str, level: str, edges: str) -> None:
-    config = config_of(architecture)
-    weights = random_weights(config, level, edges)
+    config, decoder = opened(architecture)
+    weights = random_weights(decoder, level, edges)
     try:
         planned = planned_tensors(config, weights)
     except SltaError as refusal:

@@ -1,5 +1,7 @@
 """Which merging weights every tensor takes, against the table made by hand."""
 
+import functools
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from mergekit_slta.slta.weights import TensorWeights
 EXPERTS = 2
 
 
+@functools.cache
 def opened(architecture: str) -> tuple[Any, Decoder]:
     config = families.config_of(architecture)
     model = families.random_model(config)
@@ -24,8 +27,7 @@ def opened(architecture: str) -> tuple[Any, Decoder]:
     return model, Decoder(config)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("architecture", families.ARCHITECTURES)
+@pytest.mark.parametrize(("architecture", "level"), itertools.product(families.ARCHITECTURES, LEVELS))
 def test_every_tensor_takes_the_weights_of_the_table(architecture: str, level: str) -> None:
     model, decoder = opened(architecture)
     split = reference.SPLITS[architecture]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from support.reference import Float64, forget
+from support.reference import float64, forget
 from torch import Tensor
 from torch.nn import Module
 from transformers.pytorch_utils import Conv1D
@@ -104,7 +104,7 @@ def merge(
         by_tasks: hold it by the sum of all task matrices' Gram matrices, each with a unit trace, and a tenth of its
             mean diagonal on the diagonal, instead of by the same in every direction.
     """
-    with torch.no_grad(), Float64():
+    with torch.no_grad(), float64():
         merged = copy.deepcopy(base)
         if anchor is not None:
             merged.load_state_dict(anchor)

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
 Tasks = Sequence[Sequence[Sequence[int]]]
@@ -276,17 +276,14 @@ SPLITS: dict[str, Split] = {
 }
 
 
-class Float64(TorchFunctionMode):
-    """Keeps float64 where transformers' modules would go down to float32 (norms, softmax, rotary embeddings)."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.Tensor.float:
-            func = torch.Tensor.double
-        args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
-        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
-        return func(*args, **kwargs)
+@contextlib.contextmanager
+def float64() -> Iterator[None]:
+    """Keep float64 where transformers' modules would go down to float32 (norms, softmax, rotary embeddings)."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("float32", "float"):
+            patch.setattr(torch, name, torch.float64)
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        yield
 
 
 # Language towers of multimodal models, by the keys of ``families.MULTIMODAL``.
@@ -337,7 +334,7 @@ def deltas(models: Models, tasks: Tasks, level: str, split: Split) -> dict[str, 
         split: how the architecture's layers split.
     """
     measured: dict[str, Deltas] = {}
-    with torch.no_grad(), Float64():
+    with torch.no_grad(), float64():
         for task, samples in enumerate(tasks):
             for ids in samples:
                 for model in models:
