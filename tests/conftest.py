@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import multiprocessing
 import os
@@ -41,17 +42,24 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def cache_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def cache_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A cache folder for what is not a single test's: fixtures that tests share, and forked processes."""
+    folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
+
+
+NUMBERS = itertools.count()
 
 
 @pytest.fixture(autouse=True)
-def isolation(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def isolation(cache_of_the_session: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache folder of the test's own, and nothing of an earlier test: no models in the loader, no silenced log."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    # Not by ``mktemp``, which reads the names of all folders of the session each time.
+    folder = cache_of_the_session / f"test{next(NUMBERS)}"
+    folder.mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     LoaderCache.loaders.clear()
     logging.getLogger("mergekit_slta").setLevel(logging.NOTSET)
 
