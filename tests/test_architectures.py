@@ -288,7 +288,9 @@ def adapted(tmp_path: Path, make_family: MakeFamily) -> tuple[dict[str, Any], Ca
     return recipe, Case(family, reference.SPLITS["llama"])
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "level", [pytest.param(level, marks=[pytest.mark.slow] * (level in ("model", "layer"))) for level in LEVELS]
+)
 def test_lora_experts_that_touch_attention_only(
     level: str, adapted: tuple[dict[str, Any], Case], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

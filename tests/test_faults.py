@@ -32,17 +32,15 @@ from mergekit_slta.engine.partial import Hidden, Partial
 pytestmark = pytest.mark.skipif(not faults.COMPILER, reason="faults.c needs a C compiler")
 
 SEED = 0
-# How many faults of each command the suite and the long run inject, by how long the command takes. Of the operations
-# that only read, the long run takes a share, because there are many and they fail in the same way.
+# How many faults of each command the suite and the long run inject, by how long the command takes. The commands of LONG
+# alone read and write in the ways of the others. Of the operations that only read, the long run takes a share, because
+# there are many and they fail in the same way.
 QUICK = {
     "solve": 6,
     "actmat": 6,
     "calibrate": 5,
     "featcal": 3,
-    "add a level": 2,
-    "slta": 2,
     "merge": 2,
-    "report": 1,
 }
 LONG = {
     "solve": 60,
@@ -180,7 +178,9 @@ def test_a_full_disk(name: str, commands: Commands, scenario: Get, tmp_path: Pat
         assert faults.wrong_after(commands, found, Ended(-1, "", 0), disk / "run") is None
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in COMMANDS]
+)
 def test_a_read_only_folder(name: str, commands: Commands, scenario: Get) -> None:
     found, folder = scenario(name)
     fresh(found, folder)

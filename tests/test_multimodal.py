@@ -76,10 +76,14 @@ def deltas(found: Family, name: str, level: str) -> dict[str, reference.Deltas]:
     return reference.deltas(found.models(), found.token_ids(), level, reference.SPLITS[name])
 
 
+# tests/test_architectures.py compares the hybrids' Gram matrices and merged models in the quick suite.
+EVERY_MODEL = [*MULTIMODAL, *(pytest.param(name, marks=pytest.mark.slow) for name in HYBRIDS)]
+
+
 # What the language tower computes
 
 
-@pytest.mark.parametrize("name", [*MULTIMODAL, *HYBRIDS])
+@pytest.mark.parametrize("name", EVERY_MODEL)
 def test_grams_are_those_of_the_whole_models_forward_pass(name: str, family: Callable[[str], Family]) -> None:
     found, tasks = family(name), families.wide_tasks(2, samples=2)
     measured = families.measure(found, *LEVELS, tasks=tasks)
@@ -96,7 +100,7 @@ def test_grams_are_those_of_the_whole_models_forward_pass(name: str, family: Cal
 # The merged model
 
 
-@pytest.mark.parametrize("name", [*MULTIMODAL, *HYBRIDS])
+@pytest.mark.parametrize("name", EVERY_MODEL)
 def test_the_merged_model_is_the_one_made_by_hand(name: str, family: Callable[[str], Family], tmp_path: Path) -> None:
     found, split = family(name), reference.SPLITS[name]
     settings: Any = {"edges": "mean", "towers": "base" if name == "qwen3_vl" else "mean"}

@@ -539,6 +539,7 @@ def test_merge_does_what_mergekit_yaml_does(
     assert (tmp_path / "ours" / "mergekit_config.yml").read_text() == recipe.read_text()
 
 
+@pytest.mark.slow  # tests/engine/test_ranks.py shares calibrations and merges by featcal
 def test_processes_that_merge_share_the_calibration(
     llama: Family, stats: Path, forks: ForkServerContext, write_recipe: WriteRecipe, tmp_path: Path
 ) -> None:

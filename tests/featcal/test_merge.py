@@ -177,7 +177,14 @@ def test_an_endless_ridge_gives_the_anchor(architecture: str, make_family: MakeF
         assert worst(found, expected[name]) < 1e-7
 
 
-@pytest.mark.parametrize("architecture", [name for name in DECODERS if name not in (*DETERMINED, *CURRENT)])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in featcal_reference.GROUPS))  # solved above as well
+        for name in DECODERS
+        if name not in (*DETERMINED, *CURRENT)
+    ],
+)
 def test_one_expert_and_no_ridge_give_what_that_expert_does(
     architecture: str, make_family: MakeFamily, tmp_path: Path
 ) -> None:
@@ -510,9 +517,14 @@ def whole(llama: Family, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     return folder, families.feature_merge(llama, folder, batch_tokens=40, compare=True)
 
 
-@pytest.mark.parametrize("batch_tokens", [40, 1])
 @pytest.mark.parametrize(
-    "stage", ["layer 0 of 3, mlp", "layer 1 of 3, self_attn.q", "layer 2 of 3, mlp.down", "output head"]
+    ("stage", "batch_tokens"),
+    [
+        ("layer 0 of 3, mlp", 40),
+        ("layer 1 of 3, self_attn.q", 1),
+        ("layer 2 of 3, mlp.down", 40),
+        ("output head", 1),
+    ],
 )
 def test_goes_on_from_the_last_finished_layer(
     stage: str, batch_tokens: int, llama: Family, whole: tuple[Path, SolvedModel], tmp_path: Path

@@ -52,7 +52,11 @@ def no_first_maps(decoder: Decoder, layer: int) -> FirstMaps:
 
 @pytest.mark.parametrize(
     ("levels", "touch", "share"),
-    [(["attn_mlp"], base_norms, 0.5), (["attn_mlp"], any_tensor, 0.6), (["layer", "attn_mlp"], base_norms, 0.75)],
+    [
+        pytest.param(["attn_mlp"], base_norms, 0.5, marks=pytest.mark.slow),
+        (["attn_mlp"], any_tensor, 0.6),
+        (["layer", "attn_mlp"], base_norms, 0.75),
+    ],
 )
 def test_settings_that_share_products_give_the_same_numbers_for_fewer(
     levels: list[str],

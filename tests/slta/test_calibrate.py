@@ -37,7 +37,7 @@ def alphas(grams: Grams, tasks: list[list[list[int]]]) -> torch.Tensor:
 
 @pytest.mark.parametrize("scale", [0.1, 1e-3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
 def test_equals_the_reference(architecture: str, dtype: torch.dtype, scale: float, make_family: MakeFamily) -> None:
     family = make_family(architecture, experts=3, dtype=dtype, scale=scale, records=4)
     tasks = family.token_ids()
@@ -67,8 +67,8 @@ def test_two_runs_are_identical_bit_for_bit(llama: Family) -> None:
 @pytest.mark.parametrize(
     "architecture",
     [
-        *("llama", "gemma2", "falcon_alibi", "mixtral", "lfm2", "granite_moe_hybrid"),
-        *("llama_dynamic", "phi3_longrope", "gemma4"),
+        *("llama", "falcon_alibi", "mixtral", "llama_dynamic", "phi3_longrope"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "gemma4", "granite_moe_hybrid", "lfm2")),
     ],
 )
 def test_batches_and_their_padding_do_not_matter(architecture: str, make_family: MakeFamily) -> None:
