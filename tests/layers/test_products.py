@@ -28,7 +28,9 @@ def test_products_of_all_sizes_and_layouts_are_exact_inside() -> None:
 PROCESSORS = ["AVX2", "AVX512_CORE", "AVX512_CORE_BF16", "AVX10_1_512_AMX"]
 
 
-@pytest.mark.parametrize("processor", PROCESSORS)
+@pytest.mark.parametrize(
+    "processor", [pytest.param(own, marks=[pytest.mark.slow] * (own not in PROCESSORS[:2])) for own in PROCESSORS]
+)
 def test_products_are_exact_on_other_processors(processor: str) -> None:
     code = "from layers.test_products import largest_error; print(largest_error())"
     environment = os.environ | {"ONEDNN_MAX_CPU_ISA": processor, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}

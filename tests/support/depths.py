@@ -17,7 +17,7 @@ WIDTH = 384
 WIDE = {
     "hidden_size": WIDTH,
     "intermediate_size": 1024,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 6,
     "num_key_value_heads": 6,
 }
