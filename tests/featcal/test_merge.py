@@ -59,6 +59,11 @@ State = dict[str, torch.Tensor]
 Tasks = list[list[list[int]]]
 
 
+def marks_of(architecture: str) -> list[pytest.MarkDecorator]:
+    """Gemma 3n has the most groups of maps, so that what solves it more than once takes long."""
+    return [pytest.mark.slow] if architecture == "gemma3n" else []
+
+
 def merged_tensors(family: Family, folder: Path, **arguments: Any) -> State:
     """What a feature merge solves; ``arguments`` are those of ``families.feature_merge``."""
     families.feature_merge(family, folder, **arguments)
@@ -111,7 +116,7 @@ def logits(model: Any, state: State, tasks: Tasks) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("architecture", "settings"),
     [
-        *((name, {}) for name in featcal_reference.GROUPS),
+        *(pytest.param(name, {}, marks=marks_of(name)) for name in featcal_reference.GROUPS),
         ("llama", {"teacher": 0.6}),
         ("mixtral", {"teacher": 0.0}),
         ("gpt_neox", {"teacher": 0.25, "ridge": 0.1}),
@@ -177,7 +182,10 @@ def test_an_endless_ridge_gives_the_anchor(architecture: str, make_family: MakeF
         assert worst(found, expected[name]) < 1e-7
 
 
-@pytest.mark.parametrize("architecture", [name for name in DECODERS if name not in (*DETERMINED, *CURRENT)])
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(name, marks=marks_of(name)) for name in DECODERS if name not in (*DETERMINED, *CURRENT)],
+)
 def test_one_expert_and_no_ridge_give_what_that_expert_does(
     architecture: str, make_family: MakeFamily, tmp_path: Path
 ) -> None:
