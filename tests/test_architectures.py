@@ -47,7 +47,7 @@ LONGEST = 12
 GRAM_TOLERANCE = 1e-5
 # Where nothing magnifies rounding, and for experts that differ more from the base model where something does.
 CLOSE_GRAM_TOLERANCE = 2e-6
-CLOSE = ("llama4", "gemma4", "falcon_h1", "nemotron_h")
+CLOSE = ("llama4", "gemma3n", "gemma4", "falcon_h1", "nemotron_h")
 LARGE_TASKS = ("falcon_h1",)
 ALPHA_TOLERANCE = 1e-5
 # Of a tensor's largest element: the weights' error times the task vectors' share in it, and float32 rounding.

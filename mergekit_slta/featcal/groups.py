@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.nn.modules.conv import _ConvNd
 
+from mergekit_slta.layers.children import child_of, is_inside
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import LinearMap, is_fused, linear_maps
 from mergekit_slta.layers.probe import trace
 from mergekit_slta.layers.recording import LayerRun
+
+# Why maps are not solved.
+SOME_TOKENS = "in a module that is given some of the tokens only"
+NO_ROUTES = "in a module that is not given the experts of each token"
 
 
 @dataclass(frozen=True)
@@ -19,7 +25,7 @@ class MapGroup:
     """Linear maps with the same input inside one child of the layer, or the routed experts of a mixture.
 
     Attributes:
-        child: the direct child of the layer that holds the maps.
+        child: the child of the layer that holds the maps, or of such a child the part that the layer calls.
         module: the path of the first module in the group that the layer calls.
         maps: the maps, in the order in which the layer calls them.
         fused: whether the maps are routed experts in one module, each with its own input.
@@ -50,14 +56,12 @@ class LayerMaps:
 
     Attributes:
         groups: the maps to solve, in the order in which they feed each other.
-        kept: the names of the maps that stay the anchor's: routers, a mixture's experts that are separate modules, maps
-            that are called more than once or in a child that is, modules that return more than a product, and tensors
-            that no module call uses.
+        kept: why maps stay the anchor's, by their names; tensors that hold several matrices in an unknown way too.
         changed: the modules whose outputs the layer changes in place.
     """
 
     groups: tuple[MapGroup, ...]
-    kept: tuple[str, ...]
+    kept: Mapping[str, str]
     changed: frozenset[str]
 
 
@@ -75,7 +79,8 @@ def groups_by_layer(decoder: Decoder) -> list[LayerMaps]:
         found.append(replace(maps, groups=tuple(groups)))
     for layer, names in enumerate(tensors):
         elsewhere = {m.name for m in linear_maps(decoder.layers[layer]) if names[m.weight] in solved}
-        found[layer] = replace(found[layer], kept=tuple(name for name in found[layer].kept if name not in elsewhere))
+        kept = {name: why for name, why in found[layer].kept.items() if name not in elsewhere}
+        found[layer] = replace(found[layer], kept=kept)
     return found
 
 
@@ -90,40 +95,72 @@ def solved_in(decoder: Decoder) -> dict[str, int]:
 
 def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
     """Trace a layer once to see which maps receive the same tensor, and in which order."""
+    own = decoder.layers[layer]
     by_module: dict[str, list[LinearMap]] = {}
-    for linear_map in linear_maps(decoder.layers[layer]):
+    for linear_map in linear_maps(own):
         by_module.setdefault(linear_map.module, []).append(linear_map)
     with torch.no_grad():
         run = trace(decoder, layer, watch=by_module)
     groups: list[MapGroup] = []
-    solved: set[str] = set()
-    whole: set[object] = set()  # the inputs and outputs of the maps that are solved
+    kept = {m.name: _never_called(module) for module, maps in by_module.items() for m in maps}
     previous: object = None
-    for module, given in run.inputs.items():
-        maps, child = tuple(by_module[module]), module.partition(".")[0]
-        fused = is_fused(decoder.layers[layer].get_submodule(module))
-        if fused:
-            solvable = _tells_routes(given, len({m.expert for m in maps}), run.output.shape[:2].numel())
-        else:  # the numbered modules of a mixture are given copies of only some of the tokens' features
-            numbered = any(part.isdigit() for part in module.split("."))
-            tensors = isinstance(given[0], torch.Tensor) and isinstance(run.outputs[module], torch.Tensor)
-            solvable = tensors and (not numbered or _place(given[0]) in whole)
-        if not solvable or run.repeated & {child, module} or _is_router(maps[0], decoder.layers[layer]):
+    for module in run.inputs:
+        maps, child = tuple(by_module[module]), child_of(own, module)
+        fused = is_fused(own.get_submodule(module))
+        if why := _unsolvable(maps, child, own, run):
+            kept |= {m.name: why for m in maps}
             continue
-        solved |= {linear_map.name for linear_map in maps}
+        for linear_map in maps:
+            del kept[linear_map.name]
+        given = run.inputs[module]
+        if child in run.opened:  # whose parts the layer calls one by one, between other children
+            child = module
         same = None if fused else (child, _place(given[0]))
         if groups and same and same == previous:
             groups[-1] = replace(groups[-1], maps=groups[-1].maps + maps)
         else:
             groups.append(MapGroup(child, module, maps, fused, fused and len(given) == 1))
-        if not fused:
-            whole |= {_place(given[0]), _place(run.outputs[module])}
         previous = same
     groups = [replace(group, empty=_empty_beside(group, run)) for group in groups]
-    kept = [m.name for maps in by_module.values() for m in maps if m.name not in solved]
     known = {linear_map.weight for maps in by_module.values() for linear_map in maps}
-    kept += [name for name in _stacks(decoder.layers[layer]) if name not in known]
-    return LayerMaps(tuple(groups), tuple(kept), run.changed)
+    kept |= {name: NO_ROUTES for name in _stacks(own) if name not in known}
+    return LayerMaps(tuple(groups), kept, run.changed)
+
+
+def listed(kept: Mapping[str, str]) -> str:
+    """The maps that are not solved, those of one reason together, and the reason."""
+    names: dict[str, list[str]] = {}
+    for name, why in kept.items():
+        names.setdefault(why, []).append(name)
+    return "; ".join(f"{', '.join(own)} ({why})" for why, own in names.items())
+
+
+def _unsolvable(maps: Sequence[LinearMap], child: str, layer: torch.nn.Module, run: LayerRun) -> str:
+    """Why the maps of a module, which the layer calls, cannot be solved; empty if they can."""
+    module = maps[0].module
+    given = run.inputs[module]
+    if _is_router(maps[0], child, layer):
+        return "choosing a mixture's experts"
+    if run.repeated & {child, module}:
+        return "called more than once"
+    tokens = run.output.shape[:2]
+    if is_fused(layer.get_submodule(module)):
+        return "" if _tells_routes(given, len({m.expert for m in maps}), tokens.numel()) else NO_ROUTES
+    if not isinstance(given[0], torch.Tensor) or not isinstance(run.outputs[module], torch.Tensor):
+        return "in a module that does more than multiply"
+    # Features are [B, S, ...], or [B, 1, S, D] for one head of an attention.
+    all_tokens = given[0].ndim > 2 and given[0].squeeze(1).shape[:2] == tokens
+    return SOME_TOKENS if _is_numbered(module) and not all_tokens else ""
+
+
+def _never_called(module: str) -> str:
+    """Why the maps of a module that the layer does not call in a trace cannot be solved."""
+    return SOME_TOKENS if _is_numbered(module) else "not used by calling the module"
+
+
+def _is_numbered(module: str) -> bool:
+    """Whether a module may be one of a mixture's experts, which are given the features of some tokens."""
+    return any(part.isdigit() for part in module.split("."))
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:
@@ -145,13 +182,12 @@ def _empty_beside(group: MapGroup, trace: LayerRun) -> int | None:
     return len(rest) if len(group.maps) == 1 and same and not any(part is not None for part in rest) else None
 
 
-def _is_router(linear_map: LinearMap, layer: torch.nn.Module) -> bool:
+def _is_router(linear_map: LinearMap, child: str, layer: torch.nn.Module) -> bool:
     """Whether a map decides to which experts of a mixture a token goes: it has one row for each expert beside it."""
     if linear_map.expert is not None:
         return False
-    child = linear_map.module.partition(".")[0]
     rows = layer.state_dict()[linear_map.weight].shape[1 if linear_map.transposed else 0]
-    return rows in {len(stack) for name, stack in _stacks(layer).items() if name.partition(".")[0] == child}
+    return rows in {len(stack) for name, stack in _stacks(layer).items() if is_inside(name, {child})}
 
 
 def _stacks(layer: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -25,6 +25,7 @@ from mergekit_slta.errors import logger
 from mergekit_slta.featcal.groups import LayerMaps, MapGroup
 from mergekit_slta.featcal.regression import Change, NormalEquations
 from mergekit_slta.layers.calls import State, Weights
+from mergekit_slta.layers.children import is_inside
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import LinearMap, RoutedInputs, fused_hidden, routed_inputs
 from mergekit_slta.models.stacks import ExpertStack, stack_of
@@ -93,7 +94,8 @@ class Coverage:
         """Count the routed experts that the merged model and the task's expert choose for the same tokens."""
         count = len(self.tokens)
         self.tokens += merged.routes.flatten().bincount(minlength=count)[:count].cpu()
-        theirs, choices = ((given.tokens[:, None] * (count + 1) + given.routes).flatten() for given in (merged, own))
+        routes = 1 + int(max(merged.routes.max(), own.routes.max()))  # some may lead to no expert
+        theirs, choices = ((given.tokens[:, None] * routes + given.routes).flatten() for given in (merged, own))
         self.chosen[task] += torch.tensor([len(choices), int(torch.isin(choices, theirs).sum())])
 
     @property
@@ -200,7 +202,7 @@ class LayerSolver:
             inputs = self._inputs.pop(number).to(self.decoder.device)
             output = self.streams.kept(group.maps[0].apply(self.merged, inputs))
             done = self._outputs[MERGED, number]
-            for name in [name for name in done if _inside(name, {group.child})]:
+            for name in [name for name in done if is_inside(name, {group.child})]:
                 del done[name]
             done[group.child] = (output, *[None] * group.empty) if group.empty else output
 
@@ -251,7 +253,8 @@ class LayerSolver:
     def _solve_routed(self, group: MapGroup, progress: Progress) -> None:
         """Solve a mixture's experts one by one, each on the tokens that the merged model sends to it."""
         given: dict[int, tuple[RoutedInputs, torch.Tensor]] = {}
-        coverage = Coverage.empty(len(self.merged[group.maps[0].weight]), len(self.experts))
+        routed = sorted({m.expert for m in group.maps if m.expert is not None})
+        coverage = Coverage.empty(len(routed), len(self.experts))
         for number, batch in enumerate(self.streams.batches):
             own: Any = self._targets_of(group, number)[group.module]
             merged = self._routed(group, number, self._merged_inputs(group, number))
@@ -261,7 +264,7 @@ class LayerSolver:
         self._forget_targets(group)
         for name in {name for m in group.maps for name in (m.weight, m.bias) if name}:
             self._make_writable(name)
-        for index in sorted({m.expert for m in group.maps if m.expert is not None}):
+        for index in routed:
             first, down = (m for m in group.maps if m.expert == index)
             reaching = functools.partial(self._reaching, given, index)
             solved = self._solve_routed_map(first, reaching)
@@ -417,10 +420,10 @@ class LayerSolver:
         if passage.state:  # a child that is replayed later hands nothing on again
             self._handed[stream, number] |= tree_map(self._waiting, passage.state)
         finished = self._children & set(passage.outputs)
-        inside = {name for name in modules & set(passage.outputs) if not _inside(name, finished | closing)}
+        inside = {name for name in modules & set(passage.outputs) if not is_inside(name, finished | closing)}
         for name in finished | inside:
             done[name] = tree_map(self._waiting, passage.outputs[name])
-        for name in [name for name in done if name not in finished and _inside(name, finished)]:
+        for name in [name for name in done if name not in finished and is_inside(name, finished)]:
             del done[name]
         if passage.output is not None:
             self._final[stream, number] = self.streams.kept(passage.output)
@@ -452,7 +455,3 @@ def in_a_file(stack: ExpertStack, folder: Path) -> torch.Tensor:
     for expert in range(len(copy)):
         copy[expert] = stack[expert]
     return copy
-
-
-def _inside(module: str, children: set[str]) -> bool:
-    return module.partition(".")[0] in children

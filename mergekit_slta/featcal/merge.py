@@ -34,7 +34,7 @@ from mergekit_slta.engine.passes import Accumulator, Progress, Tensors, pass_lay
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams, Tasks, read_edges
 from mergekit_slta.errors import logger
-from mergekit_slta.featcal.groups import groups_by_layer, solved_in
+from mergekit_slta.featcal.groups import groups_by_layer, listed, solved_in
 from mergekit_slta.featcal.layer import EXPERT, MERGED, LayerSolver, Regression, in_a_file
 from mergekit_slta.featcal.regression import Change, NormalEquations
 from mergekit_slta.layers.blend import Blend
@@ -128,10 +128,9 @@ class _FeatureMerge(Accumulator[Tensors]):
             name for layer in range(len(self.decoder)) for name in self.decoder.layer_tensors(layer).values()
         )
         self.shared: dict[str, torch.Tensor | None] = {name: None for name, count in every.items() if count > 1}
-        for kept in dict.fromkeys(maps.kept for maps in self.maps if maps.kept):
+        for words, kept in {listed(maps.kept): maps.kept for maps in self.maps if maps.kept}.items():
             numbered = any(part.isdigit() for name in kept for part in name.split("."))  # most of a mixture's weights
-            level = logging.WARNING if numbered else logging.INFO
-            LOG.log(level, "Not solved, so they stay the anchor's: %s", ", ".join(kept))
+            LOG.log(logging.WARNING if numbered else logging.INFO, "Not solved, so they stay the anchor's: %s", words)
 
     def sources(self) -> list[Sequence[Source]]:
         """The streams of the merged model, of the experts, each with its own samples, and of the anchor."""

@@ -69,7 +69,7 @@ def _find_heads(decoder: Decoder, layer: int) -> Heads:
         raise _NoHeads("it mixes no tokens")
     others = [kind for kind in kinds.values() if "attention" not in kind.lower()]
     if others:
-        raise _NoHeads(f"it mixes tokens by {' and '.join(others)}, which has no heads")
+        raise _NoHeads(f"it mixes tokens by {' and '.join(others)}, which is not known to have heads")
     if len(kinds) > 1:
         raise _NoHeads("it has several attentions")
     (mixer,) = kinds

@@ -135,11 +135,12 @@ def _maps_of(path: str, module: torch.nn.Module) -> Iterator[LinearMap]:
     if is_fused(module):
         if not hasattr(module, "has_gate") and not (hasattr(module, "gate_up_proj") and hasattr(module, "act_fn")):
             return
+        # LongCat-Flash's last experts return their input: they have no down projection, and use no other map.
+        experts = len(module.get_parameter("down_proj"))
         for name in FUSED:
-            stacked = getattr(module, name, None)
             bias = f"{path}.{name}_bias" if hasattr(module, f"{name}_bias") else None
             transposed = _is_transposed(module)
-            for expert in range(len(stacked) if stacked is not None else 0):
+            for expert in range(experts if hasattr(module, name) else 0):
                 yield LinearMap(fused_map_part(path, expert, name), path, f"{path}.{name}", bias, transposed, expert)
         return
     weight = getattr(module, "weight", None)

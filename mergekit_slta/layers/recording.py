@@ -6,6 +6,7 @@ module's output, or end at a module's call.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from mergekit_slta.layers.calls import State, hidden_of
+from mergekit_slta.layers.children import children
 from mergekit_slta.layers.residual import INPUT, ResidualStream, Term, plain, sources
 
 # Of the largest number: by how much a token's features differ where a module has seen another token.
@@ -96,10 +98,12 @@ class LayerRun:
         if name == self.until:
             raise Reached
 
-    def run_inside(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_inside(
+        self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, child: str
+    ) -> Any:
         """Run a module below a child."""
         self.enter(name, args, kwargs)
-        if (child := name.partition(".")[0]) != self._running:
+        if child != self._running:
             self.opened.add(child)
         output = self.replay[name] if name in self.replay else forward(*args, **kwargs)
         if name in self.keep:
@@ -179,12 +183,13 @@ def watch(layer: torch.nn.Module, current: Callable[[], LayerRun | None]) -> Non
 
         module.forward = watched
 
-    for name, child in layer.named_children():
+    seen: set[torch.nn.Module] = set()
+    for path, child in children(layer).items():
         if not isinstance(child, torch.nn.Dropout):
-            report(name, child, LayerRun.run_child)
-    for name, module in layer.named_modules():
-        if "." in name and any(True for _ in module.parameters(recurse=False)):
-            report(name, module, LayerRun.run_inside)
+            report(path, child, LayerRun.run_child)
+        for name, module in child.named_modules(seen, path):
+            if name != path and any(True for _ in module.parameters(recurse=False)):
+                report(name, module, functools.partial(LayerRun.run_inside, child=path))
 
 
 def _as_made_by(child: str, output: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mergekit_slta.layers.calls import Weights, hidden_of
+from mergekit_slta.layers.children import child_of, is_inside
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.placeholders import random_numbers
 from mergekit_slta.layers.probe import explained, random_layer, token_mixers, trace
@@ -63,7 +64,7 @@ class LayerStructure:
         others = frozenset().union(*(self.only(other) for other in self.branches if other != branch))
         again = others & self.adding
         replay = {name: run.returned[name] for name in others - again if name in run.returned}
-        return {n: base[n] if n.partition(".")[0] in again else own for n, own in weights.items()}, replay
+        return {name: base[name] if is_inside(name, again) else own for name, own in weights.items()}, replay
 
     def features(self, branch: str, run: LayerRun) -> torch.Tensor:
         """The residual stream where a branch ends."""
@@ -86,7 +87,8 @@ def structure(decoder: Decoder, layer: int) -> LayerStructure | None:
 @torch.no_grad()
 def _structure(decoder: Decoder, layer: int) -> LayerStructure | None:
     run = trace(decoder, layer)
-    owners = frozenset(name.partition(".")[0] for name in decoder.layers[layer].state_dict())
+    module = decoder.layers[layer]
+    owners = frozenset(child_of(module, name) for name in module.state_dict())
     # What a child returned is known of one call only, and not where the layer calls the child's parts one by one.
     if (run.repeated | run.opened - run.reads.keys()) & owners:
         return None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mergekit_slta.layers.calls import LayerCall, Weights
+from mergekit_slta.layers.children import child_of, is_inside
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.heads import Heads, heads_of
 from mergekit_slta.layers.maps import LinearMap, MapDeltas, RoutedInputs, fused_hidden, linear_maps, routed_inputs
@@ -138,7 +139,8 @@ class LayerFeatures:
     @cached_property
     def changed_children(self) -> list[frozenset[str]]:
         """For each expert, the layer's children, and tensors of its own, that differ from the base model's."""
-        return [_changed_children(self.weights[0], own) for own in self.weights[1:]]
+        layer = self.decoder.layers[self.layer]
+        return [_changed_children(layer, self.weights[0], own) for own in self.weights[1:]]
 
     @property
     def runs(self) -> list[str]:
@@ -184,7 +186,7 @@ class LayerFeatures:
             held, others = self.structure.alone(branch, weights, self.weights[0], base)
             resting = self.structure.adding - self.structure.branches[branch]  # they have the base model's weights
             given = known.get(branch, known.get(WHOLE, {}))
-            replay: dict[str, Any] = {m: given[m] for m in given if m.partition(".")[0] not in resting} | others
+            replay: dict[str, Any] = {m: given[m] for m in given if not is_inside(m, resting)} | others
             if branch == "attn" and whole is not None:  # attention has the same input in both runs
                 only = self.structure.only(branch) - self.structure.adding
                 replay |= {name: whole.returned[name] for name in only if name in whole.returned}
@@ -233,12 +235,11 @@ class LayerFeatures:
         return fused_hidden(module, first.apply(self.weights[0], inputs))
 
 
-def _changed_children(base: Weights, expert: Weights) -> frozenset[str]:
+def _changed_children(layer: torch.nn.Module, base: Weights, expert: Weights) -> frozenset[str]:
     found: set[str] = set()
     for name, tensor in expert.items():
-        child = name.partition(".")[0]
-        if child not in found and not torch.equal(tensor, base[name]):
-            found.add(child)
+        if not is_inside(name, found) and not torch.equal(tensor, base[name]):
+            found.add(child_of(layer, name))
     return frozenset(found)
 
 

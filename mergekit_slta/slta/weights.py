@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from mergekit_slta.errors import SltaError
+from mergekit_slta.layers.children import is_inside
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.heads import Heads, heads_of
 from mergekit_slta.layers.maps import linear_maps
@@ -93,8 +94,7 @@ class TensorWeights:
         """The branches that a tensor serves."""
         split = structure(self.decoder, layer)
         assert split is not None
-        child = inside.partition(".")[0]
-        branches = [branch for branch, children in split.branches.items() if child in children]
+        branches = [branch for branch, children in split.branches.items() if is_inside(inside, children)]
         if not branches:
             raise SltaError(f"The tensor {inside} of layer {layer} feeds neither of its branches: use 'level: layer'.")
         return branches
@@ -141,14 +141,15 @@ class TensorWeights:
         alpha = torch.stack([torch.where(own.measured, own.alpha, mean) for own in found])  # [1 or mixture, T]
         if maps[0].expert is None:
             return alpha[0]
+        stack = self.decoder.layers[layer].state_dict()[inside]
+        alpha = torch.cat([alpha, mean.expand(len(stack) - len(alpha), -1)])  # of experts that multiply by nothing
         if mixture_expert is not None:
             return alpha[mixture_expert]
-        dimensions = self.decoder.layers[layer].state_dict()[inside].ndim
-        return alpha.T.reshape(*alpha.T.shape, *[1] * (dimensions - 1))
+        return alpha.T.reshape(*alpha.T.shape, *[1] * (stack.ndim - 1))
 
     def _mean(self, layer: int, children: frozenset[str] | None) -> torch.Tensor:
         """Each expert's mean weight over the maps of a branch, or of the layer, whose outputs it changes; or zero."""
-        names = [m.name for m in self._maps[layer] if children is None or m.module.partition(".")[0] in children]
+        names = [m.name for m in self._maps[layer] if children is None or is_inside(m.module, children)]
         if not names:  # a branch without maps
             names = [m.name for m in self._maps[layer]]
         found = [self.solutions[submodule_name(layer, name)] for name in names]

@@ -104,13 +104,12 @@ def stretched(architecture: str, rope_type: str) -> transformers.PretrainedConfi
     return families.config_of(architecture, **changes)
 
 
-# ALiBi stands for positions, GraniteMoeHybrid has none unless told so, Phi-3 knows longrope alone, the layers of
-# Gemma 3n are not run.
+# ALiBi stands for positions, GraniteMoeHybrid has none unless told so, Phi-3 knows longrope alone.
 ROTARY = [
     name
     for name in (*families.ARCHITECTURES, *families.UNSPLIT)
     if getattr(families.config_of(name), "rope_parameters", None)
-    and not name.startswith(("falcon_alibi", "granite_", "phi3", "gemma3n"))
+    and not name.startswith(("falcon_alibi", "granite_", "phi3"))
 ]
 
 

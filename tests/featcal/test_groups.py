@@ -10,7 +10,8 @@ import torch
 import transformers
 from support import families
 
-from mergekit_slta.featcal.groups import MapGroup, find_groups, groups_by_layer, solved_in
+from mergekit_slta.featcal.groups import MapGroup, find_groups, groups_by_layer, listed, solved_in
+from mergekit_slta.layers.children import child_of, is_inside
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import LinearMap, is_fused, linear_maps
 
@@ -25,7 +26,10 @@ MIXTURE = (*ATTENTION, "mlp.experts")
 GRANITE_MAMBA = ("mamba.in_proj", "mamba.out_proj")
 GRANITE_SHARED = ("shared_mlp.input_linear", "shared_mlp.output_linear")
 LATENT = ("self_attn.q_a_proj", "self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa", "self_attn.kv_b_proj")
+LONGCAT_ATTENTION = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 INDEXER = ("self_attn.indexer.wq_b", "self_attn.indexer.wk/indexer.weights_proj")
+ALTUP = ("altup.prediction_coefs", "laurel.linear_left", "laurel.linear_right")
+CORRECTION = ("altup.correction_coefs", "per_layer_input_gate", "per_layer_projection")
 SHARED_MIXTURE = (
     "mlp.experts", "mlp.shared_experts.gate_proj/shared_experts.up_proj", "mlp.shared_experts.down_proj",
 )  # fmt: skip
@@ -113,10 +117,20 @@ GROUPS: dict[str, Names | list[Names]] = {
         ),
         GRANITE_MAMBA,
     ],
+    "longcat_flash": (
+        *(f"self_attn.0.{name}" for name in LONGCAT_ATTENTION),
+        "mlp.experts", "mlps.0.gate_proj/up_proj", "mlps.0.down_proj",
+        *(f"self_attn.1.{name}" for name in LONGCAT_ATTENTION),
+        "mlps.1.gate_proj/up_proj", "mlps.1.down_proj",
+    ),
     "glm_moe_dsa": [
         (*LATENT, *INDEXER, "self_attn.o_proj", *GATED),
         (*LATENT, "self_attn.o_proj", *SHARED_MIXTURE),
         (*LATENT, *INDEXER, "self_attn.o_proj", *SHARED_MIXTURE),
+    ],
+    "gemma3n": [
+        *[(*ALTUP, *LLAMA, *CORRECTION)] * 2,
+        *[(*ALTUP, "self_attn.q_proj", *LLAMA[1:], *CORRECTION)] * 2,
     ],
     "gemma4": [
         *[(*LLAMA, "per_layer_input_gate", "per_layer_projection")] * 2,
@@ -131,6 +145,8 @@ KEPT = {
     "zamba2": {f"shared_transformer.feed_forward.gate_up_proj_adapter_list.1.{part}" for part in (0, 1)},
     "zaya": {"self_attn.qkv_proj.v_proj_delayed"},  # called again for the token before the first
     "gpt_oss": {"mlp.router"},
+    "longcat_flash": {"mlp.router.classifier"},  # never called: the router uses its weight itself
+    "gemma3n": {"altup.modality_router"},  # called twice
     "jamba_dense": {"mamba.dt_proj"},  # never called: the mixer uses its weights itself
     "mamba": {"mixer.dt_proj"},
     "granite_moe_hybrid": {"block_sparse_moe.router"},
@@ -141,8 +157,7 @@ skeleton = functools.cache(families.skeleton)
 
 
 def test_every_decoder_is_in_the_table() -> None:
-    """But for Gemma 3n, whose layers carry several hidden states of each token."""
-    assert set(families.ARCHITECTURES | families.UNSPLIT) - set(GROUPS) == {"gemma3n"}
+    assert set(families.ARCHITECTURES | families.UNSPLIT) == set(GROUPS)
 
 
 @pytest.mark.parametrize("architecture", GROUPS)
@@ -226,7 +241,10 @@ def test_a_mixtures_experts_and_router_that_are_modules_of_their_own_are_kept(mo
     found = find_groups(Decoder(families.config_of("llama", architectures=["LlamaForCausalLM"])), 0)
     assert tuple(map(str, found.groups)) == ATTENTION
     experts = {f"mlp.experts.{expert}.{part}" for expert in (0, 1) for part in (0, 1)}
-    assert set(found.kept) == experts | {"mlp.gate"}
+    assert found.kept == {
+        "mlp.gate": "in a module that does more than multiply",
+        **dict.fromkeys(experts, "in a module that is given some of the tokens only"),
+    }
 
 
 @pytest.mark.parametrize("architecture", GROUPS)
@@ -248,7 +266,9 @@ def test_a_group_is_entered_by_its_first_module_and_has_one_input(architecture: 
     for layer in range(families.LAYERS):
         for group in find_groups(decoder, layer).groups:
             assert group.module == group.modules[0]
-            assert {module.partition(".")[0] for module in group.modules} == {group.child}
+            assert all(is_inside(module, {group.child}) for module in group.modules)
+            # Gemma 3n's layers call the maps of AltUp one by one.
+            assert group.child in (child_of(decoder.layers[layer], group.module), group.module)
             assert group.fused == is_fused(decoder.layers[layer].get_submodule(group.module))
             assert group.fused or len({in_features(decoder, layer, m) for m in group.maps}) == 1
 
@@ -257,6 +277,18 @@ def test_routed_experts_are_one_group_with_two_maps_each() -> None:
     group = find_groups(skeleton("mixtral"), 0).groups[-1]
     names = [f"mlp.experts.{expert}.{name}" for expert in range(4) for name in ("gate_up_proj", "down_proj")]
     assert sorted(m.name for m in group.maps) == sorted(names)
+
+
+def test_experts_that_return_their_input_have_no_maps() -> None:
+    decoder = skeleton("longcat_flash")
+    group = next(group for group in find_groups(decoder, 0).groups if group.fused)
+    assert len(decoder.layers[0].get_parameter("mlp.experts.gate_up_proj")) == 6
+    assert {m.expert for m in group.maps} == {0, 1, 2, 3}
+
+
+def test_maps_that_are_used_in_other_ways_than_one_call_are_kept_and_the_reason_is_named() -> None:
+    assert find_groups(skeleton("gemma3n"), 0).kept == {"altup.modality_router": "called more than once"}
+    assert find_groups(skeleton("mamba"), 0).kept == {"mixer.dt_proj": "not used by calling the module"}
 
 
 def test_maps_of_equal_sizes_that_are_given_different_tensors_stay_apart() -> None:
@@ -284,8 +316,11 @@ def test_a_mixture_of_another_layout_keeps_its_experts_and_its_router() -> None:
     )  # fmt: skip
     found = find_groups(Decoder(config), 0)
     assert [str(group) for group in found.groups] == ["self_attention.kv_proj"]
-    assert set(found.kept) == {
-        f"{mixture}.{name}"
-        for mixture in ("self_attention.experts", "mlp")
-        for name in ("router.layer", "input_linear.weight", "output_linear.weight")
-    }
+    routers, stacks = (
+        [f"{mixture}.{name}" for mixture in ("mlp", "self_attention.experts") for name in names]
+        for names in (["router.layer"], ["input_linear.weight", "output_linear.weight"])
+    )
+    assert listed(found.kept) == (
+        f"{', '.join(sorted(routers))} (choosing a mixture's experts); "
+        f"{', '.join(stacks)} (in a module that is not given the experts of each token)"
+    )

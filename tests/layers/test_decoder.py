@@ -98,16 +98,14 @@ def test_layer_by_layer_equals_the_models_own_forward_pass(architecture: str) ->
             assert torch.allclose(found, model(ids[:1, : LENGTHS[0]]).logits, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    "architecture", [name for name in (*families.ARCHITECTURES, *families.UNSPLIT) if name != "gemma3n"]
-)
+@pytest.mark.parametrize("architecture", [*families.ARCHITECTURES, *families.UNSPLIT])
 def test_samples_are_padded_unless_it_matters(architecture: str) -> None:
     """Rotary embeddings that depend on the length matter beyond the original context only.
 
     MiniMax's checkpoints hold its causal mask, so that random weights do not show that it is causal.
     """
     decoder = families.skeleton(architecture)
-    handing_on = architecture in ("gemma4", "zaya", "glm_moe_dsa", "minimax")
+    handing_on = architecture in ("gemma3n", "gemma4", "zaya", "glm_moe_dsa", "minimax")
     long = architecture in ("llama_dynamic", "phi3_longrope")
     assert padding_matters(decoder, (3, 20, 60)) == (handing_on or long)
     assert padding_matters(decoder, (3, 5, 8)) == handing_on

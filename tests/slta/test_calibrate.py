@@ -17,6 +17,7 @@ from support.families import LAYERS, Family
 from support.gram_difference import gram_difference, largest_difference
 
 from mergekit_slta.errors import SltaError
+from mergekit_slta.layers.children import children
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.slta import features
 from mergekit_slta.slta.calibrate import calibrate
@@ -286,7 +287,7 @@ def test_layers_and_branches_that_an_expert_leaves_as_they_are_do_not_run_for_it
         return found, counted[0]
 
     grams, fewer = measured()
-    monkeypatch.setattr(features, "_changed_children", lambda base, expert: {name.partition(".")[0] for name in base})
+    monkeypatch.setattr(features, "_changed_children", lambda layer, base, expert: set(children(layer)))
     expected, all_runs = measured()
     batches = 2
     assert fewer == batches * (LAYERS + 2 * runs)  # the base model's, and both experts' in the last layer

@@ -489,7 +489,7 @@ def test_a_coarser_level_is_written_down_with_the_reason_and_kept(
     make_family: MakeFamily, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     family, path = make_family("lfm2"), tmp_path / "stats.safetensors"
-    reason = "it mixes tokens by Lfm2ShortConv, which has no heads"
+    reason = "it mixes tokens by Lfm2ShortConv, which is not known to have heads"
     fallback = Fallback("head_mlp", "attn_mlp", (0, 2), "Lfm2DecoderLayer", reason)
     sentence = f"Level head_mlp falls back to level attn_mlp in layers 0, 2 (Lfm2DecoderLayer): {reason}."
     assert measured(recipe(family), path, "attn_mlp").info.fallbacks == ()

@@ -234,6 +234,14 @@ UNSPLIT: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "num_mem_blocks": 1}
         | {"mamba_d_state": 8, "n_mamba_heads": 8, "chunk_size": 8, "adapter_rank": 4, "use_mem_rope": True},
     ),
+    # Two attentions and two MLPs in lists, a mixture beside them, some of whose experts return their input.
+    "longcat_flash": (
+        "LongcatFlashConfig",
+        {name: value for name, value in _SMALL.items() if name not in ("num_hidden_layers", "intermediate_size")}
+        | {"num_layers": LAYERS, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 12, "moe_topk": 2}
+        | {"n_routed_experts": 4, "zero_expert_num": 2, "q_lora_rank": 12, "kv_lora_rank": 16}
+        | {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "head_dim": 8, "v_head_dim": 8},
+    ),
     "zaya": (
         "ZayaConfig",
         _GROUPED | {"head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16, "router_hidden_size": 16},
@@ -252,7 +260,7 @@ UNSPLIT: dict[str, tuple[str, dict[str, Any]]] = {
         _GROUPED
         | {"head_dim": 8, "num_hidden_layers": 4, "intermediate_size": [48] * 4, "altup_num_inputs": 2}
         | {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8, "laurel_rank": 4}
-        | {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0] * 4}
+        | {"num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0]}
         | {"layer_types": ["sliding_attention", "full_attention"] * 2},
     ),
 }

@@ -46,6 +46,24 @@ GROUPS: dict[str, Groups] = {
         ("feed_forward.shared_expert.gate_proj", "feed_forward.shared_expert.up_proj"),
         ("feed_forward.shared_expert.down_proj",),
     ),
+    "longcat_flash": tuple(
+        group
+        for half in (0, 1)
+        for group in (
+            *_in(
+                f"self_attn.{half}", ("q_a_proj",), ("q_b_proj",), ("kv_a_proj_with_mqa",), ("kv_b_proj",), ("o_proj",)
+            ),
+            *_in(f"mlps.{half}", ("gate_proj", "up_proj"), ("down_proj",)),
+        )
+    ),
+    "gemma3n": (
+        *_in("altup", ("prediction_coefs",)),
+        *_in("laurel", ("linear_left",), ("linear_right",)),
+        *_LLAMA,
+        *_in("altup", ("correction_coefs",)),
+        ("per_layer_input_gate",),
+        ("per_layer_projection",),
+    ),
     # The adapters are those of the first and of the second layer that shares the transformer.
     "zamba2": (
         *_in("shared_transformer.self_attn", ("q_proj", "k_proj", "v_proj"), ("o_proj",)),
@@ -269,7 +287,7 @@ class Solver:
         streams = self.streams(paths)
         module: Any = self.merged.get_submodule(path)
         owners: list[Any] = [expert.get_submodule(path) for expert in self.experts]
-        for routed in range(len(module.gate_up_proj)):
+        for routed in range(len(module.down_proj)):
             tasks = []
             for owner, (merged, own) in zip(owners, streams, strict=True):
                 tasks.append(
@@ -320,7 +338,8 @@ def reaching(routed: int, merged: Sequence[Tensor], own: Sequence[Tensor]) -> tu
 def routed_map(module: Any, name: str, routed: int) -> Tensor:
     """A map of a routed expert as a view [out, in]."""
     weight: Tensor = module.get_parameter(name)[routed]
-    return weight.T if getattr(module, "is_transposed", True) else weight
+    first, down = module.gate_up_proj, module.down_proj
+    return weight.T if getattr(module, "is_transposed", first.shape[1] == down.shape[2]) else weight
 
 
 def gated(activation: Callable[[Tensor], Tensor], weight: Tensor) -> Callable[[Tensor], Tensor]:

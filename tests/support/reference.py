@@ -185,6 +185,16 @@ SPLITS: dict[str, Split] = {
         replayed=True,
         adding=("mamba_decoder",),
     ),
+    # The first attention alone is told from the rest of the layer.
+    "longcat_flash": Split(
+        attn=("input_layernorm.0", "self_attn.0"),
+        mlp=(
+            *("post_attention_layernorm.0", "mlp", "mlps.0", "input_layernorm.1", "self_attn.1"),
+            *("post_attention_layernorm.1", "mlps.1"),
+        ),
+        output="",
+        replayed=True,
+    ),
     "zaya": Split(
         attn=("input_layernorm", "self_attn", "post_attention_residual_scale"),
         mlp=("post_attention_layernorm", "mlp", "post_mlp_residual_scale"),
@@ -473,6 +483,20 @@ def mlp_features(layers: Layers, call: Call, split: Split, config: Any) -> Featu
     yield ".mlp", contributions
 
 
+def children_of(layer: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The layer's children by name; each one of a list of them."""
+    for name, child in layer.named_children():
+        if isinstance(child, torch.nn.ModuleList):
+            yield from ((f"{name}.{number}", part) for number, part in enumerate(child))
+        else:
+            yield name, child
+
+
+def serves(inside: str, children: Sequence[str]) -> bool:
+    """Whether a tensor or module of the layer is one of some children, or in one."""
+    return any(f"{inside}.".startswith(f"{child}.") for child in children)
+
+
 @contextlib.contextmanager
 def recorded_outputs(layer: torch.nn.Module) -> Iterator[dict[str, Any]]:
     """Record what the layer's children return."""
@@ -484,7 +508,7 @@ def recorded_outputs(layer: torch.nn.Module) -> Iterator[dict[str, Any]]:
 
     hooks = [
         child.register_forward_hook(lambda module, args, output, name=name: record(name, output))
-        for name, child in layer.named_children()
+        for name, child in children_of(layer)
     ]
     yield outputs
     for hook in hooks:
@@ -504,7 +528,7 @@ def replayed(layer: torch.nn.Module, outputs: Mapping[str, Any]) -> Iterator[Non
 
     hooks = [
         child.register_forward_hook(lambda module, args, output, name=name: given(outputs[name]))
-        for name, child in layer.named_children()
+        for name, child in children_of(layer)
         if name in outputs
     ]
     yield
@@ -611,21 +635,24 @@ def expert_features(
     Llama 4's experts are given all tokens, scaled, with zeros in place of those that are sent elsewhere.
     """
     base: Any = modules[0]
-    for expert in range(len(base.gate_up_proj)):
+    for expert in range(len(base.down_proj)):
         if chosen is None:
-            read = hidden.view(len(base.gate_up_proj), -1, hidden.shape[-1])[expert]
-            gate, up = fused_map(base, "gate_up_proj", expert, read).chunk(2, -1)
-            middle = base.act_fn(gate) * up
+            read = hidden.view(len(base.down_proj), -1, hidden.shape[-1])[expert]
         else:
             read = hidden.reshape(-1, hidden.shape[-1])[(chosen == expert).any(-1).flatten()]
-            middle = base._apply_gate(fused_map(base, "gate_up_proj", expert, read))
+        middle = fused_map(base, "gate_up_proj", expert, read)
+        if hasattr(base, "_apply_gate"):
+            middle = base._apply_gate(middle)
+        else:
+            gate, up = middle.chunk(2, -1)
+            middle = base.act_fn(gate) * up
         for part, inputs in (("gate_up_proj", read), ("down_proj", middle)):
             yield f".{name}.{expert}.{part}", [fused_map(module, part, expert, inputs) for module in modules]
 
 
 def fused_map(module: Any, part: str, expert: int, read: torch.Tensor) -> torch.Tensor:
     weight, bias = getattr(module, part)[expert], getattr(module, f"{part}_bias", None)
-    output = read @ (weight if getattr(module, "is_transposed", True) else weight.T)
+    output = read @ (weight if getattr(module, "is_transposed", len(weight) == read.shape[-1]) else weight.T)
     return output if bias is None else output + bias[expert]
 
 
@@ -768,7 +795,7 @@ def tensor_weights(
     layer = model.get_submodule(split.layers)[int(index)]
     if level == "linear":
         return map_weights(inside, tensor, layer, here, split)
-    branches = [branch for branch in ("attn", "mlp") if inside.partition(".")[0] in getattr(split, branch)]
+    branches = [branch for branch in ("attn", "mlp") if serves(inside, getattr(split, branch))]
     if level == "attn_mlp":
         return torch.stack([here[branch] for branch in branches if branch in here]).mean(0)
     own_heads = [value for key, value in here.items() if key.startswith("head.")]
@@ -792,14 +819,15 @@ def map_weights(
         return alpha[owner]
     means = []
     for branch in ("attn", "mlp"):
-        if inside.partition(".")[0] in getattr(split, branch):
-            maps = [value for key, value in alpha.items() if key.partition(".")[0] in getattr(split, branch)]
+        if serves(inside, getattr(split, branch)):
+            maps = [value for key, value in alpha.items() if serves(key, getattr(split, branch))]
             means.append(torch.stack([value for value in maps if value.any()] or maps).mean(0))
     mean = torch.stack(means).mean(0)
     part = leaf.removesuffix("_bias")
     if owner in alpha or f"{owner}.0.{part}" not in alpha:
         return mean
-    own = torch.stack([alpha[f"{owner}.{expert}.{part}"] for expert in range(len(tensor))])
+    nothing = torch.zeros_like(mean)  # for experts that return their input
+    own = torch.stack([alpha.get(f"{owner}.{expert}.{part}", nothing) for expert in range(len(tensor))])
     rows = torch.where(own.any(1, keepdim=True), own, mean)
     return rows.reshape(len(tensor), *[1] * (tensor.ndim - 1), -1)
 
