@@ -19,6 +19,7 @@ from support.linearity_values import assert_same
 from support.separate_device import separate_device
 
 from mergekit_slta.errors import SltaError
+from mergekit_slta.featcal.layer import Regression
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.ends import embed
 from mergekit_slta.layers.structure import structure
@@ -68,6 +69,14 @@ def test_calibration_and_feature_merge(name: str, make_family: MakeFamily, tmp_p
     expected = results("cpu", tmp_path / "host")
     with separate_device() as device:
         assert_close(results(device, tmp_path / "device"), expected)
+
+
+def test_a_feature_merge_of_few_tokens_that_searches_the_ridge(make_family: MakeFamily, tmp_path: Path) -> None:
+    family = make_family("llama", records=2, longest=8)
+    families.feature_merge(family, tmp_path / "host", regression=Regression())
+    with separate_device() as device:
+        families.feature_merge(family, tmp_path / "device", device=device, regression=Regression())
+    assert_close(families.solved_tensors(tmp_path / "device"), families.solved_tensors(tmp_path / "host"))
 
 
 def test_the_next_layer_is_read_by_another_thread_while_a_layer_is_used(

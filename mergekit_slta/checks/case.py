@@ -112,7 +112,8 @@ class Case:
         drawn = sum(len(ids) for data in self.samples.values() for ids in data.token_ids)
         tokens = drawn + settings.samples * settings.max_tokens * (len(experts) - len(self.samples))
         asked = settings.head, bool(settings.report), settings.ridge == "auto", settings.anchor == "actmat"
-        found: Needs | SltaError = attempt(needs, self.decoder, len(experts), tokens, *asked)
+        processes = self.experiment.ranks.count
+        found: Needs | SltaError = attempt(needs, self.decoder, len(experts), tokens, *asked, processes)
         return found
 
     @cached_property

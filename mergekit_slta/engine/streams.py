@@ -185,6 +185,11 @@ class Streams:
         """How many samples this process has."""
         return sum(len(batch.rows) for batch in self.batches)
 
+    @property
+    def tokens(self) -> int:
+        """How many tokens this process has, without those of the padding."""
+        return sum(sum(batch.lengths) for batch in self.batches)
+
     def batches_of(self, task: int) -> Iterator[tuple[int, Batch]]:
         """This process's batches of one task, with their numbers."""
         return ((number, batch) for number, batch in enumerate(self.batches) if batch.task == task)

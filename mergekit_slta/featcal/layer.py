@@ -22,6 +22,7 @@ from mergekit_slta.engine.passes import Progress
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Streams, mapped
 from mergekit_slta.errors import logger
+from mergekit_slta.featcal.few_tokens import TokenEquations, equations_for
 from mergekit_slta.featcal.groups import LayerMaps, MapGroup
 from mergekit_slta.featcal.regression import Change, NormalEquations
 from mergekit_slta.layers.calls import State, Weights
@@ -178,7 +179,7 @@ class LayerSolver:
     # Maps with one input
 
     def _solve_shared(self, group: MapGroup, progress: Progress) -> None:
-        equations = self._equations(group.maps)
+        equations = self._equations(group.maps, self.streams.tokens)
         for task, expert in enumerate(self.experts):
             for number, batch in self.streams.batches_of(task):
                 targets = self._targets_of(group, number)
@@ -221,15 +222,16 @@ class LayerSolver:
             part.addmm_(inputs, linear_map.matrix(self.merged).T, alpha=-1)
             start += len(matrix)
 
-    def _equations(self, maps: Sequence[LinearMap]) -> NormalEquations:
+    def _equations(self, maps: Sequence[LinearMap], tokens: int) -> NormalEquations | TokenEquations:
         sizes = [linear_map.matrix(self.merged).shape for linear_map in maps]
-        return NormalEquations(
+        return equations_for(
             sizes[0][1],
             sum(rows for rows, _ in sizes),
             self.regression.ridge,
             self.decoder.device,
+            tokens=tokens,
+            ranks=self.ranks,
             prior=self._prior(maps) if self.regression.by_tasks else None,
-            reduce=self.ranks.sum,
         )
 
     def _prior(self, maps: Sequence[LinearMap]) -> torch.Tensor | None:
@@ -267,8 +269,9 @@ class LayerSolver:
         for index in routed:
             first, down = (m for m in group.maps if m.expert == index)
             reaching = functools.partial(self._reaching, given, index)
-            solved = self._solve_routed_map(first, reaching)
-            solved &= self._solve_routed_map(down, functools.partial(self._hidden, first, reaching))
+            tokens = sum(int((merged.routes == index).any(-1).sum()) for merged, _ in given.values())
+            solved = self._solve_routed_map(first, reaching, tokens)
+            solved &= self._solve_routed_map(down, functools.partial(self._hidden, first, reaching), tokens)
             coverage.solved[index] = solved
         self.ranks.sum(coverage.tokens)
         self.ranks.sum(coverage.chosen)
@@ -297,9 +300,11 @@ class LayerSolver:
                 self._make_writable(name)
         return {**self.merged, **self.stacks}
 
-    def _solve_routed_map(self, linear_map: LinearMap, inputs_of: Callable[[int], Iterator[Inputs]]) -> bool:
-        """Solve one map from its inputs by task; returns whether it is solved, rather than the anchor's."""
-        equations, columns = self._equations([linear_map]), linear_map.matrix(self.merged).shape[1]
+    def _solve_routed_map(
+        self, linear_map: LinearMap, inputs_of: Callable[[int], Iterator[Inputs]], tokens: int
+    ) -> bool:
+        """Solve one map from this process's tokens by task; returns whether it is solved, rather than the anchor's."""
+        equations, columns = self._equations([linear_map], tokens), linear_map.matrix(self.merged).shape[1]
         for task, expert in enumerate(self.experts):
             for merged, own, samples, weights in inputs_of(task):
                 matrix = linear_map.matrix(expert)

@@ -19,6 +19,8 @@ The error has one minimum in all but rare cases, so the search goes from the mid
 few random combinations of the outputs, so that only these have sums for each half: those of inputs and outputs, the
 larger ones, are of all samples.
 
+Where a map has more inputs than tokens, and no prior, ``few_tokens.py`` solves the same in a smaller system.
+
 The sums are of float64 products: where inputs are rank-deficient or ill-conditioned and the ridge is small, rounding
 float32 products makes up as much as 1e-4 of the solution.
 """
@@ -111,13 +113,11 @@ class NormalEquations:
             return torch.zeros(shape, dtype=torch.float64, device=device)
 
         halves = range(2 if ridge is None else 1)
-        draw = torch.Generator().manual_seed(0)
-        combinations = torch.randn(outputs, PREDICTED if ridge is None else 0, generator=draw, dtype=torch.float64)
-        self._combinations = combinations.to(device)
+        self._combinations = random_combinations(outputs, PREDICTED if ridge is None else 0).to(device)
         # Of all tasks, and of the current one before it has a weight. By half: the inputs' moments, their products with
         # the combined residuals, mass and tokens. Of all samples: inputs with residuals, inputs, residuals.
         self._halves, self._task_halves = (
-            [[zeros(inputs, inputs), zeros(inputs, combinations.shape[1]), zeros(), zeros()] for _ in halves]
+            [[zeros(inputs, inputs), zeros(inputs, self._combinations.shape[1]), zeros(), zeros()] for _ in halves]
             for _ in range(2)
         )
         self._whole, self._task_whole = ([zeros(inputs, outputs), zeros(inputs), zeros(outputs)] for _ in range(2))
@@ -157,7 +157,7 @@ class NormalEquations:
         mass, tokens = masses.sum(), counts.sum()
         self._halved &= bool(counts.all() or not tokens)
         moments = [half[0] for half in self._task_halves]
-        norm = gram_norm(moments, _not_decisive(torch.stack([half.diagonal() for half in moments]).sum(0)))
+        norm = gram_norm(moments, not_decisive(torch.stack([half.diagonal() for half in moments]).sum(0)))
         weight = torch.where(norm > 0, 1 / norm, 0.0)  # a task none of whose tokens came here has no say
         for total, part in zip([*self._whole, *itertools.chain(*self._halves)], own, strict=True):
             total.addcmul_(part, weight)
@@ -173,15 +173,11 @@ class NormalEquations:
         moments, cross, input_sum, residual_sum = self._halves[0][0], *self._whole
         if len(self._halves) > 1:
             moments += self._halves.pop()[0]
-        masses = torch.stack(self._masses)
-        mass = masses.sum().clamp_min(torch.finfo(torch.float64).tiny)
-        matrix, used, enlarged = torch.zeros_like(cross.T), None, False
-        for factor in LARGER_RIDGES:
-            solution = self._solution(moments, cross, ridge=ridge * factor)
-            if solution is not None:
-                matrix, used, enlarged = solution.T, ridge * factor, factor > 1
-                break
-        return Change(matrix, (residual_sum - matrix @ input_sum) / mass, masses / mass, used, enlarged)
+
+        def solution_of(ridge: float) -> torch.Tensor | None:
+            return self._solution(moments, cross, ridge=ridge)
+
+        return first_change(solution_of, ridge, input_sum, residual_sum, torch.stack(self._masses))
 
     def _best_ridge(self) -> float:
         """The ridge that predicts each half of the samples best from the other."""
@@ -190,28 +186,22 @@ class NormalEquations:
         for moments, *_ in self._halves:
             mirror(moments)
 
-        @functools.cache
-        def error(place: int) -> float:
+        def error(ridge: float) -> float:
             found = 0.0
             for (moments, cross, *_), (other_moments, other_cross, *_) in itertools.permutations(self._halves):
-                solution = self._solution(moments, cross, ridge=RIDGES[place])
+                solution = self._solution(moments, cross, ridge=ridge)
                 if solution is None:
                     return torch.inf
                 # But for the sum of the squared residuals, which is the same for every ridge.
                 found += float((solution * (other_moments @ solution - 2 * other_cross)).sum())
             return found
 
-        place, lowest = -1, len(RIDGES) // 2
-        while lowest != place:
-            place = lowest
-            lowest = min((near for near in (place, place - 1, place + 1) if 0 <= near < len(RIDGES)), key=error)
-        return RIDGES[place]
+        return lowest_ridge(error)
 
     def _solution(self, moments: torch.Tensor, cross: torch.Tensor, *, ridge: float) -> torch.Tensor | None:
         """D transposed [d_in, d_out], or None where the equations are singular or not finite."""
         diagonal = moments.diagonal().clone()
-        mean = diagonal.mean()
-        penalty = diagonal if mean > MASSIVE * diagonal.median() else mean.expand_as(diagonal)
+        penalty = penalties(diagonal)
         if self._prior is None:
             system, whole = moments.clone(), diagonal + ridge * penalty
         else:
@@ -221,15 +211,72 @@ class NormalEquations:
         scale = whole.rsqrt()  # to a unit diagonal, so that no dimension's unit matters
         scale[whole == 0] = 0  # the change of a dimension that is always zero is zero
         system.mul_(scale[:, None]).mul_(scale).diagonal().fill_(1.0)
-        failed = torch.empty((), dtype=torch.int32, device=system.device)
-        torch.linalg.cholesky_ex(system, upper=True, out=(system, failed))  # reads what is on and above the diagonal
-        if int(failed):
-            return None
-        solution = torch.cholesky_solve(cross * scale[:, None], system, upper=True).mul_(scale[:, None])
-        return solution if bool(torch.isfinite(solution).all()) else None
+        solution = solve_positive(system, cross * scale[:, None])
+        return None if solution is None else solution.mul_(scale[:, None])
 
 
-def _not_decisive(diagonal: torch.Tensor) -> torch.Tensor:
+def random_combinations(outputs: int, count: int) -> torch.Tensor:
+    """Random combinations [d_out, count] of the outputs, the same ones at every call."""
+    draw = torch.Generator().manual_seed(0)
+    return torch.randn(outputs, count, generator=draw, dtype=torch.float64)
+
+
+def not_decisive(diagonal: torch.Tensor) -> torch.Tensor:
     """Which dimensions would not decide the norm of moments with this diagonal alone."""
     used = diagonal[diagonal > 0]
     return diagonal <= DECISIVE * used.quantile(0.9) if len(used) else torch.ones_like(diagonal, dtype=torch.bool)
+
+
+def penalties(diagonal: torch.Tensor) -> torch.Tensor:
+    """How much K holds each dimension of the input [d_in], from the diagonal of A."""
+    mean = diagonal.mean()
+    return diagonal if mean > MASSIVE * diagonal.median() else mean.expand_as(diagonal)
+
+
+def solve_positive(system: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
+    """The inverse of ``system`` times ``right``, or None where it is singular or something is not finite.
+
+    Only what is on and above the diagonal of ``system`` is read, and it is used up.
+    """
+    failed = torch.empty((), dtype=torch.int32, device=system.device)
+    torch.linalg.cholesky_ex(system, upper=True, out=(system, failed))
+    if int(failed):
+        return None
+    solution = torch.cholesky_solve(right, system, upper=True)
+    return solution if bool(torch.isfinite(solution).all()) else None
+
+
+def lowest_ridge(error: Callable[[float], float]) -> float:
+    """The ridge whose error is lowest, downhill from the middle one."""
+    error = functools.cache(error)
+    place, lowest = -1, len(RIDGES) // 2
+    while lowest != place:
+        place = lowest
+        near = (place, place - 1, place + 1)
+        lowest = min((at for at in near if 0 <= at < len(RIDGES)), key=lambda at: error(RIDGES[at]))
+    return RIDGES[place]
+
+
+def first_change(
+    solution_of: Callable[[float], torch.Tensor | None],
+    ridge: float,
+    input_sum: torch.Tensor,
+    residual_sum: torch.Tensor,
+    masses: torch.Tensor,
+) -> Change:
+    """The change by the ridge asked for, or by the first larger one that makes the equations solvable.
+
+    Args:
+        solution_of: D transposed [d_in, d_out] by the ridge, or None where it does not make them solvable.
+        ridge: the ridge asked for.
+        input_sum, residual_sum: the weighted sums of the inputs [d_in] and of the residuals [d_out].
+        masses: each task's sum of weights [T].
+    """
+    mass = masses.sum().clamp_min(torch.finfo(torch.float64).tiny)
+    for factor in LARGER_RIDGES:
+        if (solution := solution_of(ridge * factor)) is not None:
+            matrix, used, enlarged = solution.T, ridge * factor, factor > 1
+            break
+    else:
+        matrix, used, enlarged = input_sum.new_zeros(len(residual_sum), len(input_sum)), None, False
+    return Change(matrix, (residual_sum - matrix @ input_sum) / mass, masses / mass, used, enlarged)

@@ -16,6 +16,7 @@ from mergekit_slta.engine.streams import Tasks, share
 from mergekit_slta.errors import SltaError, logger
 from mergekit_slta.featcal.anchor import ActmatAnchor, equal_weights
 from mergekit_slta.featcal.answers import token_weights
+from mergekit_slta.featcal.few_tokens import by_tokens
 from mergekit_slta.featcal.groups import groups_by_layer, solved_in
 from mergekit_slta.featcal.layer import Regression
 from mergekit_slta.featcal.merge import COVERAGE, ERRORS, HEAD_ELEMENTS, ROUTING, feature_merge, stages
@@ -35,7 +36,7 @@ from mergekit_slta.slta.weights import TensorWeights
 
 LOG = logger(__name__)
 
-FORMAT = 8  # changes with the folder's content and with the way that layers are solved
+FORMAT = 9  # changes with the folder's content and with the way that layers are solved
 FLOAT32, FLOAT64 = 4, 8  # bytes
 ANCHOR_LEVEL = "attn_mlp"  # of the merging weights of 'anchor: slta'
 
@@ -217,11 +218,12 @@ def needs(
     compare: bool = False,
     halves: bool = True,
     prior: bool = False,
+    processes: int = 1,
 ) -> Needs:
     """Estimate the needs of a feature merge of ``experts`` experts with ``tokens`` calibration tokens in all.
 
     With ``halves``, the two halves of the samples have sums of their own, by which the ridge is chosen. With ``prior``,
-    the anchor is the merge of ``actmat``, whose system is in memory too.
+    the anchor is the merge of ``actmat``, whose system is in memory too. Each of several processes takes as much.
     """
     width = decoder.model.config.get_text_config().hidden_size
     states = [layer.state_dict() for layer in decoder.layers]
@@ -241,11 +243,11 @@ def needs(
             sizes = [state[m.weight].shape[-2:][:: -1 if m.transposed else 1] for m in group.maps]
             together = [(inputs, outputs) for outputs, inputs in dict.fromkeys(map(tuple, sizes))]
             shapes += together if group.fused else [(sizes[0][1], sum(outputs for outputs, _ in sizes))]
-    sets = 2 if halves else 1  # of the inputs' moments, those of a task and those of all tasks before it
-    blocks = 3 * BLOCK  # rows of moments, of which their norm is computed
-    gathering = [2 * sets * inputs**2 + (2 * outputs + blocks) * inputs for inputs, outputs in shapes]
-    solving = [(sets + 1) * inputs**2 + 3 * inputs * outputs for inputs, outputs in shapes]
-    sums = max(gathering + solving) + prior * max(inputs**2 for inputs, _ in shapes)
+    sums = max(
+        _by_tokens(*shape, tokens, halves) if by_tokens(tokens, shape[0], processes, prior) else _sums(*shape, halves)
+        for shape in shapes
+    )
+    sums += prior * max(inputs**2 for inputs, _ in shapes)
     widest = max(map(max, shapes[1:]))
     hidden = 2 * (3 if compare else 2) * tokens * width  # before and after a layer
     passing = tokens * (2 * widest + 4 * width)  # the outputs of one child's maps
@@ -254,6 +256,21 @@ def needs(
         memory=FLOAT32 * (weights + hidden + passing + at_once) + FLOAT64 * sums,
         disk=FLOAT32 * (sum(layers) + max(map(_routed, decoder.layers)) + head_rows * head_columns + hidden),
     )
+
+
+def _sums(inputs: int, outputs: int, halves: bool) -> int:
+    """The elements that the sums of a regression take at most."""
+    sets = 2 if halves else 1  # of the inputs' moments, those of a task and those of all tasks before it
+    blocks = 3 * BLOCK  # rows of moments, of which their norm is computed
+    gathering = 2 * sets * inputs**2 + (2 * outputs + blocks) * inputs
+    return max(gathering, (sets + 1) * inputs**2 + 3 * inputs * outputs)
+
+
+def _by_tokens(inputs: int, outputs: int, tokens: int, halves: bool) -> int:
+    """The elements that a regression by its tokens takes at most."""
+    gathering = 2 * tokens * (inputs + outputs)
+    search = halves * tokens * (5 * inputs + 2 * outputs + 3 * tokens) // 2
+    return max(gathering, search, tokens * (inputs + 2 * outputs + tokens) + inputs * outputs)
 
 
 def _routed(layer: torch.nn.Module) -> int:

@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,10 +113,10 @@ class Setting:
     repeats: int
     default_products: bool
 
-    def write(self, method: str) -> tuple[list[Path], Recipe]:
+    def write(self, method: str, **parameters: Any) -> tuple[list[Path], Recipe]:
         """Write the family and its data, once; returns the models' folders and the recipe."""
         folders = make_family(CACHE, self.size, self.experts, self.layers)
-        return folders, make_recipe(folders, method, self.samples, self.tokens)
+        return folders, make_recipe(folders, method, self.samples, self.tokens, **parameters)
 
     def peak_memory(self, script: str, *arguments: str) -> float:
         """The bytes that a benchmark prints in a process of its own, with these options and further ones."""
@@ -184,14 +184,16 @@ def wait_for(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def timed(actions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """The median wall time of each action in seconds; they take turns, so that all see the same machine."""
+def timed(
+    actions: Mapping[str, Callable[[], object]], repeats: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, float]:
+    """The median time of each action in seconds; they take turns, so that all see the same machine."""
     times: dict[str, list[float]] = {name: [] for name in actions}
     for _ in range(repeats):
         for name, action in actions.items():
-            start = time.perf_counter()
+            start = clock()
             action()
-            times[name].append(time.perf_counter() - start)
+            times[name].append(clock() - start)
     return {name: statistics.median(values) for name, values in times.items()}
 
 

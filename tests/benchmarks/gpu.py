@@ -47,6 +47,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Pretr
 import mergekit_slta.methods.registry
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.streams import Batch, Streams, fitting_batch, make_batches
+from mergekit_slta.featcal.few_tokens import TokenEquations
 from mergekit_slta.featcal.regression import NormalEquations
 from mergekit_slta.featcal.scratch import solve_model
 from mergekit_slta.layers.decoder import Decoder
@@ -71,12 +72,13 @@ SHAPES: dict[str, PretrainedConfig] = {
     "tiny-mixture": MixtralConfig(**_TINY, intermediate_size=96, num_local_experts=4, vocab_size=2048),
 }
 
+FORMS = (NormalEquations, TokenEquations)
 # The calls whose time counts as a part's; what is inside another counted call counts for the outer one.
 PARTS: dict[str, Sequence[tuple[type, str]]] = {
     "reading": [(Checkpoint, "read")],
     "copying": [(Streams, "hidden"), (Streams, "set_output")],
-    "computing": [(Decoder, "call"), (NormalEquations, "add"), (NormalEquations, "finish_task")],
-    "solving": [(NormalEquations, "solve")],
+    "computing": [(Decoder, "call"), *((form, part) for form in FORMS for part in ("add", "finish_task"))],
+    "solving": [(form, "solve") for form in FORMS],
     "saving": [(Partial, "save_hidden"), (Partial, "finish_layer")],
 }
 

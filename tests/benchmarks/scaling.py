@@ -6,8 +6,8 @@
 Prints one JSON line per quantity: the values, calibration's seconds and peak anonymous memory (reading and writing
 included), and the exponents of the power laws fitted to them.
 
-``widths`` measures one layer of Llama 7B's proportions, with three experts, by calibration and by two settings of
-featcal: processor seconds of one thread, less those of a layer of almost no width, and anonymous memory. Powers of the
+``widths`` measures one layer of Llama 7B's proportions, with three experts, by calibration and by featcal:
+processor seconds of one thread, less those of a layer of almost no width, and anonymous memory. Powers of the
 width mislead, because what grows with the width, its square and its cube has comparable shares. So the seconds are
 fitted to counts of values, of multiplications by tokens, and of those of featcal's matrices by matrices; the bytes to
 those that are planned and those of the tokens. This gives what all layers of a 7B and a 70B model take, without their
@@ -50,13 +50,8 @@ RANKS = (1, 2)
 WIDTHS = (512, 1024, 2048)
 ONE_LAYER = {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}
 NO_WIDTH = 64  # of the layer whose seconds are fixed costs
-# What is measured at each width: calibration, and featcal with these settings.
-CALIBRATION = "slta attn_mlp"
+CALIBRATION, FEATCAL = "slta attn_mlp", "featcal"  # what is measured at each width
 VALUES, TOKENS = "values", "products with tokens"  # parts of the work
-FEATCAL: dict[str, dict[str, Any]] = {
-    "featcal": {},
-    "featcal, ridge 0.003, anchor base": {"ridge": 0.003, "anchor": "base"},
-}
 
 
 @click.command()
@@ -64,7 +59,7 @@ FEATCAL: dict[str, dict[str, Any]] = {
 @click.option("--level", default="attn_mlp", show_default=True)
 @click.option("--only", type=click.Choice([*GRIDS, "ranks", "widths"]), help="Only this quantity.")
 @click.option("--widths", multiple=True, type=int, default=WIDTHS, show_default=True, help="Of the layers measured.")
-@click.option("--setting", "settings", multiple=True, type=click.Choice([CALIBRATION, *FEATCAL]), help="Only this.")
+@click.option("--setting", "settings", multiple=True, type=click.Choice([CALIBRATION, FEATCAL]), help="Only this.")
 @click.option("--prompts", default=10, show_default=True, help="Of each task, for the widths.")
 @click.option("--tokens", default=128, show_default=True, help="Of each prompt, for the widths.")
 @click.option("--check", is_flag=True, help="With the widths, measure a layer of the 7B model too.")
@@ -99,7 +94,7 @@ def main(
     if only in (None, "ranks"):
         report("ranks", list(RANKS), [{"seconds": _torchrun(size, level, ranks)} for ranks in RANKS])
     if only in (None, "widths"):
-        _by_width(settings or [CALIBRATION, *FEATCAL], widths, prompts, tokens, check)
+        _by_width(settings or [CALIBRATION, FEATCAL], widths, prompts, tokens, check)
 
 
 def report(quantity: str, values: list[int], runs: list[dict[str, float]]) -> None:
@@ -187,8 +182,7 @@ def _config(width: int) -> PretrainedConfig:
 def _run_layer(models: list[str], setting: str, prompts: int, tokens: int) -> dict[str, Any]:
     """Processor seconds and anonymous memory, and how often a matrix of each size is factorized."""
     torch.set_num_threads(1)
-    chosen = FEATCAL.get(setting)
-    recipe = make_recipe([Path(model) for model in models], "slta" if chosen is None else "featcal", prompts, tokens)
+    recipe = make_recipe([Path(model) for model in models], setting.split()[0], prompts, tokens)
     factorizations: Counter[int] = Counter()
     solution = NormalEquations._solution
 
@@ -200,10 +194,10 @@ def _run_layer(models: list[str], setting: str, prompts: int, tokens: int) -> di
     with tempfile.TemporaryDirectory(dir=CACHE) as folder, PeakMemory() as peak:
         start = time.process_time()
         experiment = Experiment(recipe, quiet=True)
-        if chosen is None:
+        if setting == CALIBRATION:
             measured_statistics(experiment, ["attn_mlp"], Path(folder) / "statistics.safetensors")
         else:
-            own = {"scratch": folder, "head": False} | chosen
+            own = {"scratch": folder, "head": False}
             solve_model(experiment, recipe.settings_of(FeatcalSettings).model_copy(update=own))
         seconds = time.process_time() - start
     return {
@@ -282,7 +276,6 @@ def _work(name: str, config: PretrainedConfig, tokens: int, factorizations: Sequ
     values = float(tokens * sum(inputs + sum(outputs) for inputs, outputs in groups))
     if name == CALIBRATION:
         return {VALUES: values, TOKENS: (EXPERTS + 1) / 2 * tokens * cells}
-    drawn = "anchor" not in FEATCAL[name]
     each = zip((width, inner), (3, 1), factorizations, strict=True)
     return {
         VALUES: values,
@@ -290,8 +283,8 @@ def _work(name: str, config: PretrainedConfig, tokens: int, factorizations: Sequ
         TOKENS: tokens * (2.5 * cells + sum(inputs**2 / 2 for inputs, _ in groups)),
         "search": sum((count - last) * size**3 / 6 for size, last, count in each),
         "solution": sum(inputs**3 / 6 + inputs**2 * sum(outputs) for inputs, outputs in groups),
-        "prior": drawn * sum(EXPERTS * sum(outputs) * inputs**2 / 2 for inputs, outputs in groups),
-        "anchor": drawn * sum(_actmat(inputs, rows) for inputs, outputs in groups for rows in outputs),
+        "prior": sum(EXPERTS * sum(outputs) * inputs**2 / 2 for inputs, outputs in groups),
+        "anchor": sum(_actmat(inputs, rows) for inputs, outputs in groups for rows in outputs),
     }
 
 
@@ -311,8 +304,7 @@ def _bytes(name: str, config: PretrainedConfig, tokens: int) -> tuple[float, flo
     hidden = 4.0 * tokens * config.hidden_size
     if name == CALIBRATION:
         return 4.0 * (EXPERTS + 1) * sum(tensor.numel() for tensor in decoder.layers[0].state_dict().values()), hidden
-    halves, drawn = ("ridge" not in FEATCAL[name], "anchor" not in FEATCAL[name])
-    return needs(decoder, EXPERTS, tokens, False, halves=halves, prior=drawn).memory, hidden
+    return needs(decoder, EXPERTS, tokens, False, prior=True).memory, hidden
 
 
 if __name__ == "__main__":

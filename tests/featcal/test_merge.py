@@ -22,6 +22,7 @@ from support.reference import forget
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal import regression
+from mergekit_slta.featcal.few_tokens import TokenEquations, equations_for
 from mergekit_slta.featcal.groups import solved_in
 from mergekit_slta.featcal.layer import ENOUGH_TOKENS, Coverage, Regression
 from mergekit_slta.featcal.merge import stages
@@ -148,6 +149,39 @@ def test_equals_the_reference_with_the_average_as_anchor(
     expected = featcal_reference.merge(base, experts, family.token_ids(), groups, ridge=0.05, anchor=anchor)
     found = merged_tensors(family, tmp_path, regression=Regression(0.05), anchor=average(family))
     assert worst(anchor | found, expected) < TOLERANCE
+
+
+@pytest.fixture
+def systems(monkeypatch: pytest.MonkeyPatch) -> list[type]:
+    """The form of the equations of every map that is solved."""
+    found: list[type] = []
+
+    def note(*arguments: Any, **named: Any) -> Any:
+        equations = equations_for(*arguments, **named)
+        found.append(type(equations))
+        return equations
+
+    for module in ("layer", "merge"):
+        monkeypatch.setattr(f"mergekit_slta.featcal.{module}.equations_for", note)
+    return found
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
+def test_fewer_tokens_than_dimensions_give_the_same_merge(
+    architecture: str, systems: list[type], make_family: MakeFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = make_family(architecture, records=2, longest=8)
+    base, *experts = family.models()
+    tasks, groups = family.token_ids(), featcal_reference.GROUPS[architecture]
+    assert sum(len(ids) for task in tasks for ids in task) < 32  # the dimensions of every input
+    expected = featcal_reference.merge(base, experts, tasks, groups)
+    found = merged_tensors(family, tmp_path / "ridge", batch_tokens=8)
+    assert worst(dict(base.named_parameters()) | found, expected) < TOLERANCE
+    searched = merged_tensors(family, tmp_path / "search", regression=Regression())
+    assert set(systems) == {TokenEquations}
+    monkeypatch.setattr("mergekit_slta.featcal.few_tokens.by_tokens", lambda *arguments: False)
+    assert worst(searched, merged_tensors(family, tmp_path / "sums", regression=Regression())) < 1e-6
+    assert set(systems) == {TokenEquations, regression.NormalEquations}
 
 
 @pytest.mark.parametrize("ridge", [1.1e-4, 0.003])

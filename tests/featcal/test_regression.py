@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from mergekit_slta.actmat import covariance
+from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.featcal import regression
+from mergekit_slta.featcal.few_tokens import TokenEquations, equations_for
 from mergekit_slta.featcal.regression import (
     DECISIVE,
     LARGER_RIDGES,
@@ -46,18 +48,31 @@ def random_tasks(tokens: Sequence[int] = (40, 25, 60), noise: float = 0.3, seed:
 
 
 def solve(
-    tasks: Sequence[Task], ridge: float | None = 0.003, batch: int = 1000, prior: torch.Tensor | None = None
+    tasks: Sequence[Task],
+    ridge: float | None = 0.003,
+    batch: int = 1000,
+    prior: torch.Tensor | None = None,
+    *,
+    weights: Sequence[torch.Tensor] | None = None,
+    by_tokens: bool = False,
 ) -> Change:
     """The solution from batches of at most ``batch`` tokens."""
     (_, inputs), (_, outputs) = (part.shape for part in tasks[0])
-    equations = NormalEquations(inputs, outputs, ridge, prior=prior)
-    for inputs_of_task, residuals in tasks:
+    equations: NormalEquations | TokenEquations = NormalEquations(inputs, outputs, ridge, prior=prior)
+    if by_tokens:
+        equations = TokenEquations(inputs, outputs, ridge)
+    for (inputs_of_task, residuals), own in zip(tasks, weights or map(_ones, tasks), strict=True):
         samples = torch.arange(len(inputs_of_task)) // TOKENS_PER_SAMPLE
         for start in range(0, len(inputs_of_task), batch):
             part = slice(start, start + batch)
-            equations.add(inputs_of_task[part], residuals[part], samples[part], torch.ones(len(samples[part])))
+            equations.add(inputs_of_task[part], residuals[part], samples[part], own[part])
         equations.finish_task()
+    assert equations.tokens == sum(len(inputs_of_task) for inputs_of_task, _ in tasks)
     return equations.solve()
+
+
+def _ones(task: Task) -> torch.Tensor:
+    return torch.ones(len(task[0]))
 
 
 def scales(tasks: Sequence[Task]) -> list[float]:
@@ -496,6 +511,123 @@ def test_dimensions_that_are_always_zero_make_no_other_decisive() -> None:
     for inputs, _ in tasks:
         inputs[:, 3:] = 0
     assert difference(solve(tasks, 0.05).matrix, explicit(tasks, 0.05, diagonal=True)) < TOLERANCE
+
+
+# A system of tokens
+
+
+def few(tokens: Sequence[int] = (10, 7, 12), noise: float = 0.3) -> list[Task]:
+    """Tasks whose tokens are fewer than the dimensions of their inputs, in all."""
+    draw, tasks = draws(2), []
+    for task, count in enumerate(tokens):
+        inputs = (task + 1) * (draw(count, WIDE) + 0.5)
+        tasks.append((inputs, inputs @ draw(WIDE, OUTPUTS) + noise * (draw(count, OUTPUTS) + task)))
+    return tasks
+
+
+def few_and_massive() -> list[Task]:
+    """One dimension of all tokens, which the penalty follows, and another of one token, which does not decide s_t."""
+    tasks = few()
+    for inputs, _ in tasks:
+        inputs[:, 3] *= 100
+    tasks[0][0][2, 5] = 1e4
+    return tasks
+
+
+def few_without_dimensions() -> list[Task]:
+    tasks = few()
+    for inputs, _ in tasks:
+        inputs[:, [2, 7]] = 0
+    return tasks
+
+
+FEW: dict[str, list[Task]] = {
+    "few": few(),
+    "noise": few(noise=10.0),
+    "as many as dimensions": few((30, WIDE - 30)),
+    "more": few((40, 25, 60)),
+    "one task": few((20,)),
+    "no tokens of a task": few((11, 0, 9)),
+    "one sample of a task": few((20, TOKENS_PER_SAMPLE)),
+    "massive": few_and_massive(),
+    "dimensions without inputs": few_without_dimensions(),
+    "same tokens": [(inputs.repeat(2, 1), residuals.repeat(2, 1)) for inputs, residuals in few()],
+    "nothing": [(torch.zeros(9, WIDE), torch.ones(9, OUTPUTS))],
+}
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("ridge", [1e-6, 0.003, 1.0, None])
+@pytest.mark.parametrize("tasks", FEW.values(), ids=FEW)
+def test_a_system_of_tokens_gives_the_same_change(tasks: list[Task], ridge: float | None, weighted: bool) -> None:
+    draw = draws(5)
+    weights = [draw(len(inputs)).exp() if weighted else torch.ones(len(inputs)) for inputs, _ in tasks]
+    found = solve(tasks, ridge, batch=4, weights=weights, by_tokens=True)
+    expected = solve(tasks, ridge, weights=weights)
+    assert found.ridge == expected.ridge and found.enlarged == expected.enlarged
+    assert (found.matrix - expected.matrix).norm() <= TOLERANCE * expected.matrix.norm()
+    assert torch.allclose(found.mean, expected.mean, rtol=TOLERANCE, atol=TOLERANCE)
+    assert torch.allclose(found.shares, expected.shares, rtol=TOLERANCE)
+    anchor, own = draw(OUTPUTS).double(), draw(len(tasks), OUTPUTS)
+    assert torch.allclose(found.offset(anchor, own), expected.offset(anchor, own), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("ridge", [0.0, 1e-6, 0.003, 1.0, None])
+@pytest.mark.parametrize("kind", sorted(set(FEW) - {"no tokens of a task", "nothing"}))
+def test_a_system_of_tokens_equals_explicit_least_squares(kind: str, ridge: float | None) -> None:
+    """With weights, which multiply a token's row by their roots."""
+    tasks, draw = FEW[kind], draws(5)
+    weights = [draw(len(inputs)).double().exp() for inputs, _ in tasks]
+    rows = [
+        (inputs * own.sqrt()[:, None], residuals * own.sqrt()[:, None])
+        for (inputs, residuals), own in zip(tasks, weights, strict=True)
+    ]
+    change = solve(tasks, ridge, weights=weights, by_tokens=True)
+    expected = explicit(rows, change.ridge or 0.0, diagonal=kind == "massive")
+    assert difference(change.matrix, expected) < (1e-5 if ridge == 0 or kind == "massive" else TOLERANCE)
+
+
+@pytest.mark.parametrize("ridge", [1e-6, 0.003, 0.3])
+@pytest.mark.parametrize("inputs", HARD, ids=lambda inputs: inputs.__name__)
+def test_a_system_of_tokens_loses_no_digits(
+    inputs: Callable[[Callable[..., torch.Tensor]], torch.Tensor], ridge: float
+) -> None:
+    tasks = tasks_of(inputs)
+    assert difference(solve(tasks, ridge, by_tokens=True).matrix, explicit(tasks, ridge)) < 1e-5
+
+
+@pytest.mark.parametrize("ridge", [0.003, None])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("part", [0, 1], ids=["inputs", "residuals"])
+def test_a_token_that_is_not_finite_keeps_the_anchor(part: int, value: float, ridge: float | None) -> None:
+    tasks = few()
+    tasks[1][part][3, 2] = value
+    change = solve(tasks, ridge, by_tokens=True)
+    assert change.ridge is None
+    assert torch.equal(change.matrix, torch.zeros(OUTPUTS, WIDE).double())
+
+
+def test_a_system_of_tokens_tries_larger_ridges(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt = regression.solve_positive
+    tried: list[float] = []
+
+    def fail(system: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
+        tried.append(float(system.trace()))
+        return attempt(system, right) if len(tried) > 2 else None
+
+    monkeypatch.setattr("mergekit_slta.featcal.few_tokens.solve_positive", fail)
+    change = solve(few(), 0.003, by_tokens=True)
+    assert change.ridge == pytest.approx(0.3) and change.enlarged
+    assert difference(change.matrix, explicit(few(), 0.3)) < TOLERANCE
+
+
+def test_a_system_of_tokens_is_for_fewer_tokens_than_dimensions_in_one_process_without_a_prior() -> None:
+    def chosen(tokens: int, processes: int = 1, prior: torch.Tensor | None = None) -> type:
+        return type(equations_for(INPUTS, 1, 0.1, "cpu", tokens=tokens, ranks=Ranks(0, processes), prior=prior))
+
+    assert chosen(INPUTS - 1) is TokenEquations
+    others = chosen(INPUTS), chosen(INPUTS - 1, processes=2), chosen(INPUTS - 1, prior=random_prior())
+    assert set(others) == {NormalEquations}
 
 
 # The bias
