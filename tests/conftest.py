@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # Before torch, transformers and huggingface_hub read them; subprocesses inherit them.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -22,16 +22,13 @@ os.environ["no_proxy"] = ",".join(filter(None, ["127.0.0.1", os.environ.get("no_
 os.environ["OMP_NUM_THREADS"] = "1"  # on tensors as small as these, threads only wait for each other
 
 import pytest
-import transformers
-from mergekit.io.tasks import LoaderCache
-from support import calibration_samples, families
-from support.families import Family
-from transformers import PreTrainedTokenizerBase
 
-transformers.logging.set_verbosity_error()
-transformers.logging.disable_progress_bar()
+# The process that hands tests out to workers needs none of the libraries, so the fixtures import them.
+if TYPE_CHECKING:
+    from support.families import Family
+    from transformers import PreTrainedTokenizerBase
 
-MakeFamily = Callable[..., Family]
+MakeFamily = Callable[..., "Family"]
 WriteRecipe = Callable[..., Path]
 
 
@@ -44,6 +41,10 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def cache_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A cache folder for what is not a single test's: fixtures that tests share, and forked processes."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
@@ -56,6 +57,8 @@ NUMBERS = itertools.count()
 @pytest.fixture(autouse=True)
 def isolation(cache_of_the_session: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache folder of the test's own, and nothing of an earlier test: no models in the loader, no silenced log."""
+    from mergekit.io.tasks import LoaderCache
+
     # Not by ``mktemp``, which reads the names of all folders of the session each time.
     folder = cache_of_the_session / f"test{next(NUMBERS)}"
     folder.mkdir()
@@ -67,6 +70,7 @@ def isolation(cache_of_the_session: Path, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.fixture
 def make_family(tmp_path_factory: pytest.TempPathFactory) -> MakeFamily:
     """``families.make_family`` in a new folder; a test may change what it made."""
+    from support import families
 
     def make(*args: Any, **kwargs: Any) -> Family:
         return families.make_family(tmp_path_factory.mktemp("family"), *args, **kwargs)
@@ -77,12 +81,16 @@ def make_family(tmp_path_factory: pytest.TempPathFactory) -> MakeFamily:
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Family:
     """A float32 Llama with grouped heads and three experts, shared by all tests: not to be changed."""
+    from support import families
+
     return families.make_family(tmp_path_factory.mktemp("llama"), experts=3)
 
 
 @pytest.fixture
 def family(llama: Family, tmp_path: Path) -> Family:
     """A family that a test may change."""
+    from support.families import Family
+
     root = Path(shutil.copytree(llama.base.parent, tmp_path / "models"))
     return Family(
         root / "base",
@@ -110,6 +118,7 @@ def forks() -> ForkServerContext:
 @pytest.fixture
 def write_recipe(tmp_path: Path) -> WriteRecipe:
     """``families.recipe`` written to ``recipe.yml`` in the test's folder."""
+    from support import families
 
     def write(family: Family, method: str = "slta", name: str = "recipe.yml", **arguments: Any) -> Path:
         return families.write_recipe(tmp_path / name, families.recipe(family, method, **arguments))
@@ -120,6 +129,8 @@ def write_recipe(tmp_path: Path) -> WriteRecipe:
 @pytest.fixture(scope="session")
 def plain_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
     """``calibration_samples.write_tokenizer`` without a chat template."""
+    from support import calibration_samples
+
     return calibration_samples.write_tokenizer(tmp_path_factory.mktemp("plain"))
 
 

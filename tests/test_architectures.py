@@ -40,7 +40,7 @@ from mergekit_slta.levels import of_level
 from mergekit_slta.slta.solver import SubmoduleSolution, solve
 from mergekit_slta.slta.weights import TensorWeights
 
-RECORDS = 3
+RECORDS = 2
 LONGEST = 12
 # Features of size one are known to 6e-8 in float32 and their deltas are a tenth of them: after the sums inside a layer
 # a delta is known to a few 1e-6 of its own size.

@@ -36,9 +36,9 @@ SEED = 0
 # alone read and write in the ways of the others. Of the operations that only read, the long run takes a share, because
 # there are many and they fail in the same way.
 QUICK = {
-    "solve": 6,
-    "actmat": 6,
-    "calibrate": 5,
+    "solve": 4,
+    "actmat": 4,
+    "calibrate": 4,
     "featcal": 3,
     "merge": 2,
 }
