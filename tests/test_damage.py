@@ -14,7 +14,7 @@ from support.damaged_inputs import KINDS, Scene
 from support.families import Family
 from support.seeds import failures
 
-SHORT, LONG = 10, int(os.environ.get("DAMAGE_CASES", "700"))
+SHORT, LONG = 6, int(os.environ.get("DAMAGE_CASES", "700"))
 
 
 @pytest.fixture(scope="module")

@@ -274,7 +274,7 @@ def without_spaces(family: Callable[[str], Family], tmp_path: Path) -> Callable[
     return make
 
 
-@pytest.mark.parametrize("name", ["gemma4_vision", "qwen3_5", "llama4_vision"])
+@pytest.mark.parametrize("name", ["gemma4_vision", "llama4_vision", pytest.param("qwen3_5", marks=pytest.mark.slow)])
 def test_a_text_model_is_the_language_tower_of_a_multimodal_one(
     name: str, without_spaces: Callable[[str], Family], tmp_path: Path
 ) -> None:

@@ -398,7 +398,7 @@ def assert_finished(folder: Path, expected: dict[str, bytes]) -> None:
     assert not [name for name in found if name.startswith("hidden")]
 
 
-@pytest.mark.parametrize("layer", [DEEP // 2, DEEP - 1])
+@pytest.mark.parametrize("layer", [DEEP // 2, pytest.param(DEEP - 1, marks=pytest.mark.slow)])
 def test_a_killed_merge_goes_on(
     layer: int, forks: ForkServerContext, deep: Family, uninterrupted: dict[str, bytes], tmp_path: Path
 ) -> None:

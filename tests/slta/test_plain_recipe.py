@@ -58,18 +58,16 @@ class Case:
 # Families: twelve layers, so that `layers.1` also names 10 and 11; four norms per layer and tied embeddings; a norm
 # that feeds both branches; one layer only.
 FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
-    "llama": ("llama", {"num_hidden_layers": 12}, ("model", "layer", "attn_mlp", "linear")),
-    "gemma2": ("gemma2", {}, ("attn_mlp", "linear")),
+    "llama": ("llama", {"num_hidden_layers": 12}, ("model", "layer", "linear")),
+    "gemma2": ("gemma2", {}, ("attn_mlp",)),
     "phi": ("phi", {}, ("attn_mlp",)),
     "gpt2": ("gpt2", {"n_layer": 1}, ("attn_mlp",)),
 }
 CASES = [
-    Case("llama", "model"),
-    Case("llama", "layer", edges="mean"),
-    Case("llama", "attn_mlp", experts=(2, 0)),
-    Case("llama", "linear"),
     Case("gemma2", "attn_mlp", edges="mean"),
-    Case("gemma2", "linear"),
+    Case("llama", "model"),
+    Case("llama", "layer", edges="mean", experts=(2, 0)),
+    Case("llama", "linear"),
     Case("phi", "attn_mlp"),
     Case("gpt2", "attn_mlp"),
 ]
@@ -140,7 +138,7 @@ def test_stock_mergekit_without_this_package_runs_to_the_same_model(
 
 
 def test_a_merged_tied_model_loads_whole(merged: dict[Case, tuple[Path, Path]]) -> None:
-    _, plain = merged[CASES[4]]
+    _, plain = merged[CASES[0]]
     assert "lm_head.weight" not in load_file(plain / "model.safetensors")
     loaded: Any = AutoModelForCausalLM.from_pretrained(plain, output_loading_info=True)
     assert not loaded[1]["missing_keys"] and not loaded[1]["unexpected_keys"]
