@@ -134,6 +134,7 @@ def _best_ridge(rows: torch.Tensor, residuals: torch.Tensor, halves: torch.Tenso
         scaled = rows * _scale(rows[own])
         products = scaled @ scaled[own].T
         parts.append((products[own], products[~own], predicted[own], predicted[~own]))
+        del scaled, products  # their memory is needed for the other half
 
     def error(ridge: float) -> float:
         total = 0.0

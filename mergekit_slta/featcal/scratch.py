@@ -270,7 +270,7 @@ def _by_tokens(inputs: int, outputs: int, tokens: int, halves: bool) -> int:
     """The elements that a regression by its tokens takes at most."""
     gathering = 2 * tokens * (inputs + outputs)
     search = halves * tokens * (5 * inputs + 2 * outputs + 3 * tokens) // 2
-    return max(gathering, search, tokens * (inputs + 2 * outputs + tokens) + inputs * outputs)
+    return max(gathering, search, tokens * (inputs + 2 * outputs + 2 * tokens) + inputs * outputs)
 
 
 def _routed(layer: torch.nn.Module) -> int:

@@ -259,18 +259,19 @@ def test_torchrun_calibrate_writes_the_same_file(
     assert [path.name for path in tmp_path.iterdir() if "together" in path.name] == [together.name]
 
 
+@pytest.mark.parametrize("level", ["layer", pytest.param("model", marks=pytest.mark.slow)])
 def test_processes_that_share_linearity_write_the_same_file(
-    llama: Family, forks: ForkServerContext, write_recipe: WriteRecipe, tmp_path: Path
+    level: str, llama: Family, forks: ForkServerContext, write_recipe: WriteRecipe, tmp_path: Path
 ) -> None:
     recipe = write_recipe(llama, batch_tokens=BATCH_TOKENS)
-    arguments = ["linearity", str(recipe), "--samples", "2", "--no-pairs", "--level", "layer", "--quiet"]
+    arguments = ["linearity", str(recipe), "--samples", "2", "--no-pairs", "--level", level, "--quiet"]
     result = CliRunner().invoke(main, [*arguments, "-o", str(tmp_path / "alone")])
     assert result.exit_code == 0, result.output
     done = command_together(forks, 2, *arguments, "-o", tmp_path / "together")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("forward passes of one sample") == done.stdout.count(" written") == 1
     alone, together = (json.loads((tmp_path / name / "linearity.json").read_text()) for name in ("alone", "together"))
-    assert alone["non_linearity"]["layer"].keys() == {folder.name for folder in llama.experts}
+    assert alone["non_linearity"][level].keys() == {folder.name for folder in llama.experts}
     assert_alike(together, alone)
 
 

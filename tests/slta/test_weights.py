@@ -1,7 +1,6 @@
 """Which merging weights every tensor takes, against the table made by hand."""
 
 import functools
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,10 @@ import torch
 from conftest import MakeFamily
 from safetensors.torch import load_file, save_file
 from support import families, reference
+from support.architecture_table import ROWS
 from support.synthetic import random_alpha, solutions
 
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.levels import LEVELS
 from mergekit_slta.slta.weights import TensorWeights
 
 EXPERTS = 2
@@ -27,17 +26,24 @@ def opened(architecture: str) -> tuple[Any, Decoder]:
     return model, Decoder(config)
 
 
-@pytest.mark.parametrize(("architecture", "level"), itertools.product(families.ARCHITECTURES, LEVELS))
+@pytest.mark.parametrize(
+    ("architecture", "level"), [(name, level) for name, row in ROWS.items() for level in row.levels]
+)
 def test_every_tensor_takes_the_weights_of_the_table(architecture: str, level: str) -> None:
     model, decoder = opened(architecture)
     split = reference.SPLITS[architecture]
     alpha = random_alpha(decoder, level)
+    state = model.state_dict(keep_vars=True)
+    places = {id(tensor): [name for name in state if state[name] is tensor] for tensor in state.values()}
     for edges in ("base", "mean"):
         weights = TensorWeights(decoder, level, solutions(alpha), edges)
-        for name, tensor in model.state_dict().items():
+        for name, tensor in state.items():
             found = weights[name]
             found = found.view(EXPERTS, *found.shape[1:], *[1] * (tensor.ndim + 1 - found.ndim))
-            expected = reference.tensor_weights(name, tensor, model, alpha, level, split, edges)
+            shared = places[id(tensor)] if ".layers." in name else [name]  # layers' tensors take the mean of all places
+            expected = torch.stack(
+                [reference.tensor_weights(place, tensor, model, alpha, level, split, edges) for place in shared]
+            ).mean(0)
             everywhere = torch.zeros(*tensor.shape, EXPERTS, dtype=torch.float64) + expected
             assert torch.allclose(found.movedim(0, -1).expand(*tensor.shape, EXPERTS), everywhere, atol=1e-12), name
 
