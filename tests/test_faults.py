@@ -245,7 +245,7 @@ def changed_while_read(commands: Commands, scenario: Scenario, folder: Path, see
     return None if any(said in again.said for said in told) else f"{where}: {again.said[-1000:]}"
 
 
-@pytest.mark.parametrize("name", ["calibrate", "featcal"])
+@pytest.mark.parametrize("name", ["calibrate", pytest.param("featcal", marks=pytest.mark.slow)])
 def test_a_file_that_changes_while_it_is_read(name: str, commands: Commands, scenario: Get) -> None:
     assert failures(partial(changed_while_read, commands, *scenario(name)), range(3)) == {}
 
@@ -270,7 +270,7 @@ def two_at_once(commands: Commands, scenario: Scenario, folder: Path, seed: int)
     return faults.wrong_after(commands, scenario, Ended(-1, "", 0), folder)
 
 
-@pytest.mark.parametrize("name", ["calibrate", "featcal"])
+@pytest.mark.parametrize("name", ["calibrate", pytest.param("featcal", marks=pytest.mark.slow)])
 def test_two_runs_at_once(name: str, commands: Commands, scenario: Get) -> None:
     assert failures(partial(two_at_once, commands, *scenario(name)), range(2)) == {}
 

@@ -198,7 +198,7 @@ def broken(tmp_path: Path, installed: Environment) -> Environment:
     ("installer", "kind"),
     [
         ("pip", "wheel"),
-        ("pip", "editable"),
+        pytest.param("pip", "editable", marks=pytest.mark.slow),  # .ci/run installs so
         ("uv", "wheel"),
         pytest.param("uv", "editable", marks=pytest.mark.slow),
         pytest.param("pip", "sdist", marks=pytest.mark.slow),

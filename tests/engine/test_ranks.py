@@ -81,7 +81,7 @@ def measured_together(
 
 
 @pytest.mark.parametrize("levels", [LEVELS, ("model", "linear")], ids=str)
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_process_ends_up_with_what_one_alone_measures(
     count: int, levels: tuple[str, ...], forks: ForkServerContext, llama: Family, tmp_path: Path
 ) -> None:

@@ -696,6 +696,7 @@ def test_memory_does_not_grow_with_the_number_of_layers(forks: ForkServerContext
     assert 0.7 * expected < max(peaks) < 1.2 * expected
 
 
+@pytest.mark.slow  # the quick suite holds it for calibration, and for experts that are multiplied at once
 @depths.needs_account
 def test_memory_does_not_grow_with_the_number_of_routed_experts(forks: ForkServerContext, tmp_path: Path) -> None:
     peaks = depths.peaks_of_mixtures(forks, merge_tasks, tmp_path)

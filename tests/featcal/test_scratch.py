@@ -511,6 +511,7 @@ def test_a_merge_that_fails_keeps_nobody_out(llama: Family, tmp_path: Path, monk
     assert not scratch_folders(tmp_path)
 
 
+@pytest.mark.slow  # as test_a_killed_merge_goes_on, at more moments
 def test_killed_again_and_again(
     forks: ForkServerContext, deep: Family, uninterrupted: dict[str, bytes], tmp_path: Path
 ) -> None:
