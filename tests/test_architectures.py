@@ -29,6 +29,7 @@ from support.architecture_table import LEVELS, ROWS
 from support.families import Family
 from support.gram_difference import gram_difference, largest_difference
 from support.processes import run_afresh
+from support.slow import slow_but
 from support.synthetic import random_alpha, solutions
 from transformers import AutoModelForCausalLM
 
@@ -288,9 +289,7 @@ def adapted(tmp_path: Path, make_family: MakeFamily) -> tuple[dict[str, Any], Ca
     return recipe, Case(family, reference.SPLITS["llama"])
 
 
-@pytest.mark.parametrize(
-    "level", [pytest.param(level, marks=[pytest.mark.slow] * (level in ("model", "layer"))) for level in LEVELS]
-)
+@pytest.mark.parametrize("level", slow_but(("attn_mlp", "head_mlp", "linear"), LEVELS))
 def test_lora_experts_that_touch_attention_only(
     level: str, adapted: tuple[dict[str, Any], Case], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

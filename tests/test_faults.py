@@ -26,6 +26,7 @@ from support import faults
 from support.faults import COMMANDS, Commands, Ended, Fault, Scenario
 from support.processes import command_together
 from support.seeds import failures
+from support.slow import slow_but
 
 from mergekit_slta.engine.partial import Hidden, Partial
 
@@ -178,9 +179,7 @@ def test_a_full_disk(name: str, commands: Commands, scenario: Get, tmp_path: Pat
         assert faults.wrong_after(commands, found, Ended(-1, "", 0), disk / "run") is None
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in COMMANDS]
-)
+@pytest.mark.parametrize("name", slow_but(QUICK, COMMANDS))
 def test_a_read_only_folder(name: str, commands: Commands, scenario: Get) -> None:
     found, folder = scenario(name)
     fresh(found, folder)

@@ -22,6 +22,7 @@ import pytest
 from conftest import WriteRecipe
 from support import families
 from support.families import Family
+from support.slow import slow_but
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = Path(sysconfig.get_path("scripts"))
@@ -229,10 +230,7 @@ def merged(llama: Family, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return (folder / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize(
-    "way_in",
-    ["mergekit-yaml", *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS_IN if way != "mergekit-yaml")],
-)
+@pytest.mark.parametrize("way_in", slow_but(["mergekit-yaml"], WAYS_IN))
 def test_every_way_into_mergekit_merges_by_slta(
     way_in: str, installed: Environment, merged: bytes, llama: Family, write_recipe: WriteRecipe, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ from support.architecture_table import CURRENT, HYBRIDS, LEVELS
 from support.families import MULTIMODAL, Family
 from support.gram_difference import gram_difference, largest_difference
 from support.processes import run_afresh
+from support.slow import slow_but
 from test_architectures import LONGEST, RECORDS, assert_tensors_equal
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -77,7 +78,7 @@ def deltas(found: Family, name: str, level: str) -> dict[str, reference.Deltas]:
 
 
 # tests/test_architectures.py compares the hybrids' Gram matrices and merged models in the quick suite.
-EVERY_MODEL = [*MULTIMODAL, *(pytest.param(name, marks=pytest.mark.slow) for name in HYBRIDS)]
+EVERY_MODEL = slow_but(MULTIMODAL, [*MULTIMODAL, *HYBRIDS])
 
 
 # What the language tower computes
@@ -174,9 +175,7 @@ def adapted_maps(name: str) -> list[str]:
 ADAPTED = ("gemma4_vision", "qwen3_5_moe", "llama4_vision", "falcon_h1")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(own, marks=[pytest.mark.slow] * (own not in ADAPTED)) for own in CURRENT]
-)
+@pytest.mark.parametrize("name", slow_but(ADAPTED, CURRENT))
 def test_an_adapter_is_merged_as_the_model_that_peft_makes_of_it(
     name: str, family: Callable[[str], Family], tmp_path: Path
 ) -> None:

@@ -244,7 +244,9 @@ def needs(
             together = [(inputs, outputs) for outputs, inputs in dict.fromkeys(map(tuple, sizes))]
             shapes += together if group.fused else [(sizes[0][1], sum(outputs for outputs, _ in sizes))]
     sums = max(
-        _by_tokens(*shape, tokens, halves) if by_tokens(tokens, shape[0], processes, prior) else _sums(*shape, halves)
+        _elements_by_tokens(*shape, tokens, halves)
+        if by_tokens(tokens, shape[0], processes, prior)
+        else _elements_by_sums(*shape, halves)
         for shape in shapes
     )
     sums += prior * max(inputs**2 for inputs, _ in shapes)
@@ -258,7 +260,7 @@ def needs(
     )
 
 
-def _sums(inputs: int, outputs: int, halves: bool) -> int:
+def _elements_by_sums(inputs: int, outputs: int, halves: bool) -> int:
     """The elements that the sums of a regression take at most."""
     sets = 2 if halves else 1  # of the inputs' moments, those of a task and those of all tasks before it
     blocks = 3 * BLOCK  # rows of moments, of which their norm is computed
@@ -266,7 +268,7 @@ def _sums(inputs: int, outputs: int, halves: bool) -> int:
     return max(gathering, (sets + 1) * inputs**2 + 3 * inputs * outputs)
 
 
-def _by_tokens(inputs: int, outputs: int, tokens: int, halves: bool) -> int:
+def _elements_by_tokens(inputs: int, outputs: int, tokens: int, halves: bool) -> int:
     """The elements that a regression by its tokens takes at most."""
     gathering = 2 * tokens * (inputs + outputs)
     search = halves * tokens * (5 * inputs + 2 * outputs + 3 * tokens) // 2

@@ -19,6 +19,7 @@ from support.architecture_table import CURRENT
 from support.copies import edit_tensors
 from support.families import ARCHITECTURES, LAYERS, MULTIMODAL, UNSPLIT, Family
 from support.reference import forget
+from support.slow import slow_but
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal import regression
@@ -219,11 +220,10 @@ def test_an_endless_ridge_gives_the_anchor(architecture: str, make_family: MakeF
 
 @pytest.mark.parametrize(
     "architecture",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name in featcal_reference.GROUPS or name in LIKE_OTHERS))
-        for name in DECODERS
-        if name not in (*DETERMINED, *CURRENT)
-    ],
+    slow_but(
+        set(DECODERS) - set(featcal_reference.GROUPS) - set(LIKE_OTHERS),
+        [name for name in DECODERS if name not in (*DETERMINED, *CURRENT)],
+    ),
 )
 def test_one_expert_and_no_ridge_give_what_that_expert_does(
     architecture: str, make_family: MakeFamily, tmp_path: Path
@@ -281,13 +281,13 @@ def test_equal_experts_give_that_expert(architecture: str, make_family: MakeFami
 
 @pytest.mark.parametrize(
     "architecture",
-    [
-        *("llama", "mixtral", "falcon_alibi", "llama4"),
-        *(
-            pytest.param(name, marks=pytest.mark.slow)  # tests/slta/test_calibrate.py cuts their batches, too
-            for name in ("gemma2", "granite_moe_hybrid", "llama_dynamic", "phi3_longrope", "gemma4")
+    slow_but(  # tests/slta/test_calibrate.py cuts the batches of the others, too
+        ("llama", "mixtral", "falcon_alibi", "llama4"),
+        (
+            *("llama", "mixtral", "falcon_alibi", "llama4", "gemma2"),
+            *("granite_moe_hybrid", "llama_dynamic", "phi3_longrope", "gemma4"),
         ),
-    ],
+    ),
 )
 def test_batches_and_their_padding_do_not_matter(architecture: str, make_family: MakeFamily, tmp_path: Path) -> None:
     family = make_family(architecture, longest=30)
@@ -337,13 +337,11 @@ def test_following_the_anchor_changes_nothing(llama: Family, tmp_path: Path) -> 
     assert all(torch.equal(first[name], tensor) for name, tensor in second.items())
 
 
-# Every architecture; those that are not quick are solved above, where one expert gives that expert
+# Every architecture; those that are not quick are solved above, or their maps are called as another's are
 QUICK = ("llama", "gpt2", "mixtral", "gpt_oss", "llama4", "gemma3n", "gemma4_vision", "falcon_h1", "mamba")
 
 
-@pytest.mark.parametrize(
-    "architecture", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in DECODERS]
-)
+@pytest.mark.parametrize("architecture", slow_but(QUICK, DECODERS))
 def test_every_architecture_gives_finite_tensors_of_its_shapes(
     architecture: str, make_family: MakeFamily, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.slow import slow_but
 
 from mergekit_slta.layers import products
 from mergekit_slta.layers.products import EXACT, errors, exact_products
@@ -28,9 +29,7 @@ def test_products_of_all_sizes_and_layouts_are_exact_inside() -> None:
 PROCESSORS = ["AVX2", "AVX512_CORE", "AVX512_CORE_BF16", "AVX10_1_512_AMX"]
 
 
-@pytest.mark.parametrize(
-    "processor", [pytest.param(own, marks=[pytest.mark.slow] * (own not in PROCESSORS[:2])) for own in PROCESSORS]
-)
+@pytest.mark.parametrize("processor", slow_but(PROCESSORS[:2], PROCESSORS))
 def test_products_are_exact_on_other_processors(processor: str) -> None:
     code = "from layers.test_products import largest_error; print(largest_error())"
     environment = os.environ | {"ONEDNN_MAX_CPU_ISA": processor, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}

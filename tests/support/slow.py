@@ -1,0 +1,13 @@
+"""Cases of parametrized tests that the quick suite leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def slow_but(quick: Collection[Any], cases: Iterable[Any]) -> list[Any]:
+    """The cases in their order, all but the quick ones marked slow."""
+    return [pytest.param(case, marks=[] if case in quick else [pytest.mark.slow]) for case in cases]
