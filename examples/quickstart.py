@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +63,13 @@ def main(out: Path, short: bool, seed: int, retrain: bool) -> None:
     scores = evaluate_family(family)
     # Statistics of a family that was trained otherwise would be refused.
     (out / STATISTICS).unlink(missing_ok=True)
-    with tqdm(recipes(family, out, SHORT_GRID if short else GRID).items(), unit="merge") as bar:
-        for label, recipe in bar:
-            bar.set_description(f"Merging ({label})")
-            scores[label] = evaluate(merge(out, label, recipe, seed))
+    todo = recipes(family, out, SHORT_GRID if short else GRID)
+    # Two at a time, because most of the time of so small a merge is Python's start in one thread.
+    with ThreadPoolExecutor(2) as pool, tqdm(total=len(todo), desc="Merging", unit="merge") as bar:
+        for label, folder in zip(todo, pool.map(lambda label: merge(out, label, todo[label], seed), todo), strict=True):
+            scores[label] = evaluate(folder)
+            bar.set_description(f"Merged by {label}")
+            bar.update()
     write_bytes(out / RESULTS, json.dumps(scores, indent=2).encode())
     write_bytes(out / HEAT_MAP, picture_of_weights(out / STATISTICS))
     click.echo(f"\n{table(scores)}\n")
@@ -100,7 +104,7 @@ def recipes(family: Family, out: Path, grid: tuple[float, ...]) -> dict[str, Rec
         "dare_linear": recipe("dare_linear", {"weight": 0.4, "density": 0.5}),
         "sftm": recipe("sftm"),
         "actmat": recipe("actmat"),
-        "slta layer": recipe("slta", data=True, level="layer", statistics=STATISTICS),
+        "slta layer": recipe("slta", data=True, level="layer"),
         "slta attn_mlp": recipe("slta", data=True, level="attn_mlp", statistics=STATISTICS),
         "featcal": recipe("featcal", data=True),
     }
