@@ -65,7 +65,7 @@ def test_settings_that_share_products_give_the_same_numbers_for_fewer(
     make_family: MakeFamily,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    family = make_family(families.config_of("llama", num_hidden_layers=2), experts=2, records=1, touch=touch)
+    family = make_family(families.config_of("llama", num_hidden_layers=1), experts=2, records=1, touch=touch)
     shared, fewer = counted(family, levels)
     monkeypatch.setattr(interpolation, "first_maps", no_first_maps)
     single, all_products = counted(family, levels)
