@@ -411,12 +411,12 @@ class LayerSolver:
         done = self._outputs[stream, number]
         modules = {module for group in self.maps.groups for module in group.modules}
         closing = {group.child for group in self.maps.groups if group.empty is not None and group.module == until}
-        passage = self.decoder.run_until(
-            until,
+        passage = self.decoder.run(
             self.layer,
             weights,
             self.streams.hidden(stream, number),
             self.streams.call(stream, number),
+            until=until,
             replay=tree_map(self._to_device, done),
             capture=capture,
             keep=modules,
