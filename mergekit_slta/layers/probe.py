@@ -16,7 +16,7 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.calls import LayerCall, Weights, hidden_of
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.ends import edge_state, embed, trial, try_layers
-from mergekit_slta.layers.placeholders import random_numbers, small_products, zeros
+from mergekit_slta.layers.placeholders import SmallProducts, random_numbers, zeros
 from mergekit_slta.layers.recording import LayerRun
 from mergekit_slta.layers.residual import plain
 
@@ -85,7 +85,7 @@ def _tokens(decoder: Decoder) -> list[int]:
 def explained(decoder: Decoder) -> Iterator[None]:
     """Run with made-up weights; an error of the model's own code then says that its layers cannot be run one by one."""
     try:
-        with small_products():
+        with SmallProducts():
             yield
     except SltaError:
         raise
