@@ -63,12 +63,8 @@ def plain_recipe(
 
     Args:
         solution: the merging weights of each submodule of a level.
-        edges: ``base`` or ``mean``, for the language tensors outside the decoder layers.
-        towers: ``base`` or ``mean``, for the tensors outside the language tower of a multimodal model.
-        models: the path or Hub id of models, by their names in the statistics; by default the names themselves.
-        tokenizer_source: mergekit's setting of that name; left out if empty.
+        edges, towers, models, tokenizer_source, trust_remote_code: as for ``Solution.save_recipe``.
         out_dtype: the data type to write; by default the base checkpoint's.
-        trust_remote_code: mergekit's flag of that name.
 
     Returns:
         The recipe as YAML, with a header that describes its origin.
