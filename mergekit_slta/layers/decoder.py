@@ -140,13 +140,9 @@ class Decoder:
 
         Tied tensors are named once.
         """
-        tied = set(dict(self.model.named_parameters(remove_duplicate=False)))
-        tied -= set(dict(self.model.named_parameters()))
-        return tuple(
-            name
-            for name in self.model.state_dict()
-            if name in self.language_tensors and not name.startswith(self.layers_path + ".") and name not in tied
-        )
+        outside = [name for name in self.model.state_dict() if not name.startswith(self.layers_path + ".")]
+        outside = [name for name in outside if self.first_names.get(name, name) == name]
+        return tuple(name for name in outside if name in self.language_tensors)
 
     def run(self, layer: int, weights: Weights, hidden: torch.Tensor, call: LayerCall, **settings: Any) -> LayerRun:
         """Run a layer on hidden states, to its end or until it calls a module.
