@@ -256,9 +256,8 @@ def _read_config(info: Info, path: str, trust_remote_code: bool) -> transformers
         raise SltaError(
             f"The configuration of the base model '{path}' cannot be read ({first_line(error)}): {fix}."
         ) from error
-    if (config.architectures or [""])[
-        0
-    ] != info.architecture or config.get_text_config().num_hidden_layers != info.num_layers:
+    found = (config.architectures or [""])[0], config.get_text_config().num_hidden_layers
+    if found != (info.architecture, info.num_layers):
         raise SltaError(
             f"The model '{path}' is not the base model of the statistics, a {info.architecture} of {info.num_layers} "
             f"layers: {fix}."
