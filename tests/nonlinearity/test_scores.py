@@ -269,6 +269,7 @@ def test_branches_that_change_in_their_last_map_only_are_linear(make_family: Mak
 
 def test_linear_maps_are_linear(llama: Family) -> None:
     result = plan(llama, ("linear",), plan_studies(3, triples=True), llama.token_ids()).measure()
+    assert "distances-1" not in [chart.name for section in linearity_page(result).sections for chart in section.charts]
     assert max(value.mean for value in result.metrics["non_linearity"]["linear"]["two"].values()) < 1e-20
     assert max(value.mean for value in result.metrics["projection_distance"]["linear"]["one+two"].values()) < 1e-12
 
