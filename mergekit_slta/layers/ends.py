@@ -63,9 +63,8 @@ def _capture(
     calls: list[LayerCall] = []
     handed: list[torch.Tensor] = []
     returns: list[Any] = []
-    taken: list[
-        dict[int | str, int]
-    ] = []  # by layer and argument, the position in the return value of the layer before
+    # By layer and argument, the position in the return value of the layer before.
+    taken: list[dict[int | str, int]] = []
     strange = False  # whether a layer is given what another than the one before has made, or what was made of that
 
     def hand_on(layer: int, hidden: torch.Tensor, call: LayerCall) -> Any:
