@@ -22,11 +22,24 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
+from mergekit_slta.errors import SltaError
+
 Level = Literal["model", "layer", "attn_mlp", "head_mlp", "linear"]
 Edges = Literal["base", "mean"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 
 BRANCHES = ("attn", "mlp")
+
+
+def require_levels(levels: Iterable[str]) -> None:
+    """Check that each is a level.
+
+    Raises:
+        SltaError: one is not.
+    """
+    for level in levels:
+        if level not in LEVELS:
+            raise SltaError(f"'{level}' is not one of {', '.join(LEVELS)}.")
 
 
 @dataclass(frozen=True)

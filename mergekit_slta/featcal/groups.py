@@ -102,7 +102,8 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
     with torch.no_grad():
         run = trace(decoder, layer, watch=by_module)
     groups: list[MapGroup] = []
-    kept = {m.name: _never_called(module) for module, maps in by_module.items() for m in maps}
+    never_called = "not used by calling the module"
+    kept = {m.name: SOME_TOKENS if _is_numbered(m.module) else never_called for m in linear_maps(own)}
     previous: object = None
     for module in run.inputs:
         maps, child = tuple(by_module[module]), child_of(own, module)
@@ -115,7 +116,7 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
         given = run.inputs[module]
         if child in run.opened:  # whose parts the layer calls one by one, between other children
             child = module
-        same = None if fused else (child, _place(given[0]))
+        same = None if fused else (child, given[0].data_ptr(), given[0].numel())  # also for views
         if groups and same and same == previous:
             groups[-1] = replace(groups[-1], maps=groups[-1].maps + maps)
         else:
@@ -153,19 +154,9 @@ def _unsolvable(maps: Sequence[LinearMap], child: str, layer: torch.nn.Module, r
     return SOME_TOKENS if _is_numbered(module) and not all_tokens else ""
 
 
-def _never_called(module: str) -> str:
-    """Why the maps of a module that the layer does not call in a trace cannot be solved."""
-    return SOME_TOKENS if _is_numbered(module) else "not used by calling the module"
-
-
 def _is_numbered(module: str) -> bool:
     """Whether a module may be one of a mixture's experts, which are given the features of some tokens."""
     return any(part.isdigit() for part in module.split("."))
-
-
-def _place(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where a tensor's values are, the same for its views."""
-    return tensor.data_ptr(), tensor.numel()
 
 
 def _tells_routes(given: tuple[Any, ...], experts: int, tokens: int) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from mergekit_slta.actmat.covariance import add_gram, all_rows, mirror
 from mergekit_slta.engine.passes import Progress
@@ -261,7 +261,7 @@ class LayerSolver:
             own: Any = self._targets_of(group, number)[group.module]
             merged = self._routed(group, number, self._merged_inputs(group, number))
             coverage.add(batch.task, merged, own)
-            given[number] = tree_map(self._waiting, (merged, _at_places_of(merged, own)))
+            given[number] = tree_map_only(torch.Tensor, self.streams.kept, (merged, _at_places_of(merged, own)))
             progress(len(batch.rows))
         self._forget_targets(group)
         for name in {name for m in group.maps for name in (m.weight, m.bias) if name}:
@@ -378,7 +378,10 @@ class LayerSolver:
         """What the expert's modules of a group return for a batch [B, S, out]; for routed experts, what they get."""
         if (number, group.module) not in self._targets:
             self._run_expert(group.child, number)
-        return {module: tree_map(self._to_device, self._targets[number, module]) for module in group.modules}
+        return {
+            module: tree_map_only(torch.Tensor, self._to_device, self._targets[number, module])
+            for module in group.modules
+        }
 
     def _forget_targets(self, group: MapGroup) -> None:
         for number in range(len(self.streams.batches)):
@@ -397,7 +400,7 @@ class LayerSolver:
         for module in (module for group in here for module in group.modules):
             if module in routed:
                 found[module] = self._routed(routed[module], number, found[module])
-            self._targets[number, module] = tree_map(self._waiting, found[module])
+            self._targets[number, module] = tree_map_only(torch.Tensor, self.streams.kept, found[module])
 
     def _go_on(
         self, stream: int, number: int, weights: Weights, until: str | None, capture: Collection[str] = ()
@@ -411,23 +414,23 @@ class LayerSolver:
         done = self._outputs[stream, number]
         modules = {module for group in self.maps.groups for module in group.modules}
         closing = {group.child for group in self.maps.groups if group.empty is not None and group.module == until}
-        passage = self.decoder.run_until(
-            until,
+        passage = self.decoder.run(
             self.layer,
             weights,
             self.streams.hidden(stream, number),
             self.streams.call(stream, number),
-            replay=tree_map(self._to_device, done),
+            until=until,
+            replay=tree_map_only(torch.Tensor, self._to_device, done),
             capture=capture,
             keep=modules,
             copy=self.maps.changed,
         )
         if passage.state:  # a child that is replayed later hands nothing on again
-            self._handed[stream, number] |= tree_map(self._waiting, passage.state)
+            self._handed[stream, number] |= tree_map_only(torch.Tensor, self.streams.kept, passage.state)
         finished = self._children & set(passage.outputs)
         inside = {name for name in modules & set(passage.outputs) if not is_inside(name, finished | closing)}
         for name in finished | inside:
-            done[name] = tree_map(self._waiting, passage.outputs[name])
+            done[name] = tree_map_only(torch.Tensor, self.streams.kept, passage.outputs[name])
         for name in [name for name in done if name not in finished and is_inside(name, finished)]:
             del done[name]
         if passage.output is not None:
@@ -435,11 +438,8 @@ class LayerSolver:
             del self._outputs[stream, number]
         return passage.outputs | passage.inputs
 
-    def _waiting(self, value: Any) -> Any:
-        return self.streams.kept(value) if isinstance(value, torch.Tensor) else value
-
-    def _to_device(self, value: Any) -> Any:
-        return value.to(self.decoder.device) if isinstance(value, torch.Tensor) else value
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.decoder.device)
 
 
 def _at_places_of(merged: RoutedInputs, own: RoutedInputs) -> torch.Tensor:

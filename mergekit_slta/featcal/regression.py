@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -80,6 +80,22 @@ class Change:
         return (anchor + mean / (1 + (self.ridge or 0.0) ** 2)).to(anchor.dtype)
 
 
+class _Sums:
+    """Sums over tokens, zero at first: of all samples, and of each of the ``halves`` into which they are dealt."""
+
+    def __init__(self, inputs: int, outputs: int, combined: int, halves: int, device: torch.device | str) -> None:
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.float64, device=device)
+
+        self.inputs, self.residuals, self.cross = zeros(inputs), zeros(outputs), zeros(inputs, outputs)
+        self.moments = [zeros(inputs, inputs) for _ in range(halves)]  # of the inputs
+        self.predicted = [zeros(inputs, combined) for _ in range(halves)]  # inputs with combinations of the residuals
+        self.masses, self.tokens = zeros(halves), zeros(halves)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from (self.inputs, self.residuals, self.cross, *self.moments, *self.predicted, self.masses, self.tokens)
+
+
 class NormalEquations:
     """Sums of a regression, gathered task by task in float64.
 
@@ -108,19 +124,10 @@ class NormalEquations:
         self._prior = prior
         self._reduce = reduce
         self.tokens = 0
-
-        def zeros(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.float64, device=device)
-
-        halves = range(2 if ridge is None else 1)
-        self._combinations = random_combinations(outputs, PREDICTED if ridge is None else 0).to(device)
-        # Of all tasks, and of the current one before it has a weight. By half: the inputs' moments, their products with
-        # the combined residuals, mass and tokens. Of all samples: inputs with residuals, inputs, residuals.
-        self._halves, self._task_halves = (
-            [[zeros(inputs, inputs), zeros(inputs, self._combinations.shape[1]), zeros(), zeros()] for _ in halves]
-            for _ in range(2)
-        )
-        self._whole, self._task_whole = ([zeros(inputs, outputs), zeros(inputs), zeros(outputs)] for _ in range(2))
+        combined, halves = (PREDICTED, 2) if ridge is None else (0, 1)
+        self._combinations = random_combinations(outputs, combined).to(device)
+        # Of all tasks with their weights, and of the current one before it has a weight.
+        self._all, self._task = (_Sums(inputs, outputs, combined, halves, device) for _ in range(2))
         self._masses: list[torch.Tensor] = []
         self._halved = ridge is None  # whether each task has samples in both halves
 
@@ -135,60 +142,58 @@ class NormalEquations:
         """
         roots = weights.to(inputs.device, torch.float64).sqrt()[:, None]
         inputs, residuals, samples = inputs * roots, residuals * roots, samples.to(inputs.device)
-        cross, input_sum, residual_sum = self._task_whole
-        cross.addmm_(inputs.T, residuals)
-        input_sum += (roots.T @ inputs)[0]
-        residual_sum += (roots.T @ residuals)[0]
+        task = self._task
+        task.cross.addmm_(inputs.T, residuals)
+        task.inputs += (roots.T @ inputs)[0]
+        task.residuals += (roots.T @ residuals)[0]
         combined = residuals @ self._combinations
-        for half, (moments, predicted, mass, tokens) in enumerate(self._task_halves):
-            own = slice(None) if len(self._task_halves) == 1 else samples % 2 == half
+        for half, (moments, predicted) in enumerate(zip(task.moments, task.predicted, strict=True)):
+            own = slice(None) if len(task.moments) == 1 else samples % 2 == half
             given = inputs[own]
             add_gram(given, moments)
             predicted.addmm_(given.T, combined[own])
-            mass += (roots[own] ** 2).sum()
-            tokens += len(given)
+            task.masses[half] += (roots[own] ** 2).sum()
+            task.tokens[half] += len(given)
 
     def finish_task(self) -> None:
         """Weight the current task's sums and go on to the next task."""
-        own = [*self._task_whole, *itertools.chain(*self._task_halves)]
-        for part in own:
+        task = self._task
+        for part in task:
             self._reduce(part)
-        masses, counts = (torch.stack([half[place] for half in self._task_halves]) for place in (-2, -1))
-        mass, tokens = masses.sum(), counts.sum()
-        self._halved &= bool(counts.all() or not tokens)
-        moments = [half[0] for half in self._task_halves]
-        norm = gram_norm(moments, not_decisive(torch.stack([half.diagonal() for half in moments]).sum(0)))
+        self._halved &= bool(task.tokens.all() or not task.tokens.any())
+        self.tokens += int(task.tokens.sum())
+        diagonal = torch.stack([moments.diagonal() for moments in task.moments]).sum(0)
+        norm = gram_norm(task.moments, not_decisive(diagonal))
         weight = torch.where(norm > 0, 1 / norm, 0.0)  # a task none of whose tokens came here has no say
-        for total, part in zip([*self._whole, *itertools.chain(*self._halves)], own, strict=True):
+        self._masses.append(weight * task.masses.sum())
+        for total, part in zip(self._all, task, strict=True):
             total.addcmul_(part, weight)
             part.zero_()
-        self._masses.append(weight * mass)
-        self.tokens += int(tokens)
 
     def solve(self) -> Change:
         """Solve for the change, with a larger ridge where the one asked for does not make the equations solvable."""
-        self._task_whole.clear()  # their memory is needed
-        self._task_halves.clear()
+        del self._task  # its memory is needed
+        sums = self._all
         ridge = self._best_ridge() if self._ridge is None else max(self._ridge, SMALLEST_RIDGE)
-        moments, cross, input_sum, residual_sum = self._halves[0][0], *self._whole
-        if len(self._halves) > 1:
-            moments += self._halves.pop()[0]
+        sums.predicted.clear()
+        moments = sums.moments.pop()
+        while sums.moments:
+            moments += sums.moments.pop()
 
         def solution_of(ridge: float) -> torch.Tensor | None:
-            return self._solution(moments, cross, ridge=ridge)
+            return self._solution(moments, sums.cross, ridge=ridge)
 
-        return first_change(solution_of, ridge, input_sum, residual_sum, torch.stack(self._masses))
+        return first_change(solution_of, ridge, sums.inputs, sums.residuals, torch.stack(self._masses))
 
     def _best_ridge(self) -> float:
         """The ridge that predicts each half of the samples best from the other."""
         if not self._halved:
             return UNKNOWN_RIDGE
-        for moments, *_ in self._halves:
-            mirror(moments)
+        halves = list(zip(map(mirror, self._all.moments), self._all.predicted, strict=True))
 
         def error(ridge: float) -> float:
             found = 0.0
-            for (moments, cross, *_), (other_moments, other_cross, *_) in itertools.permutations(self._halves):
+            for (moments, cross), (other_moments, other_cross) in itertools.permutations(halves):
                 solution = self._solution(moments, cross, ridge=ridge)
                 if solution is None:
                     return torch.inf

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.residual import plain
@@ -134,5 +134,5 @@ def returned_like(returned: Any, hidden: torch.Tensor) -> Any:
     made = hidden.as_subclass(Made)
     if not isinstance(returned, (tuple, list)):
         return made
-    rest = [tree_map(lambda v: v.as_subclass(Made) if isinstance(v, torch.Tensor) else v, v) for v in returned[1:]]
+    rest = tree_map_only(torch.Tensor, lambda tensor: tensor.as_subclass(Made), returned[1:])
     return type(returned)([made, *rest])

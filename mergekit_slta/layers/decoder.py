@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import torch
@@ -140,74 +140,28 @@ class Decoder:
 
         Tied tensors are named once.
         """
-        tied = set(dict(self.model.named_parameters(remove_duplicate=False)))
-        tied -= set(dict(self.model.named_parameters()))
-        return tuple(
-            name
-            for name in self.model.state_dict()
-            if name in self.language_tensors and not name.startswith(self.layers_path + ".") and name not in tied
-        )
+        outside = [name for name in self.model.state_dict() if not name.startswith(self.layers_path + ".")]
+        outside = [name for name in outside if self.first_names.get(name, name) == name]
+        return tuple(name for name in outside if name in self.language_tensors)
 
-    def run(
-        self,
-        layer: int,
-        weights: Weights,
-        hidden: torch.Tensor,
-        call: LayerCall,
-        *,
-        replay: Mapping[str, Any] | None = None,
-        capture: Collection[str] = (),
-        keep: Collection[str] = (),
-        unmix: bool = False,
-    ) -> LayerRun:
-        """Run a layer on hidden states.
+    def run(self, layer: int, weights: Weights, hidden: torch.Tensor, call: LayerCall, **settings: Any) -> LayerRun:
+        """Run a layer on hidden states, to its end or until it calls a module.
 
         Args:
             layer: the layer's index.
             weights: the layer's tensors by their names inside the layer.
             hidden: [B, S, D], the layer's input.
             call: the layer's other arguments.
-            replay: outputs of children that need not run again.
-            capture, keep: paths of the modules inside the layer whose inputs, or outputs, are wanted.
-            unmix: as for ``LayerRun``.
+            settings: those of ``LayerRun``.
         """
-        run = LayerRun(replay or {}, capture, keep, unmix=unmix)
-        self.fresh.restore()
-        self._finish(run, self.call(run, layer, weights, hidden, call))
-        return run
-
-    def run_until(
-        self,
-        module: str | None,
-        layer: int,
-        weights: Weights,
-        hidden: torch.Tensor,
-        call: LayerCall,
-        *,
-        replay: Mapping[str, Any],
-        capture: Collection[str] = (),
-        keep: Collection[str] = (),
-        copy: Collection[str] = (),
-    ) -> LayerRun:
-        """Run a layer on hidden states [B, S, D] until it calls a module, or to its end.
-
-        Args:
-            module: the path of the module inside the layer; None for a run to the end.
-            layer, weights, hidden, call, capture, keep: as for ``run``.
-            replay: outputs of modules that need not run again.
-            copy: paths of the modules whose outputs other modules change in place.
-        """
-        run = LayerRun(replay=replay, capture=capture, keep=keep, copy=copy, until=module)
+        run = LayerRun(**settings)
         self.fresh.restore()
         with contextlib.suppress(Reached):
-            self._finish(run, self.call(run, layer, weights, hidden, call))
+            run.finish(hidden_of(self.call(run, layer, weights, hidden, call)))
+            run.output = self.tokens_first(run.output)
+            if run.terms is not None:
+                run.terms = {name: self.tokens_first(term) for name, term in run.terms.items()}
         return run
-
-    def _finish(self, run: LayerRun, returned: Any) -> None:
-        run.finish(hidden_of(returned))
-        run.output = self.tokens_first(run.output)
-        if run.terms is not None:
-            run.terms = {name: self.tokens_first(term) for name, term in run.terms.items()}
 
     def tokens_first(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states as [B, S, ...], from what the model's own code gives to its layers."""

@@ -26,7 +26,7 @@ from mergekit_slta.layers.calls import (
     stand_ins,
 )
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.placeholders import small_products, zeros
+from mergekit_slta.layers.placeholders import SmallProducts, zeros
 from mergekit_slta.layers.recording import LayerRun, Reached
 
 
@@ -63,9 +63,8 @@ def _capture(
     calls: list[LayerCall] = []
     handed: list[torch.Tensor] = []
     returns: list[Any] = []
-    taken: list[
-        dict[int | str, int]
-    ] = []  # by layer and argument, the position in the return value of the layer before
+    # By layer and argument, the position in the return value of the layer before.
+    taken: list[dict[int | str, int]] = []
     strange = False  # whether a layer is given what another than the one before has made, or what was made of that
 
     def hand_on(layer: int, hidden: torch.Tensor, call: LayerCall) -> Any:
@@ -150,7 +149,7 @@ def try_layers(decoder: Decoder, token_ids: torch.Tensor, fill: Callable[[Weight
             state.update(run.state)
         return found[types[layer]]
 
-    with small_products():
+    with SmallProducts():
         _capture(decoder, token_ids, fill(edge_state(decoder), decoder.device), run)
     state.update(handed_on(found[types[0]], decoder.handed))
     if any(tensor.shape[:1] != token_ids.shape[:1] for tensor in state.values()):

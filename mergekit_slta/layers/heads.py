@@ -8,8 +8,10 @@ depend on exactly the rows that belong to it.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,6 +20,8 @@ from mergekit_slta.layers.ends import trial
 from mergekit_slta.layers.maps import LinearMap, linear_maps
 from mergekit_slta.layers.probe import trace
 from mergekit_slta.layers.structure import structure
+
+INSEPARABLE = "its heads cannot be told apart by its linear maps"
 
 
 @dataclass(frozen=True)
@@ -49,29 +53,23 @@ def heads_of(decoder: Decoder, layer: int) -> Heads | str:
 def _heads_of(decoder: Decoder, layer: int) -> Heads | str:
     try:
         return _find_heads(decoder, layer)
-    except _NoHeads as reason:
-        return str(reason)
     except Exception:  # a model's own code may raise anything when its projections give random numbers
-        return "its heads cannot be told apart by its linear maps"
-
-
-class _NoHeads(Exception):
-    """Why there are no heads."""
+        return INSEPARABLE
 
 
 @torch.enable_grad()
-def _find_heads(decoder: Decoder, layer: int) -> Heads:
+def _find_heads(decoder: Decoder, layer: int) -> Heads | str:
     split = structure(decoder, layer)
     if split is None:
-        raise _NoHeads("its branches cannot be told apart")
+        return "its branches cannot be told apart"
     kinds = {name: type(decoder.layers[layer].get_submodule(name)).__name__ for name in sorted(split.mixers)}
     if not kinds:
-        raise _NoHeads("it mixes no tokens")
+        return "it mixes no tokens"
     others = [kind for kind in kinds.values() if "attention" not in kind.lower()]
     if others:
-        raise _NoHeads(f"it mixes tokens by {' and '.join(others)}, which is not known to have heads")
+        return f"it mixes tokens by {' and '.join(others)}, which is not known to have heads"
     if len(kinds) > 1:
-        raise _NoHeads("it has several attentions")
+        return "it has several attentions"
     (mixer,) = kinds
     module = decoder.layers[layer].get_submodule(mixer)
     maps = {found.name: found for found in linear_maps(decoder.layers[layer]) if found.name.startswith(mixer + ".")}
@@ -79,15 +77,15 @@ def _find_heads(decoder: Decoder, layer: int) -> Heads:
         trace(decoder, layer)
     output = f"{mixer}.{list(calls)[-1]}" if calls else ""
     if output not in maps:
-        raise _NoHeads("its attention ends in no linear map that all heads share")
+        return "its attention ends in no linear map that all heads share"
     features = calls.pop(list(calls)[-1])[0]
     leaves = [values for _, values in calls.values()]
     # Such as those of an MLP after the attention in the same module. Keys may also come from an earlier layer.
     if not _mixes_tokens(features, leaves) and not decoder.once(trial).state:
-        raise _NoHeads("its heads cannot be told apart by its linear maps")
+        return INSEPARABLE
     count = decoder.model.config.get_text_config().num_attention_heads
     if features.shape[-1] % count:
-        raise _NoHeads(f"its attention does not split into {count} heads of one size")
+        return f"its attention does not split into {count} heads of one size"
     rows = {f"{mixer}.{name}": torch.zeros(v.shape[-1], count, dtype=torch.bool) for name, (_, v) in calls.items()}
     for head, part in enumerate(features.unflatten(-1, (count, -1)).unbind(-2)):
         gradients = torch.autograd.grad(part.square().sum(), leaves, retain_graph=True, allow_unused=True)
@@ -116,19 +114,15 @@ def _random_projections(attention: torch.nn.Module) -> Iterator[dict[str, tuple[
     generator = torch.Generator().manual_seed(0)
     maps = {found.module for found in linear_maps(attention)}
 
-    def replace(name: str, inputs: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    def replace(name: str, _: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         values = torch.randn(output.shape, generator=generator).to(output.device).requires_grad_()
-        calls[name] = (inputs, values)
+        calls[name] = (args[0], values)
         return values
 
-    handles = []
-    for name, module in attention.named_modules():
-        if name in maps:
-            handles.append(module.register_forward_hook(lambda _, args, out, name=name: replace(name, args[0], out)))
-        elif name and list(module.parameters(recurse=False)):
-            handles.append(module.register_forward_hook(lambda _, args, out: args[0]))
-    try:
+    with contextlib.ExitStack() as hooks:
+        for name, module in attention.named_modules():
+            if name in maps:
+                hooks.enter_context(module.register_forward_hook(functools.partial(replace, name)))
+            elif name and list(module.parameters(recurse=False)):
+                hooks.enter_context(module.register_forward_hook(lambda _, args, out: args[0]))
         yield calls
-    finally:
-        for handle in handles:
-            handle.remove()

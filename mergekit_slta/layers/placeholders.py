@@ -6,8 +6,7 @@ matrices: a layer of a large mixture is more than the memory of many machines.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -57,35 +56,34 @@ def random_numbers(state: Weights, device: torch.device, seed: int = 0) -> Weigh
     return {name: numbers(tensor) for name, tensor in state.items()}
 
 
-@contextlib.contextmanager
-def small_products() -> Iterator[None]:
-    """Compute products with made-up weights a part at a time while the block runs."""
-    with _SmallProducts():
-        yield
+def _spanned(value: torch.Tensor) -> int:
+    """How many elements lie in memory from a tensor's first to its last."""
+    return 1 + sum(stride * (size - 1) for size, stride in zip(value.shape, value.stride(), strict=True))
 
 
 def _is_made_up(value: Any) -> bool:
     """Whether a tensor has many more elements than its memory."""
     if not isinstance(value, torch.Tensor) or value.is_meta or value.numel() <= SMALL:
         return False
-    spanned = 1 + sum(stride * (size - 1) for size, stride in zip(value.shape, value.stride(), strict=True))
-    return spanned * 4 < value.numel()
+    return _spanned(value) * 4 < value.numel()
 
 
-class _SmallProducts(TorchDispatchMode):
+class SmallProducts(TorchDispatchMode):
+    """Computes products with made-up weights a part at a time while its block runs."""
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         compute = _COMPUTED.get(func.overloadpacket)
         if compute is not None and any(map(_is_made_up, args)):
-            return compute(func, *args, **kwargs or {})
+            return compute(*args, **kwargs or {})
         return func(*args, **kwargs or {})
 
 
-def _matrix_product(func: Any, left: torch.Tensor, right: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+def _matrix_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """[..., n, k] times [..., k, m], of which one is made up: in parts of the larger of n and m."""
     if left.ndim == 3:
-        return torch.stack([_matrix_product(func, *pair) for pair in zip(left, right, strict=True)])
+        return torch.stack([_matrix_product(*pair) for pair in zip(left, right, strict=True)])
     (rows, inner), columns = left.shape, right.shape[1]
     product = left.new_empty(rows, columns)
     step = max(1, PART // inner)
@@ -104,19 +102,17 @@ def _copied(value: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
 
 
 def _added_product(
-    func: Any, added: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float = 1, alpha: float = 1
+    added: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float = 1, alpha: float = 1
 ) -> torch.Tensor:
-    product = torch.bmm(left, right) if left.ndim == 3 else torch.mm(left, right)
-    return beta * added + alpha * product
+    return beta * added + alpha * _matrix_product(left, right)
 
 
-def _same(func: Any, value: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+def _same(value: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """A made-up tensor in place of a copy of it, of another type if so asked."""
     dtype = kwargs.get("dtype") or value.dtype
     if dtype == value.dtype:
         return value.view(value.shape)
-    spanned = 1 + sum(stride * (size - 1) for size, stride in zip(value.shape, value.stride(), strict=True))
-    whole = value.as_strided((spanned,), (1,)).to(dtype)
+    whole = value.as_strided((_spanned(value),), (1,)).to(dtype)
     return whole.as_strided(value.shape, value.stride())
 
 

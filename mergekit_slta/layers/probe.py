@@ -7,16 +7,17 @@ in one batch.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.calls import LayerCall, Weights, hidden_of
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.ends import edge_state, embed, trial, try_layers
-from mergekit_slta.layers.placeholders import random_numbers, small_products, zeros
+from mergekit_slta.layers.placeholders import SmallProducts, random_numbers, zeros
 from mergekit_slta.layers.recording import LayerRun
 from mergekit_slta.layers.residual import plain
 
@@ -85,7 +86,7 @@ def _tokens(decoder: Decoder) -> list[int]:
 def explained(decoder: Decoder) -> Iterator[None]:
     """Run with made-up weights; an error of the model's own code then says that its layers cannot be run one by one."""
     try:
-        with small_products():
+        with SmallProducts():
             yield
     except SltaError:
         raise
@@ -128,21 +129,9 @@ def _length_matters(decoder: Decoder, short: int, long: int) -> bool:
     """Whether the calls of the layers differ where a short and a long sample have the same tokens."""
     token_ids, edges = torch.zeros(1, long, dtype=torch.int64), random_numbers(edge_state(decoder), decoder.device)
     calls = [embed(decoder, token_ids[:, :length], edges)[1] for length in (short, long)]
-    pairs = {(id(own), id(other)): (own, other) for own, other in _pairs(*calls)}
+    values = [tree_leaves([(call.args, call.kwargs) for call in own]) for own in calls]
+    pairs = {(id(own), id(other)): (own, other) for own, other in zip(*values, strict=False)}
     return not all(_is_prefix(own, other) for own, other in pairs.values())
-
-
-def _pairs(own: Any, other: Any) -> Iterator[tuple[Any, Any]]:
-    """Pairs of the values in the same places of two layers' calls."""
-    if isinstance(own, LayerCall):
-        own, other = own.arguments, other.arguments
-    if isinstance(own, Mapping) and isinstance(other, Mapping):
-        own, other = list(own.values()), list(other.values())
-    if isinstance(own, list | tuple) and isinstance(other, list | tuple) and len(own) == len(other):
-        for parts in zip(own, other, strict=True):
-            yield from _pairs(*parts)
-    else:
-        yield own, other
 
 
 def _is_prefix(own: Any, other: Any) -> bool:

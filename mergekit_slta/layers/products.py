@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-EXACT = (
-    1e-6  # the largest relative error of a product that counts as float32; with factors in bfloat16 it is above 1e-3
-)
+# The largest relative error of a product that counts as float32; with factors in bfloat16 it is above 1e-3.
+EXACT = 1e-6
 # Tokens, inputs and outputs of the products that show it: oneDNN chooses among its kernels by size and layout.
 SIZES = ((384, 384, 384), (16, 1024, 512), (1000, 64, 256), (3, 1000, 1000))
 

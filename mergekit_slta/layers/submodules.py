@@ -11,7 +11,7 @@ from mergekit_slta.layers.ends import tail_problem
 from mergekit_slta.layers.heads import Heads, heads_of
 from mergekit_slta.layers.maps import linear_maps
 from mergekit_slta.layers.structure import structure
-from mergekit_slta.levels import Fallback, head_part, submodule_name
+from mergekit_slta.levels import Fallback, head_part, require_levels, submodule_name
 from mergekit_slta.models.skeleton import converted_as, model_tensor_name
 
 
@@ -22,8 +22,9 @@ def layer_submodules(decoder: Decoder, level: str, layer: int) -> list[str]:
     says so.
 
     Raises:
-        SltaError: the model's layers cannot be run one at a time, or the model not as a whole.
+        SltaError: there is no such level, the model's layers cannot be run one at a time, or the model not as a whole.
     """
+    require_levels([level])
     split = structure(decoder, layer)  # runs the layer, which every level needs
     if level == "model":
         if problem := tail_problem(decoder):

@@ -198,6 +198,7 @@ class _Submodules(Accumulator[list[Grams]]):
         task_of = [task for task, samples in enumerate(self.tasks) for _ in samples]
         used = [[row for row, task in enumerate(task_of) if task in study.experts] for study in self.studies]
         self.places = [{row: place for place, row in enumerate(rows)} for rows in used]  # of a row in each study
+        self.concerned = [TaskStudies.of(task, self.studies) for task in range(len(self.tasks))]
         self.grams: list[Grams] = [{} for _ in self.studies]
 
     def sources(self) -> list[list[Checkpoint]]:
@@ -217,11 +218,11 @@ class _Submodules(Accumulator[list[Grams]]):
         maps = LayerFeatures(self.decoder, layer, weights, ["linear"], self.tokens) if "linear" in self.levels else None
         for number, batch in enumerate(streams.batches):
             hidden, call = streams.hidden(0, number), streams.call(0, number)
-            base, concerned = features.run_base(hidden, call, watch), TaskStudies.of(batch.task, self.studies)
-            if run_levels and concerned.studies:
-                self._run_settings(concerned, features, shared, base, hidden, call, batch, report)
+            base = features.run_base(hidden, call, watch)
+            if run_levels and self.concerned[batch.task].studies:
+                self._run_settings(features, shared, base, hidden, call, batch, report)
             if maps is not None:
-                self._combine_maps(concerned, maps, hidden, call, batch)
+                self._combine_maps(maps, hidden, call, batch)
             streams.set_output(0, number, base.output, base.state)
             report(len(batch.rows))
         for grams in self.grams:
@@ -235,7 +236,6 @@ class _Submodules(Accumulator[list[Grams]]):
 
     def _run_settings(
         self,
-        concerned: TaskStudies,
         features: LayerFeatures,
         shared: FirstMaps,
         base: LayerRun,
@@ -245,6 +245,7 @@ class _Submodules(Accumulator[list[Grams]]):
         report: Progress,
     ) -> None:
         """Run a layer with all settings of a task's studies on a batch."""
+        concerned = self.concerned[batch.task]
         watch = {module for maps in shared.values() for module in maps}
         experts: dict[int, ExpertRun] = {}
         products = BatchProducts(shared, features.weights, base, experts)
@@ -276,13 +277,11 @@ class _Submodules(Accumulator[list[Grams]]):
                 for name, deltas in features.deltas(base, [*runs, *own]):
                     self._put(index, name, batch, other, sample_grams(deltas, batch.lengths))
 
-    def _combine_maps(
-        self, concerned: TaskStudies, maps: LayerFeatures, hidden: torch.Tensor, call: LayerCall, batch: Batch
-    ) -> None:
+    def _combine_maps(self, maps: LayerFeatures, hidden: torch.Tensor, call: LayerCall, batch: Batch) -> None:
         """Compute the linear maps' Gram matrices without running settings: a map's output is linear in its weights."""
         base = maps.run_base(hidden, call)
         for name, grams in maps.grams(base, hidden, call, batch.lengths):
-            for index, study in concerned.studies.items():
+            for index, study in self.concerned[batch.task].studies.items():
                 for other, others in enumerate(study.others):
                     settings = torch.cat([others, study.kept])
                     self._put(index, name, batch, other, settings @ grams @ settings.T)

@@ -56,12 +56,12 @@ def _first_maps(decoder: Decoder, layer: int) -> FirstMaps:
             base = features.run_base(hidden, call, modules)
             runs = [features.run(weights, base, hidden, call, watch=modules) for weights in (*experts, setting)]
             for name in features.runs:
-                own = [run.of(name).inputs for run in runs]
+                own = [run.runs[name].inputs for run in runs]
                 fitting = {module for module in modules if _is_first(modules[module], base, own, base_weights)}
                 known = {m: modules[m].apply(setting, own[-1][m][0]) for m in fitting}
                 others = {**setting, **{modules[m].weight: base_weights[modules[m].weight] for m in fitting}}
-                again = features.run(others, base, hidden, call, known={name: known}).of(name).output
-                same = _is_close(again, runs[-1].of(name).output)  # else the layer uses a matrix by itself
+                again = features.run(others, base, hidden, call, known={name: known}).runs[name].output
+                same = _is_close(again, runs[-1].runs[name].output)  # else the layer uses a matrix by itself
                 found[name] = {module: modules[module] for module in modules if module in fitting and same}
     return found
 
@@ -143,5 +143,5 @@ class BatchProducts:
 
     def _input_change(self, run: str, module: str, expert: int) -> torch.Tensor | None:
         """d_u of an expert, or None if its norms leave the map's input as it is."""
-        change = self.experts[expert].of(run).inputs[module][0] - self.base.inputs[module][0]
+        change = self.experts[expert].runs[run].inputs[module][0] - self.base.inputs[module][0]
         return change if bool(change.any()) else None

@@ -62,24 +62,22 @@ def non_linearity(ratios: torch.Tensor) -> torch.Tensor:
     return (ratios - (steps[:, None] - steps).abs()).square().sum((-2, -1))
 
 
-def projection(grams: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
-    """The merge's feature delta projected on the experts' weighted sum, relative to the sum (the fraction in Eq. 8).
+def projection_and_cosine(grams: torch.Tensor, alpha: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How a merge's feature delta lies to the experts' weighted sum.
 
     Args:
         grams: [..., 1 + g, 1 + g], Gram matrices of the merge's feature delta and the experts'.
         alpha: [..., g], the merging weights.
 
     Returns:
-        [...], NaN where either delta is zero.
+        The delta projected on the sum, relative to the sum (the fraction in Eq. 8), and their cosine similarity (Eq. 7,
+        15), both [...]; NaN where either is zero.
     """
-    merged, along, planned = _merge_products(grams, alpha)
-    return torch.where((merged > 0) & (planned > 0), along / planned, torch.nan)
-
-
-def merge_cosine(grams: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
-    """Cosine similarity of the merge's feature delta and the experts' weighted sum (Eq. 7, 15); see ``projection``."""
-    merged, along, planned = _merge_products(grams, alpha)
-    return torch.where((merged > 0) & (planned > 0), along / (merged * planned).sqrt(), torch.nan)
+    merged, along = grams[..., 0, 0], (grams[..., 0, 1:] * alpha).sum(-1)
+    planned = torch.einsum("...b,...bc,...c->...", alpha, grams[..., 1:, 1:], alpha)
+    defined = (merged > 0) & (planned > 0)
+    cosine = along / (merged * planned).sqrt()
+    return torch.where(defined, along / planned, torch.nan), torch.where(defined, cosine, torch.nan)
 
 
 def pair_cosine(grams: torch.Tensor) -> torch.Tensor:
@@ -95,13 +93,6 @@ def pair_cosine(grams: torch.Tensor) -> torch.Tensor:
     cosine = grams / (power[..., :, None] * power[..., None, :]).sqrt()
     rows, columns = torch.triu_indices(grams.shape[-1], grams.shape[-1], offset=1)
     return cosine[..., rows, columns].mean(-1)
-
-
-def _merge_products(grams: torch.Tensor, alpha: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Squared norm of the merge's delta, its product with the experts' weighted sum, and the sum's squared norm."""
-    along = (grams[..., 0, 1:] * alpha).sum(-1)
-    planned = torch.einsum("...b,...bc,...c->...", alpha, grams[..., 1:, 1:], alpha)
-    return grams[..., 0, 0], along, planned
 
 
 # What is measured
@@ -319,10 +310,11 @@ def _add_scores(result: Linearity, level: str, group: str, study: Study, grams: 
         else:
             # Skip samples on which the merge or one of the experts changes nothing.
             usable = (gram.diagonal(dim1=-2, dim2=-1) > 0).all(-1).all(-1)
-            gram, alpha = gram[usable], torch.cat(study.others)[:, list(study.experts)]
+            gram = gram[usable]
+            projection, cosine = projection_and_cosine(gram, torch.cat(study.others)[:, list(study.experts)])
             scores = {
-                "projection_distance": Value.of((1 - projection(gram, alpha).mean(0)).abs()),
-                "cosine_merge": Value.of(merge_cosine(gram, alpha).mean(0)),
+                "projection_distance": Value.of((1 - projection.mean(0)).abs()),
+                "cosine_merge": Value.of(cosine.mean(0)),
                 "cosine_base": Value.of(pair_cosine(gram[:, 0, 1:, 1:])),
             }
             skipped += int((~usable).sum())

@@ -16,6 +16,7 @@ from mergekit_slta.reports.words import counted, enumerated, kind_name, plain_nu
 from mergekit_slta.tables import Table, as_json, short_names
 
 LINEAR_MAPS = "linear map"
+MAPPED_LEVELS = frozenset({"model", "layer", "attn_mlp"})  # of which Figure 6 shows distances
 BARS = "A bar is the mean, and the thin line at its end reaches one standard deviation to both sides, over "
 SETTINGS = {2: "25 settings of two weights from 0.2 to 1", 3: "27 settings of three weights from 0.3 to 0.7"}
 MEANING = (
@@ -41,7 +42,8 @@ def linearity_page(result: Linearity) -> Page:
     sections = [Section("Single experts", charts=[_score_chart(result), *_score_by_layer(result)])]
     if sizes:
         sections.append(Section("Merges", charts=_merge_charts(result, sizes)))
-    way = [_curve_chart(result), *(_distance_map(result, index) for index in range(len(result.experts)))]
+    mapped = range(len(result.experts)) if result.maps.keys() & MAPPED_LEVELS else ()
+    way = [_curve_chart(result), *(_distance_map(result, index) for index in mapped)]
     sections.append(Section("On the way to an expert", charts=way))
     return Page(
         title=f"How linear {enumerated(short_names(result.experts))} are in their weights",
@@ -267,7 +269,7 @@ def _distance_map(result: Linearity, index: int) -> Chart:
     expert, short = result.experts[index], short_names(result.experts)[index]
     steps = [f"{step / STEPS:.1f}" for step in range(STEPS + 1)]
     matrices, rows, said = [], [], []
-    for level in [level for level in result.maps if level in ("model", "layer", "attn_mlp")]:
+    for level in [level for level in result.maps if level in MAPPED_LEVELS]:
         names = list(result.maps[level][expert])
         for layers in kinds_of(names).values():
             name = names[list(layers.values())[len(layers) // 2][0]]

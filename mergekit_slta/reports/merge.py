@@ -472,12 +472,12 @@ def _cost_map(analysis: LevelAnalysis) -> Chart:
 
 def _samples_charts(analysis: LevelAnalysis) -> list[Chart]:
     experts, counts, effects = analysis.experts, list(analysis.by_samples), list(analysis.by_samples.values())
-    alpha = torch.stack([effect.alpha for effect in effects], 1)  # [T, counts]
-    spread = torch.stack([effect.spread for effect in effects], 1)
-    retained = torch.stack([effect.retained for effect in effects], 1)
-    weights = lines_of(experts, counts, alpha.T, (alpha - spread).T, (alpha + spread).T)
-    shares = lines_of(experts, counts, retained.T)
-    widest = list(map(plain_number, spread.amax(0).tolist()))
+    alpha = torch.stack([effect.alpha for effect in effects])  # [counts, T]
+    spread = torch.stack([effect.spread for effect in effects])
+    retained = torch.stack([effect.retained for effect in effects])
+    weights = lines_of(experts, counts, alpha, alpha - spread, alpha + spread)
+    shares = lines_of(experts, counts, retained)
+    widest = list(map(plain_number, spread.amax(1).tolist()))
     said = [
         f"{line.label} {percent(line.y[0])} with {counts[0]}, {percent(line.y[-1])} with {counts[-1]}"
         for line in shares

@@ -6,9 +6,10 @@ The HTML is in ``page.html.jinja`` and ``index.html.jinja``, which share ``frame
 from __future__ import annotations
 
 import base64
+import html
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,11 @@ from mergekit_slta.tables import Table
 
 GENERATOR = "mergekit-slta"
 INDEX = "index.html"
+# The first sentence and the title of a page that ``frame.html.jinja`` has made.
+HEADING = re.compile(
+    rf'<meta name="generator" content="{GENERATOR}">\n<meta name="description" content="(.*?)">\n<title>(.*?)</title>',
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
@@ -79,34 +85,10 @@ class Page:
         return folder / name
 
 
-class _Heading(HTMLParser):
-    """What the index says of a page: its title and its first sentence; both are empty if the page is not ours."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.title = self.sentence = self._tag = ""
-        self._is_ours = False
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = dict(attrs)
-        self._tag = tag
-        self._is_ours |= given.get("name") == "generator" and given.get("content") == GENERATOR
-        if self._is_ours and given.get("name") == "description":
-            self.sentence = given.get("content") or ""
-
-    def handle_data(self, data: str) -> None:
-        if self._tag == "title" and self._is_ours:
-            self.title += data
-
-    def handle_endtag(self, tag: str) -> None:
-        self._tag = ""
-
-
 def _write_index(folder: Path) -> None:
     """Write a page with links to all pages of a folder, unless there is only one."""
-    found = {path.name: _Heading(path.read_text("utf-8", "replace")) for path in sorted(folder.glob("*.html"))}
-    pages = {name: heading for name, heading in found.items() if heading.title and name != INDEX}
+    found = {path.name: HEADING.search(path.read_text("utf-8", "replace")) for path in sorted(folder.glob("*.html"))}
+    pages = {name: tuple(map(html.unescape, own.groups())) for name, own in found.items() if own and name != INDEX}
     if len(pages) > 1:
         files.write(folder / INDEX, _rendered("index.html.jinja", pages=pages).encode())
 

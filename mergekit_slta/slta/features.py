@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -29,22 +29,14 @@ class ExpertRun:
 
     Attributes:
         weights: the layer's tensors.
-        whole: the run of the whole layer, where its output is wanted.
-        branches: by branch, the run in which all other branches return what they return in the base model.
+        runs: the run of the whole layer by ``WHOLE``, where its output is wanted, and by branch the run in which all
+            other branches return what they return in the base model.
     """
 
     weights: Weights
-    whole: LayerRun | None
-    branches: Mapping[str, LayerRun]
-
-    def of(self, name: str) -> LayerRun:
-        """The run of a branch, or ``WHOLE``."""
-        found = self.whole if name == WHOLE else self.branches[name]
-        assert found is not None
-        return found
+    runs: Mapping[str, LayerRun]
 
 
-@dataclass
 class LayerFeatures:
     """The structure and the weights of one layer that the levels need for all batches.
 
@@ -56,34 +48,24 @@ class LayerFeatures:
         tokens: how many tokens the batches have in all.
     """
 
-    decoder: Decoder
-    layer: int
-    weights: Sequence[Weights]
-    levels: Sequence[str]
-    tokens: int
-    whole: bool = field(init=False)
-    structure: LayerStructure | None = field(init=False, default=None)
-    branches: Sequence[str] = field(init=False, default=())
-    contributions: Sequence[str] = field(init=False, default=())
-    heads: Heads | None = field(init=False)
-    maps: dict[LinearMap, MapDeltas | None] = field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        names = {name for level in self.levels for name in layer_submodules(self.decoder, level, self.layer)}
-        self.whole = submodule_name(self.layer) in names
-        split = structure(self.decoder, self.layer)
-        heads = heads_of(self.decoder, self.layer) if "head_mlp" in self.levels else None
+    def __init__(
+        self, decoder: Decoder, layer: int, weights: Sequence[Weights], levels: Sequence[str], tokens: int
+    ) -> None:
+        self.decoder = decoder
+        self.layer = layer
+        self.weights = weights
+        names = {name for level in levels for name in layer_submodules(decoder, level, layer)}
+        self.whole = submodule_name(layer) in names
+        self.structure = structure(decoder, layer) or LayerStructure({}, frozenset())
+        heads = heads_of(decoder, layer) if "head_mlp" in levels else None
         self.heads = heads if isinstance(heads, Heads) else None
-        if split is not None:
-            wanted = {"attn"} if self.heads is not None else set()
-            wanted |= {branch for branch in BRANCHES if submodule_name(self.layer, branch) in names}
-            self.branches = [branch for branch in BRANCHES if branch in wanted]
-            self.contributions = [b for b in self.branches if submodule_name(self.layer, b) in names]
-            self.structure = split
-        if "linear" in self.levels:
-            for linear_map in linear_maps(self.decoder.layers[self.layer]):
-                routed = linear_map.expert is not None  # of which there may be too many to keep
-                self.maps[linear_map] = None if routed else MapDeltas(linear_map, self.weights, self.tokens)
+        split = [branch for branch in BRANCHES if branch in self.structure.branches]
+        self.contributions = [branch for branch in split if submodule_name(layer, branch) in names]
+        self.branches = [b for b in split if b in self.contributions or (b == "attn" and self.heads is not None)]
+        self.maps: dict[LinearMap, MapDeltas | None] = {}
+        for linear_map in linear_maps(decoder.layers[layer]) if "linear" in levels else ():
+            routed = linear_map.expert is not None  # of which there may be too many to keep
+            self.maps[linear_map] = None if routed else MapDeltas(linear_map, weights, tokens)
 
     def run_base(self, hidden: torch.Tensor, call: LayerCall, watch: Collection[str] = ()) -> LayerRun:
         """Run the base model's layer on a batch [B, S, D], and record what the modules in ``watch`` get and return."""
@@ -121,10 +103,9 @@ class LayerFeatures:
     def deltas(self, base: LayerRun, runs: Sequence[ExpertRun]) -> Iterator[tuple[str, list[torch.Tensor]]]:
         """Each submodule's name and its feature deltas, one [B, S, D] per run; linear maps are left out."""
         if self.whole:
-            yield submodule_name(self.layer), [_delta(run.whole, base) for run in runs]
+            yield submodule_name(self.layer), [_delta(run.runs[WHOLE], base) for run in runs]
         for branch in self.contributions:
-            assert self.structure is not None
-            own = [run.branches[branch] for run in runs]
+            own = [run.runs[branch] for run in runs]
             if branch == "attn" and self.structure.boundary is not None:
                 before = self.structure.features(branch, base)
                 deltas = [self.structure.features(branch, run) - before for run in own]
@@ -133,7 +114,7 @@ class LayerFeatures:
             yield submodule_name(self.layer, branch), deltas
         for head in range(self.heads.count if self.heads is not None else 0):
             features = self._head_features(head, base, self.weights[0])
-            deltas = [self._head_features(head, run.branches["attn"], run.weights) - features for run in runs]
+            deltas = [self._head_features(head, run.runs["attn"], run.weights) - features for run in runs]
             yield submodule_name(self.layer, head_part(head)), deltas
 
     @cached_property
@@ -154,7 +135,7 @@ class LayerFeatures:
         hidden: torch.Tensor,
         call: LayerCall,
         *,
-        changed: Collection[str] | None = None,
+        changed: frozenset[str] | None = None,
         watch: Collection[str] = (),
         known: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
     ) -> ExpertRun:
@@ -171,17 +152,16 @@ class LayerFeatures:
             known: for each of ``runs``, outputs of modules that need not run.
         """
         capture, known = self._head_modules() | {*watch}, known or {}
-        whole = None
+        runs: dict[str, LayerRun] = {}
         if self.whole and changed is not None and not changed:
-            whole = base
+            runs[WHOLE] = base
         elif self.whole:
             given = known.get(WHOLE, {})
-            whole = self.decoder.run(self.layer, weights, hidden, call, replay=given, capture=capture)
-        branches = {}
+            runs[WHOLE] = self.decoder.run(self.layer, weights, hidden, call, replay=given, capture=capture)
+        whole = runs.get(WHOLE)
         for branch in self.branches:
-            assert self.structure is not None
-            if changed is not None and not self.structure.branches[branch] & frozenset(changed):
-                branches[branch] = base
+            if changed is not None and not self.structure.branches[branch] & changed:
+                runs[branch] = base
                 continue
             held, others = self.structure.alone(branch, weights, self.weights[0], base)
             resting = self.structure.adding - self.structure.branches[branch]  # they have the base model's weights
@@ -190,17 +170,17 @@ class LayerFeatures:
             if branch == "attn" and whole is not None:  # attention has the same input in both runs
                 only = self.structure.only(branch) - self.structure.adding
                 replay |= {name: whole.returned[name] for name in only if name in whole.returned}
-            branches[branch] = self.decoder.run(self.layer, held, hidden, call, replay=replay, capture=capture)
+            runs[branch] = self.decoder.run(self.layer, held, hidden, call, replay=replay, capture=capture)
             if whole is not None and branch == "attn":
-                branches[branch].inputs.update(whole.inputs)
-        return ExpertRun(weights, whole, branches)
+                runs[branch].inputs.update(whole.inputs)
+        return ExpertRun(weights, runs)
 
     def _head_modules(self) -> set[str]:
         return {self.heads.output.module} if self.heads is not None else set()
 
-    def _head_features(self, head: int, run: LayerRun | None, weights: Weights) -> torch.Tensor:
+    def _head_features(self, head: int, run: LayerRun, weights: Weights) -> torch.Tensor:
         """o_proj restricted to a head's columns, applied to that head's output (A.3.5)."""
-        assert self.heads is not None and run is not None
+        assert self.heads is not None
         output = self.heads.output
         part = run.inputs[output.module][0].unflatten(-1, (self.heads.count, -1))[..., head, :]
         columns = output.matrix(weights).unflatten(-1, (self.heads.count, -1))[:, head, :]
@@ -243,12 +223,11 @@ def _changed_children(layer: torch.nn.Module, base: Weights, expert: Weights) ->
     return frozenset(found)
 
 
-def _delta(expert: LayerRun | None, base: LayerRun) -> torch.Tensor:
+def _delta(expert: LayerRun, base: LayerRun) -> torch.Tensor:
     """How the residual stream after the layer differs from the base model's.
 
     The difference is taken term by term where the terms are known: what is the same in both cancels exactly.
     """
-    assert expert is not None
     if expert.terms is None or base.terms is None or expert.terms.keys() != base.terms.keys():
         return expert.output - base.output
     parts = [term - base.terms[name] for name, term in expert.terms.items() if term is not base.terms[name]]

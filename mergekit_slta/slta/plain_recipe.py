@@ -63,12 +63,8 @@ def plain_recipe(
 
     Args:
         solution: the merging weights of each submodule of a level.
-        edges: ``base`` or ``mean``, for the language tensors outside the decoder layers.
-        towers: ``base`` or ``mean``, for the tensors outside the language tower of a multimodal model.
-        models: the path or Hub id of models, by their names in the statistics; by default the names themselves.
-        tokenizer_source: mergekit's setting of that name; left out if empty.
+        edges, towers, models, tokenizer_source, trust_remote_code: as for ``Solution.save_recipe``.
         out_dtype: the data type to write; by default the base checkpoint's.
-        trust_remote_code: mergekit's flag of that name.
 
     Returns:
         The recipe as YAML, with a header that describes its origin.
@@ -260,9 +256,8 @@ def _read_config(info: Info, path: str, trust_remote_code: bool) -> transformers
         raise SltaError(
             f"The configuration of the base model '{path}' cannot be read ({first_line(error)}): {fix}."
         ) from error
-    if (config.architectures or [""])[
-        0
-    ] != info.architecture or config.get_text_config().num_hidden_layers != info.num_layers:
+    found = (config.architectures or [""])[0], config.get_text_config().num_hidden_layers
+    if found != (info.architecture, info.num_layers):
         raise SltaError(
             f"The model '{path}' is not the base model of the statistics, a {info.architecture} of {info.num_layers} "
             f"layers: {fix}."

@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 # Above this condition number, that of two experts with a cosine similarity of 0.98, the samples hardly determine the
 # weights.
 MOST_CONDITION = 100.0
-ILL_CONDITIONED = (
-    1e6  # from here on a change of the Gram matrices in the seventh digit changes the weights in the first
-)
+# From here on a change of the Gram matrices in the seventh digit changes the weights in the first.
+ILL_CONDITIONED = 1e6
 
 
 @dataclass(frozen=True, eq=False, repr=False)

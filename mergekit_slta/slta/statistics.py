@@ -386,6 +386,8 @@ def _problem(statistics: Statistics) -> str | None:
     experts, rows = len(info.models), len(task)
     if not (len(info.calibration) == len(info.fingerprint.experts) == experts >= 1):
         return "it does not describe all of its models"
+    if not info.levels or info.num_layers < 1:
+        return "it names no level or no layer"
     if info.fingerprint.settings != settings_fingerprint(info.samples, info.max_tokens, info.seed):
         return "its settings do not match their fingerprint"
     if info.fingerprint.tokens != tokens_fingerprint([entry.sha256 for entry in info.calibration]):

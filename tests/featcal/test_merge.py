@@ -29,6 +29,7 @@ from mergekit_slta.featcal.layer import ENOUGH_TOKENS, Coverage, Regression
 from mergekit_slta.featcal.merge import stages
 from mergekit_slta.featcal.scratch import SolvedModel, needs
 from mergekit_slta.layers.blend import Blend
+from mergekit_slta.layers.calls import LayerCall
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import linear_maps, output_head, routed_inputs
 
@@ -617,19 +618,17 @@ def test_what_layers_share_is_found_and_resumed_where_it_is_solved(make_family: 
 def small_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A device on which more than 40 token positions do not fit in layer 1; collects the positions that were tried."""
     tried: list[int] = []
-    run_until = Decoder.run_until
+    run = Decoder.run
 
-    def limited(
-        self: Decoder, module: str | None, layer: int, weights: Any, hidden: torch.Tensor, *a: Any, **k: Any
-    ) -> Any:
+    def limited(self: Decoder, layer: int, weights: Any, hidden: torch.Tensor, call: LayerCall, **settings: Any) -> Any:
         positions = hidden.shape[0] * hidden.shape[1]
         if layer == 1:
             tried.append(positions)
             if positions > 40:
                 raise torch.OutOfMemoryError("no memory left")
-        return run_until(self, module, layer, weights, hidden, *a, **k)
+        return run(self, layer, weights, hidden, call, **settings)
 
-    monkeypatch.setattr(Decoder, "run_until", limited)
+    monkeypatch.setattr(Decoder, "run", limited)
     return tried
 
 

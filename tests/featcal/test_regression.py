@@ -22,6 +22,7 @@ from mergekit_slta.featcal.regression import (
     UNKNOWN_RIDGE,
     Change,
     NormalEquations,
+    _Sums,
 )
 
 INPUTS, OUTPUTS = 12, 5
@@ -342,7 +343,7 @@ def test_memory_holds_two_sets_of_moments_and_of_products_while_a_task_is_added(
 def _tensors(value: object) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    return [tensor for part in value for tensor in _tensors(part)] if isinstance(value, list) else []
+    return [tensor for part in value for tensor in _tensors(part)] if isinstance(value, (list, _Sums)) else []
 
 
 def test_noise_asks_for_a_larger_ridge() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.memory import peak_of
 from support.processes import run_python
 
-from mergekit_slta.layers.placeholders import SMALL, random_numbers, small_products, zeros
+from mergekit_slta.layers.placeholders import SMALL, SmallProducts, random_numbers, zeros
 
 SHAPES = [(300, 400), (3, 200, 300), (400,), (4, 5)]
 
@@ -22,7 +23,7 @@ def test_a_product_with_made_up_weights_is_the_product_with_their_values(fill: o
         return
     inputs = torch.randn(*shape[:-2], 2, shape[-1], generator=torch.Generator().manual_seed(0))
     bias = torch.randn(shape[-2])
-    with small_products():
+    with SmallProducts():
         found = [inputs @ weight.mT, weight @ inputs.mT, weight.mT.clone() if fill is zeros else weight.mT]
         if weight.ndim == 2:
             found.append(torch.nn.functional.linear(inputs, weight, bias))
@@ -32,6 +33,22 @@ def test_a_product_with_made_up_weights_is_the_product_with_their_values(fill: o
         expected.append(torch.nn.functional.linear(inputs, whole, bias))
     for own, other in zip(found, expected, strict=True):
         assert torch.allclose(own, other, atol=1e-5)
+
+
+@pytest.mark.parametrize("batch", [(), (1,)])
+def test_a_product_to_which_a_bias_is_added_copies_a_part_of_the_weights_at_a_time(batch: tuple[int, ...]) -> None:
+    """As in GPT-2's layers and in the fused experts of GPT-OSS."""
+    shape = (*batch, 8192, 8192)
+    weight = zeros({"w": torch.empty(shape, device="meta")}, torch.device("cpu"))["w"]
+    inputs, bias = torch.zeros(*batch, 2, 8192), torch.zeros(8192)
+    add = torch.baddbmm if batch else torch.addmm
+
+    def compute() -> None:
+        with SmallProducts():
+            add(bias, inputs, weight)
+
+    compute()  # so that the threads and the libraries have their memory
+    assert peak_of(compute) < weight.numel()  # a quarter of the matrix
 
 
 DEEPSEEK = """

@@ -54,6 +54,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
 }
 
 
+def test_what_is_no_level_is_refused() -> None:
+    with pytest.raises(SltaError, match=r"'layers' is not one of model, layer, attn_mlp, head_mlp, linear\."):
+        layer_submodules(families.skeleton("llama"), "layers", 0)
+
+
 def test_heads_that_cannot_be_told_apart_fall_back_to_branches() -> None:
     config = transformers.JetMoeConfig(**SMALL, kv_channels=8, num_local_experts=4, architectures=["JetMoeForCausalLM"])
     decoder = Decoder(config)

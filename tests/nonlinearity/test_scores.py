@@ -35,7 +35,6 @@ from mergekit_slta.nonlinearity.scores import (
     distance_metric,
     distances,
     linearity,
-    merge_cosine,
     merge_study,
     non_linearity,
     pair_cosine,
@@ -43,7 +42,7 @@ from mergekit_slta.nonlinearity.scores import (
     plan_linearity,
     plan_studies,
     pooled,
-    projection,
+    projection_and_cosine,
 )
 from mergekit_slta.reports.linearity import linearity_page, merge_sentence, score_sentence, score_table, write_linearity
 from mergekit_slta.reports.merge import report
@@ -95,8 +94,9 @@ def test_merges_are_compared_with_the_weighted_sum(experts: int) -> None:
     merged, planned = features[0], (alpha[:, None] * features[1:]).sum(0)
     grams = features @ features.T
     cosine = torch.nn.functional.cosine_similarity(merged, planned, dim=0)
-    assert merge_cosine(grams, alpha).item() == pytest.approx(cosine.item())
-    assert projection(grams, alpha).item() == pytest.approx((merged.norm() * cosine / planned.norm()).item())
+    found = projection_and_cosine(grams, alpha)
+    assert found[0].item() == pytest.approx((merged.norm() * cosine / planned.norm()).item())
+    assert found[1].item() == pytest.approx(cosine.item())
 
 
 def test_the_baseline_is_the_mean_over_all_pairs() -> None:
@@ -269,6 +269,7 @@ def test_branches_that_change_in_their_last_map_only_are_linear(make_family: Mak
 
 def test_linear_maps_are_linear(llama: Family) -> None:
     result = plan(llama, ("linear",), plan_studies(3, triples=True), llama.token_ids()).measure()
+    assert "distances-1" not in [chart.name for section in linearity_page(result).sections for chart in section.charts]
     assert max(value.mean for value in result.metrics["non_linearity"]["linear"]["two"].values()) < 1e-20
     assert max(value.mean for value in result.metrics["projection_distance"]["linear"]["one+two"].values()) < 1e-12
 

@@ -87,6 +87,12 @@ def test_rows_are_the_samples_that_the_settings_draw(llama: Family, path: Path) 
     assert all(torch.equal(found.grams[name], gram) for name, gram in expected.items())
 
 
+def test_what_is_no_level_is_refused_before_anything_is_made(llama: Family, tmp_path: Path, no_measuring: None) -> None:
+    with pytest.raises(SltaError, match=r"'layers' is not one of model, layer, attn_mlp, head_mlp, linear\."):
+        measured(recipe(llama), tmp_path / "stats.safetensors", "layers")
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_it_was_measured_on_is_written_down(llama: Family, path: Path) -> None:
     info = Statistics.load(path).info
     assert info.base_model == "base"

@@ -218,6 +218,17 @@ def fewer_experts(tensors: Tensors, info: dict[str, Any]) -> None:
     info["models"] = info["models"][:2]
 
 
+def emptied(**changes: Any) -> Edit:
+    """Without any Gram matrix."""
+
+    def edit(tensors: Tensors, info: dict[str, Any]) -> None:
+        for name in [name for name in tensors if name.startswith("gram/")]:
+            del tensors[name]
+        info.update(changes)
+
+    return edit
+
+
 TAMPERED: dict[str, tuple[Edit, str]] = {
     "not a number": (gram_entry(0, 1, 1, value=torch.nan), "'layer.1.mlp' holds no Gram matrices"),
     "infinite": (gram_entry(0, 1, 1, value=torch.inf), "no Gram matrices"),
@@ -247,6 +258,8 @@ TAMPERED: dict[str, tuple[Edit, str]] = {
     "a field more": (described(note="hello"), "'note'"),
     "a model less": (fewer_experts, "does not describe all of its models"),
     "another depth": (described(num_layers=5), "does not cover the 5 layers"),
+    "no level": (emptied(levels=[]), "it names no level or no layer"),
+    "no layer": (emptied(levels=["layer"], num_layers=0), "it names no level or no layer"),
     "an unknown level": (described(levels=["layer", "attn_mlp", "tensor"]), "unknown level 'tensor'"),
     "a level without content": (described(levels=["model", "layer", "attn_mlp"]), "'model'"),
     "an unknown coarser level": (fallback(level="tensor"), "layers are not measured as it says of level 'tensor'"),
