@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -130,7 +131,7 @@ def _length_matters(decoder: Decoder, short: int, long: int) -> bool:
     token_ids, edges = torch.zeros(1, long, dtype=torch.int64), random_numbers(edge_state(decoder), decoder.device)
     calls = [embed(decoder, token_ids[:, :length], edges)[1] for length in (short, long)]
     values = [tree_leaves([(call.args, call.kwargs) for call in own]) for own in calls]
-    pairs = {(id(own), id(other)): (own, other) for own, other in zip(*values, strict=False)}
+    pairs = {(id(own), id(other)): (own, other) for own, other in zip_longest(*values)}
     return not all(_is_prefix(own, other) for own, other in pairs.values())
 
 
