@@ -198,11 +198,11 @@ def without_private_paths(text: str, recipe: Recipe) -> str:
 
 
 def _texts(content: Any) -> Iterator[str]:
+    """The texts of a recipe that may be paths; the template of a record may begin with a slash and be none."""
+    if isinstance(content, dict):
+        content = [value for key, value in content.items() if key != "template"]
     if isinstance(content, str):
         yield content
-    elif isinstance(content, dict):
-        for value in content.values():
-            yield from _texts(value)
     elif isinstance(content, (list, tuple)):
         for value in content:
             yield from _texts(value)
