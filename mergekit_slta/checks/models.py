@@ -38,8 +38,7 @@ def one_architecture(case: Case) -> list[str]:
 def planned_tensors(case: Case) -> list[str]:
     """Tensors that mergekit needs and a checkpoint lacks, or that a checkpoint has and mergekit would drop."""
     models = [*filter(None, [case.base]), *(expert for _, expert in case.siblings)]
-    missing = missing_tensors(models, case.options.trust_remote_code)
-    return missing or (dropped_tensors(case.base, case.options.trust_remote_code) if case.base else [])
+    return missing_tensors(models) or (dropped_tensors(case.base) if case.base else [])
 
 
 def unseen_tensors(case: Case) -> list[str]:
@@ -89,7 +88,7 @@ def differing_vocabulary(case: Case, base: Model, expert: Model) -> str | None:
     if moved and case.aligns_vocabularies and case.method.runs_experts:
         method = case.method.method
         return f"{moved}: '{method}' runs every expert on the base model's token ids, choose experts with the same ids."
-    if unknown := unaligned_embeddings(base, expert, bool(moved), case.options.trust_remote_code):
+    if unknown := unaligned_embeddings(base, expert, bool(moved)):
         return (
             f"{problem}: mergekit can align or cut the embeddings, but not {listed(unknown)}, whose rows it does not "
             "know to be tokens. Choose experts with the base model's tokenizer."

@@ -144,7 +144,7 @@ def _examine(folder: Path, trust_remote_code: bool, quiet: bool) -> tuple[list[s
     except SltaError as error:
         problems.append(error.message)
     else:
-        problems += missing_tensors([model], trust_remote_code)
+        problems += missing_tensors([model])
         problems += _values_that_are_not_finite(folder, quiet)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)

@@ -10,6 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import huggingface_hub
@@ -22,7 +23,7 @@ from mergekit.common import ModelPath, ModelReference
 
 from mergekit_slta.errors import SltaError, first_line, reading
 from mergekit_slta.models import hub
-from mergekit_slta.models.skeleton import model_tensor_name
+from mergekit_slta.models.skeleton import meta_model, model_tensor_name
 
 # In mergekit's order of preference.
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -55,15 +56,25 @@ class Model:
         config: its configuration.
         tensors: its checkpoint's tensors by name; None if only a download would show them.
         folder: the folder with its files; None for a model on the Hub that has not been downloaded.
+        trust_remote_code: mergekit's flag of that name.
     """
 
     reference: ModelReference
     config: transformers.PretrainedConfig
     tensors: Headers | None
     folder: Path | None
+    trust_remote_code: bool
 
     def __str__(self) -> str:
         return str(self.reference)
+
+    @cached_property
+    def built(self) -> transformers.PreTrainedModel | None:
+        """transformers' own model without weights; None if transformers cannot build it."""
+        try:
+            return meta_model(self.config, self.trust_remote_code)
+        except SltaError:
+            return None
 
     @property
     def architecture(self) -> str:
@@ -115,7 +126,7 @@ def open_model(reference: ModelReference, trust_remote_code: bool = False, cache
             f"The config.json of {path} names {layers} layers, but its checkpoint has {len(tensors)} tensors: "
             "get sound copies of both."
         )
-    return Model(reference, _config(reference, trust_remote_code), tensors, folder)
+    return Model(reference, _config(reference, trust_remote_code), tensors, folder, trust_remote_code)
 
 
 def local_folder(path: ModelPath, cache_dir: str | None = None) -> Path | None:
