@@ -54,16 +54,22 @@ def existing_file(argument: str) -> Callable[[Callable[..., None]], Callable[...
     return click.argument(argument, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 
 
-def output_folder(command: Callable[..., None]) -> Callable[..., None]:
-    return click.option(
-        "-o",
-        "--output",
-        "folder",
-        required=True,
-        metavar="DIR",
-        type=click.Path(file_okay=False, path_type=Path),
-        help="Folder to write to.",
-    )(command)
+merged_folder = click.argument("out", type=click.Path(exists=True, file_okay=False, path_type=Path))
+output_folder = click.option(
+    "-o",
+    "--output",
+    "folder",
+    required=True,
+    metavar="DIR",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder to write to.",
+)
+held_out_records = click.option(
+    "--samples", type=click.IntRange(min=1), default=100, show_default=True, help="Held-out records of each task."
+)
+numbers_file = click.option(
+    "--json", "json_file", metavar="FILE", help="Write the numbers as JSON; '-' for standard output."
+)
 
 
 def known_levels(levels: tuple[str, ...]) -> list[str]:
