@@ -184,11 +184,7 @@ class Recipe:
         Raises:
             SltaError: the recipe is wrong, or for another method.
         """
-        known = [name for name, other in SETTINGS.items() if issubclass(other, kind)]
-        if self.config.merge_method not in known:
-            raise SltaError(
-                f"The recipe's merge_method is '{self.config.merge_method}': this command knows {', '.join(known)}."
-            )
+        self._method_of(kind)
         settings = self.settings
         assert isinstance(settings, kind)
         return settings
@@ -200,10 +196,14 @@ class Recipe:
         Raises:
             SltaError: the method does not belong to this package.
         """
+        return self._method_of(MethodSettings)
+
+    def _method_of(self, kind: type[Kind]) -> type[Kind]:
+        known = {name: settings for name, settings in SETTINGS.items() if issubclass(settings, kind)}
         name = self.config.merge_method
-        if name not in SETTINGS:
-            raise SltaError(f"The recipe's merge_method is '{name}': this command knows {', '.join(SETTINGS)}.")
-        return SETTINGS[name]
+        if name not in known:
+            raise SltaError(f"The recipe's merge_method is '{name}': this command knows {', '.join(known)}.")
+        return known[name]
 
     @cached_property
     def references(self) -> list[ModelReference]:
