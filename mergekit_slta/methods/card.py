@@ -187,10 +187,10 @@ def _again(folder: Path, recipe: Recipe, solution: Solution | None) -> Iterator[
 def without_private_paths(text: str, recipe: Recipe) -> str:
     """A text with this machine's paths, those that a recipe names and those in the home folder, by their last parts."""
     paths = {path for value in _texts(recipe.content or recipe.config.model_dump()) for path in _absolute_parts(value)}
-    paths |= {path.path for path in _model_paths(recipe.references) if _is_private(path.path)}
+    paths |= {path.path for path in _model_paths(recipe.references) if files.is_private(path.path)}
     for path in sorted(paths, key=len, reverse=True):
-        last = os.path.basename(os.path.normpath(path))
-        text = re.sub(rf"(?<![\w.-]){re.escape(path)}(?![\w-])", last.replace("\\", r"\\"), text)
+        last = files.published_path(path).replace("\\", r"\\")
+        text = re.sub(rf"(?<![\w.-]){re.escape(path)}(?![\w-])", last, text)
     home = os.path.expanduser("~")
     if len(home) < 3:
         return text
@@ -212,12 +212,8 @@ def _absolute_parts(value: str) -> Iterator[str]:
     """The absolute paths in a value: a model, an adapter behind a plus sign, a file, a folder behind ``hf:``."""
     for part in value.removeprefix(DATASET_PREFIX).partition("?")[0].split("+"):
         path = part.partition("@")[0]
-        if _is_private(path) and "\n" not in path and len(os.path.normpath(path)) > 1:
+        if files.is_private(path) and "\n" not in path and len(os.path.normpath(path)) > 1:
             yield path
-
-
-def _is_private(path: str) -> bool:
-    return os.path.isabs(path) or path.startswith("~")
 
 
 def _model_paths(references: Sequence[ModelReference]) -> list[ModelPath]:
@@ -245,7 +241,7 @@ def _datasets(recipe: Recipe) -> list[str]:
     """The Hub's datasets among the calibration sources."""
     sources = [expert.calibration for expert in recipe.reading.experts if is_dataset(expert.calibration)]
     names = [source.removeprefix(DATASET_PREFIX).partition("?")[0] for source in sources]
-    return [name for name in names if not os.path.exists(name) and not _is_private(name)]
+    return [name for name in names if not os.path.exists(name) and not files.is_private(name)]
 
 
 def _part(text: str, marks: tuple[str, str]) -> str:

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from mergekit.common import ModelPath, ModelReference
+from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from pydantic import ValidationError
 
 from mergekit_slta.data.sources import source_key
 from mergekit_slta.errors import SltaError, one_line
+from mergekit_slta.files import published_path
 from mergekit_slta.recipe.configuration import expert_parameters, expert_references, shared_parameters
 from mergekit_slta.recipe.problems import key_problems, recipe_problems
 from mergekit_slta.recipe.settings import SETTINGS, CalibratedExpert, MethodSettings, Parameters
@@ -281,13 +282,7 @@ def _valid_part(table: type[Table], given: Mapping[str, Any]) -> Table:
 def published_name(reference: ModelReference) -> str:
     """A model's name for published files: the recipe's spelling, but only the last part of an absolute path."""
     parts = [part for part in (reference.model, reference.lora) if part is not None]
-    return "+".join(_published_path(part) for part in parts)
-
-
-def _published_path(path: ModelPath) -> str:
-    absolute = os.path.isabs(path.path) or path.path.startswith("~")
-    name = Path(path.path).name if absolute else path.path
-    return f"{name}@{path.revision}" if path.revision else name
+    return "+".join(published_path(part.path) + (f"@{part.revision}" if part.revision else "") for part in parts)
 
 
 EQUAL_DATA = "because with equal data every merging weight of slta is one over the number of experts"
