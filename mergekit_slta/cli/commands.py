@@ -130,6 +130,7 @@ def calibrate(recipe: Path, stats: str, levels: tuple[str, ...], **options: Any)
     from mergekit_slta.methods.merge import joined_ranks
     from mergekit_slta.recipe.recipe import Recipe
     from mergekit_slta.slta.measure import measured_statistics
+    from mergekit_slta.tables import as_size
 
     path = Path(stats)
     merge_options = applied(options)
@@ -146,7 +147,7 @@ def calibrate(recipe: Path, stats: str, levels: tuple[str, ...], **options: Any)
         raise click.exceptions.Exit(INTERRUPTED) from None
     if ranks.first:
         found = "fits already and was not touched" if before and before == _identity(path) else "written"
-        _say(f"{path} {found}: {path.stat().st_size / 1e6:.2f} MB, {statistics}")
+        _say(f"{path} {found}: {as_size(path.stat().st_size)}, {statistics}")
 
 
 @main.command(short_help="Get merging weights and recipes from a statistics file.")

@@ -35,7 +35,7 @@ from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.slta import measure
 from mergekit_slta.slta.solver import bootstrap
 from mergekit_slta.slta.statistics import Statistics
-from mergekit_slta.tables import short_names
+from mergekit_slta.tables import as_size, short_names
 
 COMMANDS = [
     "calibrate",
@@ -213,7 +213,7 @@ def test_calibrate_ends_with_one_line_about_the_file(llama: Family, write_recipe
     file = tmp_path / "new" / "stats.safetensors"
     result = run("calibrate", write_recipe(llama, samples=2, level="layer"), "-o", file, "--quiet")
     (line,) = result.stdout.splitlines()
-    assert line.startswith(f"{file} written: {file.stat().st_size / 1e6:.2f} MB")
+    assert line.startswith(f"{file} written: {as_size(file.stat().st_size)}, ")
     assert "6 samples of 3 tasks" in line
     assert "3 at layer" in line
     assert Statistics.load(file).info.levels == ("layer",)
@@ -617,7 +617,7 @@ def test_merge_says_which_disk_is_full_and_what_it_lacks(
     monkeypatch.setattr("safetensors.torch.save_file", fill_disk)
     out = tmp_path / "out"
     text = run("merge", recipe, out, "--quiet", "--no-write-model-card", code=1).output
-    assert text.startswith(f"Error: The disk with {out} is full: the merged model takes about 0.1 MB, of which 1.0 MB")
+    assert text.startswith(f"Error: The disk with {out} is full: the merged model takes about 109 KB, of which 1 MB")
     assert "make room" in text
 
 
