@@ -48,7 +48,7 @@ def misfit(model: Model, headers: Headers) -> str | None:
         if found and not wrong:
             return None
         reason = reason or (f"its matrices for {listed(wrong)} have other sizes" if wrong else "")
-    reason = reason or f"it adapts {listed(list(sizes))}"
+    reason = reason or f"it adapts {listed(sizes)}"
     return (
         f"The adapter {model.reference.lora} was not trained on {model.reference.model} ({reason}): name the model "
         "that it was trained on."

@@ -199,7 +199,7 @@ def missing_tensors(models: Sequence[Model]) -> list[str]:
         found = renamed(models[0], model, missing)
         lacking.setdefault(tuple(name for name in missing if name not in found), []).append(str(model))
     return [
-        f"{listed(incomplete)}: the checkpoint lacks {listed(list(names))}, which mergekit needs; it is incomplete, "
+        f"{listed(incomplete)}: the checkpoint lacks {listed(names)}, which mergekit needs; it is incomplete, "
         "or of a variant of its architecture that mergekit cannot merge."
         for names, incomplete in lacking.items()
         if names

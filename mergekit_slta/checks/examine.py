@@ -142,9 +142,8 @@ def examine(
         """What the checks say, each sentence once and in one line."""
         return list(dict.fromkeys(visible(sentence, kept="") for check in checks for sentence in check(case)))
 
-    with (
-        contextlib.nullcontext() if running else compatibility.silenced("mergekit_slta.data.draw")
-    ):  # it logs what a note says
+    # What it logs, a note says.
+    with contextlib.nullcontext() if running else compatibility.silenced("mergekit_slta.data.draw"):
         problems = sentences(checks)
     return Findings(problems, sentences(notes), seen=all(model.tensors is not None for model in case.models))
 

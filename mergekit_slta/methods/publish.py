@@ -6,7 +6,7 @@ import fnmatch
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -132,7 +132,7 @@ def publish(
         done = api.create_commit(repository, operations, commit_message="Upload a merged model")
     except (*hub.ERRORS, RuntimeError) as error:
         raise SltaError(f"{repository} cannot be published: {hub.reason(error)}.") from error
-    return Publication(repository, sizes, found.left_out, found.notes, done.repo_url.url)
+    return replace(found, address=done.repo_url.url)
 
 
 def _examine(folder: Path, trust_remote_code: bool, quiet: bool) -> tuple[list[str], list[str]]:

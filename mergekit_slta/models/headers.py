@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -271,7 +271,8 @@ def hub_file_headers(file: SafetensorsFileMetadata) -> Headers:
     return {name: _header(tensor.shape, tensor.dtype) for name, tensor in file.tensors.items()}
 
 
-def listed(names: list[str], most: int = 3) -> str:
-    """The first few names joined by commas, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def listed(names: Iterable[str]) -> str:
+    """The first three names joined by commas, and how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
