@@ -17,7 +17,7 @@ from mergekit.architecture.auto import infer_vocabulary_axes
 from mergekit.architecture.conversion import can_convert_checkpoint_keys
 
 from mergekit_slta.models.headers import Model, listed
-from mergekit_slta.models.padding import TOKENIZER, both_have, is_vocabulary, padded_tensors, size, tokens_of
+from mergekit_slta.models.padding import TOKENIZER, both_have, is_vocabulary, padded_tensors, tokens_of
 from mergekit_slta.models.skeleton import computation, converted_as, model_tensor_name
 from mergekit_slta.models.spellings import other_names
 
@@ -46,7 +46,7 @@ def architecture_problem(base: Model, expert: Model, *, mixed: bool = False) -> 
                 f"language tower of the other. Save the expert as a {base.architecture}, its tensors in the place of "
                 "the base model's."
             )
-    sizes = [(name, size(expert, name), size(base, name)) for name in SIZES]
+    sizes = [(name, expert.size(name), base.size(name)) for name in SIZES]
     sizes = [entry for entry in sizes if None not in entry]  # a configuration may leave a default size out
     differing = [f"{name} {own} instead of {wanted}" for name, own, wanted in sizes if own != wanted]
     if differing:
@@ -121,10 +121,12 @@ def quantization_problem(model: Model) -> str | None:
 
 def vocabulary_problem(base: Model, expert: Model) -> str | None:
     """How the sizes of the vocabularies of an expert and the base model differ."""
-    own, others = size(base, "vocab_size"), size(expert, "vocab_size")
-    if own != others and not padded_tensors(base, expert):
-        return f"The expert {expert} has a vocabulary of {others} tokens, the base model {base} one of {own}"
-    return None
+    if expert.vocabulary == base.vocabulary or padded_tensors(base, expert):
+        return None
+    return (
+        f"The expert {expert} has a vocabulary of {expert.vocabulary} tokens, the base model {base} one of "
+        f"{base.vocabulary}"
+    )
 
 
 def moved_tokens_problem(base: Model, expert: Model) -> str | None:
@@ -152,7 +154,7 @@ def unaligned_embeddings(base: Model, expert: Model, moved: bool) -> list[str]:
     known = infer_vocabulary_axes(base.built)
     embeddings = [f"{name}.weight" for name, own in base.built.named_modules() if isinstance(own, torch.nn.Embedding)]
     unknown = {base.stored_name(name) for name in embeddings if name not in known}
-    rows = {size(base, "vocab_size"), size(base, "vocab_size_per_layer_input")}
+    rows = {base.vocabulary, base.size("vocab_size_per_layer_input")}
     return [
         name
         for name, own, other in both_have(base, expert)

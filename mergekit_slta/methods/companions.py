@@ -30,8 +30,7 @@ def copy_companions(experiment: Experiment, folder: Path) -> None:
 
     What cannot be copied is a warning, because the weights are written.
     """
-    config, patterns = experiment.recipe.config, [*PROCESSOR]
-    tokenizer = config.tokenizer.source if config.tokenizer else config.tokenizer_source
+    config, tokenizer, patterns = experiment.recipe.config, experiment.recipe.tokenizer_source, [*PROCESSOR]
     if tokenizer in (None, "base"):
         patterns += GENERATION
     if tokenizer is None and not config.chat_template and experiment.options.copy_tokenizer:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import safetensors
@@ -85,6 +86,15 @@ class Model:
     def prefix(self) -> str:
         """The prefix that checkpoints of the bare base model lack."""
         return getattr(getattr(transformers, self.architecture, None), "base_model_prefix", "") or "model"
+
+    def size(self, name: str) -> Any:
+        """A size by the configuration of the language model, or of the only one."""
+        return getattr(self.config.get_text_config(), name, None)
+
+    @property
+    def vocabulary(self) -> Any:
+        """How many token ids the model knows; None if it is no language model."""
+        return self.size("vocab_size")
 
     def stored_name(self, name: str) -> str | None:
         """What the checkpoint calls a tensor, by its name with or without the base model's prefix."""

@@ -206,6 +206,12 @@ class Recipe:
             raise SltaError(f"The recipe's merge_method is '{name}': this command knows {', '.join(known)}.")
         return known[name]
 
+    @property
+    def tokenizer_source(self) -> Any:
+        """What mergekit makes the merged model's tokenizer from; None if it only copies that of the base model."""
+        made = self.config.tokenizer
+        return made.source if made else self.config.tokenizer_source or None
+
     @cached_property
     def references(self) -> list[ModelReference]:
         """The base model, if there is one, and the experts."""
