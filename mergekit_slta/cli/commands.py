@@ -17,7 +17,7 @@ from mergekit_slta.cli.options import (
     applied,
     existing_file,
     held_out_records,
-    known_levels,
+    measured_levels,
     merged_folder,
     numbers_file,
     output_folder,
@@ -111,14 +111,10 @@ def check(recipe: Path, **options: Any) -> None:
 @main.command(cls=ModelCommand, short_help="Measure a recipe's models, write a statistics file.")
 @existing_file("recipe")
 @click.option("-o", "--output", "stats", required=True, metavar="STATS", help="The statistics file to write.")
-@click.option(
-    "--level",
-    "levels",
-    multiple=True,
-    metavar="LEVEL",
-    help=f"What gets a merging weight of its own: {LEVELS_HELP}. May be given several times.  [default: the recipe's]",
+@measured_levels(
+    f"What gets a merging weight of its own: {LEVELS_HELP}. May be given several times.  [default: the recipe's]"
 )
-def calibrate(recipe: Path, stats: str, levels: tuple[str, ...], **options: Any) -> None:
+def calibrate(recipe: Path, stats: str, levels: list[str], **options: Any) -> None:
     """Measure RECIPE's models on its calibration data, and write the statistics file STATS.
 
     The file is small, holds neither weights nor data, and is all that `solve` needs. After a crash or an
@@ -136,12 +132,11 @@ def calibrate(recipe: Path, stats: str, levels: tuple[str, ...], **options: Any)
     merge_options = applied(options)
     try:
         with joined_ranks() as ranks:
-            wanted = ranks.together(lambda: known_levels(levels))
             ranks.together(lambda: _refuse_output(stats))
             loaded = ranks.together(lambda: Recipe.load(recipe))
             experiment = sound_experiment(loaded, ranks, **merge_options)
             before = _identity(path)
-            statistics = measured_statistics(experiment, wanted, path)
+            statistics = measured_statistics(experiment, levels, path)
     except KeyboardInterrupt:
         click.echo(f"\nInterrupted. To resume from {path}.partial, run the same command again.", err=True)
         raise click.exceptions.Exit(INTERRUPTED) from None
@@ -332,18 +327,12 @@ def compare(
 @main.command(cls=ModelCommand, short_help="Measure how linear a recipe's models are in their weights.")
 @existing_file("recipe")
 @output_folder
-@click.option(
-    "--level",
-    "levels",
-    multiple=True,
-    metavar="LEVEL",
-    help=f"{LEVELS_HELP}. May be given several times.  [default: model, layer, attn_mlp]",
-)
+@measured_levels(f"{LEVELS_HELP}. May be given several times.  [default: model, layer, attn_mlp]")
 @click.option("--samples", type=click.IntRange(min=1), default=5, show_default=True, help="Samples of each task.")
 @click.option("--pairs/--no-pairs", default=True, show_default=True, help="25 merges of every two experts.")
 @click.option("--triples", is_flag=True, help="27 merges of every three experts.")
 def linearity(
-    recipe: Path, folder: Path, levels: tuple[str, ...], samples: int, pairs: bool, triples: bool, **options: Any
+    recipe: Path, folder: Path, levels: list[str], samples: int, pairs: bool, triples: bool, **options: Any
 ) -> None:
     """Measure how linear RECIPE's models are in their weights, as the paper does, before merging them.
 
@@ -359,12 +348,11 @@ def linearity(
 
     merge_options = applied(options)
     with joined_ranks() as ranks:
-        chosen = ranks.together(lambda: known_levels(levels)) or DEFAULT_LEVELS
         loaded = ranks.together(lambda: Recipe.load(recipe))
         experiment = sound_experiment(loaded, ranks, **merge_options)
         if ranks.first:
             folder.mkdir(parents=True, exist_ok=True)
-        plan = plan_linearity(experiment, chosen, samples=samples, pairs=pairs, triples=triples)
+        plan = plan_linearity(experiment, levels or DEFAULT_LEVELS, samples=samples, pairs=pairs, triples=triples)
         if ranks.first:
             _say(f"{plan}.")
         result = plan.measure_visibly(experiment.quiet)

@@ -9,7 +9,9 @@ from typing import Any
 
 import click
 
-LEVELS_HELP = "model, layer, attn_mlp, head_mlp or linear"
+from mergekit_slta.levels import LEVELS
+
+LEVELS_HELP = f"{', '.join(LEVELS[:-1])} or {LEVELS[-1]}"
 # mergekit's options that say where to compute and how to get models.
 MODEL_OPTIONS = {"device", "cuda", "trust_remote_code", "lora_merge_cache", "transformers_cache", "quiet", "verbosity"}
 
@@ -72,15 +74,14 @@ numbers_file = click.option(
 )
 
 
-def known_levels(levels: tuple[str, ...]) -> list[str]:
-    """The values of --level in the order of the levels, from the whole model to its maps.
-
-    Raises:
-        click.BadParameter: a level is unknown.
-    """
-    from mergekit_slta.levels import LEVELS
-
-    for level in levels:
-        if level not in LEVELS:
-            raise click.BadParameter(f"'{level}' is not one of {', '.join(LEVELS)}.", param_hint="--level")
-    return [level for level in LEVELS if level in levels]
+def measured_levels(help: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The option for the levels to measure, which come in the order from the whole model to its maps."""
+    return click.option(
+        "--level",
+        "levels",
+        multiple=True,
+        metavar="LEVEL",
+        type=click.Choice(LEVELS),
+        callback=lambda context, option, levels: [level for level in LEVELS if level in levels],
+        help=help,
+    )
