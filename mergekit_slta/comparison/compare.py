@@ -67,8 +67,7 @@ class TaskComparison:
 
     def kept(self, merged: int) -> float | None:
         """The share of the expert's gain over the base model that a merge keeps; None where there is no gain."""
-        gain = self.base.loss - self.expert.loss
-        return (self.base.loss - self.merged[merged].loss) / gain if gain > 0 else None
+        return gain_kept(self.base.loss, self.expert.loss, self.merged[merged].loss)
 
 
 @dataclass(frozen=True)
@@ -132,6 +131,11 @@ class Comparison(Paragraphs):
                 f"The records have no separate short answer (of at most {SHORT_ANSWER} tokens): records with `prompt` "
                 "and `completion`, or with `messages`, would be scored by exact matches too."
             )
+
+
+def gain_kept(base: float, expert: float, merged: float) -> float | None:
+    """The share of an expert's gain over the base model that a merge keeps, by their losses; None without a gain."""
+    return (base - merged) / (base - expert) if expert < base else None
 
 
 def without_gain(experts: Sequence[str]) -> str:
