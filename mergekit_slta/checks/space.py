@@ -26,8 +26,10 @@ LEAST_REPORTED = 100_000  # bytes of unfinished merges
 
 
 def folders(case: Case) -> list[str]:
-    """Folders named in the recipe that cannot be created or written to."""
+    """Folders to write to, the output's and those named in the recipe, that cannot be created or written to."""
     problems = []
+    if case.out_path is not None and (parent := unwritable_folder(case.out_path)):
+        problems.append(f"{case.out_path} cannot be created: {parent} is not a writable folder, name another.")
     for name in case.method.folders:
         given = getattr(case.reading.settings, name)
         parent = unwritable_folder(Path(given).expanduser()) if given else None

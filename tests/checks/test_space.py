@@ -35,6 +35,14 @@ def test_layers_may_be_solved_into_a_new_folder_but_not_into_a_file(family: Fami
     assert f"{tmp_path}/file" in only(feature_recipe(family, scratch=str(tmp_path / "file" / "scratch")))
 
 
+def test_the_output_is_a_folder_that_can_be_made(family: Family, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    recipe = families.recipe(family, experts=[0])
+    assert only(recipe, out_path=file) == f"{file} cannot be created: {file} is not a writable folder, name another."
+    assert only(recipe, out_path=file / "out").startswith(f"{file}/out cannot be created: {file} is not")
+
+
 @pytest.mark.usefixtures("disk")
 def test_a_disk_that_is_too_small_for_the_output(family: Family, tmp_path: Path) -> None:
     grow(family.base, 100 * 10**9)
