@@ -18,7 +18,7 @@ from mergekit.io.tasks import LoaderCache
 
 from mergekit_slta import __version__, files
 from mergekit_slta.data.sources import DATASET_PREFIX, is_dataset, source_name
-from mergekit_slta.errors import SltaError, logger, visible
+from mergekit_slta.errors import SltaError, logger, reading, visible
 from mergekit_slta.methods.base import FiniteMethod
 from mergekit_slta.models.spellings import RenamingLoader
 from mergekit_slta.recipe.recipe import Recipe, published_name
@@ -98,10 +98,15 @@ def merge_card(written: str, folder: Path, recipe: Recipe, method: FiniteMethod,
 
 
 def published_card(folder: Path, recipe: Recipe, method: FiniteMethod | None, solution: Solution | None) -> str:
-    """The card of a merge as it is to be published: the one in the folder, with our part brought up to date."""
+    """The card of a merge as it is to be published: the one in the folder, with our part brought up to date.
+
+    Raises:
+        SltaError: the one in the folder is not UTF-8 text, or its header is not valid YAML.
+    """
     path = folder / CARD
-    text = path.read_text(encoding="utf-8") if path.is_file() else f"# {folder.resolve().name}\n"
-    card = ModelCard(without_private_paths(text, recipe), ignore_metadata_errors=True)
+    with reading(path, fix="save it as UTF-8 text, its header as valid YAML"):
+        text = path.read_text(encoding="utf-8") if path.is_file() else f"# {folder.resolve().name}\n"
+        card = ModelCard(without_private_paths(text, recipe), ignore_metadata_errors=True)
     return str(card) if method is None else _completed(card, folder, recipe, method, solution)
 
 
