@@ -17,7 +17,14 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, visible
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
-from mergekit_slta.recipe.settings import ActmatSettings, FeatcalSettings, MethodSettings, SftmSettings, SltaSettings
+from mergekit_slta.recipe.settings import (
+    ActmatSettings,
+    CalibrationSettings,
+    FeatcalSettings,
+    MethodSettings,
+    SftmSettings,
+    SltaSettings,
+)
 
 # In the order in which problems are listed.
 MODELS: tuple[Check, ...] = (
@@ -157,8 +164,7 @@ def sound_experiment(recipe: Recipe, ranks: Ranks | None = None, **options: Any)
     experiment = Experiment(recipe, ranks=ranks, **options)
 
     def checked() -> Findings:
-        if not recipe.method.runs_models:
-            experiment.settings  # noqa: B018  raises: there is nothing to measure for this method
+        recipe.method_of(CalibrationSettings)  # for another method there is nothing to measure
         return examine(experiment, merging=False).refuse_problems()
 
     open_models(experiment, experiment.ranks.together(checked))

@@ -185,26 +185,27 @@ class Recipe:
         Raises:
             SltaError: the recipe is wrong, or for another method.
         """
-        self._method_of(kind)
+        self.method_of(kind)
         settings = self.settings
         assert isinstance(settings, kind)
         return settings
 
-    @property
-    def method(self) -> type[MethodSettings]:
-        """The settings class of the recipe's method, which also says what the method needs.
+    def method_of(self, kind: type[Kind]) -> type[Kind]:
+        """The settings class of the recipe's method, if it is of that kind; it also says what the method needs.
 
         Raises:
-            SltaError: the method does not belong to this package.
+            SltaError: the recipe is for another method.
         """
-        return self._method_of(MethodSettings)
-
-    def _method_of(self, kind: type[Kind]) -> type[Kind]:
         known = {name: settings for name, settings in SETTINGS.items() if issubclass(settings, kind)}
         name = self.config.merge_method
         if name not in known:
             raise SltaError(f"The recipe's merge_method is '{name}': this command knows {', '.join(known)}.")
         return known[name]
+
+    @property
+    def method(self) -> type[MethodSettings]:
+        """The settings class of the recipe's method; an SltaError if it does not belong to this package."""
+        return self.method_of(MethodSettings)
 
     @property
     def tokenizer_source(self) -> Any:

@@ -201,9 +201,11 @@ def test_check_looks_at_feature_merges_too(llama: Family, write_recipe: WriteRec
     assert "did you mean 'anchor'?" in text
 
 
-def test_check_knows_no_other_methods(llama: Family, write_recipe: WriteRecipe) -> None:
+def test_other_methods_are_refused(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
     recipe = write_recipe(llama, method="linear", calibration=False)
     assert "merge_method is 'linear'" in run("check", recipe, code=1).output
+    refused = run("calibrate", recipe, "-o", tmp_path / "stats.safetensors", code=1).output
+    assert "merge_method is 'linear': this command knows slta, featcal." in refused
 
 
 # calibrate
