@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mergekit_slta.comparison.compare import compared, without_gain
+from mergekit_slta.comparison.compare import compare, gain_kept, without_gain
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.tables import Paragraphs, Table, as_json, as_percentage
@@ -34,8 +34,7 @@ class TaskEvaluation:
     @property
     def kept(self) -> float | None:
         """The share of the expert's gain over the base model that the merge keeps; None if there is no gain."""
-        gain = self.base - self.expert
-        return (self.base - self.merged) / gain if gain > 0 else None
+        return gain_kept(self.base, self.expert, self.merged)
 
 
 @dataclass(frozen=True)
@@ -83,10 +82,10 @@ def evaluate(
     Raises:
         SltaError: an expert has no calibration source or no record is left in it, or a model cannot be loaded.
     """
-    experiment = recipe if isinstance(recipe, Experiment) else Experiment(recipe, **options)
+    tasks = compare(recipe, [merged], samples, **options).tasks
     return Evaluation(
         tuple(
             TaskEvaluation(task.model, task.records, task.tokens, task.base.loss, task.expert.loss, task.merged[0].loss)
-            for task in compared(experiment, [merged], samples, None, "Evaluating").tasks
+            for task in tasks
         )
     )

@@ -1,4 +1,4 @@
-"""Write files whole or not at all, hash them, and find the cache folder."""
+"""Write files whole or not at all, hash them, find the cache folder, and name paths for others."""
 
 from __future__ import annotations
 
@@ -104,3 +104,13 @@ def make_folder(folder: Path) -> None:
 def cache_folder() -> Path:
     """The folder for all files that a recipe names no place for."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mergekit-slta"
+
+
+def is_private(path: str) -> bool:
+    """Whether a path names folders of this machine, which belong in no published file."""
+    return os.path.isabs(path) or path.startswith("~")
+
+
+def published_path(path: str) -> str:
+    """A path for published files: only the last part of a private one."""
+    return os.path.basename(os.path.normpath(path)) if is_private(path) else path

@@ -80,7 +80,7 @@ def test_any_value_of_a_parameter(place: tuple[str, ParameterSpec], value: Any) 
 @given(template=TEMPLATES, record=st.dictionaries(st.sampled_from(["a", "a0", "text"]) | st.text(), VALUES, max_size=3))
 def test_any_template_and_any_record(template: str, record: dict[str, Any]) -> None:
     def fill() -> str:
-        text, _ = record_text(record, template, where="Line 1 of 'data.jsonl'", render_chat=str)
+        text, *_ = record_text(record, template, where="Line 1 of 'data.jsonl'", render_chat=str)
         held = repr(record) + template
         assert not [sign for sign in NOT_OURS if sign in text and sign not in held]
         return ""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from mergekit_slta.checks.case import Case, attempt
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models.adapters import adapter_headers
 from mergekit_slta.models.headers import Headers, Model, listed
-from mergekit_slta.models.skeleton import meta_model
 
 
 def adapters(case: Case) -> list[str]:
@@ -18,7 +17,7 @@ def adapters(case: Case) -> list[str]:
         headers = attempt(adapter_headers, model.reference.lora)  # None if only a download would show them
         if isinstance(headers, SltaError):
             problems.append(headers.message)
-        elif headers is not None and (problem := misfit(model, headers, case.options.trust_remote_code)):
+        elif headers is not None and (problem := misfit(model, headers)):
             problems.append(problem)
     if not case.options.lora_merge_cache:
         problems += [
@@ -28,9 +27,8 @@ def adapters(case: Case) -> list[str]:
     return problems
 
 
-def misfit(model: Model, headers: Headers, trust_remote_code: bool) -> str | None:
+def misfit(model: Model, headers: Headers) -> str | None:
     """Why the sizes of an adapter's matrices do not fit its model.
-
 
     Most adapters are compared with the checkpoint's tensors. An adapter of modules that checkpoints store under other
     names, such as a mixture's fused experts, is compared with the modules that transformers builds, as peft does.
@@ -45,12 +43,12 @@ def misfit(model: Model, headers: Headers, trust_remote_code: bool) -> str | Non
         return None
     reason = ""
     for shapes_of in (_stored_shapes, _built_shapes):
-        found = shapes_of(model, list(sizes), trust_remote_code)
+        found = shapes_of(model, sizes)
         wrong = [target for target, shapes in found.items() if sizes[target] not in map(set, shapes)]
         if found and not wrong:
             return None
         reason = reason or (f"its matrices for {listed(wrong)} have other sizes" if wrong else "")
-    reason = reason or f"it adapts {listed(list(sizes))}"
+    reason = reason or f"it adapts {listed(sizes)}"
     return (
         f"The adapter {model.reference.lora} was not trained on {model.reference.model} ({reason}): name the model "
         "that it was trained on."
@@ -60,17 +58,14 @@ def misfit(model: Model, headers: Headers, trust_remote_code: bool) -> str | Non
 Shapes = dict[str, list[tuple[int, ...]]]
 
 
-def _stored_shapes(model: Model, targets: Sequence[str], _: bool) -> Shapes:
+def _stored_shapes(model: Model, targets: Iterable[str]) -> Shapes:
     """The shapes of those targets that the checkpoint stores."""
     return {target: [stored.shape] for target in targets if (stored := model.tensor(f"{target}.weight"))}
 
 
-def _built_shapes(model: Model, targets: Sequence[str], trust_remote_code: bool) -> Shapes:
+def _built_shapes(model: Model, targets: Iterable[str]) -> Shapes:
     """The shapes of the matrices in the modules that targets name; for fused experts, the shape of one expert's."""
-    built = attempt(meta_model, model.config, trust_remote_code)
-    if isinstance(built, SltaError):
-        return {}
-    modules = dict(built.named_modules())
+    modules = dict(model.built.named_modules()) if model.built else {}
     # peft wraps a module once for each of its parameters, and calls the module inside a wrapper "base_layer".
     adapted = {target: modules.get(target.replace(".base_layer", "")) for target in targets}
     return {

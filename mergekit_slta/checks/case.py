@@ -94,7 +94,7 @@ class Case:
     @property
     def aligns_vocabularies(self) -> bool:
         """Whether mergekit gives all models one tokenizer."""
-        return bool(self.config.tokenizer or self.config.tokenizer_source)
+        return self.experiment.recipe.tokenizer_source is not None
 
     @cached_property
     def decoder(self) -> Decoder | SltaError | None:

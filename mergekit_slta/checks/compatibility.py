@@ -16,10 +16,9 @@ from mergekit.architecture import ModelArchitecture, WeightInfo, arch_info_for_c
 from mergekit.architecture.auto import infer_vocabulary_axes
 from mergekit.architecture.conversion import can_convert_checkpoint_keys
 
-from mergekit_slta.errors import SltaError
 from mergekit_slta.models.headers import Model, listed
-from mergekit_slta.models.padding import TOKENIZER, both_have, is_vocabulary, padded_tensors, size, tokens_of
-from mergekit_slta.models.skeleton import computation, converted_as, meta_model, model_tensor_name
+from mergekit_slta.models.padding import TOKENIZER, both_have, is_vocabulary, padded_tensors, tokens_of
+from mergekit_slta.models.skeleton import computation, converted_as, model_tensor_name
 from mergekit_slta.models.spellings import other_names
 
 LAYER_NUMBER = re.compile(r"\.(\d+)\.")
@@ -47,7 +46,7 @@ def architecture_problem(base: Model, expert: Model, *, mixed: bool = False) -> 
                 f"language tower of the other. Save the expert as a {base.architecture}, its tensors in the place of "
                 "the base model's."
             )
-    sizes = [(name, size(expert, name), size(base, name)) for name in SIZES]
+    sizes = [(name, expert.size(name), base.size(name)) for name in SIZES]
     sizes = [entry for entry in sizes if None not in entry]  # a configuration may leave a default size out
     differing = [f"{name} {own} instead of {wanted}" for name, own, wanted in sizes if own != wanted]
     if differing:
@@ -104,28 +103,30 @@ def tied_problem(base: Model, expert: Model) -> str | None:
 def quantization_problem(model: Model) -> str | None:
     """Why a quantized model cannot be merged: its tensors hold codes, which cannot be averaged."""
     quantization = getattr(model.config, "quantization_config", None)
-    if not quantization:
-        weights = {name: stored for name, stored in (model.tensors or {}).items() if name.endswith("weight")}
-        codes = [name for name, stored in weights.items() if len(stored.shape) > 1 and stored.nbytes < 2 * stored.count]
-        if codes:
+    if quantization:
+        given = quantization if isinstance(quantization, Mapping) else vars(quantization)
+        return (
+            f"{model} is quantized ({given.get('quant_method', 'quantization_config')}): "
+            "name the original checkpoint, or dequantize it first."
+        )
+    weights = {name: stored for name, stored in (model.tensors or {}).items() if name.endswith("weight")}
+    for name, stored in weights.items():
+        if len(stored.shape) > 1 and stored.nbytes < 2 * stored.count:
             return (
-                f"{model} stores {codes[0]} in 8 bits or fewer, so it is quantized: name the original checkpoint, or "
+                f"{model} stores {name} in 8 bits or fewer, so it is quantized: name the original checkpoint, or "
                 "dequantize it first."
             )
-        return None
-    given = quantization if isinstance(quantization, Mapping) else vars(quantization)
-    return (
-        f"{model} is quantized ({given.get('quant_method', 'quantization_config')}): "
-        "name the original checkpoint, or dequantize it first."
-    )
+    return None
 
 
 def vocabulary_problem(base: Model, expert: Model) -> str | None:
     """How the sizes of the vocabularies of an expert and the base model differ."""
-    own, others = size(base, "vocab_size"), size(expert, "vocab_size")
-    if own != others and not padded_tensors(base, expert):
-        return f"The expert {expert} has a vocabulary of {others} tokens, the base model {base} one of {own}"
-    return None
+    if expert.vocabulary == base.vocabulary or padded_tensors(base, expert):
+        return None
+    return (
+        f"The expert {expert} has a vocabulary of {expert.vocabulary} tokens, the base model {base} one of "
+        f"{base.vocabulary}"
+    )
 
 
 def moved_tokens_problem(base: Model, expert: Model) -> str | None:
@@ -140,7 +141,7 @@ def moved_tokens_problem(base: Model, expert: Model) -> str | None:
     return None
 
 
-def unaligned_embeddings(base: Model, expert: Model, moved: bool, trust_remote_code: bool = False) -> list[str]:
+def unaligned_embeddings(base: Model, expert: Model, moved: bool) -> list[str]:
     """The tensors with rows for tokens whose vocabulary axis mergekit does not know, where the models' rows differ.
 
     Such as Gemma 4's embeddings for each layer: mergekit knows those that the model declares as input and output.
@@ -148,14 +149,12 @@ def unaligned_embeddings(base: Model, expert: Model, moved: bool, trust_remote_c
     Args:
         moved: whether the models' token ids differ, and so the rows of every such tensor.
     """
-    try:
-        model = meta_model(base.config, trust_remote_code)
-    except SltaError:  # transformers cannot build the model
+    if base.built is None:
         return []
-    known = infer_vocabulary_axes(model)
-    embeddings = [f"{name}.weight" for name, own in model.named_modules() if isinstance(own, torch.nn.Embedding)]
+    known = infer_vocabulary_axes(base.built)
+    embeddings = [f"{name}.weight" for name, own in base.built.named_modules() if isinstance(own, torch.nn.Embedding)]
     unknown = {base.stored_name(name) for name in embeddings if name not in known}
-    rows = {size(base, "vocab_size"), size(base, "vocab_size_per_layer_input")}
+    rows = {base.vocabulary, base.size("vocab_size_per_layer_input")}
     return [
         name
         for name, own, other in both_have(base, expert)
@@ -194,31 +193,27 @@ def known_tokens(file: Path) -> dict[str, int]:
 # The tensors that mergekit reads and writes
 
 
-def missing_tensors(models: Sequence[Model], trust_remote_code: bool = False) -> list[str]:
+def missing_tensors(models: Sequence[Model]) -> list[str]:
     """The tensors that mergekit needs and checkpoints lack: one sentence for all models that lack the same."""
     lacking: dict[tuple[str, ...], list[str]] = {}
     for model in models:
-        planned = plan(model, models, trust_remote_code)
-        missing = [weight.name for weight in planned if not can_load(model, weight)]
-        found = renamed(models[0], model, missing, trust_remote_code)
+        missing = [weight.name for weight in plan(model, models) if not can_load(model, weight)]
+        found = renamed(models[0], model, missing)
         lacking.setdefault(tuple(name for name in missing if name not in found), []).append(str(model))
     return [
-        f"{listed(incomplete)}: the checkpoint lacks {listed(list(names))}, which mergekit needs; it is incomplete, "
+        f"{listed(incomplete)}: the checkpoint lacks {listed(names)}, which mergekit needs; it is incomplete, "
         "or of a variant of its architecture that mergekit cannot merge."
         for names, incomplete in lacking.items()
         if names
     ]
 
 
-def renamed(base: Model, model: Model, names: Sequence[str], trust_remote_code: bool) -> Mapping[str, str]:
+def renamed(base: Model, model: Model, names: Sequence[str]) -> Mapping[str, str]:
     """What a checkpoint calls tensors that it does not have by these names."""
-    try:
-        return other_names(meta_model(base.config, trust_remote_code), model.tensors or (), names) if names else {}
-    except SltaError:  # transformers cannot build the model
-        return {}
+    return other_names(base.built, model.tensors or (), names) if names and base.built else {}
 
 
-def plan(model: Model, models: Sequence[Model], trust_remote_code: bool) -> list[WeightInfo]:
+def plan(model: Model, models: Sequence[Model]) -> list[WeightInfo]:
     """The tensors that mergekit needs of a model: those that it defines for the architecture, or all of any model."""
     if model.tensors is None:
         return []
@@ -226,28 +221,22 @@ def plan(model: Model, models: Sequence[Model], trust_remote_code: bool) -> list
     if architecture is not None:
         return [weight for weight in architecture.all_weights(model.config) if not weight.optional]
     stored = dict.fromkeys(name for other in models for name in other.tensors or {})
-    try:
-        known = meta_model(model.config, trust_remote_code).state_dict()  # old checkpoints hold buffers too
-    except SltaError:
-        known = stored
+    known = model.built.state_dict() if model.built else stored  # old checkpoints hold buffers too
     return [WeightInfo(name=name) for name in stored if model_tensor_name(name, known, model.prefix)]
 
 
-def dropped_tensors(model: Model, trust_remote_code: bool = False) -> list[str]:
+def dropped_tensors(model: Model) -> list[str]:
     """One sentence with the tensors that a checkpoint has and that mergekit would leave out of the merged model."""
     architecture = known_architecture(model)
     weights = architecture.all_weights(model.config) if architecture else []
     written = {name for weight in weights for name in names_of(weight)}
     left_out = [name for name in model.tensors or {} if not model_tensor_name(name, written, model.prefix)]
     asked = [name for name in written if name not in (model.tensors or {})]
-    found = set(renamed(model, model, asked, trust_remote_code).values())
+    found = set(renamed(model, model, asked).values())
     left_out = [name for name in left_out if name not in found]
-    if not left_out:
+    if not left_out or model.built is None:
         return []
-    try:
-        parameters = dict(meta_model(model.config, trust_remote_code).named_parameters())
-    except SltaError:  # transformers cannot build the model
-        return []
+    parameters = dict(model.built.named_parameters())
     if architecture is None:
         dropped = unconverted(model, parameters)
     else:  # the buffers of old checkpoints do not count

@@ -16,7 +16,6 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.models.fingerprint import fingerprint_of
 from mergekit_slta.models.headers import Model
-from mergekit_slta.models.padding import size
 from mergekit_slta.models.skeleton import hashed_computation
 from mergekit_slta.recipe.recipe import Expert, calibration_problems
 from mergekit_slta.recipe.samples import repeated_data
@@ -59,7 +58,7 @@ def sample_problems(case: Case, drawn: CalibrationData) -> list[str]:
     decoder, base = case.decoder, case.base
     if not isinstance(decoder, Decoder) or base is None:
         return []
-    embedding, vocabulary = decoder.model.get_input_embeddings(), size(base, "vocab_size")
+    embedding, vocabulary = decoder.model.get_input_embeddings(), base.vocabulary
     others = [module for module in decoder.tower.modules() if module is not embedding]
     positions = min(
         (module.num_embeddings for module in others if isinstance(module, torch.nn.Embedding)), default=None
@@ -82,11 +81,11 @@ def sample_problems(case: Case, drawn: CalibrationData) -> list[str]:
 def unknown_ids(case: Case, expert: Expert, drawn: CalibrationData) -> list[str]:
     """Samples with tokens that the expert has no embedding for, if the expert runs on them itself."""
     model, highest = case.opened.get(expert.reference), max(map(max, drawn.token_ids))
-    if not case.method.runs_experts or not isinstance(model, Model) or highest < size(model, "vocab_size"):
+    if not case.method.runs_experts or not isinstance(model, Model) or highest < model.vocabulary:
         return []
     return [
         f"The tokenizer of the base model gives the token id {highest}, but the expert {model} has only "
-        f"{size(model, 'vocab_size')} embeddings: choose an expert with the base model's vocabulary."
+        f"{model.vocabulary} embeddings: choose an expert with the base model's vocabulary."
     ]
 
 

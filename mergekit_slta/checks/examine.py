@@ -17,7 +17,14 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, visible
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
-from mergekit_slta.recipe.settings import ActmatSettings, FeatcalSettings, MethodSettings, SftmSettings, SltaSettings
+from mergekit_slta.recipe.settings import (
+    ActmatSettings,
+    CalibrationSettings,
+    FeatcalSettings,
+    MethodSettings,
+    SftmSettings,
+    SltaSettings,
+)
 
 # In the order in which problems are listed.
 MODELS: tuple[Check, ...] = (
@@ -142,9 +149,8 @@ def examine(
         """What the checks say, each sentence once and in one line."""
         return list(dict.fromkeys(visible(sentence, kept="") for check in checks for sentence in check(case)))
 
-    with (
-        contextlib.nullcontext() if running else compatibility.silenced("mergekit_slta.data.draw")
-    ):  # it logs what a note says
+    # What it logs, a note says.
+    with contextlib.nullcontext() if running else compatibility.silenced("mergekit_slta.data.draw"):
         problems = sentences(checks)
     return Findings(problems, sentences(notes), seen=all(model.tensors is not None for model in case.models))
 
@@ -158,8 +164,7 @@ def sound_experiment(recipe: Recipe, ranks: Ranks | None = None, **options: Any)
     experiment = Experiment(recipe, ranks=ranks, **options)
 
     def checked() -> Findings:
-        if not recipe.method.runs_models:
-            experiment.settings  # noqa: B018  raises: there is nothing to measure for this method
+        recipe.method_of(CalibrationSettings)  # for another method there is nothing to measure
         return examine(experiment, merging=False).refuse_problems()
 
     open_models(experiment, experiment.ranks.together(checked))

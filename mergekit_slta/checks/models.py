@@ -20,7 +20,7 @@ from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import output_head
 from mergekit_slta.layers.submodules import fallbacks, layer_submodules
 from mergekit_slta.models.headers import Model, listed
-from mergekit_slta.models.padding import padded_tensors, size
+from mergekit_slta.models.padding import padded_tensors
 from mergekit_slta.recipe.problems import slice_problems
 from mergekit_slta.recipe.settings import FeatcalSettings, SltaSettings
 
@@ -38,8 +38,7 @@ def one_architecture(case: Case) -> list[str]:
 def planned_tensors(case: Case) -> list[str]:
     """Tensors that mergekit needs and a checkpoint lacks, or that a checkpoint has and mergekit would drop."""
     models = [*filter(None, [case.base]), *(expert for _, expert in case.siblings)]
-    missing = missing_tensors(models, case.options.trust_remote_code)
-    return missing or (dropped_tensors(case.base, case.options.trust_remote_code) if case.base else [])
+    return missing_tensors(models) or (dropped_tensors(case.base) if case.base else [])
 
 
 def unseen_tensors(case: Case) -> list[str]:
@@ -89,7 +88,7 @@ def differing_vocabulary(case: Case, base: Model, expert: Model) -> str | None:
     if moved and case.aligns_vocabularies and case.method.runs_experts:
         method = case.method.method
         return f"{moved}: '{method}' runs every expert on the base model's token ids, choose experts with the same ids."
-    if unknown := unaligned_embeddings(base, expert, bool(moved), case.options.trust_remote_code):
+    if unknown := unaligned_embeddings(base, expert, bool(moved)):
         return (
             f"{problem}: mergekit can align or cut the embeddings, but not {listed(unknown)}, whose rows it does not "
             "know to be tokens. Choose experts with the base model's tokenizer."
@@ -99,10 +98,11 @@ def differing_vocabulary(case: Case, base: Model, expert: Model) -> str | None:
     fix = "add 'tokenizer: {source: base}' to the recipe"
     if not case.options.unsafe_truncate_embeddings:
         return f"{problem}: {fix}, so that mergekit aligns them."
-    if (theirs := size(expert, "vocab_size")) < (own := size(base, "vocab_size")):
+    if expert.vocabulary < base.vocabulary:
         return (
-            f"--unsafe-truncate-embeddings cuts the merged embeddings to the {theirs} rows of the expert {expert}, but "
-            f"the configuration of the base model {base} says {own}, so the merged model would not load: {fix} instead."
+            f"--unsafe-truncate-embeddings cuts the merged embeddings to the {expert.vocabulary} rows of the expert "
+            f"{expert}, but the configuration of the base model {base} says {base.vocabulary}, so the merged model "
+            f"would not load: {fix} instead."
         )
     return f"{moved}: --unsafe-truncate-embeddings needs the same ids, {fix} instead." if moved else None
 
@@ -112,8 +112,8 @@ def padded_vocabularies(case: Case) -> list[str]:
     if case.aligns_vocabularies:
         return []
     return [
-        f"The expert {expert} has {size(expert, 'vocab_size')} embedding rows, the base model {base} "
-        f"{size(base, 'vocab_size')}: the rows beyond stand for no token of its tokenizer and are left out."
+        f"The expert {expert} has {expert.vocabulary} embedding rows, the base model {base} "
+        f"{base.vocabulary}: the rows beyond stand for no token of its tokenizer and are left out."
         for base, expert in case.siblings
         if padded_tensors(base, expert)
     ]
@@ -127,14 +127,13 @@ NOT_ALIGNED = (
 
 def changes_rows(case: Case) -> bool:
     """Whether mergekit changes the rows of the models' embeddings."""
-    config, base = case.config, case.base
-    made = config.tokenizer
-    if base is None or (made.source if made else config.tokenizer_source) != "base":
+    base, made = case.base, case.config.tokenizer
+    if base is None or case.experiment.recipe.tokenizer_source != "base":
         return True
     if made and (made.tokens or made.pad_to_multiple_of):
         return True
     tokenizer = attempt(case.experiment.samples.tokenizer, base.reference)
-    return isinstance(tokenizer, SltaError) or len(tokenizer) != size(base, "vocab_size")
+    return isinstance(tokenizer, SltaError) or len(tokenizer) != base.vocabulary
 
 
 def compared_outputs(case: Case, decoder: Decoder) -> list[str]:
@@ -168,15 +167,10 @@ def compared_logits(case: Case, decoder: Decoder) -> list[str]:
 
 def other_vocabularies(case: Case) -> list[str]:
     """One clause for each expert whose vocabulary size differs from the base model's."""
-    sizes = [
-        (expert, size(expert, "vocab_size"), size(base, "vocab_size"))
-        for base, expert in case.siblings
-        if case.aligns_vocabularies or not padded_tensors(base, expert)
-    ]
     return [
-        f"expert {expert} has a vocabulary of {others} tokens and the base model one of {own}"
-        for expert, others, own in sizes
-        if others != own
+        f"expert {expert} has a vocabulary of {expert.vocabulary} tokens and the base model one of {base.vocabulary}"
+        for base, expert in case.siblings
+        if expert.vocabulary != base.vocabulary and (case.aligns_vocabularies or not padded_tensors(base, expert))
     ]
 
 

@@ -19,14 +19,17 @@ from mergekit_slta.models.headers import Model
 from mergekit_slta.models.merged_adapters import merged_folders
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.settings import FeatcalSettings
+from mergekit_slta.tables import as_size
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 LEAST_REPORTED = 100_000  # bytes of unfinished merges
 
 
 def folders(case: Case) -> list[str]:
-    """Folders named in the recipe that cannot be created or written to."""
+    """Folders to write to, the output's and those named in the recipe, that cannot be created or written to."""
     problems = []
+    if case.out_path is not None and (parent := unwritable_folder(case.out_path)):
+        problems.append(f"{case.out_path} cannot be created: {parent} is not a writable folder, name another.")
     for name in case.method.folders:
         given = getattr(case.reading.settings, name)
         parent = unwritable_folder(Path(given).expanduser()) if given else None
@@ -42,11 +45,11 @@ def disk_space(case: Case) -> list[str]:
         needs.setdefault(nearest_folder(folder).stat().st_dev, []).append((folder, what, nbytes))
     problems = []
     for entries in needs.values():
-        free = shutil.disk_usage(nearest_folder(entries[0][0])).free
+        free = free_bytes(entries[0][0])
         if sum(nbytes for *_, nbytes in entries) > free:
-            parts = " and ".join(f"{what} (about {gigabytes(nbytes)})" for _, what, nbytes in entries)
+            parts = " and ".join(f"{what} (about {as_size(nbytes)})" for _, what, nbytes in entries)
             problems.append(
-                f"The disk with {entries[0][0]} has {gigabytes(free)} free, too little for {parts}: "
+                f"The disk with {entries[0][0]} has {as_size(free)} free, too little for {parts}: "
                 "make room or choose another."
             )
     return problems
@@ -73,13 +76,13 @@ def feature_merge_needs(case: Case) -> list[str]:
         return []
     root = scratch_root(case.settings(FeatcalSettings).scratch)
     said = [
-        f"'{case.method.method}' takes about {gigabytes(needed.memory)} of memory while it solves, and "
-        f"{gigabytes(needed.disk)} on the disk with {root} until the output is written."
+        f"'{case.method.method}' takes about {as_size(needed.memory)} of memory while it solves, and "
+        f"{as_size(needed.disk)} on the disk with {root} until the output is written."
     ]
     left = sum(file.stat().st_size for file in root.glob("featcal-*/*"))
     if left >= LEAST_REPORTED:
         said.append(
-            f"{root} holds {gigabytes(left)} of unfinished merges: if this merge is one of them, it is resumed; "
+            f"{root} holds {as_size(left)} of unfinished merges: if this merge is one of them, it is resumed; "
             "delete the folders featcal-* of the others if you do not need them."
         )
     return said
@@ -114,8 +117,8 @@ def full_disk_problem(experiment: Experiment, out: Path) -> str:
         whole = stored_bytes(model, config.out_dtype or config.dtype)
         written = sum(file.stat().st_size for file in out.glob("*") if file.is_file())
         said += (
-            f": the merged model takes about {gigabytes(whole)}, of which {gigabytes(written)} are written, and "
-            f"{gigabytes(max(0, whole - written - free_bytes(out)))} more are needed than there is room for"
+            f": the merged model takes about {as_size(whole)}, of which {as_size(written)} are written, and "
+            f"{as_size(max(0, whole - written - free_bytes(out)))} more are needed than there is room for"
         )
     return f"{said}; make room, or write to another disk, and run the same command again."
 
@@ -143,7 +146,3 @@ def unwritable_folder(path: Path) -> Path | None:
     """The nearest existing path at or above ``path``, if it is not a folder that can be written to; else None."""
     nearest = nearest_folder(path)
     return None if nearest.is_dir() and os.access(nearest, os.W_OK) else nearest
-
-
-def gigabytes(nbytes: int) -> str:
-    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:,.1f} MB"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -16,13 +16,13 @@ from mergekit_slta.cli.options import (
     ModelCommand,
     applied,
     existing_file,
-    known_levels,
+    held_out_records,
+    measured_levels,
+    merged_folder,
+    numbers_file,
     output_folder,
 )
 from mergekit_slta.errors import SltaError, files_named, visible
-
-if TYPE_CHECKING:
-    from mergekit_slta.slta.statistics import Statistics
 
 INTERRUPTED = 130
 
@@ -111,14 +111,10 @@ def check(recipe: Path, **options: Any) -> None:
 @main.command(cls=ModelCommand, short_help="Measure a recipe's models, write a statistics file.")
 @existing_file("recipe")
 @click.option("-o", "--output", "stats", required=True, metavar="STATS", help="The statistics file to write.")
-@click.option(
-    "--level",
-    "levels",
-    multiple=True,
-    metavar="LEVEL",
-    help=f"What gets a merging weight of its own: {LEVELS_HELP}. May be given several times.  [default: the recipe's]",
+@measured_levels(
+    f"What gets a merging weight of its own: {LEVELS_HELP}. May be given several times.  [default: the recipe's]"
 )
-def calibrate(recipe: Path, stats: str, levels: tuple[str, ...], **options: Any) -> None:
+def calibrate(recipe: Path, stats: str, levels: list[str], **options: Any) -> None:
     """Measure RECIPE's models on its calibration data, and write the statistics file STATS.
 
     The file is small, holds neither weights nor data, and is all that `solve` needs. After a crash or an
@@ -130,23 +126,23 @@ def calibrate(recipe: Path, stats: str, levels: tuple[str, ...], **options: Any)
     from mergekit_slta.methods.merge import joined_ranks
     from mergekit_slta.recipe.recipe import Recipe
     from mergekit_slta.slta.measure import measured_statistics
+    from mergekit_slta.tables import as_size
 
     path = Path(stats)
     merge_options = applied(options)
     try:
         with joined_ranks() as ranks:
-            wanted = ranks.together(lambda: known_levels(levels))
             ranks.together(lambda: _refuse_output(stats))
             loaded = ranks.together(lambda: Recipe.load(recipe))
             experiment = sound_experiment(loaded, ranks, **merge_options)
             before = _identity(path)
-            statistics = measured_statistics(experiment, wanted, path)
+            statistics = measured_statistics(experiment, levels, path)
     except KeyboardInterrupt:
         click.echo(f"\nInterrupted. To resume from {path}.partial, run the same command again.", err=True)
         raise click.exceptions.Exit(INTERRUPTED) from None
     if ranks.first:
         found = "fits already and was not touched" if before and before == _identity(path) else "written"
-        _say(f"{path} {found}: {_describe(statistics, path)}")
+        _say(f"{path} {found}: {as_size(path.stat().st_size)}, {statistics}")
 
 
 @main.command(short_help="Get merging weights and recipes from a statistics file.")
@@ -241,12 +237,8 @@ def solve(
             samples=samples,
         )
         errors = solution.bootstrap(bootstrap) if bootstrap else None
-    if json_file == "-":
-        click.echo(solution.to_json(errors), nl=False)
-    elif not quiet:
-        _say(solution.text(errors))
+    _show(None if quiet else solution.text(errors), lambda: solution.to_json(errors), json_file)
     if json_file and json_file != "-":
-        files.write(Path(json_file), solution.to_json(errors).encode())
         _say(f"{json_file} written.")
     if recipe_file:
         known = (measured.info.base_model, *measured.info.models)
@@ -264,11 +256,9 @@ def solve(
 
 @main.command(cls=ModelCommand, short_help="Measure how well a merged model does each task.")
 @existing_file("recipe")
-@click.argument("out", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option(
-    "--samples", type=click.IntRange(min=1), default=100, show_default=True, help="Held-out records of each task."
-)
-@click.option("--json", "json_file", metavar="FILE", help="Write the numbers as JSON; '-' for standard output.")
+@merged_folder
+@held_out_records
+@numbers_file
 def evaluate(recipe: Path, out: Path, samples: int, json_file: str | None, **options: Any) -> None:
     """Measure how well the merged model in OUT does the tasks of RECIPE's experts.
 
@@ -285,21 +275,14 @@ def evaluate(recipe: Path, out: Path, samples: int, json_file: str | None, **opt
 
     experiment = sound_experiment(Recipe.load(recipe), **applied(options))
     transformers.utils.logging.disable_progress_bar()  # a bar of its own for every model
-    evaluation = evaluate_merge(experiment, out, samples)
-    if json_file == "-":
-        click.echo(evaluation.to_json(), nl=False)
-        return
-    _say(evaluation)
-    if json_file:
-        files.write(Path(json_file), evaluation.to_json().encode())
+    found = evaluate_merge(experiment, out, samples)
+    _show(found, found.to_json, json_file)
 
 
 @main.command(cls=ModelCommand, short_help="Compare several merged models.")
 @existing_file("recipe")
 @click.argument("out", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option(
-    "--samples", type=click.IntRange(min=1), default=100, show_default=True, help="Held-out records of each task."
-)
+@held_out_records
 @click.option(
     "--text",
     "text_file",
@@ -307,7 +290,7 @@ def evaluate(recipe: Path, out: Path, samples: int, json_file: str | None, **opt
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Also each model's perplexity on this text.",
 )
-@click.option("--json", "json_file", metavar="FILE", help="Write the numbers as JSON; '-' for standard output.")
+@numbers_file
 @click.option("--figure", "figure_file", metavar="FILE", type=click.Path(path_type=Path), help="Draw them, as PNG.")
 def compare(
     recipe: Path,
@@ -334,12 +317,7 @@ def compare(
     experiment = sound_experiment(Recipe.load(recipe), **applied(options))
     transformers.utils.logging.disable_progress_bar()  # a bar of its own for every model that is loaded whole
     found = compare_merges(experiment, out, samples, text_file)
-    if json_file == "-":
-        click.echo(found.to_json(), nl=False)
-    else:
-        _say(found)
-    if json_file and json_file != "-":
-        files.write(Path(json_file), found.to_json().encode())
+    _show(found, found.to_json, json_file)
     if figure_file:
         from mergekit_slta.reports.comparison import write_comparison
 
@@ -349,18 +327,12 @@ def compare(
 @main.command(cls=ModelCommand, short_help="Measure how linear a recipe's models are in their weights.")
 @existing_file("recipe")
 @output_folder
-@click.option(
-    "--level",
-    "levels",
-    multiple=True,
-    metavar="LEVEL",
-    help=f"{LEVELS_HELP}. May be given several times.  [default: model, layer, attn_mlp]",
-)
+@measured_levels(f"{LEVELS_HELP}. May be given several times.  [default: model, layer, attn_mlp]")
 @click.option("--samples", type=click.IntRange(min=1), default=5, show_default=True, help="Samples of each task.")
 @click.option("--pairs/--no-pairs", default=True, show_default=True, help="25 merges of every two experts.")
 @click.option("--triples", is_flag=True, help="27 merges of every three experts.")
 def linearity(
-    recipe: Path, folder: Path, levels: tuple[str, ...], samples: int, pairs: bool, triples: bool, **options: Any
+    recipe: Path, folder: Path, levels: list[str], samples: int, pairs: bool, triples: bool, **options: Any
 ) -> None:
     """Measure how linear RECIPE's models are in their weights, as the paper does, before merging them.
 
@@ -376,12 +348,11 @@ def linearity(
 
     merge_options = applied(options)
     with joined_ranks() as ranks:
-        chosen = ranks.together(lambda: known_levels(levels)) or DEFAULT_LEVELS
         loaded = ranks.together(lambda: Recipe.load(recipe))
         experiment = sound_experiment(loaded, ranks, **merge_options)
         if ranks.first:
             folder.mkdir(parents=True, exist_ok=True)
-        plan = plan_linearity(experiment, chosen, samples=samples, pairs=pairs, triples=triples)
+        plan = plan_linearity(experiment, levels or DEFAULT_LEVELS, samples=samples, pairs=pairs, triples=triples)
         if ranks.first:
             _say(f"{plan}.")
         result = plan.measure_visibly(experiment.quiet)
@@ -429,7 +400,7 @@ def merge(recipe: Path, out: str, **options: Any) -> None:
 
 @main.command(cls=ModelCommand, short_help="Re-read a finished merge and compare it with its recipe.")
 @existing_file("recipe")
-@click.argument("out", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@merged_folder
 def verify(recipe: Path, out: Path, **options: Any) -> None:
     """Re-read the merged model in OUT tensor by tensor, and compare it with what RECIPE says.
 
@@ -447,7 +418,7 @@ def verify(recipe: Path, out: Path, **options: Any) -> None:
 
 
 @main.command(short_help="Check a merged model and upload it to the Hub.")
-@click.argument("out", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@merged_folder
 @click.argument("repository", metavar="ORG/NAME")
 @click.option("--private", is_flag=True, help="Make the repository private.")
 @click.option("--dry-run", is_flag=True, help="Check, and show what would be uploaded; write and upload nothing.")
@@ -521,10 +492,17 @@ def _task_weights(entries: Sequence[str], names: Sequence[str]) -> dict[str, flo
 # What is printed and written
 
 
+def _show(found: object, to_json: Callable[[], str], json_file: str | None) -> None:
+    """Print what was found, or its JSON to standard output for the file '-', and write its JSON to any other file."""
+    if json_file == "-":
+        click.echo(to_json(), nl=False)
+        return
+    if found is not None:
+        _say(found)
+    if json_file:
+        files.write(Path(json_file), to_json().encode())
+
+
 def _identity(path: Path) -> tuple[int, int] | None:
     """Two numbers that change when a file is written again."""
     return (path.stat().st_ino, path.stat().st_mtime_ns) if path.is_file() else None
-
-
-def _describe(statistics: Statistics, path: Path) -> str:
-    return f"{path.stat().st_size / 1e6:.2f} MB, {statistics}"

@@ -9,7 +9,9 @@ from typing import Any
 
 import click
 
-LEVELS_HELP = "model, layer, attn_mlp, head_mlp or linear"
+from mergekit_slta.levels import LEVELS
+
+LEVELS_HELP = f"{', '.join(LEVELS[:-1])} or {LEVELS[-1]}"
 # mergekit's options that say where to compute and how to get models.
 MODEL_OPTIONS = {"device", "cuda", "trust_remote_code", "lora_merge_cache", "transformers_cache", "quiet", "verbosity"}
 
@@ -54,27 +56,32 @@ def existing_file(argument: str) -> Callable[[Callable[..., None]], Callable[...
     return click.argument(argument, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 
 
-def output_folder(command: Callable[..., None]) -> Callable[..., None]:
+merged_folder = click.argument("out", type=click.Path(exists=True, file_okay=False, path_type=Path))
+output_folder = click.option(
+    "-o",
+    "--output",
+    "folder",
+    required=True,
+    metavar="DIR",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder to write to.",
+)
+held_out_records = click.option(
+    "--samples", type=click.IntRange(min=1), default=100, show_default=True, help="Held-out records of each task."
+)
+numbers_file = click.option(
+    "--json", "json_file", metavar="FILE", help="Write the numbers as JSON; '-' for standard output."
+)
+
+
+def measured_levels(help: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The option for the levels to measure, which come in the order from the whole model to its maps."""
     return click.option(
-        "-o",
-        "--output",
-        "folder",
-        required=True,
-        metavar="DIR",
-        type=click.Path(file_okay=False, path_type=Path),
-        help="Folder to write to.",
-    )(command)
-
-
-def known_levels(levels: tuple[str, ...]) -> list[str]:
-    """The values of --level in the order of the levels, from the whole model to its maps.
-
-    Raises:
-        click.BadParameter: a level is unknown.
-    """
-    from mergekit_slta.levels import LEVELS
-
-    for level in levels:
-        if level not in LEVELS:
-            raise click.BadParameter(f"'{level}' is not one of {', '.join(LEVELS)}.", param_hint="--level")
-    return [level for level in LEVELS if level in levels]
+        "--level",
+        "levels",
+        multiple=True,
+        metavar="LEVEL",
+        type=click.Choice(LEVELS),
+        callback=lambda context, option, levels: [level for level in LEVELS if level in levels],
+        help=help,
+    )

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.fingerprint import fingerprint_of
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.recipe import Recipe, calibration_problems, published_name
+from mergekit_slta.recipe.recipe import Expert, Recipe, calibration_problems, published_name
 from mergekit_slta.recipe.settings import CalibrationSettings
 from mergekit_slta.tables import Paragraphs, Table, as_json, as_percentage
 
@@ -67,8 +67,7 @@ class TaskComparison:
 
     def kept(self, merged: int) -> float | None:
         """The share of the expert's gain over the base model that a merge keeps; None where there is no gain."""
-        gain = self.base.loss - self.expert.loss
-        return (self.base.loss - self.merged[merged].loss) / gain if gain > 0 else None
+        return gain_kept(self.base.loss, self.expert.loss, self.merged[merged].loss)
 
 
 @dataclass(frozen=True)
@@ -87,34 +86,18 @@ class Comparison(Paragraphs):
 
     def to_json(self) -> str:
         """The numbers as JSON; what is undefined is null."""
-        tasks = [
-            {
-                "model": task.model,
-                "records": task.records,
-                "tokens": task.tokens,
-                "answers": task.answers,
-                "base": vars(task.base),
-                "expert": vars(task.expert),
-                "merged": {
-                    name: {**vars(task.merged[index]), "kept": task.kept(index)}
-                    for index, name in enumerate(self.merged)
-                },
-            }
-            for task in self.tasks
-        ]
+        tasks = []
+        for task in self.tasks:
+            scores = [asdict(score) | {"kept": task.kept(index)} for index, score in enumerate(task.merged)]
+            tasks.append(asdict(task) | {"merged": dict(zip(self.merged, scores, strict=True))})
         return as_json({"tasks": tasks, "perplexity": dict(self.perplexity) or None})
 
     def loss_table(self) -> Table:
         """One row per task: the models' negative log-likelihood, and the share of the gain that each merge keeps."""
         rows = []
         for task in self.tasks:
-            cells = [
-                task.model,
-                str(task.records),
-                str(task.tokens),
-                f"{task.base.loss:.4f}",
-                f"{task.expert.loss:.4f}",
-            ]
+            cells = [task.model, str(task.records), str(task.tokens)]
+            cells += [f"{score.loss:.4f}" for score in (task.base, task.expert)]
             for index, score in enumerate(task.merged):
                 cells += [f"{score.loss:.4f}", as_percentage(task.kept(index))]
             rows.append(cells)
@@ -124,7 +107,7 @@ class Comparison(Paragraphs):
     def exact_table(self) -> Table | None:
         """One row per task whose records have short answers: the share that each model gives; None without such."""
         rows = [
-            [task.model, str(task.answers), *(as_percentage(score.exact) for score in _all(task))]
+            [task.model, str(task.answers), *(as_percentage(s.exact) for s in (task.base, task.expert, *task.merged))]
             for task in self.tasks
             if task.answers
         ]
@@ -150,16 +133,17 @@ class Comparison(Paragraphs):
             )
 
 
+def gain_kept(base: float, expert: float, merged: float) -> float | None:
+    """The share of an expert's gain over the base model that a merge keeps, by their losses; None without a gain."""
+    return (base - merged) / (base - expert) if expert < base else None
+
+
 def without_gain(experts: Sequence[str]) -> str:
     """What to say of experts whose likelihood on their own task is no better than the base model's."""
     return (
         f"Experts no better than the base model on their own task, with no gain to keep: {', '.join(experts)}. "
         "The likelihood counts every token of a record, its prompt's too."
     )
-
-
-def _all(task: TaskComparison) -> Sequence[TaskScore]:
-    return task.base, task.expert, *task.merged
 
 
 def compare(
@@ -188,17 +172,6 @@ def compare(
         SltaError: an expert has no calibration source or no record is left in it, or a model cannot be loaded.
     """
     experiment = recipe if isinstance(recipe, Experiment) else Experiment(recipe, **options)
-    return compared(experiment, merged, samples, text, "Comparing")
-
-
-def compared(
-    experiment: Experiment,
-    merged: Sequence[str | os.PathLike[str]],
-    samples: int,
-    text: str | os.PathLike[str] | None,
-    doing: str,
-) -> Comparison:
-    """What ``compare`` does for an opened recipe; the progress bar says what it is ``doing``."""
     folders = [Path(folder).expanduser() for folder in merged]
     if not folders:
         raise SltaError("There is nothing to compare: name the folder of at least one merged model.")
@@ -210,14 +183,14 @@ def compared(
         raise SltaError(*problems)
     experts = experiment.recipe.experts
     experiment.load_data(experts)  # refuses the same data twice
-    tasks = [_held_out(experiment, index, samples) for index in range(len(experts))]
+    tasks = [_held_out(experiment, expert, samples) for expert in experts]
     pieces = [_pieces(experiment, Path(text).expanduser())] if text else []
     results = [_open_result(experiment, folder) for folder in folders]
     runs: list[tuple[Checkpoint, list[Group]]] = [(experiment.base, [*tasks, *pieces])]
     runs += [(model, [task, *pieces]) for model, task in zip(experiment.experts, tasks, strict=True)]
     runs += [(result, [*tasks, *pieces]) for result in results]
     total = sum(len(group) for _, groups in runs for group in groups)
-    with ProgressBar(total=total, desc=doing, unit="record", leave=False, disable=experiment.quiet) as bar:
+    with ProgressBar(total=total, desc="Comparing", unit="record", leave=False, disable=experiment.quiet) as bar:
         scores = [_scores(experiment, model, groups, bar) for model, groups in runs]
     base, own, after = scores[0], scores[1 : 1 + len(experts)], scores[1 + len(experts) :]
     compared_tasks = tuple(
@@ -233,13 +206,11 @@ def compared(
         for index, (expert, task) in enumerate(zip(experts, tasks, strict=True))
     )
     names = _names(folders)
+    if not pieces:
+        return Comparison(names, compared_tasks)
     all_names = [published_name(experiment.recipe.base), *(task.model for task in compared_tasks), *names]
-    perplexity = tuple(
-        (name, math.exp(_mean(pieces[0], found[-1]).loss))
-        for name, found in zip(all_names, scores, strict=True)
-        if pieces
-    )
-    return Comparison(names, compared_tasks, perplexity)
+    losses = [_mean(pieces[0], found[-1]).loss for found in scores]
+    return Comparison(names, compared_tasks, tuple(zip(all_names, map(math.exp, losses), strict=True)))
 
 
 def _names(folders: Sequence[Path]) -> tuple[str, ...]:
@@ -248,8 +219,7 @@ def _names(folders: Sequence[Path]) -> tuple[str, ...]:
     return tuple(name if names.count(name) == 1 else str(folder) for name, folder in zip(names, folders, strict=True))
 
 
-def _held_out(experiment: Experiment, index: int, samples: int) -> Group:
-    expert = experiment.recipe.experts[index]
+def _held_out(experiment: Experiment, expert: Expert, samples: int) -> Group:
     data = experiment.samples.held_out(expert, samples)
     found = [
         Sample(row, answer if answer and answer[1] <= min(len(row), answer[0] + SHORT_ANSWER) else None)

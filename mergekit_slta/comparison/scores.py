@@ -121,9 +121,10 @@ class _Scoring(Accumulator[dict[int, Score]]):
         found: dict[int, Score] = {}
         for number, batch in enumerate(streams.batches):
             hidden = streams.hidden(0, number)
-            for part in hidden.split(max(1, LOGIT_POSITIONS // hidden.shape[1])):
-                rows = batch.rows[len(found.keys() & set(batch.rows)) :][: len(part)]
-                predicted = logits(self.decoder, part, edges)
+            several = max(1, LOGIT_POSITIONS // hidden.shape[1])
+            for begin in range(0, len(batch.rows), several):
+                predicted = logits(self.decoder, hidden[begin : begin + several], edges)
+                rows = batch.rows[begin : begin + several]
                 found |= {row: _score(predicted[index], samples[row]) for index, row in enumerate(rows)}
         return found
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mergekit_slta.data.records import Record, record_answer, record_text
+from mergekit_slta.data.records import Record, record_text
 from mergekit_slta.data.sources import Place, read_records
 from mergekit_slta.errors import SltaError, logger, reading
 
@@ -149,20 +149,20 @@ class CalibrationSource:
             if index in passed:
                 continue
             place = Place(self.source, index)
-            text, is_chat = record_text(records[index], self.template, where=place, render_chat=self._render_chat)
-            row, is_complete = self._encode(text, is_chat)
+            text = record_text(records[index], self.template, where=place, render_chat=self._render_chat)
+            row, is_complete = self._encode(text.text, text.is_chat)
             if not row:
                 skipped += 1
             elif row not in repeated:
                 drawn[index] = row
-                answers.append(self._answer(record_answer(records[index], self.template), text, is_chat, row))
+                answers.append(self._answer(*text, row))
                 complete += is_complete
-                dated = dated or (is_chat and self._asks_for_the_date)
+                dated = dated or (text.is_chat and self._asks_for_the_date)
         date = self.chat_date if dated else None
         rows, indices = tuple(drawn.values()), tuple(drawn)
         return CalibrationData(self.source, self.template, rows, indices, tuple(answers), skipped, date, complete)
 
-    def _answer(self, answer: str, text: str, is_chat: bool, row: tuple[int, ...]) -> tuple[int, int] | None:
+    def _answer(self, text: str, is_chat: bool, answer: str, row: tuple[int, ...]) -> tuple[int, int] | None:
         """Where the answer of a record is among its tokens, as ``CalibrationData.answers`` says it.
 
         The answer is the last place in the text that spells it, before what a chat template writes after it.

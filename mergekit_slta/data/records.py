@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from mergekit_slta.errors import SltaError, one_line
 
@@ -26,9 +26,24 @@ _FIELD = re.compile(r"[^.\[\]]+(\[[^\[\]]+\])*")
 ROLES = {"human": "user", "gpt": "assistant"}
 
 
+class Text(NamedTuple):
+    """A record as text.
+
+    Attributes:
+        text: "" for an empty record.
+        is_chat: whether a chat template wrote it.
+        answer: what the text answers, as the record's shape tells: the last turn of an assistant, the last part of a
+            pair, or the last of several fields in a template that ends with it; "" where there is no such part.
+    """
+
+    text: str
+    is_chat: bool = False
+    answer: str = ""
+
+
 def record_text(
     record: Record, template: str, *, where: object, render_chat: Callable[[list[dict[str, Any]]], str]
-) -> tuple[str, bool]:
+) -> Text:
     """Turn a record into text by the template, or else by the first of these fields that it has and that is not blank.
 
     In order: ``messages``, ``conversations``, and the groups of ``TEXT_FIELDS``.
@@ -38,12 +53,9 @@ def record_text(
         template: a ``str.format`` string over the fields, or "".
         where: names the record at the beginning of an error message.
         render_chat: turns a conversation, a list of ``role`` and ``content``, into text with special tokens.
-
-    Returns:
-        The text, "" for an empty record, and whether a chat template wrote it.
     """
     if template:
-        return _fill(template, record, where), False
+        return _fill(template, record, where)
     fits = False
     for field in CHAT_FIELDS:
         if field in record:
@@ -51,42 +63,27 @@ def record_text(
             turns = _turns(record[field], f"{where}: {field!r}")
             if not all(_is_blank(turn.get("content")) for turn in turns):
                 try:
-                    return render_chat(turns), True
+                    text = render_chat(turns)
                 except SltaError:
                     raise
                 except Exception as error:  # a chat template is a program that came with the model
                     raise SltaError(
                         f"{where} does not fit the chat template ({one_line(error)}): give the expert a 'template'."
                     ) from error
+                role, content = turns[-1]["role"], turns[-1].get("content")
+                return Text(text, True, content.strip() if role == "assistant" and isinstance(content, str) else "")
     for fields in TEXT_FIELDS:
         if all(field in record for field in fields):
             fits = True
             parts = [_plain_text(record[field], f"{where}: {field!r}") for field in fields]
             if text := "\n".join(part for part in parts if part.strip()):
-                return text, False
+                return Text(text, answer=parts[-1].strip() if len(parts) > 1 else "")
     if not fits:
         raise SltaError(
             f"{where} has none of the known fields: its fields are {joined(record)}. "
             "Give the expert a 'template' that names the fields to use, such as '{question} {answer}'."
         )
-    return "", False
-
-
-def record_answer(record: Record, template: str) -> str:
-    """What a record's text answers, as its shape tells: the last turn of an assistant, the last part of a pair, or the
-    last of several fields in a template that ends with it; "" where there is no such part.
-    """
-    if template:
-        named = template_fields(template)
-        return str(record[named[-1]] or "").strip() if len(named) > 1 and template.endswith("}") else ""
-    for field in CHAT_FIELDS:
-        if field in record and (turns := _turns(record[field], field)):
-            content = turns[-1].get("content")
-            return content.strip() if turns[-1].get("role") == "assistant" and isinstance(content, str) else ""
-    for fields in TEXT_FIELDS:
-        if all(field in record for field in fields) and not all(_is_blank(record[field]) for field in fields):
-            return str(record[fields[-1]] or "").strip() if len(fields) > 1 else ""
-    return ""
+    return Text("")
 
 
 def template_fields(template: str) -> list[str]:
@@ -130,7 +127,7 @@ class _Fields(string.Formatter):
         return super().format_field(value, format_spec)
 
 
-def _fill(template: str, record: Record, where: object) -> str:
+def _fill(template: str, record: Record, where: object) -> Text:
     fields = template_fields(template)
     for field in fields:
         if field not in record:
@@ -139,13 +136,17 @@ def _fill(template: str, record: Record, where: object) -> str:
                 f"its fields are {joined(record)}."
             )
     if all(_is_blank(record[field]) for field in fields):
-        return ""
+        return Text("")
+    values = {name: "" if value is None else value for name, value in record.items()}
     try:
-        return _Fields().vformat(template, (), {name: "" if value is None else value for name, value in record.items()})
+        text = _Fields().vformat(template, (), values)
     except (LookupError, AttributeError, TypeError, ValueError) as error:
         raise SltaError(
             f"{where} does not fit the template {template!r} ({one_line(error)}): correct the template."
         ) from error
+    last = values[fields[-1]]
+    ends_with_it = len(fields) > 1 and template.endswith("}") and not _is_blank(last)
+    return Text(text, answer=str(last).strip() if ends_with_it else "")
 
 
 def _turns(value: Any, what: str) -> list[dict[str, Any]]:
@@ -164,7 +165,7 @@ def _turns(value: Any, what: str) -> list[dict[str, Any]]:
                     f"{what} has a turn without 'role' and 'content', or 'from' and 'value': "
                     f"its fields are {joined(turn)}."
                 )
-            turn = {"role": ROLES.get(role, role), "content": turn.get("value")}
+            turn = {"role": ROLES.get(str(role), role), "content": turn.get("value")}
         turns.append(turn)
     return turns
 

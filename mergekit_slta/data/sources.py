@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TextIO
 
 from mergekit_slta.data.records import Record, joined, rows
 from mergekit_slta.errors import SltaError, one_line
+from mergekit_slta.files import published_path
 
 DATASET_PREFIX = "hf:"
 # The csv module refuses fields over 128 KiB by default, which a document may well have.
@@ -90,13 +91,9 @@ def source_key(source: str) -> tuple[str, ...]:
 def source_name(source: str) -> str:
     """A source's name for published files: the recipe's spelling, but only the last part of an absolute path."""
     if not is_dataset(source):
-        return _path_name(source)
+        return published_path(source)
     name, mark, query = source.removeprefix(DATASET_PREFIX).partition("?")
-    return DATASET_PREFIX + _path_name(name) + mark + query
-
-
-def _path_name(path: str) -> str:
-    return os.path.basename(os.path.normpath(path)) if path.startswith("~") or os.path.isabs(path) else path
+    return DATASET_PREFIX + published_path(name) + mark + query
 
 
 def _read_file(source: str) -> Sequence[Record]:

@@ -15,7 +15,7 @@ from mergekit.merge_methods.base import BasePolicy, OptionalTensorPolicy
 
 from mergekit_slta import files
 from mergekit_slta.errors import SltaError, logger
-from mergekit_slta.methods.companions import Companions
+from mergekit_slta.methods.companions import copy_companions
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.settings import CalibrationSettings, MethodSettings, parameter_specs
 
@@ -53,8 +53,7 @@ class FiniteMethod(GroupMergeMethod):
     settings: type[MethodSettings]
     in_words: str  # what the method does, as a model card goes on after its name and a colon
     solution: Solution | None = None  # the merging weights of the last merge, if it had some
-    _out_dtype: torch.dtype | None = None
-    _companions: Companions | None = None
+    _experiment: Experiment | None = None  # what is merged, until it is written
 
     def merge(self, group: TensorGroup, **parameters: Any) -> torch.Tensor:
         """Merge one tensor."""
@@ -62,24 +61,22 @@ class FiniteMethod(GroupMergeMethod):
 
     def begin(self, experiment: Experiment) -> None:
         """Start the merge of a recipe that the checks have opened."""
-        out_dtype = experiment.recipe.config.out_dtype
-        self._out_dtype = dtype_from_name(out_dtype) if out_dtype else None
-        self._companions = Companions.of(experiment)
+        self._experiment = experiment
 
     def share(self, experiment: Experiment) -> None:
         """Compute with all processes of torchrun what the merge needs before its first tensor."""
 
     def forget(self) -> None:
         """Drop the previous merge."""
-        self._companions = None
+        self._experiment = None
 
     def written(self, folder: Path) -> None:
         """Clean up after mergekit has written the whole output, and add files that it does not copy."""
         for part in folder.glob(files.UNFINISHED_TENSORS):
             part.unlink()
-        companions, self._companions = self._companions, None
-        if companions is not None:
-            companions.copy(folder)
+        experiment, self._experiment = self._experiment, None
+        if experiment is not None:
+            copy_companions(experiment, folder)
 
     def merge_group(self, group: TensorGroup, /, **parameters: Any) -> torch.Tensor:
         """Merge one tensor.
@@ -88,7 +85,8 @@ class FiniteMethod(GroupMergeMethod):
             SltaError: the merged tensor is not finite in the data type that it is written in.
         """
         merged = self.merge(group, **parameters)
-        dtype = self._out_dtype or merged.dtype
+        out_dtype = self._experiment.recipe.config.out_dtype if self._experiment else None
+        dtype = dtype_from_name(out_dtype) if out_dtype else merged.dtype
         if not is_finite(merged, dtype):
             raise not_finite(group, dtype)
         return merged

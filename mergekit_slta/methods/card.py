@@ -18,7 +18,7 @@ from mergekit.io.tasks import LoaderCache
 
 from mergekit_slta import __version__, files
 from mergekit_slta.data.sources import DATASET_PREFIX, is_dataset, source_name
-from mergekit_slta.errors import SltaError, logger, visible
+from mergekit_slta.errors import SltaError, logger, reading, visible
 from mergekit_slta.methods.base import FiniteMethod
 from mergekit_slta.models.spellings import RenamingLoader
 from mergekit_slta.recipe.recipe import Recipe, published_name
@@ -98,10 +98,15 @@ def merge_card(written: str, folder: Path, recipe: Recipe, method: FiniteMethod,
 
 
 def published_card(folder: Path, recipe: Recipe, method: FiniteMethod | None, solution: Solution | None) -> str:
-    """The card of a merge as it is to be published: the one in the folder, with our part brought up to date."""
+    """The card of a merge as it is to be published: the one in the folder, with our part brought up to date.
+
+    Raises:
+        SltaError: the one in the folder is not UTF-8 text, or its header is not valid YAML.
+    """
     path = folder / CARD
-    text = path.read_text(encoding="utf-8") if path.is_file() else f"# {folder.resolve().name}\n"
-    card = ModelCard(without_private_paths(text, recipe), ignore_metadata_errors=True)
+    with reading(path, fix="save it as UTF-8 text, its header as valid YAML"):
+        text = path.read_text(encoding="utf-8") if path.is_file() else f"# {folder.resolve().name}\n"
+        card = ModelCard(without_private_paths(text, recipe), ignore_metadata_errors=True)
     return str(card) if method is None else _completed(card, folder, recipe, method, solution)
 
 
@@ -187,10 +192,10 @@ def _again(folder: Path, recipe: Recipe, solution: Solution | None) -> Iterator[
 def without_private_paths(text: str, recipe: Recipe) -> str:
     """A text with this machine's paths, those that a recipe names and those in the home folder, by their last parts."""
     paths = {path for value in _texts(recipe.content or recipe.config.model_dump()) for path in _absolute_parts(value)}
-    paths |= {path.path for path in _model_paths(recipe.references) if _is_private(path.path)}
+    paths |= {path.path for path in _model_paths(recipe.references) if files.is_private(path.path)}
     for path in sorted(paths, key=len, reverse=True):
-        last = os.path.basename(os.path.normpath(path))
-        text = re.sub(rf"(?<![\w.-]){re.escape(path)}(?![\w-])", last.replace("\\", r"\\"), text)
+        last = files.published_path(path).replace("\\", r"\\")
+        text = re.sub(rf"(?<![\w.-]){re.escape(path)}(?![\w-])", last, text)
     home = os.path.expanduser("~")
     if len(home) < 3:
         return text
@@ -198,11 +203,11 @@ def without_private_paths(text: str, recipe: Recipe) -> str:
 
 
 def _texts(content: Any) -> Iterator[str]:
+    """The texts of a recipe that may be paths; the template of a record may begin with a slash and be none."""
+    if isinstance(content, dict):
+        content = [value for key, value in content.items() if key != "template"]
     if isinstance(content, str):
         yield content
-    elif isinstance(content, dict):
-        for value in content.values():
-            yield from _texts(value)
     elif isinstance(content, (list, tuple)):
         for value in content:
             yield from _texts(value)
@@ -212,12 +217,8 @@ def _absolute_parts(value: str) -> Iterator[str]:
     """The absolute paths in a value: a model, an adapter behind a plus sign, a file, a folder behind ``hf:``."""
     for part in value.removeprefix(DATASET_PREFIX).partition("?")[0].split("+"):
         path = part.partition("@")[0]
-        if _is_private(path) and "\n" not in path and len(os.path.normpath(path)) > 1:
+        if files.is_private(path) and "\n" not in path and len(os.path.normpath(path)) > 1:
             yield path
-
-
-def _is_private(path: str) -> bool:
-    return os.path.isabs(path) or path.startswith("~")
 
 
 def _model_paths(references: Sequence[ModelReference]) -> list[ModelPath]:
@@ -245,7 +246,7 @@ def _datasets(recipe: Recipe) -> list[str]:
     """The Hub's datasets among the calibration sources."""
     sources = [expert.calibration for expert in recipe.reading.experts if is_dataset(expert.calibration)]
     names = [source.removeprefix(DATASET_PREFIX).partition("?")[0] for source in sources]
-    return [name for name in names if not os.path.exists(name) and not _is_private(name)]
+    return [name for name in names if not os.path.exists(name) and not files.is_private(name)]
 
 
 def _part(text: str, marks: tuple[str, str]) -> str:

@@ -9,12 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-import huggingface_hub
-from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 
 from mergekit_slta.errors import logger, one_line
@@ -29,52 +25,32 @@ TOKENIZER = ("chat_template.jinja", "additional_chat_templates/*.jinja", "tekken
 CODE = ("*.py",)
 
 
-@dataclass(frozen=True)
-class Companions:
-    """What is copied from a base model.
+def copy_companions(experiment: Experiment, folder: Path) -> None:
+    """Copy the files that fit the tokenizer that the merged model gets into its folder.
 
-    Attributes:
-        base: the base model.
-        patterns: the files, relative to its folder.
+    What cannot be copied is a warning, because the weights are written.
     """
-
-    base: ModelReference
-    patterns: Sequence[str]
-
-    @staticmethod
-    def of(experiment: Experiment) -> Companions:
-        """The files that fit the tokenizer that the merged model gets."""
-        config, patterns = experiment.recipe.config, [*PROCESSOR]
-        source = config.tokenizer.source if config.tokenizer else config.tokenizer_source
-        if source in (None, "base"):
-            patterns += GENERATION
-        if source is None and not config.chat_template and experiment.options.copy_tokenizer:
-            patterns += TOKENIZER
-        return Companions(experiment.recipe.base, patterns)
-
-    def copy(self, folder: Path) -> None:
-        """Copy the files into a folder; what cannot be copied is a warning, because the weights are written."""
-        path = self.base.model
-        source = Path(path.path)
-        if not source.exists():
-            wanted, cache = [*self.patterns, *CODE], LoaderCache().hf_cache_dir
-            try:
-                found = huggingface_hub.snapshot_download(
-                    path.path, revision=path.revision, cache_dir=cache, allow_patterns=wanted
-                )
-            except hub.ERRORS as error:
-                LOG.warning("Copy %s from %s yourself: %s", ", ".join(wanted), path, hub.reason(error))
-                return
-            source = Path(found)
-        patterns = [*self.patterns, *(CODE if _names_code(source) else ())]
-        for file in sorted(file for pattern in patterns for file in source.glob(pattern)):
-            name = file.relative_to(source)
-            try:
-                (folder / name).parent.mkdir(exist_ok=True)
-                shutil.copyfile(file, folder / name)
-                LOG.info("Copied %s from %s", name, self.base)
-            except OSError as error:
-                LOG.warning("Copy %s from %s yourself: %s", name, self.base, one_line(error))
+    config, tokenizer, patterns = experiment.recipe.config, experiment.recipe.tokenizer_source, [*PROCESSOR]
+    if tokenizer in (None, "base"):
+        patterns += GENERATION
+    if tokenizer is None and not config.chat_template and experiment.options.copy_tokenizer:
+        patterns += TOKENIZER
+    path = experiment.recipe.base.model
+    wanted = [*patterns, *CODE]
+    try:
+        source = hub.folder_with(wanted, path, LoaderCache().hf_cache_dir)
+    except hub.ERRORS as error:
+        LOG.warning("Copy %s from %s yourself: %s", ", ".join(wanted), path, hub.reason(error))
+        return
+    patterns += CODE if _names_code(source) else ()
+    for file in sorted(file for pattern in patterns for file in source.glob(pattern)):
+        name = file.relative_to(source)
+        try:
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, folder / name)
+            LOG.info("Copied %s from %s", name, experiment.recipe.base)
+        except OSError as error:
+            LOG.warning("Copy %s from %s yourself: %s", name, experiment.recipe.base, one_line(error))
 
 
 def _names_code(folder: Path) -> bool:

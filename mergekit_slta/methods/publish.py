@@ -6,10 +6,9 @@ import fnmatch
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 import transformers
 from huggingface_hub import CommitOperationAdd, HfApi
 from mergekit.common import ModelPath, ModelReference
@@ -20,6 +19,7 @@ from mergekit_slta import files
 from mergekit_slta.checks.compatibility import missing_tensors
 from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.methods import card, registry
+from mergekit_slta.methods.base import is_finite
 from mergekit_slta.models import hub
 from mergekit_slta.models.headers import listed, open_model, weight_map
 from mergekit_slta.recipe.recipe import Recipe
@@ -132,7 +132,7 @@ def publish(
         done = api.create_commit(repository, operations, commit_message="Upload a merged model")
     except (*hub.ERRORS, RuntimeError) as error:
         raise SltaError(f"{repository} cannot be published: {hub.reason(error)}.") from error
-    return Publication(repository, sizes, found.left_out, found.notes, done.repo_url.url)
+    return replace(found, address=done.repo_url.url)
 
 
 def _examine(folder: Path, trust_remote_code: bool, quiet: bool) -> tuple[list[str], list[str]]:
@@ -144,7 +144,7 @@ def _examine(folder: Path, trust_remote_code: bool, quiet: bool) -> tuple[list[s
     except SltaError as error:
         problems.append(error.message)
     else:
-        problems += missing_tensors([model], trust_remote_code)
+        problems += missing_tensors([model])
         problems += _values_that_are_not_finite(folder, quiet)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
@@ -168,7 +168,7 @@ def _values_that_are_not_finite(folder: Path, quiet: bool) -> Iterator[str]:
     loader = LazyTensorLoader.from_disk(str(folder))
     for name in tqdm(loader.index.tensor_paths, desc="Checking", unit="tensor", leave=False, disable=quiet):
         tensor = loader.get_tensor(name)
-        if tensor is not None and tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        if tensor is not None and not is_finite(tensor, tensor.dtype):
             yield f"The tensor {name} has values that are not finite: merge again, in 'dtype: float32'."
 
 

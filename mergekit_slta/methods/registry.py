@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from mergekit.options import MergeOptions
 
 from mergekit_slta.checks import examine
 from mergekit_slta.checks.space import full_disk_said
-from mergekit_slta.errors import SltaError, files_named, logger, one_line
+from mergekit_slta.errors import files_named, logger, one_line
 from mergekit_slta.methods import card
 from mergekit_slta.methods.actmat import ActmatMethod
 from mergekit_slta.methods.base import FiniteMethod
@@ -29,7 +29,6 @@ from mergekit_slta.methods.featcal import FeatcalMethod
 from mergekit_slta.methods.sftm import SftmMethod
 from mergekit_slta.methods.slta import SltaMethod
 from mergekit_slta.models.merged_adapters import current_loader, merge_adapter
-from mergekit_slta.models.skeleton import meta_model
 from mergekit_slta.models.spellings import adapt_loader, other_names, restore_loaders
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
@@ -154,14 +153,12 @@ def _watch_card() -> None:
 
 def adapt_loaders(experiment: Experiment, arch_info: ModelArchitecture) -> None:
     """Let mergekit find what the models call otherwise than it asks for it, and leave out the rows of no token."""
-    config = experiment.base.config
-    asked = {weight.name for weight in arch_info.all_weights(config)}
+    base = experiment.model(experiment.recipe.base)
+    asked = {weight.name for weight in arch_info.all_weights(base.config)}
     for reference in experiment.recipe.references:
         stored = current_loader(reference).index.tensor_paths
-        names: Mapping[str, str] = {}
-        with contextlib.suppress(SltaError):  # transformers cannot build the model
-            if missing := [name for name in asked if name not in stored]:
-                names = other_names(meta_model(config, experiment.trust_remote_code), stored, missing)
+        missing = [name for name in asked if name not in stored]
+        names = other_names(base.built, stored, missing) if missing and base.built else {}
         adapt_loader(reference, names, experiment.padded_tensors(reference))
 
 

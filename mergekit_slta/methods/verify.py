@@ -24,6 +24,7 @@ from mergekit_slta.layers.submodules import resolve_name
 from mergekit_slta.methods import registry
 from mergekit_slta.models.headers import folder_headers
 from mergekit_slta.models.spellings import restore_loaders
+from mergekit_slta.recipe.configuration import expert_references
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.recipe.settings import FeatcalSettings, SltaSettings
@@ -107,12 +108,12 @@ def verify(recipe: Recipe, merged: str | os.PathLike[str], **options: Any) -> Ve
     ):
         with torch.no_grad():
             tensor = loader.get_tensor(name)
-            found = expected.compare(planned[name], tensor)
+            found, error = expected.compare(planned[name], tensor)
         LoaderCache().flush_all()
-        problems += found.problems
-        compared += found.error is not None
-        if (found.error or 0.0) > largest:
-            largest, where, dtype = found.error or 0.0, name, _name(tensor.dtype)
+        problems += found
+        compared += error is not None
+        if error is not None and error > largest:
+            largest, where, dtype = error, name, _name(tensor.dtype)
     return Verification(tuple(problems), len(planned.keys() & stored.keys()), compared, largest, where, dtype)
 
 
@@ -144,29 +145,21 @@ def _plan(experiment: Experiment, folder: Path) -> list[SaveTensor]:
     return planned
 
 
-@dataclass(frozen=True)
-class _Compared:
-    """What is wrong with a tensor, and its largest difference from the value that it should have, if that is known."""
-
-    problems: list[str]
-    error: float | None = None
-
-
 class _Expected:
     """What a recipe says of the tensors of its merge."""
 
     def __init__(self, experiment: Experiment, folder: Path) -> None:
         self.config = experiment.recipe.config
         self.method = self.config.merge_method
-        self.experts = [reference for reference in experiment.recipe.references if reference != self.config.base_model]
+        self.experts = expert_references(self.config)
         self._alpha: Callable[[str], torch.Tensor | None] | None = None
         if self.method == SltaSettings.method:
             self._alpha = _solved_weights(experiment, folder).__getitem__
         elif self.method == FeatcalSettings.method:
             self._alpha = _unsolved_weights(experiment)
 
-    def compare(self, task: SaveTensor, merged: torch.Tensor) -> _Compared:
-        """Compare a tensor of the merged model with what it is made of."""
+    def compare(self, task: SaveTensor, merged: torch.Tensor) -> tuple[list[str], float | None]:
+        """What is wrong with a merged tensor, and its largest difference from its wanted value, if that is known."""
         name, made = task.tensor_name, task.tensor_task
         gathered = made.gather_tensors
         is_aligned = not isinstance(gathered, GatherTensors)  # its rows follow another vocabulary
@@ -176,18 +169,18 @@ class _Expected:
         problems = list(self._form_problems(task, merged, base, made.output_weight if is_aligned else None))
         if merged.is_floating_point() and not merged.isfinite().all():
             count = int((~merged.isfinite()).sum())
-            return _Compared([*problems, f"The tensor {name} has {count} values that are not finite."])
+            return [*problems, f"The tensor {name} has {count} values that are not finite."], None
         experts = [sources.get(reference) for reference in self.experts]
         if base is None or problems or is_aligned or any(expert is None for expert in experts):
-            return _Compared(problems)
+            return problems, None
         tensors = [expert for expert in experts if expert is not None]
         alpha = self._weights(task, base, tensors)
         if alpha is None:
-            return _Compared(problems)
+            return problems, None
         error, excess = _difference(merged, base, tensors, alpha, self.method == PLAIN_METHOD)
         if excess > 0:
             problems.append(f"The tensor {name} differs from what the recipe gives by up to {error:.3g}.")
-        return _Compared(problems, error)
+        return problems, error
 
     def _form_problems(
         self, task: SaveTensor, merged: torch.Tensor, base: torch.Tensor | None, aligned: WeightInfo | None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,30 +62,19 @@ def adapter_config(folder: Path) -> dict[str, Any]:
 
 def adapter_folder(path: ModelPath, cache_dir: str | None = None) -> Path:
     """The folder with an adapter's files; an adapter on the Hub is downloaded."""
-    return _folder(path, [*ADAPTER_FILES, ADAPTER_CONFIG], cache_dir)
+    return hub.folder_with([*ADAPTER_FILES, ADAPTER_CONFIG], path, cache_dir)
 
 
 def tokenizer_folder(path: ModelPath, cache_dir: str | None = None) -> Path | None:
     """The folder with an adapter's own tokenizer; None if the adapter has none."""
-    folder = _folder(path, TOKENIZER_FILES, cache_dir)
+    folder = hub.folder_with(TOKENIZER_FILES, path, cache_dir)
     return folder if any((folder / name).exists() for name in TOKENIZER_FILES[:3]) else None
 
 
 def adapter_chat_template(path: ModelPath, cache_dir: str | None = None) -> str | None:
     """The chat template that an adapter has in a file of its own."""
-    file = _folder(path, TOKENIZER_FILES, cache_dir) / CHAT_TEMPLATE
+    file = hub.folder_with(TOKENIZER_FILES, path, cache_dir) / CHAT_TEMPLATE
     return file.read_text(encoding="utf-8") if file.exists() else None
-
-
-def _folder(path: ModelPath, files: Sequence[str], cache_dir: str | None) -> Path:
-    """The folder that a path names; the named files of a Hub repository are downloaded."""
-    if Path(path.path).exists():
-        return Path(path.path)
-    return Path(
-        huggingface_hub.snapshot_download(
-            path.path, revision=path.revision, cache_dir=cache_dir, allow_patterns=list(files)
-        )
-    )
 
 
 def adapter_weights(folder: Path) -> Path:

@@ -189,7 +189,11 @@ class Checkpoint:
         """A tensor in the checkpoint's dtype."""
         stored = model_tensor_name(name, self.tensor_names, base_model_prefix)
         with reading(f"The tensor {name} of {self}"):
-            tensor = self._loader.get_tensor(stored, device=str(device)) if stored else self._convert(name)
+            if stored:
+                tensor = self._loader.get_tensor(stored, device=str(device))
+            else:  # it is stored under other names, such as the experts of a mixture
+                sources = {key: functools.partial(self._loader.get_tensor, key) for key in self._sources(name)}
+                tensor = self._converted(name, sources)
         if tensor is None:
             raise SltaError(f"{self} lacks the tensor {name}: its checkpoint is incomplete or of another architecture.")
         tensor = tensor[: self.rows[stored]] if stored is not None and stored in self.rows else tensor
@@ -252,12 +256,6 @@ class Checkpoint:
                 raise SltaError(
                     f"{self} holds NaN or Inf in the tensor {names[key]}: the checkpoint is broken, get a sound copy."
                 )
-
-    def _convert(self, name: str) -> torch.Tensor | None:
-        """Build a tensor that the checkpoint stores under other names, such as the experts of a mixture."""
-        return self._converted(
-            name, {key: functools.partial(self._loader.get_tensor, key) for key in self._sources(name)}
-        )
 
     def _sources(self, name: str) -> list[str]:
         """The checkpoint's tensors of the same layer."""

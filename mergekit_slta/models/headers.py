@@ -8,9 +8,11 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import safetensors
@@ -22,7 +24,7 @@ from mergekit.common import ModelPath, ModelReference
 
 from mergekit_slta.errors import SltaError, first_line, reading
 from mergekit_slta.models import hub
-from mergekit_slta.models.skeleton import model_tensor_name
+from mergekit_slta.models.skeleton import meta_model, model_tensor_name
 
 # In mergekit's order of preference.
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -55,15 +57,25 @@ class Model:
         config: its configuration.
         tensors: its checkpoint's tensors by name; None if only a download would show them.
         folder: the folder with its files; None for a model on the Hub that has not been downloaded.
+        trust_remote_code: mergekit's flag of that name.
     """
 
     reference: ModelReference
     config: transformers.PretrainedConfig
     tensors: Headers | None
     folder: Path | None
+    trust_remote_code: bool
 
     def __str__(self) -> str:
         return str(self.reference)
+
+    @cached_property
+    def built(self) -> transformers.PreTrainedModel | None:
+        """transformers' own model without weights; None if transformers cannot build it."""
+        try:
+            return meta_model(self.config, self.trust_remote_code)
+        except SltaError:
+            return None
 
     @property
     def architecture(self) -> str:
@@ -74,6 +86,15 @@ class Model:
     def prefix(self) -> str:
         """The prefix that checkpoints of the bare base model lack."""
         return getattr(getattr(transformers, self.architecture, None), "base_model_prefix", "") or "model"
+
+    def size(self, name: str) -> Any:
+        """A size by the configuration of the language model, or of the only one."""
+        return getattr(self.config.get_text_config(), name, None)
+
+    @property
+    def vocabulary(self) -> Any:
+        """How many token ids the model knows; None if it is no language model."""
+        return self.size("vocab_size")
 
     def stored_name(self, name: str) -> str | None:
         """What the checkpoint calls a tensor, by its name with or without the base model's prefix."""
@@ -115,7 +136,7 @@ def open_model(reference: ModelReference, trust_remote_code: bool = False, cache
             f"The config.json of {path} names {layers} layers, but its checkpoint has {len(tensors)} tensors: "
             "get sound copies of both."
         )
-    return Model(reference, _config(reference, trust_remote_code), tensors, folder)
+    return Model(reference, _config(reference, trust_remote_code), tensors, folder, trust_remote_code)
 
 
 def local_folder(path: ModelPath, cache_dir: str | None = None) -> Path | None:
@@ -260,7 +281,8 @@ def hub_file_headers(file: SafetensorsFileMetadata) -> Headers:
     return {name: _header(tensor.shape, tensor.dtype) for name, tensor in file.tensors.items()}
 
 
-def listed(names: list[str], most: int = 3) -> str:
-    """The first few names joined by commas, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def listed(names: Iterable[str]) -> str:
+    """The first three names joined by commas, and how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

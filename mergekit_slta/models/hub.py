@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import huggingface_hub
@@ -60,3 +61,14 @@ def file_names(path: ModelPath) -> list[str]:
     """
     with asking(path):
         return huggingface_hub.list_repo_files(path.path, revision=path.revision)
+
+
+def folder_with(files: Sequence[str], path: ModelPath, cache_dir: str | None) -> Path:
+    """The folder that a path names; of a repository these files are downloaded, or those that fit these patterns."""
+    if Path(path.path).exists():
+        return Path(path.path)
+    return Path(
+        huggingface_hub.snapshot_download(
+            path.path, revision=path.revision, cache_dir=cache_dir, allow_patterns=list(files)
+        )
+    )

@@ -16,11 +16,6 @@ from mergekit_slta.models.headers import Model, TensorHeader
 TOKENIZER = "tokenizer.json"
 
 
-def size(model: Model, name: str) -> Any:
-    """A size by the configuration of the language model, or of the only one."""
-    return getattr(model.config.get_text_config(), name, None)
-
-
 def both_have(base: Model, expert: Model) -> Iterator[tuple[str, TensorHeader, TensorHeader]]:
     """The base model's tensors that an expert has too: name, the base model's and the expert's."""
     for name, stored in (base.tensors or {}).items():
@@ -31,7 +26,7 @@ def both_have(base: Model, expert: Model) -> Iterator[tuple[str, TensorHeader, T
 
 def is_vocabulary(base: Model, expert: Model, shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
     """Whether a tensor's rows are tokens, in both models, and all else about it is equal."""
-    sizes = (size(base, "vocab_size"), size(expert, "vocab_size"))
+    sizes = (base.vocabulary, expert.vocabulary)
     return (*shape[:1], *other[:1]) == sizes and shape[1:] == other[1:]
 
 
@@ -45,10 +40,10 @@ def padded_tensors(base: Model, expert: Model) -> Mapping[str, int]:
         for name, own, other in both_have(base, expert)
         if own.shape != other.shape and is_vocabulary(base, expert, own.shape, other.shape)
     }
-    if not unequal or size(expert, "vocab_size") < size(base, "vocab_size"):
+    if not unequal or expert.vocabulary < base.vocabulary:
         return {}
     highest = highest_token(expert)
-    return unequal if highest is not None and highest < size(base, "vocab_size") else {}
+    return unequal if highest is not None and highest < base.vocabulary else {}
 
 
 def highest_token(model: Model) -> int | None:

@@ -90,7 +90,7 @@ class Experiment:
 
     def padded_tensors(self, reference: ModelReference) -> Mapping[str, int]:
         """The tensors of which rows are left out that stand for no token, with how many are left."""
-        if self.recipe.config.tokenizer or self.recipe.config.tokenizer_source:
+        if self.recipe.tokenizer_source:
             return {}  # mergekit aligns the rows
         return padded_tensors(self.model(self.recipe.base), self.model(reference))
 

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from mergekit.common import ModelPath, ModelReference
+from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from pydantic import ValidationError
 
 from mergekit_slta.data.sources import source_key
 from mergekit_slta.errors import SltaError, one_line
+from mergekit_slta.files import published_path
 from mergekit_slta.recipe.configuration import expert_parameters, expert_references, shared_parameters
 from mergekit_slta.recipe.problems import key_problems, recipe_problems
 from mergekit_slta.recipe.settings import SETTINGS, CalibratedExpert, MethodSettings, Parameters
@@ -184,26 +185,33 @@ class Recipe:
         Raises:
             SltaError: the recipe is wrong, or for another method.
         """
-        known = [name for name, other in SETTINGS.items() if issubclass(other, kind)]
-        if self.config.merge_method not in known:
-            raise SltaError(
-                f"The recipe's merge_method is '{self.config.merge_method}': this command knows {', '.join(known)}."
-            )
+        self.method_of(kind)
         settings = self.settings
         assert isinstance(settings, kind)
         return settings
 
-    @property
-    def method(self) -> type[MethodSettings]:
-        """The settings class of the recipe's method, which also says what the method needs.
+    def method_of(self, kind: type[Kind]) -> type[Kind]:
+        """The settings class of the recipe's method, if it is of that kind; it also says what the method needs.
 
         Raises:
-            SltaError: the method does not belong to this package.
+            SltaError: the recipe is for another method.
         """
+        known = {name: settings for name, settings in SETTINGS.items() if issubclass(settings, kind)}
         name = self.config.merge_method
-        if name not in SETTINGS:
-            raise SltaError(f"The recipe's merge_method is '{name}': this command knows {', '.join(SETTINGS)}.")
-        return SETTINGS[name]
+        if name not in known:
+            raise SltaError(f"The recipe's merge_method is '{name}': this command knows {', '.join(known)}.")
+        return known[name]
+
+    @property
+    def method(self) -> type[MethodSettings]:
+        """The settings class of the recipe's method; an SltaError if it does not belong to this package."""
+        return self.method_of(MethodSettings)
+
+    @property
+    def tokenizer_source(self) -> Any:
+        """What mergekit makes the merged model's tokenizer from; None if it only copies that of the base model."""
+        made = self.config.tokenizer
+        return made.source if made else self.config.tokenizer_source or None
 
     @cached_property
     def references(self) -> list[ModelReference]:
@@ -281,13 +289,7 @@ def _valid_part(table: type[Table], given: Mapping[str, Any]) -> Table:
 def published_name(reference: ModelReference) -> str:
     """A model's name for published files: the recipe's spelling, but only the last part of an absolute path."""
     parts = [part for part in (reference.model, reference.lora) if part is not None]
-    return "+".join(_published_path(part) for part in parts)
-
-
-def _published_path(path: ModelPath) -> str:
-    absolute = os.path.isabs(path.path) or path.path.startswith("~")
-    name = Path(path.path).name if absolute else path.path
-    return f"{name}@{path.revision}" if path.revision else name
+    return "+".join(published_path(part.path) + (f"@{part.revision}" if part.revision else "") for part in parts)
 
 
 EQUAL_DATA = "because with equal data every merging weight of slta is one over the number of experts"

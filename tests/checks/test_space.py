@@ -35,6 +35,14 @@ def test_layers_may_be_solved_into_a_new_folder_but_not_into_a_file(family: Fami
     assert f"{tmp_path}/file" in only(feature_recipe(family, scratch=str(tmp_path / "file" / "scratch")))
 
 
+def test_the_output_is_a_folder_that_can_be_made(family: Family, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    recipe = families.recipe(family, experts=[0])
+    assert only(recipe, out_path=file) == f"{file} cannot be created: {file} is not a writable folder, name another."
+    assert only(recipe, out_path=file / "out").startswith(f"{file}/out cannot be created: {file} is not")
+
+
 @pytest.mark.usefixtures("disk")
 def test_a_disk_that_is_too_small_for_the_output(family: Family, tmp_path: Path) -> None:
     grow(family.base, 100 * 10**9)
@@ -78,7 +86,7 @@ def test_what_a_feature_merge_takes_is_said(family: Family, tmp_path: Path) -> N
     for folder, parameters in ((default, {}), (tmp_path / "scratch", {"scratch": str(tmp_path / "scratch")})):
         (note,) = look(feature_recipe(family, **parameters)).notes
         assert note == (
-            f"'featcal' takes about 12.0 GB of memory while it solves, and 34.0 GB on the disk with {folder} until the "
+            f"'featcal' takes about 12 GB of memory while it solves, and 34 GB on the disk with {folder} until the "
             "output is written."
         )
         assert not folder.exists()
@@ -93,8 +101,8 @@ def test_a_disk_that_is_too_small_for_the_layers(
     assert problems(recipe) == []
     monkeypatch.setattr("mergekit_slta.checks.case.needs", lambda *arguments: Needs(memory=0, disk=60 * 10**9))
     assert only(recipe) == (
-        f"The disk with {tmp_path}/scratch has 50.0 GB free, too little for the solved layers "
-        "(about 60.0 GB): make room or choose another."
+        f"The disk with {tmp_path}/scratch has 50 GB free, too little for the solved layers "
+        "(about 60 GB): make room or choose another."
     )
 
 
@@ -103,7 +111,7 @@ def test_the_layers_and_the_output_share_a_disk(family: Family, tmp_path: Path) 
     grow(family.base, 20 * 10**9)
     recipe = feature_recipe(family, experts=[0], scratch=str(tmp_path / "scratch"))
     problem = only(recipe, out_path=tmp_path / "out")
-    assert "the merged model (about 20.0 GB) and the solved layers (about 34.0 GB)" in problem
+    assert "the merged model (about 20 GB) and the solved layers (about 34 GB)" in problem
     assert problems(recipe) == []
 
 
@@ -112,7 +120,7 @@ def test_what_unfinished_merges_left_is_said(family: Family, tmp_path: Path) -> 
     left.parent.mkdir(parents=True)
     left.write_bytes(bytes(2 * 10**6))
     notes = look(feature_recipe(family, scratch=str(tmp_path / "scratch"))).notes
-    assert notes[1].startswith(f"{tmp_path}/scratch holds 2.0 MB of unfinished merges")
+    assert notes[1].startswith(f"{tmp_path}/scratch holds 2 MB of unfinished merges")
 
 
 def test_what_hardly_takes_space_is_not_worth_a_word(family: Family, tmp_path: Path) -> None:
@@ -122,4 +130,4 @@ def test_what_hardly_takes_space_is_not_worth_a_word(family: Family, tmp_path: P
     recipe = families.recipe(family, "featcal", samples=6, scratch=str(tmp_path))
     assert len(look(recipe).notes) == 1
     left.write_bytes(bytes(1_000_000))
-    assert "holds 1.0 MB of unfinished merges" in look(recipe).notes[-1]
+    assert "holds 1 MB of unfinished merges" in look(recipe).notes[-1]

@@ -35,7 +35,7 @@ from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.slta import measure
 from mergekit_slta.slta.solver import bootstrap
 from mergekit_slta.slta.statistics import Statistics
-from mergekit_slta.tables import short_names
+from mergekit_slta.tables import as_size, short_names
 
 COMMANDS = [
     "calibrate",
@@ -201,9 +201,11 @@ def test_check_looks_at_feature_merges_too(llama: Family, write_recipe: WriteRec
     assert "did you mean 'anchor'?" in text
 
 
-def test_check_knows_no_other_methods(llama: Family, write_recipe: WriteRecipe) -> None:
+def test_other_methods_are_refused(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
     recipe = write_recipe(llama, method="linear", calibration=False)
     assert "merge_method is 'linear'" in run("check", recipe, code=1).output
+    refused = run("calibrate", recipe, "-o", tmp_path / "stats.safetensors", code=1).output
+    assert "merge_method is 'linear': this command knows slta, featcal." in refused
 
 
 # calibrate
@@ -213,7 +215,7 @@ def test_calibrate_ends_with_one_line_about_the_file(llama: Family, write_recipe
     file = tmp_path / "new" / "stats.safetensors"
     result = run("calibrate", write_recipe(llama, samples=2, level="layer"), "-o", file, "--quiet")
     (line,) = result.stdout.splitlines()
-    assert line.startswith(f"{file} written: {file.stat().st_size / 1e6:.2f} MB")
+    assert line.startswith(f"{file} written: {as_size(file.stat().st_size)}, ")
     assert "6 samples of 3 tasks" in line
     assert "3 at layer" in line
     assert Statistics.load(file).info.levels == ("layer",)
@@ -279,7 +281,7 @@ def test_calibrate_refuses_what_it_cannot_write(llama: Family, write_recipe: Wri
     assert "'hf upload'" in run("calibrate", recipe, "-o", "hf:org/repo/stats.safetensors", code=1).output
     assert "is a folder" in run("calibrate", recipe, "-o", tmp_path, code=1).output
     assert (
-        "is not one of model, layer"
+        "is not one of 'model', 'layer'"
         in run("calibrate", recipe, "-o", tmp_path / "s", "--level", "heads", code=2).output
     )
 
@@ -617,7 +619,7 @@ def test_merge_says_which_disk_is_full_and_what_it_lacks(
     monkeypatch.setattr("safetensors.torch.save_file", fill_disk)
     out = tmp_path / "out"
     text = run("merge", recipe, out, "--quiet", "--no-write-model-card", code=1).output
-    assert text.startswith(f"Error: The disk with {out} is full: the merged model takes about 0.1 MB, of which 1.0 MB")
+    assert text.startswith(f"Error: The disk with {out} is full: the merged model takes about 109 KB, of which 1 MB")
     assert "make room" in text
 
 

@@ -5,16 +5,20 @@ from typing import Any
 import pytest
 from support.calibration_samples import SHAREGPT, TURNS, refused
 
-from mergekit_slta.data.records import record_text, template_fields
+from mergekit_slta.data.records import Text, record_text, template_fields
 
 
-def as_text(record: dict[str, Any], template: str = "") -> tuple[str, bool]:
+def read(record: dict[str, Any], template: str = "") -> Text:
     return record_text(
         record,
         template,
         where="Record 7 of calibration source 'x.jsonl'",
         render_chat=lambda turns: "".join(f"<{turn['role']}>{turn['content']}" for turn in turns),
     )
+
+
+def as_text(record: dict[str, Any], template: str = "") -> tuple[str, bool]:
+    return read(record, template)[:2]
 
 
 @pytest.mark.parametrize(
@@ -110,6 +114,27 @@ def test_a_template_fills_no_memory(template: str) -> None:
 @pytest.mark.parametrize("template", ["{q", "q}", "{}", "{0}", "no field", " ", *BEYOND])
 def test_bad_template_is_quoted(template: str) -> None:
     assert repr(template) in refused(as_text, {"q": "a"}, template)
+
+
+@pytest.mark.parametrize(
+    ("record", "template", "answer"),
+    [
+        ({"prompt": "a", "completion": " b "}, "", "b"),
+        ({"question": "1-1=", "answer": 0}, "", "0"),
+        ({"question": "a", "answer": None}, "", ""),
+        ({"text": "a"}, "", ""),
+        ({"messages": TURNS}, "", "ho"),
+        ({"messages": TURNS[:1]}, "", ""),
+        ({"messages": [{"role": "assistant", "content": " "}], "prompt": "a", "completion": "b"}, "", "b"),
+        ({"messages": [{"from": ["gpt"], "value": "b"}]}, "", ""),
+        ({"q": "1-1=", "a": 0}, "{q} {a}", "0"),
+        ({"q": "a", "a": None}, "{q} {a}", ""),
+        ({"q": "a", "a": "b"}, "{q} {a}.", ""),
+        ({"a": "b"}, "{a}", ""),
+    ],
+)
+def test_the_answer_of_a_record(record: dict[str, Any], template: str, answer: str) -> None:
+    assert read(record, template).answer == answer
 
 
 def test_template_fields() -> None:

@@ -149,10 +149,13 @@ def test_models_and_datasets_of_the_hub_are_linked(tmp_path: Path, monkeypatch: 
 
 
 def test_a_recipe_without_private_paths_is_still_the_recipe() -> None:
+    template = {"template": "/no_think {question} {answer}"}
     content = {
         "merge_method": "slta",
         "base_model": "/models/my base",
-        "models": [{"model": "/models/a+/adapters/b", "parameters": {"calibration": "hf:/data/set?split=x"}}],
+        "models": [
+            {"model": "/models/a+/adapters/b", "parameters": {"calibration": "hf:/data/set?split=x", **template}}
+        ],
         "parameters": {"statistics": "~/stats.safetensors"},
     }
     recipe = Recipe.from_config(MergeConfiguration.model_validate(content), content)
@@ -160,6 +163,6 @@ def test_a_recipe_without_private_paths_is_still_the_recipe() -> None:
     assert cleaned == {
         "merge_method": "slta",
         "base_model": "my base",
-        "models": [{"model": "a+b", "parameters": {"calibration": "hf:set?split=x"}}],
+        "models": [{"model": "a+b", "parameters": {"calibration": "hf:set?split=x", **template}}],
         "parameters": {"statistics": "stats.safetensors"},
     }

@@ -159,6 +159,8 @@ def cut(out: Path) -> None:
         (lambda out: (out / "config.json").write_text("{"), "config.json"),
         (lambda out: [file.unlink() for file in out.glob("tokenizer*")], "no usable tokenizer"),
         (lambda out: (out / "mergekit_config.yml").unlink(), "no mergekit_config.yml"),
+        (lambda out: (out / "README.md").write_bytes("Für alle".encode("latin-1")), "README.md .*UTF-8"),
+        (lambda out: (out / "README.md").write_text("---\ntags: [x\n---\n"), "README.md .*YAML"),
     ],
 )
 def test_a_model_that_is_not_complete_is_refused(out: Path, spoil: Callable[[Path], object], said: str) -> None:

@@ -181,7 +181,7 @@ def template(rng: random.Random, scene: Scene) -> str:
     if not isinstance(record, dict):
         return ""
     wanted = "".join(parts)
-    text, _ = record_text(record, wanted, where="Line 1 of calibration file 'data.jsonl'", render_chat=str)
+    text, *_ = record_text(record, wanted, where="Line 1 of calibration file 'data.jsonl'", render_chat=str)
     held = json.dumps(record) + wanted
     leaked = [sign for sign in NOT_OURS if sign in text and sign not in held]
     assert not leaked, f"{wanted!r} reads {text[:200]!r}"
