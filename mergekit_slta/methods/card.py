@@ -12,13 +12,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from mergekit.common import ModelPath, ModelReference
 from mergekit.io.tasks import LoaderCache
 
 from mergekit_slta import __version__, files
 from mergekit_slta.data.sources import DATASET_PREFIX, is_dataset, source_name
-from mergekit_slta.errors import SltaError, logger, reading, visible
+from mergekit_slta.errors import SltaError, logger, one_line, reading, visible
 from mergekit_slta.methods.base import FiniteMethod
 from mergekit_slta.models.spellings import RenamingLoader
 from mergekit_slta.recipe.recipe import Recipe, published_name
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 LOG = logger(__name__)
 
 CARD = "README.md"
+UNREADABLE_CARD = "README.old.md"
 RECIPE = "mergekit_config.yml"  # what mergekit calls the recipe beside its card
 ALPHA_FIGURE = "mergekit-slta/alpha.png"
 PLAIN_RECIPE = "mergekit-slta/plain.yml"
@@ -85,8 +87,7 @@ def merge_card(written: str, folder: Path, recipe: Recipe, method: FiniteMethod,
     """
     card = ModelCard(without_private_paths(written, recipe), ignore_metadata_errors=True)
     card.text = f"{_MERGEKITS[0]}\n{card.text.strip()}\n{_MERGEKITS[1]}\n"
-    path = folder / CARD
-    before = ModelCard(path.read_text(encoding="utf-8"), ignore_metadata_errors=True) if path.is_file() else None
+    before = _earlier_card(folder)
     if before is not None and _part(before.text, _OURS):
         fresh, card = card, before
         data, new = card.data.to_dict(), fresh.data.to_dict()
@@ -95,6 +96,19 @@ def merge_card(written: str, folder: Path, recipe: Recipe, method: FiniteMethod,
         if old := _part(card.text, _MERGEKITS):
             card.text = card.text.replace(old, fresh.text.strip())
     return _completed(card, folder, recipe, method, solution)
+
+
+def _earlier_card(folder: Path) -> ModelCard | None:
+    """The card in a folder, if there is one; one that cannot be read is kept under another name."""
+    path, kept = folder / CARD, folder / UNREADABLE_CARD
+    if not path.is_file():
+        return None
+    try:
+        return ModelCard(path.read_text(encoding="utf-8"), ignore_metadata_errors=True)
+    except (ValueError, yaml.YAMLError) as error:
+        path.replace(kept)
+        LOG.warning("The earlier model card cannot be read (%s): it is kept as %s.", one_line(error), kept)
+        return None
 
 
 def published_card(folder: Path, recipe: Recipe, method: FiniteMethod | None, solution: Solution | None) -> str:

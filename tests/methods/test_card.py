@@ -95,6 +95,19 @@ def test_a_second_merge_replaces_its_own_parts_alone(llama: Family, tmp_path: Pa
     assert "alpha.png" not in card.text and not list((out / "mergekit-slta").iterdir())
 
 
+@pytest.mark.parametrize("card", ["Für alle".encode("latin-1"), b"---\ntags: [x\n---\nFor all\n"])
+def test_an_earlier_card_that_cannot_be_read_is_kept(
+    card: bytes, llama: Family, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "README.md").write_bytes(card)
+    families.merge(families.recipe(llama, "actmat", calibration=False), out, write_model_card=True)
+    assert (out / "README.old.md").read_bytes() == card
+    assert "mergekit-slta" in (out / "README.md").read_text()
+    assert f"it is kept as {out / 'README.old.md'}" in caplog.text
+
+
 @pytest.mark.parametrize("method", ["featcal", "actmat", "sftm"])
 def test_every_method_has_its_card(llama: Family, tmp_path: Path, method: str) -> None:
     content = families.recipe(llama, method, calibration=method == "featcal")
