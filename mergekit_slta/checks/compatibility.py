@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import filecmp
-import json
 import logging
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 
-import torch
 from mergekit.architecture import ModelArchitecture, WeightInfo, arch_info_for_config
-from mergekit.architecture.auto import infer_vocabulary_axes
 from mergekit.architecture.conversion import can_convert_checkpoint_keys
 
 from mergekit_slta.models.headers import Model, listed
-from mergekit_slta.models.padding import TOKENIZER, both_have, is_vocabulary, padded_tensors, tokens_of
+from mergekit_slta.models.padding import both_have, is_vocabulary
 from mergekit_slta.models.skeleton import computation, converted_as, model_tensor_name
 from mergekit_slta.models.spellings import other_names
 
@@ -117,77 +112,6 @@ def quantization_problem(model: Model) -> str | None:
                 "dequantize it first."
             )
     return None
-
-
-def vocabulary_problem(base: Model, expert: Model) -> str | None:
-    """How the sizes of the vocabularies of an expert and the base model differ."""
-    if expert.vocabulary == base.vocabulary or padded_tensors(base, expert):
-        return None
-    return (
-        f"The expert {expert} has a vocabulary of {expert.vocabulary} tokens, the base model {base} one of "
-        f"{base.vocabulary}"
-    )
-
-
-def moved_tokens_problem(base: Model, expert: Model) -> str | None:
-    """How an expert's token ids differ from the base model's."""
-    known, theirs = token_ids(base, expert)
-    moved = [token for token, index in known.items() if theirs.get(token, index) != index]
-    if moved:
-        return (
-            f"The tokenizer of the expert {expert} has other ids than that of the base model {base} for "
-            f"{len(moved)} tokens (such as {moved[0]!r})"
-        )
-    return None
-
-
-def unaligned_embeddings(base: Model, expert: Model, moved: bool) -> list[str]:
-    """The tensors with rows for tokens whose vocabulary axis mergekit does not know, where the models' rows differ.
-
-    Such as Gemma 4's embeddings for each layer: mergekit knows those that the model declares as input and output.
-
-    Args:
-        moved: whether the models' token ids differ, and so the rows of every such tensor.
-    """
-    if base.built is None:
-        return []
-    known = infer_vocabulary_axes(base.built)
-    embeddings = [f"{name}.weight" for name, own in base.built.named_modules() if isinstance(own, torch.nn.Embedding)]
-    unknown = {base.stored_name(name) for name in embeddings if name not in known}
-    rows = {base.vocabulary, base.size("vocab_size_per_layer_input")}
-    return [
-        name
-        for name, own, other in both_have(base, expert)
-        if name in unknown and own.shape[0] in rows and (moved or own.shape != other.shape)
-    ]
-
-
-def token_ids(base: Model, expert: Model) -> tuple[dict[str, int], dict[str, int]]:
-    """The tokens of two models' tokenizers but those added later; none where files are equal or not at hand."""
-    own, theirs = tokenizer_file(base), tokenizer_file(expert)
-    if own is None or theirs is None or filecmp.cmp(own, theirs, shallow=False):
-        return {}, {}
-    return known_tokens(own), known_tokens(theirs)
-
-
-def tokenizer_file(model: Model) -> Path | None:
-    """The ``tokenizer.json`` of a model, if it is on this machine."""
-    if model.reference.lora and brings_tokenizer(model):
-        return Path(model.reference.lora.path) / TOKENIZER
-    return model.folder / TOKENIZER if model.folder and (model.folder / TOKENIZER).is_file() else None
-
-
-def brings_tokenizer(model: Model) -> bool:
-    """Whether a model is an adapter whose folder holds a tokenizer."""
-    return model.reference.lora is not None and (Path(model.reference.lora.path) / TOKENIZER).is_file()
-
-
-def known_tokens(file: Path) -> dict[str, int]:
-    """The vocabulary in a ``tokenizer.json``; empty if the file is damaged, which loading the tokenizer reports."""
-    try:
-        return tokens_of(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return {}
 
 
 # The tensors that mergekit reads and writes

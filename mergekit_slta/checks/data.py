@@ -9,6 +9,7 @@ from mergekit.common import ModelReference
 
 from mergekit_slta.checks.case import Case, attempt, failures
 from mergekit_slta.checks.space import unwritable_folder
+from mergekit_slta.checks.tokenizers import unknown_ids
 from mergekit_slta.data.draw import CalibrationData
 from mergekit_slta.data.records import template_fields
 from mergekit_slta.data.sources import check_source
@@ -17,7 +18,7 @@ from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.models.fingerprint import fingerprint_of
 from mergekit_slta.models.headers import Model
 from mergekit_slta.models.skeleton import hashed_computation
-from mergekit_slta.recipe.recipe import Expert, calibration_problems
+from mergekit_slta.recipe.recipe import calibration_problems
 from mergekit_slta.recipe.samples import repeated_data
 from mergekit_slta.recipe.settings import CalibrationSettings, SltaSettings
 from mergekit_slta.slta.matching import level_problems, match
@@ -54,38 +55,19 @@ def calibration_data(case: Case) -> list[str]:
 
 
 def sample_problems(case: Case, drawn: CalibrationData) -> list[str]:
-    """Samples that are longer than the position table, or have tokens that the base model has no embedding for."""
+    """Samples that are longer than the base model's table of positions."""
     decoder, base = case.decoder, case.base
     if not isinstance(decoder, Decoder) or base is None:
         return []
-    embedding, vocabulary = decoder.model.get_input_embeddings(), base.vocabulary
+    embedding = decoder.model.get_input_embeddings()
     others = [module for module in decoder.tower.modules() if module is not embedding]
-    positions = min(
-        (module.num_embeddings for module in others if isinstance(module, torch.nn.Embedding)), default=None
-    )
-    longest, highest = max(map(len, drawn.token_ids)), max(map(max, drawn.token_ids))
-    problems = []
-    if positions is not None and longest > positions:
-        problems.append(
-            f"Calibration source {drawn.source!r} has samples of {longest} tokens, but {base} has {positions} "
-            f"positions: set 'max_tokens: {positions}' or less."
-        )
-    if highest >= vocabulary:
-        problems.append(
-            f"The tokenizer of {base} gives the token id {highest}, but the model has only {vocabulary} embeddings: "
-            "put the tokenizer that it was trained with into its folder."
-        )
-    return problems
-
-
-def unknown_ids(case: Case, expert: Expert, drawn: CalibrationData) -> list[str]:
-    """Samples with tokens that the expert has no embedding for, if the expert runs on them itself."""
-    model, highest = case.opened.get(expert.reference), max(map(max, drawn.token_ids))
-    if not case.method.runs_experts or not isinstance(model, Model) or highest < model.vocabulary:
+    tables = [module.num_embeddings for module in others if isinstance(module, torch.nn.Embedding)]
+    longest = max(map(len, drawn.token_ids))
+    if longest <= min(tables, default=longest):
         return []
     return [
-        f"The tokenizer of the base model gives the token id {highest}, but the expert {model} has only "
-        f"{model.vocabulary} embeddings: choose an expert with the base model's vocabulary."
+        f"Calibration source {drawn.source!r} has samples of {longest} tokens, but {base} has {min(tables)} "
+        f"positions: set 'max_tokens: {min(tables)}' or less."
     ]
 
 

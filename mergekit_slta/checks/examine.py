@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from mergekit_slta.checks import adapters, compatibility, data, models, space, text
+from mergekit_slta.checks import adapters, compatibility, data, models, space, text, tokenizers
 from mergekit_slta.checks.case import Case, Check, of_decoder, of_models, of_siblings
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, visible
@@ -42,15 +42,15 @@ DATA: tuple[Check, ...] = (data.calibration_sources, data.same_samples, data.cal
 CHECKS: dict[type[MethodSettings], tuple[Check, ...]] = {
     SltaSettings: (
         *LAYERS,
-        of_decoder(models.compared_logits),
+        of_decoder(tokenizers.compared_logits),
         of_decoder(models.level_submodules),
         *DATA,
         data.statistics_file,
     ),
     FeatcalSettings: (
         *LAYERS,
-        of_decoder(models.compared_outputs),
-        of_decoder(models.head_rows),
+        of_decoder(tokenizers.compared_outputs),
+        of_decoder(tokenizers.head_rows),
         models.solvable_layers,
         *DATA,
     ),
@@ -60,12 +60,12 @@ CHECKS: dict[type[MethodSettings], tuple[Check, ...]] = {
 MERGE: tuple[Check, ...] = (
     text.tensor_types,
     models.planned_tensors,
-    models.vocabularies,
+    tokenizers.vocabularies,
     space.folders,
     space.disk_space,
 )
-NOTES: tuple[Check, ...] = (models.unseen_tensors, models.other_configurations, models.padded_vocabularies)
-MERGE_NOTES: tuple[Check, ...] = (space.feature_merge_needs, text.precision, models.no_tokenizer, text.card_lookup)
+NOTES: tuple[Check, ...] = (models.unseen_tensors, models.other_configurations, tokenizers.padded_vocabularies)
+MERGE_NOTES: tuple[Check, ...] = (space.feature_merge_needs, text.precision, tokenizers.no_tokenizer, text.card_lookup)
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-import transformers
 from conftest import MakeFamily
 from support import families
-from support.examining import feature_recipe, look, only, problems, save_random, with_data
+from support.examining import feature_recipe, look, only, problems, with_data
 from support.families import Family
 
 CHAT = "{% for turn in messages %}{{ turn.content }}{% endfor %}"
@@ -153,22 +152,6 @@ def test_samples_longer_than_the_table_of_positions(make_family: MakeFamily, tmp
 def test_rotary_positions_have_no_end(family: Family, tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text("a" * 200)
     assert problems(with_data(family, tmp_path / "long.txt")) == []
-
-
-def test_a_tokenizer_with_more_tokens_than_embeddings(family: Family, tmp_path: Path) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(family.base)
-    tokenizer.add_tokens([f"<{number}>" for number in range(families.VOCABULARY)])
-    tokenizer.save_pretrained(family.base)
-    (tmp_path / "task.txt").write_text("a<60>")
-    problem = only(with_data(family, tmp_path / "task.txt"))
-    assert problem.startswith(f"The tokenizer of {family.base} gives the token id")
-    assert "has only 64 embeddings" in problem
-
-
-def test_an_expert_needs_embeddings_for_the_base_models_ids(family: Family, tmp_path: Path) -> None:
-    recipe = feature_recipe(family, experts=[0, 1], head=False) | {"tokenizer": {"source": "base"}}
-    recipe["models"][1]["model"] = str(save_random(families.config_of("llama", vocab_size=12), tmp_path / "other"))
-    assert f"{tmp_path}/other" in only(recipe)
 
 
 def test_the_data_is_looked_at_without_a_word_in_the_log(family: Family, caplog: pytest.LogCaptureFixture) -> None:

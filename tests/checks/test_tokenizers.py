@@ -1,0 +1,205 @@
+"""Tokenizers and vocabularies that do not fit each other or the models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from conftest import MakeFamily
+from safetensors.torch import load_file
+from support import families
+from support.examining import (
+    add_token,
+    feature_recipe,
+    larger_vocabulary,
+    look,
+    only,
+    problems,
+    save_random,
+    swap_ids,
+    with_data,
+    with_expert,
+)
+from support.families import Family
+
+from mergekit_slta.methods import registry
+
+
+def test_a_base_model_without_tokenizer_to_copy(family: Family) -> None:
+    for file in family.base.glob("tokenizer*"):
+        file.unlink()
+    recipe = families.recipe(family, "sftm", calibration=False)
+    assert problems(recipe) == []
+    (note,) = look(recipe).notes
+    assert note.startswith(f"{family.base} has no tokenizer, so the merged model gets none")
+    assert look(recipe, options={"copy_tokenizer": False}).notes == []
+
+
+def test_a_tokenizer_with_more_tokens_than_embeddings(family: Family, tmp_path: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(family.base)
+    tokenizer.add_tokens([f"<{number}>" for number in range(families.VOCABULARY)])
+    tokenizer.save_pretrained(family.base)
+    (tmp_path / "task.txt").write_text("a<60>")
+    problem = only(with_data(family, tmp_path / "task.txt"))
+    assert problem.startswith(f"The tokenizer of {family.base} gives the token id")
+    assert "has only 64 embeddings" in problem
+
+
+def test_an_expert_needs_embeddings_for_the_base_models_ids(family: Family, tmp_path: Path) -> None:
+    recipe = feature_recipe(family, experts=[0, 1], head=False) | {"tokenizer": {"source": "base"}}
+    recipe["models"][1]["model"] = str(save_random(families.config_of("llama", vocab_size=12), tmp_path / "other"))
+    assert f"{tmp_path}/other" in only(recipe)
+
+
+# Vocabularies
+
+
+@pytest.mark.parametrize("method", ["slta", "sftm"])
+def test_vocabularies_of_different_sizes(family: Family, tmp_path: Path, method: str) -> None:
+    other = larger_vocabulary(tmp_path / "other")
+    recipe = with_expert(family, other, method)
+    assert only(recipe) == (
+        f"The expert {other} has a vocabulary of 66 tokens, the base model {family.base} one of 64: add "
+        "'tokenizer: {source: base}' to the recipe, so that mergekit aligns them."
+    )
+    assert problems(recipe | {"tokenizer": {"source": "base"}}) == []
+    assert problems(recipe | {"tokenizer_source": "union"}) == []
+    assert problems(recipe, merging=False) == []
+
+
+CUT = {"unsafe_truncate_embeddings": True}
+
+
+def test_rows_that_mergekit_is_told_to_cut(family: Family, tmp_path: Path) -> None:
+    recipe = with_expert(family, larger_vocabulary(tmp_path / "other"), "sftm")
+    assert problems(recipe, options=CUT) == []
+    merged = load_file(families.merge(recipe, tmp_path / "merged", **CUT) / "model.safetensors")
+    assert {own.shape[0] for name, own in merged.items() if "embed" in name or "head" in name} == {families.VOCABULARY}
+
+
+def test_rows_of_other_tokens_must_not_be_cut(family: Family) -> None:
+    swap_ids(family.experts[0])
+    problem = only(families.recipe(family), options=CUT)
+    assert "for 2 tokens (such as 'a'): --unsafe-truncate-embeddings needs the same ids, add 'tokenizer: " in problem
+
+
+def test_embeddings_of_tokens_that_mergekit_does_not_know_as_such(make_family: MakeFamily, tmp_path: Path) -> None:
+    """Gemma 4's for each layer, of which mergekit knows no vocabulary axis."""
+    family = make_family("gemma4", experts=2)
+    size, aligned = families.VOCABULARY + 2, {"tokenizer": {"source": "base"}}
+    config = families.config_of("gemma4", vocab_size=size, vocab_size_per_layer_input=size)
+    recipe = with_expert(family, save_random(config, tmp_path / "other"), "sftm")
+    add_token(tmp_path / "other", size - 1)
+    for content, options in ((recipe, {}), (recipe, CUT), (recipe | aligned, {})):
+        problem = only(content, options=options)
+        assert "has a vocabulary of 66 tokens" in problem
+        assert "but not model.embed_tokens_per_layer.weight, whose rows it does not know to be tokens" in problem
+    for entry in recipe["models"]:
+        entry["parameters"] = {"weight": 0.5}
+    with pytest.raises(ValueError, match="mismatch for model.embed_tokens_per_layer"):
+        families.merge(recipe | aligned | {"merge_method": "task_arithmetic"}, tmp_path / "merged")  # mergekit alone
+    swap_ids(family.experts[1])
+    assert "but not model.embed_tokens_per_layer" in only(families.recipe(family, experts=[1]) | aligned)
+
+
+def test_logits_of_different_sizes(family: Family, tmp_path: Path) -> None:
+    recipe = with_expert(family, larger_vocabulary(tmp_path / "other")) | {"tokenizer": {"source": "base"}}
+    recipe["parameters"]["level"] = "model"
+    assert only(recipe).startswith("'level: model' compares logits, but the expert")
+
+
+def test_vocabularies_with_other_ids(family: Family) -> None:
+    swap_ids(family.experts[0])
+    recipe = families.recipe(family)
+    problem = only(recipe)
+    assert problem.startswith(f"The tokenizer of the expert {family.experts[0]} has other ids than that of the base")
+    assert "for 2 tokens (such as 'a'): add 'tokenizer: {source: base}'" in problem
+    assert problems(recipe | {"tokenizer": {"source": "base"}}) == []
+
+
+def test_other_ids_in_a_list_of_tokens_with_scores(family: Family) -> None:
+    recipe = families.recipe(family, "sftm", experts=[0], calibration=False)
+    for folder, tokens in zip(family.folders, ("abc", "acb"), strict=False):
+        vocabulary = [[token, -1.0] for token in tokens]
+        (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+    assert "for 2 tokens (such as 'b')" in only(recipe)
+
+
+def test_a_tokenizer_that_is_nested_too_deeply_is_left_to_whoever_loads_it(family: Family) -> None:
+    (family.experts[0] / "tokenizer.json").write_text('{"model": ' + "[" * 100_000)
+    assert problems(families.recipe(family)) == []
+
+
+def test_a_token_added_in_a_free_place_is_no_difference(family: Family) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(family.experts[0])
+    tokenizer.add_tokens(["<turn>"])
+    tokenizer.save_pretrained(family.experts[0])
+    assert problems(families.recipe(family)) == []
+
+
+# Feature merges
+
+
+def other_vocabulary(family: Family, tmp_path: Path, **parameters: Any) -> list[str]:
+    """What is wrong with an expert of a larger vocabulary that mergekit is to align."""
+    recipe = feature_recipe(family, experts=[0, 1], **parameters) | {"tokenizer": {"source": "base"}}
+    recipe["models"][1]["model"] = str(larger_vocabulary(tmp_path / "other"))
+    return problems(recipe)
+
+
+def test_a_head_of_another_vocabulary_cannot_be_solved(family: Family, tmp_path: Path) -> None:
+    found = other_vocabulary(family, tmp_path)
+    assert found[0] == (
+        f"The expert {tmp_path}/other has a vocabulary of 66 tokens and the base model one of 64: set 'head: false'."
+    )
+
+
+def test_embeddings_of_another_vocabulary_cannot_be_averaged(family: Family, tmp_path: Path) -> None:
+    for head in (True, False):
+        found = other_vocabulary(family, tmp_path, head=head, anchor="average")
+        assert "and the base model one of 64: choose another 'anchor'." in found[0]
+
+
+def test_another_vocabulary_is_no_problem_without_the_head(family: Family, tmp_path: Path) -> None:
+    assert other_vocabulary(family, tmp_path, head=False) == []
+
+
+def test_a_tied_head_may_have_another_vocabulary(make_family: MakeFamily, tmp_path: Path) -> None:
+    family = make_family("gemma", experts=2)
+    recipe = feature_recipe(family) | {"tokenizer": {"source": "base"}}
+    larger = families.config_of("gemma", vocab_size=families.VOCABULARY + 2)
+    recipe["models"][1]["model"] = str(save_random(larger, tmp_path / "other"))
+    assert problems(recipe) == []
+
+
+@pytest.mark.parametrize("source", ["base", "union"])
+def test_a_head_that_mergekit_gives_other_rows_cannot_be_solved(source: str, family: Family, tmp_path: Path) -> None:
+    """It has a row for each token of the new tokenizer, without those that pad the models' own to a round number."""
+    recipe = feature_recipe(family) | {"tokenizer": {"source": source}}
+    assert "'head: false'" in only(recipe)
+    recipe["parameters"]["head"] = False
+    assert problems(recipe) == []
+    registry.register()
+    registry.watch_planner()
+    merged = load_file(next(families.merge(recipe, tmp_path / "out").glob("*.safetensors")))
+    assert merged["lm_head.weight"].shape == merged["model.embed_tokens.weight"].shape
+
+
+def test_a_head_may_be_solved_if_the_base_models_tokenizer_changes_no_row(make_family: MakeFamily) -> None:
+    tokens = len(transformers.AutoTokenizer.from_pretrained(make_family().base))
+    recipe = feature_recipe(make_family(families.config_of("llama", vocab_size=tokens)))
+    base: dict[str, Any] = {"source": "base"}
+    assert problems(recipe | {"tokenizer_source": "base"}) == problems(recipe | {"tokenizer": base}) == []
+    assert "'head: false'" in only(recipe | {"tokenizer_source": "union"})
+    assert "'head: false'" in only(recipe | {"tokenizer": base | {"pad_to_multiple_of": 64}})
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_an_expert_with_other_ids_cannot_run_on_the_base_models(head: bool, family: Family) -> None:
+    """Its own stream would read the base model's token ids; mergekit aligns its tensors, not its samples."""
+    swap_ids(family.experts[0])
+    found = problems(feature_recipe(family, head=head) | {"tokenizer": {"source": "base"}})
+    assert any("has other ids than that of the base model" in problem for problem in found)
