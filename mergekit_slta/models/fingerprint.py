@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -26,7 +26,7 @@ LOG = logger(__name__)
 
 SAMPLED_SPOTS = 8
 SAMPLED_BYTES = 64
-REMEMBERED_FROM = 2**26  # bytes: smaller files are hashed anew in a tenth of a second
+REMEMBERED_FROM = 2**26  # bytes: smaller files are hashed anew by one thread in a tenth of a second
 
 # A tensor's name, its dtype as safetensors names it, its shape, and bytes that stand for its content.
 _Entry = tuple[str, str, list[int], bytes]
@@ -75,15 +75,15 @@ def _remembered_hashes(path: Path) -> list[_Entry]:
         return _ENTRIES.validate_json(known.read_bytes())
     except (OSError, ValueError):  # not hashed yet, or damaged
         LOG.info("Reading all of %s to identify its content.", path)
-    entries = _hashed(path)
+    with ThreadPoolExecutor() as pool:  # hashing releases Python's lock
+        entries = _hashed(path, pool.map)
     with contextlib.suppress(OSError):
         files.write(known, _ENTRIES.dump_json(entries))
     return entries
 
 
-def _hashed(path: Path) -> list[_Entry]:
-    with ThreadPoolExecutor() as pool:  # hashing releases Python's lock
-        return list(pool.map(lambda tensor: (*tensor[:3], hashlib.sha256(tensor[3]).digest()), _tensors(path)))
+def _hashed(path: Path, apply: Callable[..., Iterable[_Entry]] = map) -> list[_Entry]:
+    return list(apply(lambda tensor: (*tensor[:3], hashlib.sha256(tensor[3]).digest()), _tensors(path)))
 
 
 def _sampled(path: Path) -> Iterator[_Entry]:
