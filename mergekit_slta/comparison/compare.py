@@ -169,7 +169,8 @@ def compare(
             (None), ``quiet`` (False), and whatever else mergekit has options for.
 
     Raises:
-        SltaError: an expert has no calibration source or no record is left in it, or a model cannot be loaded.
+        SltaError: an expert has no calibration source or no record is left in it, a folder is given twice, or a model
+            cannot be loaded.
     """
     experiment = recipe if isinstance(recipe, Experiment) else Experiment(recipe, **options)
     folders = [Path(folder).expanduser() for folder in merged]
@@ -178,6 +179,8 @@ def compare(
     for folder in folders:
         if not (folder / "config.json").is_file():
             raise SltaError(f"There is no model in {folder} (no config.json): give the folder that the merge wrote.")
+        if [other.resolve() for other in folders].count(folder.resolve()) > 1:
+            raise SltaError(f"The merged model {folder} is named twice: name each once.")
     experiment.recipe.settings_of(CalibrationSettings)  # a recipe of another method has no held-out records
     if problems := calibration_problems(experiment.recipe, takes_statistics=False):
         raise SltaError(*problems)
@@ -205,18 +208,19 @@ def compare(
         )
         for index, (expert, task) in enumerate(zip(experts, tasks, strict=True))
     )
-    names = _names(folders)
+    sources = [published_name(experiment.recipe.base), *(task.model for task in compared_tasks)]
+    names = _names(folders, sources)
     if not pieces:
         return Comparison(names, compared_tasks)
-    all_names = [published_name(experiment.recipe.base), *(task.model for task in compared_tasks), *names]
     losses = [_mean(pieces[0], found[-1]).loss for found in scores]
-    return Comparison(names, compared_tasks, tuple(zip(all_names, map(math.exp, losses), strict=True)))
+    return Comparison(names, compared_tasks, tuple(zip([*sources, *names], map(math.exp, losses), strict=True)))
 
 
-def _names(folders: Sequence[Path]) -> tuple[str, ...]:
-    """What merged models are called: by their folder's name, or by its path where two have the same."""
+def _names(folders: Sequence[Path], sources: Sequence[str]) -> tuple[str, ...]:
+    """What merged models are called: by their folder's name, or by its path where another model is called so too."""
     names = [folder.resolve().name for folder in folders]
-    return tuple(name if names.count(name) == 1 else str(folder) for name, folder in zip(names, folders, strict=True))
+    taken = [*sources, *names]
+    return tuple(name if taken.count(name) == 1 else str(folder) for name, folder in zip(names, folders, strict=True))
 
 
 def _held_out(experiment: Experiment, expert: Expert, samples: int) -> Group:

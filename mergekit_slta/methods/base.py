@@ -189,7 +189,8 @@ def is_finite(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether a tensor's values are finite in a data type; it is enough to look at the smallest and the largest."""
     if not tensor.numel() or not tensor.is_floating_point():
         return True
-    return bool(torch.stack(tensor.aminmax()).to(dtype).isfinite().all())
+    tensor = tensor.float() if tensor.itemsize == 1 else tensor  # torch computes little in 8 bits
+    return bool(torch.stack(tensor.aminmax()).to(dtype).double().isfinite().all())
 
 
 def not_finite(group: TensorGroup, dtype: torch.dtype) -> SltaError:

@@ -22,6 +22,7 @@ from mergekit_slta.featcal.anchor import equal_weights
 from mergekit_slta.layers.maps import output_head
 from mergekit_slta.layers.submodules import resolve_name
 from mergekit_slta.methods import registry
+from mergekit_slta.methods.base import is_finite
 from mergekit_slta.models.headers import folder_headers
 from mergekit_slta.models.spellings import restore_loaders
 from mergekit_slta.recipe.configuration import expert_references
@@ -167,8 +168,8 @@ class _Expected:
         sources = {load.model: tensor for load in loads if (tensor := load.execute()) is not None}
         base = sources.get(self.config.base_model)
         problems = list(self._form_problems(task, merged, base, made.output_weight if is_aligned else None))
-        if merged.is_floating_point() and not merged.isfinite().all():
-            count = int((~merged.isfinite()).sum())
+        if not is_finite(merged, merged.dtype):
+            count = int((~merged.double().isfinite()).sum())
             return [*problems, f"The tensor {name} has {count} values that are not finite."], None
         experts = [sources.get(reference) for reference in self.experts]
         if base is None or problems or is_aligned or any(expert is None for expert in experts):

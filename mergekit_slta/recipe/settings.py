@@ -205,10 +205,13 @@ def parameter_specs(settings: type[MethodSettings]) -> tuple[ParameterSpec, ...]
 def _spec(name: str, field: FieldInfo, scope: ParameterScope) -> ParameterSpec:
     def in_a_sentence(value: Any, validate: Callable[[Any], Any]) -> Any:
         try:
-            return validate(value)
+            valid = validate(value)
         except ValidationError as error:
             rule = error.errors()[0]["msg"].removeprefix("Input ")
             raise SltaError(f"'{name}' {rule[0].lower()}{rule[1:]}, not {value!r}.") from None
+        if isinstance(value, bool) and valid is not value:  # pydantic takes it for 0 or 1
+            raise SltaError(f"'{name}' should be a number, not {value!r}.")
+        return valid
 
     arguments = (field.annotation, *field.metadata, WrapValidator(in_a_sentence))
     return ParameterSpec(name, Annotated[arguments], scope, default=field.default, description=field.description)

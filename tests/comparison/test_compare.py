@@ -60,7 +60,7 @@ def test_all_models_stand_side_by_side(paired: Family, tmp_path: Path) -> None:
     text.write_text("abc jkl\n" * 9)
     outs = [paired.experts[1], paired.base]
     found = compare(recipe_of(paired), outs, samples=4, text=text, quiet=True)
-    assert found.merged == ("expert1", "base")
+    assert found.merged == tuple(map(str, outs))  # beside the expert and the base model of these names
     models = {"base": paired.model(0), "expert0": paired.model(1), "expert1": paired.model(2)}
     tokenizer = AutoTokenizer.from_pretrained(paired.base)
     experiment = families.Experiment(recipe_of(paired), quiet=True)
@@ -98,9 +98,10 @@ def test_all_models_stand_side_by_side(paired: Family, tmp_path: Path) -> None:
         assert task.kept(1) == 0
     ids = tokenizer(text.read_text())["input_ids"]
     pieces = [ids[begin : begin + 24] for begin in range(0, len(ids), 24)]
-    assert [name for name, _ in found.perplexity] == ["base", "expert0", "expert1", "expert1", "base"]
+    assert [name for name, _ in found.perplexity] == ["base", "expert0", "expert1", *map(str, outs)]
+    assert json.loads(found.to_json())["perplexity"] == dict(found.perplexity)
     for name, value in found.perplexity:
-        losses = [-dense(models[name], row).log_softmax(-1)[range(len(row) - 1), row[1:]] for row in pieces]
+        losses = [-dense(models[Path(name).name], row).log_softmax(-1)[range(len(row) - 1), row[1:]] for row in pieces]
         assert value == pytest.approx(math.exp(float(torch.cat(losses).mean())), rel=1e-5)
 
 
@@ -244,7 +245,8 @@ def test_the_command_writes_table_json_and_figure(paired: Family, tmp_path: Path
     done = CliRunner().invoke(main, [str(argument) for argument in arguments])
     assert done.exit_code == 0, done.output
     assert "expert1" in done.stdout and "Perplexity" in done.stdout and "Short answers" in done.stdout
-    assert json.loads((tmp_path / "c.json").read_text())["tasks"][1]["merged"]["expert1"]["kept"] in (1.0, None)
+    written = json.loads((tmp_path / "c.json").read_text())
+    assert written["tasks"][1]["merged"][str(paired.experts[1])]["kept"] in (1.0, None)
     assert (tmp_path / "c.png").stat().st_size > 1000
 
 
@@ -260,3 +262,9 @@ def test_a_text_without_tokens_is_refused(paired: Family, tmp_path: Path, text: 
 def test_nothing_to_compare_is_refused(paired: Family) -> None:
     with pytest.raises(SltaError, match="nothing to compare"):
         compare(recipe_of(paired), [], quiet=True)
+
+
+def test_a_merged_model_that_is_named_twice_is_refused(paired: Family) -> None:
+    again = paired.base.parent / "expert0" / ".." / "base"
+    with pytest.raises(SltaError, match=f"The merged model {paired.base} is named twice: name each once"):
+        compare(recipe_of(paired), [paired.base, paired.experts[0], again], quiet=True)

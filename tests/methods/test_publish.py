@@ -137,6 +137,12 @@ def poison(out: Path) -> None:
     save_file(tensors, file)
 
 
+def poison_in_8_bits(out: Path) -> None:
+    poison(out)
+    (file,) = out.glob("model*.safetensors")
+    save_file({name: tensor.to(torch.float8_e4m3fn) for name, tensor in load_file(file).items()}, file)
+
+
 def lose(out: Path) -> None:
     (file,) = out.glob("model*.safetensors")
     tensors = load_file(file)
@@ -153,6 +159,7 @@ def cut(out: Path) -> None:
     ("spoil", "said"),
     [
         (poison, "model.norm.weight has values that are not finite"),
+        (poison_in_8_bits, "model.norm.weight has values that are not finite"),
         (lose, "lacks model.norm.weight"),
         (cut, "truncated"),
         (lambda out: next(iter(out.glob("model*.safetensors"))).unlink(), "has no weights"),

@@ -199,6 +199,7 @@ def test_a_merge_with_other_weights_is_found(
         (lambda tensors: tensors.pop(QUERY), "is missing"),
         (lambda tensors: tensors.update(more=torch.zeros(2)), "The tensor more does not belong to the model"),
         (lambda tensors: tensors.update({QUERY: tensors[QUERY].float()}), "is of type float32, not bfloat16"),
+        (lambda tensors: tensors.update({QUERY: tensors[QUERY].to(torch.float8_e4m3fn)}), "is of type float8_e4m3fn"),
         (lambda tensors: tensors.update({QUERY: tensors[QUERY][1:].clone()}), "has the shape [31, 32], not [32, 32]"),
         (lambda tensors: tensors[QUERY][0, :2].fill_(torch.nan), "has 2 values that are not finite"),
     ],

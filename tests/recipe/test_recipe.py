@@ -147,6 +147,8 @@ def test_reading_a_wrong_value_is_no_traceback() -> None:
         ({"Max_Tokens": 3}, "Unknown parameter 'Max_Tokens' in the recipe's parameters, did you mean 'max_tokens'?"),
         ({"samples": 0}, "'samples' in the recipe's parameters should be greater than or equal to 1, not 0."),
         ({"seed": 1.5}, "'seed' in the recipe's parameters should be a valid integer"),
+        ({"samples": True}, "'samples' in the recipe's parameters should be a number, not True."),
+        ({"ridge": False}, "'ridge' in the recipe's parameters should be a number, not False."),
         ({"balance": "perhaps"}, "'balance' in the recipe's parameters should be a valid boolean"),
         ({"ridge": -1}, "'ridge' in the recipe's parameters should be greater than or equal to 0, not -1."),
         ({"ridge": "nan"}, "'ridge' in the recipe's parameters should be a finite number"),
@@ -171,6 +173,7 @@ def test_wrong_shared_parameters(parameters: dict[str, Any], sentence: str) -> N
         ({"teacher": 1.5}, "'teacher' in the recipe's parameters should be less than or equal to 1, not 1.5."),
         ({"teacher": -0.1}, "'teacher' in the recipe's parameters should be greater than or equal to 0, not -0.1."),
         ({"teacher": "nan"}, "'teacher' in the recipe's parameters should be"),
+        ({"ridge": True}, "'ridge' in the recipe's parameters should be a number, not True."),
         (
             {"anchor": "foo"},
             "'anchor' in the recipe's parameters should be 'base', 'slta', 'average' or 'actmat', not 'foo'.",
