@@ -245,7 +245,7 @@ def needs(
             shapes += together if group.fused else [(sizes[0][1], sum(outputs for outputs, _ in sizes))]
     sums = max(
         _elements_by_tokens(*shape, tokens, halves)
-        if by_tokens(tokens, shape[0], processes, prior)
+        if by_tokens(tokens, shape[0], processes, prior=prior, search=halves)
         else _elements_by_sums(*shape, halves)
         for shape in shapes
     )

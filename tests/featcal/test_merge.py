@@ -173,21 +173,31 @@ def systems(monkeypatch: pytest.MonkeyPatch) -> list[type]:
     return found
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize(
+    ("architecture", "by_tasks"), [("llama", False), ("gpt2", False), ("mixtral", False), ("mixtral", True)]
+)
 def test_fewer_tokens_than_dimensions_give_the_same_merge(
-    architecture: str, systems: list[type], make_family: MakeFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architecture: str,
+    by_tasks: bool,
+    systems: list[type],
+    make_family: MakeFamily,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     family = make_family(architecture, records=2, longest=8)
     base, *experts = family.models()
     tasks, groups = family.token_ids(), featcal_reference.GROUPS[architecture]
     assert sum(len(ids) for task in tasks for ids in task) < 32  # the dimensions of every input
-    expected = featcal_reference.merge(base, experts, tasks, groups)
-    found = merged_tensors(family, tmp_path / "ridge", batch_tokens=8)
+    expected = featcal_reference.merge(base, experts, tasks, groups, ridge=0.05, by_tasks=by_tasks)
+    given = Regression(0.05, by_tasks)
+    found = merged_tensors(family, tmp_path / "ridge", regression=given, batch_tokens=8)
     assert worst(dict(base.named_parameters()) | found, expected) < TOLERANCE
-    searched = merged_tensors(family, tmp_path / "search", regression=Regression())
+    systems.clear()
+    search = Regression(by_tasks=by_tasks)
+    searched = merged_tensors(family, tmp_path / "search", regression=search)
     assert set(systems) == {TokenEquations}
-    monkeypatch.setattr("mergekit_slta.featcal.few_tokens.by_tokens", lambda *arguments: False)
-    assert worst(searched, merged_tensors(family, tmp_path / "sums", regression=Regression())) < 1e-6
+    monkeypatch.setattr("mergekit_slta.featcal.few_tokens.by_tokens", lambda *given, **named: False)
+    assert worst(searched, merged_tensors(family, tmp_path / "sums", regression=search)) < 1e-6
     assert set(systems) == {TokenEquations, regression.NormalEquations}
 
 

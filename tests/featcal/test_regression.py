@@ -61,7 +61,7 @@ def solve(
     (_, inputs), (_, outputs) = (part.shape for part in tasks[0])
     equations: NormalEquations | TokenEquations = NormalEquations(inputs, outputs, ridge, prior=prior)
     if by_tokens:
-        equations = TokenEquations(inputs, outputs, ridge)
+        equations = TokenEquations(inputs, outputs, ridge, prior=None if prior is None else prior.clone())
     for (inputs_of_task, residuals), own in zip(tasks, weights or map(_ones, tasks), strict=True):
         samples = torch.arange(len(inputs_of_task)) // TOKENS_PER_SAMPLE
         for start in range(0, len(inputs_of_task), batch):
@@ -244,10 +244,10 @@ def test_tokens_of_all_tasks_are_counted() -> None:
 # The prior
 
 
-def random_prior() -> torch.Tensor:
-    """A symmetric positive definite matrix [INPUTS, INPUTS] with a unit mean diagonal."""
-    root = draws(3)(INPUTS, INPUTS).double()
-    prior = root @ root.T + 0.1 * torch.eye(INPUTS)
+def random_prior(inputs: int = INPUTS) -> torch.Tensor:
+    """A symmetric positive definite matrix [inputs, inputs] with a unit mean diagonal."""
+    root = draws(3)(inputs, inputs).double()
+    prior = root @ root.T + 0.1 * torch.eye(inputs)
     return prior / prior.diagonal().mean()
 
 
@@ -542,6 +542,15 @@ def few_without_dimensions() -> list[Task]:
     return tasks
 
 
+def few_and_massive_without_dimensions() -> list[Task]:
+    """A dimension is zero in all samples, and another in every second sample, so in one half."""
+    tasks = few_and_massive()
+    for inputs, _ in tasks:
+        inputs[:, 9] = 0
+        inputs[torch.arange(len(inputs)) // TOKENS_PER_SAMPLE % 2 == 0, 11] = 0
+    return tasks
+
+
 FEW: dict[str, list[Task]] = {
     "few": few(),
     "noise": few(noise=10.0),
@@ -551,26 +560,32 @@ FEW: dict[str, list[Task]] = {
     "no tokens of a task": few((11, 0, 9)),
     "one sample of a task": few((20, TOKENS_PER_SAMPLE)),
     "massive": few_and_massive(),
+    "massive without dimensions": few_and_massive_without_dimensions(),
     "dimensions without inputs": few_without_dimensions(),
     "same tokens": [(inputs.repeat(2, 1), residuals.repeat(2, 1)) for inputs, residuals in few()],
     "nothing": [(torch.zeros(9, WIDE), torch.ones(9, OUTPUTS))],
 }
 
 
+@pytest.mark.parametrize("prior", [None, random_prior(WIDE)], ids=["alike", "prior"])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("ridge", [1e-6, 0.003, 1.0, None])
 @pytest.mark.parametrize("tasks", FEW.values(), ids=FEW)
-def test_a_system_of_tokens_gives_the_same_change(tasks: list[Task], ridge: float | None, weighted: bool) -> None:
+def test_a_system_of_tokens_gives_the_same_change(
+    tasks: list[Task], ridge: float | None, weighted: bool, prior: torch.Tensor | None
+) -> None:
     draw = draws(5)
     weights = [draw(len(inputs)).exp() if weighted else torch.ones(len(inputs)) for inputs, _ in tasks]
-    found = solve(tasks, ridge, batch=4, weights=weights, by_tokens=True)
-    expected = solve(tasks, ridge, weights=weights)
+    found = solve(tasks, ridge, batch=4, prior=prior, weights=weights, by_tokens=True)
+    expected = solve(tasks, ridge, prior=prior, weights=weights)
+    tolerance = TOLERANCE if prior is None else 10 * TOLERANCE  # the prior is factorized too
     assert found.ridge == expected.ridge and found.enlarged == expected.enlarged
-    assert (found.matrix - expected.matrix).norm() <= TOLERANCE * expected.matrix.norm()
-    assert torch.allclose(found.mean, expected.mean, rtol=TOLERANCE, atol=TOLERANCE)
-    assert torch.allclose(found.shares, expected.shares, rtol=TOLERANCE)
+    assert (found.matrix - expected.matrix).norm() <= tolerance * expected.matrix.norm()
+    assert torch.allclose(found.mean, expected.mean, rtol=tolerance, atol=tolerance)
+    assert torch.allclose(found.shares, expected.shares, rtol=tolerance)
     anchor, own = draw(OUTPUTS).double(), draw(len(tasks), OUTPUTS)
-    assert torch.allclose(found.offset(anchor, own), expected.offset(anchor, own), rtol=TOLERANCE, atol=TOLERANCE)
+    offsets = found.offset(anchor, own), expected.offset(anchor, own)
+    assert torch.allclose(*offsets, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("ridge", [0.0, 1e-6, 0.003, 1.0, None])
@@ -584,8 +599,8 @@ def test_a_system_of_tokens_equals_explicit_least_squares(kind: str, ridge: floa
         for (inputs, residuals), own in zip(tasks, weights, strict=True)
     ]
     change = solve(tasks, ridge, weights=weights, by_tokens=True)
-    expected = explicit(rows, change.ridge or 0.0, diagonal=kind == "massive")
-    assert difference(change.matrix, expected) < (1e-5 if ridge == 0 or kind == "massive" else TOLERANCE)
+    expected = explicit(rows, change.ridge or 0.0, diagonal="massive" in kind)
+    assert difference(change.matrix, expected) < (1e-5 if ridge == 0 or "massive" in kind else TOLERANCE)
 
 
 @pytest.mark.parametrize("ridge", [1e-6, 0.003, 0.3])
@@ -600,10 +615,13 @@ def test_a_system_of_tokens_loses_no_digits(
 @pytest.mark.parametrize("ridge", [0.003, None])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("part", [0, 1], ids=["inputs", "residuals"])
-def test_a_token_that_is_not_finite_keeps_the_anchor(part: int, value: float, ridge: float | None) -> None:
+@pytest.mark.parametrize("prior", [None, random_prior(WIDE)], ids=["alike", "prior"])
+def test_a_token_that_is_not_finite_keeps_the_anchor(
+    prior: torch.Tensor | None, part: int, value: float, ridge: float | None
+) -> None:
     tasks = few()
     tasks[1][part][3, 2] = value
-    change = solve(tasks, ridge, by_tokens=True)
+    change = solve(tasks, ridge, prior=prior, by_tokens=True)
     assert change.ridge is None
     assert torch.equal(change.matrix, torch.zeros(OUTPUTS, WIDE).double())
 
@@ -622,13 +640,15 @@ def test_a_system_of_tokens_tries_larger_ridges(monkeypatch: pytest.MonkeyPatch)
     assert difference(change.matrix, explicit(few(), 0.3)) < TOLERANCE
 
 
-def test_a_system_of_tokens_is_for_fewer_tokens_than_dimensions_in_one_process_without_a_prior() -> None:
-    def chosen(tokens: int, processes: int = 1, prior: torch.Tensor | None = None) -> type:
-        return type(equations_for(INPUTS, 1, 0.1, "cpu", tokens=tokens, ranks=Ranks(0, processes), prior=prior))
+def test_a_system_of_tokens_is_for_fewer_tokens_than_dimensions_in_one_process() -> None:
+    def chosen(tokens: int, processes: int = 1, ridge: float | None = 0.1, prior: torch.Tensor | None = None) -> type:
+        return type(equations_for(INPUTS, 1, ridge, "cpu", tokens=tokens, ranks=Ranks(0, processes), prior=prior))
 
     assert chosen(INPUTS - 1) is TokenEquations
-    others = chosen(INPUTS), chosen(INPUTS - 1, processes=2), chosen(INPUTS - 1, prior=random_prior())
-    assert set(others) == {NormalEquations}
+    assert {chosen(INPUTS), chosen(INPUTS - 1, processes=2)} == {NormalEquations}
+    assert chosen(INPUTS - 1, ridge=None, prior=random_prior()) is TokenEquations
+    assert chosen(INPUTS // 2 - 1, prior=random_prior()) is TokenEquations
+    assert chosen(INPUTS // 2, prior=random_prior()) is NormalEquations
 
 
 # The bias
