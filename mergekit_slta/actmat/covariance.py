@@ -68,7 +68,10 @@ def merged_task(role: Role, tasks: Sequence[torch.Tensor], ridge: float, weights
 
 
 def merge_by_covariance(
-    tasks: Sequence[torch.Tensor], ridge: float, weights: Sequence[float] | None = None
+    tasks: Sequence[torch.Tensor],
+    ridge: float,
+    weights: Sequence[float] | None = None,
+    total: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The merged task matrix τ [m, n] float64.
 
@@ -76,22 +79,30 @@ def merge_by_covariance(
         tasks: ``T`` task matrices [out, in].
         ridge: how strongly τ is drawn towards the mean.
         weights: how much each expert counts, 0 or above; equally by default.
+        total: a matrix [n, n] float64 to which Σ_t C_t is added, on and above its diagonal.
     """
     weights = [1.0] * len(tasks) if weights is None else weights
     mean = weighted_mean(tasks, weights)
     inputs = mean.shape[1]
     touched = [(task, weight) for task, weight in zip(tasks, weights, strict=True) if weight > 0 and task.any()]
     penalty = max(ridge, SMALLEST_RIDGE) * sum(weight for _, weight in touched) / inputs
-    if not touched or len(tasks) == 1:
+    alone = not touched or len(tasks) == 1
+    if alone and total is None:
         return mean
     parts = [low_rank(task, weight, NEGLIGIBLE * penalty) for task, weight in touched]
     ranks = [len(task) if part is None else len(part.rows) for part, (task, _) in zip(parts, touched, strict=True)]
     whole = (part or all_rows(*given) for part, given in zip(parts, touched, strict=True))
-    if sum(ranks) < inputs:
-        return mean.add_(solve_by_rows(list(whole), mean, penalty))
+    if alone or sum(ranks) < inputs:
+        rows = list(whole)
+        if total is not None:
+            for part in rows:
+                add_gram(part.rows, total)
+        return mean if alone else mean.add_(solve_by_rows(rows, mean, penalty))
     moments, target = torch.zeros(inputs, inputs, dtype=mean.dtype, device=mean.device), mean.mul_(penalty)
     for part in whole:
         add_moments(part, moments, target)
+    if total is not None:
+        total += moments
     return solve(moments, target, penalty)
 
 

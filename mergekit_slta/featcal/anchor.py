@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from mergekit_slta.actmat.covariance import merged_task
+from mergekit_slta.actmat.covariance import merge_by_covariance, merged_task
 from mergekit_slta.layers.blend import Alpha, Blend
 from mergekit_slta.layers.calls import Weights
+from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.models.checkpoint import Checkpoint
-from mergekit_slta.models.roles import Role
+from mergekit_slta.models.roles import Role, tensor_roles
 from mergekit_slta.models.stacks import in_parts
 from mergekit_slta.recipe.settings import ActmatSettings
 
@@ -27,22 +28,40 @@ class ActmatAnchor(Blend):
 
     Args:
         models: the base model, then the ``T`` experts.
-        maps: the roles of the tensors to solve, by the model's names.
+        decoder: their common decoder; the linear maps of its layers are solved.
     """
 
-    def __init__(self, models: Sequence[Checkpoint], maps: Mapping[str, Role]) -> None:
+    def __init__(self, models: Sequence[Checkpoint], decoder: Decoder) -> None:
         super().__init__(models, equal_weights(len(models) - 1))
-        self._maps = maps
+        roles = tensor_roles(decoder.model)
+        names = [name for layer in range(len(decoder)) for name in decoder.layer_tensors(layer).values()]
+        self._maps = {name: roles[name] for name in names if roles.get(name) in (Role.LINEAR, Role.TRANSPOSED)}
 
-    def of(self, names: Mapping[str, str], tensors: Sequence[Weights]) -> dict[str, torch.Tensor]:
-        """The anchor's tensors, from those that have been read; see ``Blend.of``."""
+    def of(
+        self, names: Mapping[str, str], tensors: Sequence[Weights], later: Collection[str] = ()
+    ) -> dict[str, torch.Tensor]:
+        """The anchor's tensors, from those that have been read; see ``Blend.of``.
+
+        Args:
+            names: each tensor's key in ``tensors``, and the model's name of it.
+            tensors: the base model's, then the experts'.
+            later: the keys of maps that stay the average, because ``solved_map`` is called for them.
+        """
         base, *experts = tensors
         blended = super().of(names, tensors)
-        for key, name in names.items():
-            if name in self._maps:
-                solved = functools.partial(_solved, self._maps[name])
-                blended[key] = in_parts(solved, base[key], *(own[key] for own in experts))
+        for key in self.solved_keys(names) - set(later):
+            solved = functools.partial(_solved, self._maps[names[key]])
+            blended[key] = in_parts(solved, base[key], *(own[key] for own in experts))
         return blended
+
+    def solved_keys(self, names: Mapping[str, str]) -> set[str]:
+        """Which of the tensors are solved."""
+        return {key for key, name in names.items() if name in self._maps}
+
+
+def solved_map(base: torch.Tensor, tasks: Sequence[torch.Tensor], total: torch.Tensor) -> torch.Tensor:
+    """The anchor's map [out, in], whose system without a ridge is added to ``total``; see ``merge_by_covariance``."""
+    return base + merge_by_covariance(tasks, ActmatSettings().ridge, total=total).to(base.dtype)
 
 
 def _solved(role: Role, base: torch.Tensor, *experts: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from mergekit_slta.engine.passes import Progress
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Streams, mapped
 from mergekit_slta.errors import logger
+from mergekit_slta.featcal.anchor import solved_map
 from mergekit_slta.featcal.few_tokens import TokenEquations, equations_for
 from mergekit_slta.featcal.groups import LayerMaps, MapGroup
 from mergekit_slta.featcal.regression import Change, NormalEquations
@@ -123,6 +124,7 @@ class LayerSolver:
         layer: the layer's index.
         maps: the layer's groups of maps.
         anchor: the anchor's tensors by their names inside the layer.
+        later: those maps among them that the anchor solves as ``actmat`` does, once their group is reached.
         base: the base model's.
         experts: those of the ``T`` experts.
         streams: the merged model's stream and the experts' own, before this layer.
@@ -138,7 +140,8 @@ class LayerSolver:
     decoder: Decoder
     layer: int
     maps: LayerMaps
-    anchor: InitVar[Weights]
+    anchor: dict[str, torch.Tensor]
+    later: Collection[str]
     base: Weights
     experts: Sequence[Weights]
     streams: Streams
@@ -147,8 +150,8 @@ class LayerSolver:
     ranks: Ranks
     folder: Path
 
-    def __post_init__(self, anchor: Weights) -> None:
-        self.merged = dict(anchor)
+    def __post_init__(self) -> None:
+        self.merged = dict(self.anchor)
         self._children = {group.child for group in self.maps.groups}
         self._outputs: dict[tuple[int, int], dict[str, Any]] = defaultdict(dict)  # that wait, by stream and batch
         self._inputs: dict[int, torch.Tensor] = {}  # of the group that is being solved, by batch
@@ -223,6 +226,7 @@ class LayerSolver:
             start += len(matrix)
 
     def _equations(self, maps: Sequence[LinearMap], tokens: int) -> NormalEquations | TokenEquations:
+        """The equations of maps of one input, before their anchor is used."""
         sizes = [linear_map.matrix(self.merged).shape for linear_map in maps]
         return equations_for(
             sizes[0][1],
@@ -235,14 +239,20 @@ class LayerSolver:
         )
 
     def _prior(self, maps: Sequence[LinearMap]) -> torch.Tensor | None:
-        """The system of ``actmat`` for maps of one input, with a unit mean diagonal; None if no expert changed them."""
+        """The system of ``actmat`` for maps of one input, with a unit mean diagonal; None if no expert changed them.
+
+        Maps that the anchor solves with that system are solved with it here.
+        """
         size = maps[0].matrix(self.base).shape[1]
         total = torch.zeros(size, size, dtype=torch.float64, device=self.decoder.device)
         for linear_map in maps:
             base = linear_map.matrix(self.base)
-            for expert in self.experts:
-                task = linear_map.matrix(expert) - base
-                if task.any():
+            tasks = [linear_map.matrix(expert) - base for expert in self.experts]
+            if linear_map.weight in self.later:
+                self.anchor[linear_map.weight] = linear_map.stored(solved_map(base, tasks, total))
+                self.merged[linear_map.weight] = self.anchor[linear_map.weight]
+            else:
+                for task in filter(torch.any, tasks):
                     add_gram(all_rows(task, 1.0).rows, total)
         mean = total.diagonal().mean()
         if not mean:
@@ -357,7 +367,7 @@ class LayerSolver:
             if linear_map.expert is not None:
                 linear_map.matrix(self.merged | self.stacks).copy_(matrix)
             else:
-                self.merged[linear_map.weight] = (matrix.T if linear_map.transposed else matrix).contiguous()
+                self.merged[linear_map.weight] = linear_map.stored(matrix)
             if linear_map.bias is not None:
                 own = torch.stack([linear_map.offset(expert) for expert in self.experts])  # type: ignore[misc]
                 offset = change.offset(linear_map.offset(self.merged), own, rows)  # type: ignore[arg-type]

@@ -34,6 +34,7 @@ from mergekit_slta.engine.passes import Accumulator, Progress, Tensors, pass_lay
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams, Tasks, read_edges
 from mergekit_slta.errors import logger
+from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.few_tokens import equations_for
 from mergekit_slta.featcal.groups import groups_by_layer, listed, solved_in
 from mergekit_slta.featcal.layer import EXPERT, MERGED, LayerSolver, Regression, in_a_file
@@ -151,7 +152,7 @@ class _FeatureMerge(Accumulator[Tensors]):
     def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
         """The merged layer's tensors by the model's names, and how far its output is from the experts'."""
         names, maps = self.decoder.layer_tensors(layer), self.maps[layer]
-        anchor = self.anchor.of(names, weights)
+        anchor, later = self._anchor_of(layer, weights)
         base, *experts = weights
         for key, stack in anchor.items():
             if isinstance(stack, ExpertStack) and stack is not base[key]:  # which is computed whenever it is used
@@ -161,7 +162,8 @@ class _FeatureMerge(Accumulator[Tensors]):
             self.decoder,
             layer,
             maps,
-            {**anchor, **known},
+            anchor,
+            later,
             base,
             experts,
             streams,
@@ -170,6 +172,7 @@ class _FeatureMerge(Accumulator[Tensors]):
             self.ranks,
             self.folder,
         )
+        solver.merged |= known
         for group in maps.groups:
             self.stage = f"layer {layer} of {len(self.decoder)}, {group}"
             solver.solve(group, report)
@@ -184,9 +187,18 @@ class _FeatureMerge(Accumulator[Tensors]):
             for module, coverage in solver.coverage.items()
             for part, tensor in zip(COVERAGE, (coverage.tokens, coverage.solved, coverage.agreement), strict=True)
         }
-        return {**merged, **routing, **self._advance_streams(solver, anchor, streams)}
+        return {**merged, **routing, **self._advance_streams(solver, streams)}
 
-    def _advance_streams(self, solver: LayerSolver, anchor: Weights, streams: Streams) -> Tensors:
+    def _anchor_of(self, layer: int, weights: Sequence[Weights]) -> tuple[dict[str, torch.Tensor], set[str]]:
+        """The anchor's tensors in a layer, and which maps among them are still to be solved as ``actmat`` does."""
+        names = self.decoder.layer_tensors(layer)
+        if not (isinstance(self.anchor, ActmatAnchor) and self.regression.by_tasks):
+            return self.anchor.of(names, weights), set()
+        groups = [group for group in self.maps[layer].groups if not group.fused]
+        later = self.anchor.solved_keys(names) & {m.weight for group in groups for m in group.maps}
+        return self.anchor.of(names, weights, later), later
+
+    def _advance_streams(self, solver: LayerSolver, streams: Streams) -> Tensors:
         """Set what the layer makes of every stream; returns each stream's mean relative error by task [T]."""
         compared = [MERGED, ANCHOR] if self.compare else [MERGED]
         sums = torch.zeros(len(compared) + 1, len(self.experts), dtype=torch.float64)
@@ -197,7 +209,7 @@ class _FeatureMerge(Accumulator[Tensors]):
                 streams.set_output(stream, number, output, state)
                 outputs[stream] = output.to(self.decoder.device)
             if self.compare:
-                outputs[ANCHOR] = streams.run_layer(ANCHOR, number, anchor)
+                outputs[ANCHOR] = streams.run_layer(ANCHOR, number, solver.anchor)
             own = batch.unpadded(outputs[EXPERT])
             norms = own.norm(dim=1)  # zero where an embedding is: such a token has no relative error
             for row, stream in enumerate(compared):

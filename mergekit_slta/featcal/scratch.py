@@ -26,7 +26,6 @@ from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.ends import tail_problem
 from mergekit_slta.layers.maps import output_head, routed_tensors
 from mergekit_slta.layers.submodules import resolve_name
-from mergekit_slta.models.roles import Role, tensor_roles
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import calibration_problems
 from mergekit_slta.recipe.settings import ActmatSettings, FeatcalSettings
@@ -186,10 +185,7 @@ def _anchor(experiment: Experiment, settings: FeatcalSettings, decoder: Decoder)
     if settings.anchor == "average":
         return Blend(models, equal_weights(len(experiment.experts)))
     if settings.anchor == "actmat":
-        roles = tensor_roles(decoder.model)
-        names = [name for layer in range(len(decoder)) for name in decoder.layer_tensors(layer).values()]
-        maps = {name: roles[name] for name in names if roles.get(name) in (Role.LINEAR, Role.TRANSPOSED)}
-        return ActmatAnchor(models, maps)
+        return ActmatAnchor(models, decoder)
     solution = measured_statistics(experiment, [ANCHOR_LEVEL]).solve(ANCHOR_LEVEL)
     return Blend(models, TensorWeights(decoder, ANCHOR_LEVEL, solution.submodules).__getitem__)
 

@@ -40,6 +40,10 @@ class LinearMap:
         weight = weights[self.weight] if self.expert is None else weights[self.weight][self.expert]
         return weight.mT if self.transposed else weight
 
+    def stored(self, matrix: torch.Tensor) -> torch.Tensor:
+        """A matrix [out, in] as the map's weight is stored."""
+        return (matrix.mT if self.transposed else matrix).contiguous()
+
     def apply(self, weights: Weights, inputs: torch.Tensor) -> torch.Tensor:
         """The map's outputs [n, out] for inputs [n, in]."""
         outputs = inputs @ self.matrix(weights).T

@@ -9,7 +9,7 @@ import torch
 from support.actmat_reference import dense_merge
 
 from mergekit_slta.actmat import covariance
-from mergekit_slta.actmat.covariance import gram, low_rank, merge_by_covariance
+from mergekit_slta.actmat.covariance import gram, low_rank, merge_by_covariance, mirror
 
 SHAPES = [(48, 48), (200, 40), (20, 100), (40, 90)]  # square, tall, fewer rows than inputs, wide
 TOLERANCE = 1e-6  # of the reference's norm
@@ -51,9 +51,16 @@ def lora(m: int, n: int) -> Matrices:
 
 def assert_solved(tasks: Matrices, ridge: float = 0.1, weights: tuple[float, ...] = ()) -> None:
     wanted = dense_merge(tasks, ridge, weights)
-    found = merge_by_covariance(tasks, ridge, weights or None)
+    inputs = tasks[0].shape[1]
+    total = torch.eye(inputs, dtype=torch.float64)  # is added to
+    found = merge_by_covariance(tasks, ridge, weights or None, total)
     assert found.dtype == torch.float64
     assert (found - wanted).norm() <= TOLERANCE * wanted.norm()
+    assert torch.equal(found, merge_by_covariance(tasks, ridge, weights or None))
+    for task, weight in zip(tasks, weights or [1.0] * len(tasks), strict=True):
+        if task.any():
+            total -= weight * task.double().T @ task.double() / task.double().norm() ** 2
+    assert (mirror(total) - torch.eye(inputs)).norm() <= TOLERANCE * inputs
 
 
 @pytest.fixture(autouse=True)
@@ -110,6 +117,7 @@ def test_one_expert_comes_back() -> None:
     task = torch.randn(6, 9)
     assert torch.equal(merge_by_covariance([task], 0.1), task.double())
     assert torch.equal(merge_by_covariance([task], 0.1, [0.5]), task.double())
+    assert_solved([task])
 
 
 def test_an_expert_without_weight_is_as_good_as_not_listed() -> None:

@@ -23,6 +23,7 @@ from support.slow import slow_but
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal import regression
+from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.few_tokens import TokenEquations, equations_for
 from mergekit_slta.featcal.groups import solved_in
 from mergekit_slta.featcal.layer import ENOUGH_TOKENS, Coverage, Regression
@@ -528,6 +529,20 @@ def test_errors_are_those_of_whole_models(architecture: str, make_family: MakeFa
     assert torch.allclose(errors["error.merged"], errors_by_hand(family.models(), state, tasks), rtol=1e-4)
     assert torch.allclose(errors["error.anchor"], errors_by_hand(family.models(), {}, tasks), rtol=1e-4)
     assert (errors["error.merged"] < 0.8 * errors["error.anchor"]).all()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mixtral"])
+def test_the_errors_of_the_actmat_merge_are_those_of_whole_models(
+    architecture: str, make_family: MakeFamily, tmp_path: Path
+) -> None:
+    """Although the anchor's maps are solved one group after the other."""
+    family, regression = make_family(architecture, records=4), Regression(0.1, by_tasks=True)
+    tasks, decoder = family.token_ids(), Decoder(family.config)
+    anchor = ActmatAnchor(families.checkpoints(family.folders), decoder)
+    names = {name: name for name, _ in family.model(0).named_parameters()}
+    state = anchor.read(names, decoder.model.base_model_prefix)
+    errors = families.feature_merge(family, tmp_path, anchor=anchor, regression=regression, compare=True).errors()
+    assert torch.allclose(errors["error.anchor"], errors_by_hand(family.models(), state, tasks), rtol=1e-4)
 
 
 def test_without_a_comparison_only_the_merged_models_errors_are_known(llama: Family, tmp_path: Path) -> None:
