@@ -19,7 +19,7 @@ The error has one minimum in all but rare cases, so the search goes from the mid
 few random combinations of the outputs, so that only these have sums for each half: those of inputs and outputs, the
 larger ones, are of all samples.
 
-Where a map has more inputs than tokens, and no prior, ``few_tokens.py`` solves the same in a smaller system.
+Where a map has more inputs than tokens, ``few_tokens.py`` solves the same in a smaller system.
 
 The sums are of float64 products: where inputs are rank-deficient or ill-conditioned and the ridge is small, rounding
 float32 products makes up as much as 1e-4 of the solution.

@@ -230,6 +230,7 @@ def needs(
         raise SltaError(problem)
     head_rows, head_columns = decoder.model.state_dict()[solved.weight].shape if solved else (0, 0)
     shapes = [(head_columns, min(head_rows, HEAD_ELEMENTS // max(1, head_columns)))]
+    anchored = 0  # the elements that the merge of actmat takes at most
     at_once = 0  # a model's experts that are multiplied at once, and what all of them return for all tokens
     for state, maps in zip(states, groups_by_layer(decoder), strict=True):
         for group in maps.groups:
@@ -238,6 +239,7 @@ def needs(
                 at_once = max(at_once, sum(stack.numel() for stack in stacks) + len(stacks[0]) * tokens * width)
             sizes = [state[m.weight].shape[-2:][:: -1 if m.transposed else 1] for m in group.maps]
             together = [(inputs, outputs) for outputs, inputs in dict.fromkeys(map(tuple, sizes))]
+            anchored = max(anchored, *(_elements_by_covariance(*shape, experts) for shape in together))
             shapes += together if group.fused else [(sizes[0][1], sum(outputs for outputs, _ in sizes))]
     sums = max(
         _elements_by_tokens(*shape, tokens, halves)
@@ -245,7 +247,8 @@ def needs(
         else _elements_by_sums(*shape, halves)
         for shape in shapes
     )
-    sums += prior * max(inputs**2 for inputs, _ in shapes)
+    if prior:
+        sums = max(anchored, sums + max(inputs**2 for inputs, _ in shapes))
     widest = max(map(max, shapes[1:]))
     hidden = 2 * (3 if compare else 2) * tokens * width  # before and after a layer
     passing = tokens * (2 * widest + 4 * width)  # the outputs of one child's maps
@@ -269,6 +272,12 @@ def _elements_by_tokens(inputs: int, outputs: int, tokens: int, halves: bool) ->
     gathering = 2 * tokens * (inputs + outputs)
     search = halves * tokens * (5 * inputs + 2 * outputs + 3 * tokens) // 2
     return max(gathering, search, tokens * (inputs + 2 * outputs + 2 * tokens) + inputs * outputs)
+
+
+def _elements_by_covariance(inputs: int, outputs: int, experts: int) -> int:
+    """The elements that the merge of actmat takes at most for one map, and the prior that its sums are added to."""
+    task_matrices = (experts + 1) * inputs * outputs * FLOAT32 // FLOAT64
+    return 2 * inputs**2 + min(inputs, outputs) ** 2 + 3 * inputs * outputs + task_matrices
 
 
 def _routed(layer: torch.nn.Module) -> int:

@@ -718,6 +718,26 @@ def test_memory_does_not_grow_with_the_number_of_layers(forks: ForkServerContext
     assert 0.7 * expected < max(peaks) < 1.2 * expected
 
 
+def merge_tasks_by_default(repeats: int, family: Family, folder: Path) -> None:
+    """With the default ridge and anchor, which take the most memory."""
+    anchor = ActmatAnchor(families.checkpoints(family.folders), Decoder(family.config))
+    tasks = [[ids * repeats for ids in task] for task in depths.TASKS]
+    families.feature_merge(family, folder, tasks=tasks, anchor=anchor, regression=Regression(by_tasks=True))
+
+
+@depths.needs_account
+@pytest.mark.parametrize("repeats", [1, pytest.param(15, marks=pytest.mark.slow)], ids=["few tokens", "many tokens"])
+def test_the_memory_of_the_default_settings_is_what_was_said(
+    repeats: int, forks: ForkServerContext, tmp_path: Path
+) -> None:
+    config = families.config_of("llama", **depths.WIDE | {"num_hidden_layers": 1, "intermediate_size": 1536})
+    family = families.make_family(tmp_path / "family", config, dtype=torch.bfloat16)
+    peak = depths.peak_in_a_process(forks, functools.partial(merge_tasks_by_default, repeats), family, tmp_path)
+    said = needs(Decoder(family.config), 2, depths.TOKENS * repeats, head=True, prior=True).memory
+    print(f"peak {peak / 2**20} MiB, said {said / 2**20} MiB")
+    assert 0.7 * said < peak < 1.2 * said
+
+
 @pytest.mark.slow  # the quick suite holds it for calibration, and for experts that are multiplied at once
 @depths.needs_account
 def test_memory_does_not_grow_with_the_number_of_routed_experts(forks: ForkServerContext, tmp_path: Path) -> None:
