@@ -7,9 +7,9 @@ scratch folder) over the sum of what it cannot do without, timed in the same run
 (``forward_s``), the bare products X^T X and X^T Y in float32 (``products_s``), and one Cholesky factorization and solve
 in float64 per group of maps (``solves_s``). ``memory_mb`` is the peak anonymous memory.
 
-With another anchor than ``actmat``, maps that fewer tokens than input dimensions reach are solved in a system of their
-tokens. ``--forms`` measures only what that saves: ``by_tokens_s`` is the processor time of a feature merge, and
-``by_sums_s`` that of one without such systems, medians of runs that take turns:
+Maps that fewer tokens than input dimensions reach are solved in a system of their tokens. ``--forms`` measures only
+what that saves: ``by_tokens_s`` is the processor time of a feature merge, and ``by_sums_s`` that of one without such
+systems, medians of runs that take turns:
 
     python tests/benchmarks/featcal.py --size 150m --layers 1 --samples 10 --tokens 32 --forms base
 """
@@ -40,7 +40,7 @@ from mergekit_slta.recipe.settings import FeatcalSettings
 
 @click.command()
 @with_setting(samples=30)
-@click.option("--forms", metavar="ANCHOR", help="Measure only systems of tokens, with this anchor.")
+@click.option("--forms", metavar="ANCHOR", help="Measure only what systems of tokens save, with this anchor.")
 @click.option("--memory", is_flag=True, help="Measure only the peak memory, in this process.")
 def main(setting: Setting, forms: str | None, memory: bool) -> None:
     """Compare a feature merge with its floor on synthetic Llama-shaped checkpoints."""

@@ -22,10 +22,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import click
 import numpy as np
@@ -37,7 +37,9 @@ from scipy.optimize import nnls
 from support.memory import PeakMemory
 from transformers import PretrainedConfig
 
-from mergekit_slta.featcal.regression import NormalEquations
+from mergekit_slta.featcal import few_tokens, regression
+from mergekit_slta.featcal.few_tokens import by_tokens
+from mergekit_slta.featcal.regression import PREDICTED, lowest_ridge
 from mergekit_slta.featcal.scratch import needs, solve_model
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.recipe.experiment import Experiment
@@ -180,17 +182,19 @@ def _config(width: int) -> PretrainedConfig:
 
 
 def _run_layer(models: list[str], setting: str, prompts: int, tokens: int) -> dict[str, Any]:
-    """Processor seconds and anonymous memory, and how often a matrix of each size is factorized."""
+    """Processor seconds and anonymous memory, and how many ridges featcal tried for a group of maps, in the mean."""
     torch.set_num_threads(1)
     recipe = make_recipe([Path(model) for model in models], setting.split()[0], prompts, tokens)
-    factorizations: Counter[int] = Counter()
-    solution = NormalEquations._solution
+    tried: list[int] = []
 
-    def counted(self: NormalEquations, moments: torch.Tensor, cross: torch.Tensor, *, ridge: float) -> Any:
-        factorizations[len(moments)] += 1
-        return solution(self, moments, cross, ridge=ridge)
+    def counted(error: Callable[[float], float]) -> float:
+        ridges = set[float]()
+        ridge = lowest_ridge(lambda ridge: ridges.add(ridge) or error(ridge))  # type: ignore[func-returns-value]
+        tried.append(len(ridges))
+        return ridge
 
-    NormalEquations._solution = counted  # type: ignore[method-assign]
+    for module in (regression, few_tokens):
+        mock.patch.object(module, "lowest_ridge", counted).start()
     with tempfile.TemporaryDirectory(dir=CACHE) as folder, PeakMemory() as peak:
         start = time.process_time()
         experiment = Experiment(recipe, quiet=True)
@@ -203,7 +207,7 @@ def _run_layer(models: list[str], setting: str, prompts: int, tokens: int) -> di
     return {
         "seconds": seconds,
         "bytes": peak.bytes,
-        "factorizations": [factorizations[n] for n in sorted(factorizations)],
+        "ridges": sum(tried) / max(1, len(tried)),
     }
 
 
@@ -211,9 +215,9 @@ def _extrapolated(name: str, widths: Sequence[int], series: list[dict[str, Any]]
     """Fit the first runs, those of the widths, and say what they make of larger layers; a further run is the check."""
     fitted = series[: len(widths)]
     configs = [_config(width) for width in widths]
-    factorizations = fitted[-1]["factorizations"]  # larger layers are taken to need as many
+    ridges = fitted[-1]["ridges"]  # larger layers are taken to need as many
     seconds = [run["seconds"] for run in fitted]
-    parts = [_work(name, config, tokens, run["factorizations"]) for config, run in zip(configs, fitted, strict=True)]
+    parts = [_work(name, config, tokens, run["ridges"]) for config, run in zip(configs, fitted, strict=True)]
     rates = _fit(list(map(_kinds, parts)), seconds)
     space = [_bytes(name, config, tokens) for config in configs]
     room = _fit(space, [run["bytes"] for run in fitted])
@@ -229,11 +233,11 @@ def _extrapolated(name: str, widths: Sequence[int], series: list[dict[str, Any]]
         "seconds_exponent": round(float(power[0]), 2),
         "gb": [round(run["bytes"] / 1e9, 3) for run in fitted],
         "fitted_gb": (np.array(space) @ room / 1e9).round(3).tolist(),
-        "factorizations": [run["factorizations"] for run in series],
+        "ridges": [round(run["ridges"], 2) for run in series],
     }
     for shape in ("7b", "70b"):
         config = SHAPES[shape]
-        work = _work(name, config, tokens, factorizations)
+        work = _work(name, config, tokens, ridges)
         layer = float(rates @ _kinds(work))
         result[shape] = {
             "seconds_per_layer": round(layer, 1),
@@ -244,9 +248,7 @@ def _extrapolated(name: str, widths: Sequence[int], series: list[dict[str, Any]]
     for run in series[len(widths) :]:
         result["measured 7b"] = {
             "seconds_per_layer": round(run["seconds"], 1),
-            "by_its_own_factorizations": round(
-                float(rates @ _kinds(_work(name, SHAPES["7b"], tokens, run["factorizations"]))), 1
-            ),
+            "by_its_own_ridges": round(float(rates @ _kinds(_work(name, SHAPES["7b"], tokens, run["ridges"]))), 1),
             "by_the_power": round(float(np.exp(np.polyval(power, np.log(SHAPES["7b"].hidden_size)))), 1),
             "gb": round(run["bytes"] / 1e9, 2),
         }
@@ -267,7 +269,7 @@ def _kinds(work: dict[str, float]) -> tuple[float, float, float]:
     return values, products, sum(work.values()) - values - products
 
 
-def _work(name: str, config: PretrainedConfig, tokens: int, factorizations: Sequence[int]) -> dict[str, float]:
+def _work(name: str, config: PretrainedConfig, tokens: int, ridges: float) -> dict[str, float]:
     """What a layer takes by part: values that are read and written, and multiplications (a float32 one is a half)."""
     width, inner = config.hidden_size, config.intermediate_size
     keys = width * config.num_key_value_heads // config.num_attention_heads
@@ -276,16 +278,25 @@ def _work(name: str, config: PretrainedConfig, tokens: int, factorizations: Sequ
     values = float(tokens * sum(inputs + sum(outputs) for inputs, outputs in groups))
     if name == CALIBRATION:
         return {VALUES: values, TOKENS: (EXPERTS + 1) / 2 * tokens * cells}
-    each = zip((width, inner), (3, 1), factorizations, strict=True)
+    solved = [_solved(inputs, sum(outputs), tokens, ridges) for inputs, outputs in groups]
     return {
         VALUES: values,
-        # The merged model's and the expert's layer, the anchor's outputs, and inputs with residuals and inputs.
-        TOKENS: tokens * (2.5 * cells + sum(inputs**2 / 2 for inputs, _ in groups)),
-        "search": sum((count - last) * size**3 / 6 for size, last, count in each),
-        "solution": sum(inputs**3 / 6 + inputs**2 * sum(outputs) for inputs, outputs in groups),
-        "prior": sum(EXPERTS * sum(outputs) * inputs**2 / 2 for inputs, outputs in groups),
+        # The merged model's and the expert's layer, and the anchor's outputs.
+        TOKENS: tokens * 1.5 * cells + sum(products for products, _ in solved),
+        "search and solution": sum(systems for _, systems in solved),
         "anchor": sum(_actmat(inputs, rows) for inputs, outputs in groups for rows in outputs),
     }
+
+
+def _solved(inputs: int, outputs: int, tokens: int, ridges: float) -> tuple[float, float]:
+    """The multiplications of a regression by products with tokens, and by its systems."""
+    if not by_tokens(tokens, inputs, 1, prior=True, search=True):
+        systems = 2 * ridges * (inputs**3 / 6 + 2 * inputs**2 * PREDICTED) + inputs**3 / 6 + inputs**2 * outputs
+        return tokens * (inputs**2 / 2 + inputs * outputs), systems
+    half = tokens / 2
+    whitened = tokens * inputs**2 / 2 + 1.5 * tokens**2 * inputs
+    systems = 2 * ridges * (half**3 / 6 + 2 * half**2 * PREDICTED) + tokens**3 / 6 + tokens**2 * outputs
+    return whitened + tokens * inputs * outputs, systems + inputs**3 / 6 + inputs**2 * outputs / 2
 
 
 def _actmat(inputs: int, outputs: int) -> float:
