@@ -171,7 +171,7 @@ class _Measurement:
         if missing and data is not None:
             self.refuse_unless_measuring(missing)
             found = self._add_levels(found, order, data, missing)
-        elif not published and Partial.levels(partial_folder(self.path)) <= set(found.info.levels):
+        elif not published and Partial.is_left_over(partial_folder(self.path), found.info.levels):
             self._finish()  # clean up after a process that was killed when it had written the file
         return _named(found.take(order), recipe)
 
