@@ -113,6 +113,7 @@ def _command_of_one(
         os.dup2(os.open(f"{folder}/{stream}{index}", os.O_WRONLY | os.O_CREAT), number)
     known = {"RANK": index, "LOCAL_RANK": index, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in known.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    os.environ["TORCHELASTIC_RUN_ID"] = str(port)
     if patch is not None:
         patch(index)
     main(arguments)
