@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mergekit_slta.data.draw import CHAT_DATE, CalibrationData
+from mergekit_slta.data.draw import CalibrationData
 from mergekit_slta.data.sources import source_name
 from mergekit_slta.engine.partial import Partial, remove
 from mergekit_slta.engine.passes import ProgressBar
@@ -146,8 +146,7 @@ class _Measurement:
     def reuse(self, levels: Sequence[str], published: bool) -> Statistics:
         """Compare the file with the recipe, add missing levels to it, and select the recipe's experts."""
         found, recipe = Statistics.load(self.path), self.experiment.recipe
-        dates = [entry.chat_date for entry in found.info.calibration if entry.chat_date]
-        self.experiment.samples.chat_date = next(iter(dates), CHAT_DATE)
+        self.experiment.samples.chat_date = found.info.chat_date
         if problems := calibration_problems(recipe, statistics_exist=True):
             raise SltaError(*problems)
         given = all(expert.calibration for expert in recipe.experts)
