@@ -26,10 +26,16 @@ LEAST_REPORTED = 100_000  # bytes of unfinished merges
 
 
 def folders(case: Case) -> list[str]:
-    """Folders to write to, the output's and those named in the recipe, that cannot be created or written to."""
-    problems = []
-    if case.out_path is not None and (parent := unwritable_folder(case.out_path)):
-        problems.append(f"{case.out_path} cannot be created: {parent} is not a writable folder, name another.")
+    """Folders to write to, the output's and those named in the recipe, that cannot be written to or hold a model."""
+    problems, out = [], case.out_path
+    if out is not None and (parent := unwritable_folder(out)):
+        problems.append(f"{out} cannot be created: {parent} is not a writable folder, name another.")
+    if out is not None and out.exists():
+        problems += [
+            f"{out} is the folder of {model}, which the merge would overwrite: name another."
+            for model in case.models
+            if model.folder is not None and model.folder.samefile(out)
+        ]
     for name in case.method.folders:
         given = getattr(case.reading.settings, name)
         parent = unwritable_folder(Path(given).expanduser()) if given else None

@@ -43,6 +43,13 @@ def test_the_output_is_a_folder_that_can_be_made(family: Family, tmp_path: Path)
     assert only(recipe, out_path=file / "out").startswith(f"{file}/out cannot be created: {file} is not")
 
 
+def test_the_output_is_no_model_of_the_recipe(family: Family, tmp_path: Path) -> None:
+    out = tmp_path / "link"
+    out.symlink_to(family.experts[0])
+    problem = f"{out} is the folder of {family.experts[0]}, which the merge would overwrite: name another."
+    assert only(families.recipe(family, experts=[0]), out_path=out) == problem
+
+
 @pytest.mark.usefixtures("disk")
 def test_a_disk_that_is_too_small_for_the_output(family: Family, tmp_path: Path) -> None:
     grow(family.base, 100 * 10**9)
