@@ -35,6 +35,7 @@ MODELS: tuple[Check, ...] = (
     of_siblings(compatibility.tied_problem),
     of_models(compatibility.quantization_problem),
     adapters.adapters,
+    space.device,
 )
 LAYERS: tuple[Check, ...] = (models.known_decoder, of_decoder(models.whole_depth))
 DATA: tuple[Check, ...] = (data.calibration_sources, data.same_samples, data.calibration_data)

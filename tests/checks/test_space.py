@@ -22,6 +22,12 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
 
 
+@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
+def test_a_device_that_is_not_there(device: str, family: Family) -> None:
+    problem = only(families.recipe(family, experts=[0]), options={"device": device})
+    assert problem.startswith(f"PyTorch cannot compute on the device '{device}' (")
+
+
 def test_a_report_needs_a_folder(family: Family, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for recipe in (feature_recipe, families.recipe):
