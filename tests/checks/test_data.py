@@ -169,6 +169,15 @@ def test_the_data_is_looked_at_without_a_word_in_the_log(family: Family, caplog:
 # Statistics
 
 
+def test_models_of_one_name_cannot_be_told_apart_in_the_statistics(family: Family, tmp_path: Path) -> None:
+    recipe = families.recipe(family, experts=[0, 1])
+    for number, entry in enumerate(recipe["models"]):
+        entry["model"] = str(shutil.copytree(entry["model"], tmp_path / f"run{number}" / "checkpoint-500"))
+    assert "same name in the statistics (base, checkpoint-500, checkpoint-500)" in only(recipe)
+    assert problems(recipe | {"merge_method": "featcal"}) == []
+    assert problems(recipe, merging=False) == []
+
+
 def measured(family: Family, file: Path, level: str = "layer") -> Path:
     """A statistics file of the family, written by a merge."""
     families.merge(families.recipe(family, level=level, statistics=str(file)), file.parent / "merged")
