@@ -22,6 +22,7 @@ import pytest
 from conftest import WriteRecipe
 from support import families
 from support.families import Family
+from support.processes import linked_packages
 from support.slow import slow_but
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -153,12 +154,7 @@ def call(*command: str, cwd: Path | None = None) -> None:
 @pytest.fixture(scope="module")
 def dependencies(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of links to the running environment's packages, this one left out."""
-    folder = tmp_path_factory.mktemp("dependencies")
-    for library in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
-        for entry in Path(library).iterdir():
-            if "mergekit_slta" not in entry.name:
-                (folder / entry.name).symlink_to(entry)
-    return folder
+    return linked_packages(tmp_path_factory.mktemp("dependencies"))
 
 
 @pytest.fixture(scope="module")

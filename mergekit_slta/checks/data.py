@@ -18,7 +18,7 @@ from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.models.fingerprint import fingerprint_of
 from mergekit_slta.models.headers import Model
 from mergekit_slta.models.skeleton import hashed_computation
-from mergekit_slta.recipe.recipe import calibration_problems
+from mergekit_slta.recipe.recipe import calibration_problems, name_problems
 from mergekit_slta.recipe.samples import repeated_data
 from mergekit_slta.recipe.settings import CalibrationSettings, SltaSettings
 from mergekit_slta.slta.matching import level_problems, match
@@ -32,6 +32,14 @@ def calibration_sources(case: Case) -> list[str]:
     there = isinstance(case.statistics, Path) and case.statistics.exists()
     known = there or isinstance(case.statistics, SltaError)
     return calibration_problems(case.reading, known, case.method.takes_statistics)
+
+
+def same_names(case: Case) -> list[str]:
+    """Models that would get the same name in the statistics, where these are not there yet."""
+    known = isinstance(case.statistics, SltaError) or (case.statistics is not None and case.statistics.exists())
+    if known or case.reading.base is None or not case.method.takes_statistics:
+        return []
+    return name_problems(case.reading)
 
 
 def same_samples(case: Case) -> list[str]:
@@ -86,7 +94,8 @@ def statistics_file(case: Case) -> list[str]:
     level, info = settings.level, found.info
     base = _content(case, reading.base)
     experts = [_content(case, expert.reference) for expert in reading.experts]
-    data = [case.samples.get(expert) for expert in reading.experts]
+    case.experiment.samples.chat_date = info.chat_date
+    data = [case.experiment.samples.of(expert) if expert in case.samples else None for expert in reading.experts]
     problems = match(info, path, reading, base, experts, data).problems
     if level not in info.levels and not all(expert.calibration for expert in reading.experts):
         return [

@@ -35,6 +35,7 @@ MODELS: tuple[Check, ...] = (
     of_siblings(compatibility.tied_problem),
     of_models(compatibility.quantization_problem),
     adapters.adapters,
+    space.device,
 )
 LAYERS: tuple[Check, ...] = (models.known_decoder, of_decoder(models.whole_depth))
 DATA: tuple[Check, ...] = (data.calibration_sources, data.same_samples, data.calibration_data)
@@ -59,6 +60,7 @@ CHECKS: dict[type[MethodSettings], tuple[Check, ...]] = {
 }
 MERGE: tuple[Check, ...] = (
     text.tensor_types,
+    data.same_names,
     models.planned_tensors,
     tokenizers.vocabularies,
     space.folders,

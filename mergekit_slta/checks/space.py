@@ -1,4 +1,4 @@
-"""Checks of disks, folders and memory: whether a merge has room for its files, and how much it takes."""
+"""Checks of disks, folders, memory and the device: whether a merge has room and a place to compute."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from mergekit_slta.checks.case import Case, attempt
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.featcal.scratch import Needs, scratch_root
 from mergekit_slta.files import cache_folder
 from mergekit_slta.models.headers import Model
@@ -25,11 +25,30 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 LEAST_REPORTED = 100_000  # bytes of unfinished merges
 
 
+def device(case: Case) -> list[str]:
+    """A device to compute on that PyTorch does not know, or that this machine does not have."""
+    name = case.experiment.device
+    try:
+        torch.empty(0, device=name)
+    except Exception as error:  # of a kind that differs between devices
+        return [
+            f"PyTorch cannot compute on the device '{name}' ({first_line(error)}): leave --device and --cuda out to "
+            "compute on the CPU, or install the driver and the PyTorch that the device needs."
+        ]
+    return []
+
+
 def folders(case: Case) -> list[str]:
-    """Folders to write to, the output's and those named in the recipe, that cannot be created or written to."""
-    problems = []
-    if case.out_path is not None and (parent := unwritable_folder(case.out_path)):
-        problems.append(f"{case.out_path} cannot be created: {parent} is not a writable folder, name another.")
+    """Folders to write to, the output's and those named in the recipe, that cannot be written to or hold a model."""
+    problems, out = [], case.out_path
+    if out is not None and (parent := unwritable_folder(out)):
+        problems.append(f"{out} cannot be created: {parent} is not a writable folder, name another.")
+    if out is not None and out.exists():
+        problems += [
+            f"{out} is the folder of {model}, which the merge would overwrite: name another."
+            for model in case.models
+            if model.folder is not None and model.folder.samefile(out)
+        ]
     for name in case.method.folders:
         given = getattr(case.reading.settings, name)
         parent = unwritable_folder(Path(given).expanduser()) if given else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,13 @@ class _Commands(click.Group):
         except UnicodeEncodeError as error:  # an escape such as \\ud800 is half a character
             spoilt = error.object[max(0, error.start - 20) : error.end + 20]
             raise SltaError(f"{spoilt!r} is not valid UTF-8 text: correct it where it comes from.") from error
+        except click.UsageError as error:
+            if "TORCHELASTIC_RUN_ID" not in os.environ:
+                raise
+            from mergekit_slta.methods.merge import joined_ranks
+
+            with joined_ranks() as ranks:  # only one of torchrun's processes says it
+                ranks.refuse_together(error)
 
 
 def _say(text: object, err: bool = False) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -25,6 +26,8 @@ LOG = logger(__name__)
 STATE = "state.json"
 LOCK = "lock"
 EDGES = "edges.safetensors"
+# The names of what is written to the folder, temporary files of killed writers included.
+OURS = re.compile(r"lock|\.?(state|edges|layer-\d+|hidden-\d+-\d+)\..*|\.?tmp\w{6,8}|\.nfs\w+")
 
 # By stream and row, hidden states [S, D] without padding; by stream, row and path, other tensors that layers pass to
 # later layers.
@@ -42,7 +45,7 @@ class Partial:
         fingerprint: identifies the measurement.
 
     Raises:
-        SltaError: the folder holds the state of another measurement.
+        SltaError: the folder holds the state of another measurement, or files of something else.
     """
 
     def __init__(self, folder: Path, fingerprint: Mapping[str, object]) -> None:
@@ -59,6 +62,8 @@ class Partial:
                 f"{folder} belongs to another measurement or merge (other {', '.join(changed)}): "
                 "finish that one, or delete the folder."
             )
+        if not state and (odd := _odd_entry(folder)):
+            raise SltaError(f"{folder} holds {odd}, which is no unfinished work: name another file or folder.")
 
     @staticmethod
     def _state(folder: Path) -> dict[str, Any]:
@@ -73,10 +78,12 @@ class Partial:
         return state
 
     @staticmethod
-    def levels(folder: Path) -> set[str]:
-        """The levels of the measurement in a folder; empty without one."""
-        levels = Partial._state(folder).get("levels", [])
-        return {str(level) for level in levels} if isinstance(levels, list) else set()
+    def is_left_over(folder: Path, levels: Iterable[str]) -> bool:
+        """Whether a folder holds what is left of a measurement at some of these levels, and nothing of a user's."""
+        state = Partial._state(folder)
+        own = state.get("levels", [])
+        is_ours = "files" in state if state else not _odd_entry(folder)
+        return is_ours and not (isinstance(own, list) and set(map(str, own)) - set(levels))
 
     def enter(self, ranks: Ranks) -> None:
         """Create the folder when all ranks have read it, and lock it until ``release`` or the end of this process.
@@ -220,6 +227,12 @@ def _refuse_foreign(folder: Path) -> None:
         raise SltaError(f"{folder} is a link: delete it, its place is for a folder of unfinished work.")
     if os.name == "posix" and folder.exists() and os.geteuid() not in (0, folder.stat().st_uid):
         raise SltaError(f"{folder} belongs to another user: name another file or folder.")
+
+
+def _odd_entry(folder: Path) -> str | None:
+    """The name of something in a folder that ``Partial`` does not write; None if there is no such thing."""
+    names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    return next((name for name in names if not OURS.fullmatch(name)), None)
 
 
 def remove(folder: Path) -> None:

@@ -16,6 +16,7 @@ from mergekit.merge_methods.base import BasePolicy, OptionalTensorPolicy
 from mergekit_slta import files
 from mergekit_slta.errors import SltaError, logger
 from mergekit_slta.methods.companions import copy_companions
+from mergekit_slta.models.headers import WEIGHT_FILES
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.settings import CalibrationSettings, MethodSettings, parameter_specs
 
@@ -76,6 +77,7 @@ class FiniteMethod(GroupMergeMethod):
             part.unlink()
         experiment, self._experiment = self._experiment, None
         if experiment is not None:
+            _remove_superseded(folder)
             copy_companions(experiment, folder)
 
     def merge_group(self, group: TensorGroup, /, **parameters: Any) -> torch.Tensor:
@@ -174,6 +176,15 @@ class CalibratedMethod(FiniteMethod):
                     merge.failure = error
                     raise
         return self.merge_tensor(group, merge)
+
+
+def _remove_superseded(folder: Path) -> None:
+    """Of a whole weight file and an index of several, keep what has just been written; programs read either first."""
+    found = [file for file in (folder / WEIGHT_FILES[0], folder / f"{WEIGHT_FILES[0]}.index.json") if file.is_file()]
+    if len(found) > 1:
+        old = min(found, key=lambda file: file.stat().st_mtime_ns)
+        old.unlink()
+        LOG.warning("%s of an earlier merge is deleted: programs would read it instead of this one.", old)
 
 
 def write_report(folder: str, name: str, page: Page) -> None:

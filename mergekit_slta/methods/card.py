@@ -6,6 +6,7 @@ Each part lies between marks, so that a later merge into the same folder replace
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 LOG = logger(__name__)
 
 CARD = "README.md"
-UNREADABLE_CARD = "README.old.md"
+UNREADABLE_CARD = "README.old{}.md"  # with a number where that name is taken
 RECIPE = "mergekit_config.yml"  # what mergekit calls the recipe beside its card
 ALPHA_FIGURE = "mergekit-slta/alpha.png"
 PLAIN_RECIPE = "mergekit-slta/plain.yml"
@@ -100,12 +101,14 @@ def merge_card(written: str, folder: Path, recipe: Recipe, method: FiniteMethod,
 
 def _earlier_card(folder: Path) -> ModelCard | None:
     """The card in a folder, if there is one; one that cannot be read is kept under another name."""
-    path, kept = folder / CARD, folder / UNREADABLE_CARD
+    path = folder / CARD
     if not path.is_file():
         return None
     try:
         return ModelCard(path.read_text(encoding="utf-8"), ignore_metadata_errors=True)
     except (ValueError, yaml.YAMLError) as error:
+        names = (folder / UNREADABLE_CARD.format(number) for number in itertools.chain([""], itertools.count(2)))
+        kept = next(name for name in names if not name.exists())
         path.replace(kept)
         LOG.warning("The earlier model card cannot be read (%s): it is kept as %s.", one_line(error), kept)
         return None

@@ -191,7 +191,9 @@ def sound_experiment(config: MergeConfiguration, options: MergeOptions) -> Exper
             examine.examine(experiment).refuse_problems()
         return experiment
     experiment = Experiment(Recipe.from_config(config), **options.model_dump())
-    found = examine.examine(experiment).refuse_problems()
+    context = click.get_current_context(silent=True)
+    out = context.params.get("out_path") if context else None
+    found = examine.examine(experiment, out_path=out).refuse_problems()
     for note in found.notes if not options.quiet else ():
         LOG.warning(note)
     return experiment

@@ -14,7 +14,7 @@ from mergekit.common import ModelPath, ModelReference
 from mergekit.io.lazy_tensor_loader import LazyTensorLoader
 from mergekit.io.tasks import LoaderCache
 
-from mergekit_slta.errors import logger
+from mergekit_slta.errors import SltaError, logger
 from mergekit_slta.files import checksum, digest
 from mergekit_slta.models.adapters import adapter_folder, adapter_weights
 from mergekit_slta.models.fingerprint import fingerprint_of
@@ -22,9 +22,15 @@ from mergekit_slta.models.headers import ADAPTER_CONFIG
 
 LOG = logger(__name__)
 
+NO_FOLDER = "{model} is a LoRA adapter: give mergekit a folder to merge it in with --lora-merge-cache FOLDER."
+
 
 def current_loader(reference: ModelReference) -> LazyTensorLoader:
-    """mergekit's loader of a model; an adapter whose files have changed gets a new loader."""
+    """mergekit's loader of a model; an adapter whose files have changed gets a new loader.
+
+    Raises:
+        SltaError: it is an adapter, and mergekit has no folder to merge it in.
+    """
     cache = LoaderCache()
     if reference.lora is not None and cache.lora_cache_dir:  # only the first thread of a merge knows this folder
         merged = merge_adapter(reference, cache.lora_cache_dir, cache.trust_remote_code, cache.lora_merge_dtype)
@@ -32,6 +38,8 @@ def current_loader(reference: ModelReference) -> LazyTensorLoader:
             del cache.loaders[reference]
         if reference not in cache.loaders:
             cache.loaders[reference] = merged.lazy_loader(lazy_unpickle=cache.lazy_unpickle)
+    elif reference.lora is not None and reference not in cache.loaders:
+        raise SltaError(NO_FOLDER.format(model=reference))
     return cache.get(reference)
 
 

@@ -108,7 +108,7 @@ def parameter_problems(table: ParameterTable, specs: Mapping[str, ParameterSpec]
         elif one_value and not isinstance(setting, (str, int, float, bool)):
             problems.append(f"'{name}' in {table.where} must be one value for the whole merge, not a list or a filter.")
         else:
-            for value in dict.fromkeys(_values(setting)):
+            for value in {repr(value): value for value in _values(setting)}.values():  # 1.0 and true are equal
                 try:
                     specs[name].validate(value)
                 except SltaError as error:

@@ -292,6 +292,23 @@ def published_name(reference: ModelReference) -> str:
     return "+".join(published_path(part.path) + (f"@{part.revision}" if part.revision else "") for part in parts)
 
 
+def published_names(recipe: Recipe | Reading) -> list[str]:
+    """The names of the base model and the experts for published files; two may be equal."""
+    assert recipe.base is not None
+    return [published_name(reference) for reference in (recipe.base, *(expert.reference for expert in recipe.experts))]
+
+
+def name_problems(recipe: Recipe | Reading) -> list[str]:
+    """Models that would get the same name in a statistics file."""
+    names = published_names(recipe)
+    if len(set(names)) == len(names):
+        return []
+    return [
+        f"Two models would get the same name in the statistics ({', '.join(names)}): rename a folder, or "
+        "give relative paths."
+    ]
+
+
 EQUAL_DATA = "because with equal data every merging weight of slta is one over the number of experts"
 
 

@@ -86,10 +86,10 @@ class Page:
 
 
 def _write_index(folder: Path) -> None:
-    """Write a page with links to all pages of a folder, unless there is only one."""
+    """Write a page with links to all pages of a folder, unless there is only one, or an index of somebody else's."""
     found = {path.name: HEADING.search(path.read_text("utf-8", "replace")) for path in sorted(folder.glob("*.html"))}
     pages = {name: tuple(map(html.unescape, own.groups())) for name, own in found.items() if own and name != INDEX}
-    if len(pages) > 1:
+    if len(pages) > 1 and (INDEX not in found or found[INDEX]):
         files.write(folder / INDEX, _rendered("index.html.jinja", pages=pages).encode())
 
 

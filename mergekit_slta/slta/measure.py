@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mergekit_slta.data.draw import CHAT_DATE, CalibrationData
+from mergekit_slta.data.draw import CalibrationData
 from mergekit_slta.data.sources import source_name
 from mergekit_slta.engine.partial import Partial, remove
 from mergekit_slta.engine.passes import ProgressBar
@@ -23,7 +23,7 @@ from mergekit_slta.levels import LEVELS, require_levels
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.skeleton import hashed_computation
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.recipe import Recipe, calibration_problems, published_name
+from mergekit_slta.recipe.recipe import Recipe, calibration_problems, name_problems, published_names
 from mergekit_slta.recipe.settings import SltaSettings
 from mergekit_slta.slta.calibrate import Grams, calibrate
 from mergekit_slta.slta.fingerprints import fingerprint, model_contents
@@ -146,8 +146,7 @@ class _Measurement:
     def reuse(self, levels: Sequence[str], published: bool) -> Statistics:
         """Compare the file with the recipe, add missing levels to it, and select the recipe's experts."""
         found, recipe = Statistics.load(self.path), self.experiment.recipe
-        dates = [entry.chat_date for entry in found.info.calibration if entry.chat_date]
-        self.experiment.samples.chat_date = next(iter(dates), CHAT_DATE)
+        self.experiment.samples.chat_date = found.info.chat_date
         if problems := calibration_problems(recipe, statistics_exist=True):
             raise SltaError(*problems)
         given = all(expert.calibration for expert in recipe.experts)
@@ -171,7 +170,7 @@ class _Measurement:
         if missing and data is not None:
             self.refuse_unless_measuring(missing)
             found = self._add_levels(found, order, data, missing)
-        elif not published and Partial.levels(partial_folder(self.path)) <= set(found.info.levels):
+        elif not published and Partial.is_left_over(partial_folder(self.path), found.info.levels):
             self._finish()  # clean up after a process that was killed when it had written the file
         return _named(found.take(order), recipe)
 
@@ -244,14 +243,9 @@ class _Measurement:
         remove(partial_folder(self.path))
 
 
-def _names(recipe: Recipe) -> list[str]:
-    """The names of the base model and the experts for published files; two may be equal."""
-    return [published_name(reference) for reference in (recipe.base, *(expert.reference for expert in recipe.experts))]
-
-
 def _named(statistics: Statistics, recipe: Recipe) -> Statistics:
     """Statistics under the recipe's names: what was measured may have been measured under others."""
-    names = _names(recipe)
+    names = published_names(recipe)
     if len(set(names)) < len(names):
         return statistics
     info = statistics.info.model_copy(update={"base_model": names[0], "models": tuple(names[1:])})
@@ -262,12 +256,9 @@ def _info(
     experiment: Experiment, levels: Sequence[str], data: Sequence[CalibrationData], fingerprint: Fingerprint
 ) -> Info:
     recipe, config = experiment.recipe, experiment.base.config
-    names = _names(recipe)
-    if len(set(names)) < len(names):
-        raise SltaError(
-            f"Two models would get the same name in the statistics ({', '.join(names)}): rename a folder, or "
-            "give relative paths."
-        )
+    if problems := name_problems(recipe):
+        raise SltaError(*problems)
+    names = published_names(recipe)
     return Info(
         format_version=1,
         levels=tuple(level for level in LEVELS if level in levels),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from conftest import MakeFamily
 from support import families
 from support.examining import feature_recipe, look, only, problems, with_data
 from support.families import Family
+
+from mergekit_slta.recipe import samples
 
 CHAT = "{% for turn in messages %}{{ turn.content }}{% endfor %}"
 
@@ -166,6 +169,15 @@ def test_the_data_is_looked_at_without_a_word_in_the_log(family: Family, caplog:
 # Statistics
 
 
+def test_models_of_one_name_cannot_be_told_apart_in_the_statistics(family: Family, tmp_path: Path) -> None:
+    recipe = families.recipe(family, experts=[0, 1])
+    for number, entry in enumerate(recipe["models"]):
+        entry["model"] = str(shutil.copytree(entry["model"], tmp_path / f"run{number}" / "checkpoint-500"))
+    assert "same name in the statistics (base, checkpoint-500, checkpoint-500)" in only(recipe)
+    assert problems(recipe | {"merge_method": "featcal"}) == []
+    assert problems(recipe, merging=False) == []
+
+
 def measured(family: Family, file: Path, level: str = "layer") -> Path:
     """A statistics file of the family, written by a merge."""
     families.merge(families.recipe(family, level=level, statistics=str(file)), file.parent / "merged")
@@ -184,6 +196,18 @@ def test_statistics_stand_for_calibration(family: Family, tmp_path: Path) -> Non
     file.unlink()
     assert len(problems(recipe)) == len(family.experts)
     assert all("has no 'calibration'" in problem for problem in problems(recipe))
+
+
+def test_chats_are_compared_as_the_file_rendered_them(
+    make_family: MakeFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = make_family(chat_template="{{ strftime_now('%d %b %Y') }}{{ messages[0]['content'] }}")
+    chats = [[{"role": "user", "content": text}] for text in ("one", "two")]
+    family.data[0].write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    monkeypatch.setattr(samples, "CHAT_DATE", date(2025, 1, 2))
+    file = measured(family, tmp_path / "stats.safetensors")
+    monkeypatch.undo()
+    assert problems(families.recipe(family, level="layer", statistics=str(file))) == []
 
 
 def test_statistics_that_cannot_be_read(family: Family, tmp_path: Path) -> None:

@@ -22,6 +22,12 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
 
 
+@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
+def test_a_device_that_is_not_there(device: str, family: Family) -> None:
+    problem = only(families.recipe(family, experts=[0]), options={"device": device})
+    assert problem.startswith(f"PyTorch cannot compute on the device '{device}' (")
+
+
 def test_a_report_needs_a_folder(family: Family, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for recipe in (feature_recipe, families.recipe):
@@ -41,6 +47,13 @@ def test_the_output_is_a_folder_that_can_be_made(family: Family, tmp_path: Path)
     recipe = families.recipe(family, experts=[0])
     assert only(recipe, out_path=file) == f"{file} cannot be created: {file} is not a writable folder, name another."
     assert only(recipe, out_path=file / "out").startswith(f"{file}/out cannot be created: {file} is not")
+
+
+def test_the_output_is_no_model_of_the_recipe(family: Family, tmp_path: Path) -> None:
+    out = tmp_path / "link"
+    out.symlink_to(family.experts[0])
+    problem = f"{out} is the folder of {family.experts[0]}, which the merge would overwrite: name another."
+    assert only(families.recipe(family, experts=[0]), out_path=out) == problem
 
 
 @pytest.mark.usefixtures("disk")

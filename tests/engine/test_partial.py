@@ -160,6 +160,14 @@ def test_a_folder_without_a_state_is_taken(tmp_path: Path) -> None:
     assert partial.finished_layers() == 0
 
 
+@pytest.mark.parametrize("name", ["notes.txt", STATE])
+def test_a_folder_of_the_user_is_neither_taken_nor_removed(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text('{"my own": 1}')
+    with pytest.raises(SltaError, match="holds notes.txt, which is no unfinished work|belongs to another measurement"):
+        Partial(tmp_path, {"base": "a"})
+    assert not Partial.is_left_over(tmp_path, LEVELS)
+
+
 def test_only_the_first_rank_keeps_others_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -380,3 +380,13 @@ def test_what_is_wrong_with_a_recipe_is_said_by_one_process_alone(
     assert done.returncode != 0
     (said,) = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
     assert "merge_method is 'tsla'" in said
+
+
+def test_what_is_wrong_with_an_option_is_said_by_one_process_alone(
+    llama: Family, forks: ForkServerContext, write_recipe: WriteRecipe, tmp_path: Path
+) -> None:
+    arguments = ("calibrate", write_recipe(llama), "-o", tmp_path / "out", "--level", "layers")
+    done = command_together(forks, 2, *arguments)
+    assert done.returncode != 0
+    (said,) = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
+    assert "'--level': 'layers' is not one of" in said

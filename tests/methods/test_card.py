@@ -108,6 +108,14 @@ def test_an_earlier_card_that_cannot_be_read_is_kept(
     assert f"it is kept as {out / 'README.old.md'}" in caplog.text
 
 
+def test_an_earlier_card_does_not_replace_the_one_before_it(tmp_path: Path) -> None:
+    cards = {"README.old.md": b"\xff1", "README.old2.md": b"\xff2", "README.old3.md": b"\xff3"}
+    for content in cards.values():
+        (tmp_path / "README.md").write_bytes(content)
+        assert module._earlier_card(tmp_path) is None
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == cards
+
+
 @pytest.mark.parametrize("method", ["featcal", "actmat", "sftm"])
 def test_every_method_has_its_card(llama: Family, tmp_path: Path, method: str) -> None:
     content = families.recipe(llama, method, calibration=method == "featcal")

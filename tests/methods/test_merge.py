@@ -21,6 +21,7 @@ from mergekit_slta.data import draw
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.methods.merge import merge
 from mergekit_slta.models import headers
+from mergekit_slta.models.headers import weight_map
 from mergekit_slta.recipe.recipe import Recipe
 
 Counts = collections.Counter[tuple[str, str]]
@@ -74,6 +75,15 @@ def test_a_merge_in_python_is_mergekits_own(llama: Family, tmp_path: Path) -> No
     theirs = load_file(families.merge(content, tmp_path / "theirs") / "model.safetensors")
     ours = load_file(tmp_path / "ours" / "model.safetensors")
     assert ours.keys() == theirs.keys() and all(ours[name].equal(tensor) for name, tensor in theirs.items())
+
+
+def test_a_merge_into_the_same_folder_leaves_no_weights_of_the_one_before(llama: Family, tmp_path: Path) -> None:
+    """A whole file and an index of several hide each other, from mergekit or from transformers."""
+    out = tmp_path / "out"
+    for method, size, kept in (("actmat", 60_000, 2), ("sftm", 10**9, 1), ("actmat", 60_000, 2)):
+        families.merge(families.recipe(llama, method, calibration=False), out, out_shard_size=size)
+        assert len(weight_map(out)) == kept
+        assert (out / "model.safetensors").exists() == (kept == 1)
 
 
 def test_importing_merge_leaves_the_methods_known_to_stock_mergekit(forks: ForkServerContext) -> None:

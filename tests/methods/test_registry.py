@@ -15,13 +15,13 @@ import pytest
 import torch
 import yaml
 from click.testing import CliRunner, Result
-from conftest import MakeFamily
+from conftest import MakeFamily, WriteRecipe
 from mergekit import merge_methods
 from mergekit.io.tasks import LoaderCache
 from mergekit.merge_methods import merge_tensors
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.plan import MergePlanner
-from mergekit.scripts import merge_raw_pytorch, multimerge
+from mergekit.scripts import merge_raw_pytorch, multimerge, run_yaml
 from safetensors.torch import load_file
 from support import families, featcal_reference, reference
 from support.adapters import write_adapter
@@ -594,6 +594,15 @@ def spoiled(source: Path, folder: Path, tensor: str) -> Path:
         tensors[tensor].view(-1)[-1] = torch.inf
 
     return edited(source, folder, spoil)
+
+
+def test_a_model_of_the_recipe_is_not_overwritten(family: Family, write_recipe: WriteRecipe) -> None:
+    file = family.experts[0] / "model.safetensors"
+    before = file.read_bytes()
+    recipe = write_recipe(family, "actmat", calibration=False)
+    result = run(run_yaml.main, recipe, family.experts[0], "--quiet")
+    assert result.exit_code == 1 and "which the merge would overwrite" in result.output
+    assert file.read_bytes() == before
 
 
 @pytest.mark.parametrize("tensor", ["model.layers.2.mlp.down_proj.weight", "model.layers.0.input_layernorm.weight"])

@@ -60,6 +60,13 @@ def test_adapters_on_the_hub(tmp_path: Path) -> None:
     assert set(hub.fetched) == files
 
 
+def test_an_adapter_that_mergekit_has_no_folder_for(llama: Family, tmp_path: Path) -> None:
+    recipe = families.recipe(llama, experts=[0])
+    recipe["models"][0]["model"] = f"{llama.base}+{write_adapter(llama.base, tmp_path)}"
+    with pytest.raises(SltaError, match="is a LoRA adapter: give mergekit a folder to merge it in"):
+        families.experiment(recipe).open()
+
+
 def test_the_weights_of_an_adapter(tmp_path: Path) -> None:
     folder = adapter_folder(ModelPath(path=str(tmp_path)))
     with pytest.raises(SltaError, match="is not a LoRA adapter: it lacks"):

@@ -259,6 +259,11 @@ def test_every_value_of_a_gradient_is_checked() -> None:
     assert "the recipe's parameters" in problem
 
 
+def test_true_in_a_gradient_is_not_taken_for_1() -> None:
+    (problem,) = problems(content("sftm", parameters={"density": [1.0, True]}))
+    assert problem == "'density' in the recipe's parameters should be a number, not True."
+
+
 @pytest.mark.parametrize("method", SETTINGS)
 def test_no_base_model(method: str) -> None:
     (problem,) = problems(content(method, base_model=None))

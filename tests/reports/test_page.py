@@ -68,3 +68,10 @@ def test_an_index_leads_to_every_page_of_a_folder_with_several(tmp_path: Path) -
         index = Elements((tmp_path / "index.html").read_text())
         assert [link["href"] for tag, link in index.found if tag == "a"] == ["first.html", "second.html"]
         assert index.text.count(EVIL) == 2  # the page's title and its first sentence
+
+
+def test_an_index_of_somebody_else_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "index.html").write_text("<title>Somebody's own</title>")
+    for name in ("first.html", "second.html"):
+        page("word").write(tmp_path, name)
+    assert (tmp_path / "index.html").read_text() == "<title>Somebody's own</title>"

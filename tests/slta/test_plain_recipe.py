@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from mergekit.config import MergeConfiguration, evaluate_setting
 from safetensors.torch import load_file
 from support import families, synthetic
 from support.families import Family
+from support.processes import linked_packages
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from mergekit_slta.errors import SltaError
@@ -106,12 +106,7 @@ def paths_of(family: Family) -> dict[str, str]:
 
 def run_stock(folder: Path, arguments: Sequence[str]) -> None:
     """Run stock mergekit in a Python that sees everything that is installed except this package."""
-    packages = folder / "packages"
-    packages.mkdir()
-    for library in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
-        for entry in Path(library).iterdir():
-            if "mergekit_slta" not in entry.name:
-                (packages / entry.name).symlink_to(entry)
+    packages = linked_packages(folder / "packages")
     result = subprocess.run(
         [sys.executable, "-S", "-c", STOCK, *arguments],  # -S: no site-packages, and no start-up file
         cwd=packages,

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable
 from multiprocessing.connection import wait
@@ -26,6 +27,16 @@ def run_python(*arguments: str | Path, cwd: Path | None = None) -> subprocess.Co
         text=True,
         timeout=TIMEOUT,
     )
+
+
+def linked_packages(folder: Path) -> Path:
+    """Fill a folder with links to everything in this Python's site-packages except this package."""
+    folder.mkdir(exist_ok=True)
+    for library in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        for entry in Path(library).iterdir():
+            if "mergekit_slta" not in entry.name:
+                (folder / entry.name).symlink_to(entry)
+    return folder
 
 
 def torchrun(count: int, *arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -113,6 +124,7 @@ def _command_of_one(
         os.dup2(os.open(f"{folder}/{stream}{index}", os.O_WRONLY | os.O_CREAT), number)
     known = {"RANK": index, "LOCAL_RANK": index, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in known.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    os.environ["TORCHELASTIC_RUN_ID"] = str(port)
     if patch is not None:
         patch(index)
     main(arguments)
