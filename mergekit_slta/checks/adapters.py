@@ -8,6 +8,7 @@ from mergekit_slta.checks.case import Case, attempt
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models.adapters import adapter_headers
 from mergekit_slta.models.headers import Headers, Model, listed
+from mergekit_slta.models.merged_adapters import NO_FOLDER
 
 
 def adapters(case: Case) -> list[str]:
@@ -20,10 +21,7 @@ def adapters(case: Case) -> list[str]:
         elif headers is not None and (problem := misfit(model, headers)):
             problems.append(problem)
     if not case.options.lora_merge_cache:
-        problems += [
-            f"{model} is a LoRA adapter: give mergekit a folder to merge it in with --lora-merge-cache FOLDER."
-            for model in case.adapted
-        ]
+        problems += [NO_FOLDER.format(model=model) for model in case.adapted]
     return problems
 
 

@@ -14,13 +14,14 @@ from mergekit.common import ModelPath, ModelReference
 from mergekit.io.lazy_tensor_loader import LazyTensorLoader
 from mergekit.io.tasks import LoaderCache
 
-from mergekit_slta.errors import logger
+from mergekit_slta.errors import SltaError, logger
 from mergekit_slta.files import checksum, digest
 from mergekit_slta.models.adapters import adapter_folder, adapter_weights
 from mergekit_slta.models.fingerprint import fingerprint_of
 from mergekit_slta.models.headers import ADAPTER_CONFIG
 
 LOG = logger(__name__)
+NO_FOLDER = "{model} is a LoRA adapter: give mergekit a folder to merge it in with --lora-merge-cache FOLDER."
 
 
 def current_loader(reference: ModelReference) -> LazyTensorLoader:
@@ -49,9 +50,14 @@ def merge_adapter(
 
     mergekit reuses that folder even if the base model or the adapter has changed, or if the merge was interrupted.
     Here the name depends on the content of both and on the dtype, and the folder gets it only when it is complete.
+
+    Raises:
+        SltaError: an adapter has no folder to be merged in.
     """
-    if self.lora is None or not cache_dir:
+    if self.lora is None:
         return _MERGED(self, cache_dir, trust_remote_code, lora_merge_dtype)
+    if not cache_dir:
+        raise SltaError(NO_FOLDER.format(model=self))
     folder = Path(cache_dir) / f"{merged_name(self)}_{_merged_content(self, lora_merge_dtype)[:16]}"
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
