@@ -7,6 +7,7 @@ import functools
 import glob
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from filelock import FileLock
@@ -22,6 +23,11 @@ from mergekit_slta.models.headers import ADAPTER_CONFIG
 
 LOG = logger(__name__)
 NO_FOLDER = "{model} is a LoRA adapter: give mergekit a folder to merge it in with --lora-merge-cache FOLDER."
+
+
+def adapter_option(references: Iterable[ModelReference]) -> str:
+    """What stands behind a command that is shown, for mergekit to merge these models if one is an adapter."""
+    return " --lora-merge-cache ./adapters" if any(reference.lora for reference in references) else ""
 
 
 def current_loader(reference: ModelReference) -> LazyTensorLoader:

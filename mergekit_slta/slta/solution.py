@@ -244,7 +244,7 @@ class Solution:
             edges=edges,
             towers=towers,
             models=models,
-            tokenizer_source=tokenizer_source,
+            output={"tokenizer_source": tokenizer_source} if tokenizer_source else None,
             trust_remote_code=trust_remote_code,
         )
         file = Path(path).expanduser()
