@@ -59,6 +59,7 @@ CHECKS: dict[type[MethodSettings], tuple[Check, ...]] = {
 }
 MERGE: tuple[Check, ...] = (
     text.tensor_types,
+    text.chat_template,
     models.planned_tensors,
     tokenizers.vocabularies,
     space.folders,
