@@ -136,7 +136,7 @@ def published_card(folder: Path, recipe: Recipe, method: FiniteMethod | None, so
 
 def _completed(card: ModelCard, folder: Path, recipe: Recipe, method: FiniteMethod, solution: Solution | None) -> str:
     data: Any = card.data
-    paths = _model_paths(recipe.references)
+    paths = model_paths(recipe.references)
     listed = data.base_model if isinstance(data.base_model, list) else [data.base_model or ""]
     models = [path.path for path in paths if _is_on_hub(path.path)]
     data.base_model = list(dict.fromkeys([*filter(None, listed), *models])) or None
@@ -217,7 +217,7 @@ def _again(folder: Path, recipe: Recipe, solution: Solution | None) -> Iterator[
 def without_private_paths(text: str, recipe: Recipe) -> str:
     """A text with this machine's paths, those that a recipe names and those in the home folder, by their last parts."""
     paths = {path for value in _texts(recipe.content or recipe.config.model_dump()) for path in _absolute_parts(value)}
-    paths |= {path.path for path in _model_paths(recipe.references) if files.is_private(path.path)}
+    paths |= {path.path for path in model_paths(recipe.references) if files.is_private(path.path)}
     for path in sorted(paths, key=len, reverse=True):
         last = files.published_path(path).replace("\\", r"\\")
         text = re.sub(rf"(?<![\w.-]){re.escape(path)}(?![\w-])", last, text)
@@ -246,7 +246,7 @@ def _absolute_parts(value: str) -> Iterator[str]:
             yield path
 
 
-def _model_paths(references: Sequence[ModelReference]) -> list[ModelPath]:
+def model_paths(references: Sequence[ModelReference]) -> list[ModelPath]:
     return [path for reference in references for path in (reference.model, reference.lora) if path is not None]
 
 
@@ -256,7 +256,7 @@ def _is_on_hub(path: str) -> bool:
 
 def _linked(reference: ModelReference) -> str:
     linked = []
-    for path in _model_paths([reference]):
+    for path in model_paths([reference]):
         name = published_name(ModelReference(model=path))
         linked.append(f"[{name}](https://huggingface.co/{path.path})" if _is_on_hub(path.path) else _code(name))
     return " + ".join(linked)
