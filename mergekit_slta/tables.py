@@ -40,7 +40,12 @@ class Table:
 
 def as_percentage(share: float | None) -> str:
     """A share with one decimal, as in "83.1%"; a dash where it is not defined."""
-    return "-" if share is None or math.isnan(share) else f"{share:.1%}"
+    return "-" if share is None or math.isnan(share) else f"{without_sign_of_zero(share):.1%}"
+
+
+def without_sign_of_zero(number: float) -> float:
+    """A number to show with three decimals; one that rounds to zero has no sign."""
+    return round(number, 3) + 0.0
 
 
 def as_size(nbytes: float) -> str:

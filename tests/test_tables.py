@@ -9,12 +9,17 @@ import pytest
 from support.html_elements import Elements
 
 from mergekit_slta.nonlinearity.scores import Value
-from mergekit_slta.tables import Table, as_json, as_paragraphs, as_size, short_names
+from mergekit_slta.tables import Table, as_json, as_paragraphs, as_percentage, as_size, short_names
 
 
 def test_a_table_as_text_is_aligned() -> None:
     lines = str(Table(["name", "n"], [["a", "1"], ["long name", "100"]])).splitlines()
     assert lines == ["name         n", "a            1", "long name  100"]
+
+
+def test_a_share_that_rounds_to_zero_has_no_sign() -> None:
+    shares = [-1e-17, -0.0004, -0.0006, 0.8312, math.nan, None]
+    assert [as_percentage(share) for share in shares] == ["0.0%", "0.0%", "-0.1%", "83.1%", "-", "-"]
 
 
 @pytest.mark.parametrize(

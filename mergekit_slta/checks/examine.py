@@ -60,6 +60,7 @@ CHECKS: dict[type[MethodSettings], tuple[Check, ...]] = {
 }
 MERGE: tuple[Check, ...] = (
     text.tensor_types,
+    text.chat_template,
     data.same_names,
     models.planned_tensors,
     tokenizers.vocabularies,

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.resources
 import os
+from pathlib import Path
+
+from mergekit._data import chat_templates
 
 from mergekit_slta.checks.case import Case
 
 HALF = ("bfloat16", "float16")
 FLOATS = (*HALF, "float32", "float64")
+SHORTEST_TEMPLATE = 20  # mergekit takes a shorter text for a name
 
 
 def recipe_text(case: Case) -> list[str]:
@@ -22,6 +27,19 @@ def tensor_types(case: Case) -> list[str]:
         f"'{key}: {name}' is not a data type for a merge: write {', '.join(FLOATS[:-1])} or {FLOATS[-1]}."
         for key, name in given.items()
         if name is not None and name.removeprefix("torch.") not in FLOATS
+    ]
+
+
+def chat_template(case: Case) -> list[str]:
+    """A chat template that mergekit does not know, which it would say only after the merge, without a tokenizer."""
+    given = case.config.chat_template or "auto"
+    files = (Path(file.name) for file in importlib.resources.files(chat_templates).iterdir())
+    known = ["auto", *sorted(file.stem for file in files if file.suffix == ".jinja")]
+    if given in known or (len(given) >= SHORTEST_TEMPLATE and "{" in given):
+        return []
+    return [
+        f"'chat_template: {given}' is not one that mergekit knows: write {', '.join(known)}, or a whole template in "
+        "Jinja."
     ]
 
 

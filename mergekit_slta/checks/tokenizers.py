@@ -18,7 +18,14 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import output_head
 from mergekit_slta.models.headers import Model, listed
-from mergekit_slta.models.padding import TOKENIZER, both_have, padded_tensors, tokens_of
+from mergekit_slta.models.padding import (
+    TOKENIZER,
+    both_have,
+    logits_problems,
+    other_vocabularies,
+    padded_tensors,
+    tokens_of,
+)
 from mergekit_slta.recipe.recipe import Expert
 from mergekit_slta.recipe.settings import FeatcalSettings, SltaSettings
 
@@ -114,8 +121,10 @@ def changes_rows(case: Case) -> bool:
 def compared_outputs(case: Case, decoder: Decoder) -> list[str]:
     """Experts with another vocabulary size, whose output head or embeddings cannot be merged with the base model's."""
     averaged, solved = case.settings(FeatcalSettings).averages_edges, solves_head(case, decoder)
-    fix = "choose another 'anchor'" if averaged else "set 'head: false'"
-    return [f"The {other}: {fix}." for other in other_vocabularies(case) if averaged or solved]
+    if not (averaged or solved):
+        return []
+    fix = "set 'anchor: base' or 'anchor: slta'" if averaged else "set 'head: false'"
+    return [f"The {other}: {fix}." for other in other_vocabularies(case.siblings, case.aligns_vocabularies)]
 
 
 def head_rows(case: Case, decoder: Decoder) -> list[str]:
@@ -134,19 +143,7 @@ def solves_head(case: Case, decoder: Decoder) -> bool:
 
 def compared_logits(case: Case, decoder: Decoder) -> list[str]:
     """Experts with another vocabulary size, whose logits cannot be compared with the base model's."""
-    if case.settings(SltaSettings).level != "model":
-        return []
-    others = other_vocabularies(case)
-    return [f"'level: model' compares logits, but the {other}: choose another level." for other in others]
-
-
-def other_vocabularies(case: Case) -> list[str]:
-    """One clause for each expert whose vocabulary size differs from the base model's."""
-    return [
-        f"expert {expert} has a vocabulary of {expert.vocabulary} tokens and the base model one of {base.vocabulary}"
-        for base, expert in case.siblings
-        if expert.vocabulary != base.vocabulary and (case.aligns_vocabularies or not padded_tensors(base, expert))
-    ]
+    return logits_problems([case.settings(SltaSettings).level], case.siblings, case.aligns_vocabularies)
 
 
 # Two models

@@ -249,6 +249,10 @@ def solve(
     if json_file and json_file != "-":
         _say(f"{json_file} written.")
     if recipe_file:
+        from mergekit.common import ModelReference
+
+        from mergekit_slta.models.merged_adapters import adapter_option
+
         known = (measured.info.base_model, *measured.info.models)
         renamed = dict(_assignment(entry, known, "--model") for entry in paths)
         solution.save_recipe(
@@ -259,7 +263,9 @@ def solve(
             tokenizer_source=tokenizer_source or "",
             trust_remote_code=trust_remote_code,
         )
-        _say(f"{recipe_file} written: run it with 'mergekit-yaml {recipe_file} OUT'.", err=json_file == "-")
+        named = [renamed.get(name, name) for name in (known[0], *solution.models)]
+        option = adapter_option(map(ModelReference.parse, named))
+        _say(f"{recipe_file} written: run it with 'mergekit-yaml {recipe_file} OUT{option}'.", err=json_file == "-")
 
 
 @main.command(cls=ModelCommand, short_help="Measure how well a merged model does each task.")

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from mergekit.common import ModelPath, ModelReference
+from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache
 
 from mergekit_slta import __version__, files
 from mergekit_slta.data.sources import DATASET_PREFIX, is_dataset, source_name
 from mergekit_slta.errors import SltaError, logger, one_line, reading, visible
 from mergekit_slta.methods.base import FiniteMethod
+from mergekit_slta.models.merged_adapters import adapter_option
 from mergekit_slta.models.spellings import RenamingLoader
 from mergekit_slta.recipe.recipe import Recipe, published_name
 from mergekit_slta.recipe.settings import SETTINGS, SltaSettings
@@ -68,12 +70,20 @@ def write_beside(folder: Path, recipe: Recipe, solution: Solution | None) -> Non
     settings, names = recipe.reading.settings, {solution.statistics.info.base_model: str(base)}
     assert isinstance(settings, SltaSettings)
     try:
-        out_dtype = recipe.config.out_dtype or recipe.config.dtype
-        plain = plain_recipe(solution, edges=settings.edges, towers=settings.towers, models=names, out_dtype=out_dtype)
+        plain = plain_recipe(
+            solution, edges=settings.edges, towers=settings.towers, models=names, output=_output(recipe.config)
+        )
     except SltaError as error:
         LOG.warning("No plain recipe is written beside the merge: %s", error)
         return
     files.write(folder / PLAIN_RECIPE, without_private_paths(plain, recipe).encode())
+
+
+def _output(config: MergeConfiguration) -> dict[str, Any]:
+    """What a recipe says of the merged model's data type, tokenizer and chat template."""
+    names = {"out_dtype", "tokenizer", "tokenizer_source", "chat_template"}
+    said = config.model_dump(mode="json", include=names, exclude_defaults=True)
+    return ({"out_dtype": config.dtype} if config.dtype else {}) | said
 
 
 def merge_card(written: str, folder: Path, recipe: Recipe, method: FiniteMethod, solution: Solution | None) -> str:
@@ -129,7 +139,7 @@ def published_card(folder: Path, recipe: Recipe, method: FiniteMethod | None, so
 
 def _completed(card: ModelCard, folder: Path, recipe: Recipe, method: FiniteMethod, solution: Solution | None) -> str:
     data: Any = card.data
-    paths = _model_paths(recipe.references)
+    paths = model_paths(recipe.references)
     listed = data.base_model if isinstance(data.base_model, list) else [data.base_model or ""]
     models = [path.path for path in paths if _is_on_hub(path.path)]
     data.base_model = list(dict.fromkeys([*filter(None, listed), *models])) or None
@@ -199,9 +209,10 @@ def _again(folder: Path, recipe: Recipe, solution: Solution | None) -> Iterator[
             f"What was measured is in `{STATISTICS_OF_MERGE}`: name that file under `statistics` among the recipe's "
             "parameters, leave `calibration` out, and no data are needed."
         )
-    yield f"```sh\npip install mergekit-slta=={__version__}\nmergekit-yaml {RECIPE} ./merged\n```"
+    options = adapter_option(recipe.references)
+    yield f"```sh\npip install mergekit-slta=={__version__}\nmergekit-yaml {RECIPE} ./merged{options}\n```"
     if solution is not None and (folder / PLAIN_RECIPE).is_file():
-        yield f"Without mergekit-slta, by mergekit alone:\n\n```sh\nmergekit-yaml {PLAIN_RECIPE} ./merged\n```"
+        yield f"Without mergekit-slta, by mergekit alone:\n\n```sh\nmergekit-yaml {PLAIN_RECIPE} ./merged{options}\n```"
     else:
         yield "mergekit alone cannot do this merge; the model itself needs neither program."
 
@@ -209,7 +220,7 @@ def _again(folder: Path, recipe: Recipe, solution: Solution | None) -> Iterator[
 def without_private_paths(text: str, recipe: Recipe) -> str:
     """A text with this machine's paths, those that a recipe names and those in the home folder, by their last parts."""
     paths = {path for value in _texts(recipe.content or recipe.config.model_dump()) for path in _absolute_parts(value)}
-    paths |= {path.path for path in _model_paths(recipe.references) if files.is_private(path.path)}
+    paths |= {path.path for path in model_paths(recipe.references) if files.is_private(path.path)}
     for path in sorted(paths, key=len, reverse=True):
         last = files.published_path(path).replace("\\", r"\\")
         text = re.sub(rf"(?<![\w.-]){re.escape(path)}(?![\w-])", last, text)
@@ -238,7 +249,7 @@ def _absolute_parts(value: str) -> Iterator[str]:
             yield path
 
 
-def _model_paths(references: Sequence[ModelReference]) -> list[ModelPath]:
+def model_paths(references: Sequence[ModelReference]) -> list[ModelPath]:
     return [path for reference in references for path in (reference.model, reference.lora) if path is not None]
 
 
@@ -248,7 +259,7 @@ def _is_on_hub(path: str) -> bool:
 
 def _linked(reference: ModelReference) -> str:
     linked = []
-    for path in _model_paths([reference]):
+    for path in model_paths([reference]):
         name = published_name(ModelReference(model=path))
         linked.append(f"[{name}](https://huggingface.co/{path.path})" if _is_on_hub(path.path) else _code(name))
     return " + ".join(linked)

@@ -103,7 +103,7 @@ def publish(
     if problems:
         raise SltaError(*problems)
     recipe = Recipe.load(folder / card.RECIPE)
-    paths = [reference.model.path for reference in recipe.references]
+    paths = dict.fromkeys(path.path for path in card.model_paths(recipe.references))
     if local := [path for path in paths if os.path.isabs(path) or os.path.isdir(path)]:
         notes.append(
             f"The recipe names folders of this machine ({listed(local)}), so others cannot run it as it is: write "

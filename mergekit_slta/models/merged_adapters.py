@@ -7,6 +7,7 @@ import functools
 import glob
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from filelock import FileLock
@@ -21,6 +22,12 @@ from mergekit_slta.models.fingerprint import fingerprint_of
 from mergekit_slta.models.headers import ADAPTER_CONFIG
 
 LOG = logger(__name__)
+NO_FOLDER = "{model} is a LoRA adapter: give mergekit a folder to merge it in with --lora-merge-cache FOLDER."
+
+
+def adapter_option(references: Iterable[ModelReference]) -> str:
+    """What stands behind a command that is shown, for mergekit to merge these models if one is an adapter."""
+    return " --lora-merge-cache ./adapters" if any(reference.lora for reference in references) else ""
 
 NO_FOLDER = "{model} is a LoRA adapter: give mergekit a folder to merge it in with --lora-merge-cache FOLDER."
 
@@ -57,9 +64,14 @@ def merge_adapter(
 
     mergekit reuses that folder even if the base model or the adapter has changed, or if the merge was interrupted.
     Here the name depends on the content of both and on the dtype, and the folder gets it only when it is complete.
+
+    Raises:
+        SltaError: an adapter has no folder to be merged in.
     """
-    if self.lora is None or not cache_dir:
+    if self.lora is None:
         return _MERGED(self, cache_dir, trust_remote_code, lora_merge_dtype)
+    if not cache_dir:
+        raise SltaError(NO_FOLDER.format(model=self))
     folder = Path(cache_dir) / f"{merged_name(self)}_{_merged_content(self, lora_merge_dtype)[:16]}"
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,26 @@ def padded_tensors(base: Model, expert: Model) -> Mapping[str, int]:
         return {}
     highest = highest_token(expert)
     return unequal if highest is not None and highest < base.vocabulary else {}
+
+
+def other_vocabularies(pairs: Iterable[tuple[Model, Model]], aligned: bool) -> list[str]:
+    """One clause for each expert whose vocabulary size differs from its base model's.
+
+    Args:
+        pairs: the base model with each expert.
+        aligned: whether the recipe has mergekit align the vocabularies, so that rows for no token are not left out.
+    """
+    return [
+        f"expert {expert} has a vocabulary of {expert.vocabulary} tokens and the base model one of {base.vocabulary}"
+        for base, expert in pairs
+        if expert.vocabulary != base.vocabulary and (aligned or not padded_tensors(base, expert))
+    ]
+
+
+def logits_problems(levels: Iterable[str], pairs: Iterable[tuple[Model, Model]], aligned: bool) -> list[str]:
+    """Experts with another vocabulary size, whose logits cannot be compared with the base model's."""
+    others = other_vocabularies(pairs, aligned) if "model" in levels else []
+    return [f"'level: model' compares logits, but the {other}: choose another level." for other in others]
 
 
 def highest_token(model: Model) -> int | None:

@@ -283,7 +283,8 @@ def plan_linearity(
     """Plan to measure how linear a recipe's models are, on ``samples`` records of each expert's calibration data.
 
     Raises:
-        SltaError: an expert has no usable calibration data, or two experts have the same name.
+        SltaError: an expert has no usable calibration data, two experts have the same name, or the models cannot be
+            compared at a level.
     """
     batch_tokens = experiment.settings.batch_tokens
     if problems := calibration_problems(experiment.recipe, takes_statistics=False):
@@ -291,6 +292,7 @@ def plan_linearity(
     names = [published_name(expert.reference) for expert in experiment.recipe.experts]
     if len(set(names)) < len(names):
         raise SltaError(f"Two experts would get the same name ({', '.join(names)}): rename a folder.")
+    experiment.require_levels(levels)
     models, studies = [experiment.base, *experiment.experts], plan_studies(len(names), pairs, triples)
     tasks = [data.token_ids for data in experiment.load_data(experiment.recipe.experts, samples)]
     decoder = experiment.decoder.to(experiment.device)

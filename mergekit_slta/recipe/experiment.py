@@ -14,9 +14,10 @@ from mergekit_slta.data.draw import CalibrationData
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.levels import require_levels
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.headers import Model, open_model
-from mergekit_slta.models.padding import padded_tensors
+from mergekit_slta.models.padding import logits_problems, padded_tensors
 from mergekit_slta.recipe.recipe import Expert, Recipe
 from mergekit_slta.recipe.samples import Samples, repeated_data
 from mergekit_slta.recipe.settings import CalibrationSettings
@@ -134,6 +135,18 @@ class Experiment:
         for model in [self.base, *self.experts] if experts else [self.base]:
             for name in self.decoder.edge_tensors:
                 model.read({name: name}, self.decoder.base_model_prefix)
+
+    def require_levels(self, levels: Sequence[str]) -> None:
+        """Check that each is a level, and that the models can be compared at it.
+
+        Raises:
+            SltaError: one is not, or it is ``model`` and the models' vocabularies differ in size.
+        """
+        require_levels(levels)
+        base = self.model(self.recipe.base)
+        pairs = [(base, self.model(expert.reference)) for expert in self.recipe.experts]
+        if problems := logits_problems(levels, pairs, self.recipe.tokenizer_source is not None):
+            raise SltaError(*problems)
 
     # Data
 

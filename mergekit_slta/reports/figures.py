@@ -273,6 +273,7 @@ def bar_chart(bars: Sequence[Bar], *, x_label: str) -> Picture:
             text = f"{plain_number(bar.value)} ± {plain_number(bar.deviation)}"
             ax.annotate(text, (end, place), (3, 0), textcoords="offset points", va="center", fontsize=8)
         ax.set_xlim(0, 1.45 * max([*finite, 1e-12]))
+        ax.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))  # room for numbers such as 0.0025
         own = [[place for (name, _), place in places.items() if name == group] for group in groups]
         ax.set_yticks([sum(rows) / len(rows) for rows in own], [_short(group, CELL_NAME_LENGTH) for group in groups])
         ax.tick_params(axis="y", length=0)

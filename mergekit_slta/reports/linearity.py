@@ -251,7 +251,7 @@ def _curve_chart(result: Linearity) -> Chart:
             curve = [_pooled(result, distance_metric(step), group, [name]).mean for step in range(STEPS + 1)]
             lines.append(Line(group, steps, curve))
             rows.append([f"{group}, {short}", *map(_decimals, curve)])
-        panels.append(Panel(short, [*lines, Line("linear", steps, straight)]))
+        panels.append(Panel(short, [Line("linear", steps, straight), *lines]))
     return Chart(
         name="distance-curve",
         title="Distance to the expert on the way",

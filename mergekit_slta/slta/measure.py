@@ -19,7 +19,7 @@ from mergekit_slta.engine.streams import share
 from mergekit_slta.errors import SltaError, logger
 from mergekit_slta.files import cache_folder, digest
 from mergekit_slta.layers.submodules import fallbacks
-from mergekit_slta.levels import LEVELS, require_levels
+from mergekit_slta.levels import LEVELS
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.skeleton import hashed_computation
 from mergekit_slta.recipe.experiment import Experiment
@@ -86,7 +86,7 @@ def measured_statistics(
     """
     settings = experiment.settings
     levels = list(levels or [settings.measured_level])
-    require_levels(levels)
+    experiment.require_levels(levels)
     source = os.fspath(path) if path else settings.statistics if isinstance(settings, SltaSettings) else ""
     published = source.startswith(PUBLISHED_PREFIX)
     file = resolve_statistics(source, experiment.transformers_cache) if source else None

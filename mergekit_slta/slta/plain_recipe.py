@@ -55,16 +55,16 @@ def plain_recipe(
     edges: str = "base",
     towers: str = "base",
     models: Mapping[str, str] | None = None,
-    tokenizer_source: str = "",
-    out_dtype: str | None = None,
+    output: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> str:
     """Write a solution as a mergekit recipe that reproduces ``merge_method: slta`` without this package.
 
     Args:
         solution: the merging weights of each submodule of a level.
-        edges, towers, models, tokenizer_source, trust_remote_code: as for ``Solution.save_recipe``.
-        out_dtype: the data type to write; by default the base checkpoint's.
+        edges, towers, models, trust_remote_code: as for ``Solution.save_recipe``.
+        output: the recipe's keys for the merged model's data type, tokenizer and chat template, such as ``out_dtype``,
+            which is the base checkpoint's by default.
 
     Returns:
         The recipe as YAML, with a header that describes its origin.
@@ -93,8 +93,8 @@ def plain_recipe(
         "base_model": paths[info.base_model],
         "models": [{"model": paths[name], "parameters": {"weight": weight}} for name, weight in models_settings],
         "dtype": "float32",
-        "out_dtype": out_dtype or info.dtype,
-        **({"tokenizer_source": tokenizer_source} if tokenizer_source else {}),
+        "out_dtype": info.dtype,
+        **(output or {}),
     }
     _verify(content, planned)
     body = yaml.dump(content, Dumper=ConfigYamlDumper, sort_keys=False, width=120, allow_unicode=True)

@@ -16,7 +16,7 @@ import mergekit_slta
 from mergekit_slta import files
 from mergekit_slta.errors import SltaError
 from mergekit_slta.slta.solver import SubmoduleSolution, bootstrap, pooled
-from mergekit_slta.tables import Table, as_json, as_paragraphs, as_percentage, short_names
+from mergekit_slta.tables import Table, as_json, as_paragraphs, as_percentage, short_names, without_sign_of_zero
 
 if TYPE_CHECKING:
     from mergekit_slta.slta.statistics import Statistics
@@ -136,7 +136,7 @@ class Solution:
         header = [f"alpha {name}" for name in names] + [f"keeps {name}" for name in names]
         rows = []
         for name in self.alpha:
-            alpha = [f"{weight:.3f}" for weight in self.alpha[name].tolist()]
+            alpha = [f"{without_sign_of_zero(weight):.3f}" for weight in self.alpha[name].tolist()]
             if errors is not None and not errors[name].isnan().any():
                 pairs = zip(alpha, errors[name].tolist(), strict=True)
                 alpha = [f"{weight} ±{error:.3f}" for weight, error in pairs]
@@ -244,7 +244,7 @@ class Solution:
             edges=edges,
             towers=towers,
             models=models,
-            tokenizer_source=tokenizer_source,
+            output={"tokenizer_source": tokenizer_source} if tokenizer_source else None,
             trust_remote_code=trust_remote_code,
         )
         file = Path(path).expanduser()

@@ -34,6 +34,18 @@ def test_types_that_mergekit_does_not_know(family: Family) -> None:
     assert problems(families.recipe(family, dtype="fp32"), merging=False) == []
 
 
+@pytest.mark.parametrize("template", ["chatml", "auto", "{{ messages[0]['content'] }}", None])
+def test_chat_templates_that_mergekit_takes(family: Family, template: str | None) -> None:
+    assert problems(families.recipe(family) | {"chat_template": template}) == []
+
+
+@pytest.mark.parametrize("template", ["chatlm", "./template.jinja", "{{ short }}"])
+def test_chat_templates_that_mergekit_refuses_after_the_merge(family: Family, template: str) -> None:
+    recipe = families.recipe(family) | {"chat_template": template}
+    assert only(recipe).startswith(f"'chat_template: {template}' is not one that mergekit knows: write auto, alpaca, ")
+    assert problems(recipe, merging=False) == []
+
+
 def test_wrong_values_of_a_feature_merge(family: Family) -> None:
     found = problems(feature_recipe(family, teacher=1.5, anchor="foo", ridge=-1, head="perhaps"))
     assert [problem.split("'")[1] for problem in found] == ["anchor", "teacher", "ridge", "head"]

@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard
 from mergekit.config import MergeConfiguration
 from safetensors.torch import load_file
 from support import families
+from support.adapters import write_adapter
 from support.families import Family
 from support.processes import run_afresh
 
@@ -73,6 +74,24 @@ def test_the_plain_recipe_gives_the_same_merge(merged: Path, llama: Family, tmp_
     ours, theirs = (load_file(next(iter(out.glob("*.safetensors")))) for out in (merged, again))
     for name, tensor in ours.items():
         assert (tensor.float() - theirs[name].float()).abs().max() < 1e-6
+
+
+def test_the_plain_recipe_makes_the_same_tokenizer(llama: Family, tmp_path: Path) -> None:
+    """Without the recipe's own, mergekit would not align vocabularies, and refuse experts with more tokens."""
+    output = {"out_dtype": "float16", "tokenizer": {"source": "base"}, "chat_template": "chatml"}
+    content = families.recipe(llama, samples=2) | output
+    out = families.merge(content, tmp_path / "out", **OPTIONS)
+    plain = yaml.safe_load((out / "mergekit-slta" / "plain.yml").read_text())
+    assert {key: plain[key] for key in output} == output
+
+
+def test_adapters_have_their_option_in_the_commands(llama: Family, tmp_path: Path) -> None:
+    content = families.recipe(llama, samples=2)
+    content["models"][0]["model"] = f"{llama.base}+{write_adapter(llama.base, tmp_path / 'adapter')}"
+    out = families.merge(content, tmp_path / "out", lora_merge_cache=str(tmp_path / "cache"), **OPTIONS)
+    text = (out / "README.md").read_text()
+    for recipe in ("mergekit_config.yml", "mergekit-slta/plain.yml"):
+        assert f"\nmergekit-yaml {recipe} ./merged --lora-merge-cache ./adapters\n" in text
 
 
 def test_a_second_merge_replaces_its_own_parts_alone(llama: Family, tmp_path: Path) -> None:

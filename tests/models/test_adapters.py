@@ -99,6 +99,13 @@ def edit_maps(folder: Path) -> None:
     edit_tensors(folder, edit)
 
 
+def test_an_adapter_needs_a_folder_to_be_merged_in(family: Family, tmp_path: Path) -> None:
+    """mergekit merges adapters before the checks of a recipe, and verify without them."""
+    adapter = write_adapter(family.base, tmp_path / "adapter")
+    with pytest.raises(SltaError, match="give mergekit a folder to merge it in with --lora-merge-cache FOLDER"):
+        merge_adapter(ModelReference.parse(f"{family.base}+{adapter}"))
+
+
 @pytest.mark.parametrize(
     ("changed", "method"),
     [("base", "slta"), ("adapter", "slta"), ("adapter", "task_arithmetic"), ("interrupted", "task_arithmetic")],

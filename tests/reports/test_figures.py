@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import re
 import warnings
@@ -105,6 +106,20 @@ def test_bars() -> None:
     picture = pixels(bar_chart([*bars, Bar("none", "math", math.nan, math.nan)], x_label="$score"))
     assert all(has_colour(picture, colour) for colour in COLOURS)
     pixels(bar_chart([Bar("a", "b", 0.0, 0.0)], x_label="x"))
+
+
+@pytest.mark.parametrize("value", [0.0143, 0.00061, 1.43, 999.0])
+def test_the_numbers_below_bars_do_not_touch(value: float) -> None:
+    picture = bar_chart([Bar("all", "experts", 0.4 * value, 0.6 * value)], x_label="score")
+    picture.png()
+    (axes,) = picture._figure.axes
+    left, right = axes.get_xlim()
+    boxes = [
+        label.get_window_extent()
+        for place, label in zip(axes.get_xticks(), axes.get_xticklabels(), strict=True)
+        if left <= place <= right
+    ]
+    assert len(boxes) > 2 and all(one.x1 + 4 < other.x0 for one, other in itertools.pairwise(boxes))
 
 
 def test_a_picture_as_svg_is_the_same_each_time_and_knows_dark_pages() -> None:

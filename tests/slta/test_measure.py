@@ -17,12 +17,13 @@ from mergekit.io.tasks import LoaderCache
 from safetensors import safe_open
 from support import families
 from support.copies import edited, sharded
-from support.examining import problems
+from support.examining import larger_vocabulary, problems
 from support.families import Family
 
 from mergekit_slta.data.draw import CHAT_DATE
 from mergekit_slta.errors import SltaError
 from mergekit_slta.levels import Fallback
+from mergekit_slta.nonlinearity.scores import plan_linearity
 from mergekit_slta.recipe import samples
 from mergekit_slta.reports.merge import report_page
 from mergekit_slta.slta import measure
@@ -91,6 +92,17 @@ def test_what_is_no_level_is_refused_before_anything_is_made(llama: Family, tmp_
     with pytest.raises(SltaError, match=r"'layers' is not one of model, layer, attn_mlp, head_mlp, linear\."):
         measured(recipe(llama), tmp_path / "stats.safetensors", "layers")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("measure", [measured_statistics, plan_linearity])
+def test_logits_of_other_vocabularies_are_not_compared(
+    measure: Callable[..., Any], llama: Family, tmp_path: Path, no_measuring: None
+) -> None:
+    """The recipe's own level may be another one, so its check does not say it."""
+    content = recipe(llama, level="layer") | {"tokenizer": {"source": "base"}}
+    content["models"][1]["model"] = str(larger_vocabulary(tmp_path / "larger"))
+    with pytest.raises(SltaError, match="'level: model' compares logits, but the expert .* of 66 tokens"):
+        measure(families.experiment(content), ["layer", "model"])
 
 
 def test_what_it_was_measured_on_is_written_down(llama: Family, path: Path) -> None:
