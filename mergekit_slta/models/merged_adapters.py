@@ -29,15 +29,9 @@ def adapter_option(references: Iterable[ModelReference]) -> str:
     """What stands behind a command that is shown, for mergekit to merge these models if one is an adapter."""
     return " --lora-merge-cache ./adapters" if any(reference.lora for reference in references) else ""
 
-NO_FOLDER = "{model} is a LoRA adapter: give mergekit a folder to merge it in with --lora-merge-cache FOLDER."
-
 
 def current_loader(reference: ModelReference) -> LazyTensorLoader:
-    """mergekit's loader of a model; an adapter whose files have changed gets a new loader.
-
-    Raises:
-        SltaError: it is an adapter, and mergekit has no folder to merge it in.
-    """
+    """mergekit's loader of a model; an adapter whose files have changed gets a new loader."""
     cache = LoaderCache()
     if reference.lora is not None and cache.lora_cache_dir:  # only the first thread of a merge knows this folder
         merged = merge_adapter(reference, cache.lora_cache_dir, cache.trust_remote_code, cache.lora_merge_dtype)
@@ -45,8 +39,6 @@ def current_loader(reference: ModelReference) -> LazyTensorLoader:
             del cache.loaders[reference]
         if reference not in cache.loaders:
             cache.loaders[reference] = merged.lazy_loader(lazy_unpickle=cache.lazy_unpickle)
-    elif reference.lora is not None and reference not in cache.loaders:
-        raise SltaError(NO_FOLDER.format(model=reference))
     return cache.get(reference)
 
 
