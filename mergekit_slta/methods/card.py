@@ -5,13 +5,12 @@ Each part lies between marks, so that a later merge into the same folder replace
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
@@ -27,13 +26,11 @@ from mergekit_slta.models.merged_adapters import adapter_option
 from mergekit_slta.models.spellings import RenamingLoader
 from mergekit_slta.recipe.recipe import Recipe, published_name
 from mergekit_slta.recipe.settings import SETTINGS, SltaSettings
+from mergekit_slta.reports.analysis import LevelAnalysis
 from mergekit_slta.slta.plain_recipe import plain_recipe
 from mergekit_slta.slta.solution import Solution
 from mergekit_slta.slta.statistics import STATISTICS_OF_MERGE, versions
 from mergekit_slta.tables import as_percentage
-
-if TYPE_CHECKING:
-    from mergekit_slta.reports.analysis import LevelAnalysis
 
 LOG = logger(__name__)
 
@@ -62,7 +59,7 @@ def write_beside(folder: Path, recipe: Recipe, solution: Solution | None) -> Non
     from mergekit_slta.reports.merge import alpha_map  # which imports matplotlib
 
     solution.statistics.save(folder / STATISTICS_OF_MERGE)
-    files.write(folder / ALPHA_FIGURE, alpha_map(_analysis(solution)).picture.png())
+    files.write(folder / ALPHA_FIGURE, alpha_map(LevelAnalysis(solution)).picture.png())
     base = recipe.config.base_model
     assert base is not None
     if any(isinstance(LoaderCache.loaders.get(model), RenamingLoader) for model in recipe.references):
@@ -164,7 +161,7 @@ def _section(around: str, folder: Path, recipe: Recipe, method: FiniteMethod, so
         from mergekit_slta.reports.merge import verdict
 
         paragraphs += [
-            f"{verdict(_analysis(solution))} This is a share of feature change, not accuracy.",
+            f"{verdict(LevelAnalysis(solution))} This is a share of feature change, not accuracy.",
             f"![The merging weight of each expert in each layer]({ALPHA_FIGURE})",
         ]
     if not _part(around, _MERGEKITS):
@@ -174,14 +171,6 @@ def _section(around: str, folder: Path, recipe: Recipe, method: FiniteMethod, so
     paragraphs += ["### Do it again", *_again(folder, recipe, solution)]
     paragraphs.append("Made with " + ", ".join(f"{name} {version}" for name, version in versions().items()) + ".")
     return "\n\n".join([_OURS[0], *paragraphs, _OURS[1]])
-
-
-@functools.lru_cache(maxsize=1)
-def _analysis(solution: Solution) -> LevelAnalysis:
-    """What a solution keeps of each expert, which takes many draws of the samples."""
-    from mergekit_slta.reports.analysis import analyse
-
-    return analyse(solution)
 
 
 def _model_table(recipe: Recipe, solution: Solution | None) -> str:
@@ -196,7 +185,7 @@ def _model_table(recipe: Recipe, solution: Solution | None) -> str:
             row.append(_code(source_name(source)) if source else "")
     if solution is not None:
         header.append("Feature change kept")
-        kept = dict(zip(solution.models, _analysis(solution).kept.tolist(), strict=True))
+        kept = dict(zip(solution.models, solution.kept.tolist(), strict=True))
         for row, reference in zip(rows, recipe.references, strict=True):
             row.append(as_percentage(kept[name]) if (name := published_name(reference)) in kept else "")
     lines = [header, ["---"] * len(header), *rows]

@@ -8,8 +8,9 @@ Shapes: ``S`` submodules of a level, ``T`` experts, and as many tasks, each name
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -65,41 +66,58 @@ class SampleEffect:
     retained: torch.Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LevelAnalysis:
-    """A merge at one level.
+    """A merge at one level; what takes many draws of the samples is computed when it is asked for.
 
     Attributes:
-        level: the level.
-        experts: the experts' names without the words that they share.
-        submodules: their canonical names.
-        samples: the number of samples of the task with the fewest.
-        alpha: [S, T] merging weights.
-        low, high: [S, T], the ends of the weights' 90 % bootstrap intervals; NaN if a task has one sample.
-        retained: [S, T], the share of each expert's feature change that the merge keeps; NaN where it changes nothing.
-        share: [S, T], the task's own expert's part in the feature change on the task's data: 1 if all experts change
-            the features equally, T if no other expert changes them.
-        condition: [S], of the scaled A; NaN where A is zero.
-        cosine: [S, T, T], cosine similarity of the experts' feature changes over all tasks' data; NaN without change.
-        without: [T, T], the share of expert a's feature change that the merge keeps if expert b is left out of it.
-        by_samples: the merging weights from fewer samples, by the number of samples per task.
-        doubts: by submodule, why its merging weights are unreliable.
+        solution: the merge's weights.
     """
 
-    level: str
-    experts: tuple[str, ...]
-    submodules: tuple[str, ...]
-    samples: int
-    alpha: torch.Tensor
-    low: torch.Tensor
-    high: torch.Tensor
-    retained: torch.Tensor
-    share: torch.Tensor
-    condition: torch.Tensor
-    cosine: torch.Tensor
-    without: torch.Tensor
-    by_samples: dict[int, SampleEffect]
-    doubts: dict[str, list[str]]
+    solution: Solution
+
+    @property
+    def level(self) -> str:
+        """The level."""
+        return self.solution.level
+
+    @cached_property
+    def experts(self) -> tuple[str, ...]:
+        """The experts' names without the words that they share."""
+        return short_names(self.solution.models)
+
+    @cached_property
+    def submodules(self) -> tuple[str, ...]:
+        """The submodules' canonical names."""
+        return tuple(self.solution.alpha)
+
+    @property
+    def samples(self) -> int:
+        """The number of samples of the task with the fewest."""
+        return int(self._task.bincount().min())
+
+    @cached_property
+    def alpha(self) -> torch.Tensor:
+        """The merging weights, [S, T]."""
+        return torch.stack(list(self.solution.alpha.values()))
+
+    @cached_property
+    def retained(self) -> torch.Tensor:
+        """The share of each expert's feature change that the merge keeps, [S, T]; NaN where it changes nothing."""
+        return torch.stack(list(self.solution.retained.values()))
+
+    @cached_property
+    def share(self) -> torch.Tensor:
+        """The task's own expert's part in the feature change on the task's data, [S, T].
+
+        It is 1 if all experts change the features equally, T if no other expert changes them.
+        """
+        return torch.stack([own.share for own in self.solution.submodules.values()])
+
+    @cached_property
+    def condition(self) -> torch.Tensor:
+        """The condition number of the scaled A, [S]; NaN where A is zero."""
+        return torch.tensor(list(self.solution.condition.values()), dtype=torch.float64)
 
     @property
     def many(self) -> bool:
@@ -114,7 +132,7 @@ class LevelAnalysis:
     @property
     def kept(self) -> torch.Tensor:
         """The share of each expert's feature change that the merge keeps in all submodules together, [T]."""
-        return pooled(self.retained, self.share)
+        return self.solution.kept
 
     def kept_by_layer(self) -> dict[int, torch.Tensor]:
         """The share of each expert's feature change that the merge keeps in each layer, [T]."""
@@ -125,52 +143,67 @@ class LevelAnalysis:
                 layers.setdefault(layer, []).append(index)
         return {layer: pooled(self.retained[rows], self.share[rows]) for layer, rows in layers.items()}
 
+    @cached_property
+    def intervals(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The ends of the weights' 90 % bootstrap intervals, two [S, T]; NaN if a task has one sample."""
+        settings = self.solution.settings
+        draws = (bootstrap(grams, self._task, DRAWS, seed=SEED, **settings) for grams in self._grams())
+        ends = ([own.quantile(q, dim=0) for q in INTERVAL] for own in draws)
+        low, high = (torch.stack(found) for found in zip(*ends, strict=True))
+        return low, high
 
-# Analysis
+    @property
+    def low(self) -> torch.Tensor:
+        """The lower ends of the intervals, [S, T]."""
+        return self.intervals[0]
 
+    @property
+    def high(self) -> torch.Tensor:
+        """The upper ends of the intervals, [S, T]."""
+        return self.intervals[1]
 
-def analyse(solution: Solution) -> LevelAnalysis:
-    statistics, names = solution.statistics, list(solution.alpha)
-    task, samples = statistics.task, statistics.task.bincount()
-    most = int(samples.max())
-    counts = {
-        count: bootstrap_counts(task, DRAWS // 2, SEED, most=count)
-        for count in sorted({*(count for count in SAMPLE_COUNTS if count < most), most})
-    }
-    intervals, cosines, without, doubts = [], [], [], {}
-    by_samples: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {count: [] for count in counts}
-    for name in names:
-        grams = statistics.grams[name]
-        means = task_means(grams, task, solution.balance)
-        draws = bootstrap(grams, task, DRAWS, seed=SEED, **solution.settings)
-        low, high = (draws.quantile(q, dim=0) for q in INTERVAL)
-        intervals.append((low, high))
-        cosines.append(_cosine(means.sum(0)))
-        without.append(left_out(grams, task, **solution.settings))
-        if found := _doubts(solution, name, high - low, means):
-            doubts[name] = found
-        for count, drawn in counts.items():
-            alpha = drawn_weights(grams, task, drawn, **solution.settings)
-            by_samples[count].append((alpha, retained_share(means, alpha)))
-    share = torch.stack([own.share for own in solution.submodules.values()])
-    low, high = (torch.stack(ends) for ends in zip(*intervals, strict=True))
-    retained, others_share = (torch.stack(found) for found in zip(*without, strict=True))
-    return LevelAnalysis(
-        level=solution.level,
-        experts=short_names(solution.models),
-        submodules=tuple(names),
-        samples=int(samples.min()),
-        alpha=torch.stack(list(solution.alpha.values())),
-        low=low,
-        high=high,
-        retained=torch.stack(list(solution.retained.values())),
-        share=share,
-        condition=torch.tensor(list(solution.condition.values()), dtype=torch.float64),
-        cosine=torch.stack(cosines),
-        without=pooled(retained, others_share).T,
-        by_samples={count: _effect(found, share) for count, found in by_samples.items()},
-        doubts=doubts,
-    )
+    @cached_property
+    def cosine(self) -> torch.Tensor:
+        """Cosine similarity of the experts' feature changes over all tasks' data, [S, T, T]; NaN without change."""
+        return torch.stack([_cosine(self._means(grams).sum(0)) for grams in self._grams()])
+
+    @cached_property
+    def without(self) -> torch.Tensor:
+        """The share of expert a's feature change that the merge keeps if expert b is left out of it, [T, T]."""
+        found = (left_out(grams, self._task, **self.solution.settings) for grams in self._grams())
+        retained, share = (torch.stack(own) for own in zip(*found, strict=True))
+        return pooled(retained, share).T
+
+    @cached_property
+    def by_samples(self) -> dict[int, SampleEffect]:
+        """The merging weights from fewer samples, by the number of samples per task."""
+        most = int(self._task.bincount().max())
+        effects = {}
+        for count in sorted({*(count for count in SAMPLE_COUNTS if count < most), most}):
+            drawn = bootstrap_counts(self._task, DRAWS // 2, SEED, most=count)
+            found = []
+            for grams in self._grams():
+                alpha = drawn_weights(grams, self._task, drawn, **self.solution.settings)
+                found.append((alpha, retained_share(self._means(grams), alpha)))
+            effects[count] = _effect(found, self.share)
+        return effects
+
+    @cached_property
+    def doubts(self) -> dict[str, list[str]]:
+        """By submodule, why its merging weights are unreliable."""
+        low, high = self.intervals
+        rows = zip(self.submodules, high - low, map(self._means, self._grams()), strict=True)
+        return {name: found for name, width, means in rows if (found := _doubts(self.solution, name, width, means))}
+
+    @property
+    def _task(self) -> torch.Tensor:
+        return self.solution.statistics.task
+
+    def _grams(self) -> Iterator[torch.Tensor]:
+        return (self.solution.statistics.grams[name] for name in self.submodules)
+
+    def _means(self, grams: torch.Tensor) -> torch.Tensor:
+        return task_means(grams, self._task, self.solution.balance)
 
 
 def _effect(found: Sequence[tuple[torch.Tensor, torch.Tensor]], share: torch.Tensor) -> SampleEffect:

@@ -23,7 +23,6 @@ from mergekit_slta.reports.analysis import (
     PLAUSIBLE_ALPHA,
     WIDEST_INTERVAL,
     LevelAnalysis,
-    analyse,
 )
 from mergekit_slta.reports.figures import PAIR, Line, Matrix, Panel, heat_map, line_chart
 from mergekit_slta.reports.page import Chart, Page, Section
@@ -138,7 +137,7 @@ def report_page(
     else:
         chosen = levels or sorted(found.info.levels, key=lambda level: level != "attn_mlp")
         solutions = [found.solve(level, balance=balance, ridge=ridge) for level in chosen]
-    analyses = [analyse(solution) for solution in solutions]
+    analyses = [LevelAnalysis(solution) for solution in solutions]
     first = analyses[0]
     named = counted(len(first.experts), "expert") if first.many else enumerated(first.experts)
     sections = []

@@ -11,7 +11,7 @@ from support.memory import peak_of
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.reports import analysis as module
-from mergekit_slta.reports.analysis import analyse, kinds_of
+from mergekit_slta.reports.analysis import LevelAnalysis, kinds_of
 from mergekit_slta.slta.solver import bootstrap_counts, pooled, solve
 from mergekit_slta.slta.statistics import Statistics
 
@@ -57,7 +57,7 @@ def test_what_is_kept_is_the_share_of_the_squared_feature_change(
     measured: tuple[Statistics, dict[str, reference.Deltas]],
 ) -> None:
     statistics, deltas = measured
-    found = analyse(statistics.solve("attn_mlp"))
+    found = LevelAnalysis(statistics.solve("attn_mlp"))
     alpha = {name: reference.merging_weights(own) for name, own in deltas.items()}
     for task in range(3):
         expected = dense_kept(list(deltas.values()), list(alpha.values()), task)
@@ -71,9 +71,9 @@ def test_what_is_kept_is_the_share_of_the_squared_feature_change(
 
 def test_the_scale_of_a_submodule_does_not_matter_without_balance() -> None:
     statistics = synthetic.statistics()
-    before = analyse(statistics.solve("attn_mlp", balance=False)).kept
+    before = LevelAnalysis(statistics.solve("attn_mlp", balance=False)).kept
     statistics.grams["layer.1.mlp"] *= 1e6
-    assert torch.allclose(analyse(statistics.solve("attn_mlp", balance=False)).kept, before)
+    assert torch.allclose(LevelAnalysis(statistics.solve("attn_mlp", balance=False)).kept, before)
 
 
 def test_a_submodule_that_an_expert_hardly_changes_counts_for_little() -> None:
@@ -86,37 +86,42 @@ def test_a_submodule_that_an_expert_hardly_changes_counts_for_little() -> None:
 @pytest.mark.parametrize("settings", [{}, {"balance": False}, {"ridge": 0.3}, {"task_weights": [1.0, 0.0, 2.0]}])
 def test_leaving_an_expert_out_is_solving_without_it(settings: dict[str, object]) -> None:
     statistics = synthetic.statistics()
-    found = analyse(statistics.solve("attn_mlp", **settings))  # type: ignore[arg-type]
+    found = LevelAnalysis(statistics.solve("attn_mlp", **settings))  # type: ignore[arg-type]
     for left_out in range(3):
         others = [expert for expert in range(3) if expert != left_out]
         if "task_weights" in settings:
             settings = {"task_weights": [(1.0, 0.0, 2.0)[expert] for expert in others]}
-        alone = analyse(statistics.take(others).solve("attn_mlp", **settings))  # type: ignore[arg-type]
+        alone = LevelAnalysis(statistics.take(others).solve("attn_mlp", **settings))  # type: ignore[arg-type]
         assert torch.allclose(found.without[others, left_out], alone.kept)
     assert found.without.diagonal().isnan().all()
-    assert analyse(statistics.take([0]).solve("attn_mlp")).without.isnan().all()
+    assert LevelAnalysis(statistics.take([0]).solve("attn_mlp")).without.isnan().all()
 
 
 def test_leaving_the_only_task_that_counts_out_says_nothing() -> None:
-    found = analyse(synthetic.statistics().solve("attn_mlp", task_weights=[0.0, 1.0, 0.0]))
+    found = LevelAnalysis(synthetic.statistics().solve("attn_mlp", task_weights=[0.0, 1.0, 0.0]))
     assert found.without[:, 1].isnan().all()
     assert not found.without[2, 0].isnan()
 
 
 def test_many_experts_take_little_more_memory_than_the_samples_of_a_submodule() -> None:
     solution = synthetic.statistics([f"org/e{index}" for index in range(50)], layers=2, samples=2).solve("attn_mlp")
-    assert peak_of(lambda: analyse(solution)) < 20 * solution.statistics.grams["layer.0.mlp"].nbytes
+    analysis = LevelAnalysis(solution)
+
+    def analyse() -> object:
+        return analysis.doubts, analysis.cosine, analysis.without, analysis.by_samples
+
+    assert peak_of(analyse) < 20 * solution.statistics.grams["layer.0.mlp"].nbytes
 
 
 def test_two_experts_alone_cost_each_other_all_that_is_lost() -> None:
-    found = analyse(synthetic.statistics().take([0, 1]).solve("attn_mlp"))
+    found = LevelAnalysis(synthetic.statistics().take([0, 1]).solve("attn_mlp"))
     assert found.without[0, 1].item() == pytest.approx(1)
     assert found.without[1, 0].item() == pytest.approx(1)
 
 
 def test_cosines_are_those_of_the_features(measured: tuple[Statistics, dict[str, reference.Deltas]]) -> None:
     statistics, deltas = measured
-    found = analyse(statistics.solve("attn_mlp"))
+    found = LevelAnalysis(statistics.solve("attn_mlp"))
     for row, own in enumerate(deltas.values()):
         design, _ = reference.stacked(own)
         expected = torch.nn.functional.cosine_similarity(design[:, 0], design[:, 2], dim=0)
@@ -126,7 +131,7 @@ def test_cosines_are_those_of_the_features(measured: tuple[Statistics, dict[str,
 def test_equal_samples_leave_no_doubt_about_the_weights() -> None:
     gram = synthetic.random_grams(3, 1).sum(0)
     statistics = synthetic.statistics(grams=lambda name, number: gram.expand(12, 3, 3))
-    found = analyse(statistics.solve("attn_mlp"))
+    found = LevelAnalysis(statistics.solve("attn_mlp"))
     assert torch.allclose(found.low, found.alpha)
     assert torch.allclose(found.high, found.alpha)
     assert list(found.by_samples) == [1, 3, 4]
@@ -137,7 +142,7 @@ def test_equal_samples_leave_no_doubt_about_the_weights() -> None:
 
 
 def test_intervals_hold_the_weights_and_narrow_with_more_samples() -> None:
-    few, many = (analyse(synthetic.statistics(samples=samples).solve("attn_mlp")) for samples in (5, 60))
+    few, many = (LevelAnalysis(synthetic.statistics(samples=samples).solve("attn_mlp")) for samples in (5, 60))
     assert ((few.low <= few.alpha) & (few.alpha <= few.high)).double().mean() > 0.9
     assert (many.high - many.low).mean() < 0.6 * (few.high - few.low).mean()
     spreads = [float(effect.spread.mean()) for effect in many.by_samples.values()]
@@ -148,7 +153,7 @@ def test_intervals_hold_the_weights_and_narrow_with_more_samples() -> None:
 def test_weights_from_fewer_samples_solve_those_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "DRAWS", 4)
     statistics = synthetic.statistics()
-    effect = analyse(statistics.solve("attn_mlp")).by_samples[3]
+    effect = LevelAnalysis(statistics.solve("attn_mlp")).by_samples[3]
     counts = bootstrap_counts(statistics.task, 2, module.SEED, most=3)
     rows = [torch.arange(12).repeat_interleave(drawn.long()) for drawn in counts]
     assert all(statistics.task[drawn].bincount().tolist() == [3, 3, 3] for drawn in rows)
@@ -167,7 +172,7 @@ def doubts_of(gram: torch.Tensor) -> str:
     statistics = synthetic.statistics(
         ["math", "code"], ["layer"], layers=1, samples=len(gram) // 2, grams=lambda name, number: gram
     )
-    return "; ".join(analyse(statistics.solve("layer")).doubts.get("layer.0", []))
+    return "; ".join(LevelAnalysis(statistics.solve("layer")).doubts.get("layer.0", []))
 
 
 def gram_of(first: tuple[float, ...], second: tuple[float, ...]) -> torch.Tensor:
@@ -212,4 +217,4 @@ def test_no_change_at_all_is_said() -> None:
 
 def test_a_level_that_was_not_measured_is_refused() -> None:
     with pytest.raises(SltaError, match="head_mlp"):
-        analyse(synthetic.statistics().solve("head_mlp"))
+        LevelAnalysis(synthetic.statistics().solve("head_mlp"))

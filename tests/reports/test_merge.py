@@ -16,7 +16,7 @@ from support.html_elements import Elements, assert_self_contained
 
 from mergekit_slta.cli.commands import main
 from mergekit_slta.errors import SltaError
-from mergekit_slta.reports.analysis import MOST_CONDITION, PLAUSIBLE_ALPHA, WIDEST_INTERVAL, analyse
+from mergekit_slta.reports.analysis import MOST_CONDITION, PLAUSIBLE_ALPHA, WIDEST_INTERVAL, LevelAnalysis
 from mergekit_slta.reports.merge import lines_of, reliability, report, report_page, verdict
 from mergekit_slta.reports.words import percent, plain_number
 from mergekit_slta.slta.measure import measured_statistics
@@ -42,7 +42,7 @@ def kept_share(powers: Sequence[float]) -> float:
 
 
 def sentence(powers: Sequence[float]) -> str:
-    return verdict(analyse(interfering(powers).solve("layer")))
+    return verdict(LevelAnalysis(interfering(powers).solve("layer")))
 
 
 def test_the_verdict_states_what_is_kept() -> None:
@@ -83,7 +83,7 @@ def test_the_verdict_when_nothing_is_kept() -> None:
     statistics = synthetic.statistics(
         ["math", "code"], ["layer"], layers=1, samples=5, grams=lambda name, number: grams.double()
     )
-    found = analyse(statistics.solve("layer"))
+    found = LevelAnalysis(statistics.solve("layer"))
     assert found.kept[0] < 0
     assert f"keeps nothing of math's feature change ({percent(float(found.kept[0]))});" in verdict(found)
 
@@ -93,7 +93,7 @@ def test_the_verdict_on_an_expert_that_changes_nothing() -> None:
     statistics = synthetic.statistics(
         ["math", "code"], ["layer"], layers=2, samples=5, grams=lambda name, number: grams
     )
-    text = verdict(analyse(statistics.solve("layer")))
+    text = verdict(LevelAnalysis(statistics.solve("layer")))
     assert "has nothing of math to keep" in text
     assert "keeps 75 % of code's feature change" in text  # half a weight serves its own data and the other alike
     assert report_page(statistics).verdict[0] == text
@@ -103,18 +103,19 @@ def test_unreliable_submodules_are_counted_and_listed_with_the_thresholds() -> N
     alike = torch.tensor([[1.0, 0.999], [0.999, 1.0]]).double()
     statistics = interfering([0.1, 0.1, 0.1])
     statistics.grams["layer.1"] = alike.expand(12, 2, 2)
-    assert reliability(analyse(statistics.solve("layer"))).startswith("The merging weights of 1 of 3 submodules are")
+    said = reliability(LevelAnalysis(statistics.solve("layer")))
+    assert said.startswith("The merging weights of 1 of 3 submodules are")
     page = report_page(statistics)
     (section,) = (section for section in page.sections if section.title.startswith("Unreliable"))
     assert section.table is not None
     assert [row[0] for row in section.table.rows] == ["layer.1"]
     for threshold in (MOST_CONDITION, WIDEST_INTERVAL, *PLAUSIBLE_ALPHA):
         assert plain_number(threshold) in section.paragraphs[0]
-    assert "all 3 submodules look reliable." in reliability(analyse(interfering([0.1, 0.1, 0.1]).solve("layer")))
+    assert "all 3 submodules look reliable." in reliability(LevelAnalysis(interfering([0.1, 0.1, 0.1]).solve("layer")))
 
 
 def test_few_samples_are_not_called_reliable() -> None:
-    found = analyse(interfering([0.1], samples=1).solve("layer"))
+    found = LevelAnalysis(interfering([0.1], samples=1).solve("layer"))
     assert reliability(found) == "The merging weights look reliable, as far as 1 sample per task can tell."
 
 
@@ -137,7 +138,7 @@ def test_the_page_needs_nothing_from_outside(everything: tuple[Statistics, Path]
 def test_the_page_opens_with_the_verdict_on_the_default_level(everything: tuple[Statistics, Path]) -> None:
     statistics, path = everything
     text = " ".join(Elements(path.read_text()).text.split())
-    said = verdict(analyse(statistics.solve("attn_mlp")))
+    said = verdict(LevelAnalysis(statistics.solve("attn_mlp")))
     assert said in text
     assert (
         text.index(said)
@@ -176,8 +177,8 @@ def test_the_tables_hold_the_solution(everything: tuple[Statistics, Path]) -> No
 def test_only_the_levels_and_the_solution_that_are_asked_for() -> None:
     statistics = synthetic.statistics(levels=("layer", "attn_mlp"), layers=2)
     page = report_page(statistics, levels=["layer"], balance=False, ridge=0.5)
-    assert page.verdict[0] == verdict(analyse(statistics.solve("layer", balance=False, ridge=0.5)))
-    assert page.verdict[0] != verdict(analyse(statistics.solve("layer")))
+    assert page.verdict[0] == verdict(LevelAnalysis(statistics.solve("layer", balance=False, ridge=0.5)))
+    assert page.verdict[0] != verdict(LevelAnalysis(statistics.solve("layer")))
     assert all(chart.name.endswith("-layer") for section in page.sections for chart in section.charts)
     assert page.facts["Solved with"] == "samples are not balanced, ridge 0.5"
     with pytest.raises(SltaError, match="'head_mlp'"):
@@ -226,7 +227,7 @@ def test_a_report_on_measured_statistics(llama: Family, tmp_path: Path) -> None:
     )
     path = report(statistics, tmp_path / "report")
     assert_self_contained(path.read_text())
-    assert verdict(analyse(statistics.solve("attn_mlp"))) in " ".join(Elements(path.read_text()).text.split())
+    assert verdict(LevelAnalysis(statistics.solve("attn_mlp"))) in " ".join(Elements(path.read_text()).text.split())
 
 
 def test_the_command_writes_the_report_and_says_the_verdict(tmp_path: Path) -> None:
@@ -234,7 +235,7 @@ def test_the_command_writes_the_report_and_says_the_verdict(tmp_path: Path) -> N
     statistics.save(tmp_path / "stats.safetensors")
     result = CliRunner().invoke(main, ["report", str(tmp_path / "stats.safetensors"), "-o", str(tmp_path / "new")])
     assert result.exit_code == 0, result.output
-    assert verdict(analyse(statistics.solve("layer"))) in result.output
+    assert verdict(LevelAnalysis(statistics.solve("layer"))) in result.output
     assert (tmp_path / "new" / "report.html").is_file()
     wrong = CliRunner().invoke(main, ["report", str(tmp_path / "none"), "-o", str(tmp_path / "other")])
     assert wrong.exit_code == 1
@@ -249,7 +250,7 @@ def test_a_recipe_writes_the_report_of_its_merge(llama: Family, tmp_path: Path) 
     families.merge(recipe, tmp_path / "out")
     measured = Statistics.load(tmp_path / "s.safetensors")
     text = " ".join(Elements((tmp_path / "report" / "report.html").read_text()).text.split())
-    assert verdict(analyse(measured.solve("layer", ridge=0.2))) in text
+    assert verdict(LevelAnalysis(measured.solve("layer", ridge=0.2))) in text
     assert "ridge 0.2" in text
 
 
@@ -260,7 +261,8 @@ def crowd() -> Statistics:
 
 
 def test_the_verdict_on_many_experts_names_those_of_which_least_is_kept(crowd: Statistics) -> None:
-    found = analyse(crowd.solve("head_mlp"))
+    solution = crowd.solve("head_mlp")
+    found = LevelAnalysis(solution)
     kept = found.kept.tolist()
     least = sorted(range(20), key=kept.__getitem__)[:3]
     names = [f"e{index:02} ({percent(kept[index])})" for index in least]
@@ -269,15 +271,18 @@ def test_the_verdict_on_many_experts_names_those_of_which_least_is_kept(crowd: S
         f"Merged at level head_mlp, the result keeps {extremes} of the feature change of each of 20 experts, least of "
         f"{names[0]}, {names[1]} and {names[2]}."
     )
-    nothing = replace(found, retained=torch.full_like(found.retained, torch.nan))
-    assert verdict(nothing).endswith("keeps none of the feature change of each of 20 experts, least of all.")
+    nothing = torch.full((20,), torch.nan, dtype=torch.float64)
+    lost = {name: replace(own, retained=nothing) for name, own in solution.submodules.items()}
+    assert verdict(LevelAnalysis(replace(solution, submodules=lost))).endswith(
+        "keeps none of the feature change of each of 20 experts, least of all."
+    )
 
 
 def test_a_page_on_many_experts_draws_the_extremes_and_tells_every_number(crowd: Statistics) -> None:
     page = report_page(crowd)
     charts = {chart.name.removesuffix("-head_mlp"): chart for section in page.sections for chart in section.charts}
     assert page.title == "What a merge of 20 experts keeps"
-    found = analyse(crowd.solve("head_mlp"))
+    found = LevelAnalysis(crowd.solve("head_mlp"))
     for name, of_each in {"retained": 1, "alpha": 1, "alpha-map": 1, "samples-alpha": 2}.items():
         assert len(charts[name].table.header) == 1 + of_each * 20
     assert [row[1:] for row in charts["alpha-map"].table.rows] == [
