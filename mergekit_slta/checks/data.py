@@ -123,7 +123,8 @@ def few_records(case: Case) -> list[str]:
     """Sources with fewer usable records than 'samples' asks for."""
     asked = case.settings(CalibrationSettings).samples
     return [
-        f"Calibration source {data.source!r} has {len(data.records)} usable records, but 'samples' asks for {asked}."
+        f"Calibration source {data.source!r} has only {len(data.records)} of the {asked} usable records that 'samples' "
+        "asks for."
         for data in case.samples.values()
         if len(data.records) < asked
     ]

@@ -146,7 +146,6 @@ def calibrate(recipe: Path, stats: str, levels: list[str], **options: Any) -> No
             before = _identity(path)
             statistics = measured_statistics(experiment, levels, path)
     except KeyboardInterrupt:
-        click.echo(f"\nInterrupted. To resume from {path}.partial, run the same command again.", err=True)
         raise click.exceptions.Exit(INTERRUPTED) from None
     if ranks.first:
         found = "fits already and was not touched" if before and before == _identity(path) else "written"

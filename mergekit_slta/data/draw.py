@@ -109,7 +109,10 @@ class CalibrationSource:
             )
         if (usable := len(drawn.records)) < samples:
             LOG.warning(
-                "Calibration source %r has %d usable records, but 'samples' asks for %d.", self.source, usable, samples
+                "Calibration source %r has only %d of the %d usable records that 'samples' asks for.",
+                self.source,
+                usable,
+                samples,
             )
         return drawn
 

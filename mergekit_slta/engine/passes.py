@@ -143,6 +143,10 @@ def pass_layers(
                 else:
                     positions //= 2
                     LOG.warning("Out of memory on %s: continuing with %d token positions at once", device, positions)
+            except KeyboardInterrupt:
+                if partial is not None and accumulator.ranks.first:
+                    LOG.warning("Interrupted. To resume from %s, run the same command again.", partial.folder)
+                raise
             loop.forget()  # not above, where the error still holds what the run had in memory
 
 

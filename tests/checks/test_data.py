@@ -162,7 +162,8 @@ def test_the_data_is_looked_at_without_a_word_in_the_log(family: Family, caplog:
         found = look(families.recipe(family, samples=30), running=False)
     assert not caplog.records
     assert found.notes == [
-        f"Calibration source '{file}' has 6 usable records, but 'samples' asks for 30." for file in family.data
+        f"Calibration source '{file}' has only 6 of the 30 usable records that 'samples' asks for."
+        for file in family.data
     ]
 
 

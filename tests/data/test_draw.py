@@ -222,8 +222,8 @@ def test_fewer_than_asked_is_a_warning(
     drawn = load(source, plain_tokenizer, samples=30)
     assert sorted(drawn.records) == [0, 2]
     assert drawn.skipped == 1
-    (shortage,) = [record.getMessage() for record in caplog.records if "asks for 30" in record.getMessage()]
-    assert source in shortage and "2 usable" in shortage
+    (shortage,) = [record.getMessage() for record in caplog.records if "asks for" in record.getMessage()]
+    assert source in shortage and "only 2 of the 30 usable" in shortage
 
 
 def test_enough_samples_are_no_warning(
