@@ -26,8 +26,9 @@ LOG = logger(__name__)
 STATE = "state.json"
 LOCK = "lock"
 EDGES = "edges.safetensors"
-# The names of what is written to the folder, temporary files of killed writers included.
-OURS = re.compile(r"lock|\.?(state|edges|layer-\d+|hidden-\d+-\d+)\..*|\.?tmp\w{6,8}|\.nfs\w+")
+# The names of what is in the folder: files, temporary ones of killed writers, and what systems put there.
+_FILE = r"(state\.json|(edges|layer-\d+|hidden-\d+-\d+)\.safetensors)"
+OURS = re.compile(rf"lock|{_FILE}|\.{_FILE}\..+|\.?tmp\w{{6,8}}|\.(nfs|fuse_hidden|smbdelete|cifs)\w*|\.DS_Store")
 
 # By stream and row, hidden states [S, D] without padding; by stream, row and path, other tensors that layers pass to
 # later layers.
@@ -82,7 +83,7 @@ class Partial:
         """Whether a folder holds what is left of a measurement at some of these levels, and nothing of a user's."""
         state = Partial._state(folder)
         own = state.get("levels", [])
-        is_ours = "files" in state if state else not _odd_entry(folder)
+        is_ours = ("files" in state or not state) and not _odd_entry(folder)
         return is_ours and not (isinstance(own, list) and set(map(str, own)) - set(levels))
 
     def enter(self, ranks: Ranks) -> None:
@@ -231,8 +232,8 @@ def _refuse_foreign(folder: Path) -> None:
 
 def _odd_entry(folder: Path) -> str | None:
     """The name of something in a folder that ``Partial`` does not write; None if there is no such thing."""
-    names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
-    return next((name for name in names if not OURS.fullmatch(name)), None)
+    entries = sorted(folder.iterdir()) if folder.is_dir() else []
+    return next((entry.name for entry in entries if entry.is_dir() or not OURS.fullmatch(entry.name)), None)
 
 
 def remove(folder: Path) -> None:

@@ -45,10 +45,11 @@ class ActmatAnchor(Blend):
         Args:
             names: each tensor's key in ``tensors``, and the model's name of it.
             tensors: the base model's, then the experts'.
-            later: the keys of maps that stay the average, because ``solved_map`` is called for them.
+            later: the keys of maps that stay the base model's, because ``solved_map`` is called for them.
         """
         base, *experts = tensors
-        blended = super().of(names, tensors)
+        now = [{key: tensor for key, tensor in own.items() if key not in later} for own in tensors]
+        blended = {key: base[key] for key in later} | super().of(names, now)
         for key in self.solved_keys(names) - set(later):
             solved = functools.partial(_solved, self._maps[names[key]])
             blended[key] = in_parts(solved, base[key], *(own[key] for own in experts))

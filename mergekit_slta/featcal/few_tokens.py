@@ -127,6 +127,7 @@ class _Rows:
         # p^(-1/2) of each part; zero for a dimension that is always zero.
         self._scales = torch.stack([torch.where(own > 0, own.rsqrt(), 0.0) for own in penalty])
         self._root: tuple[torch.Tensor, torch.Tensor] | None = None  # U, and which dimensions it leaves out
+        self._one_factor = bool(((self._scales == 0) == (self._scales[-1] == 0)).all())
         # Where no dimension is held more than another, X U^-1 serves all parts.
         self._alike = bool(((self._scales == self._scales[:, :1]) & (self._scales > 0)).all())
         if prior is not None and self._alike:
@@ -155,9 +156,10 @@ class _Rows:
         absent = scale == 0
         if self._root is None or not torch.equal(self._root[1], absent):
             self._root = None  # its memory is needed
-            prior = self._prior if self._alike else self._prior.clone()
+            prior = self._prior if self._one_factor else self._prior.clone()
             prior[absent], prior[:, absent] = 0, 0
             prior.diagonal()[absent] = 1
+            prior = prior.mT  # the same matrix, in the order that is factorized without a copy
             self._root = torch.linalg.cholesky(prior, upper=True, out=prior), absent
         return self._root[0]
 

@@ -125,6 +125,7 @@ class LayerSolver:
         maps: the layer's groups of maps.
         anchor: the anchor's tensors by their names inside the layer.
         later: those maps among them that the anchor solves as ``actmat`` does, once their group is reached.
+        known: tensors that earlier layers, which share them, have solved.
         base: the base model's.
         experts: those of the ``T`` experts.
         streams: the merged model's stream and the experts' own, before this layer.
@@ -142,6 +143,7 @@ class LayerSolver:
     maps: LayerMaps
     anchor: dict[str, torch.Tensor]
     later: Collection[str]
+    known: Weights
     base: Weights
     experts: Sequence[Weights]
     streams: Streams
@@ -151,7 +153,7 @@ class LayerSolver:
     folder: Path
 
     def __post_init__(self) -> None:
-        self.merged = dict(self.anchor)
+        self.merged = {**self.anchor, **self.known}
         self._children = {group.child for group in self.maps.groups}
         self._outputs: dict[tuple[int, int], dict[str, Any]] = defaultdict(dict)  # that wait, by stream and batch
         self._inputs: dict[int, torch.Tensor] = {}  # of the group that is being solved, by batch
@@ -247,9 +249,9 @@ class LayerSolver:
         total = torch.zeros(size, size, dtype=torch.float64, device=self.decoder.device)
         for linear_map in maps:
             base = linear_map.matrix(self.base)
-            tasks = [linear_map.matrix(expert) - base for expert in self.experts]
+            tasks = (linear_map.matrix(expert) - base for expert in self.experts)
             if linear_map.weight in self.later:
-                self.anchor[linear_map.weight] = linear_map.stored(solved_map(base, tasks, total))
+                self.anchor[linear_map.weight] = linear_map.stored(solved_map(base, list(tasks), total))
                 self.merged[linear_map.weight] = self.anchor[linear_map.weight]
             else:
                 for task in filter(torch.any, tasks):

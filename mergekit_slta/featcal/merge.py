@@ -164,6 +164,7 @@ class _FeatureMerge(Accumulator[Tensors]):
             maps,
             anchor,
             later,
+            known,
             base,
             experts,
             streams,
@@ -172,7 +173,6 @@ class _FeatureMerge(Accumulator[Tensors]):
             self.ranks,
             self.folder,
         )
-        solver.merged |= known
         for group in maps.groups:
             self.stage = f"layer {layer} of {len(self.decoder)}, {group}"
             solver.solve(group, report)

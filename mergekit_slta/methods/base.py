@@ -71,13 +71,18 @@ class FiniteMethod(GroupMergeMethod):
         """Drop the previous merge."""
         self._experiment = None
 
-    def written(self, folder: Path) -> None:
-        """Clean up after mergekit has written the whole output, and add files that it does not copy."""
+    def written(self, folder: Path, weights: str) -> None:
+        """Clean up after mergekit has written the whole output, and add files that it does not copy.
+
+        Args:
+            folder: the output.
+            weights: the name of the file with the weights, or of their index.
+        """
         for part in folder.glob(files.UNFINISHED_TENSORS):
             part.unlink()
         experiment, self._experiment = self._experiment, None
         if experiment is not None:
-            _remove_superseded(folder)
+            _set_aside(folder, weights)
             copy_companions(experiment, folder)
 
     def merge_group(self, group: TensorGroup, /, **parameters: Any) -> torch.Tensor:
@@ -140,9 +145,9 @@ class CalibratedMethod(FiniteMethod):
         super().forget()
         self._merge = None
 
-    def written(self, folder: Path) -> None:
+    def written(self, folder: Path, weights: str) -> None:
         """Refuse an output whose tensors are of other files than those that were measured."""
-        super().written(folder)
+        super().written(folder, weights)
         if self._merge is not None:
             for model in (self._merge.experiment.base, *self._merge.experiment.experts):
                 model.refuse_changes()
@@ -178,13 +183,14 @@ class CalibratedMethod(FiniteMethod):
         return self.merge_tensor(group, merge)
 
 
-def _remove_superseded(folder: Path) -> None:
-    """Of a whole weight file and an index of several, keep what has just been written; programs read either first."""
-    found = [file for file in (folder / WEIGHT_FILES[0], folder / f"{WEIGHT_FILES[0]}.index.json") if file.is_file()]
-    if len(found) > 1:
-        old = min(found, key=lambda file: file.stat().st_mtime_ns)
-        old.unlink()
-        LOG.warning("%s of an earlier merge is deleted: programs would read it instead of this one.", old)
+def _set_aside(folder: Path, written: str) -> None:
+    """Rename weights and indices of an earlier merge that programs may read instead of the file just written."""
+    for name in (name + index for name in WEIGHT_FILES for index in ("", ".index.json")):
+        if name != written and (old := folder / name).is_file():
+            aside = old.replace(folder / f"{name}.old")
+            LOG.warning(
+                "%s is of an earlier merge, and programs would read it instead of this one: now %s.", old, aside
+            )
 
 
 def write_report(folder: str, name: str, page: Page) -> None:

@@ -68,9 +68,9 @@ class FeatcalMethod(CalibratedMethod):
             self._merge.result.release()
         super().forget()
 
-    def written(self, folder: Path) -> None:
+    def written(self, folder: Path, weights: str) -> None:
         """Delete the scratch folder."""
-        super().written(folder)
+        super().written(folder, weights)
         if self._merge is not None and self._merge.result is not None:
             self._merge.result.remove()
             self._merge = None

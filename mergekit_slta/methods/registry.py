@@ -17,6 +17,7 @@ from mergekit.architecture import ModelArchitecture, auto
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import FinalizeModel, LoaderCache
+from mergekit.io.tensor_writer import TensorWriter
 from mergekit.options import MergeOptions
 
 from mergekit_slta.checks import examine
@@ -28,6 +29,7 @@ from mergekit_slta.methods.base import FiniteMethod
 from mergekit_slta.methods.featcal import FeatcalMethod
 from mergekit_slta.methods.sftm import SftmMethod
 from mergekit_slta.methods.slta import SltaMethod
+from mergekit_slta.models.headers import WEIGHT_FILES
 from mergekit_slta.models.merged_adapters import current_loader, merge_adapter
 from mergekit_slta.models.spellings import adapt_loader, other_names, restore_loaders
 from mergekit_slta.recipe.experiment import Experiment
@@ -97,11 +99,13 @@ def watch_planner() -> None:
     finalize = FinalizeModel.execute
 
     @functools.wraps(finalize)
-    def execute(self: FinalizeModel, *arguments: Any, **more: Any) -> None:
-        finalize(self, *arguments, **more)
-        _OUTPUT.set(Path(self.writer_task.out_path))
+    def execute(self: FinalizeModel, writer: TensorWriter, **more: Any) -> None:
+        finalize(self, writer, **more)
+        folder = Path(self.writer_task.out_path)
+        weights = WEIGHT_FILES[0 if writer.safe_serialization else 1]
+        _OUTPUT.set(folder)
         for method in METHODS.values():
-            method.written(Path(self.writer_task.out_path))
+            method.written(folder, weights if writer.shards_written == 1 else f"{weights}.index.json")
 
     FinalizeModel.execute = execute
 
@@ -192,8 +196,8 @@ def sound_experiment(config: MergeConfiguration, options: MergeOptions) -> Exper
         return experiment
     experiment = Experiment(Recipe.from_config(config), **options.model_dump())
     context = click.get_current_context(silent=True)
-    out = context.params.get("out_path") if context else None
-    found = examine.examine(experiment, out_path=out).refuse_problems()
+    given = context.params if context and "intermediate_dir" not in context.params else {}  # that of mergekit-multi
+    found = examine.examine(experiment, out_path=given.get("out_path")).refuse_problems()
     for note in found.notes if not options.quiet else ():
         LOG.warning(note)
     return experiment

@@ -168,6 +168,17 @@ def test_a_folder_of_the_user_is_neither_taken_nor_removed(name: str, tmp_path: 
     assert not Partial.is_left_over(tmp_path, LEVELS)
 
 
+@pytest.mark.parametrize("name", ["layer-1.md", "tmpfolder/notes", "notes.txt"])
+def test_a_rest_beside_files_of_the_user_is_not_removed(name: str, tmp_path: Path) -> None:
+    Partial(tmp_path, {}).begin()
+    for rest in ("layer-0000.safetensors", ".hidden-0000-0000.safetensors.my.host.12", ".tmpa1B2c3", ".DS_Store"):
+        (tmp_path / rest).touch()
+    assert Partial.is_left_over(tmp_path, LEVELS)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    assert not Partial.is_left_over(tmp_path, LEVELS)
+
+
 def test_only_the_first_rank_keeps_others_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

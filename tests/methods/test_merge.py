@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+import os
 import sys
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -21,10 +22,11 @@ from mergekit_slta.data import draw
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.methods.merge import merge
 from mergekit_slta.models import headers
-from mergekit_slta.models.headers import weight_map
+from mergekit_slta.models.headers import WEIGHT_FILES, weight_map
 from mergekit_slta.recipe.recipe import Recipe
 
 Counts = collections.Counter[tuple[str, str]]
+ENTRIES = [name + index for name in WEIGHT_FILES for index in ("", ".index.json")]  # that programs look for
 
 
 @pytest.fixture
@@ -77,13 +79,19 @@ def test_a_merge_in_python_is_mergekits_own(llama: Family, tmp_path: Path) -> No
     assert ours.keys() == theirs.keys() and all(ours[name].equal(tensor) for name, tensor in theirs.items())
 
 
-def test_a_merge_into_the_same_folder_leaves_no_weights_of_the_one_before(llama: Family, tmp_path: Path) -> None:
-    """A whole file and an index of several hide each other, from mergekit or from transformers."""
+def test_a_merge_into_the_same_folder_hides_the_weights_of_the_one_before(llama: Family, tmp_path: Path) -> None:
+    """Programs read one of a whole file and an index of several; the time of a file does not say which is new."""
     out = tmp_path / "out"
-    for method, size, kept in (("actmat", 60_000, 2), ("sftm", 10**9, 1), ("actmat", 60_000, 2)):
-        families.merge(families.recipe(llama, method, calibration=False), out, out_shard_size=size)
-        assert len(weight_map(out)) == kept
-        assert (out / "model.safetensors").exists() == (kept == 1)
+    several, whole = {"out_shard_size": 60_000}, {"safe_serialization": True}
+    for method, options in (("actmat", several), ("sftm", whole), ("actmat", several), ("sftm", whole)):
+        families.merge(families.recipe(llama, method, calibration=False), out, **options)
+        assert len(weight_map(out)) == (2 if options is several else 1)
+        (entry,) = (file for file in out.iterdir() if file.name in ENTRIES)
+        os.utime(entry, (2**32, 2**32))
+    recipe = families.recipe(llama, "sftm", calibration=False)
+    families.merge(recipe, out, safe_serialization=False)
+    assert [file.name for file in out.iterdir() if file.name in ENTRIES] == ["pytorch_model.bin"]
+    assert {file.name for file in out.glob("*.old")} == {"model.safetensors.old", "model.safetensors.index.json.old"}
 
 
 def test_importing_merge_leaves_the_methods_known_to_stock_mergekit(forks: ForkServerContext) -> None:
