@@ -49,7 +49,7 @@ class ActmatAnchor(Blend):
         """
         base, *experts = tensors
         now = [{key: tensor for key, tensor in own.items() if key not in later} for own in tensors]
-        blended = {key: base[key] for key in later} | super().of(names, now)
+        blended = {**base, **super().of(names, now)}
         for key in self.solved_keys(names) - set(later):
             solved = functools.partial(_solved, self._maps[names[key]])
             blended[key] = in_parts(solved, base[key], *(own[key] for own in experts))

@@ -196,7 +196,8 @@ def sound_experiment(config: MergeConfiguration, options: MergeOptions) -> Exper
         return experiment
     experiment = Experiment(Recipe.from_config(config), **options.model_dump())
     context = click.get_current_context(silent=True)
-    given = context.params if context and "intermediate_dir" not in context.params else {}  # that of mergekit-multi
+    # mergekit-multi, which has folders between its steps, names only the folder of its last one.
+    given = context.params if context and "intermediate_dir" not in context.params else {}
     found = examine.examine(experiment, out_path=given.get("out_path")).refuse_problems()
     for note in found.notes if not options.quiet else ():
         LOG.warning(note)
