@@ -23,7 +23,7 @@ singular values of task matrices fall like those of trained ones (measured on 76
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -187,6 +187,23 @@ def add_gram(matrix: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
         stop = start + BLOCK
         total[start:stop, start:].addmm_(matrix[:, start:stop].T, matrix[:, start:])
     return total
+
+
+def blocks_of(total: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The blocks of a Gram matrix to which ``add_gram`` adds, as views."""
+    for start in range(0, len(total), BLOCK):
+        yield total[start : start + BLOCK, start:]
+
+
+def two_grams(size: int, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two sums [n, n] float64 for ``add_gram``, zero at first, in little more memory than one.
+
+    The blocks of the second are stored where ``add_gram`` does not write in the first, so nothing else may be written
+    to either while both are in use.
+    """
+    shift = min(BLOCK, size)
+    both = torch.zeros(size + shift, size, dtype=torch.float64, device=device)
+    return both[:size], both[shift:].T
 
 
 def gram_norm(parts: Sequence[torch.Tensor], counted: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,8 @@ class Ranks:
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over the ranks in place, in the order of the ranks, so that all get equal sums."""
         if self.count > 1:
-            own = tensor.to("cuda" if dist.get_backend() == "nccl" else "cpu", copy=True)
+            where = "cuda" if dist.get_backend() == "nccl" else "cpu"
+            own = tensor.to(where, copy=True, memory_format=torch.contiguous_format)
             tensor.zero_()
             for rank in range(self.count):
                 part = own if rank == self.index else torch.empty_like(own)

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mergekit_slta.actmat.covariance import add_gram, gram_norm, mirror
+from mergekit_slta.actmat.covariance import add_gram, blocks_of, gram_norm, mirror, two_grams
 
 # The penalty follows A's diagonal if the diagonal's mean is so many times its median.
 MASSIVE = 10.0
@@ -81,19 +81,26 @@ class Change:
 
 
 class _Sums:
-    """Sums over tokens, zero at first: of all samples, and of each of the ``halves`` into which they are dealt."""
+    """Sums over tokens, zero at first: of all samples, and of each of the halves into which they are dealt.
 
-    def __init__(self, inputs: int, outputs: int, combined: int, halves: int, device: torch.device | str) -> None:
-        def zeros(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.float64, device=device)
+    Args:
+        moments: for each half the zero matrix [d_in, d_in] for the products of the inputs, to which ``add_gram`` adds.
+        outputs: the number of dimensions d_out.
+        combined: the number of combinations of the residuals.
+    """
 
+    def __init__(self, moments: list[torch.Tensor], outputs: int, combined: int) -> None:
+        inputs, halves = len(moments[0]), len(moments)
+        zeros = moments[0].new_zeros
         self.inputs, self.residuals, self.cross = zeros(inputs), zeros(outputs), zeros(inputs, outputs)
-        self.moments = [zeros(inputs, inputs) for _ in range(halves)]  # of the inputs
+        self.moments = moments
         self.predicted = [zeros(inputs, combined) for _ in range(halves)]  # inputs with combinations of the residuals
         self.masses, self.tokens = zeros(halves), zeros(halves)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        yield from (self.inputs, self.residuals, self.cross, *self.moments, *self.predicted, self.masses, self.tokens)
+        yield from (self.inputs, self.residuals, self.cross, *self.predicted, self.masses, self.tokens)
+        for moments in self.moments:
+            yield from blocks_of(moments)
 
 
 class NormalEquations:
@@ -127,7 +134,8 @@ class NormalEquations:
         combined, halves = (PREDICTED, 2) if ridge is None else (0, 1)
         self._combinations = random_combinations(outputs, combined).to(device)
         # Of all tasks with their weights, and of the current one before it has a weight.
-        self._all, self._task = (_Sums(inputs, outputs, combined, halves, device) for _ in range(2))
+        moments = zip(*[two_grams(inputs, device) for _ in range(halves)], strict=True)
+        self._all, self._task = (_Sums(list(own), outputs, combined) for own in moments)
         self._masses: list[torch.Tensor] = []
         self._halved = ridge is None  # whether each task has samples in both halves
 

@@ -261,10 +261,11 @@ def needs(
 
 def _elements_by_sums(inputs: int, outputs: int, halves: bool) -> int:
     """The elements that the sums of a regression take at most."""
-    sets = 2 if halves else 1  # of the inputs' moments, those of a task and those of all tasks before it
-    blocks = 3 * BLOCK  # rows of moments, of which their norm is computed
-    gathering = 2 * sets * inputs**2 + (2 * outputs + blocks) * inputs
-    return max(gathering, (sets + 1) * inputs**2 + 3 * inputs * outputs)
+    sets = 2 if halves else 1  # of the inputs' moments, those of a task in one memory with those of all before it
+    blocks = (sets + 3) * BLOCK  # rows between the two, and rows of which the norm is computed
+    gathering = sets * inputs**2 + (2 * outputs + blocks) * inputs
+    search = (sets + 1) * inputs**2 + inputs * outputs
+    return max(gathering, search, 2 * inputs**2 + 3 * inputs * outputs)
 
 
 def _elements_by_tokens(inputs: int, outputs: int, tokens: int, halves: bool) -> int:

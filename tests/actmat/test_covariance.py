@@ -9,7 +9,15 @@ import torch
 from support.actmat_reference import dense_merge
 
 from mergekit_slta.actmat import covariance
-from mergekit_slta.actmat.covariance import gram, low_rank, merge_by_covariance, mirror
+from mergekit_slta.actmat.covariance import (
+    add_gram,
+    blocks_of,
+    gram,
+    low_rank,
+    merge_by_covariance,
+    mirror,
+    two_grams,
+)
 
 SHAPES = [(48, 48), (200, 40), (20, 100), (40, 90)]  # square, tall, fewer rows than inputs, wide
 TOLERANCE = 1e-6  # of the reference's norm
@@ -145,6 +153,23 @@ def test_experts_on_inputs_of_their_own_come_back_whole() -> None:
 def test_a_ridge_of_zero_has_a_solution() -> None:
     merged = merge_by_covariance([torch.randn(40, 3) @ torch.randn(3, 60) for _ in range(2)], 0.0)
     assert merged.isfinite().all()
+
+
+@pytest.mark.parametrize("n", [1, 6, 7, 8, 14, 20])
+def test_two_sums_share_a_memory_and_no_element(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(covariance, "BLOCK", 7)
+    matrices = [torch.randn(5, n, dtype=torch.float64) for _ in range(4)]
+    sums = two_grams(n, "cpu")
+    for number, matrix in enumerate(matrices):
+        add_gram(matrix, sums[number % 2])
+    for matrix in matrices[1::2]:
+        for block in blocks_of(sums[1]):
+            block.zero_()
+        add_gram(matrix, sums[1])
+    first, last = (sum(matrix.T @ matrix for matrix in own) for own in (matrices[::2], matrices[3:]))
+    torch.testing.assert_close(sums[1].triu(), torch.triu(last))  # before the other's blocks are written over
+    torch.testing.assert_close(mirror(sums[0]), first)
+    assert sums[0].untyped_storage().nbytes() <= 8 * n * (n + 7)
 
 
 @pytest.mark.parametrize(("m", "n"), SHAPES)
