@@ -23,7 +23,7 @@ singular values of task matrices fall like those of trained ones (measured on 76
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -86,21 +86,23 @@ def merge_by_covariance(
     inputs = mean.shape[1]
     touched = [(task, weight) for task, weight in zip(tasks, weights, strict=True) if weight > 0 and task.any()]
     penalty = max(ridge, SMALLEST_RIDGE) * sum(weight for _, weight in touched) / inputs
-    alone = not touched or len(tasks) == 1
-    if alone and total is None:
+    if not touched or len(tasks) == 1:
+        if total is not None:
+            for task, weight in touched:
+                add_gram(all_rows(task, weight).rows, total)
         return mean
     parts = [low_rank(task, weight, NEGLIGIBLE * penalty) for task, weight in touched]
     ranks = [len(task) if part is None else len(part.rows) for part, (task, _) in zip(parts, touched, strict=True)]
     whole = (part or all_rows(*given) for part, given in zip(parts, touched, strict=True))
-    if alone or sum(ranks) < inputs:
-        rows = list(whole)
+    if sum(ranks) < inputs:
+        rows, products = join_rows(whole, sum(ranks), mean)
         if total is not None:
-            for part in rows:
-                add_gram(part.rows, total)
-        return mean if alone else mean.add_(solve_by_rows(rows, mean, penalty))
+            add_gram(rows, total)
+        return mean.add_(solve_by_rows(rows, products, mean, penalty))
     moments, target = torch.zeros(inputs, inputs, dtype=mean.dtype, device=mean.device), mean.mul_(penalty)
     for part in whole:
         add_moments(part, moments, target)
+        del part  # its memory is needed for the next one
     if total is not None:
         total += moments
     return solve(moments, target, penalty)
@@ -234,18 +236,47 @@ def add_moments(part: Rows, moments: torch.Tensor, target: torch.Tensor) -> None
 
 
 def solve(system: torch.Tensor, target: torch.Tensor, penalty: float) -> torch.Tensor:
-    """target [m, k] times the inverse of (system + penalty I) [k, k].
+    """target [m, k] times the inverse of (system + penalty I) [k, k]; see ``times_inverse``.
 
-    Only what is on and above the diagonal of ``system`` is read, and it is used up.
+    Raises:
+        torch.linalg.LinAlgError: something is not finite.
     """
     system.diagonal().add_(penalty)
-    factor = torch.linalg.cholesky(system, upper=True, out=system)
-    return torch.cholesky_solve(target.T, factor, upper=True).T
+    if (found := times_inverse(target, system)) is None:
+        raise torch.linalg.LinAlgError("Something in the task matrices is not finite.")
+    return found
 
 
-def solve_by_rows(parts: Sequence[Rows], mean: torch.Tensor, penalty: float) -> torch.Tensor:
-    """τ − τ̄ through the system of the rows X, for fewer rows than inputs."""
-    rows = torch.cat([part.rows for part in parts])
-    target = torch.cat([part.times_rows() for part in parts], 1).addmm_(mean, rows.T, alpha=-1)
+def times_inverse(target: torch.Tensor, system: torch.Tensor) -> torch.Tensor | None:
+    """target [m, n] times the inverse of a symmetric matrix [n, n], or None where that is not positive definite.
+
+    Only what is on and above the diagonal of ``system`` is read. Both are used up: what is returned takes the place of
+    ``target``, and nothing is copied if its rows are contiguous.
+    """
+    lower = system.mT  # the same matrix, in the order that is factorized without a copy
+    failed = torch.empty((), dtype=torch.int32, device=system.device)
+    torch.linalg.cholesky_ex(lower, out=(lower, failed))
+    if int(failed):
+        return None
+    columns = target.T
+    for factor, upper in ((lower, False), (lower.mT, True)):
+        torch.linalg.solve_triangular(factor, columns, upper=upper, out=columns)
+    return target
+
+
+def join_rows(parts: Iterable[Rows], count: int, mean: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``count`` rows X [k, n] of all experts, and their products [m, k] with their own task matrices."""
+    rows, products = mean.new_empty(count, mean.shape[1]), mean.new_empty(len(mean), count)
+    start = 0
+    for part in parts:
+        own = slice(start, start + len(part.rows))
+        rows[own], products[:, own], start = part.rows, part.times_rows(), own.stop
+        del part  # its memory is needed for the next one
+    return rows, products
+
+
+def solve_by_rows(rows: torch.Tensor, products: torch.Tensor, mean: torch.Tensor, penalty: float) -> torch.Tensor:
+    """τ − τ̄ through the system of the rows X, for fewer rows than inputs; see ``join_rows``."""
+    target = products.addmm_(mean, rows.T, alpha=-1)
     system = add_gram(rows.T, rows.new_zeros(len(rows), len(rows)))
     return solve(system, target, penalty) @ rows

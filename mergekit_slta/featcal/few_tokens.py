@@ -24,12 +24,12 @@ from mergekit_slta.featcal.regression import (
     UNKNOWN_RIDGE,
     Change,
     NormalEquations,
+    finite_solution,
     first_change,
     lowest_ridge,
     not_decisive,
     penalties,
     random_combinations,
-    solve_positive,
 )
 
 
@@ -102,8 +102,8 @@ class TokenEquations:
         def solution_of(ridge: float) -> torch.Tensor | None:
             system = add_gram(whitened.T, whitened.new_zeros(len(whitened), len(whitened)))
             system.diagonal().add_(ridge)
-            found = solve_positive(system, residuals)
-            return None if found is None else rows.unwhitened(whitened.T @ found)
+            found = finite_solution(residuals.T.clone(memory_format=torch.contiguous_format), system)
+            return None if found is None else rows.unwhitened(found @ whitened)
 
         return first_change(solution_of, max(ridge, SMALLEST_RIDGE), input_sum, residual_sum, torch.stack(self._masses))
 
@@ -139,12 +139,13 @@ class _Rows:
         scaled = self._inputs.mul_(scale) if part == -1 else self._inputs * scale
         return scaled if self._prior is None or self._alike else self._divide(scaled, scale)
 
-    def unwhitened(self, columns: torch.Tensor) -> torch.Tensor:
-        """V^-1 times columns [d_in, k], which are used up, by the last part's penalties."""
+    def unwhitened(self, changes: torch.Tensor) -> torch.Tensor:
+        """changes [k, d_in], which are used up, times V^-T by the last part's penalties."""
         scale = self._scales[-1]
         if self._prior is not None:
+            columns = changes.T
             torch.linalg.solve_triangular(self._factor(scale), columns, upper=True, out=columns)
-        return columns.mul_(scale[:, None])
+        return changes.mul_(scale)
 
     def _divide(self, rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """Turn rows [n, d_in] into rows U^-1, in place."""
@@ -197,12 +198,12 @@ def by_tokens(tokens: int, inputs: int, processes: int, *, prior: bool, search: 
 
 def _best_ridge(rows: _Rows, residuals: torch.Tensor, halves: Sequence[torch.Tensor]) -> float:
     """The ridge that predicts each half of the samples, the first parts of the rows, best from the other."""
-    predicted = residuals @ random_combinations(residuals.shape[1], PREDICTED).to(residuals.device)
+    predicted = random_combinations(residuals.shape[1], PREDICTED).to(residuals.device).T @ residuals.T
     parts = []
     for half, own in enumerate(halves):
         whitened = rows.whitened(half)
         products = whitened @ whitened[own].T
-        parts.append((products[own], products[~own], predicted[own], predicted[~own]))
+        parts.append((products[own], products[~own], predicted[:, own], predicted[:, ~own]))
         del whitened, products  # their memory is needed for the other half
 
     def error(ridge: float) -> float:
@@ -210,10 +211,10 @@ def _best_ridge(rows: _Rows, residuals: torch.Tensor, halves: Sequence[torch.Ten
         for own, others, given, wanted in parts:
             system = own.clone()
             system.diagonal().add_(ridge)
-            found = solve_positive(system, given)
+            found = finite_solution(given.clone(), system)
             if found is None:
                 return torch.inf
-            total += float((others @ found - wanted).square().sum())
+            total += float((found @ others.T - wanted).square().sum())
         return total
 
     return lowest_ridge(error)

@@ -197,7 +197,9 @@ class LayerSolver:
                 equations.add(inputs, residuals, batch.samples, batch.join(self.weights))
                 progress(len(batch.rows))
             equations.finish_task()
-        self._apply(group.maps, equations.solve())
+        change = equations.solve()
+        del equations  # its memory is needed
+        self._apply(group.maps, change)
         self._forget_targets(group)
         if group.empty is not None:
             self._close(group)

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mergekit_slta.actmat.covariance import add_gram, blocks_of, gram_norm, mirror, two_grams
+from mergekit_slta.actmat.covariance import add_gram, blocks_of, gram_norm, mirror, times_inverse, two_grams
 
 # The penalty follows A's diagonal if the diagonal's mean is so many times its median.
 MASSIVE = 10.0
@@ -92,9 +92,9 @@ class _Sums:
     def __init__(self, moments: list[torch.Tensor], outputs: int, combined: int) -> None:
         inputs, halves = len(moments[0]), len(moments)
         zeros = moments[0].new_zeros
-        self.inputs, self.residuals, self.cross = zeros(inputs), zeros(outputs), zeros(inputs, outputs)
+        self.inputs, self.residuals, self.cross = zeros(inputs), zeros(outputs), zeros(outputs, inputs)
         self.moments = moments
-        self.predicted = [zeros(inputs, combined) for _ in range(halves)]  # inputs with combinations of the residuals
+        self.predicted = [zeros(combined, inputs) for _ in range(halves)]  # combinations of the residuals with inputs
         self.masses, self.tokens = zeros(halves), zeros(halves)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
@@ -151,7 +151,7 @@ class NormalEquations:
         roots = weights.to(inputs.device, torch.float64).sqrt()[:, None]
         inputs, residuals, samples = inputs * roots, residuals * roots, samples.to(inputs.device)
         task = self._task
-        task.cross.addmm_(inputs.T, residuals)
+        task.cross.addmm_(residuals.T, inputs)
         task.inputs += (roots.T @ inputs)[0]
         task.residuals += (roots.T @ residuals)[0]
         combined = residuals @ self._combinations
@@ -159,7 +159,7 @@ class NormalEquations:
             own = slice(None) if len(task.moments) == 1 else samples % 2 == half
             given = inputs[own]
             add_gram(given, moments)
-            predicted.addmm_(given.T, combined[own])
+            predicted.addmm_(combined[own].T, given)
             task.masses[half] += (roots[own] ** 2).sum()
             task.tokens[half] += len(given)
 
@@ -206,13 +206,13 @@ class NormalEquations:
                 if solution is None:
                     return torch.inf
                 # But for the sum of the squared residuals, which is the same for every ridge.
-                found += float((solution * (other_moments @ solution - 2 * other_cross)).sum())
+                found += float((solution * (solution @ other_moments - 2 * other_cross)).sum())
             return found
 
         return lowest_ridge(error)
 
     def _solution(self, moments: torch.Tensor, cross: torch.Tensor, *, ridge: float) -> torch.Tensor | None:
-        """D transposed [d_in, d_out], or None where the equations are singular or not finite."""
+        """D [d_out, d_in], or None where the equations are singular or not finite."""
         diagonal = moments.diagonal().clone()
         penalty = penalties(diagonal)
         if self._prior is None:
@@ -224,8 +224,8 @@ class NormalEquations:
         scale = whole.rsqrt()  # to a unit diagonal, so that no dimension's unit matters
         scale[whole == 0] = 0  # the change of a dimension that is always zero is zero
         system.mul_(scale[:, None]).mul_(scale).diagonal().fill_(1.0)
-        solution = solve_positive(system, cross * scale[:, None])
-        return None if solution is None else solution.mul_(scale[:, None])
+        solution = finite_solution(cross * scale, system)
+        return None if solution is None else solution.mul_(scale)
 
 
 def random_combinations(outputs: int, count: int) -> torch.Tensor:
@@ -246,17 +246,10 @@ def penalties(diagonal: torch.Tensor) -> torch.Tensor:
     return diagonal if mean > MASSIVE * diagonal.median() else mean.expand_as(diagonal)
 
 
-def solve_positive(system: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
-    """The inverse of ``system`` times ``right``, or None where it is singular or something is not finite.
-
-    Only what is on and above the diagonal of ``system`` is read, and it is used up.
-    """
-    failed = torch.empty((), dtype=torch.int32, device=system.device)
-    torch.linalg.cholesky_ex(system, upper=True, out=(system, failed))
-    if int(failed):
-        return None
-    solution = torch.cholesky_solve(right, system, upper=True)
-    return solution if bool(torch.isfinite(solution).all()) else None
+def finite_solution(target: torch.Tensor, system: torch.Tensor) -> torch.Tensor | None:
+    """What ``times_inverse`` finds, or None where something in it is not finite."""
+    solution = times_inverse(target, system)
+    return solution if solution is not None and bool(torch.isfinite(solution).all()) else None
 
 
 def lowest_ridge(error: Callable[[float], float]) -> float:
@@ -280,7 +273,7 @@ def first_change(
     """The change by the ridge asked for, or by the first larger one that makes the equations solvable.
 
     Args:
-        solution_of: D transposed [d_in, d_out] by the ridge, or None where it does not make them solvable.
+        solution_of: D [d_out, d_in] by the ridge, or None where it does not make them solvable.
         ridge: the ridge asked for.
         input_sum, residual_sum: the weighted sums of the inputs [d_in] and of the residuals [d_out].
         masses: each task's sum of weights [T].
@@ -288,7 +281,7 @@ def first_change(
     mass = masses.sum().clamp_min(torch.finfo(torch.float64).tiny)
     for factor in LARGER_RIDGES:
         if (solution := solution_of(ridge * factor)) is not None:
-            matrix, used, enlarged = solution.T, ridge * factor, factor > 1
+            matrix, used, enlarged = solution, ridge * factor, factor > 1
             break
     else:
         matrix, used, enlarged = input_sum.new_zeros(len(residual_sum), len(input_sum)), None, False

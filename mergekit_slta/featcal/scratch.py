@@ -261,24 +261,27 @@ def needs(
 
 def _elements_by_sums(inputs: int, outputs: int, halves: bool) -> int:
     """The elements that the sums of a regression take at most."""
-    sets = 2 if halves else 1  # of the inputs' moments, those of a task in one memory with those of all before it
-    blocks = (sets + 3) * BLOCK  # rows between the two, and rows of which the norm is computed
-    gathering = sets * inputs**2 + (2 * outputs + blocks) * inputs
-    search = (sets + 1) * inputs**2 + inputs * outputs
-    return max(gathering, search, 2 * inputs**2 + 3 * inputs * outputs)
+    # The inputs' moments, those of a task in one memory with those of all before it.
+    moments = inputs * (inputs + min(BLOCK, inputs))
+    gathering = (2 if halves else 1) * moments + (2 * outputs + 3 * BLOCK) * inputs  # and blocks to compute the norm
+    search = 2 * moments + inputs**2 + inputs * outputs if halves else 0
+    return max(gathering, search, moments + inputs**2 + 2 * inputs * outputs)
 
 
 def _elements_by_tokens(inputs: int, outputs: int, tokens: int, halves: bool) -> int:
     """The elements that a regression by its tokens takes at most."""
     gathering = 2 * tokens * (inputs + outputs)
     search = halves * tokens * (5 * inputs + 2 * outputs + 3 * tokens) // 2
-    return max(gathering, search, tokens * (inputs + 2 * outputs + 2 * tokens) + inputs * outputs)
+    return max(gathering, search, tokens * (inputs + 2 * outputs + tokens) + inputs * outputs)
 
 
 def _elements_by_covariance(inputs: int, outputs: int, experts: int) -> int:
     """The elements that the merge of actmat takes at most for one map, and the prior that its sums are added to."""
     task_matrices = (experts + 1) * inputs * outputs * FLOAT32 // FLOAT64
-    return 2 * inputs**2 + min(inputs, outputs) ** 2 + 3 * inputs * outputs + task_matrices
+    rows = experts * outputs
+    if rows < inputs:
+        return inputs**2 + rows * (inputs + rows + outputs) + 2 * inputs * outputs + task_matrices
+    return 2 * inputs**2 + min(inputs, outputs) ** 2 + 2 * inputs * outputs + task_matrices
 
 
 def _routed(layer: torch.nn.Module) -> int:

@@ -633,14 +633,14 @@ def test_a_token_that_is_not_finite_keeps_the_anchor(
 
 
 def test_a_system_of_tokens_tries_larger_ridges(monkeypatch: pytest.MonkeyPatch) -> None:
-    attempt = regression.solve_positive
+    attempt = regression.finite_solution
     tried: list[float] = []
 
-    def fail(system: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
+    def fail(target: torch.Tensor, system: torch.Tensor) -> torch.Tensor | None:
         tried.append(float(system.trace()))
-        return attempt(system, right) if len(tried) > 2 else None
+        return attempt(target, system) if len(tried) > 2 else None
 
-    monkeypatch.setattr("mergekit_slta.featcal.few_tokens.solve_positive", fail)
+    monkeypatch.setattr("mergekit_slta.featcal.few_tokens.finite_solution", fail)
     change = solve(few(), 0.003, by_tokens=True)
     assert change.ridge == pytest.approx(0.3) and change.enlarged
     assert difference(change.matrix, explicit(few(), 0.3)) < TOLERANCE
