@@ -1,7 +1,7 @@
 """How time and memory grow with samples, tokens, experts, layers and ranks, and those of a layer with its width.
 
     python tests/benchmarks/scaling.py --size 20m
-    python tests/benchmarks/scaling.py --only widths --check
+    python tests/benchmarks/scaling.py --only widths --check 7b
 
 Prints one JSON line per quantity: the values, calibration's seconds and peak anonymous memory (reading and writing
 included), and the exponents of the power laws fitted to them.
@@ -11,7 +11,8 @@ processor seconds of one thread, less those of a layer of almost no width, and a
 width mislead, because what grows with the width, its square and its cube has comparable shares. So the seconds are
 fitted to counts of values, of multiplications by tokens, and of those of featcal's matrices by matrices; the bytes to
 those that are planned and those of the tokens. This gives what all layers of a 7B and a 70B model take, without their
-output heads. With ``--check`` one layer of the 7B model is measured too.
+output heads. With ``--check`` one layer of that model is measured too: one of 70B takes 7 GB of disk, and 16 GB of
+memory by calibration.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ DEFAULTS = {"samples": 8, "tokens": 128, "experts": 3, "layers": 4}
 GRIDS = {"samples": (4, 8, 16, 32), "tokens": (64, 128, 256, 512), "experts": (1, 2, 3, 4), "layers": (2, 4, 8, 16)}
 RANKS = (1, 2)
 WIDTHS = (512, 1024, 2048)
+LARGE = ("7b", "70b")  # the shapes that are told by extrapolation, and measured if asked for
 ONE_LAYER = {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}
 NO_WIDTH = 64  # of the layer whose seconds are fixed costs
 CALIBRATION, FEATCAL = "slta attn_mlp", "featcal"  # what is measured at each width
@@ -64,7 +66,7 @@ VALUES, TOKENS = "values", "products with tokens"  # parts of the work
 @click.option("--setting", "settings", multiple=True, type=click.Choice([CALIBRATION, FEATCAL]), help="Only this.")
 @click.option("--prompts", default=10, show_default=True, help="Of each task, for the widths.")
 @click.option("--tokens", default=128, show_default=True, help="Of each prompt, for the widths.")
-@click.option("--check", is_flag=True, help="With the widths, measure a layer of the 7B model too.")
+@click.option("--check", multiple=True, type=click.Choice(LARGE), help="With the widths, measure this layer too.")
 @click.option("--one", help="Run one calibration with these values, as JSON, in this process.")
 def main(
     size: str,
@@ -74,7 +76,7 @@ def main(
     settings: tuple[str, ...],
     prompts: int,
     tokens: int,
-    check: bool,
+    check: tuple[str, ...],
     one: str | None,
 ) -> None:
     """Fit how calibration and featcal scale."""
@@ -150,9 +152,9 @@ def _torchrun(size: str, level: str, ranks: int) -> float:
 # One layer by its width
 
 
-def _by_width(settings: Sequence[str], widths: Sequence[int], prompts: int, tokens: int, check: bool) -> None:
+def _by_width(settings: Sequence[str], widths: Sequence[int], prompts: int, tokens: int, check: Sequence[str]) -> None:
     """Print for each setting what a layer takes at each width, and what the large models take by that."""
-    configs = [_config(width) for width in (NO_WIDTH, *widths)] + [SHAPES["7b"]] * check
+    configs = [_config(width) for width in (NO_WIDTH, *widths)] + [SHAPES[shape] for shape in check]
     CACHE.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=CACHE) as folder:
         families = []
@@ -166,7 +168,7 @@ def _by_width(settings: Sequence[str], widths: Sequence[int], prompts: int, toke
             )
             for run in series:
                 run["seconds"] -= fixed["seconds"]
-            print(json.dumps(_extrapolated(name, widths, series, EXPERTS * prompts * tokens)), flush=True)
+            print(json.dumps(_extrapolated(name, widths, series, check, EXPERTS * prompts * tokens)), flush=True)
 
 
 def _config(width: int) -> PretrainedConfig:
@@ -211,8 +213,10 @@ def _run_layer(models: list[str], setting: str, prompts: int, tokens: int) -> di
     }
 
 
-def _extrapolated(name: str, widths: Sequence[int], series: list[dict[str, Any]], tokens: int) -> dict[str, Any]:
-    """Fit the first runs, those of the widths, and say what they make of larger layers; a further run is the check."""
+def _extrapolated(
+    name: str, widths: Sequence[int], series: list[dict[str, Any]], check: Sequence[str], tokens: int
+) -> dict[str, Any]:
+    """Fit the first runs, those of the widths, and say what they make of larger layers; the others are the check."""
     fitted = series[: len(widths)]
     configs = [_config(width) for width in widths]
     ridges = fitted[-1]["ridges"]  # larger layers are taken to need as many
@@ -235,7 +239,7 @@ def _extrapolated(name: str, widths: Sequence[int], series: list[dict[str, Any]]
         "fitted_gb": (np.array(space) @ room / 1e9).round(3).tolist(),
         "ridges": [round(run["ridges"], 2) for run in series],
     }
-    for shape in ("7b", "70b"):
+    for shape in LARGE:
         config = SHAPES[shape]
         work = _work(name, config, tokens, ridges)
         layer = float(rates @ _kinds(work))
@@ -245,11 +249,12 @@ def _extrapolated(name: str, widths: Sequence[int], series: list[dict[str, Any]]
             "hours": round(layer * config.num_hidden_layers / 3600, 2),
             "gb": round(float(room @ _bytes(name, config, tokens)) / 1e9, 1),
         }
-    for run in series[len(widths) :]:
-        result["measured 7b"] = {
+    for shape, run in zip(check, series[len(widths) :], strict=True):
+        config = SHAPES[shape]
+        result[f"measured {shape}"] = {
             "seconds_per_layer": round(run["seconds"], 1),
-            "by_its_own_ridges": round(float(rates @ _kinds(_work(name, SHAPES["7b"], tokens, run["ridges"]))), 1),
-            "by_the_power": round(float(np.exp(np.polyval(power, np.log(SHAPES["7b"].hidden_size)))), 1),
+            "by_its_own_ridges": round(float(rates @ _kinds(_work(name, config, tokens, run["ridges"]))), 1),
+            "by_the_power": round(float(np.exp(np.polyval(power, np.log(config.hidden_size)))), 1),
             "gb": round(run["bytes"] / 1e9, 2),
         }
     return result
