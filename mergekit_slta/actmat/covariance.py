@@ -94,7 +94,7 @@ def merge_by_covariance(
     parts = [low_rank(task, weight, NEGLIGIBLE * penalty) for task, weight in touched]
     ranks = [len(task) if part is None else len(part.rows) for part, (task, _) in zip(parts, touched, strict=True)]
     whole = (part or all_rows(*given) for part, given in zip(parts, touched, strict=True))
-    if sum(ranks) < inputs:
+    if sum(ranks) < (inputs if total is None else inputs // 2):  # the total has to be computed in any case
         rows, products = join_rows(whole, sum(ranks), mean)
         if total is not None:
             add_gram(rows, total)

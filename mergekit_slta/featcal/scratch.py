@@ -279,7 +279,7 @@ def _elements_by_covariance(inputs: int, outputs: int, experts: int) -> int:
     """The elements that the merge of actmat takes at most for one map, and the prior that its sums are added to."""
     task_matrices = (experts + 1) * inputs * outputs * FLOAT32 // FLOAT64
     rows = experts * outputs
-    if rows < inputs:
+    if rows < inputs // 2:
         return inputs**2 + rows * (inputs + rows + outputs) + 2 * inputs * outputs + task_matrices
     return 2 * inputs**2 + min(inputs, outputs) ** 2 + 2 * inputs * outputs + task_matrices
 

@@ -19,7 +19,8 @@ from mergekit_slta.actmat.covariance import (
     two_grams,
 )
 
-SHAPES = [(48, 48), (200, 40), (20, 100), (40, 90)]  # square, tall, fewer rows than inputs, wide
+# Square, tall, all experts' rows fewer than a half of the inputs, fewer than the inputs, and more.
+SHAPES = [(48, 48), (200, 40), (14, 90), (20, 90), (40, 90)]
 TOLERANCE = 1e-6  # of the reference's norm
 
 Matrices = list[torch.Tensor]
@@ -64,7 +65,8 @@ def assert_solved(tasks: Matrices, ridge: float = 0.1, weights: tuple[float, ...
     found = merge_by_covariance(tasks, ridge, weights or None, total)
     assert found.dtype == torch.float64
     assert (found - wanted).norm() <= TOLERANCE * wanted.norm()
-    assert torch.equal(found, merge_by_covariance(tasks, ridge, weights or None))
+    without_total = merge_by_covariance(tasks, ridge, weights or None)  # perhaps by another system
+    assert (found - without_total).norm() <= 1e-9 * wanted.norm()
     for task, weight in zip(tasks, weights or [1.0] * len(tasks), strict=True):
         if task.any():
             total -= weight * task.double().T @ task.double() / task.double().norm() ** 2

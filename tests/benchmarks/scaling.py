@@ -305,13 +305,13 @@ def _solved(inputs: int, outputs: int, tokens: int, ridges: float) -> tuple[floa
 
 
 def _actmat(inputs: int, outputs: int) -> float:
-    """The multiplications of ``actmat`` for one map of full rank: Gram matrices, products, factorization and solve."""
+    """The multiplications of ``actmat`` for one map of full rank, and of the moments that are featcal's prior."""
     rows = EXPERTS * outputs
-    small = rows * (outputs * inputs / 2 + outputs * inputs)
-    if rows < inputs:
-        return small + rows * outputs * inputs + rows**2 * inputs / 2 + rows**3 / 6 + rows**2 * outputs
+    moments, small = rows * inputs**2 / 2, rows * (outputs * inputs / 2 + outputs * inputs)
+    if rows < inputs // 2:
+        return moments + small + 2 * rows * outputs * inputs + rows**2 * (inputs / 2 + rows / 6 + outputs)
     products = rows * inputs**2 if outputs >= inputs else small
-    return rows * inputs**2 / 2 + products + inputs**3 / 6 + inputs**2 * outputs
+    return moments + products + inputs**3 / 6 + inputs**2 * outputs
 
 
 def _bytes(name: str, config: PretrainedConfig, tokens: int) -> tuple[float, float]:
