@@ -28,12 +28,13 @@ def exact_products() -> Iterator[None]:
     """
     with contextlib.ExitStack() as changed:
         cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-        for older, newer in ((cuda, cuda), (cudnn, getattr(cudnn, "conv", cudnn))):
-            try:
-                older.allow_tf32  # noqa: B018
-                changed.enter_context(_set(older, "allow_tf32", False))
-            except RuntimeError:  # it was set by torch's newer interface, which refuses to be mixed with this one
-                changed.enter_context(_set(newer, "fp32_precision", "ieee"))
+        with contextlib.suppress(RuntimeError):  # it was set by torch's newer interface, which refuses to be mixed
+            changed.enter_context(_set(cudnn, "allow_tf32", False))
+        for owner in (cuda, getattr(cudnn, "conv", cudnn)):
+            if not hasattr(owner, "fp32_precision"):  # a torch without the newer interface
+                changed.enter_context(_set(owner, "allow_tf32", False))
+            elif owner.fp32_precision == "tf32":  # perhaps from a setting for all of cuDNN or of torch
+                changed.enter_context(_set(owner, "fp32_precision", "ieee"))
         matmul = _settings()
         if matmul is not None and _onednn_is_exact():
             changed.enter_context(_set(matmul, "fp32_precision", "bf16"))

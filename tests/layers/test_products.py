@@ -3,9 +3,12 @@
 import os
 import subprocess
 import sys
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import pytest
+import torch
+from support.processes import run_afresh
 from support.slow import slow_but
 
 from mergekit_slta.layers import products
@@ -46,6 +49,44 @@ def test_the_settings_are_as_before_afterwards(exact: bool, monkeypatch: pytest.
     with exact_products():
         assert (settings.fp32_precision == "bf16") == exact
     assert settings.fp32_precision == before
+
+
+NO_TF32 = """
+import sys, torch
+from mergekit_slta.layers.products import exact_products
+exec(sys.argv[1])
+matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+
+def settings():
+    found = [matmul.fp32_precision, cudnn.conv.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision]
+    try:
+        return [*found, torch.get_float32_matmul_precision()]
+    except RuntimeError:  # it refuses to say what was set by the newer interface
+        return found
+
+before = settings()
+assert "tf32" in before
+with exact_products():
+    assert "tf32" not in (matmul.fp32_precision, cudnn.conv.fp32_precision)
+    torch.nn.functional.conv1d(torch.ones(1, 4, 9), torch.ones(4, 4, 3))
+assert settings() == before
+"""
+
+
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="needs torch's newer interface")
+@pytest.mark.parametrize(
+    "allowed",
+    [
+        "pass",  # convolutions, as torch has it
+        "torch.backends.fp32_precision = 'tf32'",
+        "torch.backends.cudnn.fp32_precision = 'tf32'",
+        "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+        "torch.backends.cuda.matmul.allow_tf32 = True",
+        "torch.set_float32_matmul_precision('medium')",
+    ],
+)
+def test_a_gpu_rounds_nothing_however_that_was_allowed(allowed: str, forks: ForkServerContext) -> None:
+    run_afresh(forks, NO_TF32, allowed)
 
 
 def test_a_kernel_that_rounds_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
