@@ -233,7 +233,7 @@ class _Loop(Generic[Result]):
             return
 
         def write() -> None:
-            with torch.cuda.stream(self.writes):
+            with _on(self.writes):
                 partial.save_hidden(layer, ranks.index, hidden)
                 ranks.wait()
                 if ranks.first:
@@ -278,7 +278,7 @@ class _Loop(Generic[Result]):
         return weights
 
     def _fetch(self, model: Checkpoint, names: Mapping[str, str], device: torch.device) -> dict[str, torch.Tensor]:
-        with torch.cuda.stream(self.reads):
+        with _on(self.reads):
             fetched = model.fetch(names, self.accumulator.decoder.base_model_prefix, device)
         if self.reads is not None:
             self.reads.synchronize()
@@ -297,3 +297,8 @@ class _Loop(Generic[Result]):
     def _report(self, samples: int) -> None:
         self.reported += samples
         self.progress(samples)
+
+
+def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
+    """Work on a stream of a GPU; without one, leave a GPU that the machine may have alone, as torch's own does not."""
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)

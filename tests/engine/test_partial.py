@@ -102,6 +102,21 @@ def test_goes_on_from_the_last_finished_layer(
     assert all(torch.equal(grams[name], expected[name]) for name in expected)
 
 
+def test_a_gpu_that_is_not_asked_for_is_left_alone(
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another program may have filled it, and a forked process cannot use it."""
+
+    def refuse() -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", refuse)
+    partial = Partial(tmp_path / "state", {})
+    partial.begin()
+    assert families.measure(family, "layer", partial=partial)
+
+
 def states(*keys: tuple[int, int]) -> Hidden:
     return {key: torch.randn(3, 4) for key in keys}
 
