@@ -99,9 +99,10 @@ def join() -> Ranks:
         return Ranks()
     if not dist.is_initialized():
         own_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", count))
-        if own_gpus:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("nccl" if own_gpus else "gloo", timeout=PATIENCE)
+        gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if own_gpus else None
+        if gpu is not None:
+            torch.cuda.set_device(gpu)
+        dist.init_process_group("nccl" if own_gpus else "gloo", timeout=PATIENCE, device_id=gpu)
     return Ranks(dist.get_rank(), count)
 
 

@@ -107,6 +107,19 @@ def test_alone_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks.leave()
 
 
+def test_each_process_says_which_gpu_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else nccl guesses it at the first barrier."""
+    said: list[Any] = []
+    for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", said.append)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: said.extend([backend, more["device_id"]]))
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    assert ranks.join() == Ranks(3, 4)
+    assert said == [torch.device("cuda", 1), "nccl", torch.device("cuda", 1)]
+
+
 # Feature merges
 
 
