@@ -180,6 +180,14 @@ def test_a_decoder_that_was_used_elsewhere_runs_where_it_is_moved(name: str, mak
         assert torch.equal(first_layer(), expected)
 
 
+def test_a_device_without_a_number_is_the_current_one(llama: Family) -> None:
+    with separate_device() as device:
+        decoder = Decoder(llama.config, device=device.partition(":")[0])
+        assert decoder.device == torch.device(device)
+        decoder.once(structure, 0)
+        assert decoder.to(device.partition(":")[0])._known  # it was not moved
+
+
 def test_linearity(make_family: MakeFamily) -> None:
     family = make_family(families.config_of("llama", num_hidden_layers=2), experts=2, records=1, longest=8)
     models = families.checkpoints(family.folders)

@@ -60,7 +60,7 @@ class Decoder:
         self, config: transformers.PretrainedConfig, trust_remote_code: bool = False, device: str = "cpu"
     ) -> None:
         refuse_unless_decoder(config)
-        self.device = torch.device(device)
+        self.device = _numbered(device)
         self.model = meta_model(config, trust_remote_code)
         # One expert of a mixture after the other: the other ways compute the same, but gather copies of the weights.
         if self.model._can_set_experts_implementation():
@@ -91,9 +91,10 @@ class Decoder:
 
     def to(self, device: torch.device | str) -> Decoder:
         """Run layers on another device from now on, and forget what ``once`` has found."""
-        if torch.device(device) != self.device:
+        device = _numbered(device)
+        if device != self.device:
             self.fresh.restore()
-            self.device = torch.device(device)
+            self.device = device
             for module in self.model.modules():
                 for name in module._non_persistent_buffers_set & module._buffers.keys():
                     if (buffer := module._buffers[name]) is not None:
@@ -245,6 +246,11 @@ class Decoder:
         for name, buffer in list(self.model.named_non_persistent_buffers()):
             owner, _, leaf = name.rpartition(".")
             self.model.get_submodule(owner)._buffers[leaf] = buffer.to(self.device)
+
+
+def _numbered(device: torch.device | str) -> torch.device:
+    """A device with its number: "cuda" is the current GPU, which may be another one in another thread."""
+    return torch.empty(0, device=device).device
 
 
 def is_multimodal(config: transformers.PretrainedConfig) -> bool:
