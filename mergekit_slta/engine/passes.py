@@ -269,7 +269,8 @@ class _Loop(Generic[Result]):
             for model in models:
                 model.prefetch(layer + 1)
         elif layer + 1 < len(decoder):
-            later = self._stacks(layer + 1)
+            whole = routed_tensors(decoder.layers[layer]).keys() - stacks
+            later = self._stacks(layer + 1, sum(own[name].nbytes for own in weights for name in whole))
             following = {key: name for key, name in decoder.layer_tensors(layer + 1).items() if key not in later}
             target = decoder.device if self._room() else torch.device("cpu")
             once = {model.reference: model for model in models}  # an expert that is named twice is read once
@@ -284,12 +285,17 @@ class _Loop(Generic[Result]):
             self.reads.synchronize()
         return fetched
 
-    def _stacks(self, layer: int) -> dict[str, torch.Size]:
-        """The shapes of a layer's tensors of routed experts, by their keys, if each expert is read when it is used."""
+    def _stacks(self, layer: int, freed: int = 0) -> dict[str, torch.Size]:
+        """The shapes of a layer's tensors of routed experts, by their keys, if each expert is read when it is used.
+
+        Args:
+            layer: the layer's index.
+            freed: the bytes of the experts on the GPU that are freed before.
+        """
         decoder = self.accumulator.decoder
         stacks = {name: tensor.shape for name, tensor in routed_tensors(decoder.layers[layer]).items()}
         size = sum(map(math.prod, stacks.values())) * torch.float32.itemsize
-        return {} if size * (len(self.accumulator.models) + 1) < self._room() else stacks
+        return {} if size * (len(self.accumulator.models) + 1) < self._room() + freed else stacks
 
     def _room(self) -> int:
         return room(self.accumulator.decoder.device) if self.on_device else 0
