@@ -13,6 +13,7 @@ ROWS = [
     "featcal, ridge 0.003, anchor base", "merge, ready statistics", "merge, task_arithmetic",
 ]  # fmt: skip
 
+SCRIPT = ROOT / "tests" / "benchmarks" / "gpu.py"
 
 RUN = """
 import runpy, sys
@@ -23,10 +24,13 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+OPTIONS = ["--device=cpu", "--samples=2", "--tokens=16", "--layers=2", "--repeats=1"]
+
+
 def test_it_measures_a_tiny_model_and_says_what_is_extrapolated(forks: ForkServerContext, tmp_path: Path) -> None:
-    arguments = ["--shape=tiny", "--device=cpu", "--samples=2", "--tokens=16", "--layers=2", "--repeats=1"]
-    script = ROOT / "tests" / "benchmarks" / "gpu.py"
-    said = run_afresh(forks, RUN, script, *arguments, f"--folder={tmp_path / 'models'}", f"--output={tmp_path}")
+    said = run_afresh(
+        forks, RUN, SCRIPT, *OPTIONS, "--shape=tiny", f"--folder={tmp_path / 'models'}", f"--output={tmp_path}"
+    )
     (result,) = json.loads((tmp_path / "gpu.json").read_text())
     assert (result["layers"], result["all_layers"], result["samples"], result["models"]) == (2, 3, 6, 4)
     rows = {row["name"]: row for row in result["rows"]}
@@ -46,3 +50,41 @@ def test_it_measures_a_tiny_model_and_says_what_is_extrapolated(forks: ForkServe
     text = (tmp_path / "gpu.md").read_text()
     assert "2 of 3 layers" in text and text in said
     assert not any((tmp_path / "models").glob("*/base"))
+
+
+FAILING = """
+import sys, torch
+sys.path.insert(0, sys.argv[1].rpartition("/")[0])
+import gpu
+
+def fail(*arguments):
+    raise torch.OutOfMemoryError("CUDA out of memory.\\nTried to allocate 2 GiB")
+
+gpu.measured_statistics = gpu.solve_model = fail
+write, large = gpu.write_models, gpu.SHAPES["70b"]
+gpu.write_models = lambda folder, config, *more: fail() if config is large else write(folder, config, *more)
+try:
+    gpu.main(sys.argv[2:])
+except SystemExit as ended:
+    assert ended.code == 1
+"""
+
+
+def test_what_fails_leaves_the_rest_alone(forks: ForkServerContext, tmp_path: Path) -> None:
+    shapes = ["--shape=70b", "--shape=tiny-mixture"]
+    said = run_afresh(forks, FAILING, SCRIPT, *OPTIONS, *shapes, f"--folder={tmp_path}", f"--output={tmp_path}")
+    failed, result = json.loads((tmp_path / "gpu.json").read_text())
+    assert failed == {"shape": "70b", "error": "OutOfMemoryError: CUDA out of memory"}
+    rows = {row["name"]: row for row in result["rows"]}
+    assert list(rows) == ["statistics for the merge", *ROWS]
+    assert {name for name, row in rows.items() if "seconds" in row} == {*ROWS[:2], ROWS[-1]}
+    for name in ROWS[2:6]:
+        assert rows[name]["error"] == "OutOfMemoryError: CUDA out of memory"
+    assert said.count("Tried to allocate 2 GiB") == 6
+    assert f"| {ROWS[2]} | OutOfMemoryError: CUDA out of memory |" in (tmp_path / "gpu.md").read_text()
+
+
+def test_it_begins_nothing_when_the_time_is_over(forks: ForkServerContext, tmp_path: Path) -> None:
+    places = f"--folder={tmp_path}", f"--output={tmp_path}"
+    said = run_afresh(forks, RUN, SCRIPT, *OPTIONS, "--shape=tiny", "--minutes=0", *places)
+    assert all(f"| {name} | no time was left |" in said for name in ROWS)

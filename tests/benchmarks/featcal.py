@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -102,30 +103,37 @@ def _forward(models: list[Module], batches: list[Batch], device: str) -> None:
 
 
 def bare_products(decoder: Decoder, sizes: Sequence[int], device: str) -> None:
-    for inputs, outputs in _groups(decoder):
+    for inputs, outputs, share in _groups(decoder):
         features, targets = (torch.ones(max(sizes), width, device=device) for width in (inputs, outputs))
-        for size in sizes:
+        for size in (math.ceil(share * size) for size in sizes):
             features[:size].T @ features[:size]
             features[:size].T @ targets[:size]
     wait_for(device)
 
 
 def bare_solves(decoder: Decoder, device: str) -> None:
-    for inputs, outputs in _groups(decoder):
+    for inputs, outputs, _ in _groups(decoder):
         factor = torch.linalg.cholesky(torch.eye(inputs, dtype=torch.float64, device=device))
         torch.cholesky_solve(torch.ones(inputs, outputs, dtype=torch.float64, device=device), factor)
     wait_for(device)
 
 
-def _groups(decoder: Decoder) -> Iterator[tuple[int, int]]:
-    """The input and output dimensions of every group of maps, and of the output head."""
+def _groups(decoder: Decoder) -> Iterator[tuple[int, int, float]]:
+    """The input and output dimensions of every group of maps, and of the output head, and its share of the tokens.
+
+    A mixture's routed experts have a system for each of their maps, and all of them are taken to be chosen alike.
+    """
     for layer, maps in zip(decoder.layers, groups_by_layer(decoder), strict=True):
         state = layer.state_dict()
         for group in maps.groups:
-            shapes = [state[linear_map.weight].shape for linear_map in group.maps]
-            yield shapes[0][1], sum(shape[0] for shape in shapes)
+            shapes = [state[m.weight].shape[-2:][:: -1 if m.transposed else 1] for m in group.maps]
+            if group.fused:
+                share = decoder.model.config.num_experts_per_tok / len(state[group.maps[0].weight])
+                yield from ((inputs, outputs, share) for outputs, inputs in shapes)
+            else:
+                yield shapes[0][1], sum(outputs for outputs, _ in shapes), 1.0
     head = decoder.model.get_output_embeddings().weight
-    yield head.shape[1], head.shape[0]
+    yield head.shape[1], head.shape[0], 1.0
 
 
 if __name__ == "__main__":

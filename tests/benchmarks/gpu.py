@@ -1,12 +1,14 @@
 """Calibration, featcal and merging on large shapes, against plain forward passes: made for one GPU, runs without.
 
-    python tests/benchmarks/gpu.py                          # a 7B Llama and a mixture, under ten minutes on an H100
+    python tests/benchmarks/gpu.py                          # a 7B Llama and a mixture, in less than nine minutes
     python tests/benchmarks/gpu.py --shape 70b --layers 1
     python tests/benchmarks/gpu.py --shape tiny --device cpu
 
-Needs nothing but this repository: checkpoints of random bfloat16 numbers are written layer by layer, with as many
-layers as the disk has room for. Times for all layers of a shape are extrapolated in proportion to the layers, which
-the table says. Writes gpu.json and gpu.md, and prints the table.
+Needs nothing but this repository: checkpoints of random bfloat16 numbers are written layer by layer, with at most as
+many layers as the disk has room for. Times for all layers of a shape are extrapolated in proportion to the layers,
+which the table says. Writes gpu.json and gpu.md after every step, and prints the table. A part that fails leaves the
+others alone: the table says why, and the exit status is 1. Every part runs once, then once more with its memory and
+its shares of time watched, and then again for as long as there is time.
 
 The floor is one forward pass of each of the T+1 models over all samples, in float32 with the weights in memory; what
 featcal cannot do without is as in featcal.py. Ratios are of runs that take turns. The shares of time are of a further
@@ -21,9 +23,11 @@ import gc
 import json
 import shutil
 import statistics
+import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -40,13 +44,14 @@ from mergekit.merge import run_merge
 from mergekit.options import MergeOptions
 from safetensors import safe_open
 from safetensors.torch import save_file
-from support.memory import PeakMemory
+from support.memory import PeakMemory, memory_of_this_process
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PretrainedConfig
 
 import mergekit_slta.methods.registry
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.streams import Batch, Streams, fitting_batch, make_batches
+from mergekit_slta.errors import first_line
 from mergekit_slta.featcal.few_tokens import TokenEquations
 from mergekit_slta.featcal.regression import NormalEquations
 from mergekit_slta.featcal.scratch import solve_model
@@ -72,6 +77,7 @@ SHAPES: dict[str, PretrainedConfig] = {
     "tiny-mixture": MixtralConfig(**_TINY, intermediate_size=96, num_local_experts=4, vocab_size=2048),
 }
 
+FORWARD, FLOOR, READY = "plain forward passes", "featcal's floor", "statistics for the merge"  # rows
 FORMS = (NormalEquations, TokenEquations)
 # The calls whose time counts as a part's; what is inside another counted call counts for the outer one.
 PARTS: dict[str, Sequence[tuple[type, str]]] = {
@@ -88,8 +94,9 @@ PARTS: dict[str, Sequence[tuple[type, str]]] = {
 @click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu", show_default=True)
 @click.option("--samples", default=10, show_default=True, help="Of each task.")
 @click.option("--tokens", default=512, show_default=True, help="Of each sample.")
-@click.option("--layers", default=0, help="At most so many; by default as many as the disk has room for.")
+@click.option("--layers", default=4, show_default=True, help="At most so many; 0 for all that the disk has room for.")
 @click.option("--repeats", default=2, show_default=True)
+@click.option("--minutes", default=9.0, show_default=True, help="Begin nothing that would take longer, in all.")
 @click.option("--folder", type=click.Path(path_type=Path), default=CACHE, help="For checkpoints, deleted afterwards.")
 @click.option("-o", "--output", "out", type=click.Path(path_type=Path), default=Path(), help="For gpu.json and gpu.md.")
 def main(
@@ -99,6 +106,7 @@ def main(
     tokens: int,
     layers: int,
     repeats: int,
+    minutes: float,
     folder: Path,
     out: Path,
 ) -> None:
@@ -108,16 +116,28 @@ def main(
     mergekit_slta.methods.registry.watch_planner()
     folder.mkdir(parents=True, exist_ok=True)
     out.mkdir(parents=True, exist_ok=True)
-    results = []
-    for shape in shapes:
-        with tempfile.TemporaryDirectory(dir=folder) as place:
-            models = write_models(Path(place), SHAPES[shape], layers, device)
-            results.append({"shape": shape})
-            for measured in measure(models, Path(place), device, samples, tokens, repeats):
-                results[-1] |= measured  # written so far, so that a run that is cut off leaves what it has measured
-                (out / "gpu.json").write_text(json.dumps(results, indent=1))
-                (out / "gpu.md").write_text("\n".join(map(table, results)))
+    results: list[dict[str, Any]] = []
+
+    def write(measured: dict[str, Any]) -> None:
+        """Write what is known so far, so that a run that is cut off leaves what it has measured."""
+        results[-1] |= measured
+        (out / "gpu.json").write_text(json.dumps(results, indent=1))
+        (out / "gpu.md").write_text("\n".join(map(table, results)))
+
+    begun = time.monotonic()
+    for number, shape in enumerate(shapes, 1):
+        results.append({"shape": shape})
+        end = begun + 60 * minutes * number / len(shapes)
+        try:
+            with tempfile.TemporaryDirectory(dir=folder) as place:
+                models = write_models(Path(place), SHAPES[shape], layers, device)
+                for measured in measure(models, Path(place), device, samples, tokens, repeats, end):
+                    write(measured)
+        except Exception as error:
+            write({"error": _told(error)})
     click.echo((out / "gpu.md").read_text())
+    if any("error" in part for result in results for part in (result, *result.get("rows", ()))):
+        sys.exit(1)
 
 
 # Checkpoints
@@ -185,9 +205,9 @@ def _random(shapes: dict[str, torch.Size], shard: int, model: int, device: str) 
 
 
 def measure(
-    models: list[Path], folder: Path, device: str, samples: int, tokens: int, repeats: int
+    models: list[Path], folder: Path, device: str, samples: int, tokens: int, repeats: int, end: float
 ) -> Iterator[dict[str, Any]]:
-    """Time everything, and watch its memory; yields what is known after every step."""
+    """Time everything, and watch its memory, until ``end``; yields what is known after every step."""
     recipes = {method: make_recipe(models, method, samples, tokens) for method in ("slta", "featcal")}
     data = Experiment(recipes["slta"], quiet=True).load_data(recipes["slta"].experts)
     batches = make_batches([own.token_ids for own in data], fitting_batch(torch.device(device)))
@@ -195,7 +215,6 @@ def measure(
     config = decoder.model.config
     whole = next(shape for shape in SHAPES.values() if _same_shape(shape, config)).num_hidden_layers
     statistics_file = folder / "ready.safetensors"
-    measured_statistics(Experiment(recipes["slta"], device=device, quiet=True), ["attn_mlp"], statistics_file)
 
     def calibrate(level: str) -> list[Checkpoint]:
         with tempfile.TemporaryDirectory(dir=folder) as place:
@@ -210,6 +229,17 @@ def measure(
             solve_model(experiment, settings).remove()
         return [experiment.base, *experiment.experts]
 
+    def forward() -> None:
+        found, counted[:] = _forward(models[0], batches, device)
+        seconds[FORWARD].append(found)
+
+    def bare() -> None:
+        parts = _timed(functools.partial(_bare, decoder, sizes, device), device)
+        seconds[FLOOR].append(seconds[FORWARD][-1] * 2 / len(models) + parts)
+
+    def measure_ready_statistics() -> None:
+        measured_statistics(Experiment(recipes["slta"], device=device, quiet=True), ["attn_mlp"], statistics_file)
+
     actions: dict[str, Callable[[], list[Checkpoint]]] = {
         **{f"slta {level}": lambda level=level: calibrate(level) for level in LEVELS},  # type: ignore[misc]
         "featcal": featcal,
@@ -217,6 +247,7 @@ def measure(
         "merge, ready statistics": lambda: _merge(models, folder, device, "slta", statistics=str(statistics_file)),
         "merge, task_arithmetic": lambda: _merge(models, folder, device, "task_arithmetic"),
     }
+    counted: list[int] = []  # multiplications of the forward passes
     seconds: dict[str, list[float]] = defaultdict(list)
     watched: dict[str, dict[str, Any]] = defaultdict(dict)
     sizes = [len(batch.rows) * max(batch.lengths) for batch in batches]
@@ -230,31 +261,53 @@ def measure(
     }
 
     def row(name: str) -> dict[str, Any]:
-        mean, floor = statistics.mean(seconds[name]), seconds["plain forward passes"]
-        ratios = [own / other for own, other in zip(seconds[name], floor, strict=False)]
+        if not (own := seconds[name]):
+            return {"name": name, **watched[name]}
+        mean, ratios = statistics.mean(own), [ours / other for ours, other in zip(own, seconds[FORWARD], strict=False)]
         return {
             "name": name,
             "seconds": mean,
-            "deviation": statistics.pstdev(seconds[name]),
-            "ratio": statistics.mean(ratios),
-            "ratio_deviation": statistics.pstdev(ratios),
+            "deviation": statistics.pstdev(own),
+            "ratio": statistics.mean(ratios) if ratios else None,
+            "ratio_deviation": statistics.pstdev(ratios) if ratios else None,
             "tokens_per_s": (EXPERTS + 1) * sum(sizes) / mean,
-            "tflops": flops / mean / 1e12,
+            "tflops": sum(counted) / mean / 1e12,
             "extrapolated_s": mean * whole / config.num_hidden_layers,
             **watched[name],
         }
 
-    for _ in range(repeats):
-        forward, flops = _forward(models, batches, device)
-        seconds["plain forward passes"].append(forward)
-        bare = _timed(functools.partial(_bare, decoder, sizes, device), device)
-        seconds["featcal's floor"].append(forward * 2 / (EXPERTS + 1) + bare)
-        for name, action in actions.items():
-            seconds[name].append(_timed(action, device))
-            yield {**result, "rows": [*map(row, seconds)]}
-    for name, action in actions.items():
-        watched[name] = _watched(action, device)
-        yield {**result, "rows": [*map(row, seconds)]}
+    def time_it(name: str) -> None:
+        seconds[name].append(_timed(actions[name], device))
+
+    def watch(name: str) -> None:
+        watched[name] = _watched(actions[name], device)
+
+    timing = {FORWARD: forward, FLOOR: bare, **{name: functools.partial(time_it, name) for name in actions}}
+    watching = {name: functools.partial(watch, name) for name in actions}
+    took: dict[str, float] = {}
+
+    def known() -> dict[str, Any]:
+        names = [name for name in (READY, *timing) if name != READY or watched[name]]
+        return {**result, "rows": [*map(row, names)]}
+
+    yield known()
+    for steps in ({READY: measure_ready_statistics, **timing}, watching, *[timing] * (repeats - 1)):
+        for name, step in steps.items():
+            start = time.monotonic()
+            if "error" in watched[name] or start + took.get(name, 0.0) > end:
+                continue
+            try:
+                step()
+            except Exception as error:  # above all, memory may not suffice for this part
+                watched[name] = {"error": _told(error)}
+            took[name] = time.monotonic() - start
+            yield known()
+
+
+def _told(error: Exception) -> str:
+    """What the table says of an error, all of which is printed."""
+    traceback.print_exception(error)
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _same_shape(shape: PretrainedConfig, config: PretrainedConfig) -> bool:
@@ -263,26 +316,25 @@ def _same_shape(shape: PretrainedConfig, config: PretrainedConfig) -> bool:
 
 
 @torch.no_grad()
-def _forward(models: list[Path], batches: Sequence[Batch], device: str) -> tuple[float, int]:
-    """Seconds and multiplications of plain forward passes of the models' bodies, one model in memory at a time."""
-    seconds, flops = 0.0, 0
-    for folder in models:
-        model = load(folder, device)
-        model.base_model(batches[0].token_ids.to(device), use_cache=False)
-        wait_for(device)
-        start = time.perf_counter()
-        for batch in batches:
-            model.base_model(batch.token_ids.to(device), use_cache=False)
-        wait_for(device)
-        seconds += time.perf_counter() - start
-        if not flops:
-            with FlopCounterMode(display=False) as counter:
-                for batch in batches:
-                    model.base_model(batch.token_ids.to(device), use_cache=False)
-            flops = len(models) * counter.get_total_flops()
-        del model
-        _forget(device)
-    return seconds, flops
+def _forward(folder: Path, batches: Sequence[Batch], device: str) -> tuple[float, list[int]]:
+    """Seconds and multiplications of as many plain forward passes of a model's body as there are models."""
+    model = load(folder, device)
+    _run(model, batches[:1], device)
+    start = time.perf_counter()
+    for _ in range(EXPERTS + 1):  # the models differ in their numbers alone
+        _run(model, batches, device)
+    seconds = time.perf_counter() - start
+    with FlopCounterMode(display=False) as counter:
+        _run(model, batches, device)
+    del model
+    _forget(device)
+    return seconds, [(EXPERTS + 1) * counter.get_total_flops()]
+
+
+def _run(model: Any, batches: Sequence[Batch], device: str) -> None:
+    for batch in batches:
+        model.base_model(batch.token_ids.to(device), use_cache=False)
+    wait_for(device)
 
 
 def _bare(decoder: Decoder, sizes: Sequence[int], device: str) -> None:
@@ -323,13 +375,19 @@ def _watched(action: Callable[[], list[Checkpoint]], device: str) -> dict[str, A
     cuda = device.startswith("cuda")
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    with PeakMemory() as host, _parts(device) as spent:
+    try:
+        memory_of_this_process()
+    except RuntimeError:  # a sandbox's kernel may not tell it
+        host_memory: contextlib.AbstractContextManager[PeakMemory | None] = contextlib.nullcontext()
+    else:
+        host_memory = PeakMemory()
+    with host_memory as host, _parts(device) as spent:
         start = time.perf_counter()
         models = action()
         whole = time.perf_counter() - start
     return {
         "device_bytes": torch.cuda.max_memory_allocated() if cuda else None,
-        "host_bytes": host.bytes,
+        "host_bytes": host.bytes if host else None,
         "bytes_read": sum(model.bytes_read for model in models) or None,
         "shares": {part: spent[part] / whole for part in PARTS} if spent else {},
     }
@@ -341,16 +399,20 @@ def _parts(device: str) -> Iterator[dict[str, float]]:
     spent: dict[str, float] = defaultdict(float)
     here = threading.local()  # what a thread writes or reads meanwhile is counted apart
 
+    def wait() -> None:
+        if threading.current_thread() is threading.main_thread():  # another one would wait for what this one computes
+            wait_for(device)
+
     def counting(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **more: Any) -> Any:
             if getattr(here, "inside", False):
                 return function(*arguments, **more)
-            wait_for(device)
+            wait()
             here.inside, start = True, time.perf_counter()
             try:
                 return function(*arguments, **more)
             finally:
-                wait_for(device)
+                wait()
                 here.inside = False
                 spent[part] += time.perf_counter() - start
 
@@ -380,6 +442,9 @@ def _forget(device: str) -> None:
 
 def table(result: dict[str, Any]) -> str:
     """A Markdown table of one shape, under a sentence that says what it is of."""
+    failed = [f"{result['shape']} failed: {result['error']}", ""] if "error" in result else []
+    if "rows" not in result:
+        return "\n".join(failed)
     layers = f"{result['layers']} of {result['all_layers']} layers"
     lines = [
         f"{result['shape']} on {result['device']}: {result['models']} models, {layers}, {result['samples']} samples of "
@@ -391,18 +456,24 @@ def table(result: dict[str, Any]) -> str:
     ]
     for row in result["rows"]:
         shares = row.get("shares", {})
+        times = [row.get("error") or "no time was left", *[""] * 4]
+        if "seconds" in row:
+            failure = f" ({row['error']})" if "error" in row else ""
+            times = [
+                f"{row['seconds']:.2f} ± {row['deviation']:.2f}{failure}",
+                f"{row['extrapolated_s']:.1f}",
+                f"{row['ratio']:.2f} ± {row['ratio_deviation']:.2f}" if row["ratio"] else "",
+                f"{row['tokens_per_s']:.0f}",
+                f"{row['tflops']:.2f}" if row["tflops"] else "",
+            ]
         cells = [
             row["name"],
-            f"{row['seconds']:.2f} ± {row['deviation']:.2f}",
-            f"{row['extrapolated_s']:.1f}",
-            f"{row['ratio']:.2f} ± {row['ratio_deviation']:.2f}",
-            f"{row['tokens_per_s']:.0f}",
-            f"{row['tflops']:.2f}",
+            *(cell.replace("|", "/") for cell in times),
             *(f"{row[key] / 1e9:.2f}" if row.get(key) else "" for key in ("device_bytes", "host_bytes", "bytes_read")),
             *(f"{shares[part]:.0%}" if part in shares else "" for part in PARTS),
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, "", *failed])
 
 
 if __name__ == "__main__":
