@@ -138,8 +138,10 @@ def test_a_merge_by_the_command_is_the_cpus(
     assert difference(merged["device"], merged["host"]) < TENSORS
 
 
-def test_memory_that_runs_out_halves_the_batches(llama: Family, caplog: pytest.LogCaptureFixture) -> None:
-    """Within the mean of the memory that large batches take and that small ones do."""
+def test_memory_that_runs_out_halves_the_batches(
+    llama: Family, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within the mean of the memory that large batches take and that small ones do; what did not fit is given back."""
     tasks = [[sample * 150 for sample in samples] for samples in llama.token_ids()]
 
     def measured(**arguments: Any) -> tuple[dict[str, torch.Tensor], int]:
@@ -149,6 +151,13 @@ def test_memory_that_runs_out_halves_the_batches(llama: Family, caplog: pytest.L
             llama, "attn_mlp", tasks=tasks, device=GPU, **arguments
         ), torch.cuda.max_memory_reserved()
 
+    held, forget = [], passes._Loop.forget
+
+    def noting(loop: passes._Loop[Any]) -> None:
+        forget(loop)
+        held.append(torch.cuda.memory_reserved())
+
+    monkeypatch.setattr(passes._Loop, "forget", noting)
     expected, little = measured(batch_tokens=2048)
     _, much = measured()
     assert much > little
@@ -158,6 +167,7 @@ def test_memory_that_runs_out_halves_the_batches(llama: Family, caplog: pytest.L
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert "Out of memory" in caplog.text
+    assert held and max(held) < (little + much) / 4
     assert all(gram_difference(found[name], gram) < GRAMS for name, gram in expected.items())
 
 

@@ -54,6 +54,7 @@ def test_it_measures_a_tiny_model_and_says_what_is_extrapolated(forks: ForkServe
 
 FAILING = """
 import sys, torch
+from types import SimpleNamespace
 sys.path.insert(0, sys.argv[1].rpartition("/")[0])
 import gpu
 
@@ -61,6 +62,7 @@ def fail(*arguments):
     raise torch.OutOfMemoryError("CUDA out of memory.\\nTried to allocate 2 GiB")
 
 gpu.measured_statistics = gpu.solve_model = fail
+gpu.shutil.disk_usage = lambda folder: SimpleNamespace(free=5_000_000)  # for one layer
 write, large = gpu.write_models, gpu.SHAPES["70b"]
 gpu.write_models = lambda folder, config, *more: fail() if config is large else write(folder, config, *more)
 try:
@@ -78,6 +80,10 @@ def test_what_fails_leaves_the_rest_alone(forks: ForkServerContext, tmp_path: Pa
     rows = {row["name"]: row for row in result["rows"]}
     assert list(rows) == ["statistics for the merge", *ROWS]
     assert {name for name, row in rows.items() if "seconds" in row} == {*ROWS[:2], ROWS[-1]}
+    plain = rows[ROWS[0]]
+    assert result["layers"] == 1
+    products = 2 * 3 * 64 * 96  # of a token in the two experts of a layer that it goes to
+    assert plain["tflops"] * plain["seconds"] * 1e12 > 2 * products * result["models"] * 6 * 16
     for name in ROWS[2:6]:
         assert rows[name]["error"] == "OutOfMemoryError: CUDA out of memory"
     assert said.count("Tried to allocate 2 GiB") == 6

@@ -212,6 +212,8 @@ class _Loop(Generic[Result]):
             self.ahead = None
         self._finish_writing()
         gc.collect()
+        if self.accumulator.decoder.device.type == "cuda":
+            torch.cuda.empty_cache()  # in pieces of the sizes that did not fit, and libraries need some besides torch
 
     def close(self) -> None:
         """End the threads, when the last layer is written."""

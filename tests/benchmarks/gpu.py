@@ -88,6 +88,8 @@ PARTS: dict[str, Sequence[tuple[type, str]]] = {
     "saving": [(Partial, "save_hidden"), (Partial, "finish_layer")],
 }
 
+Steps = dict[str, Callable[[], None]]
+
 
 @click.command()
 @click.option("--shape", "shapes", multiple=True, type=click.Choice([*SHAPES]), default=["7b", "mixture"])
@@ -150,7 +152,7 @@ def write_models(folder: Path, config: PretrainedConfig, most_layers: int, devic
     layer_bytes = 2 * sum(map(torch.Size.numel, of_layer.values()))
     edge_bytes = 2 * sum(map(torch.Size.numel, template.values())) - layer_bytes
     room = int(ROOM * shutil.disk_usage(folder).free / (EXPERTS + 1) - edge_bytes) // layer_bytes
-    count = min(config.num_hidden_layers, most_layers or room)
+    count = min(config.num_hidden_layers, room, most_layers or room)
     if count < 1:
         raise click.ClickException(f"{folder} has no room for one layer of each model: name another --folder.")
     own = type(config).from_dict({**config.to_dict(), "num_hidden_layers": count, "dtype": "bfloat16"})
@@ -282,8 +284,9 @@ def measure(
     def watch(name: str) -> None:
         watched[name] = _watched(actions[name], device)
 
-    timing = {FORWARD: forward, FLOOR: bare, **{name: functools.partial(time_it, name) for name in actions}}
-    watching = {name: functools.partial(watch, name) for name in actions}
+    timed: Steps = {name: functools.partial(time_it, name) for name in actions}
+    timing: Steps = {FORWARD: forward, FLOOR: bare, **timed}
+    watching: Steps = {name: functools.partial(watch, name) for name in actions}
     took: dict[str, float] = {}
 
     def known() -> dict[str, Any]:
@@ -291,7 +294,7 @@ def measure(
         return {**result, "rows": [*map(row, names)]}
 
     yield known()
-    for steps in ({READY: measure_ready_statistics, **timing}, watching, *[timing] * (repeats - 1)):
+    for steps in [{READY: measure_ready_statistics, **timing}, watching, *[timing] * (repeats - 1)]:
         for name, step in steps.items():
             start = time.monotonic()
             if "error" in watched[name] or start + took.get(name, 0.0) > end:
@@ -324,6 +327,8 @@ def _forward(folder: Path, batches: Sequence[Batch], device: str) -> tuple[float
     for _ in range(EXPERTS + 1):  # the models differ in their numbers alone
         _run(model, batches, device)
     seconds = time.perf_counter() - start
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # torch does not count the multiplications of the default's kernel
     with FlopCounterMode(display=False) as counter:
         _run(model, batches, device)
     del model
