@@ -20,14 +20,18 @@ from support.gram_difference import gram_difference
 from support.linearity_values import assert_same
 from support.processes import run_python, torchrun
 
+from mergekit_slta.actmat.covariance import merge_by_covariance
 from mergekit_slta.engine import passes, streams
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.streams import Streams
 from mergekit_slta.errors import SltaError
+from mergekit_slta.featcal.few_tokens import TokenEquations
+from mergekit_slta.featcal.regression import Change, NormalEquations
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.products import EXACT, errors, exact_products
 from mergekit_slta.levels import LEVELS
 from mergekit_slta.nonlinearity.scores import Plan, plan_studies
+from mergekit_slta.sftm.superpose import merge_task_matrices, trim
 from mergekit_slta.slta.statistics import Statistics
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -110,6 +114,54 @@ def test_products_and_convolutions_are_not_rounded() -> None:
         assert max(errors(384, 384, 384, GPU)) > EXACT
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize("form", [NormalEquations, TokenEquations])
+@pytest.mark.parametrize("ridge", [None, 0.003])
+@pytest.mark.parametrize("with_prior", [False, True])
+def test_a_regression_is_the_cpus(form: Any, ridge: float | None, with_prior: bool) -> None:
+    """With more inputs than a block has columns, and two tasks, of which the second has a dimension that is zero."""
+    inputs, outputs, tokens = 700, 90, 500
+    draw = torch.Generator().manual_seed(0)
+    given = [torch.randn(tokens // 2, inputs, generator=draw) for _ in range(2)]
+    given[1][:, 3] = 0
+    residuals = [torch.randn(tokens // 2, outputs, generator=draw) for _ in range(2)]
+    rows = torch.randn(2 * inputs, inputs, generator=draw, dtype=torch.float64)
+    prior = rows.T @ rows / (2 * inputs)
+    samples, weights = torch.arange(tokens // 2) // 10, torch.rand(tokens // 2, generator=draw) + 0.5
+
+    def solved(device: str) -> Change:
+        equations = form(inputs, outputs, ridge, device, prior=prior.to(device, copy=True) if with_prior else None)
+        for task in range(2):
+            equations.add(given[task].to(device), residuals[task].to(device), samples, weights)
+            equations.finish_task()
+        return equations.solve()
+
+    found, expected = solved(GPU), solved("cpu")
+    assert (found.ridge, found.enlarged) == (expected.ridge, expected.enlarged)
+    assert found.matrix.device.type == "cuda"
+    for part in ("matrix", "mean", "shares"):
+        own, other = getattr(found, part).cpu(), getattr(expected, part)
+        assert (own - other).norm() < 1e-8 * other.norm(), part
+
+
+@pytest.mark.parametrize("rank", [0, 4, 40])  # the whole, few probes, and fewer rows than inputs
+def test_task_matrices_are_merged_as_on_the_cpu(rank: int) -> None:
+    """By covariances, with the system that featcal takes over, and by singular features."""
+    draw = torch.Generator().manual_seed(0)
+    size = (600, 520)
+    tasks = [torch.randn(size, generator=draw) for _ in range(3)]
+    if rank:
+        tasks = [torch.randn(600, rank, generator=draw) @ torch.randn(rank, 520, generator=draw) for _ in range(3)]
+
+    def merged(device: str) -> list[torch.Tensor]:
+        own = [task.to(device) for task in tasks]
+        total = torch.zeros(size[1], size[1], dtype=torch.float64, device=device)
+        by_covariance = merge_by_covariance(own, 0.01, total=total)
+        return [part.cpu() for part in (by_covariance, total, trim(own[0], 0.2), merge_task_matrices(own))]
+
+    for found, expected in zip(merged(GPU), merged("cpu"), strict=True):
+        assert (found - expected).norm() < TENSORS * expected.norm()
 
 
 def test_linearity_is_the_cpus(make_family: MakeFamily) -> None:
@@ -220,3 +272,17 @@ def test_processes_that_share_a_gpu_write_the_same_file(
     one, two = map(Statistics.load, files)
     assert two.info == one.info
     assert all(gram_difference(two.grams[name], gram) < 1e-6 for name, gram in one.grams.items())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_processes_with_a_gpu_each_solve_what_one_alone_solves(
+    llama: Family, write_recipe: WriteRecipe, tmp_path: Path
+) -> None:
+    """Through nccl, which no other test takes."""
+    recipe = write_recipe(llama, "featcal", samples=6, batch_tokens=40)
+    merged = []
+    for count in (1, 2):
+        done = torchrun(count, "-m", "mergekit_slta", "merge", recipe, tmp_path / f"{count}", "--cuda")
+        assert done.returncode == 0, done.stderr
+        merged.append(load_file(tmp_path / f"{count}" / "model.safetensors"))
+    assert difference(merged[1], merged[0]) < TENSORS
