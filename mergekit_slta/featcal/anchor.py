@@ -66,6 +66,8 @@ def solved_map(base: torch.Tensor, tasks: Sequence[torch.Tensor], total: torch.T
 
 
 def _solved(role: Role, base: torch.Tensor, *experts: torch.Tensor) -> torch.Tensor:
+    if base.ndim > 2:  # a mixture, whose solutions in float64 may not fit on a GPU that has room for all its experts
+        return torch.stack([_solved(role, *matrices) for matrices in zip(base, *experts, strict=True)])
     tasks = [own - base for own in experts]
     change = merged_task(role, tasks, ActmatSettings().ridge, [1.0] * len(tasks))
     return base + change.to(base.dtype)

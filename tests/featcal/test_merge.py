@@ -18,6 +18,7 @@ from support import depths, families, featcal_reference
 from support.architecture_table import CURRENT
 from support.copies import edit_tensors
 from support.families import ARCHITECTURES, LAYERS, MULTIMODAL, UNSPLIT, Family
+from support.memory import peak_of
 from support.reference import forget
 from support.slow import slow_but
 
@@ -543,6 +544,18 @@ def test_the_errors_of_the_actmat_merge_are_those_of_whole_models(
     state = anchor.read(names, decoder.model.base_model_prefix)
     errors = families.feature_merge(family, tmp_path, anchor=anchor, regression=regression, compare=True).errors()
     assert torch.allclose(errors["error.anchor"], errors_by_hand(family.models(), state, tasks), rtol=1e-4)
+
+
+def test_the_actmat_merge_of_a_mixtures_experts_takes_the_memory_of_one_matrix(make_family: MakeFamily) -> None:
+    """Beside the result, where a GPU holds all experts of a layer."""
+    family = make_family("mixtral")
+    decoder = Decoder(family.config)
+    anchor = ActmatAnchor(families.checkpoints(family.folders), decoder)
+    names = {name: full for name, full in decoder.layer_tensors(0).items() if name.endswith("experts.down_proj")}
+    draw = torch.Generator().manual_seed(0)
+    tensors = [{name: torch.randn(24, 400, 300, generator=draw) for name in names} for _ in family.folders]
+    anchor.of(names, [{name: tensor[:1] for name, tensor in own.items()} for own in tensors])  # the first warms up
+    assert peak_of(lambda: anchor.of(names, tensors)) < 5 * 24 * 400 * 300 * 4
 
 
 def test_without_a_comparison_only_the_merged_models_errors_are_known(llama: Family, tmp_path: Path) -> None:
