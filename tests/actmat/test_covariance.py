@@ -16,6 +16,7 @@ from mergekit_slta.actmat.covariance import (
     low_rank,
     merge_by_covariance,
     mirror,
+    times_inverse,
     two_grams,
 )
 
@@ -172,6 +173,29 @@ def test_two_sums_share_a_memory_and_no_element(n: int, monkeypatch: pytest.Monk
     torch.testing.assert_close(sums[1].triu(), torch.triu(last))  # before the other's blocks are written over
     torch.testing.assert_close(mirror(sums[0]), first)
     assert sums[0].untyped_storage().nbytes() <= 8 * n * (n + 7)
+
+
+@pytest.mark.parametrize("layout", ["by rows", "by columns"])
+def test_a_product_with_an_inverse_takes_the_place_of_what_is_multiplied(
+    layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, given = torch.randn(30, 12, dtype=torch.float64), torch.randn(5, 12, dtype=torch.float64)
+    given, system = given if layout == "by rows" else given.T.contiguous().T, rows.T @ rows
+    wanted, factorize, in_place = given @ torch.linalg.inv(system), torch.linalg.cholesky_ex, []
+
+    def noting(matrix: torch.Tensor, *, out: tuple[torch.Tensor, torch.Tensor]) -> None:
+        in_place.append(matrix is out[0] and matrix.T.is_contiguous())  # else torch copies it, and the factor back
+        factorize(matrix, out=out)
+
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", noting)
+    found = times_inverse(given, system.triu())
+    assert found is given and in_place == [True]
+    torch.testing.assert_close(found, wanted)
+
+
+def test_a_matrix_that_is_not_positive_definite_has_no_inverse_here() -> None:
+    for system in (-torch.eye(3), torch.zeros(3, 3), torch.full((3, 3), torch.nan)):
+        assert times_inverse(torch.ones(2, 3).double(), system.double()) is None
 
 
 @pytest.mark.parametrize(("m", "n"), SHAPES)
