@@ -141,7 +141,7 @@ def calibrate(recipe: Path, stats: str, levels: list[str], **options: Any) -> No
     try:
         with joined_ranks() as ranks:
             ranks.together(lambda: _refuse_output(stats))
-            loaded = ranks.together(lambda: Recipe.load(recipe))
+            loaded = ranks.together(lambda: Recipe.load(recipe).with_statistics(stats))
             experiment = sound_experiment(loaded, ranks, **merge_options)
             before = _identity(path)
             statistics = measured_statistics(experiment, levels, path)

@@ -135,6 +135,14 @@ class Recipe:
         recipe.config, recipe.content = config, content
         return recipe
 
+    def with_statistics(self, file: str) -> Recipe:
+        """The same recipe with another statistics file, where its method takes one."""
+        method = SETTINGS.get(self.config.merge_method)
+        if method is None or not method.takes_statistics:
+            return self
+        parameters = {**(self.config.parameters or {}), "statistics": file}
+        return self.from_config(self.config.model_copy(update={"parameters": parameters}), self.content)
+
     def _parse(self, text: str, name: object) -> None:
         kind = "YAML"
         try:

@@ -291,6 +291,17 @@ def test_calibrate_refuses_what_it_cannot_write(llama: Family, write_recipe: Wri
     )
 
 
+def test_the_output_of_calibrate_replaces_the_recipes_statistics(
+    llama: Family, stats: Path, write_recipe: WriteRecipe, tmp_path: Path
+) -> None:
+    other = write_recipe(llama, name="other.yml", statistics=str(stats), samples=3)
+    assert "measure into another file" in run("check", other, code=1).output
+    run("calibrate", other, "-o", tmp_path / "other.safetensors", "--quiet")
+    without_data = write_recipe(llama, name="without.yml", calibration=False)
+    said = run("calibrate", without_data, "-o", stats, "--quiet").output
+    assert "fits already and was not touched" in said
+
+
 def test_calibrate_checks_the_recipe_first(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
     recipe = write_recipe(llama, sampels=3)
     assert "did you mean 'samples'?" in run("calibrate", recipe, "-o", tmp_path / "s", code=1).output
