@@ -59,10 +59,13 @@ class Verification:
 
     def __str__(self) -> str:
         values = f"{self.compared} compared by value, largest difference {self.largest:.3g}"
+        if not self.compared:
+            values = "none compared by value, only by name, shape, data type and whether they are finite"
         read = f"{self.tensors} tensors read, {values}{f' in {self.where}' if self.where else ''}"
         if not self.problems:
             rounding = f", within the rounding of {self.dtype}" if self.where else ""
-            return f"No difference beyond rounding. {read}{rounding}."
+            found = "No difference beyond rounding" if self.compared else "No difference found"
+            return f"{found}. {read}{rounding}."
         count = len(self.problems)
         return "\n- ".join([f"{count} problem{'s' * (count > 1)} found. {read}.", *self.problems])
 

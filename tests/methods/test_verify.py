@@ -237,6 +237,15 @@ def test_a_level_that_was_not_measured_is_refused(merged: tuple[dict[str, Any], 
         check(content | {"parameters": content["parameters"] | {"level": "layer"}}, out)
 
 
+def test_a_merge_without_compared_values_is_not_called_equal(llama: Family, tmp_path: Path) -> None:
+    content = families.recipe(llama, "actmat", calibration=False)
+    found = check(content, families.merge(content, tmp_path / "out"))
+    assert found.compared == 0 and str(found) == (
+        f"No difference found. {found.tensors} tensors read, none compared by value, only by name, shape, data type "
+        "and whether they are finite."
+    )
+
+
 def test_a_truncated_output_is_refused(copied: tuple[dict[str, Any], Path]) -> None:
     content, out = copied
     (file,) = out.glob("*.safetensors")
