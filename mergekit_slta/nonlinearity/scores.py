@@ -213,7 +213,7 @@ class Plan:
         subject = f"{experts} expert{'s' * (experts > 1)}" + (f" and {merges} merges of them" if merges else "")
         return (
             f"Linearity of {subject} at {', '.join(self.levels)}: {self.passes} forward passes of one sample, where "
-            f"calibrating on the same {samples} samples takes {samples * len(self.models)}"
+            f"calibrating on the same {samples} sample{'s' * (samples > 1)} takes {samples * len(self.models)}"
         )
 
     def measure(self, progress: Progress = lambda samples: None) -> Linearity:

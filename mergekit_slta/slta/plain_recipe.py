@@ -298,6 +298,8 @@ def _kept(solution: Solution, expert: int) -> str:
     shares = {name: share for name, share in shares.items() if not math.isnan(share)}
     if not shares:
         return "it changes nothing"
-    lowest = min(shares, key=lambda name: shares[name])
     kept = float(solution.kept[expert])
+    if len(shares) == 1:
+        return f"{kept:.1%}"
+    lowest = min(shares, key=lambda name: shares[name])
     return f"{kept:.1%} over {len(shares)} submodules, {shares[lowest]:.1%} at the lowest ({lowest})"

@@ -145,10 +145,9 @@ class Statistics:
 
     def __repr__(self) -> str:
         submodules = ", ".join(f"{len(self.submodules(level))} at {level}" for level in self.info.levels)
-        return (
-            f"{len(self.task)} samples of {len(self.info.models)} tasks ({int(self.tokens.sum())} tokens), submodules: "
-            f"{submodules}"
-        )
+        samples, tasks = len(self.task), len(self.info.models)
+        drawn = f"{samples} sample{'s' * (samples > 1)} of {tasks} task{'s' * (tasks > 1)}"
+        return f"{drawn} ({int(self.tokens.sum())} tokens), submodules: {submodules}"
 
     def submodules(self, level: str) -> list[str]:
         """The names of a level's submodules, in the order of the layers, attention before the MLP, linear maps by name.

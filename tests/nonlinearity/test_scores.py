@@ -340,6 +340,7 @@ def test_the_passes_that_are_announced_are_made(levels: Sequence[str], llama: Fa
     planned.measure(done.append)
     assert sum(done) == planned.passes * LAYERS
     assert str(planned.passes) in str(planned)
+    assert str(plan(llama, levels, studies, [[[1]], [], []])).partition("same ")[2].startswith("1 sample takes ")
 
 
 # From a recipe to files

@@ -316,6 +316,11 @@ def test_the_model_level_needs_no_configuration() -> None:
     assert weights == pytest.approx(solution.alpha["model"].tolist(), rel=1e-9)
 
 
+def test_the_header_speaks_of_no_lowest_among_one_submodule() -> None:
+    solution = statistics_of("model").solve("model")
+    assert f"#   org/expert0: {float(solution.kept[0]):.1%}\n" in plain_recipe(solution)
+
+
 def test_heads_are_refused() -> None:
     statistics = statistics_of("head_mlp")
     with pytest.raises(SltaError, match=r"'head_mlp'.*'merge_method: slta'"):

@@ -336,6 +336,11 @@ def test_a_selection_is_itself_a_valid_file(found: Statistics, tmp_path: Path) -
     assert same(found.take([0, 1, 2]), found)
 
 
+def test_one_sample_of_one_task_is_not_called_several(found: Statistics) -> None:
+    said = str(found.take([0]).first_samples(1))
+    assert said.startswith("1 sample of 1 task (")
+
+
 def test_the_first_samples_of_each_task(found: Statistics) -> None:
     part = found.first_samples(2)
     assert part.task.tolist() == [0, 0, 1, 1, 2, 2]
