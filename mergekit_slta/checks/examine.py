@@ -145,15 +145,16 @@ def examine(
     method = experiment.recipe.method
     case = Case(experiment, None if out_path is None else Path(out_path))
     checks = [*MODELS, *CHECKS[method], *(MERGE if merging else ())]
-    few = [data.few_records, of_decoder(models.coarser_submodules)] if method.runs_models and not running else []
-    notes = [*few, *NOTES, *(MERGE_NOTES if merging else ())]
+    sound = not experiment.recipe.problems  # else defaults stand for wrong values, and notes would speak of them
+    said_by_run = [data.few_records, of_decoder(models.coarser_submodules)] if method.runs_models and sound else []
+    notes = [*(() if running else said_by_run), *NOTES, *(MERGE_NOTES if merging else ())]
 
     def sentences(checks: Sequence[Check]) -> list[str]:
         """What the checks say, each sentence once and in one line."""
         return list(dict.fromkeys(visible(sentence, kept="") for check in checks for sentence in check(case)))
 
     # What it logs, a note says.
-    with contextlib.nullcontext() if running else compatibility.silenced("mergekit_slta.data.draw"):
+    with contextlib.nullcontext() if running and sound else compatibility.silenced("mergekit_slta.data.draw"):
         problems = sentences(checks)
     return Findings(problems, sentences(notes), seen=all(model.tensors is not None for model in case.models))
 

@@ -167,6 +167,16 @@ def test_the_data_is_looked_at_without_a_word_in_the_log(family: Family, caplog:
     ]
 
 
+@pytest.mark.parametrize("running", [True, False])
+def test_nobody_speaks_of_a_number_of_samples_that_the_recipe_does_not_give(
+    family: Family, caplog: pytest.LogCaptureFixture, running: bool
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        found = look(families.recipe(family, samples=0), running=running)
+    assert len(found.problems) == 1 and "'samples'" in found.problems[0]
+    assert not [said for said in (*found.notes, *caplog.messages) if "usable records" in said]
+
+
 # Statistics
 
 
