@@ -14,10 +14,11 @@ import torch
 from mergekit.architecture import WeightInfo, get_architecture_info
 from mergekit.common import dtype_from_name
 from mergekit.io.lazy_tensor_loader import LazyTensorLoader
-from mergekit.io.tasks import GatherTensors, LoaderCache, SaveTensor
+from mergekit.io.tasks import GatherTensors, LoaderCache, LoadTensor, SaveTensor
 from mergekit.plan import MergePlanner
 from tqdm import tqdm
 
+from mergekit_slta.errors import reading
 from mergekit_slta.featcal.anchor import equal_weights
 from mergekit_slta.layers.maps import output_head
 from mergekit_slta.layers.submodules import resolve_name
@@ -149,6 +150,13 @@ def _plan(experiment: Experiment, folder: Path) -> list[SaveTensor]:
     return planned
 
 
+def _loaded(load: LoadTensor) -> torch.Tensor | None:
+    """A tensor of a model; None where the model lacks one that it need not have."""
+    with reading(f"The tensor {load.tensor} of {load.model}"):
+        tensor: torch.Tensor | None = load.execute()
+        return tensor
+
+
 class _Expected:
     """What a recipe says of the tensors of its merge."""
 
@@ -168,7 +176,7 @@ class _Expected:
         gathered = made.gather_tensors
         is_aligned = not isinstance(gathered, GatherTensors)  # its rows follow another vocabulary
         loads = (gathered if not is_aligned else gathered.gather_tensors).arguments().values()
-        sources = {load.model: tensor for load in loads if (tensor := load.execute()) is not None}
+        sources = {load.model: tensor for load in loads if (tensor := _loaded(load)) is not None}
         base = sources.get(self.config.base_model)
         problems = list(self._form_problems(task, merged, base, made.output_weight if is_aligned else None))
         if not is_finite(merged, merged.dtype):

@@ -14,6 +14,7 @@ import yaml
 from click.testing import CliRunner
 from conftest import MakeFamily
 from mergekit.config import MergeConfiguration
+from mergekit.io.tasks import LoaderCache
 from safetensors.torch import load_file, save_file
 from support import families
 from support.families import Family
@@ -251,6 +252,16 @@ def test_a_truncated_output_is_refused(copied: tuple[dict[str, Any], Path]) -> N
     (file,) = out.glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(SltaError, match="truncated"):
+        check(content, out)
+
+
+def test_a_model_that_lacks_a_tensor_is_named(family: Family, tmp_path: Path) -> None:
+    models = [{"model": str(folder), "parameters": {"weight": 0.5}} for folder in family.experts]
+    content = {"merge_method": "task_arithmetic", "base_model": str(family.base), "models": models, "dtype": "float32"}
+    out = families.merge(content, tmp_path / "out")
+    change(family.experts[1], lambda tensors: tensors.pop(QUERY))
+    LoaderCache.loaders.clear()
+    with pytest.raises(SltaError, match=f"The tensor {QUERY} of {family.experts[1]} cannot be read .*not present"):
         check(content, out)
 
 
