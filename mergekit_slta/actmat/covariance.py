@@ -236,14 +236,10 @@ def add_moments(part: Rows, moments: torch.Tensor, target: torch.Tensor) -> None
 
 
 def solve(system: torch.Tensor, target: torch.Tensor, penalty: float) -> torch.Tensor:
-    """target [m, k] times the inverse of (system + penalty I) [k, k]; see ``times_inverse``.
-
-    Raises:
-        torch.linalg.LinAlgError: something is not finite.
-    """
+    """target [m, k] times the inverse of (system + penalty I) [k, k]; see ``times_inverse``."""
     system.diagonal().add_(penalty)
-    if (found := times_inverse(target, system)) is None:
-        raise torch.linalg.LinAlgError("Something in the task matrices is not finite.")
+    found = times_inverse(target, system)
+    assert found is not None  # a Gram matrix of finite numbers, with a penalty, is positive definite
     return found
 
 
