@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +61,7 @@ class FiniteMethod(GroupMergeMethod):
 
     def begin(self, experiment: Experiment) -> None:
         """Start the merge of a recipe that the checks have opened."""
+        self.forget()
         self._experiment = experiment
 
     def share(self, experiment: Experiment) -> None:
@@ -99,21 +99,6 @@ class FiniteMethod(GroupMergeMethod):
         return merged
 
 
-@dataclass
-class Merge:
-    """One merge in progress.
-
-    Attributes:
-        experiment: the opened recipe.
-        result: what every tensor is made from; None until the first tensor is merged.
-        failure: why there is no result.
-    """
-
-    experiment: Experiment
-    result: Any = None
-    failure: Exception | None = None
-
-
 class CalibratedMethod(FiniteMethod):
     """A merge method that runs whole models on their tasks' data before it merges the first tensor.
 
@@ -125,32 +110,28 @@ class CalibratedMethod(FiniteMethod):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._merge: Merge | None = None
+        self._result: Any = None  # what every tensor is made from, once the first one is merged
+        self._failure: Exception | None = None  # why there is no result
 
     def compute(self, experiment: Experiment) -> Any:
         """Compute what every tensor of the merge is made from."""
         raise NotImplementedError
 
-    def merge_tensor(self, group: TensorGroup, merge: Merge) -> torch.Tensor:
+    def merge_tensor(self, group: TensorGroup, result: Any, experiment: Experiment) -> torch.Tensor:
         """Merge one tensor from the result."""
         raise NotImplementedError
-
-    def begin(self, experiment: Experiment) -> None:
-        """Start the merge of a recipe that the checks have opened."""
-        super().begin(experiment)
-        self._merge = Merge(experiment)
 
     def forget(self) -> None:
         """Drop the previous merge."""
         super().forget()
-        self._merge = None
+        self._result = self._failure = None
 
     def written(self, folder: Path, weights: str) -> None:
         """Refuse an output whose tensors are of other files than those that were measured."""
+        experiment = self._experiment
         super().written(folder, weights)
-        if self._merge is not None:
-            for model in (self._merge.experiment.base, *self._merge.experiment.experts):
-                model.refuse_changes()
+        for model in (experiment.base, *experiment.experts) if experiment is not None else ():
+            model.refuse_changes()
 
     def validate_inputs(
         self, input_ids: Sequence[Hashable], base_id: Hashable | None = None, *, group_name: str | None = None
@@ -158,7 +139,7 @@ class CalibratedMethod(FiniteMethod):
         """Refuse to merge without the whole recipe, which the planner shows only in merges of whole models."""
         if group_name is None or not all(isinstance(model, ModelReference) for model in input_ids):
             raise SltaError(NOT_A_FOLDER.format(method=self.spec.name))
-        if self._merge is None:
+        if self._experiment is None:
             raise SltaError(
                 f"mergekit does not show '{self.spec.name}' the recipe, because mergekit-slta's start-up file did not "
                 "run: merge with 'mergekit-slta merge'."
@@ -167,20 +148,20 @@ class CalibratedMethod(FiniteMethod):
 
     def merge(self, group: TensorGroup, **parameters: Any) -> torch.Tensor:
         """Merge one tensor; the first one computes the result."""
-        merge, base = self._merge, group.base
-        if merge is None or base is None or group.metadata.name is None:
+        experiment, base = self._experiment, group.base
+        if experiment is None or base is None or group.metadata.name is None:
             raise SltaError(NOT_A_FOLDER.format(method=self.spec.name))
         with self._lock:
-            if merge.failure is not None:
-                raise merge.failure
-            if merge.result is None:
+            if self._failure is not None:
+                raise self._failure
+            if self._result is None:
                 try:
-                    merge.experiment.device = str(base.tensor.device)
-                    merge.result = self.compute(merge.experiment)
+                    experiment.device = str(base.tensor.device)
+                    self._result = self.compute(experiment)
                 except Exception as error:
-                    merge.failure = error
+                    self._failure = error
                     raise
-        return self.merge_tensor(group, merge)
+        return self.merge_tensor(group, self._result, experiment)
 
 
 def _set_aside(folder: Path, written: str) -> None:

@@ -12,7 +12,7 @@ from mergekit_slta.featcal.layer import MERGED
 from mergekit_slta.featcal.merge import ANCHOR, ERRORS
 from mergekit_slta.featcal.scratch import SolvedModel, solve_model
 from mergekit_slta.layers.blend import weighted_sum
-from mergekit_slta.methods.base import CalibratedMethod, Merge, method_spec, write_report
+from mergekit_slta.methods.base import CalibratedMethod, method_spec, write_report
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import published_name
 from mergekit_slta.recipe.settings import FeatcalSettings
@@ -46,14 +46,14 @@ class FeatcalMethod(CalibratedMethod):
                 raise
         return solved
 
-    def merge_tensor(self, group: TensorGroup, merge: Merge) -> torch.Tensor:
+    def merge_tensor(self, group: TensorGroup, result: SolvedModel, experiment: Experiment) -> torch.Tensor:
         """Return the solved tensor; outside the layers, the base model's or the experts' average."""
         base, name = group.base.tensor, group.metadata.name
-        tensor = merge.result.tensor(name)
+        tensor = result.tensor(name)
         if tensor is not None:
             return tensor.to(base.device, base.dtype)
-        settings = merge.experiment.recipe.settings_of(FeatcalSettings)
-        if not (settings.averages_edges if merge.result.is_language(name) else settings.towers == "mean"):
+        settings = experiment.recipe.settings_of(FeatcalSettings)
+        if not (settings.averages_edges if result.is_language(name) else settings.towers == "mean"):
             return base
         equal = torch.tensor(1 / len(group.non_base))
         return weighted_sum(base, [(entry.tensor, equal) for entry in group.non_base])
@@ -64,13 +64,13 @@ class FeatcalMethod(CalibratedMethod):
 
     def forget(self) -> None:
         """Drop the previous merge; its scratch folder stays, so that the same merge can be resumed."""
-        if self._merge is not None and self._merge.result is not None:
-            self._merge.result.release()
+        if self._result is not None:
+            self._result.release()
         super().forget()
 
     def written(self, folder: Path, weights: str) -> None:
         """Delete the scratch folder."""
         super().written(folder, weights)
-        if self._merge is not None and self._merge.result is not None:
-            self._merge.result.remove()
-            self._merge = None
+        if self._result is not None:
+            self._result.remove()
+            self._result = None

@@ -7,7 +7,7 @@ from mergekit.merge_methods import TensorGroup
 
 from mergekit_slta.errors import logger
 from mergekit_slta.layers.blend import weighted_sum
-from mergekit_slta.methods.base import CalibratedMethod, Merge, method_spec, write_report
+from mergekit_slta.methods.base import CalibratedMethod, method_spec, write_report
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.settings import SltaSettings
 from mergekit_slta.slta.measure import measured_statistics
@@ -43,10 +43,10 @@ class SltaMethod(CalibratedMethod):
         decoder = experiment.decoder.to("cpu")
         return TensorWeights(decoder, settings.level, solution.submodules, settings.edges, settings.towers)
 
-    def merge_tensor(self, group: TensorGroup, merge: Merge) -> torch.Tensor:
+    def merge_tensor(self, group: TensorGroup, result: TensorWeights, experiment: Experiment) -> torch.Tensor:
         """The base model's tensor plus the weighted task vectors."""
-        alpha = merge.result[group.metadata.name]
-        position = {expert.reference: index for index, expert in enumerate(merge.experiment.recipe.experts)}
+        alpha = result[group.metadata.name]
+        position = {expert.reference: index for index, expert in enumerate(experiment.recipe.experts)}
         experts = [(entry.tensor, alpha[position[entry.id]]) for entry in group.non_base]
         return weighted_sum(group.base.tensor, experts)
 
