@@ -152,20 +152,13 @@ class LevelAnalysis:
         low, high = (torch.stack(found) for found in zip(*ends, strict=True))
         return low, high
 
-    @property
-    def low(self) -> torch.Tensor:
-        """The lower ends of the intervals, [S, T]."""
-        return self.intervals[0]
-
-    @property
-    def high(self) -> torch.Tensor:
-        """The upper ends of the intervals, [S, T]."""
-        return self.intervals[1]
-
     @cached_property
     def cosine(self) -> torch.Tensor:
         """Cosine similarity of the experts' feature changes over all tasks' data, [S, T, T]; NaN without change."""
-        return torch.stack([_cosine(self._means(grams).sum(0)) for grams in self._grams()])
+        matrices = torch.stack([self._means(grams).sum(0) for grams in self._grams()])
+        norms = matrices.diagonal(dim1=1, dim2=2).sqrt()
+        products = norms[:, :, None] * norms[:, None, :]
+        return torch.where(products > 0, matrices / products, torch.nan)
 
     @cached_property
     def without(self) -> torch.Tensor:
@@ -183,9 +176,11 @@ class LevelAnalysis:
             drawn = bootstrap_counts(self._task, DRAWS // 2, SEED, most=count)
             found = []
             for grams in self._grams():
-                alpha = drawn_weights(grams, self._task, drawn, **self.solution.settings)
-                found.append((alpha, retained_share(self._means(grams), alpha)))
-            effects[count] = _effect(found, self.share)
+                weights = drawn_weights(grams, self._task, drawn, **self.solution.settings)
+                found.append((weights, retained_share(self._means(grams), weights)))
+            alpha, retained = (torch.stack(values) for values in zip(*found, strict=True))  # [S, draws, T]
+            kept = pooled(retained, self.share[:, None].expand_as(retained))
+            effects[count] = SampleEffect(alpha.mean((0, 1)), alpha.std(1).mean(0), kept.mean(0))
         return effects
 
     @cached_property
@@ -204,13 +199,6 @@ class LevelAnalysis:
 
     def _means(self, grams: torch.Tensor) -> torch.Tensor:
         return task_means(grams, self._task, self.solution.balance)
-
-
-def _effect(found: Sequence[tuple[torch.Tensor, torch.Tensor]], share: torch.Tensor) -> SampleEffect:
-    """The effect of fewer samples, from each submodule's weights and what they keep, both [draws, T]."""
-    alpha, retained = (torch.stack(values) for values in zip(*found, strict=True))  # [S, draws, T]
-    kept = pooled(retained, share[:, None].expand_as(retained))
-    return SampleEffect(alpha.mean((0, 1)), alpha.std(1).mean(0), kept.mean(0))
 
 
 def _doubts(solution: Solution, name: str, width: torch.Tensor, means: torch.Tensor) -> list[str]:
@@ -232,9 +220,3 @@ def _doubts(solution: Solution, name: str, width: torch.Tensor, means: torch.Ten
     elif outside:
         found.append(f"weight {', '.join(map(plain_number, outside))}")
     return found
-
-
-def _cosine(matrix: torch.Tensor) -> torch.Tensor:
-    norm = matrix.diagonal().sqrt()
-    product = norm[:, None] * norm
-    return torch.where(product > 0, matrix / product, torch.nan)

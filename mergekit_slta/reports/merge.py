@@ -248,7 +248,7 @@ def _panels(analysis: LevelAnalysis, values: torch.Tensor, weights: torch.Tensor
             ]
         elif bands and most == 1:
             only = [row for (row,) in layers.values()]
-            lines = lines_of(analysis.experts, list(layers), means, analysis.low[only], analysis.high[only])
+            lines = lines_of(analysis.experts, list(layers), means, *(end[only] for end in analysis.intervals))
             doubtful = [layer for layer, (row,) in layers.items() if analysis.submodules[row] in analysis.doubts]
         panels.append(Panel(title, lines, doubtful))
     return panels
@@ -525,7 +525,7 @@ def _samples_charts(analysis: LevelAnalysis) -> list[Chart]:
 
 
 def _interval(analysis: LevelAnalysis, row: int, expert: int) -> str:
-    low, high = float(analysis.low[row, expert]), float(analysis.high[row, expert])
+    low, high = (float(end[row, expert]) for end in analysis.intervals)
     return "" if math.isnan(low) else f"{plain_number(low)} to {plain_number(high)}"
 
 

@@ -132,8 +132,7 @@ def test_equal_samples_leave_no_doubt_about_the_weights() -> None:
     gram = synthetic.random_grams(3, 1).sum(0)
     statistics = synthetic.statistics(grams=lambda name, number: gram.expand(12, 3, 3))
     found = LevelAnalysis(statistics.solve("attn_mlp"))
-    assert torch.allclose(found.low, found.alpha)
-    assert torch.allclose(found.high, found.alpha)
+    assert all(torch.allclose(end, found.alpha) for end in found.intervals)
     assert list(found.by_samples) == [1, 3, 4]
     for effect in found.by_samples.values():
         assert effect.spread.max() < 1e-12
@@ -143,8 +142,9 @@ def test_equal_samples_leave_no_doubt_about_the_weights() -> None:
 
 def test_intervals_hold_the_weights_and_narrow_with_more_samples() -> None:
     few, many = (LevelAnalysis(synthetic.statistics(samples=samples).solve("attn_mlp")) for samples in (5, 60))
-    assert ((few.low <= few.alpha) & (few.alpha <= few.high)).double().mean() > 0.9
-    assert (many.high - many.low).mean() < 0.6 * (few.high - few.low).mean()
+    low, high = few.intervals
+    assert ((low <= few.alpha) & (few.alpha <= high)).double().mean() > 0.9
+    assert (many.intervals[1] - many.intervals[0]).mean() < 0.6 * (high - low).mean()
     spreads = [float(effect.spread.mean()) for effect in many.by_samples.values()]
     assert list(many.by_samples) == [1, 3, 10, 30, 60]
     assert spreads == sorted(spreads, reverse=True)
