@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from mergekit_slta.layers.calls import Weights
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.levels import fused_map_part
+from mergekit_slta.models.roles import has_transposed_experts
 
 FUSED = ("gate_up_proj", "up_proj", "down_proj")
 
@@ -127,14 +128,6 @@ def routed_inputs(given: Sequence[torch.Tensor], experts: int, positions: torch.
     return RoutedInputs(stacked[expert, positions[tokens]], expert[:, None], tokens, places)
 
 
-def _is_transposed(module: Any) -> bool:
-    """Whether a module of fused experts stores them as [experts, in, out]."""
-    if hasattr(module, "is_transposed"):
-        return bool(module.is_transposed)
-    first, down = module.gate_up_proj.shape, module.down_proj.shape
-    return bool(first[1] == down[2] and first[2] != down[1])
-
-
 def _maps_of(path: str, module: torch.nn.Module) -> Iterator[LinearMap]:
     if is_fused(module):
         if not hasattr(module, "has_gate") and not (hasattr(module, "gate_up_proj") and hasattr(module, "act_fn")):
@@ -143,7 +136,7 @@ def _maps_of(path: str, module: torch.nn.Module) -> Iterator[LinearMap]:
         experts = len(module.get_parameter("down_proj"))
         for name in FUSED:
             bias = f"{path}.{name}_bias" if hasattr(module, f"{name}_bias") else None
-            transposed = _is_transposed(module)
+            transposed = has_transposed_experts(module)
             for expert in range(experts if hasattr(module, name) else 0):
                 yield LinearMap(fused_map_part(path, expert, name), path, f"{path}.{name}", bias, transposed, expert)
         return
