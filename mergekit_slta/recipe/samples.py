@@ -67,11 +67,8 @@ class Samples:
         Raises:
             SltaError: the tokenizer is missing or cannot be loaded.
         """
-        if reference not in self._tokenizers:
-            self._tokenizers[reference] = self._load_tokenizer(reference)
-        return self._tokenizers[reference]
-
-    def _load_tokenizer(self, reference: ModelReference) -> PreTrainedTokenizerBase:
+        if reference in self._tokenizers:
+            return self._tokenizers[reference]
         with reading(reference, "has no usable tokenizer, which calibration needs", "get sound copies of its files"):
             own = reference.lora and tokenizer_folder(reference.lora, self.cache_dir)
             tokenizer = AutoTokenizer.from_pretrained(
@@ -82,6 +79,7 @@ class Samples:
             )
             if reference.lora and (template := adapter_chat_template(reference.lora, self.cache_dir)):
                 tokenizer.chat_template = template
+            self._tokenizers[reference] = tokenizer
             return tokenizer
 
     def _source(self, expert: Expert) -> CalibrationSource:
