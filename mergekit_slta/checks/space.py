@@ -107,11 +107,6 @@ def feature_merge_needs(case: Case) -> list[str]:
     return said
 
 
-def is_disk_full(error: Exception) -> bool:
-    """Whether an error says that a disk is full; libraries in Rust say it only in the error's text."""
-    return getattr(error, "errno", None) in FULL or any(os.strerror(number) in str(error) for number in FULL)
-
-
 @contextlib.contextmanager
 def full_disk_said(experiment: Experiment, out: Path) -> Iterator[None]:
     """If a library fails because a disk is full, say which disk and how much space the merge lacks."""
@@ -120,9 +115,10 @@ def full_disk_said(experiment: Experiment, out: Path) -> Iterator[None]:
     except SltaError:
         raise  # it names the file that could not be written
     except Exception as error:
-        if not is_disk_full(error):
-            raise
-        raise SltaError(full_disk_problem(experiment, out)) from error
+        # Libraries in Rust say that a disk is full only in the error's text.
+        if getattr(error, "errno", None) in FULL or any(os.strerror(number) in str(error) for number in FULL):
+            raise SltaError(full_disk_problem(experiment, out)) from error
+        raise
 
 
 def full_disk_problem(experiment: Experiment, out: Path) -> str:
