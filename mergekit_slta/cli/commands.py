@@ -16,12 +16,12 @@ from mergekit_slta.cli.options import (
     MergeCommand,
     ModelCommand,
     applied,
-    existing_file,
     held_out_records,
     measured_levels,
     merged_folder,
     numbers_file,
     output_folder,
+    recipe_path,
 )
 from mergekit_slta.errors import SltaError, files_named, visible
 
@@ -97,7 +97,7 @@ def new(base: str, experts: tuple[str, ...], file: Path | None) -> None:
 
 
 @main.command(cls=ModelCommand, short_help="Say everything that is wrong with a recipe.")
-@existing_file("recipe")
+@recipe_path
 def check(recipe: Path, **options: Any) -> None:
     """Say everything that is wrong with RECIPE, before anything is computed.
 
@@ -117,7 +117,7 @@ def check(recipe: Path, **options: Any) -> None:
 
 
 @main.command(cls=ModelCommand, short_help="Measure a recipe's models, write a statistics file.")
-@existing_file("recipe")
+@recipe_path
 @click.option("-o", "--output", "stats", required=True, metavar="STATS", help="The statistics file to write.")
 @measured_levels(
     f"What gets a merging weight of its own: {LEVELS_HELP}. May be given several times.  [default: the recipe's]"
@@ -268,7 +268,7 @@ def solve(
 
 
 @main.command(cls=ModelCommand, short_help="Measure how well a merged model does each task.")
-@existing_file("recipe")
+@recipe_path
 @merged_folder
 @held_out_records
 @numbers_file
@@ -293,7 +293,7 @@ def evaluate(recipe: Path, out: Path, samples: int, json_file: str | None, **opt
 
 
 @main.command(cls=ModelCommand, short_help="Compare several merged models.")
-@existing_file("recipe")
+@recipe_path
 @click.argument("out", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
 @held_out_records
 @click.option(
@@ -338,7 +338,7 @@ def compare(
 
 
 @main.command(cls=ModelCommand, short_help="Measure how linear a recipe's models are in their weights.")
-@existing_file("recipe")
+@recipe_path
 @output_folder
 @measured_levels(f"{LEVELS_HELP}. May be given several times.  [default: model, layer, attn_mlp]")
 @click.option("--samples", type=click.IntRange(min=1), default=5, show_default=True, help="Samples of each task.")
@@ -395,7 +395,7 @@ def report(stats: str, folder: Path, transformers_cache: str | None) -> None:
 
 
 @main.command(cls=MergeCommand, short_help="Merge, as mergekit-yaml does.")
-@existing_file("recipe")
+@recipe_path
 @click.argument("out")
 def merge(recipe: Path, out: str, **options: Any) -> None:
     """Merge RECIPE's models into the folder OUT, as mergekit-yaml does, with a check first.
@@ -412,7 +412,7 @@ def merge(recipe: Path, out: str, **options: Any) -> None:
 
 
 @main.command(cls=ModelCommand, short_help="Re-read a finished merge and compare it with its recipe.")
-@existing_file("recipe")
+@recipe_path
 @merged_folder
 def verify(recipe: Path, out: Path, **options: Any) -> None:
     """Re-read the merged model in OUT tensor by tensor, and compare it with what RECIPE says.

@@ -52,10 +52,7 @@ def applied(options: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def existing_file(argument: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    return click.argument(argument, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-
-
+recipe_path = click.argument("recipe", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 merged_folder = click.argument("out", type=click.Path(exists=True, file_okay=False, path_type=Path))
 output_folder = click.option(
     "-o",
