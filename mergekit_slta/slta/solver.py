@@ -47,8 +47,7 @@ def sample_weights(grams: torch.Tensor, balance: bool, among: torch.Tensor | Non
     """Balance w_x of each sample, [..., N] float64; zero leaves a sample out (every delta of it is zero).
 
     Args:
-        grams: [N, T, T] float64.
-        balance: whether samples are balanced (Eq. 33-34).
+        grams, balance: as for ``solve``.
         among: [..., T] float64, 1 for the experts that are merged and 0 for the others; all by default.
     """
     power = mean_power(grams, among)
@@ -68,7 +67,7 @@ def sample_shares(weights: torch.Tensor, task: torch.Tensor, counts: torch.Tenso
 
     Args:
         weights: [..., N], of ``sample_weights``.
-        task: [N] int64, the index of the expert whose data each sample came from.
+        task: as for ``solve``.
         counts: [..., N] float64, how often each sample is drawn; once each by default.
     """
     usable = (weights > 0).to(weights.dtype)
@@ -78,13 +77,7 @@ def sample_shares(weights: torch.Tensor, task: torch.Tensor, counts: torch.Tenso
 
 
 def task_means(grams: torch.Tensor, task: torch.Tensor, balance: bool) -> torch.Tensor:
-    """B_a of every task, [T, T, T] with the task first.
-
-    Args:
-        grams: [N, T, T] float64.
-        task: [N] int64, the index of the expert whose data each sample came from.
-        balance: whether samples are balanced (Eq. 33-34).
-    """
+    """B_a of every task, [T, T, T] with the task first; the arguments are those of ``solve``."""
     shares = sample_shares(sample_weights(grams, balance), task)
     experts = grams.shape[-1]
     return grams.new_zeros(experts, experts, experts).index_add_(0, task, shares[:, None, None] * grams)
@@ -96,10 +89,8 @@ def equations(
     """A [..., T, T] and b [..., T] (Eq. 13) straight from the samples, without the T matrices B_a.
 
     Args:
-        grams: [N, T, T] float64.
-        task: [N] int64, the index of the expert whose data each sample came from.
+        grams, task, task_weights: as for ``solve``; the weights are the c_a.
         shares: [..., N], of ``sample_shares``.
-        task_weights: the ``T`` weights c_a of the tasks; one each by default.
     """
     if task_weights is not None:
         shares = shares * shares.new_tensor(task_weights)[task]
@@ -267,7 +258,7 @@ def bootstrap_counts(task: torch.Tensor, repeats: int, seed: int, most: int | No
     """How often each sample is drawn in each bootstrap sample, [repeats, N] float64.
 
     Args:
-        task: [N] int64, the index of the expert whose data each sample came from.
+        task: as for ``solve``.
         repeats: the number of bootstrap samples.
         seed: what the draws depend on.
         most: how many samples a task draws, if it has as many; as many as it has by default.
