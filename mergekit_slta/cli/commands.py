@@ -136,12 +136,12 @@ def calibrate(recipe: Path, stats: str, levels: list[str], **options: Any) -> No
     from mergekit_slta.slta.measure import measured_statistics
     from mergekit_slta.tables import as_size
 
-    path = Path(stats)
+    path = Path(stats).expanduser()
     merge_options = applied(options)
     try:
         with joined_ranks() as ranks:
-            ranks.together(lambda: _refuse_output(stats))
-            loaded = ranks.together(lambda: Recipe.load(recipe).with_statistics(stats))
+            ranks.together(lambda: _refuse_output(str(path)))
+            loaded = ranks.together(lambda: Recipe.load(recipe).with_statistics(str(path), *levels[:1]))
             experiment = sound_experiment(loaded, ranks, **merge_options)
             before = _identity(path)
             statistics = measured_statistics(experiment, levels, path)

@@ -135,12 +135,17 @@ class Recipe:
         recipe.config, recipe.content = config, content
         return recipe
 
-    def with_statistics(self, file: str) -> Recipe:
-        """The same recipe with another statistics file, where its method takes one."""
+    def with_statistics(self, file: str, level: str | None = None) -> Recipe:
+        """The same recipe with another statistics file and level, where its method takes a file.
+
+        Args:
+            file: the statistics file.
+            level: the level; by default the recipe's.
+        """
         method = SETTINGS.get(self.config.merge_method)
         if method is None or not method.takes_statistics:
             return self
-        parameters = {**(self.config.parameters or {}), "statistics": file}
+        parameters = {**(self.config.parameters or {}), "statistics": file, **({"level": level} if level else {})}
         return self.from_config(self.config.model_copy(update={"parameters": parameters}), self.content)
 
     def _parse(self, text: str, name: object) -> None:

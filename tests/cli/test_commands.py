@@ -302,6 +302,16 @@ def test_the_output_of_calibrate_replaces_the_recipes_statistics(
     assert "fits already and was not touched" in said
 
 
+def test_calibrate_checks_its_output_for_the_level_that_is_asked_for(
+    llama: Family, write_recipe: WriteRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run("calibrate", write_recipe(llama, samples=1), "-o", "~/layer.safetensors", "--level", "layer", "--quiet")
+    without_data = write_recipe(llama, name="without.yml", calibration=False, samples=1, level="attn_mlp")
+    said = run("calibrate", without_data, "-o", tmp_path / "layer.safetensors", "--level", "layer", "--quiet").output
+    assert "fits already and was not touched" in said
+
+
 def test_calibrate_checks_the_recipe_first(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
     recipe = write_recipe(llama, sampels=3)
     assert "did you mean 'samples'?" in run("calibrate", recipe, "-o", tmp_path / "s", code=1).output
