@@ -49,6 +49,7 @@ def test_it_measures_a_tiny_model_and_says_what_is_extrapolated(forks: ForkServe
     assert rows["featcal"]["shares"]["solving"] > 0 == rows["slta layer"]["shares"]["solving"]
     text = (tmp_path / "gpu.md").read_text()
     assert "2 of 3 layers" in text and text in said
+    assert "±" not in text  # one run has no deviation
     assert not any((tmp_path / "models").glob("*/base"))
 
 
@@ -65,6 +66,8 @@ gpu.measured_statistics = gpu.solve_model = fail
 gpu.shutil.disk_usage = lambda folder: SimpleNamespace(free=5_000_000)  # for one layer
 write, large = gpu.write_models, gpu.SHAPES["70b"]
 gpu.write_models = lambda folder, config, *more: fail() if config is large else write(folder, config, *more)
+forward = gpu._forward
+gpu._forward = lambda path, *more: forward(path, *more) if "mixtral" in (path / "config.json").read_text() else fail()
 try:
     gpu.main(sys.argv[2:])
 except SystemExit as ended:
@@ -73,9 +76,9 @@ except SystemExit as ended:
 
 
 def test_what_fails_leaves_the_rest_alone(forks: ForkServerContext, tmp_path: Path) -> None:
-    shapes = ["--shape=70b", "--shape=tiny-mixture"]
+    shapes = ["--shape=70b", "--shape=tiny-mixture", "--shape=tiny"]
     said = run_afresh(forks, FAILING, SCRIPT, *OPTIONS, *shapes, f"--folder={tmp_path}", f"--output={tmp_path}")
-    failed, result = json.loads((tmp_path / "gpu.json").read_text())
+    failed, result, without_forward = json.loads((tmp_path / "gpu.json").read_text())
     assert failed == {"shape": "70b", "error": "OutOfMemoryError: CUDA out of memory"}
     rows = {row["name"]: row for row in result["rows"]}
     assert list(rows) == ["statistics for the merge", *ROWS]
@@ -86,7 +89,9 @@ def test_what_fails_leaves_the_rest_alone(forks: ForkServerContext, tmp_path: Pa
     assert plain["tflops"] * plain["seconds"] * 1e12 > 2 * products * result["models"] * 6 * 16
     for name in ROWS[2:6]:
         assert rows[name]["error"] == "OutOfMemoryError: CUDA out of memory"
-    assert said.count("Tried to allocate 2 GiB") == 6
+    assert said.count("Tried to allocate 2 GiB") == 6 + 6
+    (floor,) = [row for row in without_forward["rows"] if row["name"] == ROWS[1]]
+    assert floor["error"] == "RuntimeError: It holds two forward passes, which failed"
     assert f"| {ROWS[2]} | OutOfMemoryError: CUDA out of memory |" in (tmp_path / "gpu.md").read_text()
 
 

@@ -8,10 +8,11 @@ Needs nothing but this repository: checkpoints of random bfloat16 numbers are wr
 many layers as the disk has room for. Times for all layers of a shape are extrapolated in proportion to the layers,
 which the table says. Writes gpu.json and gpu.md after every step, and prints the table. A part that fails leaves the
 others alone: the table says why, and the exit status is 1. Every part runs once, then once more with its memory and
-its shares of time watched, and then again for as long as there is time.
+its shares of time watched, and then again. After --minutes nothing begins, and no part runs again that would end later.
 
 The floor is one forward pass of each of the T+1 models over all samples, in float32 with the weights in memory; what
-featcal cannot do without is as in featcal.py. Ratios are of runs that take turns. The shares of time are of a further
+featcal cannot do without is as in featcal.py. Tokens/s and TFLOP/s are the tokens and the operations of these passes
+over the time of a row, whatever the row does. Ratios are of runs that take turns. The shares of time are of a further
 run, in which the device is waited for after each part.
 """
 
@@ -98,7 +99,7 @@ Steps = dict[str, Callable[[], None]]
 @click.option("--tokens", default=512, show_default=True, help="Of each sample.")
 @click.option("--layers", default=4, show_default=True, help="At most so many; 0 for all that the disk has room for.")
 @click.option("--repeats", default=2, show_default=True)
-@click.option("--minutes", default=9.0, show_default=True, help="Begin nothing that would take longer, in all.")
+@click.option("--minutes", default=9.0, show_default=True, help="Begin nothing later, in all.")
 @click.option("--folder", type=click.Path(path_type=Path), default=CACHE, help="For checkpoints, deleted afterwards.")
 @click.option("-o", "--output", "out", type=click.Path(path_type=Path), default=Path(), help="For gpu.json and gpu.md.")
 def main(
@@ -236,6 +237,8 @@ def measure(
         seconds[FORWARD].append(found)
 
     def bare() -> None:
+        if not seconds[FORWARD]:
+            raise RuntimeError("It holds two forward passes, which failed.")
         parts = _timed(functools.partial(_bare, decoder, sizes, device), device)
         seconds[FLOOR].append(seconds[FORWARD][-1] * 2 / len(models) + parts)
 
@@ -249,7 +252,7 @@ def measure(
         "merge, ready statistics": lambda: _merge(models, folder, device, "slta", statistics=str(statistics_file)),
         "merge, task_arithmetic": lambda: _merge(models, folder, device, "task_arithmetic"),
     }
-    counted: list[int] = []  # multiplications of the forward passes
+    counted: list[int] = []  # operations of the forward passes
     seconds: dict[str, list[float]] = defaultdict(list)
     watched: dict[str, dict[str, Any]] = defaultdict(dict)
     sizes = [len(batch.rows) * max(batch.lengths) for batch in batches]
@@ -269,9 +272,9 @@ def measure(
         return {
             "name": name,
             "seconds": mean,
-            "deviation": statistics.pstdev(own),
+            "deviation": statistics.pstdev(own) if len(own) > 1 else None,
             "ratio": statistics.mean(ratios) if ratios else None,
-            "ratio_deviation": statistics.pstdev(ratios) if ratios else None,
+            "ratio_deviation": statistics.pstdev(ratios) if len(ratios) > 1 else None,
             "tokens_per_s": (EXPERTS + 1) * sum(sizes) / mean,
             "tflops": sum(counted) / mean / 1e12,
             "extrapolated_s": mean * whole / config.num_hidden_layers,
@@ -320,7 +323,7 @@ def _same_shape(shape: PretrainedConfig, config: PretrainedConfig) -> bool:
 
 @torch.no_grad()
 def _forward(folder: Path, batches: Sequence[Batch], device: str) -> tuple[float, list[int]]:
-    """Seconds and multiplications of as many plain forward passes of a model's body as there are models."""
+    """Seconds and floating-point operations of as many plain forward passes of a model's body as there are models."""
     model = load(folder, device)
     _run(model, batches[:1], device)
     start = time.perf_counter()
@@ -465,9 +468,9 @@ def table(result: dict[str, Any]) -> str:
         if "seconds" in row:
             failure = f" ({row['error']})" if "error" in row else ""
             times = [
-                f"{row['seconds']:.2f} ± {row['deviation']:.2f}{failure}",
+                f"{_deviating(row['seconds'], row['deviation'])}{failure}",
                 f"{row['extrapolated_s']:.1f}",
-                f"{row['ratio']:.2f} ± {row['ratio_deviation']:.2f}" if row["ratio"] else "",
+                _deviating(row["ratio"], row["ratio_deviation"]) if row["ratio"] else "",
                 f"{row['tokens_per_s']:.0f}",
                 f"{row['tflops']:.2f}" if row["tflops"] else "",
             ]
@@ -479,6 +482,11 @@ def table(result: dict[str, Any]) -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", *failed])
+
+
+def _deviating(mean: float, deviation: float | None) -> str:
+    """A mean with its standard deviation, which one run does not have."""
+    return f"{mean:.2f}" if deviation is None else f"{mean:.2f} ± {deviation:.2f}"
 
 
 if __name__ == "__main__":
