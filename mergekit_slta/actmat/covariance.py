@@ -94,7 +94,7 @@ def merge_by_covariance(
     parts = [low_rank(task, weight, NEGLIGIBLE * penalty) for task, weight in touched]
     ranks = [len(task) if part is None else len(part.rows) for part, (task, _) in zip(parts, touched, strict=True)]
     whole = (part or all_rows(*given) for part, given in zip(parts, touched, strict=True))
-    if sum(ranks) < (inputs if total is None else inputs // 2):  # the total has to be computed in any case
+    if by_rows(sum(ranks), inputs, with_total=total is not None):
         rows, products = join_rows(whole, sum(ranks), mean)
         if total is not None:
             add_gram(rows, total)
@@ -106,6 +106,11 @@ def merge_by_covariance(
     if total is not None:
         total += moments
     return solve(moments, target, penalty)
+
+
+def by_rows(rows: int, inputs: int, *, with_total: bool) -> bool:
+    """Whether the system of all experts' rows takes less than that of Σ_t C_t, which a total needs in any case."""
+    return rows < (inputs // 2 if with_total else inputs)
 
 
 def weighted_mean(tasks: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:

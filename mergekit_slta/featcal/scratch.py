@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from tqdm import tqdm
 
-from mergekit_slta.actmat.covariance import BLOCK
+from mergekit_slta.actmat.covariance import BLOCK, by_rows
 from mergekit_slta.engine.partial import Partial, remove
 from mergekit_slta.engine.streams import Tasks, share
 from mergekit_slta.errors import SltaError, logger
@@ -279,7 +279,7 @@ def _elements_by_covariance(inputs: int, outputs: int, experts: int) -> int:
     """The elements that the merge of actmat takes at most for one map, and the prior that its sums are added to."""
     task_matrices = (experts + 1) * inputs * outputs * FLOAT32 // FLOAT64
     rows = experts * outputs
-    if rows < inputs // 2:
+    if by_rows(rows, inputs, with_total=True):
         return inputs**2 + rows * (inputs + rows + outputs) + 2 * inputs * outputs + task_matrices
     return 2 * inputs**2 + min(inputs, outputs) ** 2 + 2 * inputs * outputs + task_matrices
 

@@ -126,7 +126,7 @@ def _groups(decoder: Decoder) -> Iterator[tuple[int, int, float]]:
     for layer, maps in zip(decoder.layers, groups_by_layer(decoder), strict=True):
         state = layer.state_dict()
         for group in maps.groups:
-            shapes = [state[m.weight].shape[-2:][:: -1 if m.transposed else 1] for m in group.maps]
+            shapes = [linear_map.matrix(state).shape for linear_map in group.maps]
             if group.fused:
                 share = decoder.model.config.num_experts_per_tok / len(state[group.maps[0].weight])
                 yield from ((inputs, outputs, share) for outputs, inputs in shapes)

@@ -232,8 +232,11 @@ def measure(
             solve_model(experiment, settings).remove()
         return [experiment.base, *experiment.experts]
 
+    operations = 0  # of the forward passes
+
     def forward() -> None:
-        found, counted[:] = _forward(models[0], batches, device)
+        nonlocal operations
+        found, operations = _forward(models[0], batches, device)
         seconds[FORWARD].append(found)
 
     def bare() -> None:
@@ -252,7 +255,6 @@ def measure(
         "merge, ready statistics": lambda: _merge(models, folder, device, "slta", statistics=str(statistics_file)),
         "merge, task_arithmetic": lambda: _merge(models, folder, device, "task_arithmetic"),
     }
-    counted: list[int] = []  # operations of the forward passes
     seconds: dict[str, list[float]] = defaultdict(list)
     watched: dict[str, dict[str, Any]] = defaultdict(dict)
     sizes = [len(batch.rows) * max(batch.lengths) for batch in batches]
@@ -276,7 +278,7 @@ def measure(
             "ratio": statistics.mean(ratios) if ratios else None,
             "ratio_deviation": statistics.pstdev(ratios) if len(ratios) > 1 else None,
             "tokens_per_s": (EXPERTS + 1) * sum(sizes) / mean,
-            "tflops": sum(counted) / mean / 1e12,
+            "tflops": operations / mean / 1e12,
             "extrapolated_s": mean * whole / config.num_hidden_layers,
             **watched[name],
         }
@@ -322,7 +324,7 @@ def _same_shape(shape: PretrainedConfig, config: PretrainedConfig) -> bool:
 
 
 @torch.no_grad()
-def _forward(folder: Path, batches: Sequence[Batch], device: str) -> tuple[float, list[int]]:
+def _forward(folder: Path, batches: Sequence[Batch], device: str) -> tuple[float, int]:
     """Seconds and floating-point operations of as many plain forward passes of a model's body as there are models."""
     model = load(folder, device)
     _run(model, batches[:1], device)
@@ -336,7 +338,7 @@ def _forward(folder: Path, batches: Sequence[Batch], device: str) -> tuple[float
         _run(model, batches, device)
     del model
     _forget(device)
-    return seconds, [(EXPERTS + 1) * counter.get_total_flops()]
+    return seconds, (EXPERTS + 1) * counter.get_total_flops()
 
 
 def _run(model: Any, batches: Sequence[Batch], device: str) -> None:

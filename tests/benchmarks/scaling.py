@@ -38,6 +38,7 @@ from scipy.optimize import nnls
 from support.memory import PeakMemory
 from transformers import PretrainedConfig
 
+from mergekit_slta.actmat.covariance import by_rows
 from mergekit_slta.featcal import few_tokens, regression
 from mergekit_slta.featcal.few_tokens import by_tokens
 from mergekit_slta.featcal.regression import PREDICTED, lowest_ridge
@@ -308,7 +309,7 @@ def _actmat(inputs: int, outputs: int) -> float:
     """The multiplications of ``actmat`` for one map of full rank, and of the moments that are featcal's prior."""
     rows = EXPERTS * outputs
     moments, small = rows * inputs**2 / 2, rows * (outputs * inputs / 2 + outputs * inputs)
-    if rows < inputs // 2:
+    if by_rows(rows, inputs, with_total=True):
         return moments + small + 2 * rows * outputs * inputs + rows**2 * (inputs / 2 + rows / 6 + outputs)
     products = rows * inputs**2 if outputs >= inputs else small
     return moments + products + inputs**3 / 6 + inputs**2 * outputs
