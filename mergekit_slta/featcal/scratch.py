@@ -237,7 +237,7 @@ def needs(
             if group.at_once:
                 stacks = [state[name] for name in {m.weight for m in group.maps}]
                 at_once = max(at_once, sum(stack.numel() for stack in stacks) + len(stacks[0]) * tokens * width)
-            sizes = [state[m.weight].shape[-2:][:: -1 if m.transposed else 1] for m in group.maps]
+            sizes = [linear_map.matrix(state).shape for linear_map in group.maps]
             together = [(inputs, outputs) for outputs, inputs in dict.fromkeys(map(tuple, sizes))]
             anchored = max(anchored, *(_elements_by_covariance(*shape, experts) for shape in together))
             shapes += together if group.fused else [(sizes[0][1], sum(outputs for outputs, _ in sizes))]
