@@ -26,10 +26,10 @@ LEAST_REPORTED = 100_000  # bytes of unfinished merges
 
 
 def device(case: Case) -> list[str]:
-    """A device to compute on that PyTorch does not know, or that this machine does not have."""
+    """A device that PyTorch does not know, that this machine does not have, or that has no float64, as Apple's GPUs."""
     name = case.experiment.device
     try:
-        torch.empty(0, device=name)
+        torch.ones((), dtype=torch.float64, device=name).add(1).item()
     except Exception as error:  # of a kind that differs between devices
         return [
             f"PyTorch cannot compute on the device '{name}' ({first_line(error)}): leave --device and --cuda out to "

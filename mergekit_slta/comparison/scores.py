@@ -157,7 +157,7 @@ def _score(predicted: torch.Tensor, sample: Sample) -> Score:
     if sample.answer:
         begin, end = sample.answer
         exact = bool((predicted[begin - 1 : end - 1].argmax(-1) == ids[begin:end]).all())
-    return Score(float(losses.double().sum()), exact)
+    return Score(float(losses.cpu().double().sum()), exact)
 
 
 def _padding_matters(model: Any, rows: Sequence[Sequence[int]]) -> bool:

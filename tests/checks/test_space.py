@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from support import families
 from support.adapters import write_adapter
 from support.examining import adapted, feature_recipe, grow, look, only, problems
 from support.families import Family
+from torch.overrides import TorchFunctionMode
 
+from mergekit_slta.checks import space
+from mergekit_slta.checks.case import Case
 from mergekit_slta.featcal.scratch import Needs
 
 
@@ -22,10 +27,27 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
 
 
-@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", "meta"])
 def test_a_device_that_is_not_there(device: str, family: Family) -> None:
     problem = only(families.recipe(family, experts=[0]), options={"device": device})
     assert problem.startswith(f"PyTorch cannot compute on the device '{device}' (")
+
+
+class WithoutFloat64(TorchFunctionMode):
+    """Refuses float64 as torch does on Apple's GPUs."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (kwargs or {}).get("dtype") is torch.float64:
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_device_without_float64(family: Family) -> None:
+    case = Case(families.experiment(families.recipe(family, experts=[0])))
+    assert space.device(case) == []
+    with WithoutFloat64():
+        (problem,) = space.device(case)
+    assert "on the device 'cpu' (Cannot convert a MPS Tensor to float64 dtype): leave --device" in problem
 
 
 def test_a_report_needs_a_folder(family: Family, tmp_path: Path) -> None:
