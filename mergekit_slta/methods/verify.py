@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from mergekit_slta.slta.measure import measured_statistics
 from mergekit_slta.slta.statistics import STATISTICS_OF_MERGE
 from mergekit_slta.slta.weights import TensorWeights
 
-ELEMENTS_AT_ONCE = 2**22  # that are compared in float64
+ELEMENTS_AT_ONCE = 2**18  # that are compared in float64: a processor's cache holds them
 PLAIN_METHOD = "task_arithmetic"  # of the recipes that 'mergekit-slta solve --recipe' writes
 
 
@@ -189,8 +190,8 @@ class _Expected:
         alpha = self._weights(task, base, tensors)
         if alpha is None:
             return problems, None
-        error, excess = _difference(merged, base, tensors, alpha, self.method == PLAIN_METHOD)
-        if excess > 0:
+        error, exceeds = _difference(merged, base, tensors, alpha, self.method == PLAIN_METHOD)
+        if exceeds:
             problems.append(f"The tensor {name} differs from what the recipe gives by up to {error:.3g}.")
         return problems, error
 
@@ -264,8 +265,8 @@ def _difference(
     experts: Sequence[torch.Tensor],
     alpha: Sequence[torch.Tensor],
     in_dtype: bool,
-) -> tuple[float, float]:
-    """The largest difference from theta_0 + sum alpha tau, and by how much one exceeds what rounding allows.
+) -> tuple[float, bool]:
+    """The largest difference from theta_0 + sum alpha tau, and whether one exceeds what rounding allows.
 
     Args:
         merged: the tensor to compare, in the type that it was written in.
@@ -274,27 +275,45 @@ def _difference(
         in_dtype: each step of the merge was rounded to the type of ``base``, rather than the result alone.
     """
     if not any(bool(weight.any()) for weight in alpha) or all(torch.equal(expert, base) for expert in experts):
-        error = _largest((merged.double() - base.to(merged.dtype).double()).abs())  # no rounding: bit by bit
-        return error, error
+        unchanged = base.to(merged.dtype)  # no rounding: bit by bit
+        error = 0.0
+        for own, wanted in () if torch.equal(merged, unchanged) else _parts(merged, unchanged):
+            error = max(error, _largest((own.double() - wanted.double()).abs()))
+        return error, error > 0
     step = torch.finfo(base.dtype if in_dtype else torch.promote_types(base.dtype, torch.float32)).eps
     written = torch.finfo(merged.dtype)
     least = written.tiny * written.eps  # the distance of the smallest numbers
     last = written.eps + torch.finfo(base.dtype).eps
-    error = excess = 0.0
-    rows = max(1, ELEMENTS_AT_ONCE // max(1, merged[0].numel())) if merged.ndim else 1
-    for begin in range(0, merged.shape[0] if merged.ndim else 1, rows):
-        part = slice(begin, begin + rows) if merged.ndim else ...
-        first = base[part].double()
-        wanted, size = first.clone(), first.abs()
-        for expert, weight in zip(experts, alpha, strict=True):
-            own = weight[part] if weight.ndim and weight.shape[0] == merged.shape[0] > 1 else weight
-            own, tensor = own.double(), expert[part].double()
-            wanted += own * (tensor - first)
-            size = size + own.abs() * (tensor.abs() + first.abs())
-        distance = (merged[part].double() - wanted).abs()
-        allowed = size * step * (len(experts) + 3) + wanted.abs() * last + least
-        error, excess = max(error, _largest(distance)), max(excess, _largest(distance - allowed))
-    return error, excess
+    error, exceeds = 0.0, False
+    weights = [weight.double().expand(merged.shape) for weight in alpha]
+    for own, source, *rest in _parts(merged, base, *experts, *weights):
+        first, factors = source.double(), rest[len(experts) :]
+        tasks = [expert.double().sub_(first) for expert in rest[: len(experts)]]
+        wanted = first.clone()
+        for task, factor in zip(tasks, factors, strict=True):
+            wanted.addcmul_(task, factor)
+        distance = (own.double() - wanted).abs_()
+        error = max(error, _largest(distance))
+        distance -= wanted.abs_().mul_(last).add_(least)
+        if _largest(distance) > 0:  # more than the result's rounding, so the size of what it is the sum of matters
+            size = first.abs()
+            for task, factor in zip(tasks, factors, strict=True):
+                size += factor.abs() * ((task + first).abs() + first.abs())
+            exceeds = exceeds or _largest(distance - size * step * (len(experts) + 3)) > 0
+    return error, exceeds
+
+
+def _parts(*tensors: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:
+    """Tensors of one shape in parts of few values, the same of each at a time."""
+    shape = tensors[0].shape
+    if math.prod(shape) <= ELEMENTS_AT_ONCE:
+        yield tensors
+    elif math.prod(shape[1:]) > ELEMENTS_AT_ONCE:
+        for own in zip(*tensors, strict=True):
+            yield from _parts(*own)
+    else:
+        rows = ELEMENTS_AT_ONCE // math.prod(shape[1:])
+        yield from zip(*(tensor.split(rows) for tensor in tensors), strict=True)
 
 
 def _largest(values: torch.Tensor) -> float:
