@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,16 +101,12 @@ class FiniteMethod(GroupMergeMethod):
 class CalibratedMethod(FiniteMethod):
     """A merge method that runs whole models on their tasks' data before it merges the first tensor.
 
-    mergekit plans a merge on its main thread and executes it tensor by tensor, perhaps on several threads. The first
-    tensor computes the result that all tensors are made from; other threads wait for it.
+    It does so before mergekit executes its plan: the first tensors that mergekit reads are often the embeddings of all
+    models, which would take more memory than the layers that run.
     """
 
     settings: type[CalibrationSettings]
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._result: Any = None  # what every tensor is made from, once the first one is merged
-        self._failure: Exception | None = None  # why there is no result
+    _result: Any = None  # what every tensor is made from
 
     def compute(self, experiment: Experiment) -> Any:
         """Compute what every tensor of the merge is made from."""
@@ -124,7 +119,12 @@ class CalibratedMethod(FiniteMethod):
     def forget(self) -> None:
         """Drop the previous merge."""
         super().forget()
-        self._result = self._failure = None
+        self._result = None
+
+    def prepare(self) -> None:
+        """Run the models, after the merge is planned."""
+        assert self._experiment is not None
+        self._result = self.compute(self._experiment)
 
     def written(self, folder: Path, weights: str) -> None:
         """Refuse an output whose tensors are of other files than those that were measured."""
@@ -147,21 +147,11 @@ class CalibratedMethod(FiniteMethod):
         super().validate_inputs(input_ids, base_id, group_name=group_name)
 
     def merge(self, group: TensorGroup, **parameters: Any) -> torch.Tensor:
-        """Merge one tensor; the first one computes the result."""
-        experiment, base = self._experiment, group.base
-        if experiment is None or base is None or group.metadata.name is None:
+        """Merge one tensor from the result."""
+        experiment, result = self._experiment, self._result
+        if experiment is None or result is None or group.base is None or group.metadata.name is None:
             raise SltaError(NOT_A_FOLDER.format(method=self.spec.name))
-        with self._lock:
-            if self._failure is not None:
-                raise self._failure
-            if self._result is None:
-                try:
-                    experiment.device = str(base.tensor.device)
-                    self._result = self.compute(experiment)
-                except Exception as error:
-                    self._failure = error
-                    raise
-        return self.merge_tensor(group, self._result, experiment)
+        return self.merge_tensor(group, result, experiment)
 
 
 def _set_aside(folder: Path, written: str) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import yaml
@@ -16,8 +16,10 @@ from mergekit import merge_methods
 from mergekit.architecture import ModelArchitecture, auto
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
-from mergekit.io.tasks import FinalizeModel, LoaderCache
+from mergekit.graph import Executor, Task
+from mergekit.io.tasks import FinalizeModel, GatherTensors, LoaderCache, ReturnTensor, SaveTensor
 from mergekit.io.tensor_writer import TensorWriter
+from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.options import MergeOptions
 
 from mergekit_slta.checks import examine
@@ -25,7 +27,7 @@ from mergekit_slta.checks.space import full_disk_said
 from mergekit_slta.errors import files_named, logger, one_line
 from mergekit_slta.methods import card
 from mergekit_slta.methods.actmat import ActmatMethod
-from mergekit_slta.methods.base import FiniteMethod
+from mergekit_slta.methods.base import CalibratedMethod, FiniteMethod
 from mergekit_slta.methods.featcal import FeatcalMethod
 from mergekit_slta.methods.sftm import SftmMethod
 from mergekit_slta.methods.slta import SltaMethod
@@ -34,6 +36,9 @@ from mergekit_slta.models.merged_adapters import current_loader, merge_adapter
 from mergekit_slta.models.spellings import adapt_loader, other_names, restore_loaders
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
+
+if TYPE_CHECKING:
+    from mergekit.plan import MergePlanner
 
 LOG = logger(__name__)
 
@@ -53,7 +58,7 @@ def register() -> None:
 
 
 def watch_planner() -> None:
-    """Register the methods, pass them the whole recipe before each merge, and have adapters merged by content.
+    """Register the methods, let them see the recipe and run the models before a merge, and merge adapters by content.
 
     mergekit itself shows a method only one tensor at a time, and fails on adapters of architectures that it does not
     define, because it lists their tensors before it merges the adapters. A second call changes nothing.
@@ -96,6 +101,8 @@ def watch_planner() -> None:
 
     setattr(init, WATCHED, True)
     MergePlanner.__init__ = init
+    MergePlanner.plan_to_disk = _preparing(MergePlanner.plan_to_disk)
+    MergePlanner.plan_in_memory = _preparing(MergePlanner.plan_in_memory)
     finalize = FinalizeModel.execute
 
     @functools.wraps(finalize)
@@ -108,6 +115,30 @@ def watch_planner() -> None:
             method.written(folder, weights if writer.shards_written == 1 else f"{weights}.index.json")
 
     FinalizeModel.execute = execute
+
+
+def _preparing(planned: Callable[..., list[Task[Any]]]) -> Callable[..., list[Task[Any]]]:
+    """Let a method of ours run the models when the planner has planned the merge."""
+
+    @functools.wraps(planned)
+    def plan(self: MergePlanner, *arguments: Any, **more: Any) -> list[Task[Any]]:
+        tasks = planned(self, *arguments, **more)
+        method = METHODS.get(self.config.merge_method)
+        if isinstance(method, CalibratedMethod):
+            _try_vocabulary(tasks)
+            method.prepare()
+        return tasks
+
+    return plan
+
+
+def _try_vocabulary(tasks: Sequence[Task[Any]]) -> None:
+    """Have mergekit align the rows of one tensor, if it aligns any, so that it fails before the models are run."""
+    merged = (task.tensor_task for task in tasks if isinstance(task, (SaveTensor, ReturnTensor)))
+    gathered = (task.gather_tensors for task in merged if isinstance(task, ExecuteMergeMethodTask))
+    if aligned := next((task for task in gathered if not isinstance(task, GatherTensors)), None):
+        for _ in Executor([aligned]).run(quiet=True):
+            pass
 
 
 def _explain_file_errors(config: MergeConfiguration, options: MergeOptions) -> None:

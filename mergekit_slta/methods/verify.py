@@ -126,7 +126,7 @@ def verify(recipe: Recipe, merged: str | os.PathLike[str], **options: Any) -> Ve
 def _plan(experiment: Experiment, folder: Path) -> list[SaveTensor]:
     """The tensors that mergekit writes for the recipe, each with what it is made of.
 
-    The planner is the one that merges, without the look at the recipe that ours is given before a merge.
+    The planner is the one that merges, without what our methods do before a merge.
     """
     registry.register()
     recipe, options = experiment.recipe, experiment.options
@@ -145,7 +145,8 @@ def _plan(experiment: Experiment, folder: Path) -> list[SaveTensor]:
         options,
         base.config(trust_remote_code=options.trust_remote_code),
     )
-    planned = [task for task in planner.plan_to_disk(str(folder)) if isinstance(task, SaveTensor)]
+    tasks = inspect.unwrap(MergePlanner.plan_to_disk)(planner, str(folder))
+    planned = [task for task in tasks if isinstance(task, SaveTensor)]
     if method is not None:
         method.forget()
     return planned

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import torch
 from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
@@ -45,7 +46,8 @@ class Experiment:
         if unknown := sorted(options.keys() - MergeOptions.model_fields.keys()):
             raise TypeError(f"mergekit has no option {', '.join(unknown)}.")
         self.options = MergeOptions(**{**options, "device": str(options.get("device", "cpu"))})
-        self.device = str(self.options.device)
+        on_all_gpus = self.options.multi_gpu and self.options.device == "cpu" and torch.cuda.is_available()
+        self.device = "cuda" if on_all_gpus else str(self.options.device)
         self._models: dict[ModelReference, Model] = {}
         LoaderCache().setup(self.options)
 

@@ -6,7 +6,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import yaml
 from click.testing import CliRunner, Result
 from conftest import MakeFamily, WriteRecipe
 from mergekit import merge_methods
-from mergekit.io.tasks import LoaderCache
+from mergekit.io.tasks import LoaderCache, LoadTensor
 from mergekit.merge_methods import merge_tensors
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.plan import MergePlanner
@@ -218,19 +218,33 @@ def test_many_threads_calibrate_once_and_agree_with_one(
     assert worst_error(found, expected) < 1e-6
 
 
-def test_a_failure_is_kept_for_every_thread(
-    on_threads: None, llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("method", ["slta", "featcal"])
+def test_the_models_run_before_mergekit_has_a_tensor_in_memory(
+    method: str, llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried: list[int] = []
+    """The first tensors that it reads are the embeddings of all models, the largest tensors."""
+    order: list[str] = []
+    module, name = (measure, "calibrate") if method == "slta" else (solved_module, "feature_merge")
+    for where, function in ((module, name), (LoadTensor, "execute")):
+        run = getattr(where, function)
 
-    def fail(*args: Any, **kwargs: Any) -> None:
-        tried.append(threading.get_ident())
-        raise SltaError("the disk is gone")
+        def noted(*args: Any, said: str = function, run: Callable[..., Any] = run, **kwargs: Any) -> Any:
+            order.append(said)
+            return run(*args, **kwargs)
 
-    monkeypatch.setattr(measure, "calibrate", fail)
-    families.merge(families.recipe(llama), tmp_path / "out")
-    assert len(tried) == 1
-    assert {str(found) for found in ThreadedExecutor.merged.values()} == {"the disk is gone"}
+        monkeypatch.setattr(where, function, noted)
+    families.merge(families.recipe(llama, method, samples=2), tmp_path / "out")
+    assert order[0] == name and order.count(name) == 1 and "execute" in order
+
+
+def test_vocabularies_that_cannot_be_aligned_are_said_before_the_models_run(
+    llama: Family, tmp_path: Path, calibrations: list[int]
+) -> None:
+    recipe = families.recipe(llama, samples=2)
+    recipe["tokenizer"] = {"source": "base", "tokens": {"<new>": {"source": str(llama.base) + "-of-another-place"}}}
+    with pytest.raises(Exception, match="another-place"):
+        families.merge(recipe, tmp_path / "out")
+    assert calibrations == []
 
 
 def test_one_calibration_per_merge_and_none_for_what_is_in_the_cache(
