@@ -16,7 +16,7 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams, make_batches, read_edges
 from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.layers.decoder import Decoder, Weights
-from mergekit_slta.layers.ends import logits, tail_problem, trial
+from mergekit_slta.layers.ends import logit_tensors, logits, tail_problem, trial
 from mergekit_slta.layers.fresh import Fresh
 from mergekit_slta.layers.probe import padding_matters
 from mergekit_slta.models.checkpoint import Checkpoint
@@ -116,7 +116,7 @@ class _Scoring(Accumulator[dict[int, Score]]):
         return {}
 
     def finish(self, streams: Streams, report: Progress) -> dict[int, Score]:
-        edges = read_edges(self.decoder, self.models[0], self.decoder.edge_tensors)
+        edges = read_edges(self.decoder, self.models[0], logit_tensors(self.decoder))
         samples = [sample for group in self.groups for sample in group]
         found: dict[int, Score] = {}
         for number, batch in enumerate(streams.batches):

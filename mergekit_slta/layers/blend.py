@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from mergekit_slta.layers.decoder import Weights
+from mergekit_slta.layers.parts import parts
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.stacks import ExpertStack
 
@@ -15,29 +16,17 @@ from mergekit_slta.models.stacks import ExpertStack
 Alpha = Callable[[str], torch.Tensor]
 
 
-def weighted_sum(
-    base: torch.Tensor, experts: Sequence[tuple[torch.Tensor, torch.Tensor]], *, by_steps: bool = False
-) -> torch.Tensor:
-    """The base tensor plus the weighted task vectors.
+def weighted_sum(base: torch.Tensor, experts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """The base tensor plus the weighted task vectors, as (1 - sum alpha) theta_0 + sum alpha theta_t.
 
-    There are two ways to compute it, which round differently. Merges use (1 - sum alpha) theta_0 + sum alpha theta_t,
-    in at least float32: it needs no memory for task vectors, and a tensor that no expert changed stays equal to the
-    last bit. Comparisons with the base model add one alpha tau_t after the other to theta_0: a small step from the base
-    model must not drown in the rounding of (1 - alpha) theta_0.
+    That needs no memory for task vectors, and a tensor that no expert changed stays equal to the last bit. It is
+    computed in at least float32.
 
     Args:
         base: the base model's tensor.
         experts: each expert's tensor and its weights, one number or a tensor that broadcasts to it.
-        by_steps: whether to add one task vector after the other; the weights are then numbers.
     """
     experts = [(tensor, weight) for tensor, weight in experts if bool(weight.any())]
-    if by_steps:
-        if len(experts) == 1 and experts[0][1] == 1:
-            return experts[0][0]
-        result = base
-        for tensor, weight in experts:
-            result = torch.add(result, tensor - base, alpha=float(weight))
-        return result
     dtype = torch.promote_types(base.dtype, torch.float32)
     experts = [(tensor, weight) for tensor, weight in experts if not torch.equal(tensor, base)]
     if not experts:
@@ -49,28 +38,75 @@ def weighted_sum(
     return result.to(base.dtype)
 
 
-def blend(
-    base: Weights, experts: Sequence[Weights], alpha: Alpha, *, by_steps: bool = False
-) -> dict[str, torch.Tensor]:
+def blend(base: Weights, experts: Sequence[Weights], alpha: Alpha) -> dict[str, torch.Tensor]:
     """The ``weighted_sum`` of all floating-point tensors; other tensors stay the base model's."""
     blended = dict(base)
     for name, tensor in base.items():
         if tensor.is_floating_point():
             pairs = list(zip((expert[name] for expert in experts), alpha(name), strict=True))
             if isinstance(tensor, ExpertStack):
-                part = functools.partial(_weighted_part, tensor, pairs, by_steps)
+                part = functools.partial(_weighted_part, tensor, pairs)
                 blended[name] = ExpertStack(tensor.shape, tensor.device, part)
             else:
-                blended[name] = weighted_sum(tensor, pairs, by_steps=by_steps)
+                blended[name] = weighted_sum(tensor, pairs)
     return blended
 
 
 def _weighted_part(
-    base: ExpertStack, experts: Sequence[tuple[torch.Tensor, torch.Tensor]], by_steps: bool, expert: int
+    base: ExpertStack, experts: Sequence[tuple[torch.Tensor, torch.Tensor]], expert: int
 ) -> torch.Tensor:
     """The ``weighted_sum`` of one routed expert's matrices, from the stacks of all."""
     pairs = [(own[expert], weight[expert % len(weight)] if weight.ndim else weight) for own, weight in experts]
-    return weighted_sum(base[expert], pairs, by_steps=by_steps)
+    return weighted_sum(base[expert], pairs)
+
+
+class StepwiseBlend:
+    """theta_0 + sum_t c_t tau_t for one setting c [T] after another, each in the memory of the one before.
+
+    One c_t tau_t is added after the other, unlike in ``weighted_sum``: a small step from the base model must not drown
+    in the rounding of (1 - c) theta_0. New memory for each setting would take longer than the sums.
+
+    Args:
+        base, experts: the tensors of the base model and of the ``T`` experts.
+    """
+
+    def __init__(self, base: Weights, experts: Sequence[Weights]) -> None:
+        self._base = base
+        self._experts = experts
+        self._made: dict[str, torch.Tensor] = {}
+
+    def at(self, setting: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensors at a setting, until the next call; those of the base model or of one expert are its own."""
+        steps = [(self._experts[expert], float(setting[expert])) for expert in setting.nonzero().flatten().tolist()]
+        blended = dict(self._base)
+        for name, tensor in self._base.items():
+            pairs = [(expert[name], weight) for expert, weight in steps]
+            if not tensor.is_floating_point() or not pairs:
+                continue
+            if [weight for _, weight in pairs] == [1.0]:
+                blended[name] = pairs[0][0]
+            elif isinstance(tensor, ExpertStack):
+                part = functools.partial(_stepwise_part, tensor, pairs)
+                blended[name] = ExpertStack(tensor.shape, tensor.device, part)
+            else:
+                if name not in self._made:
+                    self._made[name] = torch.empty_like(tensor)
+                blended[name] = _add_steps(tensor, pairs, self._made[name])
+        return blended
+
+
+def _add_steps(base: torch.Tensor, experts: Sequence[tuple[torch.Tensor, float]], result: torch.Tensor) -> torch.Tensor:
+    tensors, weights = zip(*experts, strict=True)
+    for into, first, *others in parts(result, base, *tensors):
+        before = first
+        for other, weight in zip(others, weights, strict=True):
+            before = torch.add(before, other - first, alpha=weight, out=into)
+    return result
+
+
+def _stepwise_part(base: ExpertStack, experts: Sequence[tuple[torch.Tensor, float]], expert: int) -> torch.Tensor:
+    own = base[expert]
+    return _add_steps(own, [(stack[expert], weight) for stack, weight in experts], torch.empty_like(own))
 
 
 class Blend:
@@ -79,13 +115,11 @@ class Blend:
     Args:
         models: the base model, then the ``T`` experts.
         alpha: the experts' weights by the model's name of a tensor; None for the base model alone.
-        by_steps: as for ``weighted_sum``.
     """
 
-    def __init__(self, models: Sequence[Checkpoint], alpha: Alpha | None = None, *, by_steps: bool = False) -> None:
+    def __init__(self, models: Sequence[Checkpoint], alpha: Alpha | None = None) -> None:
         self.models = models
         self._alpha = alpha
-        self._by_steps = by_steps
 
     def read(
         self, names: Mapping[str, str], base_model_prefix: str, device: torch.device | str = "cpu"
@@ -105,4 +139,4 @@ class Blend:
         alpha = self._alpha
         if alpha is None:
             return dict(base)
-        return blend(base, experts, lambda key: alpha(names[key]), by_steps=self._by_steps)
+        return blend(base, experts, lambda key: alpha(names[key]))

@@ -183,16 +183,35 @@ def edge_state(decoder: Decoder) -> Weights:
 
 
 def logits(decoder: Decoder, hidden: torch.Tensor, edges: Weights) -> torch.Tensor:
-    """Run everything after the last layer on its output [B, S, D]; returns [B, S, V]."""
+    """Run everything after the last layer on its output [B, S, D], with ``logit_tensors``; returns [B, S, V]."""
     return _run_tail(decoder, hidden, edges).logits.as_subclass(torch.Tensor)
+
+
+def logit_tensors(decoder: Decoder) -> list[str]:
+    """The model's names of the edge tensors that ``logits`` needs: all except an embedding that is not the head too."""
+    tail, head = tail_tensors(decoder), head_tensors(decoder)
+    return [name for name in decoder.edge_tensors if name in tail or name in head] if head else [*decoder.edge_tensors]
+
+
+def head_tensors(decoder: Decoder) -> list[str]:
+    """The model's names of the output head's weight and bias; the weight is the embedding where they are tied."""
+    head = decoder.model.get_output_embeddings()
+    own = {id(tensor) for tensor in head.parameters()} if head is not None else set()
+    state = decoder.model.state_dict(keep_vars=True)
+    return [name for name in decoder.edge_tensors if id(state[name]) in own]
+
+
+def embedding_tensor(decoder: Decoder) -> str:
+    """The model's name of the embedding, whose rows are the tokens'."""
+    embedding = decoder.model.get_input_embeddings().weight
+    name = next(name for name, weight in decoder.model.named_parameters() if weight is embedding)
+    return decoder.first_names.get(name, name)
 
 
 def tail_tensors(decoder: Decoder) -> list[str]:
     """The model's names of the edge tensors that ``head_input`` needs: all except the embedding and the head."""
-    embedding, head = decoder.model.get_input_embeddings(), decoder.model.get_output_embeddings()
-    left_out = {id(embedding.weight), *(id(tensor) for tensor in head.parameters())}
-    state = decoder.model.state_dict(keep_vars=True)
-    return [name for name in decoder.edge_tensors if id(state[name]) not in left_out]
+    left_out = {embedding_tensor(decoder), *head_tensors(decoder)}
+    return [name for name in decoder.edge_tensors if name not in left_out]
 
 
 def head_input(decoder: Decoder, hidden: torch.Tensor, edges: Weights) -> torch.Tensor:
@@ -207,10 +226,6 @@ def head_input(decoder: Decoder, hidden: torch.Tensor, edges: Weights) -> torch.
         SltaError: the head is not called, or its input depends on more than the last layer's output.
     """
     head = decoder.model.get_output_embeddings()
-    embedding: Any = decoder.model.get_input_embeddings()
-    name = next(name for name, weight in decoder.model.named_parameters() if weight is embedding.weight)
-    rows, columns = embedding.weight.shape
-    edges = {**edges, name: torch.full((1, columns), torch.nan, device=decoder.device).expand(rows, columns)}
     given: list[torch.Tensor] = []
 
     def stop(states: torch.Tensor) -> torch.Tensor:
@@ -257,14 +272,20 @@ def _tail_problem(decoder: Decoder) -> str | None:
 
 
 def _run_tail(decoder: Decoder, hidden: torch.Tensor, edges: Weights) -> Any:
+    """Run a model whose layers return ``hidden``; an embedding that is not in ``edges`` gives NaN."""
     token_ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=decoder.device)
     returned, last = decoder.once(trial).returned, len(decoder) - 1
     final = decoder.as_called(hidden)
+    embedding: Any = decoder.model.get_input_embeddings()
+    rows, columns = embedding.weight.shape
+    unknown = torch.full((1, columns), torch.nan, device=decoder.device).expand(rows, columns)
 
     def output(layer: int, given: torch.Tensor, call: LayerCall) -> Any:
         return returned_like(returned[layer], final if layer == last else torch.full_like(final, torch.nan))
 
     with stand_ins(decoder.layers, output), torch.no_grad():
         return torch.func.functional_call(
-            decoder.model, dict(edges), kwargs={"input_ids": token_ids, "use_cache": False}
+            decoder.model,
+            {embedding_tensor(decoder): unknown, **edges},
+            kwargs={"input_ids": token_ids, "use_cache": False},
         )

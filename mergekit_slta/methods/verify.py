@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from tqdm import tqdm
 from mergekit_slta.errors import reading
 from mergekit_slta.featcal.anchor import equal_weights
 from mergekit_slta.layers.maps import output_head
+from mergekit_slta.layers.parts import parts
 from mergekit_slta.layers.submodules import resolve_name
 from mergekit_slta.methods import registry
 from mergekit_slta.methods.base import is_finite
@@ -35,7 +35,6 @@ from mergekit_slta.slta.measure import measured_statistics
 from mergekit_slta.slta.statistics import STATISTICS_OF_MERGE
 from mergekit_slta.slta.weights import TensorWeights
 
-ELEMENTS_AT_ONCE = 2**18  # that are compared in float64: a processor's cache holds them
 PLAIN_METHOD = "task_arithmetic"  # of the recipes that 'mergekit-slta solve --recipe' writes
 
 
@@ -278,7 +277,7 @@ def _difference(
     if not any(bool(weight.any()) for weight in alpha) or all(torch.equal(expert, base) for expert in experts):
         unchanged = base.to(merged.dtype)  # no rounding: bit by bit
         error = 0.0
-        for own, wanted in () if torch.equal(merged, unchanged) else _parts(merged, unchanged):
+        for own, wanted in () if torch.equal(merged, unchanged) else parts(merged, unchanged):
             error = max(error, _largest((own.double() - wanted.double()).abs()))
         return error, error > 0
     step = torch.finfo(base.dtype if in_dtype else torch.promote_types(base.dtype, torch.float32)).eps
@@ -287,7 +286,7 @@ def _difference(
     last = written.eps + torch.finfo(base.dtype).eps
     error, exceeds = 0.0, False
     weights = [weight.double().expand(merged.shape) for weight in alpha]
-    for own, source, *rest in _parts(merged, base, *experts, *weights):
+    for own, source, *rest in parts(merged, base, *experts, *weights):
         first, factors = source.double(), rest[len(experts) :]
         tasks = [expert.double().sub_(first) for expert in rest[: len(experts)]]
         wanted = first.clone()
@@ -302,19 +301,6 @@ def _difference(
                 size += factor.abs() * ((task + first).abs() + first.abs())
             exceeds = exceeds or _largest(distance - size * step * (len(experts) + 3)) > 0
     return error, exceeds
-
-
-def _parts(*tensors: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:
-    """Tensors of one shape in parts of few values, the same of each at a time."""
-    shape = tensors[0].shape
-    if math.prod(shape) <= ELEMENTS_AT_ONCE:
-        yield tensors
-    elif math.prod(shape[1:]) > ELEMENTS_AT_ONCE:
-        for own in zip(*tensors, strict=True):
-            yield from _parts(*own)
-    else:
-        rows = ELEMENTS_AT_ONCE // math.prod(shape[1:])
-        yield from zip(*(tensor.split(rows) for tensor in tensors), strict=True)
 
 
 def _largest(values: torch.Tensor) -> float:

@@ -17,10 +17,10 @@ import torch
 
 from mergekit_slta.engine.passes import Accumulator, Progress, Tensors, pass_layers
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.engine.streams import Batch, Streams, Tasks, read_edges
+from mergekit_slta.engine.streams import Batch, Source, Streams, Tasks, read_edges
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers import ends
-from mergekit_slta.layers.blend import Blend, blend
+from mergekit_slta.layers.blend import StepwiseBlend
 from mergekit_slta.layers.calls import LayerCall, Weights
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.recording import LayerRun
@@ -216,11 +216,16 @@ class _Submodules(Accumulator[list[Grams]]):
         shared = {run: first[run] for run in features.runs}
         watch = {module for known in shared.values() for module in known}
         maps = LayerFeatures(self.decoder, layer, weights, ["linear"], self.tokens) if "linear" in self.levels else None
+        # No run needs matrices whose outputs are known; a run of the whole layer needs those that only branches know.
+        known = [own for name, own in shared.items() if name == WHOLE or not features.whole]
+        unused = {name for own in known for found in own.values() for name in (found.weight, found.bias)}
+        needed = {name: tensor for name, tensor in weights[0].items() if name not in unused}
+        blends = StepwiseBlend(needed, weights[1:])
         for number, batch in enumerate(streams.batches):
             hidden, call = streams.hidden(0, number), streams.call(0, number)
             base = features.run_base(hidden, call, watch)
             if run_levels and self.concerned[batch.task].studies:
-                self._run_settings(features, shared, base, hidden, call, batch, report)
+                self._run_settings(features, shared, blends, base, hidden, call, batch, report)
             if maps is not None:
                 self._combine_maps(maps, hidden, call, batch)
             streams.set_output(0, number, base.output, base.state)
@@ -238,6 +243,7 @@ class _Submodules(Accumulator[list[Grams]]):
         self,
         features: LayerFeatures,
         shared: FirstMaps,
+        blends: StepwiseBlend,
         base: LayerRun,
         hidden: torch.Tensor,
         call: LayerCall,
@@ -249,9 +255,6 @@ class _Submodules(Accumulator[list[Grams]]):
         watch = {module for maps in shared.values() for module in maps}
         experts: dict[int, ExpertRun] = {}
         products = BatchProducts(shared, features.weights, base, experts)
-        # No run needs matrices whose outputs are known; a run of the whole layer needs those that only branches know.
-        known = [maps for name, maps in shared.items() if name == WHOLE or not features.whole]
-        unused = {name for maps in known for found in maps.values() for name in (found.weight, found.bias)}
 
         def run(setting: Setting) -> ExpertRun:
             row = torch.tensor(setting, dtype=torch.float64)
@@ -261,13 +264,12 @@ class _Submodules(Accumulator[list[Grams]]):
                 done = features.run(weights, base, hidden, call, watch=watch)
                 experts[own[0]] = done
             else:
-                needed = {name: tensor for name, tensor in features.weights[0].items() if name not in unused}
-                weights = {**features.weights[0], **_blend(needed, features.weights[1:], row)}
+                weights = {**features.weights[0], **blends.at(row)}
                 done = features.run(weights, base, hidden, call, known=products.outputs(row))
             report(len(batch.rows) * _runs_of_layers(self.levels))
             # Keep only those of the setting's weights that are needed again: the map that all heads share.
             output = [features.heads.output.weight] if features.heads is not None else []
-            return replace(done, weights={name: weights[name] for name in output})
+            return replace(done, weights={name: weights[name].clone() for name in output})
 
         kept = {setting: run(setting) for setting in concerned.kept}
         for index, study in concerned.studies.items():
@@ -301,21 +303,17 @@ class _WholeModel(Accumulator[dict[int, torch.Tensor]]):
         base = (0.0,) * (len(self.models) - 1)  # stream 0 is the base model's
         self.settings = torch.tensor([base, *self.concerned.settings], dtype=torch.float64)
 
-    def sources(self) -> list[list[Blend]]:
+    def sources(self) -> list[list[Source]]:
         """Every setting's stream."""
-
-        def model(setting: torch.Tensor) -> Blend:
-            used = setting.nonzero().flatten()
-            models = [self.models[0], *(self.models[1 + expert] for expert in used.tolist())]
-            return Blend(models, lambda name: setting[used], by_steps=True)
-
-        return [[model(setting)] * len(self.tasks) for setting in self.settings]
+        ids = torch.tensor([0, *(token for samples in self.tasks for row in samples for token in row)])  # 0 pads
+        shared = _Embeddings(self.models, ends.embedding_tensor(self.decoder), ids.unique())
+        return [[_Start(shared, setting)] * len(self.tasks) for setting in self.settings]
 
     def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
         """Run the layer with every setting's weights on its stream."""
-        base, *experts = weights
+        blends = StepwiseBlend(weights[0], weights[1:])
         for stream, setting in enumerate(self.settings):
-            blended = _blend(base, experts, setting)
+            blended = blends.at(setting)
             for number, batch in enumerate(streams.batches):
                 streams.run_layer(stream, number, blended)
                 report(len(batch.rows))
@@ -323,13 +321,14 @@ class _WholeModel(Accumulator[dict[int, torch.Tensor]]):
 
     def finish(self, streams: Streams, report: Progress) -> dict[int, torch.Tensor]:
         """By study, the Gram matrices [n, K, m, m] of the logits' change on the task's samples."""
-        base_edges, *edges = (read_edges(self.decoder, model, self.decoder.edge_tensors) for model in self.models)
+        names = ends.logit_tensors(self.decoder)
+        base_edges, *edges = (read_edges(self.decoder, model, names) for model in self.models)
+        blends = StepwiseBlend(base_edges, edges)
         chunk = max(1, LOGITS // self.decoder.model.config.get_text_config().vocab_size)
         stream_of = {setting: stream for stream, setting in enumerate(self.concerned.settings, 1)}
 
         def logits(stream: int, states: torch.Tensor) -> torch.Tensor:
-            weights = _blend(base_edges, edges, self.settings[stream])
-            return ends.logits(self.decoder, states[None].to(self.decoder.device), weights)
+            return ends.logits(self.decoder, states[None].to(self.decoder.device), blends.at(self.settings[stream]))
 
         samples = sum(map(len, self.tasks))
         found = {number: study.no_grams(samples) for number, study in self.concerned.studies.items()}
@@ -349,5 +348,49 @@ class _WholeModel(Accumulator[dict[int, torch.Tensor]]):
         return {number: _put_together("model", grams, self.ranks) for number, grams in found.items()}
 
 
-def _blend(base: Weights, experts: Sequence[Weights], setting: torch.Tensor) -> Weights:
-    return blend(base, experts, lambda name: setting, by_steps=True)
+class _Embeddings:
+    """The models' tensors before the first layer, read once; of the embedding only the rows of some tokens.
+
+    Args:
+        models: the base model, then the ``T`` experts.
+        name: the model's name of the embedding.
+        tokens: the ids [n] of the tokens that are looked up.
+    """
+
+    def __init__(self, models: Sequence[Checkpoint], name: str, tokens: torch.Tensor) -> None:
+        self._models = models
+        self._name = name
+        self._tokens = tokens
+        self._blends: StepwiseBlend | None = None
+
+    def at(
+        self, setting: torch.Tensor, names: Mapping[str, str], base_model_prefix: str, device: torch.device | str
+    ) -> dict[str, torch.Tensor]:
+        """The tensors at a setting, until the next call."""
+        if self._blends is None:
+            base, *experts = self._models
+            whole = base.read(names, base_model_prefix, device)
+            self._embedding = whole[self._name].clone()
+            own = [self._of_tokens(model.read(names, base_model_prefix, device)) for model in experts]
+            self._blends = StepwiseBlend(self._of_tokens(whole), own)
+        blended = self._blends.at(setting)
+        self._embedding[self._tokens.to(device)] = blended[self._name]
+        return {**blended, self._name: self._embedding}
+
+    def _of_tokens(self, tensors: Weights) -> Weights:
+        embedding = tensors[self._name]
+        return {**tensors, self._name: embedding[self._tokens.to(embedding.device)]}
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What a setting's stream begins with."""
+
+    embeddings: _Embeddings
+    setting: torch.Tensor
+
+    def read(
+        self, names: Mapping[str, str], base_model_prefix: str, device: torch.device | str = "cpu"
+    ) -> dict[str, torch.Tensor]:
+        """Read tensors as ``Checkpoint.read`` does; they are valid until another setting's are read."""
+        return self.embeddings.at(self.setting, names, base_model_prefix, device)

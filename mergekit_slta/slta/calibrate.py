@@ -18,7 +18,7 @@ from mergekit_slta.engine.streams import Streams, Tasks, read_edges
 from mergekit_slta.errors import SltaError, logger
 from mergekit_slta.layers.calls import Weights
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.ends import logits
+from mergekit_slta.layers.ends import logit_tensors, logits
 from mergekit_slta.layers.submodules import fallbacks, layer_submodules
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.slta.features import LayerFeatures
@@ -132,7 +132,7 @@ class _Calibration(Accumulator[Grams]):
 
     def _logit_grams(self, streams: Streams) -> torch.Tensor:
         """The Gram matrices of the logits' change [N, T, T], from each model's hidden states after its last layer."""
-        edges = [read_edges(self.decoder, model, self.decoder.edge_tensors) for model in self.models]
+        edges = [read_edges(self.decoder, model, logit_tensors(self.decoder)) for model in self.models]
         grams = self._no_grams()
         for row, states in streams.final():
             for part in zip(*(states[stream].split(LOGIT_TOKENS) for stream in range(len(edges))), strict=True):

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from mergekit_slta.layers.parts import parts
+
 
 def sample_grams(deltas: Sequence[torch.Tensor], lengths: Sequence[int]) -> torch.Tensor:
     """Inner products of the experts' feature deltas, one matrix per sample (the sum in Eq. 14 of arXiv 2504.10902).
@@ -23,7 +25,10 @@ def sample_grams(deltas: Sequence[torch.Tensor], lengths: Sequence[int]) -> torc
     """
     grams = []
     for row, length in enumerate(lengths):
-        features = torch.stack([delta[row, :length].reshape(-1).double() for delta in deltas])
-        grams.append(features @ features.T)
+        total = torch.zeros(len(deltas), len(deltas), dtype=torch.float64, device=deltas[0].device)
+        for own in parts(*(delta[row, :length].reshape(-1) for delta in deltas)):
+            features = torch.stack(own).double()
+            total += features @ features.T
+        grams.append(total)
     products = torch.stack(grams).cpu()
     return (products + products.mT) / 2

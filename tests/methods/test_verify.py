@@ -100,7 +100,7 @@ def test_every_level_is_compared(llama: Family, tmp_path: Path, level: str, dtyp
 def test_the_experts_of_a_mixture_are_compared_each_with_its_own_weights(
     make_family: MakeFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mergekit_slta.methods.verify.ELEMENTS_AT_ONCE", 2000)  # an expert of the mixture at once
+    monkeypatch.setattr("mergekit_slta.layers.parts.CACHED", 20_000)  # an expert of the mixture at once
     content = families.recipe(make_family("mixtral"), level="linear", statistics=str(tmp_path / "stats"))
     out = families.merge(content, tmp_path / "out")
     found = check(content, out)
@@ -217,7 +217,7 @@ def test_what_is_wrong_is_named(
 def test_values_are_compared_part_by_part(copied: tuple[dict[str, Any], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     content, out = copied
     whole = check(content, out)
-    monkeypatch.setattr("mergekit_slta.methods.verify.ELEMENTS_AT_ONCE", 100)
+    monkeypatch.setattr("mergekit_slta.layers.parts.CACHED", 100)
     assert check(content, out) == whole
     change(out, lambda tensors: tensors[QUERY][31].mul_(1.05))
     assert len(check(content, out).problems) == 1

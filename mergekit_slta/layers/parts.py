@@ -1,0 +1,27 @@
+"""Large tensors in parts that a processor's cache holds.
+
+What is computed from them one operation after another then needs no new memory for whole tensors, which a system hands
+out slower than a processor computes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+CACHED = 2**20  # elements of all tensors of a part together
+
+
+def parts(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Tensors of one shape in parts, the same of each at a time; whole where they are not on a CPU."""
+    shape, most = tensors[0].shape, max(1, CACHED // len(tensors))
+    if tensors[0].device.type != "cpu" or math.prod(shape) <= most:
+        yield tensors
+    elif math.prod(shape[1:]) > most:
+        for own in zip(*tensors, strict=True):
+            yield from parts(*own)
+    else:
+        rows = most // math.prod(shape[1:])
+        yield from zip(*(tensor.split(rows) for tensor in tensors), strict=True)
