@@ -112,8 +112,8 @@ def pass_layers(
 
     Args:
         accumulator: what to do with each layer.
-        batch_tokens: the most token positions in one forward pass; 0 chooses by the device, and halves the number when
-            memory runs out although everything that waits is on the host.
+        batch_tokens: the most token positions in one forward pass; 0 chooses by the device and the layers, and halves
+            the number when memory runs out although everything that waits is on the host.
         partial: the folder for finished layers; the loop resumes after the layers in it.
         folder: a folder that keeps hidden states instead of the host's memory.
         progress: called with the number of this process's samples that have passed another step; negative when steps
@@ -124,7 +124,7 @@ def pass_layers(
             into memory.
     """
     device = accumulator.decoder.device
-    positions = batch_tokens or fitting_batch(device)
+    positions = batch_tokens or fitting_batch(accumulator.decoder)
     with contextlib.closing(_Loop(accumulator, partial, folder, progress)) as loop:
         while True:
             try:

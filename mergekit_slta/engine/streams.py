@@ -22,9 +22,13 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.layers.calls import LayerCall, State, Weights
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.ends import embed, embedding_tensors
+from mergekit_slta.layers.maps import routed_tensors
 from mergekit_slta.layers.probe import padding_matters
 
 CPU_BATCH_TOKENS = 2048
+# Wider layers run on fewer tokens: a processor computes faster than a system hands out memory for larger features.
+CPU_BATCH_ELEMENTS = 2**22
+LEAST_CPU_BATCH_TOKENS = 256
 GPU_BATCH_TOKENS = 16384
 
 # The token ids of each task's samples.
@@ -101,14 +105,20 @@ def decoder_batches(decoder: Decoder, tasks: Tasks, batch_tokens: int) -> list[B
     return make_batches(tasks, batch_tokens, unpadded)
 
 
-def fitting_batch(device: torch.device) -> int:
+def fitting_batch(decoder: Decoder) -> int:
     """The default number of token positions in a batch."""
-    return CPU_BATCH_TOKENS if device.type == "cpu" else GPU_BATCH_TOKENS
+    if decoder.device.type != "cpu":
+        return GPU_BATCH_TOKENS
+    layers = [decoder.layers[layer] for layer in decoder.one_of_each_kind()]
+    if any(map(routed_tensors, layers)):  # whose experts are read again for every batch
+        return CPU_BATCH_TOKENS
+    widest = max(max(tensor.shape) for layer in layers for tensor in layer.state_dict().values() if tensor.ndim > 1)
+    return min(CPU_BATCH_TOKENS, max(LEAST_CPU_BATCH_TOKENS, CPU_BATCH_ELEMENTS // widest))
 
 
 def share(decoder: Decoder, tasks: Tasks, batch_tokens: int, ranks: Ranks) -> int:
     """How many samples this process has, if batches need not be halved."""
-    batches = decoder_batches(decoder, tasks, batch_tokens or fitting_batch(decoder.device))
+    batches = decoder_batches(decoder, tasks, batch_tokens or fitting_batch(decoder))
     return sum(len(batch.rows) for batch in of_rank(batches, ranks))
 
 

@@ -48,8 +48,9 @@ def main(setting: Setting, level_sets: tuple[str, ...], memory: str | None) -> N
         print_peak_memory(naively if memory == "naive" else lambda: _calibrate(recipe, level_sets[0], device))
         return
     models = [load(folder, device) for folder in folders]
-    token_ids = [data.token_ids for data in Experiment(recipe).load_data(recipe.experts)]
-    batches = make_batches(token_ids, fitting_batch(torch.device(device)))
+    experiment = Experiment(recipe)
+    token_ids = [data.token_ids for data in experiment.load_data(recipe.experts)]
+    batches = make_batches(token_ids, fitting_batch(experiment.decoder.to(device)))
     read: dict[str, int] = {}
     actions: dict[str, Callable[[], object]] = {"floor": lambda: _forward(models, batches, device)}
     for levels in level_sets:
@@ -110,8 +111,9 @@ def _naive(recipe: Recipe, folders: list[Path], device: str) -> None:
                 module.register_forward_hook(
                     lambda _, args, out: outputs.append(out[0] if isinstance(out, tuple) else out)
                 )
-    data = Experiment(recipe).load_data(recipe.experts)
-    for batch in make_batches([samples.token_ids for samples in data], fitting_batch(torch.device(device))):
+    experiment = Experiment(recipe)
+    data = experiment.load_data(recipe.experts)
+    for batch in make_batches([samples.token_ids for samples in data], fitting_batch(experiment.decoder.to(device))):
         for model in models:
             model.base_model(batch.token_ids.to(device), use_cache=False)
         outputs.clear()

@@ -61,7 +61,7 @@ def main(setting: Setting, forms: str | None, memory: bool) -> None:
     models = [load(folder, device) for folder in folders]
     experiment = Experiment(recipe)
     token_ids = [data.token_ids for data in experiment.load_data(recipe.experts)]
-    batches = make_batches(token_ids, fitting_batch(torch.device(device)))
+    batches = make_batches(token_ids, fitting_batch(experiment.decoder.to(device)))
     decoder = Decoder(experiment.base.config)
     parts = {
         "forward": functools.partial(_forward, models, batches, device),

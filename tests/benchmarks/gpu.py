@@ -212,9 +212,9 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Time everything, and watch its memory, until ``end``; yields what is known after every step."""
     recipes = {method: make_recipe(models, method, samples, tokens) for method in ("slta", "featcal")}
-    data = Experiment(recipes["slta"], quiet=True).load_data(recipes["slta"].experts)
-    batches = make_batches([own.token_ids for own in data], fitting_batch(torch.device(device)))
-    decoder = Experiment(recipes["slta"]).decoder
+    experiment = Experiment(recipes["slta"], quiet=True)
+    data, decoder = experiment.load_data(recipes["slta"].experts), experiment.decoder
+    batches = make_batches([own.token_ids for own in data], fitting_batch(decoder.to(device)))
     config = decoder.model.config
     whole = next(shape for shape in SHAPES.values() if _same_shape(shape, config)).num_hidden_layers
     statistics_file = folder / "ready.safetensors"

@@ -12,7 +12,7 @@ from support import families
 from support.families import ORIGINAL_CONTEXT, Family
 
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.engine.streams import Streams, decoder_batches, make_batches, of_rank, share
+from mergekit_slta.engine.streams import Streams, decoder_batches, fitting_batch, make_batches, of_rank, share
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.ends import logits
 
@@ -47,6 +47,16 @@ def test_leaving_a_task_out_leaves_the_other_batches_as_they_are(tasks: list[lis
     part = make_batches([tasks[0], tasks[2]], 64)
     assert len(full) == len(part)
     assert all(torch.equal(one.token_ids, other.token_ids) for one, other in zip(full, part, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "widest", "tokens"),
+    [("llama", 64, 2048), ("llama", 8192, 512), ("llama", 2**17, 256), ("mixtral", 8192, 2048)],
+)
+def test_wide_layers_run_on_fewer_tokens_unless_they_read_a_mixtures_experts_again(
+    architecture: str, widest: int, tokens: int
+) -> None:
+    assert fitting_batch(families.skeleton(architecture, intermediate_size=widest)) == tokens
 
 
 @pytest.mark.parametrize("batch_tokens", [0, 40])
