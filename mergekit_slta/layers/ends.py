@@ -189,8 +189,9 @@ def logits(decoder: Decoder, hidden: torch.Tensor, edges: Weights) -> torch.Tens
 
 def logit_tensors(decoder: Decoder) -> list[str]:
     """The model's names of the edge tensors that ``logits`` needs: all except an embedding that is not the head too."""
-    tail, head = tail_tensors(decoder), head_tensors(decoder)
-    return [name for name in decoder.edge_tensors if name in tail or name in head] if head else [*decoder.edge_tensors]
+    head = head_tensors(decoder)
+    unused = {embedding_tensor(decoder)} - {*head} if head else set()
+    return [name for name in decoder.edge_tensors if name not in unused]
 
 
 def head_tensors(decoder: Decoder) -> list[str]:

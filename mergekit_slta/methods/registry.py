@@ -139,6 +139,7 @@ def _try_vocabulary(tasks: Sequence[Task[Any]]) -> None:
     if aligned := next((task for task in gathered if not isinstance(task, GatherTensors)), None):
         for _ in Executor([aligned]).run(quiet=True):
             pass
+        LoaderCache().flush_all()  # a pickled shard stays in memory whole
 
 
 def _explain_file_errors(config: MergeConfiguration, options: MergeOptions) -> None:
