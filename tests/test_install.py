@@ -55,7 +55,7 @@ import mergekit.merge_methods as host
 assert host.get("slta").spec.name == "slta"
 assert host.get("linear").spec.name == "linear"
 from mergekit.plan import MergePlanner
-assert MergePlanner.__init__.__wrapped__
+assert MergePlanner.plan_to_disk.__wrapped__
 assert waiting() == 0
 startup.install()
 importlib.reload(host)
@@ -64,7 +64,7 @@ for point in entry_points(group="mergekit.merge_methods"):
     point.load()()
 names = [method.spec.name for method in host.registered_methods()]
 assert len(names) == len(set(names)), names
-assert not hasattr(MergePlanner.__init__.__wrapped__, "__wrapped__")
+assert not hasattr(MergePlanner.plan_to_disk.__wrapped__, "__wrapped__")
 assert waiting() == 0
 """
 

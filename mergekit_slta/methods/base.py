@@ -141,8 +141,9 @@ class CalibratedMethod(FiniteMethod):
             raise SltaError(NOT_A_FOLDER.format(method=self.spec.name))
         if self._experiment is None:
             raise SltaError(
-                f"mergekit does not show '{self.spec.name}' the recipe, because mergekit-slta's start-up file did not "
-                "run: merge with 'mergekit-slta merge'."
+                f"mergekit has shown '{self.spec.name}' no recipe for this tensor: if mergekit-slta's start-up file "
+                "did not run, merge with 'mergekit-slta merge'; if another merge was planned in between, plan each "
+                "merge when the one before is written."
             )
         super().validate_inputs(input_ids, base_id, group_name=group_name)
 

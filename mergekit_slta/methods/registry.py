@@ -67,8 +67,7 @@ def watch_planner() -> None:
 
     register()
     ModelReference.merged = merge_adapter
-    plan = MergePlanner.__init__
-    if hasattr(plan, WATCHED):
+    if hasattr(MergePlanner.plan_to_disk, WATCHED):
         return
     names = auto.get_model_tensor_names
 
@@ -81,28 +80,8 @@ def watch_planner() -> None:
         return found
 
     auto.get_model_tensor_names = tensor_names
-
-    @functools.wraps(plan)
-    def init(
-        self: MergePlanner, config: MergeConfiguration, arch_info: Any, options: MergeOptions, *rest: Any, **more: Any
-    ) -> None:
-        restore_loaders()
-        for model in config.referenced_models() & LoaderCache.loaders.keys():
-            current_loader(model)  # an adapter may have changed since mergekit loaded it for an earlier merge
-        for method in METHODS.values():
-            method.forget()
-        if config.merge_method in METHODS:
-            _explain_file_errors(config, options)
-            experiment = sound_experiment(config, options)
-            METHODS[config.merge_method].begin(experiment)
-            adapt_loaders(experiment, arch_info)
-            _watch_card()
-        plan(self, config, arch_info, options, *rest, **more)
-
-    setattr(init, WATCHED, True)
-    MergePlanner.__init__ = init
-    MergePlanner.plan_to_disk = _preparing(MergePlanner.plan_to_disk)
-    MergePlanner.plan_in_memory = _preparing(MergePlanner.plan_in_memory)
+    MergePlanner.plan_to_disk = _watched(MergePlanner.plan_to_disk)
+    MergePlanner.plan_in_memory = _watched(MergePlanner.plan_in_memory)
     finalize = FinalizeModel.execute
 
     @functools.wraps(finalize)
@@ -117,19 +96,36 @@ def watch_planner() -> None:
     FinalizeModel.execute = execute
 
 
-def _preparing(planned: Callable[..., list[Task[Any]]]) -> Callable[..., list[Task[Any]]]:
-    """Let a method of ours run the models when the planner has planned the merge."""
+def _watched(plan: Callable[..., list[Task[Any]]]) -> Callable[..., list[Task[Any]]]:
+    """Show the recipe to its method before a planner plans the merge, and have the method run the models afterwards.
 
-    @functools.wraps(planned)
-    def plan(self: MergePlanner, *arguments: Any, **more: Any) -> list[Task[Any]]:
-        tasks = planned(self, *arguments, **more)
-        method = METHODS.get(self.config.merge_method)
+    A planner keeps its own recipe until then, so that a program may make several before it plans.
+    """
+
+    @functools.wraps(plan)
+    def plan_watched(self: MergePlanner, *arguments: Any, **more: Any) -> list[Task[Any]]:
+        config, options = self.config, self.options
+        restore_loaders()
+        for model in config.referenced_models() & LoaderCache.loaders.keys():
+            current_loader(model)  # an adapter may have changed since mergekit loaded it for an earlier merge
+        for known in METHODS.values():
+            known.forget()
+        method = METHODS.get(config.merge_method)
+        if method is None:
+            return plan(self, *arguments, **more)
+        _explain_file_errors(config, options)
+        experiment = sound_experiment(config, options)
+        method.begin(experiment)
+        adapt_loaders(experiment, self.arch_info)
+        _watch_card()
+        tasks = plan(self, *arguments, **more)
         if isinstance(method, CalibratedMethod):
             _try_vocabulary(tasks)
             method.prepare()
         return tasks
 
-    return plan
+    setattr(plan_watched, WATCHED, True)
+    return plan_watched
 
 
 def _try_vocabulary(tasks: Sequence[Task[Any]]) -> None:

@@ -136,14 +136,7 @@ def _plan(experiment: Experiment, folder: Path) -> list[SaveTensor]:
     if method is not None:
         method.begin(experiment)
         registry.adapt_loaders(experiment, architecture)
-    planner = MergePlanner.__new__(MergePlanner)
-    inspect.unwrap(MergePlanner.__init__)(
-        planner,
-        config,
-        architecture,
-        options,
-        base.config(trust_remote_code=options.trust_remote_code),
-    )
+    planner = MergePlanner(config, architecture, options, base.config(trust_remote_code=options.trust_remote_code))
     tasks = inspect.unwrap(MergePlanner.plan_to_disk)(planner, str(folder))
     planned = [task for task in tasks if isinstance(task, SaveTensor)]
     if method is not None:

@@ -17,9 +17,13 @@ import yaml
 from click.testing import CliRunner, Result
 from conftest import MakeFamily, WriteRecipe
 from mergekit import merge_methods
+from mergekit.architecture import get_architecture_info
+from mergekit.config import MergeConfiguration
+from mergekit.graph import Executor, Task
 from mergekit.io.tasks import LoaderCache, LoadTensor
 from mergekit.merge_methods import merge_tensors
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
+from mergekit.options import MergeOptions
 from mergekit.plan import MergePlanner
 from mergekit.scripts import merge_raw_pytorch, multimerge, run_yaml
 from safetensors.torch import load_file
@@ -277,6 +281,33 @@ def test_every_merge_of_a_process_has_its_own_weights(llama: Family, tmp_path: P
     for index, content in enumerate(contents):
         found = merged_state(families.merge(content, tmp_path / f"together{index}"))
         assert all(torch.equal(found[name], tensor) for name, tensor in alone[index].items())
+
+
+def planner(content: dict[str, Any]) -> MergePlanner:
+    config, options = MergeConfiguration.model_validate(content), MergeOptions(quiet=True)
+    return MergePlanner(config, get_architecture_info(config, options), options, config.base_model.config())
+
+
+def execute(tasks: list[Task[Any]]) -> None:
+    for _ in Executor(tasks).run(quiet=True):
+        pass
+
+
+def test_planners_that_are_made_before_the_first_merge_have_their_own_weights(llama: Family, tmp_path: Path) -> None:
+    contents = [families.recipe(llama, level="layer"), families.recipe(llama, experts=[2, 0])]
+    for index, made in enumerate([planner(content) for content in contents]):
+        execute(made.plan_to_disk(str(tmp_path / f"planned{index}")))
+    for index, content in enumerate(contents):
+        expected = load_file(families.merge(content, tmp_path / f"alone{index}") / "model.safetensors")
+        found = load_file(tmp_path / f"planned{index}" / "model.safetensors")
+        assert set(found) == set(expected) and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_merge_is_refused_whose_recipe_another_plan_has_displaced(llama: Family, tmp_path: Path) -> None:
+    planned = planner(families.recipe(llama, samples=2)).plan_to_disk(str(tmp_path / "slta"))
+    planner(families.recipe(llama, "actmat", calibration=False)).plan_to_disk(str(tmp_path / "actmat"))
+    with pytest.raises(SltaError, match="if another merge was planned in between, plan each merge when"):
+        execute(planned)
 
 
 def test_mergekit_multi_runs_several_merges(llama: Family, tmp_path: Path) -> None:
@@ -721,10 +752,10 @@ def test_one_value_for_the_whole_merge(case: str, llama: Family, tmp_path: Path)
 def test_a_merge_whose_recipe_the_planner_does_not_show_is_refused(
     llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MergePlanner, "__init__", MergePlanner.__init__.__wrapped__)
+    monkeypatch.setattr(MergePlanner, "plan_to_disk", MergePlanner.plan_to_disk.__wrapped__)
     monkeypatch.setattr(registry, "watch_planner", lambda: None)
     registry.METHODS["slta"].forget()
-    with pytest.raises(SltaError, match="does not show 'slta' the recipe.* 'mergekit-slta merge'"):
+    with pytest.raises(SltaError, match="has shown 'slta' no recipe.* 'mergekit-slta merge'"):
         families.merge(families.recipe(llama), tmp_path / "out")
     assert nothing_measured()
 
@@ -777,7 +808,7 @@ def test_registering_twice_changes_nothing() -> None:
     registry.watch_planner()
     names = [method.spec.name for method in merge_methods.registered_methods()]
     assert names.count("slta") == 1
-    assert not hasattr(MergePlanner.__init__.__wrapped__, "__wrapped__")
+    assert not hasattr(MergePlanner.plan_to_disk.__wrapped__, "__wrapped__")
 
 
 def test_other_methods_are_planned_as_before(llama: Family, tmp_path: Path) -> None:
