@@ -16,7 +16,6 @@ from support import families
 from support.copies import edit_tensors
 from support.families import Family
 from support.linearity_values import assert_same
-from support.separate_device import separate_device
 from support.slow import slow_but
 
 from mergekit_slta.engine.passes import _Loop
@@ -34,6 +33,9 @@ from mergekit_slta.slta.features import LayerFeatures
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU takes its place")
 
+separate_device = pytest.importorskip(
+    "support.separate_device", reason="this torch makes no devices in Python", exc_type=ImportError
+).separate_device
 State = dict[str, torch.Tensor]
 # Grouped heads, transposed maps with biases, masks per layer, mixtures, convolutions.
 ARCHITECTURES = ("llama", "gpt2", "gemma2", "mixtral", "lfm2", "llama4")

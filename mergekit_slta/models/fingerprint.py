@@ -45,7 +45,8 @@ def fingerprint_of(folder: str | Path, adapter: Path | None = None, *, whole: bo
             read once; its hashes are kept in the cache folder until the file changes.
     """
     entries = _remembered_hashes if whole else _sampled
-    shards = ShardedTensorIndex.from_disk(str(folder)).shards
+    with reading(folder):  # mergekit opens a pickled file whole
+        shards = ShardedTensorIndex.from_disk(str(folder)).shards
     content = _digest(entry for shard in shards for entry in entries(Path(folder) / shard.filename))
     if adapter is None:
         return content

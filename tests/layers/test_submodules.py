@@ -73,6 +73,8 @@ def test_heads_that_cannot_be_told_apart_fall_back_to_branches() -> None:
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_level_that_does_not_apply_is_refused_before_anything_is_measured(case: str) -> None:
     name, arguments, levels, words = REFUSED[case]
+    if not hasattr(transformers, name):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
     config = getattr(transformers, name)(**arguments)
     model: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     config.architectures = [model.__name__]

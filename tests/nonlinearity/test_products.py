@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 from conftest import MakeFamily
 from support import families
 from support.families import Family
@@ -74,14 +75,14 @@ def test_settings_that_share_products_give_the_same_numbers_for_fewer(
 
 
 def counted(family: Family, levels: list[str]) -> tuple[Linearity, int]:
-    """Linearity and the multiplications that it takes."""
+    """Linearity and the multiplications of its products of matrices, which are those of the linear maps."""
     models = families.checkpoints(family.folders)
     plan = Plan(Decoder(family.config), models, ("one", "two"), family.token_ids(), levels, plan_studies(2))
     first_maps(plan.decoder, 0)  # found once, whatever is measured
     with exact_products():  # tries its products once
         pass
     with FlopCounterMode(display=False) as counter:
-        return plan.measure(), counter.get_total_flops()
+        return plan.measure(), counter.get_flop_counts()["Global"][torch.ops.aten.mm]
 
 
 def test_a_setting_of_several_studies_runs_once(llama: Family, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
-
-from typing_extensions import Self
+from typing import Any, Literal, Self
 
 BINARIES = ("chromium", "chromium-browser", "google-chrome")
 MISSING = f"there is none of {', '.join(BINARIES)}: apt-get install chromium"
