@@ -8,11 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 # The largest relative error of a product that counts as float32; with factors in bfloat16 it is above 1e-3.
 EXACT = 1e-6
 # Tokens, inputs and outputs of the products that show it: oneDNN chooses among its kernels by size and layout.
 SIZES = ((384, 384, 384), (16, 1024, 512), (1000, 64, 256), (3, 1000, 1000))
+# Attention to fewer tokens multiplies in blocks so small that oneDNN takes up to twice as long as torch's own kernel.
+FEW_TOKENS = 192
 
 
 @contextlib.contextmanager
@@ -37,7 +40,22 @@ def exact_products() -> Iterator[None]:
                 changed.enter_context(_set(owner, "fp32_precision", "ieee"))
         matmul = _settings()
         if matmul is not None and _onednn_is_exact():
+            changed.enter_context(_short_attention(matmul))
             changed.enter_context(_set(matmul, "fp32_precision", "bf16"))
+        yield
+
+
+@contextlib.contextmanager
+def _short_attention(matmul: Any) -> Iterator[None]:
+    """Compute attention to few tokens with the settings of before, whatever they become inside."""
+    attention, before = functional.scaled_dot_product_attention, matmul.fp32_precision
+
+    def computed(query: torch.Tensor, *others: Any, **more: Any) -> torch.Tensor:
+        few = query.shape[-2] < FEW_TOKENS
+        with _set(matmul, "fp32_precision", before) if few else contextlib.nullcontext():
+            return attention(query, *others, **more)
+
+    with _set(functional, "scaled_dot_product_attention", computed):
         yield
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.processes import run_afresh
 from support.slow import slow_but
+from torch.nn import functional
 
 from mergekit_slta.layers import products
 from mergekit_slta.layers.products import EXACT, errors, exact_products
@@ -41,6 +42,10 @@ def test_products_are_exact_on_other_processors(processor: str) -> None:
     assert float(done.stdout) < EXACT
 
 
+needs_setting = pytest.mark.skipif(products._settings() is None, reason="needs torch's newer interface")
+
+
+@needs_setting
 @pytest.mark.parametrize("exact", [True, False])
 def test_the_settings_are_as_before_afterwards(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_onednn_is_exact", lambda: exact)
@@ -89,6 +94,31 @@ def test_a_gpu_rounds_nothing_however_that_was_allowed(allowed: str, forks: Fork
     run_afresh(forks, NO_TF32, allowed)
 
 
+@needs_setting
+def test_short_attention_is_computed_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN takes twice as long for it, and it is as exact."""
+    monkeypatch.setattr(products, "_onednn_is_exact", lambda: True)
+    settings, attention = products._settings(), functional.scaled_dot_product_attention
+    before, used = settings.fp32_precision, []
+
+    def noted(*args: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        used.append(settings.fp32_precision)
+        return attention(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", noted)
+    with exact_products():
+        for tokens in (products.FEW_TOKENS - 1, products.FEW_TOKENS):
+            factors = [torch.randn(2, 3, tokens, 16) for _ in range(3)]
+            query, key, value = (factor.double() for factor in factors)
+            exact = attention(query, key, value, is_causal=True)
+            found = functional.scaled_dot_product_attention(query.float(), key.float(), value.float(), is_causal=True)
+            assert (found - exact).norm() < EXACT * exact.norm()
+            assert settings.fp32_precision == "bf16"
+    assert used == [before, "bf16"]
+    assert functional.scaled_dot_product_attention is noted
+
+
+@needs_setting
 def test_a_kernel_that_rounds_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "EXACT", 1e-12)  # which no float32 product reaches
     products._onednn_is_exact.cache_clear()
@@ -104,6 +134,7 @@ def test_a_torch_without_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
         assert max(errors(*LAYER_SIZES[-1])) < EXACT
 
 
+@needs_setting
 @pytest.mark.parametrize("rounded", products.SIZES)
 def test_one_rounded_product_is_enough_to_change_nothing(
     rounded: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
