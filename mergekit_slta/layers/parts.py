@@ -11,17 +11,22 @@ from collections.abc import Iterator
 
 import torch
 
-CACHED = 2**20  # elements of all tensors of a part together
+CACHED = 2**20  # elements
 
 
-def parts(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Tensors of one shape in parts, the same of each at a time; whole where they are not on a CPU."""
-    shape, most = tensors[0].shape, max(1, CACHED // len(tensors))
+def parts(*tensors: torch.Tensor, elements: int = CACHED) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Tensors of one shape in parts, the same of each at a time; whole where they are not on a CPU.
+
+    Args:
+        tensors: the tensors.
+        elements: the most elements of all tensors of a part together.
+    """
+    shape, most = tensors[0].shape, max(1, elements // len(tensors))
     if tensors[0].device.type != "cpu" or math.prod(shape) <= most:
         yield tensors
     elif math.prod(shape[1:]) > most:
         for own in zip(*tensors, strict=True):
-            yield from parts(*own)
+            yield from parts(*own, elements=elements)
     else:
         rows = most // math.prod(shape[1:])
         yield from zip(*(tensor.split(rows) for tensor in tensors), strict=True)

@@ -9,7 +9,7 @@ Shapes: ``T`` experts, ``B`` samples in a batch, ``n`` samples of a study, ``m``
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,8 +33,10 @@ from mergekit_slta.slta.gram import sample_grams
 BRANCH_LEVELS = frozenset({"attn_mlp", "head_mlp"})
 # At level model, hidden states that take more than this go to the folder for temporary files.
 MOST_HIDDEN_BYTES = 2**31
-# The number of logits of each setting that are compared at once.
-LOGITS = 2**23
+# The logits of each setting that are compared at once: so many, or as many as this part of the head's weights. The head
+# is blended for each setting as often as there are parts.
+LOGITS = 2**24
+LEAST_PART_OF_THE_HEAD = 8
 
 # Submodule name to [n, K, m, m] float64.
 Grams = dict[str, torch.Tensor]
@@ -274,10 +276,13 @@ class _Submodules(Accumulator[list[Grams]]):
         kept = {setting: run(setting) for setting in concerned.kept}
         for index, study in concerned.studies.items():
             own = [kept[setting] for setting in _rows(study.kept)]
+            known: dict[str, torch.Tensor] = {}
             for other, settings in enumerate(study.others):
                 runs = [kept.get(setting) or run(setting) for setting in _rows(settings)]
                 for name, deltas in features.deltas(base, [*runs, *own]):
-                    self._put(index, name, batch, other, sample_grams(deltas, batch.lengths))
+                    grams = sample_grams(deltas, batch.lengths, known.get(name))
+                    known[name] = grams[:, len(runs) :, len(runs) :]
+                    self._put(index, name, batch, other, grams)
 
     def _combine_maps(self, maps: LayerFeatures, hidden: torch.Tensor, call: LayerCall, batch: Batch) -> None:
         """Compute the linear maps' Gram matrices without running settings: a map's output is linear in its weights."""
@@ -324,28 +329,53 @@ class _WholeModel(Accumulator[dict[int, torch.Tensor]]):
         names = ends.logit_tensors(self.decoder)
         base_edges, *edges = (read_edges(self.decoder, model, names) for model in self.models)
         blends = StepwiseBlend(base_edges, edges)
-        chunk = max(1, LOGITS // self.decoder.model.config.get_text_config().vocab_size)
+        config = self.decoder.model.config.get_text_config()
+        most = max(LOGITS // config.vocab_size, config.hidden_size // LEAST_PART_OF_THE_HEAD, 1)
         stream_of = {setting: stream for stream, setting in enumerate(self.concerned.settings, 1)}
-
-        def logits(stream: int, states: torch.Tensor) -> torch.Tensor:
-            return ends.logits(self.decoder, states[None].to(self.decoder.device), blends.at(self.settings[stream]))
-
         samples = sum(map(len, self.tasks))
         found = {number: study.no_grams(samples) for number, study in self.concerned.studies.items()}
-        for row, states in streams.final():
-            for part in zip(*(states[stream].split(chunk) for stream in range(len(self.settings))), strict=True):
-                base = logits(0, part[0])
+
+        def logits(stream: int, batch: int, piece: tuple[slice, slice]) -> torch.Tensor:
+            return ends.logits(self.decoder, streams.hidden(stream, batch)[piece], blends.at(self.settings[stream]))
+
+        for number, batch in enumerate(streams.batches):
+            for piece in _pieces(batch, most):
+                base = logits(0, number, piece)
 
                 def change(setting: Setting) -> torch.Tensor:
-                    return logits(stream_of[setting], part[stream_of[setting]]) - base  # noqa: B023
+                    return logits(stream_of[setting], number, piece).sub_(base)  # noqa: B023
 
-                kept = {setting: change(setting) for setting in self.concerned.kept}
-                for number, study in self.concerned.studies.items():
-                    own = [kept[setting] for setting in _rows(study.kept)]
-                    for other, settings in enumerate(study.others):
-                        deltas = [kept[setting] if setting in kept else change(setting) for setting in _rows(settings)]
-                        found[number][row, other] += sample_grams([*deltas, *own], [base.shape[1]])[0]
+                own, positions = piece
+                lengths = [min(max(0, length - positions.start), most) for length in batch.lengths[own]]
+                self._compare(change, batch.rows[own], lengths, found)
         return {number: _put_together("model", grams, self.ranks) for number, grams in found.items()}
+
+    def _compare(
+        self,
+        change: Callable[[Setting], torch.Tensor],
+        rows: Sequence[int],
+        lengths: Sequence[int],
+        grams: Mapping[int, torch.Tensor],
+    ) -> None:
+        """Add the Gram matrices of a piece of some samples, from the logits' change [B, S, V] of every setting."""
+        kept = {setting: change(setting) for setting in self.concerned.kept}
+        for number, study in self.concerned.studies.items():
+            own = [kept[setting] for setting in _rows(study.kept)]
+            known = None
+            for other, settings in enumerate(study.others):
+                deltas = [kept[setting] if setting in kept else change(setting) for setting in _rows(settings)]
+                found = sample_grams([*deltas, *own], lengths, known)
+                known = found[:, len(deltas) :, len(deltas) :]
+                grams[number][list(rows), other] += found
+
+
+def _pieces(batch: Batch, tokens: int) -> Iterator[tuple[slice, slice]]:
+    """The samples and the positions of a batch in pieces of at most ``tokens`` positions, padding included."""
+    samples, width = batch.token_ids.shape
+    count = max(1, tokens // width)
+    for first in range(0, samples, count):
+        for start in range(0, width, tokens):
+            yield slice(first, first + count), slice(start, start + tokens)
 
 
 class _Embeddings:

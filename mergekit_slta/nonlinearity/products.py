@@ -104,7 +104,7 @@ class BatchProducts:
     weights: Sequence[Weights]
     base: LayerRun
     experts: Mapping[int, ExpertRun]
-    _products: dict[tuple[str, str, int, int], torch.Tensor | None] = field(default_factory=dict)
+    _products: dict[tuple[str, str, int, int | None], torch.Tensor | None] = field(default_factory=dict)
 
     def outputs(self, setting: torch.Tensor) -> dict[str, dict[str, torch.Tensor]]:
         """By run and module, the maps' outputs at a setting [T]."""
@@ -113,33 +113,44 @@ class BatchProducts:
         for run, maps in self.maps.items():
             for module in maps:
                 output = self.base.outputs[module].clone()
-                for expert in used:
-                    share = float(setting[expert])
-                    for other in (0, *(1 + other for other in used)):
+                for place, expert in enumerate(used):
+                    for other in (None, *used[place:]):
                         product = self._product(run, module, expert, other)
                         if product is not None:
-                            output.add_(product, alpha=share * (float(setting[other - 1]) if other else 1.0))
+                            share = float(setting[expert]) * (1.0 if other is None else float(setting[other]))
+                            output.add_(product, alpha=share)
                 found.setdefault(run, {})[module] = output
         return found
 
-    def _product(self, run: str, module: str, expert: int, other: int) -> torch.Tensor | None:
-        """What an expert adds by itself (``other`` is 0), or tau_t d_u with u = ``other`` - 1, computed once."""
+    def _product(self, run: str, module: str, expert: int, other: int | None) -> torch.Tensor | None:
+        """What an expert adds by itself, or together with another one or itself; computed once."""
         key = run, module, expert, other
         if key not in self._products:
-            self._products[key] = self._computed(run, self.maps[run][module], expert, other)
+            own = run, self.maps[run][module], expert
+            self._products[key] = self._alone(*own) if other is None else self._together(*own, other)
         return self._products[key]
 
-    def _computed(self, run: str, linear_map: LinearMap, expert: int, other: int) -> torch.Tensor | None:
-        base, own = linear_map.matrix(self.weights[0]), linear_map.matrix(self.weights[1 + expert])
-        if other:
-            change = self._input_change(run, linear_map.module, other - 1)
-            return None if change is None else change @ (own - base).T
-        product = self.base.inputs[linear_map.module][0] @ (own - base).T
+    def _alone(self, run: str, linear_map: LinearMap, expert: int) -> torch.Tensor:
+        """tau_t x_0 + e_t + W_0 d_t."""
+        product = self.base.inputs[linear_map.module][0] @ self._task_vector(linear_map, expert).T
         bias, own_bias = (linear_map.offset(self.weights[model]) for model in (0, 1 + expert))
         if bias is not None and own_bias is not None:
             product += own_bias - bias
         change = self._input_change(run, linear_map.module, expert)
-        return product if change is None else product.add_(change @ base.T)
+        return product if change is None else product.add_(change @ linear_map.matrix(self.weights[0]).T)
+
+    def _together(self, run: str, linear_map: LinearMap, expert: int, other: int) -> torch.Tensor | None:
+        """tau_t d_u + tau_u d_t, or tau_t d_t; None if no norm changes the input."""
+        product = None
+        for mapped, changed in dict.fromkeys([(expert, other), (other, expert)]):
+            change = self._input_change(run, linear_map.module, changed)
+            if change is not None:
+                term = change @ self._task_vector(linear_map, mapped).T
+                product = term if product is None else product.add_(term)
+        return product
+
+    def _task_vector(self, linear_map: LinearMap, expert: int) -> torch.Tensor:
+        return linear_map.matrix(self.weights[1 + expert]) - linear_map.matrix(self.weights[0])
 
     def _input_change(self, run: str, module: str, expert: int) -> torch.Tensor | None:
         """d_u of an expert, or None if its norms leave the map's input as it is."""

@@ -230,5 +230,10 @@ def _delta(expert: LayerRun, base: LayerRun) -> torch.Tensor:
     """
     if expert.terms is None or base.terms is None or expert.terms.keys() != base.terms.keys():
         return expert.output - base.output
-    parts = [term - base.terms[name] for name, term in expert.terms.items() if term is not base.terms[name]]
-    return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0] if parts else torch.zeros_like(base.output)
+    changes = (term - base.terms[name] for name, term in expert.terms.items() if term is not base.terms[name])
+    delta = next(changes, None)
+    if delta is None:
+        return torch.zeros_like(base.output)
+    for change in changes:
+        delta += change
+    return delta

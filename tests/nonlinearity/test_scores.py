@@ -328,8 +328,9 @@ def test_batches_do_not_matter_nor_where_hidden_states_are(llama: Family, monkey
     at_once = plan(llama, levels, studies, tasks).measure()
     assert_same(at_once, plan(llama, levels, studies, tasks, batch_tokens=30).measure(), 1e-6)
     monkeypatch.setattr(interpolation, "MOST_HIDDEN_BYTES", 0)
-    monkeypatch.setattr(interpolation, "LOGITS", 5 * llama.config.vocab_size)
-    assert_same(at_once, plan(llama, levels, studies, tasks).measure(), 1e-6)
+    for tokens in (5, 45):  # a part of a sample, several samples
+        monkeypatch.setattr(interpolation, "LOGITS", tokens * llama.config.vocab_size)
+        assert_same(at_once, plan(llama, levels, studies, tasks).measure(), 1e-6)
 
 
 @pytest.mark.parametrize("levels", [("model",), ("attn_mlp", "head_mlp"), ("linear",), ("model", "layer", "attn_mlp")])

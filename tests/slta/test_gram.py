@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mergekit_slta.slta import gram
 from mergekit_slta.slta.gram import sample_grams
 
 LENGTHS = (7, 3, 1)
@@ -21,6 +22,21 @@ def test_inner_products_of_the_samples_own_tokens(deltas: list[torch.Tensor]) ->
             for c, second in enumerate(deltas):
                 expected = (first[row, :length].double() * second[row, :length].double()).sum()
                 assert grams[row, b, c].item() == pytest.approx(expected.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("kept", [1, 3, 4])
+def test_known_products_are_not_computed_again(kept: int, deltas: list[torch.Tensor]) -> None:
+    grams = sample_grams(deltas, LENGTHS)
+    known = sample_grams(deltas[-kept:], LENGTHS)
+    found = sample_grams(deltas, LENGTHS, known)
+    assert torch.equal(found, found.mT) and torch.equal(found[:, -kept:, -kept:], known)
+    assert torch.allclose(found, grams, rtol=1e-12)
+
+
+def test_large_features_are_summed_in_parts(monkeypatch: pytest.MonkeyPatch, deltas: list[torch.Tensor]) -> None:
+    whole = sample_grams(deltas, LENGTHS)
+    monkeypatch.setattr(gram, "CACHED", 12)
+    assert torch.allclose(sample_grams(deltas, LENGTHS), whole, rtol=1e-12)
 
 
 def test_double_precision_exactly_symmetric_and_positive_semidefinite(deltas: list[torch.Tensor]) -> None:
