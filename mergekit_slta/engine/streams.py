@@ -204,9 +204,9 @@ class Streams:
         """This process's batches of one task, with their numbers."""
         return ((number, batch) for number, batch in enumerate(self.batches) if batch.task == task)
 
-    def hidden(self, stream: int, number: int) -> torch.Tensor:
-        """A batch's hidden states [B, S, D] of one stream before the next layer, on the device."""
-        rows = [self._hidden[stream, row] for row in self.batches[number].rows]
+    def hidden(self, stream: int, number: int, samples: slice = slice(None)) -> torch.Tensor:
+        """The hidden states [B, S, D] of a batch, or some of its samples, before the next layer, on the device."""
+        rows = [self._hidden[stream, row] for row in self.batches[number].rows[samples]]
         return pad_sequence([states.to(self.decoder.device, non_blocking=True) for states in rows], batch_first=True)
 
     def call(self, stream: int, number: int) -> LayerCall:

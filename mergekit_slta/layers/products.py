@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,11 +17,12 @@ EXACT = 1e-6
 SIZES = ((384, 384, 384), (16, 1024, 512), (1000, 64, 256), (3, 1000, 1000))
 # Attention to fewer tokens multiplies in blocks so small that oneDNN takes up to twice as long as torch's own kernel.
 FEW_TOKENS = 192
+_ONE_THREAD = threading.RLock()  # what is changed belongs to the whole process
 
 
 @contextlib.contextmanager
 def exact_products() -> Iterator[None]:
-    """Compute float32 products and convolutions exactly while the block runs.
+    """Compute float32 products and convolutions exactly while the block runs; other threads wait for its end.
 
     On a GPU, factors are not rounded to TF32, as torch has it in convolutions by default, and in products on demand.
 
@@ -29,7 +31,7 @@ def exact_products() -> Iterator[None]:
     the same, on some twice as fast as the default kernel; on others, such as those with matrix units, it rounds.
     Products of several sizes and layouts show what it does here; if one of them is rounded, nothing is changed.
     """
-    with contextlib.ExitStack() as changed:
+    with _ONE_THREAD, contextlib.ExitStack() as changed:
         cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
         with contextlib.suppress(RuntimeError):  # it was set by torch's newer interface, which refuses to be mixed
             changed.enter_context(_set(cudnn, "allow_tf32", False))
@@ -47,12 +49,13 @@ def exact_products() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _short_attention(matmul: Any) -> Iterator[None]:
-    """Compute attention to few tokens with the settings of before, whatever they become inside."""
-    attention, before = functional.scaled_dot_product_attention, matmul.fp32_precision
+    """Compute attention to few tokens by torch's own kernel, exactly, whatever the setting for products is inside."""
+    attention = functional.scaled_dot_product_attention
 
     def computed(query: torch.Tensor, *others: Any, **more: Any) -> torch.Tensor:
-        few = query.shape[-2] < FEW_TOKENS
-        with _set(matmul, "fp32_precision", before) if few else contextlib.nullcontext():
+        if query.device.type != "cpu" or query.shape[-2] >= FEW_TOKENS or torch.compiler.is_compiling():
+            return attention(query, *others, **more)
+        with _set(matmul, "fp32_precision", "ieee"):
             return attention(query, *others, **more)
 
     with _set(functional, "scaled_dot_product_attention", computed):

@@ -141,7 +141,7 @@ class CalibratedMethod(FiniteMethod):
             raise SltaError(NOT_A_FOLDER.format(method=self.spec.name))
         if self._experiment is None:
             raise SltaError(
-                f"mergekit has shown '{self.spec.name}' no recipe for this tensor: if mergekit-slta's start-up file "
+                f"mergekit has shown '{self.spec.name}' no recipe of this merge: if mergekit-slta's start-up file "
                 "did not run, merge with 'mergekit-slta merge'; if another merge was planned in between, plan each "
                 "merge when the one before is written."
             )

@@ -47,6 +47,7 @@ METHODS: dict[str, FiniteMethod] = {
     method.spec.name: method for method in (SltaMethod(), FeatcalMethod(), ActmatMethod(), SftmMethod())
 }
 WATCHED = "_watched_by_mergekit_slta"  # marks a planner that passes its recipe to the methods
+CHECKED = "_checked_by_mergekit_slta"  # a planner's checked recipe
 
 
 def register() -> None:
@@ -99,7 +100,8 @@ def watch_planner() -> None:
 def _watched(plan: Callable[..., list[Task[Any]]]) -> Callable[..., list[Task[Any]]]:
     """Show the recipe to its method before a planner plans the merge, and have the method run the models afterwards.
 
-    A planner keeps its own recipe until then, so that a program may make several before it plans.
+    A planner keeps its own recipe until then, so that a program may make several before it plans; what is merged is the
+    merge that was planned last.
     """
 
     @functools.wraps(plan)
@@ -114,7 +116,9 @@ def _watched(plan: Callable[..., list[Task[Any]]]) -> Callable[..., list[Task[An
         if method is None:
             return plan(self, *arguments, **more)
         _explain_file_errors(config, options)
-        experiment = sound_experiment(config, options)
+        if not hasattr(self, CHECKED):
+            setattr(self, CHECKED, sound_experiment(config, options))  # once, because a planner rewrites its recipe
+        experiment = getattr(self, CHECKED)
         method.begin(experiment)
         adapt_loaders(experiment, self.arch_info)
         _watch_card()

@@ -33,10 +33,8 @@ from mergekit_slta.slta.gram import sample_grams
 BRANCH_LEVELS = frozenset({"attn_mlp", "head_mlp"})
 # At level model, hidden states that take more than this go to the folder for temporary files.
 MOST_HIDDEN_BYTES = 2**31
-# The logits of each setting that are compared at once: so many, or as many as this part of the head's weights. The head
-# is blended for each setting as often as there are parts.
+# The number of logits of each setting that are compared at once; for each so many, the head is blended anew.
 LOGITS = 2**24
-LEAST_PART_OF_THE_HEAD = 8
 
 # Submodule name to [n, K, m, m] float64.
 Grams = dict[str, torch.Tensor]
@@ -329,23 +327,22 @@ class _WholeModel(Accumulator[dict[int, torch.Tensor]]):
         names = ends.logit_tensors(self.decoder)
         base_edges, *edges = (read_edges(self.decoder, model, names) for model in self.models)
         blends = StepwiseBlend(base_edges, edges)
-        config = self.decoder.model.config.get_text_config()
-        most = max(LOGITS // config.vocab_size, config.hidden_size // LEAST_PART_OF_THE_HEAD, 1)
+        most = max(1, LOGITS // self.decoder.model.config.get_text_config().vocab_size)
         stream_of = {setting: stream for stream, setting in enumerate(self.concerned.settings, 1)}
         samples = sum(map(len, self.tasks))
         found = {number: study.no_grams(samples) for number, study in self.concerned.studies.items()}
 
-        def logits(stream: int, batch: int, piece: tuple[slice, slice]) -> torch.Tensor:
-            return ends.logits(self.decoder, streams.hidden(stream, batch)[piece], blends.at(self.settings[stream]))
+        def logits(stream: int, batch: int, own: slice, positions: slice) -> torch.Tensor:
+            states = streams.hidden(stream, batch, own)[:, positions]
+            return ends.logits(self.decoder, states, blends.at(self.settings[stream]))
 
         for number, batch in enumerate(streams.batches):
-            for piece in _pieces(batch, most):
-                base = logits(0, number, piece)
+            for own, positions in _pieces(batch.lengths, most):
+                base = logits(0, number, own, positions)
 
                 def change(setting: Setting) -> torch.Tensor:
-                    return logits(stream_of[setting], number, piece).sub_(base)  # noqa: B023
+                    return logits(stream_of[setting], number, own, positions).sub_(base)  # noqa: B023
 
-                own, positions = piece
                 lengths = [min(max(0, length - positions.start), most) for length in batch.lengths[own]]
                 self._compare(change, batch.rows[own], lengths, found)
         return {number: _put_together("model", grams, self.ranks) for number, grams in found.items()}
@@ -369,13 +366,19 @@ class _WholeModel(Accumulator[dict[int, torch.Tensor]]):
                 grams[number][list(rows), other] += found
 
 
-def _pieces(batch: Batch, tokens: int) -> Iterator[tuple[slice, slice]]:
-    """The samples and the positions of a batch in pieces of at most ``tokens`` positions, padding included."""
-    samples, width = batch.token_ids.shape
-    count = max(1, tokens // width)
-    for first in range(0, samples, count):
-        for start in range(0, width, tokens):
-            yield slice(first, first + count), slice(start, start + tokens)
+def _pieces(lengths: Sequence[int], tokens: int) -> Iterator[tuple[slice, slice]]:
+    """The samples and the positions of a batch in pieces of at most ``tokens`` positions, padding included.
+
+    Args:
+        lengths: the samples' numbers of tokens, the longest first.
+        tokens: the most positions of a piece.
+    """
+    first = 0
+    while first < len(lengths):
+        longest = lengths[first]
+        last = first + max(1, tokens // longest)
+        yield from ((slice(first, last), slice(start, start + tokens)) for start in range(0, longest, tokens))
+        first = last
 
 
 class _Embeddings:

@@ -303,6 +303,15 @@ def test_planners_that_are_made_before_the_first_merge_have_their_own_weights(ll
         assert set(found) == set(expected) and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+def test_a_planner_plans_its_merge_again(llama: Family, tmp_path: Path) -> None:
+    """It has rewritten its recipe by then."""
+    made = planner(families.recipe(llama, samples=2))
+    for folder in (tmp_path / "first", tmp_path / "again"):
+        execute(made.plan_to_disk(str(folder)))
+    first, again = (load_file(folder / "model.safetensors") for folder in (tmp_path / "first", tmp_path / "again"))
+    assert all(torch.equal(again[name], tensor) for name, tensor in first.items())
+
+
 def test_a_merge_is_refused_whose_recipe_another_plan_has_displaced(llama: Family, tmp_path: Path) -> None:
     planned = planner(families.recipe(llama, samples=2)).plan_to_disk(str(tmp_path / "slta"))
     planner(families.recipe(llama, "actmat", calibration=False)).plan_to_disk(str(tmp_path / "actmat"))

@@ -75,7 +75,7 @@ def test_settings_that_share_products_give_the_same_numbers_for_fewer(
 
 
 def counted(family: Family, levels: list[str]) -> tuple[Linearity, int]:
-    """Linearity and the multiplications of its products of matrices, which are those of the linear maps."""
+    """Linearity and the multiplications of its products of matrices, nearly all by linear maps."""
     models = families.checkpoints(family.folders)
     plan = Plan(Decoder(family.config), models, ("one", "two"), family.token_ids(), levels, plan_studies(2))
     first_maps(plan.decoder, 0)  # found once, whatever is measured
