@@ -13,7 +13,6 @@ from pathlib import Path
 
 import safetensors
 import torch
-from mergekit.io.lazy_tensor_loader import ShardedTensorIndex
 from pydantic import ConfigDict, TypeAdapter
 from safetensors.torch import save
 
@@ -21,6 +20,7 @@ from mergekit_slta import files
 from mergekit_slta.errors import logger, reading
 from mergekit_slta.files import cache_folder, digest
 from mergekit_slta.models.adapters import adapter_config, adapter_weights
+from mergekit_slta.models.headers import weight_map
 
 LOG = logger(__name__)
 
@@ -45,9 +45,7 @@ def fingerprint_of(folder: str | Path, adapter: Path | None = None, *, whole: bo
             read once; its hashes are kept in the cache folder until the file changes.
     """
     entries = _remembered_hashes if whole else _sampled
-    with reading(folder):  # mergekit opens a pickled file whole
-        shards = ShardedTensorIndex.from_disk(str(folder)).shards
-    content = _digest(entry for shard in shards for entry in entries(Path(folder) / shard.filename))
+    content = _digest(entry for file in weight_map(Path(folder)) for entry in entries(Path(folder) / file))
     if adapter is None:
         return content
     tensors = _digest(entries(adapter_weights(adapter)))

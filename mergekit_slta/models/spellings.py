@@ -15,7 +15,7 @@ from mergekit.common import ModelReference
 from mergekit.io.lazy_tensor_loader import LazyTensorLoader
 from mergekit.io.tasks import LoaderCache
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
+from transformers.core_model_loading import WeightRenaming, apply_renamings
 
 from mergekit_slta.models.merged_adapters import current_loader
 from mergekit_slta.models.skeleton import model_tensor_name
@@ -32,9 +32,7 @@ def other_names(
     names = set(model.state_dict())
 
     def own(name: str) -> str | None:
-        for renaming in renamings:
-            name, _ = renaming.rename_source_key(name)
-        return model_tensor_name(name, names, model.base_model_prefix)
+        return model_tensor_name(apply_renamings(name, renamings), names, model.base_model_prefix)
 
     known = {own(name): name for name in stored}
     found = {name: known.get(own(name)) for name in asked if own(name)}

@@ -8,10 +8,12 @@ Shapes: ``T`` experts, ``B`` samples in a batch, ``n`` samples of a study, ``m``
 
 from __future__ import annotations
 
+import functools
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -40,6 +42,8 @@ LOGITS = 2**24
 Grams = dict[str, torch.Tensor]
 # The weights of the task vectors.
 Setting = tuple[float, ...]
+# What running a setting gives.
+Run = TypeVar("Run")
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,33 @@ class TaskStudies:
     @property
     def settings(self) -> tuple[Setting, ...]:
         return self.kept + self.others
+
+    def compare(
+        self,
+        run: Callable[[Setting], Run],
+        changes: Callable[[list[Run]], Iterable[tuple[str, list[torch.Tensor]]]],
+        lengths: Sequence[int],
+    ) -> Iterator[tuple[int, int, str, torch.Tensor]]:
+        """Run the settings, and compare those that the studies compare.
+
+        Args:
+            run: runs a setting on some samples.
+            changes: for several runs, each submodule's name with its features' changes [B, S, D], one for each run.
+            lengths: the number of tokens of each sample.
+
+        Returns:
+            A study's number, the number of one of its ``others``, a submodule's name and the Gram matrices [B, m, m].
+        """
+        kept = {setting: run(setting) for setting in self.kept}
+        for number, study in self.studies.items():
+            own = [kept[setting] for setting in _rows(study.kept)]
+            known: dict[str, torch.Tensor] = {}
+            for other, settings in enumerate(study.others):
+                runs = [kept[setting] if setting in kept else run(setting) for setting in _rows(settings)]
+                for name, deltas in changes([*runs, *own]):
+                    grams = sample_grams(deltas, lengths, known.get(name))
+                    known[name] = grams[:, len(runs) :, len(runs) :]
+                    yield number, other, name, grams
 
 
 def _rows(settings: torch.Tensor) -> list[Setting]:
@@ -271,16 +302,9 @@ class _Submodules(Accumulator[list[Grams]]):
             output = [features.heads.output.weight] if features.heads is not None else []
             return replace(done, weights={name: weights[name].clone() for name in output})
 
-        kept = {setting: run(setting) for setting in concerned.kept}
-        for index, study in concerned.studies.items():
-            own = [kept[setting] for setting in _rows(study.kept)]
-            known: dict[str, torch.Tensor] = {}
-            for other, settings in enumerate(study.others):
-                runs = [kept.get(setting) or run(setting) for setting in _rows(settings)]
-                for name, deltas in features.deltas(base, [*runs, *own]):
-                    grams = sample_grams(deltas, batch.lengths, known.get(name))
-                    known[name] = grams[:, len(runs) :, len(runs) :]
-                    self._put(index, name, batch, other, grams)
+        changes = functools.partial(features.deltas, base)
+        for index, other, name, grams in concerned.compare(run, changes, batch.lengths):
+            self._put(index, name, batch, other, grams)
 
     def _combine_maps(self, maps: LayerFeatures, hidden: torch.Tensor, call: LayerCall, batch: Batch) -> None:
         """Compute the linear maps' Gram matrices without running settings: a map's output is linear in its weights."""
@@ -344,26 +368,10 @@ class _WholeModel(Accumulator[dict[int, torch.Tensor]]):
                     return logits(stream_of[setting], number, own, positions).sub_(base)  # noqa: B023
 
                 lengths = [min(max(0, length - positions.start), most) for length in batch.lengths[own]]
-                self._compare(change, batch.rows[own], lengths, found)
+                rows = list(batch.rows[own])
+                for study, other, _, grams in self.concerned.compare(change, lambda own: [("model", own)], lengths):
+                    found[study][rows, other] += grams
         return {number: _put_together("model", grams, self.ranks) for number, grams in found.items()}
-
-    def _compare(
-        self,
-        change: Callable[[Setting], torch.Tensor],
-        rows: Sequence[int],
-        lengths: Sequence[int],
-        grams: Mapping[int, torch.Tensor],
-    ) -> None:
-        """Add the Gram matrices of a piece of some samples, from the logits' change [B, S, V] of every setting."""
-        kept = {setting: change(setting) for setting in self.concerned.kept}
-        for number, study in self.concerned.studies.items():
-            own = [kept[setting] for setting in _rows(study.kept)]
-            known = None
-            for other, settings in enumerate(study.others):
-                deltas = [kept[setting] if setting in kept else change(setting) for setting in _rows(settings)]
-                found = sample_grams([*deltas, *own], lengths, known)
-                known = found[:, len(deltas) :, len(deltas) :]
-                grams[number][list(rows), other] += found
 
 
 def _pieces(lengths: Sequence[int], tokens: int) -> Iterator[tuple[slice, slice]]:

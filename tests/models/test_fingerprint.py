@@ -152,5 +152,5 @@ def test_a_pickled_checkpoint_without_the_bytes_of_a_tensor(family: Family, tmp_
         for name in source.namelist():
             if not name.endswith("data/3"):
                 cut.writestr(name, source.read(name))
-    with pytest.raises(SltaError, match=r"(pytorch_model.bin|copy) cannot be read \(.*data/3.*\): get a sound copy"):
+    with pytest.raises(SltaError, match=r"pytorch_model.bin cannot be read \(.*data/3.*\): get a sound copy"):
         fingerprint_of(folder)
