@@ -13,7 +13,7 @@ from typing import Any, get_args
 import click
 import pytest
 import yaml
-from support import messages, recipe_page, rooms_picture
+from support import recipe_page, rooms_picture
 from support.commands_page import PAGE, commands_page
 from test_rooms import FLOORS
 
@@ -35,16 +35,6 @@ FOREIGN = {"--extra-index-url", "--no-deps", "--strict", "--nproc-per-node", "--
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
-# Sentences of the package that the page on troubleshooting need not have.
-NO_MESSAGES = {
-    "… problem… found.",  # the head of a list of messages
-    "… This is a share of feature change, not accuracy.",  # this and the next two stand in model cards
-    "What was measured is in `…`: name that file under `statistics` among the recipe's parameters, leave `calibration` "
-    "out, and no data are needed.",
-    "mergekit alone cannot do this merge; the model itself needs neither program.",
-    "… cannot change the experts of a mixture that are read when they are used.",  # an error of this package's own code
-}
-
 each_page = pytest.mark.parametrize("page", TEXTS)
 
 
@@ -61,7 +51,7 @@ def code(text: str) -> Iterator[str]:
 
 def calls(text: str) -> Iterator[list[str]]:
     """The words of every call of ``mergekit-slta`` or ``python -m mergekit_slta``, from the command on."""
-    for line in code(messages.ROW.sub("", text)):
+    for line in code(text):
         if found := re.match(r"(?:mergekit-slta|(?:torchrun|python) .*?-m mergekit_slta) (.+)", line):
             yield shlex.split(found[1], comments=True)
 
@@ -167,37 +157,6 @@ def test_python_in_the_docs_uses_public_names(page: str) -> None:
         tree = ast.parse(block)
         used = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
         assert {node.attr for node in used if ast.unparse(node.value) == "slta"} <= set(mergekit_slta._EXPORTS)
-
-
-# Messages
-
-
-def test_every_message_of_the_package_is_under_troubleshooting() -> None:
-    found = set(messages.package_messages(PACKAGE))
-    shown = messages.page_messages(TEXTS["troubleshooting.md"])
-    assert len(found) > 200
-    assert {message for message in found if not messages.is_on(shown, message)} == NO_MESSAGES
-
-
-def test_every_message_under_troubleshooting_is_one_of_the_package() -> None:
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")]
-    strings = "\n".join(filter(None, (messages.string(node) for tree in trees for node in ast.walk(tree))))
-    shown = messages.page_messages(TEXTS["troubleshooting.md"])
-    assert len(shown) == len(set(shown)) > 200
-    # What stands between the fields and the marks, as a message may be put together of several strings.
-    assert not [
-        message
-        for message in shown
-        for piece in re.split(r"[…:;,.()]+(?: and\b)?", message)
-        if piece.strip() not in strings
-    ]
-
-
-def test_every_row_under_troubleshooting_has_two_cells() -> None:
-    lines = [line for line in TEXTS["troubleshooting.md"].splitlines() if line.startswith("|")]
-    assert not [line for line in lines if len(re.findall(r"(?<!\\)\|", line)) != 3]
-    rows = [line for line in lines if not line.startswith(("| message |", "|---|"))]
-    assert len(messages.ROW.findall(TEXTS["troubleshooting.md"])) == len(rows) > 100
 
 
 # The picture of the rooms
