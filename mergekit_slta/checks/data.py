@@ -94,7 +94,6 @@ def statistics_file(case: Case) -> list[str]:
     level, info = settings.level, found.info
     base = _content(case, reading.base)
     experts = [_content(case, expert.reference) for expert in reading.experts]
-    case.experiment.samples.chat_date = info.chat_date
     data = [case.experiment.samples.of(expert) if expert in case.samples else None for expert in reading.experts]
     problems = match(info, path, reading, base, experts, data).problems
     if level not in info.levels and not all(expert.calibration for expert in reading.experts):

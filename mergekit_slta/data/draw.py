@@ -22,7 +22,15 @@ if TYPE_CHECKING:
 LOG = logger(__name__)
 
 CHARACTERS_PER_TOKEN = 64  # more than tokens have but for long runs of blanks
-CHAT_DATE = datetime.date(2024, 7, 26)  # the date that Llama 3.2's chat template writes when it is given none
+# Chat templates that ask for the date get this one, so that the tokens are the same every day. It is the date that
+# Llama 3.2's chat template writes when it is given none.
+CHAT_DATE = datetime.datetime(2024, 7, 26)
+DATE_CODES = (*"aAbBcdDeFHIjmMpRSTuUVwWxXyYzZ", *(f"-{code}" for code in "dHIjmMSy"))
+# A macro in place of transformers' function strftime_now, which gives today's date; a chat template takes no functions.
+# Jinja drops the newline after the block, so the template that follows still begins a line.
+CLOCK = "{%- macro strftime_now(format) -%}{{ format"
+CLOCK += "".join(f"|replace('%{code}', {CHAT_DATE.strftime(f'%{code}')!r})" for code in DATE_CODES)
+CLOCK += "|replace('%%', '%') }}{%- endmacro %}\n"
 
 
 @dataclass(frozen=True)
@@ -38,7 +46,6 @@ class CalibrationData:
             the row if the answer is cut off; None for a record that has no answer by its shape, or whose answer cannot
             be told from the text around it.
         skipped: how many empty records were skipped.
-        chat_date: the date that the chat template was given; None if it asked for no date.
         complete: how many texts already hold the special token that the tokenizer would add.
     """
 
@@ -48,7 +55,6 @@ class CalibrationData:
     records: tuple[int, ...]
     answers: tuple[tuple[int, int] | None, ...]
     skipped: int
-    chat_date: datetime.date | None = None
     complete: int = 0
 
     @property
@@ -72,7 +78,6 @@ class CalibrationSource:
             tokenizer lacks a chat template that is needed.
         max_tokens: how many tokens of a sample to keep, from its beginning.
         seed: decides the order in which records are taken, ``random.Random(seed).sample(range(n), n)``.
-        chat_date: the date for chat templates that ask for today's, so that the tokens are the same every day.
     """
 
     source: str
@@ -81,7 +86,6 @@ class CalibrationSource:
     expert_tokenizer: Callable[[], PreTrainedTokenizerBase]
     max_tokens: int
     seed: int
-    chat_date: datetime.date = CHAT_DATE
 
     def draw(self, samples: int) -> CalibrationData:
         """Draw calibration samples: records in the seed's order, without the empty ones, until there are enough.
@@ -145,7 +149,6 @@ class CalibrationSource:
         drawn: dict[int, tuple[int, ...]] = {}
         answers = []
         skipped = complete = 0
-        dated = False
         for index in random.Random(self.seed).sample(range(len(records)), len(records)):
             if len(drawn) == samples:
                 break
@@ -160,10 +163,8 @@ class CalibrationSource:
                 drawn[index] = row
                 answers.append(self._answer(*text, row))
                 complete += is_complete
-                dated = dated or (text.is_chat and self._asks_for_the_date)
-        date = self.chat_date if dated else None
         rows, indices = tuple(drawn.values()), tuple(drawn)
-        return CalibrationData(self.source, self.template, rows, indices, tuple(answers), skipped, date, complete)
+        return CalibrationData(self.source, self.template, rows, indices, tuple(answers), skipped, complete)
 
     def _answer(self, text: str, is_chat: bool, answer: str, row: tuple[int, ...]) -> tuple[int, int] | None:
         """Where the answer of a record is among its tokens, as ``CalibrationData.answers`` says it.
@@ -221,13 +222,9 @@ class CalibrationSource:
 
     def _render_chat(self, turns: list[dict[str, Any]]) -> str:
         template = self._chat_template
-        if self._asks_for_the_date:
-            template = _clock(self.chat_date) + template
+        if "strftime_now" in template:
+            template = CLOCK + template
         return str(self.tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False))
-
-    @property
-    def _asks_for_the_date(self) -> bool:
-        return "strftime_now" in self._chat_template
 
     @cached_property
     def _chat_template(self) -> str:
@@ -253,27 +250,6 @@ class CalibrationSource:
                 "give the expert a 'template'."
             )
         return template
-
-
-def _clock(day: datetime.date) -> str:
-    """A template macro that replaces transformers' function ``strftime_now``, which gives today's date.
-
-    It has to be a macro because transformers passes no functions to chat templates.
-    """
-    midnight = datetime.datetime.combine(day, datetime.time())
-    values = {code: midnight.strftime(f"%{code}") for code in "aAbBcdfGHIjmMpSuUVwWxXyYzZ"}
-    values |= {f"-{code}": values[code].lstrip("0") or "0" for code in "dHIjmMSy"}
-    values |= {
-        "e": f"{midnight.day:2}",
-        "F": str(day),
-        "T": "00:00:00",
-        "R": "00:00",
-        "D": f"{midnight:%m/%d/%y}",
-        "%": "%",
-    }
-    steps = "".join(f"|replace({'%' + code!r}, {value!r})" for code, value in values.items())
-    # Jinja drops the newline after the block, so the template that follows still begins a line.
-    return f"{{%- macro strftime_now(format) -%}}{{{{ format{steps} }}}}{{%- endmacro %}}\n"
 
 
 def _chat_template_of(tokenizer: PreTrainedTokenizerBase) -> str | None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import date
 
 from mergekit.common import ModelReference
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mergekit_slta.data.draw import CHAT_DATE, CalibrationData, CalibrationSource
+from mergekit_slta.data.draw import CalibrationData, CalibrationSource
 from mergekit_slta.data.sources import is_dataset
 from mergekit_slta.errors import reading
 from mergekit_slta.models.adapters import adapter_chat_template, tokenizer_folder
@@ -26,9 +25,6 @@ class Samples:
         settings: the number of samples, their length and the seed.
         trust_remote_code, cache_dir: mergekit's options ``--trust-remote-code`` and ``--transformers-cache``.
         quiet: whether to hide the progress bar of a dataset's download.
-
-    Attributes:
-        chat_date: the date for chat templates that ask for today's.
     """
 
     base: ModelReference
@@ -38,8 +34,7 @@ class Samples:
     quiet: bool = False
 
     def __post_init__(self) -> None:
-        self.chat_date = CHAT_DATE
-        self._drawn: dict[tuple[Expert, int, date], CalibrationData] = {}
+        self._drawn: dict[tuple[Expert, int], CalibrationData] = {}
         self._tokenizers: dict[ModelReference, PreTrainedTokenizerBase] = {}
 
     def of(self, expert: Expert, count: int | None = None) -> CalibrationData:
@@ -48,7 +43,7 @@ class Samples:
         Raises:
             SltaError: the source gives no sample, or a tokenizer is missing.
         """
-        key = expert, count or self.settings.samples, self.chat_date
+        key = expert, count or self.settings.samples
         if key not in self._drawn:
             self._drawn[key] = self._source(expert).draw(key[1])
         return self._drawn[key]
@@ -94,7 +89,6 @@ class Samples:
             lambda: self.tokenizer(expert.reference),
             self.settings.max_tokens,
             self.settings.seed,
-            self.chat_date,
         )
 
 

@@ -146,7 +146,6 @@ class _Measurement:
     def reuse(self, levels: Sequence[str], published: bool) -> Statistics:
         """Compare the file with the recipe, add missing levels to it, and select the recipe's experts."""
         found, recipe = Statistics.load(self.path), self.experiment.recipe
-        self.experiment.samples.chat_date = found.info.chat_date
         if problems := calibration_problems(recipe, statistics_exist=True):
             raise SltaError(*problems)
         given = all(expert.calibration for expert in recipe.experts)
@@ -269,7 +268,6 @@ def _info(
                 source=source_name(samples.source),
                 template=samples.template,
                 sha256=samples.sha256,
-                chat_date=samples.chat_date,
             )
             for samples in data
         ),

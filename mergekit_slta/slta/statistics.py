@@ -14,7 +14,6 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import date
 from pathlib import Path
 from typing import Literal
 
@@ -25,7 +24,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors.torch import save as serialize
 
 from mergekit_slta import __version__, files
-from mergekit_slta.data.draw import CHAT_DATE
 from mergekit_slta.errors import SltaError, one_line
 from mergekit_slta.levels import LEVELS, Fallback, covers, of_level, place_of, sort_key
 from mergekit_slta.models import hub
@@ -48,7 +46,6 @@ class CalibrationInfo(BaseModel):
     source: str
     template: str
     sha256: str
-    chat_date: date | None = None  # the date that the chat template asked for
 
 
 class Content(BaseModel):
@@ -120,11 +117,6 @@ class Info(BaseModel):
     versions: dict[str, str]
     fingerprint: Fingerprint
     fallbacks: tuple[Fallback, ...] = ()  # the file has the entry only where a layer is measured at a coarser level
-
-    @property
-    def chat_date(self) -> date:
-        """The date that chats were rendered with."""
-        return next((entry.chat_date for entry in self.calibration if entry.chat_date), CHAT_DATE)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,9 @@ from support.copies import edited, sharded
 from support.examining import larger_vocabulary, problems
 from support.families import Family
 
-from mergekit_slta.data.draw import CHAT_DATE
 from mergekit_slta.errors import SltaError
 from mergekit_slta.levels import Fallback
 from mergekit_slta.nonlinearity.scores import plan_linearity
-from mergekit_slta.recipe import samples
 from mergekit_slta.reports.merge import report_page
 from mergekit_slta.slta import measure
 from mergekit_slta.slta.measure import measured_statistics
@@ -474,33 +471,6 @@ def test_a_base_without_a_tokenizer_is_named(llama: Family, tmp_path: Path) -> N
     family = Family(bare, llama.experts, llama.data, llama.config)
     with pytest.raises(SltaError, match="bare has no usable tokenizer"):
         measured(recipe(family), tmp_path / "stats.safetensors")
-
-
-def test_the_date_that_chats_were_rendered_with_is_recorded_and_used_again(
-    make_family: MakeFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    family = make_family(chat_template="{{ strftime_now('%d %b %Y') }}{{ messages[0]['content'] }}")
-    for file in family.data[:1]:
-        texts = [json.loads(line)["text"] for line in file.read_text().splitlines()]
-        turns = [{"messages": [{"role": "user", "content": text}]} for text in texts]
-        file.write_text("".join(json.dumps(record) + "\n" for record in turns))
-    path, content = tmp_path / "stats.safetensors", recipe(family)
-    monkeypatch.setattr(samples, "CHAT_DATE", date(2025, 1, 2))
-    first = measured(content, path)
-    assert [entry.chat_date for entry in first.info.calibration] == [date(2025, 1, 2), None]
-    monkeypatch.undo()
-    before = path.read_bytes()
-    assert same(measured(content, path), first) and path.read_bytes() == before
-    assert measured(content, tmp_path / "other.safetensors").info.calibration[0].chat_date == CHAT_DATE
-
-
-def test_a_file_without_a_date_of_chats_has_the_keys_that_it_always_had(path: Path) -> None:
-    with safe_open(path, framework="pt") as file:
-        info = json.loads(file.metadata()["mergekit_slta"])
-    assert set(info["calibration"][0]) == {"source", "template", "sha256"}
-
-
-# Layers without the level's submodules
 
 
 def test_a_coarser_level_is_written_down_with_the_reason_and_kept(
