@@ -14,7 +14,7 @@ import click
 from mergekit_slta.checks import adapters, compatibility, data, models, space, text, tokenizers
 from mergekit_slta.checks.case import Case, Check, of_decoder, of_models, of_siblings
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.errors import SltaError, visible
+from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.recipe.settings import (
@@ -52,7 +52,7 @@ CHECKS: dict[type[MethodSettings], tuple[Check, ...]] = {
         *LAYERS,
         of_decoder(tokenizers.compared_outputs),
         of_decoder(tokenizers.head_rows),
-        models.solvable_layers,
+        of_decoder(models.solvable_layers),
         *DATA,
     ),
     ActmatSettings: (),
@@ -68,7 +68,7 @@ MERGE: tuple[Check, ...] = (
     space.disk_space,
 )
 NOTES: tuple[Check, ...] = (models.unseen_tensors, models.other_configurations, tokenizers.padded_vocabularies)
-MERGE_NOTES: tuple[Check, ...] = (space.feature_merge_needs, text.precision, tokenizers.no_tokenizer, text.card_lookup)
+MERGE_NOTES: tuple[Check, ...] = (of_decoder(space.solving), text.precision, tokenizers.no_tokenizer, text.card_lookup)
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,8 @@ def examine(
     notes = [*(() if running else said_by_run), *NOTES, *(MERGE_NOTES if merging else ())]
 
     def sentences(checks: Sequence[Check]) -> list[str]:
-        """What the checks say, each sentence once and in one line."""
-        return list(dict.fromkeys(visible(sentence, kept="") for check in checks for sentence in check(case)))
+        """Everything that the checks say, each sentence once."""
+        return list(dict.fromkeys(sentence for check in checks for sentence in check(case)))
 
     # What it logs, a note says.
     with contextlib.nullcontext() if running and sound else compatibility.silenced("mergekit_slta.data.draw"):

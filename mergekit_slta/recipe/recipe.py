@@ -21,7 +21,6 @@ from mergekit_slta.recipe.configuration import expert_parameters, expert_referen
 from mergekit_slta.recipe.problems import key_problems, recipe_problems
 from mergekit_slta.recipe.settings import SETTINGS, CalibratedExpert, MethodSettings, Parameters
 
-MOST_NODES = 10**6  # that a recipe's YAML may stand for, its aliases written out
 MOST_SAID = 3  # of the places where mergekit cannot read a recipe
 Table = TypeVar("Table", bound=Parameters)
 Kind = TypeVar("Kind", bound=MethodSettings)
@@ -151,7 +150,7 @@ class Recipe:
     def _parse(self, text: str, name: object) -> None:
         kind = "YAML"
         try:
-            self.text, self.content = text, _content(text)
+            self.text, self.content = text, yaml.safe_load(text)
             kind = "a mergekit recipe"
             self.config = MergeConfiguration.model_validate(self.content)
             return
@@ -159,7 +158,7 @@ class Recipe:
             places = [f"'{'.'.join(map(str, entry['loc']))}': {entry['msg']}" for entry in error.errors()]
             more = len(places) - MOST_SAID
             said = "; ".join(places[:MOST_SAID]) + (f"; and {more} more" if more > 0 else "")
-        except (SltaError, RuntimeError) as error:  # from our reading of YAML, or from mergekit's own checks
+        except RuntimeError as error:  # from mergekit's own checks
             said = str(error)
         except Exception as error:  # YAML's tags may raise errors of any kind
             said = one_line(error)
@@ -253,34 +252,6 @@ class Recipe:
         if self.problems:
             raise SltaError(*self.problems)
         return self.reading
-
-
-def _content(text: str) -> Any:
-    """What YAML says. Few lines of aliases of aliases can stand for more than fits into the memory.
-
-    Raises:
-        SltaError: it stands for too much.
-    """
-    loader = yaml.SafeLoader(text)
-    try:
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        if (size := _size(node, {})) > MOST_NODES:
-            raise SltaError(f"it stands for {size:,} values, its aliases written out: shorten it to {MOST_NODES:,}")
-        return loader.construct_document(node)
-    finally:
-        loader.dispose()
-
-
-def _size(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
-    """How many nodes a node stands for, with its aliases written out; inside itself it counts as one."""
-    if node not in known:
-        known[node] = 1
-        entries = node.value if isinstance(node, yaml.SequenceNode) else []
-        entries = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else entries
-        known[node] = 1 + sum(_size(entry, known) for entry in entries)
-    return known[node]
 
 
 def _plain(parameters: Mapping[str, Any]) -> dict[str, Any]:

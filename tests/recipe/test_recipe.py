@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import re
-import resource
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
-from support.processes import command_together
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.configuration import expert_parameters
@@ -381,42 +377,6 @@ def test_one_source_for_all_experts() -> None:
     recipe = content(models=[{"model": "org/math"}, {"model": "org/code"}], parameters={"calibration": "all.jsonl"})
     (problem,) = calibration_problems(read(recipe), statistics_exist=False)
     assert "have the same calibration source 'all.jsonl'" in problem
-
-
-def many_laughs(kind: str, depth: int) -> str:
-    """A recipe in which each value is nine times the one before, by aliases."""
-    written = {"lists": "[{}]", "merged tables": "{{<<: [{}]}}"}[kind]
-    values = "".join(
-        f"  x{level}: &x{level} {written.format(', '.join([f'*x{level - 1}'] * 9))}\n" for level in range(1, depth)
-    )
-    first = "[1.0, 2.0]" if kind == "lists" else "{value: 1.0, filter: mlp}"
-    return f"merge_method: slta\nbase_model: org/base\nmodels: []\nparameters:\n  x0: &x0 {first}\n{values}"
-
-
-def limit_memory_and_time(index: int) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (4 * 10**9,) * 2)
-    resource.setrlimit(resource.RLIMIT_CPU, (60,) * 2)
-
-
-@pytest.mark.parametrize("kind", ["lists", "merged tables"])
-def test_aliases_that_stand_for_more_than_the_memory_holds(kind: str, forks: ForkServerContext, tmp_path: Path) -> None:
-    """In a process that may take 4 GB and a minute: without the refusal, reading the merged tables does not end."""
-    path = tmp_path / "recipe.yml"
-    path.write_text(many_laughs(kind, 9))
-    done = command_together(forks, 1, "check", path, patch=limit_memory_and_time)
-    assert done.returncode == 1
-    assert re.fullmatch(
-        rf"Error: {path} is not valid as YAML: it stands for \d{{3}},\d{{3}},\d{{3}} values, its aliases written out: "
-        r"shorten it to 1,000,000.\n",
-        done.stderr,
-    )
-
-
-def test_a_few_aliases_stand_for_what_they_name() -> None:
-    recipe = Recipe.parse(
-        "merge_method: slta\nbase_model: &a {model: org/base}\nmodels: [{model: org/x}]\nx: [*a, *a]", "here"
-    )
-    assert recipe.content["x"] == [{"model": "org/base"}] * 2
 
 
 def test_of_many_places_that_mergekit_cannot_read_some_are_named() -> None:
