@@ -16,12 +16,11 @@ from mergekit_slta.checks.compatibility import architecture_problem
 from mergekit_slta.data.draw import CalibrationData
 from mergekit_slta.data.sources import is_dataset
 from mergekit_slta.errors import SltaError
-from mergekit_slta.featcal.scratch import Needs, needs
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.models.headers import Model
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Expert, Reading
-from mergekit_slta.recipe.settings import FeatcalSettings, MethodSettings, SltaSettings
+from mergekit_slta.recipe.settings import MethodSettings, SltaSettings
 from mergekit_slta.slta.statistics import resolve_statistics
 
 Kind = TypeVar("Kind", bound=MethodSettings)
@@ -102,19 +101,6 @@ class Case:
         if not self.method.runs_models or self.base is None:
             return None
         return attempt(lambda: self.experiment.decoder)
-
-    @cached_property
-    def needs(self) -> Needs | SltaError | None:
-        """The memory and disk that solving the layers takes, or why it is impossible; None where no layer is solved."""
-        if not self.method.solves_layers or not isinstance(self.decoder, Decoder):
-            return None
-        settings, experts = self.settings(FeatcalSettings), self.reading.experts
-        drawn = sum(len(ids) for data in self.samples.values() for ids in data.token_ids)
-        tokens = drawn + settings.samples * settings.max_tokens * (len(experts) - len(self.samples))
-        asked = settings.head, bool(settings.report), settings.ridge == "auto", settings.anchor == "actmat"
-        processes = self.experiment.ranks.count
-        found: Needs | SltaError = attempt(needs, self.decoder, len(experts), tokens, *asked, processes)
-        return found
 
     @cached_property
     def statistics(self) -> Path | SltaError | None:

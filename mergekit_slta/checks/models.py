@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from mergekit_slta.checks.case import Case, attempt, failures
 from mergekit_slta.checks.compatibility import dropped_tensors, missing_tensors, other_settings
+from mergekit_slta.checks.tokenizers import solves_head
+from mergekit_slta.errors import SltaError
+from mergekit_slta.featcal.groups import groups_by_layer
 from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.ends import tail_problem
 from mergekit_slta.layers.submodules import fallbacks, layer_submodules
 from mergekit_slta.recipe.problems import slice_problems
 from mergekit_slta.recipe.settings import SltaSettings
@@ -62,9 +66,11 @@ def whole_depth(case: Case, decoder: Decoder) -> list[str]:
     return slice_problems(case.config, len(decoder))
 
 
-def solvable_layers(case: Case) -> list[str]:
-    """Layers that a feature merge cannot solve because they cannot be run one at a time."""
-    return failures([case.needs])
+def solvable_layers(case: Case, decoder: Decoder) -> list[str]:
+    """Layers that a feature merge cannot solve because they cannot be run one at a time, and such a head."""
+    found = attempt(groups_by_layer, decoder)
+    problem = tail_problem(decoder) if solves_head(case, decoder) and not isinstance(found, SltaError) else None
+    return [*failures([found]), *filter(None, [problem])]
 
 
 def level_submodules(case: Case, decoder: Decoder) -> list[str]:

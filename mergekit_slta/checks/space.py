@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import operator
 import os
 import shutil
 from collections.abc import Iterator
@@ -13,8 +14,10 @@ import torch
 
 from mergekit_slta.checks.case import Case, attempt
 from mergekit_slta.errors import SltaError, first_line
-from mergekit_slta.featcal.scratch import Needs, scratch_root
+from mergekit_slta.featcal.scratch import scratch_root
 from mergekit_slta.files import cache_folder
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.maps import routed_tensors
 from mergekit_slta.models.headers import Model
 from mergekit_slta.models.merged_adapters import merged_folders
 from mergekit_slta.recipe.experiment import Experiment
@@ -22,7 +25,6 @@ from mergekit_slta.recipe.settings import FeatcalSettings
 from mergekit_slta.tables import as_size
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-LEAST_REPORTED = 100_000  # bytes of unfinished merges
 
 
 def device(case: Case) -> list[str]:
@@ -84,27 +86,36 @@ def _needs(case: Case) -> Iterator[tuple[Path, str, int]]:
         if not merged_folders(model.reference, cache):
             nbytes = stored_bytes(model, case.options.lora_merge_dtype)
             yield Path(cache), f"the merged adapter {model}", nbytes
-    if isinstance(case.needs, Needs):
-        yield scratch_root(case.settings(FeatcalSettings).scratch), "the solved layers", case.needs.disk
+    if case.method.solves_layers and isinstance(case.decoder, Decoder):
+        _, disk = solving_needs(case.decoder, len(case.reading.experts))
+        yield scratch_root(case.settings(FeatcalSettings).scratch), "the solved layers", disk
 
 
-def feature_merge_needs(case: Case) -> list[str]:
-    """The memory and the disk space that a feature merge takes while it runs."""
-    needed = case.needs
-    if not isinstance(needed, Needs):
+def solving(case: Case, decoder: Decoder) -> list[str]:
+    """The memory and the disk space that a method takes while it solves the layers."""
+    if not case.method.solves_layers:
         return []
+    memory, disk = solving_needs(decoder, len(case.reading.experts))
     root = scratch_root(case.settings(FeatcalSettings).scratch)
-    said = [
-        f"'{case.method.method}' takes about {as_size(needed.memory)} of memory while it solves, and "
-        f"{as_size(needed.disk)} on the disk with {root} until the output is written."
+    return [
+        f"'{case.method.method}' takes up to {as_size(memory)} of memory while it solves (the largest layer of all "
+        f"models and the sums of its widest map), and {as_size(disk)} on the disk with {root} until the output is "
+        "written."
     ]
-    left = sum(file.stat().st_size for file in root.glob("featcal-*/*"))
-    if left >= LEAST_REPORTED:
-        said.append(
-            f"{root} holds {as_size(left)} of unfinished merges: if this merge is one of them, it is resumed; "
-            "delete the folders featcal-* of the others if you do not need them."
-        )
-    return said
+
+
+def solving_needs(decoder: Decoder, experts: int) -> tuple[int, int]:
+    """Estimate the bytes of memory and of disk that solving a decoder's layers takes.
+
+    In memory are the largest layer of the base model, the experts and the merged model in float32, one expert of a
+    mixture at a time, and four matrices of the widest map's inputs in float64. On the disk are the solved layers.
+    """
+    states = [layer.state_dict().values() for layer in decoder.layers]
+    layers = [sum(tensor.numel() for tensor in state) for state in states]
+    routed = [sum(tensor[1:].numel() for tensor in routed_tensors(layer).values()) for layer in decoder.layers]
+    widest = max(tensor.shape[-1] for state in states for tensor in state if tensor.ndim > 1)
+    memory = 4 * (experts + 2) * max(map(operator.sub, layers, routed)) + 8 * 4 * widest**2
+    return memory, 4 * sum(layers)
 
 
 @contextlib.contextmanager

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from tqdm import tqdm
 
-from mergekit_slta.actmat.covariance import BLOCK, by_rows
 from mergekit_slta.engine.partial import Partial, remove
 from mergekit_slta.engine.streams import Tasks, share
 from mergekit_slta.errors import SltaError, logger
 from mergekit_slta.featcal.anchor import ActmatAnchor, equal_weights
 from mergekit_slta.featcal.answers import token_weights
-from mergekit_slta.featcal.few_tokens import by_tokens
-from mergekit_slta.featcal.groups import groups_by_layer, solved_in
+from mergekit_slta.featcal.groups import solved_in
 from mergekit_slta.featcal.layer import Regression
-from mergekit_slta.featcal.merge import COVERAGE, ERRORS, HEAD_ELEMENTS, ROUTING, feature_merge, stages
+from mergekit_slta.featcal.merge import COVERAGE, ERRORS, ROUTING, feature_merge, stages
 from mergekit_slta.files import cache_folder, digest
 from mergekit_slta.layers.blend import Blend
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.ends import tail_problem
-from mergekit_slta.layers.maps import output_head, routed_tensors
+from mergekit_slta.layers.maps import output_head
 from mergekit_slta.layers.submodules import resolve_name
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import calibration_problems
@@ -36,7 +32,6 @@ from mergekit_slta.slta.weights import TensorWeights
 LOG = logger(__name__)
 
 FORMAT = 9  # changes with the folder's content and with the way that layers are solved
-FLOAT32, FLOAT64 = 4, 8  # bytes
 ANCHOR_LEVEL = "attn_mlp"  # of the merging weights of 'anchor: slta'
 
 
@@ -193,97 +188,3 @@ def _anchor(experiment: Experiment, settings: FeatcalSettings, decoder: Decoder)
 def scratch_root(scratch: str) -> Path:
     """The parent of the folders of feature merges."""
     return Path(scratch).expanduser() if scratch else cache_folder()
-
-
-# Memory and disk
-
-
-@dataclass(frozen=True)
-class Needs:
-    """The bytes that a feature merge takes while it runs, in memory and in its folder."""
-
-    memory: int
-    disk: int
-
-
-def needs(
-    decoder: Decoder,
-    experts: int,
-    tokens: int,
-    head: bool,
-    compare: bool = False,
-    halves: bool = True,
-    prior: bool = False,
-    processes: int = 1,
-) -> Needs:
-    """Estimate the needs of a feature merge of ``experts`` experts with ``tokens`` calibration tokens in all.
-
-    With ``halves``, the two halves of the samples have sums of their own, by which the ridge is chosen. With ``prior``,
-    the anchor is the merge of ``actmat``, whose system is in memory too. Each of several processes takes as much.
-    """
-    width = decoder.model.config.get_text_config().hidden_size
-    states = [layer.state_dict() for layer in decoder.layers]
-    layers = [sum(tensor.numel() for tensor in state.values()) for state in states]
-    held = [layer - routed for layer, routed in zip(layers, map(_routed, decoder.layers), strict=True)]
-    solved = output_head(decoder) if head else None
-    if solved and (problem := tail_problem(decoder)):
-        raise SltaError(problem)
-    head_rows, head_columns = decoder.model.state_dict()[solved.weight].shape if solved else (0, 0)
-    shapes = [(head_columns, min(head_rows, HEAD_ELEMENTS // max(1, head_columns)))]
-    anchored = 0  # the elements that the merge of actmat takes at most
-    at_once = 0  # a model's experts that are multiplied at once, and what all of them return for all tokens
-    for state, maps in zip(states, groups_by_layer(decoder), strict=True):
-        for group in maps.groups:
-            if group.at_once:
-                stacks = [state[name] for name in {m.weight for m in group.maps}]
-                at_once = max(at_once, sum(stack.numel() for stack in stacks) + len(stacks[0]) * tokens * width)
-            sizes = [linear_map.matrix(state).shape for linear_map in group.maps]
-            together = [(inputs, outputs) for outputs, inputs in dict.fromkeys(map(tuple, sizes))]
-            anchored = max(anchored, *(_elements_by_covariance(*shape, experts) for shape in together))
-            shapes += together if group.fused else [(sizes[0][1], sum(outputs for outputs, _ in sizes))]
-    sums = max(
-        _elements_by_tokens(*shape, tokens, halves)
-        if by_tokens(tokens, shape[0], processes, prior=prior, search=halves)
-        else _elements_by_sums(*shape, halves)
-        for shape in shapes
-    )
-    if prior:
-        sums = max(anchored, sums + max(inputs**2 for inputs, _ in shapes))
-    widest = max(map(max, shapes[1:]))
-    hidden = 2 * (3 if compare else 2) * tokens * width  # before and after a layer
-    passing = tokens * (2 * widest + 4 * width)  # the outputs of one child's maps
-    weights = max((experts + 2) * max(held), 3 * head_rows * head_columns)
-    return Needs(
-        memory=FLOAT32 * (weights + hidden + passing + at_once) + FLOAT64 * sums,
-        disk=FLOAT32 * (sum(layers) + max(map(_routed, decoder.layers)) + head_rows * head_columns + hidden),
-    )
-
-
-def _elements_by_sums(inputs: int, outputs: int, halves: bool) -> int:
-    """The elements that the sums of a regression take at most."""
-    # The inputs' moments, those of a task in one memory with those of all before it.
-    moments = inputs * (inputs + min(BLOCK, inputs))
-    gathering = (2 if halves else 1) * moments + (2 * outputs + 3 * BLOCK) * inputs  # and blocks to compute the norm
-    search = 2 * moments + inputs**2 + inputs * outputs if halves else 0
-    return max(gathering, search, moments + inputs**2 + 2 * inputs * outputs)
-
-
-def _elements_by_tokens(inputs: int, outputs: int, tokens: int, halves: bool) -> int:
-    """The elements that a regression by its tokens takes at most."""
-    gathering = 2 * tokens * (inputs + outputs)
-    search = halves * tokens * (5 * inputs + 2 * outputs + 3 * tokens) // 2
-    return max(gathering, search, tokens * (inputs + 2 * outputs + tokens) + inputs * outputs)
-
-
-def _elements_by_covariance(inputs: int, outputs: int, experts: int) -> int:
-    """The elements that the merge of actmat takes at most for one map, and the prior that its sums are added to."""
-    task_matrices = (experts + 1) * inputs * outputs * FLOAT32 // FLOAT64
-    rows = experts * outputs
-    if by_rows(rows, inputs, with_total=True):
-        return inputs**2 + rows * (inputs + rows + outputs) + 2 * inputs * outputs + task_matrices
-    return 2 * inputs**2 + min(inputs, outputs) ** 2 + 2 * inputs * outputs + task_matrices
-
-
-def _routed(layer: torch.nn.Module) -> int:
-    """The elements of a layer's routed experts that are not in memory: all but one expert's."""
-    return sum(tensor[1:].numel() for tensor in routed_tensors(layer).values())

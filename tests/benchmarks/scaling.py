@@ -39,10 +39,11 @@ from support.memory import PeakMemory
 from transformers import PretrainedConfig
 
 from mergekit_slta.actmat.covariance import by_rows
+from mergekit_slta.checks.space import solving_needs
 from mergekit_slta.featcal import few_tokens, regression
 from mergekit_slta.featcal.few_tokens import by_tokens
 from mergekit_slta.featcal.regression import PREDICTED, lowest_ridge
-from mergekit_slta.featcal.scratch import needs, solve_model
+from mergekit_slta.featcal.scratch import solve_model
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.settings import FeatcalSettings
@@ -321,7 +322,7 @@ def _bytes(name: str, config: PretrainedConfig, tokens: int) -> tuple[float, flo
     hidden = 4.0 * tokens * config.hidden_size
     if name == CALIBRATION:
         return 4.0 * (EXPERTS + 1) * sum(tensor.numel() for tensor in decoder.layers[0].state_dict().values()), hidden
-    return needs(decoder, EXPERTS, tokens, False, prior=True).memory, hidden
+    return solving_needs(decoder, EXPERTS)[0], hidden
 
 
 if __name__ == "__main__":
