@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-# By module of mergekit, a host: the function of methods/registry.py to call when the host is imported. mergekit.plan
+# By module of mergekit, a host: the function of host/registry.py to call when the host is imported. mergekit.plan
 # imports mergekit.merge_methods, so mergekit.plan is still incomplete when the first hook is called: it needs its own.
 HOOKS = {"mergekit.merge_methods": "register", "mergekit.plan": "watch_planner"}
 
@@ -35,7 +35,7 @@ def call(hook: str) -> bool:
     if importing_this_package():  # this package is incomplete now; the hook of mergekit.plan registers the methods too
         return True
     try:
-        from mergekit_slta.methods import registry
+        from mergekit_slta.host import registry
 
         getattr(registry, hook)()
     except Exception as error:
@@ -43,7 +43,7 @@ def call(hook: str) -> bool:
 
         warn(
             f"mergekit-slta does not work here, mergekit's own merge methods do ({type(error).__name__}: {error}); "
-            f"`python -c 'import mergekit_slta.methods.registry as m; m.{hook}()'` shows where it fails",
+            f"`python -c 'import mergekit_slta.host.registry as m; m.{hook}()'` shows where it fails",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -13,7 +13,8 @@ PACKAGE = Path(mergekit_slta.__file__).parent
 FLOORS = (
     ("__main__",),
     ("cli", "startup"),
-    ("methods",),
+    ("host",),
+    ("output",),
     ("checks", "reports"),
     ("featcal", "nonlinearity"),
     ("slta", "evaluate"),
@@ -75,7 +76,7 @@ def test_imports_run_down_the_floors_so_that_no_circle_can_be() -> None:
 
 def test_an_import_that_runs_up_is_named() -> None:
     path = PACKAGE / "engine" / "sample.py"
-    code = "def f():\n    from mergekit_slta.slta import gram\n    import mergekit_slta.methods.base\n"
+    code = "def f():\n    from mergekit_slta.slta import gram\n    import mergekit_slta.host.base\n"
     found = list(imported_rooms(ast.parse(code)))
-    assert found == [(2, "slta"), (3, "methods")]
+    assert found == [(2, "slta"), (3, "host")]
     assert all(FLOOR[target] <= FLOOR[room_of(path)] for _, target in found)

@@ -26,8 +26,8 @@ from mergekit_slta.cli.commands import main
 from mergekit_slta.engine.partial import STATE, Partial
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, visible
-from mergekit_slta.methods import card
 from mergekit_slta.models.headers import folder_headers
+from mergekit_slta.output import card
 from mergekit_slta.slta.statistics import Statistics
 
 NAMES = ["org/\x1b[31mred\x07", "org/x\nmerge_method: linear\u202e"]

@@ -41,7 +41,7 @@ class _Commands(click.Group):
         except click.UsageError as error:
             if "TORCHELASTIC_RUN_ID" not in os.environ:
                 raise
-            from mergekit_slta.methods.merge import joined_ranks
+            from mergekit_slta.host.merge import joined_ranks
 
             with joined_ranks() as ranks:  # only one of torchrun's processes says it
                 ranks.refuse_together(error)
@@ -131,7 +131,7 @@ def calibrate(recipe: Path, stats: str, levels: list[str], **options: Any) -> No
     torchrun --nproc-per-node N -m mergekit_slta calibrate RECIPE -o STATS
     """
     from mergekit_slta.checks.examine import sound_experiment
-    from mergekit_slta.methods.merge import joined_ranks
+    from mergekit_slta.host.merge import joined_ranks
     from mergekit_slta.recipe.recipe import Recipe
     from mergekit_slta.slta.measure import measured_statistics
     from mergekit_slta.tables import as_size
@@ -354,7 +354,7 @@ def linearity(
     first. On several GPUs: torchrun --nproc-per-node N -m mergekit_slta linearity RECIPE -o DIR
     """
     from mergekit_slta.checks.examine import sound_experiment
-    from mergekit_slta.methods.merge import joined_ranks
+    from mergekit_slta.host.merge import joined_ranks
     from mergekit_slta.nonlinearity.scores import DEFAULT_LEVELS, plan_linearity
     from mergekit_slta.recipe.recipe import Recipe
     from mergekit_slta.reports.linearity import score_table, write_linearity
@@ -403,7 +403,7 @@ def merge(recipe: Path, out: str, **options: Any) -> None:
     Use it where Python's start-up files are off, so that mergekit-yaml does not know our methods. It takes all of
     mergekit-yaml's options. Under torchrun all processes calibrate, and the first one merges.
     """
-    from mergekit_slta.methods import merge as methods
+    from mergekit_slta.host import merge as methods
     from mergekit_slta.recipe.recipe import Recipe
 
     merge_options = applied(options)
@@ -421,7 +421,7 @@ def verify(recipe: Path, out: Path, **options: Any) -> None:
     recipes that `solve` wrote; for the other methods the tensors that they leave as they are. Says the largest
     difference and where it is. Exit code 1 if something differs by more than rounding.
     """
-    from mergekit_slta.methods.verify import verify as verify_merge
+    from mergekit_slta.host.verify import verify as verify_merge
     from mergekit_slta.recipe.recipe import Recipe
 
     found = verify_merge(Recipe.load(recipe), out, **applied(options))
@@ -449,7 +449,7 @@ def publish(out: Path, repository: str, private: bool, dry_run: bool, trust_remo
     """
     import transformers
 
-    from mergekit_slta.methods.publish import publish as publish_merge
+    from mergekit_slta.host.publish import publish as publish_merge
 
     transformers.utils.logging.disable_progress_bar()
     _say(

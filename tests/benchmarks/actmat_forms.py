@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import family
 import quickstart
 
-import mergekit_slta.methods.registry
+import mergekit_slta.host.registry
 from mergekit_slta.actmat import covariance
 from mergekit_slta.actmat.covariance import merge_by_covariance
 
@@ -109,7 +109,7 @@ def main(seeds: tuple[int, ...], real: bool, out: Path | None) -> None:
     """Merge the family of each seed by every form and compare the averages."""
     be_quiet()
     torch.set_num_threads(quickstart.THREADS)
-    mergekit_slta.methods.registry.register()
+    mergekit_slta.host.registry.register()
     for seed in seeds:
         folder = (out or CACHE / ("real_model" if real else "quality")) / f"seed{seed}"
         models: Any

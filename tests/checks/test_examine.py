@@ -25,8 +25,8 @@ from support.hub import serve
 from mergekit_slta.checks.examine import Findings
 from mergekit_slta.cli.commands import main
 from mergekit_slta.errors import SltaError
-from mergekit_slta.methods import registry
-from mergekit_slta.methods.registry import examined, sound_experiment
+from mergekit_slta.host import registry
+from mergekit_slta.host.registry import examined, sound_experiment
 
 # What is sound
 

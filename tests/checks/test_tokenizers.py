@@ -25,7 +25,7 @@ from support.examining import (
 )
 from support.families import Family
 
-from mergekit_slta.methods import registry
+from mergekit_slta.host import registry
 
 
 def test_a_base_model_without_tokenizer_to_copy(family: Family) -> None:

@@ -26,7 +26,7 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal import answers, merge, scratch
 from mergekit_slta.featcal.answers import token_weights
 from mergekit_slta.featcal.scratch import SolvedModel, solve_model
-from mergekit_slta.methods import registry
+from mergekit_slta.host import registry
 from mergekit_slta.recipe.settings import FeatcalSettings
 from mergekit_slta.reports.page import Page
 
@@ -504,7 +504,7 @@ def test_a_merge_that_fails_keeps_nobody_out(llama: Family, tmp_path: Path, monk
         raise SltaError("The report cannot be written.")
 
     with monkeypatch.context() as patch:
-        patch.setattr("mergekit_slta.methods.featcal.write_report", fail)
+        patch.setattr("mergekit_slta.host.featcal.write_report", fail)
         with pytest.raises(SltaError, match="cannot be written"):
             families.merge(content, tmp_path / "failed")
     families.merge(content, tmp_path / "out")

@@ -30,9 +30,9 @@ from mergekit_slta.engine.partial import Partial
 from mergekit_slta.featcal.layer import Regression
 from mergekit_slta.featcal.merge import feature_merge as solve_features
 from mergekit_slta.featcal.scratch import SolvedModel
+from mergekit_slta.host import registry
 from mergekit_slta.layers.blend import Blend
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.methods import registry
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe

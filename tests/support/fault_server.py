@@ -26,7 +26,7 @@ import mergekit_slta.evaluate
 import mergekit_slta.reports.merge
 import mergekit_slta.slta.measure  # noqa: F401
 from mergekit_slta.cli.commands import main as mergekit_slta_main
-from mergekit_slta.methods import registry
+from mergekit_slta.host import registry
 
 COMMANDS: dict[str, Callable[..., Any]] = {"mergekit-yaml": mergekit_yaml, "mergekit-slta": mergekit_slta_main}
 

@@ -18,10 +18,11 @@ from tqdm import tqdm
 from mergekit_slta import files
 from mergekit_slta.checks.compatibility import missing_tensors
 from mergekit_slta.errors import SltaError, first_line
-from mergekit_slta.methods import card, registry
-from mergekit_slta.methods.base import is_finite
+from mergekit_slta.host import registry
+from mergekit_slta.host.base import is_finite
 from mergekit_slta.models import hub
 from mergekit_slta.models.headers import listed, open_model, weight_map
+from mergekit_slta.output import card
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.recipe.settings import SltaSettings
 from mergekit_slta.slta.solution import Solution

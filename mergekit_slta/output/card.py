@@ -21,7 +21,6 @@ from mergekit.io.tasks import LoaderCache
 from mergekit_slta import __version__, files
 from mergekit_slta.data.sources import DATASET_PREFIX, is_dataset, source_name
 from mergekit_slta.errors import SltaError, logger, one_line, reading, visible
-from mergekit_slta.methods.base import FiniteMethod
 from mergekit_slta.models.merged_adapters import adapter_option
 from mergekit_slta.models.spellings import RenamingLoader
 from mergekit_slta.recipe.recipe import Recipe, published_name
@@ -83,7 +82,7 @@ def _output(config: MergeConfiguration) -> dict[str, Any]:
     return ({"out_dtype": config.dtype} if config.dtype else {}) | said
 
 
-def merge_card(written: str, folder: Path, recipe: Recipe, method: FiniteMethod, solution: Solution | None) -> str:
+def merge_card(written: str, folder: Path, recipe: Recipe, method: Any, solution: Solution | None) -> str:
     """The card of a merge that has just been written, with what a user added to the card of an earlier one.
 
     Args:
@@ -121,7 +120,7 @@ def _earlier_card(folder: Path) -> ModelCard | None:
         return None
 
 
-def published_card(folder: Path, recipe: Recipe, method: FiniteMethod | None, solution: Solution | None) -> str:
+def published_card(folder: Path, recipe: Recipe, method: Any, solution: Solution | None) -> str:
     """The card of a merge as it is to be published: the one in the folder, with our part brought up to date.
 
     Raises:
@@ -134,7 +133,7 @@ def published_card(folder: Path, recipe: Recipe, method: FiniteMethod | None, so
     return str(card) if method is None else _completed(card, folder, recipe, method, solution)
 
 
-def _completed(card: ModelCard, folder: Path, recipe: Recipe, method: FiniteMethod, solution: Solution | None) -> str:
+def _completed(card: ModelCard, folder: Path, recipe: Recipe, method: Any, solution: Solution | None) -> str:
     data: Any = card.data
     paths = model_paths(recipe.references)
     listed = data.base_model if isinstance(data.base_model, list) else [data.base_model or ""]
@@ -149,7 +148,7 @@ def _completed(card: ModelCard, folder: Path, recipe: Recipe, method: FiniteMeth
     return str(card)
 
 
-def _section(around: str, folder: Path, recipe: Recipe, method: FiniteMethod, solution: Solution | None) -> str:
+def _section(around: str, folder: Path, recipe: Recipe, method: Any, solution: Solution | None) -> str:
     """Our part of the card, with its marks; the recipe is in it unless mergekit's part shows it."""
     spec = method.spec
     paragraphs = [

@@ -13,8 +13,8 @@ from mergekit.merge_methods.base import BasePolicy, OptionalTensorPolicy
 
 from mergekit_slta import files
 from mergekit_slta.errors import SltaError, logger
-from mergekit_slta.methods.companions import copy_companions
 from mergekit_slta.models.headers import WEIGHT_FILES
+from mergekit_slta.output.companions import copy_companions
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.settings import CalibrationSettings, MethodSettings, parameter_specs
 

@@ -18,8 +18,8 @@ from support.sftm_reference import merged_tensor
 from support.small_models import MODELS, config_of, load, recipe, role_by_hand, run, write_family
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.methods import registry
-from mergekit_slta.methods.sftm import SftmMethod
+from mergekit_slta.host import registry
+from mergekit_slta.host.sftm import SftmMethod
 from mergekit_slta.models import roles
 from mergekit_slta.models.roles import Role, role_by_shape, tensor_roles
 from mergekit_slta.models.skeleton import meta_model

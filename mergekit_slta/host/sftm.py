@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from mergekit.merge_methods import TensorGroup
 
-from mergekit_slta.methods.base import method_spec
-from mergekit_slta.methods.data_free import DataFreeMethod
+from mergekit_slta.host.base import method_spec
+from mergekit_slta.host.data_free import DataFreeMethod
 from mergekit_slta.models.roles import Role
 from mergekit_slta.recipe.settings import SftmSettings
 from mergekit_slta.sftm.superpose import merge_task_matrices, trim

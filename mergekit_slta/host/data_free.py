@@ -12,7 +12,7 @@ from mergekit.merge_methods import TensorGroup
 from mergekit.merge_methods.base import TensorMetadata
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.methods.base import FiniteMethod, is_finite, not_finite
+from mergekit_slta.host.base import FiniteMethod, is_finite, not_finite
 from mergekit_slta.models.roles import Role, dotted_tails, model_roles, role_by_shape
 
 

@@ -20,11 +20,11 @@ from tqdm import tqdm
 
 from mergekit_slta.errors import reading
 from mergekit_slta.featcal.anchor import equal_weights
+from mergekit_slta.host import registry
+from mergekit_slta.host.base import is_finite
 from mergekit_slta.layers.maps import output_head
 from mergekit_slta.layers.parts import parts
 from mergekit_slta.layers.submodules import resolve_name
-from mergekit_slta.methods import registry
-from mergekit_slta.methods.base import is_finite
 from mergekit_slta.models.headers import folder_headers
 from mergekit_slta.models.spellings import restore_loaders
 from mergekit_slta.recipe.configuration import expert_references

@@ -25,15 +25,15 @@ from mergekit.options import MergeOptions
 from mergekit_slta.checks import examine
 from mergekit_slta.checks.space import full_disk_said
 from mergekit_slta.errors import files_named, logger, one_line
-from mergekit_slta.methods import card
-from mergekit_slta.methods.actmat import ActmatMethod
-from mergekit_slta.methods.base import CalibratedMethod, FiniteMethod
-from mergekit_slta.methods.featcal import FeatcalMethod
-from mergekit_slta.methods.sftm import SftmMethod
-from mergekit_slta.methods.slta import SltaMethod
+from mergekit_slta.host.actmat import ActmatMethod
+from mergekit_slta.host.base import CalibratedMethod, FiniteMethod
+from mergekit_slta.host.featcal import FeatcalMethod
+from mergekit_slta.host.sftm import SftmMethod
+from mergekit_slta.host.slta import SltaMethod
 from mergekit_slta.models.headers import WEIGHT_FILES
 from mergekit_slta.models.merged_adapters import current_loader, merge_adapter
 from mergekit_slta.models.spellings import adapt_loader, other_names, restore_loaders
+from mergekit_slta.output import card
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
 

@@ -35,9 +35,9 @@ from support.html_elements import assert_self_contained
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal import scratch as solved_module
+from mergekit_slta.host import registry
 from mergekit_slta.layers.blend import weighted_sum
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.methods import registry
 from mergekit_slta.slta import measure
 from mergekit_slta.slta.statistics import Statistics
 

@@ -11,8 +11,8 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.layer import MERGED
 from mergekit_slta.featcal.merge import ANCHOR, ERRORS
 from mergekit_slta.featcal.scratch import SolvedModel, solve_model
+from mergekit_slta.host.base import CalibratedMethod, method_spec, write_report
 from mergekit_slta.layers.blend import weighted_sum
-from mergekit_slta.methods.base import CalibratedMethod, method_spec, write_report
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import published_name
 from mergekit_slta.recipe.settings import FeatcalSettings

@@ -14,8 +14,8 @@ from support.actmat_reference import merged_tensor
 from support.small_models import config_of, load, recipe, role_by_hand, run, write_family
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.methods import registry
-from mergekit_slta.methods.actmat import ActmatMethod
+from mergekit_slta.host import registry
+from mergekit_slta.host.actmat import ActmatMethod
 from mergekit_slta.models.roles import Role, tensor_roles
 from mergekit_slta.models.skeleton import meta_model
 

@@ -13,8 +13,8 @@ import torch
 from mergekit.merge_methods import TensorGroup
 
 from mergekit_slta.actmat.covariance import merged_task
-from mergekit_slta.methods.base import method_spec
-from mergekit_slta.methods.data_free import DataFreeMethod
+from mergekit_slta.host.base import method_spec
+from mergekit_slta.host.data_free import DataFreeMethod
 from mergekit_slta.models.roles import Role
 from mergekit_slta.recipe.settings import ActmatSettings
 

@@ -17,8 +17,8 @@ from support.families import Family
 from support.processes import run_afresh
 
 from mergekit_slta import __version__
-from mergekit_slta.methods import card as module
-from mergekit_slta.methods import registry
+from mergekit_slta.host import registry
+from mergekit_slta.output import card as module
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.slta.statistics import Statistics
 

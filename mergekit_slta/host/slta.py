@@ -6,8 +6,8 @@ import torch
 from mergekit.merge_methods import TensorGroup
 
 from mergekit_slta.errors import logger
+from mergekit_slta.host.base import CalibratedMethod, method_spec, write_report
 from mergekit_slta.layers.blend import weighted_sum
-from mergekit_slta.methods.base import CalibratedMethod, method_spec, write_report
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.settings import SltaSettings
 from mergekit_slta.slta.measure import measured_statistics

@@ -19,8 +19,8 @@ from support.processes import run_afresh
 from transformers import AutoTokenizer
 
 from mergekit_slta.data import draw
+from mergekit_slta.host.merge import merge
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.methods.merge import merge
 from mergekit_slta.models import headers
 from mergekit_slta.models.headers import WEIGHT_FILES, weight_map
 from mergekit_slta.recipe.recipe import Recipe

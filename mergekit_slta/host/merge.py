@@ -14,7 +14,7 @@ import transformers
 from mergekit_slta.checks import examine
 from mergekit_slta.checks.space import full_disk_said
 from mergekit_slta.engine.ranks import Ranks, join, leave
-from mergekit_slta.methods import registry
+from mergekit_slta.host import registry
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
 
