@@ -20,7 +20,6 @@ from support.slow import slow_but
 
 from mergekit_slta.engine.passes import _Loop
 from mergekit_slta.errors import SltaError
-from mergekit_slta.featcal.layer import Regression
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.ends import embed
 from mergekit_slta.layers.structure import structure
@@ -78,10 +77,9 @@ def test_calibration_and_feature_merge(name: str, make_family: MakeFamily, tmp_p
 
 def test_a_feature_merge_of_few_tokens_that_searches_the_ridge(make_family: MakeFamily, tmp_path: Path) -> None:
     family = make_family("llama", records=2, longest=8)
-    regression = Regression(by_tasks=True)
-    families.feature_merge(family, tmp_path / "host", regression=regression)
+    families.feature_merge(family, tmp_path / "host", by_tasks=True, ridge=None)
     with separate_device() as device:
-        families.feature_merge(family, tmp_path / "device", device=device, regression=regression)
+        families.feature_merge(family, tmp_path / "device", by_tasks=True, device=device, ridge=None)
     assert_close(families.solved_tensors(tmp_path / "device"), families.solved_tensors(tmp_path / "host"))
 
 

@@ -52,7 +52,7 @@ def write_case(rng: random.Random, folder: Path) -> str:
         settings |= {"level": rng.choice(["model", "layer", "attn_mlp", "head_mlp", "linear"])}
         settings |= {"balance": rng.random() < 0.5, "edges": rng.choice(["base", "mean"])}
     if method == "featcal":
-        settings |= {"anchor": rng.choice(["base", "average", "slta"]), "head": rng.random() < 0.5}
+        settings |= {"anchor": rng.choice(["base", "actmat"]), "head": rng.random() < 0.5}
         settings |= {"ridge": rng.choice(["auto", 0.003, 0.0]), "scratch": "scratch"}
     calibration = method in ("slta", "featcal")
     content = families.recipe(

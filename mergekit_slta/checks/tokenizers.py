@@ -123,7 +123,7 @@ def compared_outputs(case: Case, decoder: Decoder) -> list[str]:
     averaged, solved = case.settings(FeatcalSettings).averages_edges, solves_head(case, decoder)
     if not (averaged or solved):
         return []
-    fix = "set 'anchor: base' or 'anchor: slta'" if averaged else "set 'head: false'"
+    fix = "set 'anchor: base'" if averaged else "set 'head: false'"
     return [f"The {other}: {fix}." for other in other_vocabularies(case.siblings, case.aligns_vocabularies)]
 
 

@@ -51,26 +51,6 @@ class Inputs(NamedTuple):
     weights: torch.Tensor
 
 
-@dataclass(frozen=True)
-class Regression:
-    """What is regressed on what.
-
-    Attributes:
-        ridge: how strongly the solution is drawn towards the anchor; None to choose it by left-out samples.
-        by_tasks: whether it is drawn the more in a direction of the input the larger the task vectors are there, as in
-            ``actmat``, so that the sums over tokens add to those that ``actmat`` takes for them.
-        teacher: the share of the expert's own input, rather than the merged model's, in the targets.
-    """
-
-    ridge: float | None = None
-    by_tasks: bool = False
-    teacher: float = 1.0
-
-    def targets(self, matrix: torch.Tensor, inputs: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
-        """y [n, out] from the expert's matrix, the merged stream's inputs and the expert's own outputs without bias."""
-        return outputs if self.teacher == 1 else torch.lerp(inputs @ matrix.T, outputs, self.teacher)
-
-
 @dataclass
 class Coverage:
     """How the calibration samples reach the ``E`` routed experts of a mixture, and what was made of them.
@@ -130,7 +110,9 @@ class LayerSolver:
         experts: those of the ``T`` experts.
         streams: the merged model's stream and the experts' own, before this layer.
         weights: the weights [S] of the tokens of every sample.
-        regression: ridge and teacher.
+        ridge: how strongly the solution is drawn towards the anchor; None to choose it by left-out samples.
+        by_tasks: whether it is drawn the more in a direction of the input the larger the task vectors are there, as in
+            ``actmat``, so that the sums over tokens add to those that ``actmat`` takes for them.
         ranks: the processes that share the batches.
         merged: the layer's tensors; the anchor's where nothing is solved yet, or ever.
         folder: where the routed experts' matrices are while they are solved.
@@ -148,7 +130,8 @@ class LayerSolver:
     experts: Sequence[Weights]
     streams: Streams
     weights: Sequence[torch.Tensor]
-    regression: Regression
+    ridge: float | None
+    by_tasks: bool
     ranks: Ranks
     folder: Path
 
@@ -220,14 +203,12 @@ class LayerSolver:
         """Turn the maps' outputs in the expert's own stream [n, out], biases included, into residuals, in place."""
         start = 0
         for linear_map in maps:
-            matrix = linear_map.matrix(expert)
-            part = outputs[:, start : start + len(matrix)]
+            anchor = linear_map.matrix(self.merged)
+            part = outputs[:, start : start + len(anchor)]
             if (offset := linear_map.offset(expert)) is not None:
                 part -= offset
-            if self.regression.teacher != 1:
-                part.copy_(self.regression.targets(matrix, inputs, part))
-            part.addmm_(inputs, linear_map.matrix(self.merged).T, alpha=-1)
-            start += len(matrix)
+            part.addmm_(inputs, anchor.T, alpha=-1)
+            start += len(anchor)
 
     def _equations(self, maps: Sequence[LinearMap], tokens: int) -> NormalEquations | TokenEquations:
         """The equations of maps of one input, before their anchor is used."""
@@ -235,11 +216,11 @@ class LayerSolver:
         return equations_for(
             sizes[0][1],
             sum(rows for rows, _ in sizes),
-            self.regression.ridge,
+            self.ridge,
             self.decoder.device,
             tokens=tokens,
             ranks=self.ranks,
-            prior=self._prior(maps) if self.regression.by_tasks else None,
+            prior=self._prior(maps) if self.by_tasks else None,
         )
 
     def _prior(self, maps: Sequence[LinearMap]) -> torch.Tensor | None:
@@ -321,9 +302,8 @@ class LayerSolver:
         equations, columns = self._equations([linear_map], tokens), linear_map.matrix(self.merged).shape[1]
         for task, expert in enumerate(self.experts):
             for merged, own, samples, weights in inputs_of(task):
-                matrix = linear_map.matrix(expert)
-                outputs = self.regression.targets(matrix, merged, own @ matrix.T)
-                equations.add(merged, outputs - merged @ linear_map.matrix(self.merged).T, samples, weights)
+                residuals = own @ linear_map.matrix(expert).T - merged @ linear_map.matrix(self.merged).T
+                equations.add(merged, residuals, samples, weights)
             equations.finish_task()
         if equations.tokens < ENOUGH_TOKENS * columns:
             self._kept.append(f"{linear_map.name} ({equations.tokens} tokens)")

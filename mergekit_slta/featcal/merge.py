@@ -5,7 +5,7 @@ model's as far as it is solved, and expert t's own. In each layer the linear map
 feed each other. For a map with inputs x of the merged stream and x_t of expert t's, anchor W_a, and expert t's own W_t
 and b_t:
 
-    W = argmin  sum_t s_t sum_x w_x |W x - y_t|^2 + ridge * K(W - W_a),   y_t = W_t (teacher * x_t + (1 - teacher) * x)
+    W = argmin  sum_t s_t sum_x w_x |W x - y_t|^2 + ridge * K(W - W_a),   y_t = W_t x_t
     b = the mean of b_t + y_t - W x over all tokens, weighted by s_t w_x (see ``regression.Change.offset``)
 
 with s_t and K as ``regression.py`` says, and with the weights w_x of ``answers.py``. Where the anchor is the merge of
@@ -13,8 +13,8 @@ with s_t and K as ``regression.py`` says, and with the weights w_x of ``answers.
 ``ridge`` times what ``actmat`` minimizes over the rows of the task vectors, so that a few prompts only correct what
 needs none. Unless a recipe gives the ridge, left-out samples choose it for every group of maps.
 
-This differs from FeatCal in that the maps of one layer see each other's solutions, in the share of the expert's
-input, in the weights of tasks and answers, in the choice of the ridge, and in that the output head is solved too.
+This differs from FeatCal in that the maps of one layer see each other's solutions, in the weights of tasks and answers,
+in the choice of the ridge, and in that the output head is solved too.
 Norms, embeddings, convolutions and routers are the anchor's.
 """
 
@@ -37,7 +37,7 @@ from mergekit_slta.errors import logger
 from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.few_tokens import equations_for
 from mergekit_slta.featcal.groups import groups_by_layer, listed, solved_in
-from mergekit_slta.featcal.layer import EXPERT, MERGED, LayerSolver, Regression, in_a_file
+from mergekit_slta.featcal.layer import EXPERT, MERGED, LayerSolver, in_a_file
 from mergekit_slta.featcal.regression import Change
 from mergekit_slta.layers.blend import Blend
 from mergekit_slta.layers.calls import Weights
@@ -65,7 +65,7 @@ def feature_merge(
     partial: Partial,
     *,
     weights: Sequence[torch.Tensor] | None = None,
-    regression: Regression = Regression(),  # noqa: B008
+    ridge: float | None = None,
     head: bool = True,
     compare: bool = False,
     batch_tokens: int = 0,
@@ -76,12 +76,13 @@ def feature_merge(
 
     Args:
         decoder: the models' common decoder.
-        anchor: the model that the solution stays near: the base model, or its SLTA, actmat or average merge.
+        anchor: the model that the solution stays near: the base model, or the merge of ``actmat``, whose system then
+            says in which directions of the input a map stays nearer.
         experts: the ``T`` experts.
         tasks: the token ids of each expert's calibration samples.
         partial: where the layers are written; what is finished there is not computed again.
         weights: the weights [S] of the tokens of every sample, task after task; by default all are 1.
-        regression: ridge and teacher.
+        ridge: how strongly the solution is drawn towards the anchor; None to choose it by left-out samples.
         head: solve the output head too.
         compare: follow the anchor's own features as well, for the report.
         batch_tokens: as for ``pass_layers``.
@@ -94,7 +95,7 @@ def feature_merge(
     ranks = ranks or Ranks()
     models = [anchor.models[0], *experts]
     weights = weights or [torch.ones(len(row)) for task in tasks for row in task]
-    merge = _FeatureMerge(decoder, models, tasks, ranks, anchor, weights, regression, head, compare, partial.folder)
+    merge = _FeatureMerge(decoder, models, tasks, ranks, anchor, weights, ridge, head, compare, partial.folder)
     tensors = pass_layers(
         merge,
         batch_tokens=batch_tokens,
@@ -117,7 +118,7 @@ class _FeatureMerge(Accumulator[Tensors]):
 
     anchor: Blend
     weights: Sequence[torch.Tensor]
-    regression: Regression
+    ridge: float | None
     head: bool
     compare: bool
     folder: Path
@@ -169,7 +170,8 @@ class _FeatureMerge(Accumulator[Tensors]):
             experts,
             streams,
             self.weights,
-            self.regression,
+            self.ridge,
+            isinstance(self.anchor, ActmatAnchor),
             self.ranks,
             self.folder,
         )
@@ -192,7 +194,7 @@ class _FeatureMerge(Accumulator[Tensors]):
     def _anchor_of(self, layer: int, weights: Sequence[Weights]) -> tuple[dict[str, torch.Tensor], set[str]]:
         """The anchor's tensors in a layer, and which maps among them are still to be solved as ``actmat`` does."""
         names = self.decoder.layer_tensors(layer)
-        if not (isinstance(self.anchor, ActmatAnchor) and self.regression.by_tasks):
+        if not isinstance(self.anchor, ActmatAnchor):
             return self.anchor.of(names, weights), set()
         groups = [group for group in self.maps[layer].groups if not group.fused]
         later = self.anchor.solved_keys(names) & {m.weight for group in groups for m in group.maps}
@@ -230,7 +232,7 @@ class _FeatureMerge(Accumulator[Tensors]):
         rows, columns = head.matrix(anchor).shape
         step = max(1, HEAD_ELEMENTS // columns)
         solved = {name: tensor.clone() for name, tensor in anchor.items()}
-        ridge = self.regression.ridge
+        ridge = self.ridge
         for start in range(0, rows, step):
             part = slice(start, start + step)
             change = self._change_head(head, anchor, part, ridge, streams, report)
@@ -260,8 +262,8 @@ class _FeatureMerge(Accumulator[Tensors]):
             for number, batch in streams.batches_of(task):
                 given = batch.unpadded(head_input(self.decoder, streams.hidden(MERGED, number), merged_tail))
                 own_given = batch.unpadded(head_input(self.decoder, streams.hidden(EXPERT, number), own_tail))
-                targets = self.regression.targets(own, given, own_given @ own.T)
-                equations.add(given, targets - given @ matrix.T, batch.samples, batch.join(self.weights))
+                residuals = own_given @ own.T - given @ matrix.T
+                equations.add(given, residuals, batch.samples, batch.join(self.weights))
                 if rows.start == 0:
                     report(len(batch.rows))
             equations.finish_task()

@@ -12,10 +12,9 @@ from tqdm import tqdm
 from mergekit_slta.engine.partial import Partial, remove
 from mergekit_slta.engine.streams import Tasks, share
 from mergekit_slta.errors import SltaError, logger
-from mergekit_slta.featcal.anchor import ActmatAnchor, equal_weights
+from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.answers import token_weights
 from mergekit_slta.featcal.groups import solved_in
-from mergekit_slta.featcal.layer import Regression
 from mergekit_slta.featcal.merge import COVERAGE, ERRORS, ROUTING, feature_merge, stages
 from mergekit_slta.files import cache_folder, digest
 from mergekit_slta.layers.blend import Blend
@@ -26,13 +25,10 @@ from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import calibration_problems
 from mergekit_slta.recipe.settings import ActmatSettings, FeatcalSettings
 from mergekit_slta.slta.fingerprints import fingerprint
-from mergekit_slta.slta.measure import measured_statistics
-from mergekit_slta.slta.weights import TensorWeights
 
 LOG = logger(__name__)
 
-FORMAT = 9  # changes with the folder's content and with the way that layers are solved
-ANCHOR_LEVEL = "attn_mlp"  # of the merging weights of 'anchor: slta'
+FORMAT = 10  # changes with the folder's content and with the way that layers are solved
 
 
 class SolvedModel:
@@ -119,7 +115,7 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings) -> SolvedMode
     tasks = [samples.token_ids for samples in data]
     weights = token_weights(data)
     content = fingerprint(experiment, data).model_dump(mode="json")
-    asked = settings.model_dump(include={"ridge", "anchor", "teacher", "head"})
+    asked = settings.model_dump(include={"ridge", "anchor", "head"})
     asked |= {"compare": bool(settings.report), "format": FORMAT}
     asked |= {"anchor_settings": ActmatSettings().model_dump()} if settings.anchor == "actmat" else {}
     content |= asked | {"weights": digest([row.tolist() for row in weights])}
@@ -162,9 +158,7 @@ def _solve(
             tasks,
             partial,
             weights=weights,
-            regression=Regression(
-                None if settings.ridge == "auto" else settings.ridge, settings.anchor == "actmat", settings.teacher
-            ),
+            ridge=None if settings.ridge == "auto" else settings.ridge,
             head=settings.head,
             compare=bool(settings.report),
             batch_tokens=settings.batch_tokens,
@@ -175,14 +169,7 @@ def _solve(
 
 def _anchor(experiment: Experiment, settings: FeatcalSettings, decoder: Decoder) -> Blend:
     models = [experiment.base, *experiment.experts]
-    if settings.anchor == "base":
-        return Blend(models)
-    if settings.anchor == "average":
-        return Blend(models, equal_weights(len(experiment.experts)))
-    if settings.anchor == "actmat":
-        return ActmatAnchor(models, decoder)
-    solution = measured_statistics(experiment, [ANCHOR_LEVEL]).solve(ANCHOR_LEVEL)
-    return Blend(models, TensorWeights(decoder, ANCHOR_LEVEL, solution.submodules).__getitem__)
+    return ActmatAnchor(models, decoder) if settings.anchor == "actmat" else Blend(models)
 
 
 def scratch_root(scratch: str) -> Path:

@@ -127,15 +127,10 @@ class FeatcalSettings(CalibrationSettings):
         description="how strongly every matrix is drawn towards the anchor's, such as 0.03; `auto` takes for each "
         "group of matrices what predicts left-out prompts best",
     )
-    anchor: Literal["base", "slta", "average", "actmat"] = Field(
+    anchor: Literal["base", "actmat"] = Field(
         default="actmat",
-        description="the model that a matrix stays close to where the prompts do not determine it: `base`, `slta`, "
-        "`actmat`, or `average` of the experts",
-    )
-    teacher: Annotated[float, Field(ge=0, le=1)] = Field(
-        default=1.0,
-        description="the share of the expert's own features in what a matrix is fitted to, rather than the merged "
-        "model's; between 0 and 1",
+        description="the model that a matrix stays close to where the prompts do not determine it: the merge of "
+        "`actmat`, or `base`",
     )
     head: bool = Field(default=True, description="solve the output head too; off if the head is tied to the embedding")
     scratch: str = Field(
@@ -146,7 +141,7 @@ class FeatcalSettings(CalibrationSettings):
     @property
     def averages_edges(self) -> bool:
         """Whether the tensors outside the decoder layers are the experts' average."""
-        return self.anchor in ("average", "actmat")
+        return self.anchor == "actmat"
 
 
 class ActmatExpert(Parameters):

@@ -23,8 +23,6 @@ MEANING = (
 )
 ANCHORS = {
     "base": "the base model",
-    "slta": "the SLTA merge",
-    "average": "the experts' average",
     "actmat": "the actmat merge",
 }
 
@@ -58,8 +56,7 @@ def drift_page(
         facts={
             "Experts": ", ".join(models),
             "Samples": f"{settings.samples} of each task, seed {settings.seed}, at most {settings.max_tokens} tokens",
-            "Solved with": f"{ridge} towards {anchor_name}, teacher "
-            f"{plain_number(settings.teacher)}, output head {'solved' if settings.head else 'kept'}",
+            "Solved with": f"{ridge} towards {anchor_name}, output head {'solved' if settings.head else 'kept'}",
         },
         sections=[
             Section("Where the drift is", charts=[_chart(merged, anchor, names, anchor_name)]),

@@ -159,13 +159,13 @@ def test_mergekit_yaml_says_it_all_and_writes_nothing(family: Family, tmp_path: 
 def test_mergekit_yaml_refuses_a_feature_merge_before_it_solves(family: Family, tmp_path: Path) -> None:
     registry.register()
     registry.watch_planner()
-    recipe = feature_recipe(family, teacher=1.5)
+    recipe = feature_recipe(family, ridge=-1)
     del recipe["models"][0]["parameters"]["calibration"]
     file = families.write_recipe(tmp_path / "recipe.yml", recipe)
     done = CliRunner().invoke(mergekit_yaml, [str(file), str(tmp_path / "out"), "--quiet"])
     assert done.exit_code == 1
     assert isinstance(done.exception, SystemExit)
-    assert "'teacher' in the recipe's parameters should be less than or equal to 1" in done.output
+    assert "'ridge' in the recipe's parameters should be greater than or equal to 0" in done.output
     assert "has no 'calibration'" in done.output
     assert not (tmp_path / "out").exists()
     assert not list(Path(os.environ["XDG_CACHE_HOME"]).iterdir())

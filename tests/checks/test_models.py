@@ -291,5 +291,5 @@ def test_layers_without_a_levels_submodules_are_no_problem(make_family: MakeFami
     family = make_family("lfm2")
     for level in ("attn_mlp", "head_mlp", "linear"):
         assert problems(families.recipe(family, level=level)) == []
-    for anchor in ("base", "average", "slta"):
+    for anchor in ("base", "actmat"):
         assert problems(feature_recipe(family, anchor=anchor)) == []

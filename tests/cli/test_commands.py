@@ -195,7 +195,7 @@ def test_check_looks_at_feature_merges_too(llama: Family, write_recipe: WriteRec
     text = run("check", write_recipe(llama, "featcal")).output
     assert "no problem found" in text
     assert "Note: 'featcal' takes about" in text
-    wrong = write_recipe(llama, "featcal", teacher=2, anchr="base", level="layer")
+    wrong = write_recipe(llama, "featcal", ridge=-2, anchr="base", level="layer")
     text = run("check", wrong, code=1).output
     assert "3 problems found" in text
     assert "did you mean 'anchor'?" in text

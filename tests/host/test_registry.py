@@ -410,7 +410,6 @@ FEATURE_PARAMETERS = {
     "batch_tokens": 0,
     "ridge": "auto",
     "anchor": "actmat",
-    "teacher": 1.0,
     "head": True,
     "scratch": "",
     "report": "",
@@ -462,7 +461,7 @@ def test_every_tensor_is_the_solved_one_or_the_bases(
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"teacher": "0.5", "ridge": "0.1"}, {"head": "false"}, {"samples": 3, "seed": 2, "max_tokens": 9}],
+    [{}, {"ridge": "0.1"}, {"head": "false"}, {"samples": 3, "seed": 2, "max_tokens": 9}],
     ids=str,
 )
 def test_a_feature_merge_equals_the_naive_one(settings: dict[str, Any], llama: Family, tmp_path: Path) -> None:
@@ -476,25 +475,6 @@ def test_a_feature_merge_equals_the_naive_one(settings: dict[str, Any], llama: F
     assert worst_error(merged_state(out), expected) < 1e-4
 
 
-def test_an_endless_ridge_gives_the_slta_merge_as_anchor(llama: Family, tmp_path: Path) -> None:
-    expected = merged_state(families.merge(families.recipe(llama), tmp_path / "slta"))
-    content = feature_recipe(llama, anchor="slta", ridge=1e12)
-    assert worst_error(merged_state(families.merge(content, tmp_path / "out")), expected) < 1e-6
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_an_endless_ridge_gives_the_average_as_anchor(
-    architecture: str, make_family: MakeFamily, tmp_path: Path
-) -> None:
-    """Embeddings and a head that is not solved included."""
-    family = make_family(architecture, experts=3)
-    _, *experts = (merged_state(folder) for folder in family.folders)
-    expected = {name: torch.stack([own[name] for own in experts]).mean(0) for name in experts[0]}
-    for head in (True, False):
-        content = feature_recipe(family, anchor="average", ridge=1e12, head=head)
-        assert worst_error(merged_state(families.merge(content, tmp_path / f"head {head}")), expected) < 1e-6
-
-
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
 def test_an_endless_ridge_gives_the_actmat_merge_as_anchor(
     architecture: str, make_family: MakeFamily, tmp_path: Path
@@ -506,19 +486,12 @@ def test_an_endless_ridge_gives_the_actmat_merge_as_anchor(
         assert worst_error(merged_state(families.merge(content, tmp_path / f"head {head}")), expected) < 1e-6
 
 
-@pytest.mark.parametrize("anchor", ["slta", "average", "actmat"])
-def test_a_feature_merge_near_another_anchor_equals_the_naive_one(anchor: str, llama: Family, tmp_path: Path) -> None:
-    method = {
-        "slta": families.recipe(llama),
-        "average": feature_recipe(llama, anchor="average", ridge=1e12),
-        "actmat": families.recipe(llama, "actmat", calibration=False),
-    }
-    start = merged_state(families.merge(method[anchor], tmp_path / "anchor"))
-    out = families.merge(feature_recipe(llama, anchor=anchor, ridge=0.1), tmp_path / "out")
+def test_a_feature_merge_near_that_of_actmat_equals_the_naive_one(llama: Family, tmp_path: Path) -> None:
+    start = merged_state(families.merge(families.recipe(llama, "actmat", calibration=False), tmp_path / "anchor"))
+    out = families.merge(feature_recipe(llama, anchor="actmat", ridge=0.1), tmp_path / "out")
     base, *experts = llama.models()
-    groups, by_tasks = featcal_reference.GROUPS["llama"], anchor == "actmat"
-    tasks = llama.token_ids()
-    expected = featcal_reference.merge(base, experts, tasks, groups, ridge=0.1, anchor=start, by_tasks=by_tasks)
+    groups, tasks = featcal_reference.GROUPS["llama"], llama.token_ids()
+    expected = featcal_reference.merge(base, experts, tasks, groups, ridge=0.1, anchor=start, by_tasks=True)
     assert worst_error(merged_state(out), expected) < 1e-4
 
 
@@ -554,7 +527,7 @@ def test_many_threads_solve_once_and_agree_with_one(
 def test_every_feature_merge_of_a_process_has_its_own_tensors(
     feature_merges: list[int], llama: Family, tmp_path: Path
 ) -> None:
-    contents = [feature_recipe(llama), feature_recipe(llama, experts=[2, 0], teacher=0.5), families.recipe(llama)]
+    contents = [feature_recipe(llama), feature_recipe(llama, experts=[2, 0], head=False), families.recipe(llama)]
     alone = []
     for index, content in enumerate(contents):
         LoaderCache.loaders.clear()
@@ -616,7 +589,7 @@ def test_a_feature_merge_of_what_is_not_finite_is_refused(tensor: str, llama: Fa
     assert list((tmp_path / "out").glob("*.safetensors")) == []
 
 
-@pytest.mark.parametrize("name", ["ridge", "teacher", "calibration"])
+@pytest.mark.parametrize("name", ["ridge", "calibration"])
 def test_one_value_for_the_whole_feature_merge(name: str, llama: Family, tmp_path: Path) -> None:
     content = feature_recipe(llama)
     target = content["models"][0]["parameters"] if name == "calibration" else content["parameters"]

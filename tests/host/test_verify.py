@@ -151,7 +151,7 @@ def test_other_methods_are_compared_where_they_change_nothing(
 
 
 def test_an_average_of_the_edges_is_compared(llama: Family, tmp_path: Path) -> None:
-    content = families.recipe(llama, "featcal", samples=2, anchor="average")
+    content = families.recipe(llama, "featcal", samples=2, anchor="actmat")
     out = families.merge(content, tmp_path / "out")
     assert check(content, out).compared == 2
 

@@ -40,7 +40,6 @@ def opened(folder: Path) -> Any:
         ("slta", {"level": "model"}),
         ("slta", {"edges": "mean"}),
         ("featcal", {}),
-        ("featcal", {"anchor": "average"}),
         ("actmat", {}),
     ],
     ids=str,

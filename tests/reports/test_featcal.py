@@ -73,10 +73,10 @@ def test_the_routed_experts_of_mixtures_have_a_table() -> None:
 
 
 def test_it_says_what_was_asked_for() -> None:
-    facts = page(ridge=0.25, teacher=0.5, head=False, seed=3, max_tokens=99).facts
+    facts = page(ridge=0.25, head=False, seed=3, max_tokens=99).facts
     assert facts["Experts"] == "org/llama-math, org/llama-code"
     assert facts["Samples"] == "7 of each task, seed 3, at most 99 tokens"
-    assert facts["Solved with"] == "ridge 0.25 towards the base model, teacher 0.5, output head kept"
+    assert facts["Solved with"] == "ridge 0.25 towards the base model, output head kept"
     assert "output head solved" in page().facts["Solved with"]
 
 

@@ -27,7 +27,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
 
 from mergekit_slta.engine.partial import Partial
-from mergekit_slta.featcal.layer import Regression
+from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.merge import feature_merge as solve_features
 from mergekit_slta.featcal.scratch import SolvedModel
 from mergekit_slta.host import registry
@@ -587,6 +587,7 @@ def feature_merge(
     *,
     tasks: Any = None,
     anchor: Blend | None = None,
+    by_tasks: bool = False,
     device: str = "cpu",
     **arguments: Any,
 ) -> SolvedModel:
@@ -597,14 +598,15 @@ def feature_merge(
         folder: the scratch folder.
         tasks: token ids of each expert's samples.
         anchor: the base model by default.
+        by_tasks: whether the anchor is the merge of ``actmat``.
         device: where layers run.
         arguments: those of ``feature_merge``; the ridge is 0.003 by default.
     """
     models = checkpoints(family.folders)
     decoder, partial = Decoder(family.config, device=device), Partial(folder, {})
     partial.begin()
-    chosen = anchor or Blend(models)
-    arguments.setdefault("regression", Regression(0.003))
+    chosen = anchor or (ActmatAnchor(models, decoder) if by_tasks else Blend(models))
+    arguments.setdefault("ridge", 0.003)
     solve_features(decoder, chosen, models[1:], tasks or family.token_ids(), partial, **arguments)
     return SolvedModel(decoder, partial)
 

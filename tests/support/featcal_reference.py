@@ -103,7 +103,6 @@ def merge(
     groups: Groups,
     *,
     ridge: float = 0.003,
-    teacher: float = 1.0,
     head: bool = True,
     anchor: Mapping[str, Tensor] | None = None,
     by_tasks: bool = False,
@@ -116,7 +115,6 @@ def merge(
         tasks: the token ids of each expert's samples.
         groups: the paths of a layer's maps, in the order in which they are solved; a layer may lack some of them.
         ridge: how strongly the solution is held at the anchor.
-        teacher: the share of the expert's own input, against the merged model's, in what its map should give.
         head: whether to solve for the output embedding too, where it is not tied to the input embedding.
         anchor: the tensors of a whole model; the base model's by default.
         by_tasks: hold it by the sum of all task matrices' Gram matrices, each with a unit trace, and a tenth of its
@@ -128,7 +126,7 @@ def merge(
             merged.load_state_dict(anchor)
         order = steps(merged, groups, head)
         modules = sorted({path for _, paths in order for path in paths})
-        solver = Solver(merged, experts, tasks, modules, ridge, teacher, base if by_tasks else None)
+        solver = Solver(merged, experts, tasks, modules, ridge, base if by_tasks else None)
         for step, paths in order:
             (solver.solve_mixture if step == "mixture" else solver.solve_maps)(paths)
         return {name: tensor.clone() for name, tensor in merged.state_dict().items()}
@@ -181,19 +179,18 @@ class Seen:
         """The task's weight in the sums over tasks."""
         return 1 / float((self.merged.T @ self.merged).norm())
 
-    def wanted(self, teacher: float) -> Tensor:
+    @property
+    def wanted(self) -> Tensor:
         """What the merged map should give, without bias, [n, out]."""
-        return (teacher * self.own + (1 - teacher) * self.merged) @ self.weight.T
+        return self.own @ self.weight.T
 
 
-def solved_weight(
-    anchor: Tensor, tasks: Sequence[Seen], ridge: float, teacher: float, shape: Tensor | None = None
-) -> Tensor:
+def solved_weight(anchor: Tensor, tasks: Sequence[Seen], ridge: float, shape: Tensor | None = None) -> Tensor:
     """The merged map's weight [out, in], held at the anchor's, alike in every direction or by ``shape`` [in, in]."""
     roots = [seen.scale**0.5 for seen in tasks]
     rows = torch.cat([root * seen.merged for root, seen in zip(roots, tasks, strict=True)])
     missing = torch.cat(
-        [root * (seen.wanted(teacher) - seen.merged @ anchor.T) for root, seen in zip(roots, tasks, strict=True)]
+        [root * (seen.wanted - seen.merged @ anchor.T) for root, seen in zip(roots, tasks, strict=True)]
     )
     energy = rows.square().sum(0)
     if shape is None:
@@ -220,12 +217,12 @@ def penalties(energy: Tensor) -> Tensor:
     return energy.mean().expand_as(energy)
 
 
-def solved_bias(anchor: Tensor, weight: Tensor, tasks: Sequence[Seen], ridge: float, teacher: float) -> Tensor:
+def solved_bias(anchor: Tensor, weight: Tensor, tasks: Sequence[Seen], ridge: float) -> Tensor:
     """The merged map's bias [out]: the mean of what its weight [out, in] leaves over, unless the ridge is endless."""
     left, tokens = torch.zeros_like(weight[:, 0]), 0.0
     for seen in tasks:
         assert seen.bias is not None
-        left += seen.scale * (seen.wanted(teacher) + seen.bias - seen.merged @ weight.T).sum(0)
+        left += seen.scale * (seen.wanted + seen.bias - seen.merged @ weight.T).sum(0)
         tokens += seen.scale * len(seen.merged)
     return anchor + (left / tokens - anchor) / (1 + ridge**2)
 
@@ -240,11 +237,10 @@ class Solver:
         tasks: Sequence[Sequence[Sequence[int]]],
         paths: Sequence[str],
         ridge: float,
-        teacher: float,
         base: Module | None,
     ) -> None:
         self.merged, self.experts, self.tasks = merged, experts, tasks
-        self.ridge, self.teacher, self.base = ridge, teacher, base
+        self.ridge, self.base = ridge, base
         self.solved: set[int] = set()
         # The experts stay as they are, so that once is enough for them.
         self.own = [recorded(expert, paths, samples) for expert, samples in zip(experts, tasks, strict=True)]
@@ -255,7 +251,7 @@ class Solver:
 
     def weight(self, anchor: Tensor, tasks: Sequence[Seen], shape: Tensor | None) -> Tensor:
         """``solved_weight`` with this merge's settings."""
-        return solved_weight(anchor, tasks, self.ridge, self.teacher, shape)
+        return solved_weight(anchor, tasks, self.ridge, shape)
 
     def shape(self, paths: Sequence[str]) -> Tensor | None:
         """The hold of a group of maps; the output head's is the same in every direction."""
@@ -279,7 +275,7 @@ class Solver:
             weight, bias = parameters(self.merged.get_submodule(path))
             weight.copy_(self.weight(weight, tasks, shape))
             if bias is not None:
-                bias.copy_(solved_bias(bias, weight, tasks, self.ridge, self.teacher))
+                bias.copy_(solved_bias(bias, weight, tasks, self.ridge))
 
     def solve_mixture(self, paths: Sequence[str]) -> None:
         """Replace the maps of all routed experts."""

@@ -72,7 +72,7 @@ def recipe(rng: random.Random, scene: Scene) -> str:
     content: dict[str, Any] = {"merge_method": method, "base_model": "org/base", "models": models}
     content |= {"parameters": {"ridge": 0.1}, "dtype": "float32"}
     names = ["level", "samples", "max_tokens", "seed", "balance", "ridge", "edges", "batch_tokens", "statistics"]
-    names += ["report", "scratch", "anchor", "teacher", "head", "towers", "lambda", "rank", "scale", "density", "x"]
+    names += ["report", "scratch", "anchor", "head", "towers", "lambda", "rank", "scale", "density", "x"]
     for _ in range(rng.choice([1, 1, 2, 4])):
         how = rng.randrange(8)
         entry = rng.choice([entry for entry in models if "parameters" in entry])
