@@ -9,6 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+import torch
 import yaml
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
@@ -60,7 +62,7 @@ class Recipe:
         base: the base model, a folder or a Hub id.
         experts: the experts, each with its calibration source or with a table of its parameters, such as
             ``{"org/math": "math.jsonl", "org/code": {"calibration": "code.jsonl", "template": "{prompt}"}}``; for a
-            method without data a list of names.
+            method without data a list of names, or one name.
         method: ``slta``, ``featcal``, ``actmat`` or ``sftm``.
         dtype: the data type to merge in.
         out_dtype: the data type to write; by default ``dtype``.
@@ -82,22 +84,23 @@ class Recipe:
     def __init__(
         self,
         base: str | os.PathLike[str],
-        experts: Mapping[Any, str | os.PathLike[str] | Mapping[str, Any]] | Iterable[str],
+        experts: Mapping[Any, str | os.PathLike[str] | Mapping[str, Any]] | Iterable[str] | str,
         method: str = "slta",
         *,
-        dtype: str = "float32",
-        out_dtype: str | None = None,
+        dtype: str | torch.dtype = "float32",
+        out_dtype: str | torch.dtype | None = None,
         **parameters: Any,
     ) -> None:
-        given = experts if isinstance(experts, Mapping) else {name: {} for name in experts}
+        names = [experts] if isinstance(experts, (str, os.PathLike)) else experts
+        given = names if isinstance(names, Mapping) else {name: {} for name in names}
         tables = {name: own if isinstance(own, Mapping) else {"calibration": own} for name, own in given.items()}
         content = {
             "merge_method": method,
             "base_model": str(base),
-            "models": [{"model": str(name), "parameters": _plain(table)} for name, table in tables.items()],
-            "parameters": _plain(parameters),
-            "dtype": dtype,
-            **({"out_dtype": out_dtype} if out_dtype else {}),
+            "models": [{"model": str(name), "parameters": _plain_values(table)} for name, table in tables.items()],
+            "parameters": _plain_values(parameters),
+            "dtype": _plain(dtype),
+            **({"out_dtype": _plain(out_dtype)} if out_dtype else {}),
         }
         self._parse(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), "This recipe")
 
@@ -254,9 +257,15 @@ class Recipe:
         return self.reading
 
 
-def _plain(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters in which paths are strings, for YAML."""
-    return {name: str(value) if isinstance(value, os.PathLike) else value for name, value in parameters.items()}
+def _plain_values(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _plain(value) for name, value in parameters.items()}
+
+
+def _plain(value: Any) -> Any:
+    """A value as YAML writes it: paths and data types as strings, scalars of numpy and torch as numbers."""
+    if isinstance(value, (os.PathLike, torch.dtype)):
+        return str(value).removeprefix("torch.")
+    return value.item() if isinstance(value, (np.generic, torch.Tensor)) else value
 
 
 def _valid_part(table: type[Table], given: Mapping[str, Any]) -> Table:

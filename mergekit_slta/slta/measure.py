@@ -85,7 +85,7 @@ def measured_statistics(
         measuring: measure what is not measured yet, rather than refuse.
     """
     settings = experiment.settings
-    levels = list(levels or [settings.measured_level])
+    levels = [levels] if isinstance(levels, str) else list(levels or [settings.measured_level])
     experiment.require_levels(levels)
     source = os.fspath(path) if path else settings.statistics if isinstance(settings, SltaSettings) else ""
     published = source.startswith(PUBLISHED_PREFIX)

@@ -201,7 +201,7 @@ class Statistics:
             SltaError: every task has fewer samples, or ``count`` is not positive.
         """
         most = int(self.task.bincount().max())
-        if not 1 <= count <= most:
+        if count not in range(1, most + 1):
             raise SltaError(f"The statistics hold {most} samples per task: the first {count} of them cannot be used.")
         rows = torch.cat([(self.task == task).nonzero().flatten()[:count] for task in self.task.unique()])
         return replace(
@@ -236,7 +236,7 @@ class Statistics:
         level = level or ("attn_mlp" if "attn_mlp" in self.info.levels else self.info.levels[0])
         if not 0 <= ridge < math.inf:
             raise SltaError(f"'ridge' is {ridge}: give a number of at least zero.")
-        weights = self._task_weights(task_weights) if task_weights else None
+        weights = self._task_weights(task_weights) if task_weights is not None else None
         used = self if samples is None else self.first_samples(samples)
         submodules = {
             name: solve(used.grams[name], used.task, balance=balance, ridge=ridge, task_weights=weights)

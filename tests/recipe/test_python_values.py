@@ -1,0 +1,54 @@
+"""Values as Python programs have them: scalars of numpy and torch, data types, one name where a list is usual."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import synthetic
+from support.families import Family, recipe
+
+from mergekit_slta.errors import SltaError
+from mergekit_slta.recipe.recipe import Recipe
+from mergekit_slta.recipe.settings import SltaSettings
+from mergekit_slta.slta.measure import measure
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"samples": np.int64(4), "ridge": np.float32(0.5), "balance": np.bool_(False)},
+        {"samples": torch.tensor(4), "ridge": torch.tensor(0.5), "balance": torch.tensor(False)},
+    ],
+    ids=["numpy", "torch"],
+)
+def test_scalars_are_numbers(values: dict[str, Any]) -> None:
+    made = Recipe("org/base", {"org/math": "math.jsonl"}, dtype=torch.float32, out_dtype=torch.bfloat16, **values)
+    assert made.settings == SltaSettings(samples=4, ridge=0.5, balance=False)
+    assert (made.config.dtype, made.config.out_dtype) == ("float32", "bfloat16")
+
+
+def test_one_expert_may_be_a_name() -> None:
+    assert [str(expert) for expert in Recipe("org/base", "org/math", "sftm").experts] == ["org/math"]
+
+
+def test_task_weights_may_be_an_array() -> None:
+    statistics = synthetic.statistics(["a", "b"], ["layer"])
+    arrays: list[Any] = [np.array([1.0, 2.0]), torch.tensor([1.0, 2.0])]
+    for weights in arrays:
+        assert statistics.solve(task_weights=weights).to_json() == statistics.solve(task_weights=[1, 2]).to_json()
+
+
+def test_a_number_of_samples_is_whole() -> None:
+    statistics = synthetic.statistics(["a", "b"], ["layer"])
+    with pytest.raises(SltaError, match="the first 2.5 of them cannot be used"):
+        statistics.solve(samples=2.5)  # type: ignore[arg-type]
+
+
+def test_one_level_may_be_a_name(llama: Family) -> None:
+    content = recipe(llama, samples=1)
+    experts = {entry["model"]: entry["parameters"]["calibration"] for entry in content["models"]}
+    found = measure(Recipe(content["base_model"], experts, samples=1), "layer", quiet=True)
+    assert found.info.levels == ("layer",)
