@@ -2,27 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+from peft.tuners.tuners_utils import BaseTuner
 
 from mergekit_slta.checks.case import Case, attempt
 from mergekit_slta.errors import SltaError
-from mergekit_slta.models.adapters import adapter_headers
+from mergekit_slta.models.adapters import adapter_config, adapter_headers
 from mergekit_slta.models.headers import Headers, Model, listed
 from mergekit_slta.models.merged_adapters import NO_FOLDER
 
+NOT_MERGED = ("POLY", "SHADOW", "XLORA")  # depend on the input; peft says so only when it merges
+
 
 def adapters(case: Case) -> list[str]:
-    """Incomplete LoRA adapters, adapters of another model, and adapters that mergekit has no folder to merge in."""
+    """Adapters that are incomplete, cannot be merged, are of another model, or have no folder to be merged in."""
     problems = []
     for model in case.adapted:
+        assert model.reference.lora is not None
         headers = attempt(adapter_headers, model.reference.lora)  # None if only a download would show them
-        if isinstance(headers, SltaError):
-            problems.append(headers.message)
-        elif headers is not None and (problem := misfit(model, headers)):
+        config = headers if isinstance(headers, SltaError) else attempt(adapter_config, model.reference.lora)
+        if isinstance(config, SltaError):
+            problems.append(config.message)
+        elif (problem := unmergeable(model, config, headers or {})) or (
+            headers is not None and (problem := misfit(model, headers))
+        ):
             problems.append(problem)
     if not case.options.lora_merge_cache:
         problems += [NO_FOLDER.format(model=model) for model in case.adapted]
     return problems
+
+
+def adapted_ends(case: Case) -> list[str]:
+    """LoRA adapters of the embedding or of the output head, where both are one tensor."""
+    notes = []
+    for model in case.adapted:
+        assert model.reference.lora is not None
+        headers = attempt(adapter_headers, model.reference.lora)
+        names = tied_ends(model) & {target_of(name) for name in headers} if isinstance(headers, Mapping) else set()
+        if names and not adapter_config(model.reference.lora).get("ensure_weight_tying"):
+            notes.append(
+                f"The adapter {model.reference.lora} changes {listed(sorted(names))} of {model.reference.model}, whose "
+                "embedding and output head are one tensor: merging the adapter changes both, so the merged expert "
+                "is not the model that was trained. Train it on the decoder layers alone."
+            )
+    return notes
+
+
+def target_of(name: str) -> str:
+    """The module that a tensor of a LoRA adapter changes."""
+    return name.removeprefix("base_model.model.").partition(".lora_")[0]
+
+
+def tied_ends(model: Model) -> set[str]:
+    """The names of the embedding and the output head of a model in which both are one tensor; else none."""
+    if model.built is None or not getattr(model.config.get_text_config(), "tie_word_embeddings", False):
+        return set()
+    ends = (model.built.get_input_embeddings(), model.built.get_output_embeddings())
+    return {name for name, module in model.built.named_modules() if module in ends}
+
+
+def unmergeable(model: Model, config: Mapping[str, Any], headers: Headers) -> str | None:
+    """Why peft cannot make an adapter part of its model's weights."""
+    kind = config.get("peft_type")
+    tuner = next((tuner for known, tuner in PEFT_TYPE_TO_TUNER_MAPPING.items() if known == kind), object)
+    if not issubclass(tuner, BaseTuner) or kind in NOT_MERGED:
+        return (
+            f"The adapter {model.reference.lora} is of the type {kind}, which cannot become part of a model's weights: "
+            "leave it out, or train a LoRA."
+        )
+    biased = [target_of(name) for name in headers if name.endswith(".lora_B.bias")]
+    if without := [name for name in biased if not model.tensor(f"{name}.bias")]:
+        return (
+            f"The adapter {model.reference.lora} has biases (lora_bias) for {listed(without)}, where "
+            f"{model.reference.model} has none: peft cannot merge it, train it without lora_bias."
+        )
+    return None
 
 
 def misfit(model: Model, headers: Headers) -> str | None:
@@ -35,8 +92,7 @@ def misfit(model: Model, headers: Headers) -> str | None:
     for name, down in headers.items():
         if name.endswith(".lora_A.weight") and len(down.shape) == 2:
             up = headers.get(name.replace(".lora_A.", ".lora_B."))
-            target = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-            sizes[target] = {down.shape[1], *(up.shape[:1] if up else down.shape[1:2])}
+            sizes[target_of(name)] = {down.shape[1], *(up.shape[:1] if up else down.shape[1:2])}
     if model.tensors is None or not sizes:
         return None
     reason = ""

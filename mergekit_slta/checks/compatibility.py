@@ -14,7 +14,7 @@ from mergekit.architecture.conversion import can_convert_checkpoint_keys
 from mergekit_slta.models.headers import Model, listed
 from mergekit_slta.models.padding import both_have, is_vocabulary
 from mergekit_slta.models.skeleton import computation, converted_as, model_tensor_name
-from mergekit_slta.models.spellings import other_names
+from mergekit_slta.models.spellings import other_names, unread
 
 LAYER_NUMBER = re.compile(r"\.(\d+)\.")
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -171,6 +171,22 @@ def dropped_tensors(model: Model) -> list[str]:
         f"mergekit leaves {listed(dropped)} of {model} out of what it writes, so the merged model would get random "
         "values there: it cannot merge this variant of the architecture."
     ]
+
+
+def unknown_tensors(model: Model) -> list[str]:
+    """The weights of a checkpoint that neither transformers' model nor mergekit's definition of it has.
+
+    Buffers that old checkpoints hold, such as rotary frequencies and causal masks, do not count.
+    """
+    if model.built is None or not model.tensors:
+        return []
+    written = {name for weight in plan(model, [model]) for name in names_of(weight)}
+    stored = [
+        name
+        for name, header in model.tensors.items()
+        if name.endswith(".weight") or (name.endswith("bias") and len(header.shape) == 1)
+    ]
+    return [name for name in unread(model.built, stored) if not model_tensor_name(name, written, model.prefix)]
 
 
 def known_architecture(model: Model) -> ModelArchitecture | None:

@@ -67,8 +67,19 @@ MERGE: tuple[Check, ...] = (
     space.folders,
     space.disk_space,
 )
-NOTES: tuple[Check, ...] = (models.unseen_tensors, models.other_configurations, tokenizers.padded_vocabularies)
-MERGE_NOTES: tuple[Check, ...] = (of_decoder(space.solving), text.precision, tokenizers.no_tokenizer, text.card_lookup)
+NOTES: tuple[Check, ...] = (
+    models.unseen_tensors,
+    adapters.adapted_ends,
+    models.other_configurations,
+    tokenizers.padded_vocabularies,
+)
+MERGE_NOTES: tuple[Check, ...] = (
+    models.lost_tensors,
+    of_decoder(space.solving),
+    text.precision,
+    tokenizers.no_tokenizer,
+    text.card_lookup,
+)
 
 
 @dataclass(frozen=True)

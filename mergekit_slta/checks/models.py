@@ -6,13 +6,14 @@ They read configurations and file headers, no weights.
 from __future__ import annotations
 
 from mergekit_slta.checks.case import Case, attempt, failures
-from mergekit_slta.checks.compatibility import dropped_tensors, missing_tensors, other_settings
+from mergekit_slta.checks.compatibility import dropped_tensors, missing_tensors, other_settings, unknown_tensors
 from mergekit_slta.checks.tokenizers import solves_head
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.groups import groups_by_layer
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.ends import tail_problem
 from mergekit_slta.layers.submodules import fallbacks, layer_submodules
+from mergekit_slta.models.headers import listed
 from mergekit_slta.recipe.problems import slice_problems
 from mergekit_slta.recipe.settings import SltaSettings
 
@@ -31,6 +32,17 @@ def planned_tensors(case: Case) -> list[str]:
     """Tensors that mergekit needs and a checkpoint lacks, or that a checkpoint has and mergekit would drop."""
     models = [*filter(None, [case.base]), *(expert for _, expert in case.siblings)]
     return missing_tensors(models) or (dropped_tensors(case.base) if case.base else [])
+
+
+def lost_tensors(case: Case) -> list[str]:
+    """Tensors of the base model that the merged model will not have, because transformers does not know them."""
+    lost = unknown_tensors(case.base) if case.base else []
+    if not lost:
+        return []
+    return [
+        f"{listed(lost)} of {case.base} will be missing from the merged model, because mergekit writes only tensors "
+        "that transformers knows: copy them yourself if a program needs them, such as for multi-token prediction."
+    ]
 
 
 def unseen_tensors(case: Case) -> list[str]:

@@ -42,7 +42,6 @@ def adapter_headers(path: ModelPath) -> Headers | None:
     if missing := [name for name in (ADAPTER_CONFIG, weights) if name not in files]:
         raise SltaError(f"{path} is not a LoRA adapter: it lacks {listed(missing)}.")
     if folder:
-        adapter_config(folder)
         return file_headers(folder / weights)
     if not weights.endswith(".safetensors"):
         return None
@@ -52,9 +51,18 @@ def adapter_headers(path: ModelPath) -> Headers | None:
         )
 
 
-def adapter_config(folder: Path) -> dict[str, Any]:
-    with reading(folder / ADAPTER_CONFIG):
-        content = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+def adapter_config(path: ModelPath) -> dict[str, Any]:
+    """The configuration of an adapter, such as its ``peft_type``; from the Hub only this small file is downloaded.
+
+    Raises:
+        SltaError: it is missing or damaged, or the Hub cannot be asked.
+    """
+    file = Path(path.path, ADAPTER_CONFIG)
+    if not os.path.isdir(path.path):
+        with hub.asking(path):
+            file = Path(huggingface_hub.hf_hub_download(path.path, ADAPTER_CONFIG, revision=path.revision))
+    with reading(file):
+        content = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise ValueError("it is not a JSON object")
         return content

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import safetensors
 import torch
+from mergekit.common import ModelPath
 from pydantic import ConfigDict, TypeAdapter
 from safetensors.torch import save
 
@@ -49,7 +50,7 @@ def fingerprint_of(folder: str | Path, adapter: Path | None = None, *, whole: bo
     if adapter is None:
         return content
     tensors = _digest(entries(adapter_weights(adapter)))
-    config = adapter_config(adapter)
+    config = adapter_config(ModelPath(path=str(adapter)))
     scaling = {key: config.get(key) for key in ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")}
     scaled = hashlib.sha256((tensors + json.dumps(scaling, sort_keys=True)).encode()).hexdigest()
     return hashlib.sha256(f"{content}+{scaled}".encode()).hexdigest()

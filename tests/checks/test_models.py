@@ -25,6 +25,9 @@ from support.examining import (
 )
 from support.families import Family
 
+from mergekit_slta.host import registry
+from mergekit_slta.models.headers import folder_headers
+
 
 def test_models_that_are_not_there(family: Family) -> None:
     recipe = with_expert(family, family.base / "none")
@@ -205,6 +208,36 @@ def test_what_mergekit_would_leave_out_is_said(
     merged = families.merge(recipe, tmp_path / "out")
     opened: Any = transformers.AutoModelForCausalLM.from_pretrained(merged, output_loading_info=True)
     assert tensor in opened[1]["missing_keys"]
+
+
+@pytest.mark.parametrize("architecture", [*families.ARCHITECTURES])
+def test_every_tensor_of_a_sound_checkpoint_is_known(architecture: str, make_family: MakeFamily) -> None:
+    family = make_family(architecture, experts=1)
+    assert not any("will be missing" in note for note in look(families.recipe(family, "sftm", calibration=False)).notes)
+
+
+@pytest.fixture
+def predicting(family: Family) -> Family:
+    """A family whose checkpoints hold a head for multi-token prediction, which transformers does not know."""
+    head = {"mtp.fc.weight": torch.randn(8, 16), "mtp.norm.weight": torch.ones(8)}
+    for folder in family.folders:
+        edit_tensors(folder, lambda tensors: tensors.update(head))
+    return family
+
+
+def test_tensors_that_transformers_does_not_know_are_said_to_be_missing(predicting: Family) -> None:
+    buffers = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    edit_tensors(predicting.base, lambda tensors: tensors.update(buffers))
+    notes = look(families.recipe(predicting, "sftm", calibration=False)).notes
+    said = f"mtp.fc.weight, mtp.norm.weight of {predicting.base} will be missing from the merged model, because"
+    assert [note.startswith(said) for note in notes] == [True]
+
+
+@pytest.mark.xfail(strict=True, reason="mergekit writes only tensors that transformers knows")
+def test_tensors_that_transformers_does_not_know_survive_a_merge(predicting: Family, tmp_path: Path) -> None:
+    registry.watch_planner()
+    out = families.merge(families.recipe(predicting, "sftm", calibration=False), tmp_path / "out")
+    assert "mtp.fc.weight" in folder_headers(out)
 
 
 # What is worth knowing
