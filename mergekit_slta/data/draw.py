@@ -5,15 +5,15 @@ from __future__ import annotations
 import datetime
 import hashlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mergekit_slta.data.records import Record, record_text
-from mergekit_slta.data.sources import Place, read_records
+from mergekit_slta.data.records import Span, Text, record_text
+from mergekit_slta.data.sources import read_records
 from mergekit_slta.errors import SltaError, logger, reading
 
 if TYPE_CHECKING:
@@ -42,20 +42,17 @@ class CalibrationData:
         template: the template of the expert, or "".
         token_ids: one row of token ids per sample, in the order drawn; no padding.
         records: each row's index in the source.
-        answers: where in each row its record's answer is: the first token, and the one after the last, which is beyond
-            the row if the answer is cut off; None for a record that has no answer by its shape, or whose answer cannot
-            be told from the text around it.
+        answers: the place of the record's answer in each row: the index of its first token, and of the one after its
+            last, which is beyond the row if the answer is cut off. None for a record without a known answer.
         skipped: how many empty records were skipped.
-        complete: how many texts already hold the special token that the tokenizer would add.
     """
 
     source: str
     template: str
     token_ids: tuple[tuple[int, ...], ...]
     records: tuple[int, ...]
-    answers: tuple[tuple[int, int] | None, ...]
+    answers: tuple[Span | None, ...]
     skipped: int
-    complete: int = 0
 
     @property
     def sha256(self) -> str:
@@ -95,22 +92,15 @@ class CalibrationSource:
         Raises:
             SltaError: the source cannot be read, a record cannot be turned into text, or no record is usable.
         """
-        records = read_records(self.source)
-        drawn = self._draw(records, samples)
+        drawn, count = self._draw(samples)
         if not drawn.records:
             raise SltaError(
-                f"Calibration source {self.source!r} has no usable record: all {len(records)} are empty, or the "
+                f"Calibration source {self.source!r} has no usable record: all {count} are empty, or the "
                 f"tokenizer of {self.tokenizer.name_or_path} makes no token of their text; name another source, or a "
                 "'template' of fields with text."
             )
         if drawn.skipped:
             LOG.warning("Calibration source %r: skipped %d empty records.", self.source, drawn.skipped)
-        if drawn.complete:
-            LOG.warning(
-                "Calibration source %r: %d texts already hold the tokenizer's special token; it is not added again.",
-                self.source,
-                drawn.complete,
-            )
         if (usable := len(drawn.records)) < samples:
             LOG.warning(
                 "Calibration source %r has only %d of the %d usable records that 'samples' asks for.",
@@ -129,7 +119,7 @@ class CalibrationSource:
         Raises:
             SltaError: as for ``draw``, or calibration left no usable record.
         """
-        drawn = self._draw(read_records(self.source), samples, used)
+        drawn, _ = self._draw(samples, used)
         if not drawn.records:
             raise SltaError(
                 f"Calibration source {self.source!r} has no record to hold out: calibration used every usable one. "
@@ -144,81 +134,72 @@ class CalibrationSource:
             )
         return drawn
 
-    def _draw(self, records: Sequence[Record], samples: int, used: CalibrationData | None = None) -> CalibrationData:
+    def _draw(self, samples: int, used: CalibrationData | None = None) -> tuple[CalibrationData, int]:
+        """Draw records that calibration did not use, and count the source's records."""
+        records = read_records(self.source)
         passed, repeated = (set(used.records), set(used.token_ids)) if used else (set(), set())
-        drawn: dict[int, tuple[int, ...]] = {}
+        rows: dict[int, tuple[int, ...]] = {}
         answers = []
-        skipped = complete = 0
+        skipped = 0
         for index in random.Random(self.seed).sample(range(len(records)), len(records)):
-            if len(drawn) == samples:
+            if len(rows) == samples:
                 break
             if index in passed:
                 continue
-            place = Place(self.source, index)
-            text = record_text(records[index], self.template, where=place, render_chat=self._render_chat)
-            row, is_complete = self._encode(text.text, text.is_chat)
+            where = f"Record {index + 1} of calibration source {self.source!r}"
+            text = record_text(records[index], self.template, where=where, render_chat=self._render_chat)
+            row, answer = self._encode(text)
             if not row:
                 skipped += 1
             elif row not in repeated:
-                drawn[index] = row
-                answers.append(self._answer(*text, row))
-                complete += is_complete
-        rows, indices = tuple(drawn.values()), tuple(drawn)
-        return CalibrationData(self.source, self.template, rows, indices, tuple(answers), skipped, complete)
+                rows[index] = row
+                answers.append(answer)
+        token_ids, indices = tuple(rows.values()), tuple(rows)
+        return CalibrationData(self.source, self.template, token_ids, indices, tuple(answers), skipped), len(records)
 
-    def _answer(self, text: str, is_chat: bool, answer: str, row: tuple[int, ...]) -> tuple[int, int] | None:
-        """Where the answer of a record is among its tokens, as ``CalibrationData.answers`` says it.
-
-        The answer is the last place in the text that spells it, before what a chat template writes after it.
-        """
-        if not answer or not self.tokenizer.is_fast:  # only these tell which characters a token stands for
-            return None
-        shown = self._beginning(text)
-        found = self.tokenizer(shown, add_special_tokens=not is_chat, return_offsets_mapping=True, verbose=False)
-        ids, spans = found["input_ids"], found["offset_mapping"]
-        end, special = len(text), set(self.tokenizer.all_special_ids)
-        for token, (begin, stop) in zip(ids[::-1], spans[::-1], strict=True):
-            if len(shown) < len(text) or (token not in special and text[begin:stop].strip()):
-                break
-            end = min(end, begin) if stop > begin else end
-        first = text.rfind(answer, 0, end)
-        last = first + len(answer)
-        spans = spans if tuple(ids[: len(row)]) == row else spans[1:]  # the row lacks a doubled special token
-        inside = [i for i, (begin, stop) in enumerate(spans) if max(begin, first) < min(stop, last)]
-        if first < 0 or not inside or inside[0] == 0 or inside[0] >= len(row):
-            return None
-        return inside[0], inside[-1] + 1
-
-    def _encode(self, text: str, is_chat: bool) -> tuple[tuple[int, ...], bool]:
-        """A text's token ids, empty if all are special, and whether the text already held a special token."""
-        if not text.strip():
-            return (), False
+    def _encode(self, text: Text) -> tuple[tuple[int, ...], Span | None]:
+        """A text's token ids, none if all are special, and which of them are its answer."""
+        if not text.text.strip():
+            return (), None
+        shown = self._prefix(text.text)
         # A chat template writes the special tokens itself; the tokenizer would write the first one again.
-        token_ids = self._tokenize(self._beginning(text), special=not is_chat)
-        special = 0 if is_chat else self.tokenizer.num_special_tokens_to_add()
-        begins = special > 0 and token_ids[:2] == [self.tokenizer.bos_token_id] * 2
-        ends = special > 0 and token_ids[-2:] == [self.tokenizer.eos_token_id] * 2
-        if begins or ends:
-            own = self._tokenize(self._beginning(text), special=False)
-            begins = begins and token_ids[1 : 1 + len(own)] == own
-            ends = ends and token_ids[-1 - len(own) : -1] == own
-        token_ids = token_ids[begins : len(token_ids) - ends]
-        # The tokenizer's own truncation may cut at the beginning, so the end is cut here.
-        return tuple(token_ids[: self.max_tokens]) if len(token_ids) > special else (), begins or ends
+        ids, places = self._tokenize(shown, special=not text.is_chat)
+        special = 0 if text.is_chat else self.tokenizer.num_special_tokens_to_add()
+        begins = ids[:2] == [self.tokenizer.bos_token_id] * 2
+        ends = ids[-2:] == [self.tokenizer.eos_token_id] * 2
+        if special and (begins or ends):  # the text already holds a token that the tokenizer adds
+            own, _ = self._tokenize(shown, special=False)
+            begins = begins and ids[1 : 1 + len(own)] == own
+            ends = ends and ids[-1 - len(own) : -1] == own
+            ids, places = ids[begins : len(ids) - ends], places[begins:]
+        if len(ids) <= special:
+            return (), None
+        row = tuple(ids[: self.max_tokens])  # the tokenizer's own truncation may cut at the beginning
+        first, last = text.answer or (0, 0)
+        inside = [i for i, (begin, end) in enumerate(places) if max(begin, first) < min(end, last)]
+        # Its first token must be predicted from another, and be in the row.
+        return row, (inside[0], inside[-1] + 1) if inside and 0 < inside[0] < len(row) else None
 
-    def _beginning(self, text: str) -> str:
-        """So much of a text that all tokens that are kept are decided; a text of megabytes would fill the memory."""
+    def _prefix(self, text: str) -> str:
+        """A prefix long enough to hold ``max_tokens`` tokens: a book would take minutes to tokenize."""
         length = CHARACTERS_PER_TOKEN * self.max_tokens
-        while len(text) > length:
-            if len(self._tokenize(text[:length], special=False)) >= 2 * self.max_tokens:
-                return text[:length]
+        while len(text) > length and len(self._tokenize(text[:length], special=False)[0]) < 2 * self.max_tokens:
             length *= 4
-        return text
+        return text[:length]
 
-    def _tokenize(self, text: str, special: bool) -> list[int]:
+    def _tokenize(self, text: str, special: bool) -> tuple[list[int], list[Span]]:
+        """A text's token ids, and the characters that each stands for, which a slow tokenizer does not tell."""
+        fast = self.tokenizer.is_fast
         with reading(f"The tokenizer of {self.tokenizer.name_or_path}", f"fails at calibration source {self.source!r}"):
-            encoding = self.tokenizer(text, add_special_tokens=special, padding=False, truncation=False, verbose=False)
-            return list(encoding["input_ids"])
+            encoding = self.tokenizer(
+                text,
+                add_special_tokens=special,
+                padding=False,
+                truncation=False,
+                return_offsets_mapping=fast,
+                verbose=False,
+            )
+            return list(encoding["input_ids"]), list(encoding["offset_mapping"]) if fast else []
 
     def _render_chat(self, turns: list[dict[str, Any]]) -> str:
         template = self._chat_template
@@ -233,21 +214,16 @@ class CalibrationSource:
         Raises:
             SltaError: neither has one.
         """
-        problem = f"Calibration source {self.source!r} holds conversations"
-        template = _chat_template_of(self.tokenizer)
-        if template is not None:
-            return template
-        try:
-            template = _chat_template_of(self.expert_tokenizer())
-        except SltaError as error:
-            raise SltaError(
-                f"{problem}, the base model's tokenizer has no chat template, and the expert's cannot be loaded "
-                f"({error.message.rstrip('.')}): give the expert a 'template'."
-            ) from error
+        template, why = _chat_template_of(self.tokenizer), ""
+        if template is None:
+            try:
+                template = _chat_template_of(self.expert_tokenizer())
+            except SltaError as error:
+                why = f" ({error.message.rstrip('.')})"
         if template is None:
             raise SltaError(
-                f"{problem}, but neither the base model's tokenizer nor the expert's has a chat template: "
-                "give the expert a 'template'."
+                f"Calibration source {self.source!r} holds conversations, but neither the base model's tokenizer nor "
+                f"the expert's has a chat template{why}: give the expert a 'template'."
             )
         return template
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from mergekit_slta.errors import SltaError, one_line
@@ -21,9 +21,13 @@ TEXT_FIELDS = (
     ("instruction", "input", "output"),
     ("instruction", "output"),
 )
-# What a template may ask for: no attribute of a value, through which a template of somebody else could read more.
+# A template reads no attribute of a value: through these the template of somebody else could read more than a record.
 _FIELD = re.compile(r"[^.\[\]]+(\[[^\[\]]+\])*")
 ROLES = {"human": "user", "gpt": "assistant"}
+MARK = "\ue000"  # a character for private use, which chat templates neither strip nor write themselves
+
+Turns = list[dict[str, Any]]
+Span = tuple[int, int]
 
 
 class Text(NamedTuple):
@@ -32,18 +36,18 @@ class Text(NamedTuple):
     Attributes:
         text: "" for an empty record.
         is_chat: whether a chat template wrote it.
-        answer: what the text answers, as the record's shape tells: the last turn of an assistant, the last part of a
-            pair, or the last of several fields in a template that ends with it; "" where there is no such part.
+        answer: the place of the answer in the text, without blanks around it: the index of its first character, and of
+            the one after its last. The answer is the last turn if it is an assistant's, the last part of a pair, or the
+            last of several fields in a template that ends with it. None where there is no such part, or where a chat
+            template does not show which part of its text is the last turn.
     """
 
     text: str
     is_chat: bool = False
-    answer: str = ""
+    answer: Span | None = None
 
 
-def record_text(
-    record: Record, template: str, *, where: object, render_chat: Callable[[list[dict[str, Any]]], str]
-) -> Text:
+def record_text(record: Record, template: str, *, where: object, render_chat: Callable[[Turns], str]) -> Text:
     """Turn a record into text by the template, or else by the first of these fields that it has and that is not blank.
 
     In order: ``messages``, ``conversations``, and the groups of ``TEXT_FIELDS``.
@@ -53,37 +57,77 @@ def record_text(
         template: a ``str.format`` string over the fields, or "".
         where: names the record at the beginning of an error message.
         render_chat: turns a conversation, a list of ``role`` and ``content``, into text with special tokens.
+
+    Raises:
+        SltaError: the record lacks these fields, or does not fit the template or the chat template.
     """
     if template:
         return _fill(template, record, where)
-    fits = False
-    for field in CHAT_FIELDS:
-        if field in record:
-            fits = True
-            turns = _turns(record[field], f"{where}: {field!r}")
-            if not all(_is_blank(turn.get("content")) for turn in turns):
-                try:
-                    text = render_chat(turns)
-                except SltaError:
-                    raise
-                except Exception as error:  # a chat template is a program that came with the model
-                    raise SltaError(
-                        f"{where} does not fit the chat template ({one_line(error)}): give the expert a 'template'."
-                    ) from error
-                role, content = turns[-1]["role"], turns[-1].get("content")
-                return Text(text, True, content.strip() if role == "assistant" and isinstance(content, str) else "")
-    for fields in TEXT_FIELDS:
-        if all(field in record for field in fields):
-            fits = True
-            parts = [_plain_text(record[field], f"{where}: {field!r}") for field in fields]
-            if text := "\n".join(part for part in parts if part.strip()):
-                return Text(text, answer=parts[-1].strip() if len(parts) > 1 else "")
-    if not fits:
+    chats = [field for field in CHAT_FIELDS if field in record]
+    for field in chats:
+        turns = _turns(record[field], f"{where}: {field!r}")
+        if not all(_is_blank(turn.get("content")) for turn in turns):
+            try:
+                text = render_chat(turns)
+                return Text(text, True, _last_turn(turns, text, render_chat))
+            except SltaError:
+                raise
+            except Exception as error:  # a chat template is a program that came with the model
+                raise SltaError(
+                    f"{where} does not fit the chat template ({one_line(error)}): give the expert a 'template'."
+                ) from error
+    groups = [fields for fields in TEXT_FIELDS if all(field in record for field in fields)]
+    for fields in groups:
+        parts = [_plain_text(record[field], f"{where}: {field!r}") for field in fields]
+        if text := "\n".join(part for part in parts if part.strip()):
+            last = len(text) - len(parts[-1])
+            return Text(text, answer=_without_blanks(text, last, len(text)) if len(parts) > 1 else None)
+    if not chats and not groups:
         raise SltaError(
             f"{where} has none of the known fields: its fields are {joined(record)}. "
             "Give the expert a 'template' that names the fields to use, such as '{question} {answer}'."
         )
     return Text("")
+
+
+def _last_turn(turns: Turns, text: str, render_chat: Callable[[Turns], str]) -> Span | None:
+    """Where in the text of a conversation its last turn is, if it is an assistant's.
+
+    The conversation is rendered once more with a mark in place of the turn's content. The text before and after the
+    mark is the template's; the content is between.
+    """
+    last, content = turns[-1], turns[-1].get("content")
+    parts = content if isinstance(content, list) else [{"text": content}]
+    spoken = [str(part["text"]) for part in parts if _holds_text(part)]
+    if last["role"] != "assistant" or not "".join(spoken).strip():
+        return None
+    marked = [part | {"text": MARK} if _holds_text(part) else part for part in parts]
+    rendered = render_chat([*turns[:-1], last | {"content": marked if parts is content else MARK}])
+    if rendered.count(MARK) != len(spoken):  # the template leaves the turn out, or repeats it
+        return None
+    begin = _shared(text, rendered[: rendered.index(MARK)])
+    end = len(text) - _shared(text[begin:][::-1], rendered[rendered.rindex(MARK) + 1 :][::-1])
+    # A template may write the beginning of the content itself, such as the tag before a chain of thought, or leave it
+    # out. More than the content shows that the template depends on the content elsewhere.
+    is_content = "".join("".join(spoken).split()).endswith("".join(text[begin:end].split()))
+    return _without_blanks(text, begin, end) if is_content else None
+
+
+def _holds_text(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("text"), str)
+
+
+def _shared(first: str, second: str) -> int:
+    """How many characters two texts share at their beginnings."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
+
+
+def _without_blanks(text: str, begin: int, end: int) -> Span | None:
+    """A part of a text without the blanks around it; None if nothing else is in it."""
+    part = text[begin:end]
+    begin += len(part) - len(part.lstrip())
+    return (begin, begin + len(part.strip())) if part.strip() else None
 
 
 def template_fields(template: str) -> list[str]:
@@ -93,38 +137,30 @@ def template_fields(template: str) -> list[str]:
         SltaError: the template is not valid, or names no field.
     """
     try:
-        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
-        every = list(_all_names(template))
-    except (ValueError, RecursionError) as error:
+        named = [(name, form) for _, name, form, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError as error:
         raise SltaError(
             f"The template {template!r} is not a valid format string ({error}): write a brace as '{{{{'."
         ) from error
-    fields = [re.split(r"[.\[]", name, maxsplit=1)[0] for name in names]
+    fields = [re.split(r"[.\[]", name, maxsplit=1)[0] for name, _ in named]
     if not fields or any(not field or field.isdigit() for field in fields):
         raise SltaError(f"The template {template!r} must name fields of a record, such as '{{question}} {{answer}}'.")
-    if wrong := [name for name in every if not _FIELD.fullmatch(name)]:
+    if wrong := [name for name, form in named if not _FIELD.fullmatch(name) or "{" in (form or "")]:
         raise SltaError(
-            f"The template {template!r} asks for {wrong[0]!r}, but it can only read a record's fields: write "
-            "'{field}', or '{field[key]}' for a part of a field."
+            f"The template {template!r} asks for {wrong[0]!r} in a way that is not known: write '{{field}}', "
+            "'{field[key]}' for a part of a field, or '{field:format}'."
         )
     return fields
 
 
-def _all_names(template: str) -> Iterator[str]:
-    """All that a template asks for, also inside the format of another field."""
-    for _, name, form, _ in string.Formatter().parse(template):
-        if name is not None:
-            yield name
-            yield from _all_names(form or "")
+class _Formatter(string.Formatter):
+    """Fills a template and keeps the text of its last field."""
 
+    last = ""
 
-class _Fields(string.Formatter):
-    """Fills a template with a record's fields; a width that would fill the memory is refused."""
-
-    def format_field(self, value: Any, format_spec: str) -> Any:
-        if re.search(r"\d{5}", format_spec):
-            raise ValueError(f"the width in {format_spec!r} is too large")
-        return super().format_field(value, format_spec)
+    def format_field(self, value: Any, format_spec: str) -> str:
+        self.last = str(super().format_field(value, format_spec))
+        return self.last
 
 
 def _fill(template: str, record: Record, where: object) -> Text:
@@ -137,19 +173,20 @@ def _fill(template: str, record: Record, where: object) -> Text:
             )
     if all(_is_blank(record[field]) for field in fields):
         return Text("")
-    values = {name: "" if value is None else value for name, value in record.items()}
+    formatter = _Formatter()
     try:
-        text = _Fields().vformat(template, (), values)
+        text = formatter.vformat(template, (), {name: "" if value is None else value for name, value in record.items()})
     except (LookupError, AttributeError, TypeError, ValueError) as error:
         raise SltaError(
             f"{where} does not fit the template {template!r} ({one_line(error)}): correct the template."
         ) from error
-    last = values[fields[-1]]
-    ends_with_it = len(fields) > 1 and template.endswith("}") and not _is_blank(last)
-    return Text(text, answer=str(last).strip() if ends_with_it else "")
+    *_, (_, last, _, _) = formatter.parse(template)
+    if len(fields) < 2 or last is None:  # the template ends with words of its own
+        return Text(text)
+    return Text(text, answer=_without_blanks(text, len(text) - len(formatter.last), len(text)))
 
 
-def _turns(value: Any, what: str) -> list[dict[str, Any]]:
+def _turns(value: Any, what: str) -> Turns:
     """The turns of a conversation, each with ``role`` and ``content``."""
     if value is None:
         return []

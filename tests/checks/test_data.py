@@ -79,7 +79,7 @@ def test_calibration_as_a_list_is_the_only_problem(family: Family) -> None:
         ("broken.jsonl", '{"text": \n', "broken JSON in line 1"),
         ("latin.txt", b"caf\xe9", "is not UTF-8 text"),
         ("shape.jsonl", '{"q": 1, "a": 2}', "has none of the known fields: its fields are q, a."),
-        ("mixed.jsonl", '{"text": "x"}\n{"q": 1}\n', "Line 2 of calibration file"),
+        ("mixed.jsonl", '{"text": "x"}\n{"q": 1}\n', "Record 2 of calibration source"),
     ],
 )
 def test_data_that_cannot_be_used(

@@ -8,13 +8,11 @@ import struct
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 from support.calibration_samples import (
     BOS,
     CHARACTERS,
     EOS,
-    SHAREGPT,
     TURNS,
     load,
     refused,
@@ -61,14 +59,12 @@ def test_text_gets_special_tokens_and_keeps_its_beginning(
 
 @pytest.mark.parametrize("text", ["<s>ab", "ab</s>", "<s>ab</s>", "<s>[INST] a</s>b", "</s>ab<s>"])
 def test_a_text_with_its_own_special_tokens_gets_no_second_ones(
-    text: str, tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+    text: str, tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": text}] * 2)
     inside = text.removeprefix("<s>").removesuffix("</s>")
     own = plain_tokenizer(inside, add_special_tokens=False, padding=False, truncation=False)["input_ids"]
     assert load(source, plain_tokenizer, samples=2).token_ids == ((BOS, *own, EOS),) * 2
-    said = [record.getMessage() for record in caplog.records if "not added again" in record.getMessage()]
-    assert len(said) == (inside != text)
 
 
 def test_a_text_of_nothing_but_special_tokens_is_empty(
@@ -78,6 +74,14 @@ def test_a_text_of_nothing_but_special_tokens_is_empty(
     assert load(source, plain_tokenizer, samples=4).token_ids == (with_special("a"),)
 
 
+def test_a_long_text_is_tokenized_as_far_as_it_is_kept(
+    tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    text = "".join(chr(97 + (i * i) % 26) for i in range(200_000))
+    source = write_jsonl(tmp_path / "long.jsonl", [{"text": text}])
+    assert load(source, plain_tokenizer, samples=1).token_ids == (with_special(text)[:100],)
+
+
 def test_chat_template_has_its_beginning_of_text_token_once(
     tmp_path: Path, chat_tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -85,14 +89,6 @@ def test_chat_template_has_its_beginning_of_text_token_once(
     expected = (BOS, *spelled("[user]hi\n[assistant]ho\n"))
     assert load(source, chat_tokenizer, samples=1).token_ids == (expected,)
     assert load(source, chat_tokenizer, samples=1, max_tokens=9).token_ids == (expected[:9],)
-
-
-def test_chat_of_a_dataset_is_that_of_a_file(tmp_path: Path, chat_tokenizer: PreTrainedTokenizerBase) -> None:
-    records = [{"conversations": SHAREGPT}]
-    source = write_jsonl(tmp_path / "a.jsonl", records)
-    datasets.Dataset.from_list(records).save_to_disk(str(tmp_path / "saved"))
-    from_dataset = load(f"hf:{tmp_path / 'saved'}", chat_tokenizer, samples=1)
-    assert from_dataset.token_ids == load(source, chat_tokenizer, samples=1).token_ids
 
 
 def test_expert_chat_template_is_loaded_once_and_only_if_the_base_has_none(
@@ -156,17 +152,10 @@ def test_a_chat_template_that_asks_for_the_date_gets_the_same_one_every_day(
         assert load(source, tokenizer, samples=1, max_tokens=500).token_ids == (expected,)
 
 
-@pytest.mark.parametrize(
-    ("name", "place"), [("a.jsonl", "Line 4 of calibration file"), ("a.json", "Record 2 of calibration source")]
-)
-def test_a_record_that_cannot_be_used_is_named_by_file_and_line(
-    name: str, place: str, tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase
-) -> None:
-    (tmp_path / name).write_text('\n{"text": "a"}\n\n{"label": "b"}\n')
-    source = str(tmp_path / name)
-    assert refused(load, source, plain_tokenizer, samples=2).startswith(
-        f"{place} {source!r} has none of the known fields"
-    )
+def test_a_record_that_cannot_be_used_is_named(tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"label": "b"}])
+    message = refused(load, source, plain_tokenizer, samples=2)
+    assert message.startswith(f"Record 2 of calibration source {source!r} has none of the known fields")
 
 
 def test_what_a_chat_template_refuses_is_said(tmp_path: Path) -> None:
@@ -241,34 +230,74 @@ def test_sha256_is_that_of_lengths_and_ids() -> None:
     assert CalibrationData("a", "", rows, (0, 1, 2), (None,) * 3, 0).sha256 == hashlib.sha256(packed).hexdigest()
 
 
-def test_sha256_depends_on_the_token_ids_alone() -> None:
-    digest = CalibrationData("a.txt", "", ((1, 2), (3,)), (0, 1), (None, None), 0).sha256
-    assert CalibrationData("b.txt", "{x}", ((1, 2), (3,)), (4, 5), ((1, 2), None), 6).sha256 == digest
-    for rows in (((1,), (2, 3)), ((3,), (1, 2)), ((1, 2, 3),), ((1, 2), (3,), ())):
-        assert CalibrationData("a.txt", "", rows, (0, 1), (None, None), 0).sha256 != digest
-
-
 # Answers
 
 
-def test_answers_are_found_in_the_rows(tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase) -> None:
-    records = [{"prompt": "abab", "completion": "cd"}, {"prompt": "abab", "completion": ""}]
-    source = write_jsonl(tmp_path / "a.jsonl", records)
-    data = load(source, plain_tokenizer, samples=2, max_tokens=500)
-    answers = dict(zip(data.records, data.answers, strict=True))
-    row = data.token_ids[data.records.index(0)]
-    assert answers[0] is not None and list(row[slice(*answers[0])]) == list(spelled("cd"))
-    assert answers[1] is None
+def marked(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase, folder: Path, template: str = "") -> str:
+    """The text of a record with what is found to be its answer in angle brackets."""
+    source = write_jsonl(folder / "a.jsonl", [record])
+    data = load(source, tokenizer, samples=1, max_tokens=500, template=template)
+    parts = [CHARACTERS[token - 3] if token >= 3 else "" for token in data.token_ids[0]]
+    if data.answers[0]:
+        begin, end = data.answers[0]
+        parts[begin : end - 1] = ["<" + parts[begin], *parts[begin + 1 : end - 1]]
+        parts[end - 1] += ">"
+    return "".join(parts)
 
 
-def test_an_answer_that_ends_with_a_line_end_is_found(tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase) -> None:
-    """Not an earlier place that spells it with its line end, and not no place."""
-    for question in ("ab", "cd\nab"):
-        source = write_jsonl(tmp_path / "a.jsonl", [{"question": question, "answer": "cd\n"}])
-        data = load(source, plain_tokenizer, samples=1, max_tokens=500, template="{question}{answer}")
-        ((begin, end),) = filter(None, data.answers)
-        assert list(data.token_ids[0][begin:end]) == list(spelled("cd"))
-        assert begin > len(question)
+@pytest.mark.parametrize(
+    ("record", "template", "text"),
+    [
+        ({"prompt": "cd", "completion": " cd "}, "", "cd\n <cd> "),
+        ({"prompt": "ab", "completion": ""}, "", "ab"),
+        ({"text": "ab"}, "", "ab"),
+        ({"q": "cd\nab", "a": "cd\n"}, "{q}{a}", "cd\nab<cd>\n"),
+        ({"q": "ab", "a": "cd"}, "{q} {a}.", "ab cd."),
+        ({"a": "cd"}, "{a}", "cd"),
+        ({"question": "ab", "answers": {"text": ["cd", "ef"]}}, "{question} {answers[text][0]}", "ab <cd>"),
+        ({"q": "cd", "a": ["cd"]}, "{q} {a[0]}", "cd <cd>"),
+        ({"q": "0.5", "a": 0.5}, "{q} {a:.2f}", "0.5 <0.50>"),
+        ({"q": "2.5 pounds", "a": 2.512}, "{q} {a:.2f}", "2.5 pounds <2.51>"),
+        ({"q": "2.512 pounds", "a": 2.512}, "{q} {a:.1f}", "2.512 pounds <2.5>"),
+    ],
+)
+def test_the_answer_is_the_part_that_ends_the_text(
+    record: dict[str, Any], template: str, text: str, tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    assert marked(record, plain_tokenizer, tmp_path, template) == text
+
+
+THINKING = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}[think]"
+    "{{ m.content.split('[end]')[0] if '[end]' in m.content }}[end]{% endif %}"
+    "{{ m.content.split('[end]')[-1] }}{% endfor %}"
+)
+PARTS = "{% for m in messages %}[{{ m.role }}]{% for p in m.content %}{{ p.text }} {% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "text"),
+    [
+        (CHAT_TEMPLATE, ["yes", " yes "], "[user]yes\n[assistant] <yes> \n"),
+        (CHAT_TEMPLATE, ["yes", "yes", "yes"], "[user]yes\n[assistant]yes\n[user]yes\n"),
+        (CHAT_TEMPLATE, ["yes", " "], "[user]yes\n[assistant] \n"),
+        (CHAT_TEMPLATE + "was it yes?", ["no", "yes"], "[user]no\n[assistant]<yes>\nwas it yes?"),
+        ("say: {% for m in messages[:-1] %}{{ m.content }}{% endfor %}", ["yes", "yes"], "say: yes"),
+        ("{% for m in messages %}{{ m.content * 2 }} {% endfor %}", ["a", "yes"], "aa yesyes "),
+        ("{{ 'say b: ' if messages[1].content == 'b' }}{{ messages[1].content }}", ["a", "b"], "say b: b"),
+        (THINKING, ["a", "yes"], "[user]a[assistant][think][end]<yes>"),
+        (THINKING, ["a", "why[end]yes"], "[user]a[assistant][think]<why[end]yes>"),
+        (PARTS, [[{"text": "yes"}], [{"type": "text", "text": "yes"}]], "[user]yes [assistant]<yes> "),
+        (PARTS, [[{"text": "a"}], [{"text": "b"}, {"text": "c"}]], "[user]a [assistant]<b c> "),
+    ],
+)
+def test_the_answer_of_a_conversation_is_its_last_turn_as_the_template_writes_it(
+    template: str, turns: list[Any], text: str, tmp_path: Path
+) -> None:
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", template)
+    roles = ["user", "assistant", "user"]
+    record = {"messages": [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]}
+    assert marked(record, tokenizer, tmp_path) == text
 
 
 def test_an_answer_that_is_cut_off_ends_beyond_its_row(

@@ -5,20 +5,17 @@ from typing import Any
 import pytest
 from support.calibration_samples import SHAREGPT, TURNS, refused
 
-from mergekit_slta.data.records import Text, record_text, template_fields
+from mergekit_slta.data.records import record_text, template_fields
 
 
-def read(record: dict[str, Any], template: str = "") -> Text:
-    return record_text(
+def as_text(record: dict[str, Any], template: str = "") -> tuple[str, bool]:
+    text, is_chat, _ = record_text(
         record,
         template,
         where="Record 7 of calibration source 'x.jsonl'",
         render_chat=lambda turns: "".join(f"<{turn['role']}>{turn['content']}" for turn in turns),
     )
-
-
-def as_text(record: dict[str, Any], template: str = "") -> tuple[str, bool]:
-    return read(record, template)[:2]
+    return text, is_chat
 
 
 @pytest.mark.parametrize(
@@ -102,40 +99,13 @@ def test_record_that_does_not_fit_is_named(record: dict[str, Any], template: str
         assert words in message
 
 
-# What would read more than a record's fields, or fill the memory.
-BEYOND = ["{q.__class__}", "{q.answer}", "{0.__class__}", "{q:{q.__class__}}", "{q[x].y}", "{q:{q[0].__doc__}}"]
-
-
-@pytest.mark.parametrize("template", ["{q:>99999999999}", "{n:.99999999f}", "{q:{n}}"])
-def test_a_template_fills_no_memory(template: str) -> None:
-    assert "too large" in refused(as_text, {"q": "a", "n": 10**9}, template)
-
-
-@pytest.mark.parametrize("template", ["{q", "q}", "{}", "{0}", "no field", " ", *BEYOND])
+@pytest.mark.parametrize(
+    "template",
+    ["{q", "q}", "{}", "{0}", "no field", " ", "{q.__class__}", "{q[x].y}", "{q[0].__doc__}", "{q:{q.__class__}}"],
+)
 def test_bad_template_is_quoted(template: str) -> None:
     assert repr(template) in refused(as_text, {"q": "a"}, template)
 
 
-@pytest.mark.parametrize(
-    ("record", "template", "answer"),
-    [
-        ({"prompt": "a", "completion": " b "}, "", "b"),
-        ({"question": "1-1=", "answer": 0}, "", "0"),
-        ({"question": "a", "answer": None}, "", ""),
-        ({"text": "a"}, "", ""),
-        ({"messages": TURNS}, "", "ho"),
-        ({"messages": TURNS[:1]}, "", ""),
-        ({"messages": [{"role": "assistant", "content": " "}], "prompt": "a", "completion": "b"}, "", "b"),
-        ({"messages": [{"from": ["gpt"], "value": "b"}]}, "", ""),
-        ({"q": "1-1=", "a": 0}, "{q} {a}", "0"),
-        ({"q": "a", "a": None}, "{q} {a}", ""),
-        ({"q": "a", "a": "b"}, "{q} {a}.", ""),
-        ({"a": "b"}, "{a}", ""),
-    ],
-)
-def test_the_answer_of_a_record(record: dict[str, Any], template: str, answer: str) -> None:
-    assert read(record, template).answer == answer
-
-
 def test_template_fields() -> None:
-    assert template_fields("{a} {b[c]}{d[0]:>{width}} {{e}}") == ["a", "b", "d"]
+    assert template_fields("{a} {b[c]}{d[0]:>5} {{e}}") == ["a", "b", "d"]
