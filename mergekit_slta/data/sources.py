@@ -1,21 +1,14 @@
 """Calibration sources: read the records of the file or dataset that a recipe names.
 
-What can be read by parts is: of ``.jsonl``, ``.csv`` and ``.txt`` files only the places of the records are kept, of
-``.parquet`` files one group of rows at a time. A ``.json`` file is one value, which is read whole.
+Local files are read whole. Data that do not fit into memory come through ``datasets``, as ``hf:FOLDER`` too.
 """
 
 from __future__ import annotations
 
-import bisect
 import csv
-import itertools
 import json
 import os
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TextIO
 
 from mergekit_slta.data.records import Record, joined, rows
@@ -25,7 +18,6 @@ from mergekit_slta.files import published_path
 DATASET_PREFIX = "hf:"
 # The csv module refuses fields over 128 KiB by default, which a document may well have.
 CSV_FIELD_LIMIT = 2**31 - 1
-BYTE_ORDER_MARK = "\ufeff"  # spreadsheets write it at the beginning of a file
 
 
 def is_dataset(source: str) -> bool:
@@ -47,24 +39,6 @@ def read_records(source: str) -> Sequence[Record]:
     if not len(records):
         raise SltaError(f"Calibration source {source!r} has no records: add some, or name another source.")
     return records
-
-
-@dataclass(frozen=True)
-class Place:
-    """Names a record in error messages: by its line in a ``.jsonl`` file, else by its number.
-
-    The file is searched for the line only when the message is written.
-    """
-
-    source: str
-    index: int
-
-    def __str__(self) -> str:
-        if is_dataset(self.source) or not self.source.lower().endswith(".jsonl"):
-            return f"Record {self.index + 1} of calibration source {self.source!r}"
-        with _open_text(os.path.expanduser(self.source)) as file:
-            lines = [number for number, line in enumerate(file, 1) if line.strip()]
-        return f"Line {lines[self.index]} of calibration file {self.source!r}"
 
 
 def check_source(source: str) -> None:
@@ -124,119 +98,45 @@ class _BrokenFile(Exception):
     """A file cannot be parsed; the text completes a sentence that begins with the file's name."""
 
 
-class _TextFile(Sequence[Record]):
-    """The records of a text file; each is read when it is used, so that memory does not grow with the file.
-
-    Args:
-        parse: yields the records of lines.
-        newline: what ends a line, as ``open`` takes it.
-        head: takes from a file's lines those that ``parse`` needs before the lines of any record.
-    """
-
-    def __init__(
-        self,
-        path: str,
-        parse: Callable[[Iterable[str]], Iterator[Record]],
-        newline: str = "",
-        head: Callable[[Iterable[str]], list[str]] = lambda lines: [],
-    ) -> None:
-        self._path, self._parse, self._newline = path, parse, newline
-        self._changed = os.stat(path).st_mtime_ns
-        self._starts = array("q")
-        with self._open() as file:
-            lines = _Lines(file)
-            self._head = head(lines)
-            start = lines.place
-        with self._open() as file:
-            lines = _Lines(file)
-            for _ in parse(lines):
-                self._starts.append(start)
-                start = lines.place
-
-    def _open(self) -> TextIO:
-        return open(self._path, encoding="utf-8", newline=self._newline)
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, index: Any) -> Any:
-        start = self._starts[index]
-        with suppress(OSError, UnicodeDecodeError, StopIteration, _BrokenFile):
-            if os.stat(self._path).st_mtime_ns == self._changed:
-                with self._open() as file:
-                    file.seek(start)
-                    return next(self._parse(itertools.chain(self._head, _Lines(file, start))))
-        raise SltaError(f"Calibration file {self._path!r} has changed since its records were counted: run it again.")
+def _read_json_lines(path: str) -> list[Record]:
+    with _open_text(path, newline="\n") as file:
+        return _parse_json_lines(file)
 
 
-class _Lines:
-    """The lines of an open UTF-8 file from a place on, in bytes, without a byte order mark at its beginning."""
-
-    def __init__(self, file: TextIO, place: int = 0) -> None:
-        self._file = file
-        self.place = place
-
-    def __iter__(self) -> Iterator[str]:
-        for line in self._file:
-            first = self.place == 0
-            self.place += len(line) if line.isascii() else len(line.encode())
-            yield line.removeprefix(BYTE_ORDER_MARK) if first else line
-
-
-def _parse_json_lines(lines: Iterable[str]) -> Iterator[Record]:
+def _parse_json_lines(lines: Iterable[str]) -> list[Record]:
+    records: list[Record] = []
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                record = json.loads(line.removeprefix(BYTE_ORDER_MARK))  # of a file that was appended to another
-            except json.JSONDecodeError as error:
-                raise _BrokenFile(f"has broken JSON in line {number} ({error.msg})") from error
-            except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of brackets
-                raise _BrokenFile(f"cannot be read in line {number} ({one_line(error)})") from error
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:  # broken, or a number of thousands of digits, or brackets
+                raise _BrokenFile(f"has broken JSON in line {number} ({one_line(error)})") from error
             if not isinstance(record, dict):
                 raise _BrokenFile(f"has no JSON object in line {number}")
-            yield record
+            records.append(record)
+    return records
 
 
-def _parse_text(lines: Iterable[str]) -> Iterator[Record]:
-    return ({"text": line.rstrip("\r\n")} for line in lines if line.strip())
+def _read_text(path: str) -> list[Record]:
+    with _open_text(path) as file:
+        return [{"text": line.rstrip("\n")} for line in file if line.strip()]
 
 
-def _parse_csv(lines: Iterable[str]) -> Iterator[Record]:
-    reader = csv.DictReader(lines, strict=True)
-    try:
-        while True:
-            with _long_fields():  # not while the record is used
-                record = next(reader, None)
-            if record is None:
-                return
-            if None in record:
-                raise csv.Error("more fields than the first line names")
-            yield record
-    except csv.Error as error:
-        raise _BrokenFile(f"has broken CSV in line {reader.reader.line_num} ({error})") from error
-
-
-def _csv_head(lines: Iterable[str]) -> list[str]:
-    """The lines of the names of the fields, which may hold line breaks in quotes."""
-    taken = []
-
-    def taking() -> Iterator[str]:
-        for line in lines:
-            taken.append(line)
-            yield line
-
-    with _long_fields(), suppress(csv.Error):  # it is said when the records are parsed
-        next(csv.reader(taking(), strict=True), None)
-    return taken
-
-
-@contextmanager
-def _long_fields() -> Iterator[None]:
+def _read_csv(path: str) -> list[Record]:
+    records: list[Record] = []
     previous = csv.field_size_limit(CSV_FIELD_LIMIT)
-    try:
-        yield
-    finally:
-        csv.field_size_limit(previous)
+    with _open_text(path, newline="") as file:
+        reader = csv.DictReader(file, strict=True)
+        try:
+            for record in reader:
+                if None in record:
+                    raise csv.Error("more fields than the first line names")
+                records.append(record)
+        except csv.Error as error:
+            raise _BrokenFile(f"has broken CSV in line {reader.reader.line_num} ({error})") from error
+        finally:
+            csv.field_size_limit(previous)
+    return records
 
 
 def _read_json(path: str) -> list[Record]:
@@ -248,10 +148,10 @@ def _read_json(path: str) -> list[Record]:
         content = json.loads(text)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":  # JSON lines are often named .json
-            return list(_parse_json_lines(text.split("\n")))
+            return _parse_json_lines(text.split("\n"))
         raise _BrokenFile(f"has broken JSON in line {error.lineno} ({error.msg})") from error
     except (ValueError, RecursionError) as error:
-        raise _BrokenFile(f"cannot be read ({one_line(error)})") from error
+        raise _BrokenFile(f"has broken JSON ({one_line(error)})") from error
     if isinstance(content, dict):
         data = content.get("data")
         content = data if _is_list_of_records(data) else rows(content)
@@ -267,43 +167,25 @@ def _is_list_of_records(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(record, dict) for record in value)
 
 
-class _Parquet(Sequence[Record]):
-    """The records of a Parquet file, of which one group of rows at a time is in memory."""
+def _read_parquet(path: str) -> list[Record]:
+    import pyarrow.parquet  # comes with datasets; slow to import
 
-    def __init__(self, path: str) -> None:
-        import pyarrow.parquet  # comes with datasets; slow to import
-
-        try:
-            self._file = pyarrow.parquet.ParquetFile(path)
-            metadata = self._file.metadata
-            groups = range(metadata.num_row_groups)
-            self._ends = list(itertools.accumulate(metadata.row_group(group).num_rows for group in groups))
-            self._group = lru_cache(maxsize=1)(self._file.read_row_group)
-            for group in groups:
-                self._group(group)  # a broken one is found before any work
-        except (pyarrow.ArrowException, OSError) as error:
-            raise _BrokenFile(f"is broken Parquet ({one_line(error)})") from error
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def __getitem__(self, index: Any) -> Any:
-        index = range(len(self))[index]
-        group = bisect.bisect_right(self._ends, index)
-        begin = self._ends[group - 1] if group else 0
-        return self._group(group).slice(index - begin, 1).to_pylist()[0]
+    try:
+        return list(pyarrow.parquet.read_table(path).to_pylist())
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _BrokenFile(f"is broken Parquet ({one_line(error)})") from error
 
 
-def _open_text(path: str) -> TextIO:
-    return open(path, encoding="utf-8-sig")
+def _open_text(path: str, newline: str | None = None) -> TextIO:
+    return open(path, encoding="utf-8-sig", newline=newline)
 
 
-READERS: dict[str, Callable[[str], Sequence[Record]]] = {
-    ".jsonl": partial(_TextFile, parse=_parse_json_lines, newline="\n"),
+READERS: dict[str, Callable[[str], list[Record]]] = {
+    ".jsonl": _read_json_lines,
     ".json": _read_json,
-    ".csv": partial(_TextFile, parse=_parse_csv, head=_csv_head),
-    ".parquet": _Parquet,
-    ".txt": partial(_TextFile, parse=_parse_text),
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+    ".txt": _read_text,
 }
 
 

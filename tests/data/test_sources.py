@@ -89,28 +89,12 @@ def test_csv_takes_long_fields_and_leaves_the_global_limit(tmp_path: Path) -> No
     assert csv.field_size_limit() == limit
 
 
-def test_records_of_a_text_file_are_read_where_they_stand(tmp_path: Path) -> None:
-    """Blank lines, line ends, byte order marks, line breaks in fields and characters of several bytes shift nothing."""
-    rows = [("text", "more\nnames"), ("é\r\n€", '"𝄞"'), ("", "\ufeffb"), ("c", "\u2028")]
-    for ends in ("\n", "\r\n", "\r"):
-        path = tmp_path / "a.csv"
-        quoted = [",".join('"' + field.replace('"', '""') + '"' for field in row) for row in rows]
-        path.write_bytes(("\ufeff" + (ends * 2).join(quoted)).encode())
-        records = read_records(str(path))
-        expected = [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
-        assert [records[index] for index in (2, 0, 1)] == [expected[index] for index in (2, 0, 1)]
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf\n{"text": "\xc3\xa9"}\r\n \n\xef\xbb\xbf{"text":\r"b"}')
-    records = read_records(str(path))
-    assert [records[1], records[0]] == [{"text": "b"}, {"text": "é"}]
-
-
 ROWS = st.lists(st.fixed_dictionaries({"a": st.text(), "é\n": st.text()}), min_size=1, max_size=5)
 
 
 @settings(max_examples=100, derandomize=True, database=None, deadline=None)
-@given(rows=ROWS, draw=st.data())
-def test_any_records_are_read_as_they_were_written(rows: list[dict[str, str]], draw: st.DataObject) -> None:
+@given(rows=ROWS)
+def test_any_records_are_read_as_they_were_written(rows: list[dict[str, str]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         writers: dict[str, Callable[[Path], Any]] = {
             "a.jsonl": lambda path: write_jsonl(path, rows),
@@ -121,17 +105,7 @@ def test_any_records_are_read_as_they_were_written(rows: list[dict[str, str]], d
         for name, write in writers.items():
             path = Path(folder, name)
             write(path)
-            records = read_records(str(path))
-            assert len(records) == len(rows)
-            for index in draw.draw(st.permutations(range(len(rows)))):
-                assert records[index] == rows[index]
-
-
-def test_a_parquet_file_is_read_group_by_group(tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"n": range(10)}), path, row_group_size=4)
-    records = read_records(str(path))
-    assert [records[index]["n"] for index in (9, 0, 4, 3, 8)] == [9, 0, 4, 3, 8]
+            assert list(read_records(str(path))) == rows
 
 
 def test_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,8 +122,8 @@ BROKEN_FILES: dict[str, tuple[bytes, list[str]]] = {
     "blank.txt": (b"\n \n", ["has no records"]),
     "empty.csv": (b"", ["has no records"]),
     "header.csv": (b"text\n", ["has no records"]),
-    "deep.jsonl": (b'{"text": "a"}\n{"text": ' + b"[" * 100_000, ["cannot be read in line 2"]),
-    "deep.json": (b"[" * 100_000, ["cannot be read"]),
+    "deep.jsonl": (b'{"text": "a"}\n{"text": ' + b"[" * 100_000, ["line 2", "broken JSON"]),
+    "deep.json": (b"[" * 100_000, ["broken JSON"]),
     "utf16.jsonl": ('{"text": "a"}\n'.encode("utf-16"), ["UTF-8"]),
     "empty_list.json": (b"[]", ["has no records"]),
     "broken.jsonl": (b'{"text": "a"}\n\n{"text": \n', ["line 3", "broken JSON"]),
@@ -174,28 +148,6 @@ def test_broken_files_are_named(name: str, tmp_path: Path) -> None:
     message = refused(read_records, str(tmp_path / name))
     for words in (str(tmp_path / name), *said):
         assert words in message
-
-
-CHANGED = {
-    "cut": b'{"text": "a"}',
-    "of other lengths": b'{"text": "longer"}\n{"text": "b"}\n',
-    "damaged": b"\xff" * 40,
-    "of other values": b"1\n" * 20,
-    "of one length": b'{"text": "d"}\n{"text": "e"}\n{"text": "f"}\n',
-    "deleted": None,
-}
-
-
-@pytest.mark.parametrize("extension", ["jsonl", "csv", "txt"])
-@pytest.mark.parametrize("change", CHANGED)
-def test_a_file_that_changes_after_its_records_were_counted(change: str, extension: str, tmp_path: Path) -> None:
-    path = tmp_path / f"a.{extension}"
-    path.write_text('{"text": "a"}\n{"text": "b"}\n{"text": "c"}\n')
-    records = read_records(str(path))
-    assert records[1]
-    content = CHANGED[change]
-    path.unlink() if content is None else path.write_bytes(content)
-    assert "has changed" in refused(lambda: records[1])
 
 
 @pytest.mark.parametrize(
