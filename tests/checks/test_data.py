@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from datetime import date
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,6 @@ from conftest import MakeFamily
 from support import families
 from support.examining import feature_recipe, look, only, problems, with_data
 from support.families import Family
-
-from mergekit_slta.recipe import samples
 
 CHAT = "{% for turn in messages %}{{ turn.content }}{% endfor %}"
 
@@ -207,18 +204,6 @@ def test_statistics_stand_for_calibration(family: Family, tmp_path: Path) -> Non
     file.unlink()
     assert len(problems(recipe)) == len(family.experts)
     assert all("has no 'calibration'" in problem for problem in problems(recipe))
-
-
-def test_chats_are_compared_as_the_file_rendered_them(
-    make_family: MakeFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    family = make_family(chat_template="{{ strftime_now('%d %b %Y') }}{{ messages[0]['content'] }}")
-    chats = [[{"role": "user", "content": text}] for text in ("one", "two")]
-    family.data[0].write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    monkeypatch.setattr(samples, "CHAT_DATE", date(2025, 1, 2))
-    file = measured(family, tmp_path / "stats.safetensors")
-    monkeypatch.undo()
-    assert problems(families.recipe(family, level="layer", statistics=str(file))) == []
 
 
 def test_statistics_that_cannot_be_read(family: Family, tmp_path: Path) -> None:
