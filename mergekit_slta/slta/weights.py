@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -25,8 +25,8 @@ class TensorWeights:
         decoder: the model's decoder.
         level: the level of the solutions.
         solutions: the solution of each submodule of the level.
-        edges: ``base`` keeps the base model's language tensors outside the decoder layers, ``mean`` gives them the
-            mean of all submodules' weights.
+        edges: ``base`` keeps the base model's language tensors outside the decoder layers, ``mean`` gives them each
+            expert's mean weight over the submodules that it was measured to change.
         towers: the same for the tensors outside the language tower of a multimodal model.
     """
 
@@ -41,7 +41,7 @@ class TensorWeights:
         self.decoder = decoder
         self.level = level
         self.solutions = solutions
-        mean = torch.stack([solution.alpha for solution in solutions.values()]).mean(0)
+        mean = _measured_mean(list(solutions.values()))
         self.edge_alpha = mean if edges == "mean" or level == "model" else torch.zeros_like(mean)
         self.tower_alpha = mean if towers == "mean" else torch.zeros_like(mean)
         self._maps = [linear_maps(layer) for layer in decoder.layers]
@@ -148,11 +148,18 @@ class TensorWeights:
         return alpha.T.reshape(*alpha.T.shape, *[1] * (stack.ndim - 1))
 
     def _mean(self, layer: int, children: frozenset[str] | None) -> torch.Tensor:
-        """Each expert's mean weight over the maps of a branch, or of the layer, whose outputs it changes; or zero."""
+        """The ``_measured_mean`` of the maps of a branch, or of the layer."""
         names = [m.name for m in self._maps[layer] if children is None or is_inside(m.module, children)]
         if not names:  # a branch without maps
             names = [m.name for m in self._maps[layer]]
-        found = [self.solutions[submodule_name(layer, name)] for name in names]
-        measured = torch.stack([own.measured for own in found])  # [maps, T]
-        alpha = torch.stack([own.alpha for own in found])
-        return torch.where(measured, alpha, 0.0).sum(0) / measured.sum(0).clamp_min(1)
+        return _measured_mean([self.solutions[submodule_name(layer, name)] for name in names])
+
+
+def _measured_mean(solutions: Sequence[SubmoduleSolution]) -> torch.Tensor:
+    """Each expert's mean weight [T] over the submodules that it was measured to change, zero where there is none.
+
+    The weight of an unmeasured submodule, such as a mixture's expert that no token reached, is zero for lack of data.
+    """
+    measured = torch.stack([own.measured for own in solutions])  # [submodules, T]
+    alpha = torch.stack([own.alpha for own in solutions])
+    return torch.where(measured, alpha, 0.0).sum(0) / measured.sum(0).clamp_min(1)

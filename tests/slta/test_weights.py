@@ -1,6 +1,7 @@
 """Which merging weights every tensor takes, against the table made by hand."""
 
 import functools
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,20 @@ def test_edges_take_the_mean_of_all_submodules_or_nothing() -> None:
         assert not TensorWeights(decoder, "attn_mlp", solutions(alpha))[name].any()
         mean = torch.stack(list(alpha.values())).mean(0)
         assert torch.allclose(TensorWeights(decoder, "attn_mlp", solutions(alpha), "mean")[name], mean)
+
+
+def test_edges_of_a_mixture_whose_tokens_reach_few_experts_take_the_mean_of_what_was_measured(
+    make_family: MakeFamily, tmp_path: Path
+) -> None:
+    """The merge of two copies of one fine-tune at level linear is that fine-tune, inside the layers and outside."""
+    family = make_family(families.config_of("mixtral", num_local_experts=32), records=1, longest=4)
+    shutil.copy(family.experts[0] / "model.safetensors", family.experts[1] / "model.safetensors")
+    recipe = families.recipe(family, level="linear", edges="mean", samples=1)
+    merged = families.load_model(families.merge(recipe, tmp_path / "merged")).state_dict()
+    base, same, _ = (model.state_dict() for model in family.models())
+    for name, tensor in same.items():
+        assert torch.allclose(merged[name], tensor, atol=1e-5), name
+        assert not torch.allclose(merged[name], base[name], atol=1e-5), name
 
 
 def test_at_level_model_edges_are_ignored() -> None:

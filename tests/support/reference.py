@@ -769,7 +769,7 @@ def merged(
                 found = [tensor_weights(n, base, models[0], alpha, level, split, edges) for n in places[name]]
                 weights = torch.stack(found).mean(0)
             else:
-                mean = torch.stack(list(alpha.values())).mean(0)
+                mean = measured_mean(alpha)
                 weights = mean if towers == "mean" else torch.zeros_like(mean)
             for index, state in enumerate(states[1:]):
                 total += weights[..., index] * (state[name] - base)
@@ -784,7 +784,7 @@ def tensor_weights(
     if level == "model":
         return alpha["model"]
     if not name.startswith(split.layers + "."):
-        mean = torch.stack(list(alpha.values())).mean(0)
+        mean = measured_mean(alpha)
         return mean if edges == "mean" else torch.zeros_like(mean)
     index, _, inside = name.removeprefix(split.layers + ".").partition(".")
     own = {key.removeprefix(f"layer.{index}").removeprefix("."): value for key, value in alpha.items()}
@@ -805,6 +805,12 @@ def tensor_weights(
     parts = {"attn": heads.mean(0), "mlp": here.get("mlp", heads.mean(0))}
     own_rows = head_rows(inside, tensor, layer, split, model.config.get_text_config(), heads)
     return own_rows if own_rows is not None else torch.stack([parts[branch] for branch in branches]).mean(0)
+
+
+def measured_mean(alpha: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Each expert's mean weight over the submodules that it changes: only where it changes nothing is it exactly 0."""
+    values = torch.stack(list(alpha.values()))
+    return values.sum(0) / values.count_nonzero(0).clamp_min(1)
 
 
 def map_weights(
