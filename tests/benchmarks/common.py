@@ -152,7 +152,7 @@ def with_setting(samples: int) -> Callable[[Callable[..., None]], Callable[..., 
             setting = Setting(**{field.name: values.pop(field.name) for field in dataclasses.fields(Setting)})
             be_quiet()
             if setting.default_products:
-                products._settings = lambda: None
+                products.EXACT = 0.0
             command(setting, **values)
 
         return functools.reduce(lambda function, option: option(function), reversed(options), run)
