@@ -8,7 +8,7 @@ that type returns. To know its form, ``try_layers`` runs one layer of each type 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,12 +22,17 @@ from mergekit_slta.layers.calls import (
     State,
     Weights,
     handed_on,
+    hidden_of,
     returned_like,
     stand_ins,
 )
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.placeholders import SmallProducts, zeros
+from mergekit_slta.layers.placeholders import SmallProducts, random_numbers, zeros
 from mergekit_slta.layers.recording import LayerRun, Reached
+from mergekit_slta.layers.residual import plain
+
+# How much rounding may change a token's hidden state, relative to the largest value.
+CAUSAL_TOLERANCE = 1e-3
 
 
 def embedding_tensors(decoder: Decoder) -> list[str]:
@@ -115,24 +120,56 @@ class Trial:
     Attributes:
         returned: for each layer, the return value of the first layer of its type.
         state: the tensors that layers pass to later layers, for one sample.
+        causal: whether no token sees a later one.
     """
 
     returned: list[Any]
     state: State
+    causal: bool = False
 
 
 def trial(decoder: Decoder) -> Trial:
     """Try the layers with weights that are all zero, which take no memory."""
     token_ids = torch.zeros(1, 2, dtype=torch.int64)
     try:
-        return try_layers(decoder, token_ids, zeros)
+        found = try_layers(decoder, token_ids, zeros)
     except SltaError:
         raise
     except Exception:  # a model's own code may raise anything where it is not given images
         if decoder.tower in (decoder.model, decoder.body):
             raise
         decoder.leave_wrapper()
-        return try_layers(decoder, token_ids, zeros)
+        found = try_layers(decoder, token_ids, zeros)
+    return replace(found, causal=is_causal(decoder) or _attend_causally(decoder))
+
+
+def _attend_causally(decoder: Decoder) -> bool:
+    """Use the attention that is given a mask, if no token sees a later one by it; by torch's own, the default, some do.
+
+    torch's own is given none for text alone. It then takes from a flag of the module whether it is causal, and where
+    prompts may be seen as a whole beside images (PaliGemma's), that flag says no.
+    """
+    default = decoder.model.config._attn_implementation
+    decoder.model.set_attn_implementation("eager")
+    if is_causal(decoder):
+        return True
+    decoder.model.set_attn_implementation(default)
+    return False
+
+
+def is_causal(decoder: Decoder) -> bool:
+    """Whether no token sees a later one; compares two samples that differ in the second of two tokens."""
+    first, second, other = some_tokens(decoder)
+    with torch.no_grad():
+        tried = try_layers(decoder, torch.tensor([[first, second], [first, other]]), random_numbers)
+    pairs = [decoder.tokens_first(plain(hidden_of(returned)))[:, 0] for returned in tried.returned]
+    return all(bool((one - two).abs().max() <= CAUSAL_TOLERANCE * one.abs().max()) for one, two in pairs)
+
+
+def some_tokens(decoder: Decoder) -> list[int]:
+    """Three tokens, none of them the padding, by which some models count positions."""
+    padding = getattr(decoder.model.config.get_text_config(), "pad_token_id", None)
+    return [token for token in range(4) if token != padding][:3]
 
 
 def try_layers(decoder: Decoder, token_ids: torch.Tensor, fill: Callable[[Weights, torch.device], Weights]) -> Trial:

@@ -15,15 +15,13 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.calls import LayerCall, Weights, hidden_of
+from mergekit_slta.layers.calls import LayerCall, Weights
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.ends import edge_state, embed, trial, try_layers
+from mergekit_slta.layers.ends import edge_state, embed, some_tokens, trial
 from mergekit_slta.layers.placeholders import SmallProducts, random_numbers, zeros
 from mergekit_slta.layers.recording import LayerRun
-from mergekit_slta.layers.residual import plain
 
-# How much rounding may change a token's hidden state, relative to the largest value.
-CAUSAL_TOLERANCE = 1e-3
+# How much rounding may change a rotary frequency.
 PREFIX_TOLERANCE = 1e-5
 
 
@@ -64,7 +62,7 @@ def token_mixers(decoder: Decoder, layer: int) -> frozenset[str]:
 
 def random_layer(decoder: Decoder, layer: int) -> tuple[Weights, torch.Tensor, LayerCall]:
     """Random weights of a layer, and its input and call for two samples that differ in the first of two tokens."""
-    first, other, last = _tokens(decoder)
+    first, other, last = some_tokens(decoder)
     edges = random_numbers(edge_state(decoder), decoder.device)
     hidden, calls = embed(decoder, torch.tensor([[first, last], [other, last]]), edges)
     generator = torch.Generator().manual_seed(0)
@@ -75,12 +73,6 @@ def random_layer(decoder: Decoder, layer: int) -> tuple[Weights, torch.Tensor, L
         for path, tensor in decoder.once(trial).state.items()
     }
     return random_numbers(decoder.layers[layer].state_dict(), decoder.device), hidden, calls[layer].own(state)
-
-
-def _tokens(decoder: Decoder) -> list[int]:
-    """Three tokens, none of them the padding, by which some models count positions."""
-    padding = getattr(decoder.model.config.get_text_config(), "pad_token_id", None)
-    return [token for token in range(4) if token != padding][:3]
 
 
 @contextlib.contextmanager
@@ -111,19 +103,12 @@ def padding_matters(decoder: Decoder, lengths: Collection[int]) -> bool:
     if len(set(lengths)) < 2 or len(ordered) < 2:
         return False
     with explained(decoder), torch.no_grad():
-        if decoder.once(trial).state or not decoder.once(is_causal):
+        tried = decoder.once(trial)
+        if tried.state or not tried.causal:
             return True
         # Frequencies that depend on the length change at some length. Comparing the longest sample with the second
         # longest and the shortest shows whether that length lies between them.
         return any(decoder.once(_length_matters, short, ordered[-1]) for short in {ordered[0], ordered[-2]})
-
-
-def is_causal(decoder: Decoder) -> bool:
-    """Whether no token sees a later one; compares two samples that differ in the second of two tokens."""
-    first, second, other = _tokens(decoder)
-    tried = try_layers(decoder, torch.tensor([[first, second], [first, other]]), random_numbers)
-    pairs = [decoder.tokens_first(plain(hidden_of(returned)))[:, 0] for returned in tried.returned]
-    return all(bool((one - two).abs().max() <= CAUSAL_TOLERANCE * one.abs().max()) for one, two in pairs)
 
 
 def _length_matters(decoder: Decoder, short: int, long: int) -> bool:

@@ -330,6 +330,15 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2_5_VLConfig",
         {"text_config": _GROUPED | {"rope_parameters": _MROPE}, "vision_config": _QWEN_VISION},
     ),
+    # Prompts beside images are seen as a whole, text alone is not.
+    "paligemma": (
+        "PaliGemmaConfig",
+        {
+            "text_config": _GROUPED | {"model_type": "gemma", "head_dim": 8},
+            "vision_config": _VISION | {"model_type": "siglip_vision_model"},
+            "projection_dim": 32,
+        },
+    ),
     "llama4_vision": (
         "Llama4Config",
         {

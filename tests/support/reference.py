@@ -302,7 +302,7 @@ _TOWER: dict[str, Any] = {
     "language": ("model.language_model.", "lm_head."),
 }
 SPLITS |= {
-    **dict.fromkeys(("qwen3_vl", "qwen2_5_vl", "mistral3"), Split(**_TOWER)),
+    **dict.fromkeys(("qwen3_vl", "qwen2_5_vl", "mistral3", "paligemma"), Split(**_TOWER)),
     "gemma4_vision": replace(SPLITS["gemma4"], **_TOWER),
     "gemma3_vision": replace(_GEMMA2, **_TOWER),
     **dict.fromkeys(
