@@ -201,8 +201,11 @@ def _as_made_by(child: str, output: Any) -> Any:
 
 
 def _as_term(child: str, value: Any) -> Any:
-    if isinstance(value, ResidualStream):  # to which the child has added by itself
-        return ResidualStream.of(plain(value), value.terms, value.sources)
+    if isinstance(value, ResidualStream):  # to which the child has added by itself, if only others' terms
+        terms, own = value.terms, Term(child, torch.zeros_like(plain(value)))
+        if terms is not None and child not in value.sources:
+            terms = (*terms, own)
+        return ResidualStream.of(plain(value), terms, value.sources | {child})
     return ResidualStream.of(value, (Term(child, value),)) if isinstance(value, torch.Tensor) else value
 
 

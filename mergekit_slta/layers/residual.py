@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-INPUT = "input"
+INPUT = "<input>"  # no child of a layer can be called that
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from mergekit_slta.layers.recording import LayerRun
 from mergekit_slta.layers.residual import INPUT, plain
 
 # The node of the graph of a layer's children that is its output.
-OUTPUT = "output"
+OUTPUT = "<output>"
 
 Nodes = frozenset[str]
 
@@ -108,6 +108,12 @@ def _told_apart(decoder: Decoder, layer: int, found: LayerStructure) -> bool:
     """Whether a branch alone makes of the layer what all together do, and another thing with other weights of it."""
     weights, hidden, call = random_layer(decoder, layer)
     base = decoder.run(layer, weights, hidden, call)
+    if found.boundary is not None:
+        changed = _with_other_rest(base.returned[found.boundary])
+        if not torch.equal(
+            decoder.run(layer, weights, hidden, call, replay={found.boundary: changed}).output, base.output
+        ):
+            return False  # what the boundary returns is more than the residual stream, such as the MLP branch's input
     others = random_numbers(decoder.layers[layer].state_dict(), decoder.device, seed=1)
     expected = {branch: found.features(branch, base).clone() for branch in found.branches}
 
@@ -120,6 +126,14 @@ def _told_apart(decoder: Decoder, layer: int, found: LayerStructure) -> bool:
         and not torch.equal(features(branch, others), expected[branch])
         for branch in found.branches
     )
+
+
+def _with_other_rest(returned: Any) -> Any:
+    """A child's return value in which only the hidden states, its first part, are as they were."""
+    if not isinstance(returned, (tuple, list)):
+        return returned
+    rest = [part + 1 if isinstance(part, torch.Tensor) else part for part in map(plain, returned[1:])]
+    return type(returned)([returned[0], *rest])
 
 
 def _branches(run: LayerRun, mixers: Nodes) -> LayerStructure | None:

@@ -7,13 +7,14 @@ import pytest
 import torch
 import transformers
 from support import families, reference
+from support.architecture_scan import small_decoder
 from support.families import LAYERS, PAD
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.calls import LayerCall
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.ends import embed, logits
-from mergekit_slta.layers.probe import is_causal, padding_matters
+from mergekit_slta.layers.ends import embed, logits, trial
+from mergekit_slta.layers.probe import padding_matters
 from mergekit_slta.layers.structure import structure
 from mergekit_slta.layers.submodules import fallbacks, layer_submodules
 
@@ -171,7 +172,7 @@ def test_padding_matters_where_a_token_sees_later_ones(config: transformers.Pret
     model, decoder, _ = opened(config)
     first, other = (model(torch.tensor([[5, 6, last]])).logits[0, 0] for last in (7, 8))
     assert not torch.allclose(first, other, atol=TOLERANCE)  # that it is such a model
-    assert not is_causal(decoder)
+    assert not decoder.once(trial).causal
     assert padding_matters(decoder, (3, 5))
 
 
@@ -268,6 +269,32 @@ def test_branches_are_found_where_a_layer_is_no_plain_sum(kind: str) -> None:
     children = {name.partition(".")[0] for name in decoder.layers[0].state_dict()}
     assert found.branches["attn"] & children == attention
     assert found.branches.get("mlp", frozenset()) & children == mlp
+
+
+def test_gates_belong_to_the_branch_that_they_add_and_norms_inside_attention_to_attention() -> None:
+    gated = small_decoder("muse_spark", "MuseSparkForConditionalGeneration")
+    found = structure(gated, 0)
+    assert found is not None
+    for branch, gate in (("attn", "post_attention_residual_gate"), ("mlp", "post_feedforward_residual_gate")):
+        assert [own for own in found.branches if gate in found.branches[own]] == [branch]
+    closed = small_decoder("blip", "BlipForConditionalGeneration")  # a child of it is called output
+    found = structure(closed, 0)
+    assert found is not None and found.boundary == "attention"
+    unused = {"crossattention"}
+    assert found.branches == {"attn": {"attention"} | unused, "mlp": {"intermediate", "output"} | unused}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture"), [("qwen4_exp_text", "Qwen4ExpForCausalLM"), ("dbrx", "DbrxForCausalLM")]
+)
+def test_a_child_that_ends_attention_and_feeds_the_mlp_apart_is_split_at_no_branch(
+    model_type: str, architecture: str
+) -> None:
+    """Its norm before the MLP would take attention's weight."""
+    decoder = small_decoder(model_type, architecture)
+    found = fallbacks(decoder, "attn_mlp")
+    assert {layer for fallback in found for layer in fallback.layers} == {*range(len(decoder))}
+    assert {fallback.coarser for fallback in found} == {"layer"}
 
 
 class Twice(torch.nn.Module):
