@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from mergekit_slta.layers.decoder import Weights
-from mergekit_slta.layers.parts import parts
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.stacks import ExpertStack
 
@@ -58,55 +57,6 @@ def _weighted_part(
     """The ``weighted_sum`` of one routed expert's matrices, from the stacks of all."""
     pairs = [(own[expert], weight[expert % len(weight)] if weight.ndim else weight) for own, weight in experts]
     return weighted_sum(base[expert], pairs)
-
-
-class StepwiseBlend:
-    """theta_0 + sum_t c_t tau_t for one setting c [T] after another, each in the memory of the one before.
-
-    One c_t tau_t is added after the other, unlike in ``weighted_sum``: a small step from the base model must not drown
-    in the rounding of (1 - c) theta_0. New memory for each setting would take longer than the sums.
-
-    Args:
-        base, experts: the tensors of the base model and of the ``T`` experts.
-    """
-
-    def __init__(self, base: Weights, experts: Sequence[Weights]) -> None:
-        self._base = base
-        self._experts = experts
-        self._made: dict[str, torch.Tensor] = {}
-
-    def at(self, setting: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors at a setting, until the next call; those of the base model or of one expert are its own."""
-        steps = [(self._experts[expert], float(setting[expert])) for expert in setting.nonzero().flatten().tolist()]
-        blended = dict(self._base)
-        for name, tensor in self._base.items():
-            pairs = [(expert[name], weight) for expert, weight in steps]
-            if not tensor.is_floating_point() or not pairs:
-                continue
-            if [weight for _, weight in pairs] == [1.0]:
-                blended[name] = pairs[0][0]
-            elif isinstance(tensor, ExpertStack):
-                part = functools.partial(_stepwise_part, tensor, pairs)
-                blended[name] = ExpertStack(tensor.shape, tensor.device, part)
-            else:
-                if name not in self._made:
-                    self._made[name] = torch.empty_like(tensor)
-                blended[name] = _add_steps(tensor, pairs, self._made[name])
-        return blended
-
-
-def _add_steps(base: torch.Tensor, experts: Sequence[tuple[torch.Tensor, float]], result: torch.Tensor) -> torch.Tensor:
-    tensors, weights = zip(*experts, strict=True)
-    for into, first, *others in parts(result, base, *tensors):
-        before = first
-        for other, weight in zip(others, weights, strict=True):
-            before = torch.add(before, other - first, alpha=weight, out=into)
-    return result
-
-
-def _stepwise_part(base: ExpertStack, experts: Sequence[tuple[torch.Tensor, float]], expert: int) -> torch.Tensor:
-    own = base[expert]
-    return _add_steps(own, [(stack[expert], weight) for stack, weight in experts], torch.empty_like(own))
 
 
 class Blend:

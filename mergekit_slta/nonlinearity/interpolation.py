@@ -3,17 +3,13 @@
 A setting c [T] stands for the weights theta_0 + sum_t c_t tau_t. Each setting runs on the base model's input to a
 layer, or as a whole model; the Gram matrices of its feature deltas are kept.
 
-Shapes: ``T`` experts, ``B`` samples in a batch, ``n`` samples of a study, ``m`` settings that are compared.
+Shapes: ``T`` experts, ``B`` samples in a batch, ``n`` samples of a study.
 """
 
 from __future__ import annotations
 
-import functools
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -22,129 +18,64 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Batch, Source, Streams, Tasks, read_edges
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers import ends
-from mergekit_slta.layers.blend import StepwiseBlend
+from mergekit_slta.layers.blend import Blend, blend
 from mergekit_slta.layers.calls import LayerCall, Weights
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.recording import LayerRun
 from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.models.checkpoint import Checkpoint
-from mergekit_slta.nonlinearity.products import BatchProducts, FirstMaps, first_maps
-from mergekit_slta.slta.features import WHOLE, ExpertRun, LayerFeatures
+from mergekit_slta.slta.features import ExpertRun, LayerFeatures
 from mergekit_slta.slta.gram import sample_grams
 
-BRANCH_LEVELS = frozenset({"attn_mlp", "head_mlp"})
-# At level model, hidden states that take more than this go to the folder for temporary files.
-MOST_HIDDEN_BYTES = 2**31
-# The number of logits of each setting that are compared at once; for each so many, the head is blended anew.
+# Logits of one setting that are compared at once: with a large vocabulary they outgrow everything else in memory.
 LOGITS = 2**24
 
 # Submodule name to [n, K, m, m] float64.
 Grams = dict[str, torch.Tensor]
-# The weights of the task vectors.
-Setting = tuple[float, ...]
-# What running a setting gives.
-Run = TypeVar("Run")
 
 
 @dataclass(frozen=True)
 class Study:
-    """Settings that are compared with each other, on the data of some experts.
+    """Settings whose features are compared, on the data of the experts in them.
 
     Attributes:
-        experts: the experts in the settings, whose data is used.
-        kept: [k, T], settings that are compared with all others.
-        others: ``K`` tensors [j, T]; the settings of each are compared with the kept ones, so that m = j + k.
+        experts: the experts in the settings.
+        kept: [k, T], settings that are compared with each other, and with each of the others.
+        others: [K, T], settings that are compared with the kept ones alone; there may be none.
     """
 
     experts: tuple[int, ...]
     kept: torch.Tensor
-    others: tuple[torch.Tensor, ...]
+    others: torch.Tensor
 
     @property
     def settings(self) -> torch.Tensor:
-        """All settings, the kept ones first."""
-        return torch.cat([self.kept, *self.others])
-
-    def no_grams(self, samples: int) -> torch.Tensor:
-        """Zeros [n, K, m, m]."""
-        compared = len(self.others[0]) + len(self.kept)
-        return torch.zeros(samples, len(self.others), compared, compared, dtype=torch.float64)
-
-
-@dataclass(frozen=True)
-class TaskStudies:
-    """The studies that use the data of one task, whose settings run once although several studies have them.
-
-    Attributes:
-        studies: by its number among all, each of the studies.
-        kept: the settings that are needed until all studies have run, the experts themselves first.
-        others: the further settings.
-    """
-
-    studies: Mapping[int, Study]
-    kept: tuple[Setting, ...]
-    others: tuple[Setting, ...]
-
-    @staticmethod
-    def of(task: int, studies: Sequence[Study]) -> TaskStudies:
-        """Those of one task among all studies."""
-        own = {number: study for number, study in enumerate(studies) if task in study.experts}
-        experts = {expert for study in own.values() for expert in study.experts}
-        kept = dict.fromkeys(row for study in own.values() for row in _rows(study.kept))
-        width = len(next(iter(kept), ()))
-        units = [tuple(float(other == expert) for other in range(width)) for expert in sorted(experts)]
-        kept = dict.fromkeys([*units, *kept])
-        further = (row for study in own.values() for others in study.others for row in _rows(others))
-        return TaskStudies(own, tuple(kept), tuple(row for row in further if row not in kept))
+        """All settings [k + K, T], the kept ones first."""
+        return torch.cat([self.kept, self.others])
 
     @property
-    def settings(self) -> tuple[Setting, ...]:
-        return self.kept + self.others
+    def comparisons(self) -> list[torch.Tensor]:
+        """The settings [m, T] of each Gram matrix: one of the others before the kept ones, or these alone."""
+        return [torch.cat([other, self.kept]) for other in self.others.split(1)]  # an empty tensor is one part
 
-    def compare(
-        self,
-        run: Callable[[Setting], Run],
-        changes: Callable[[list[Run]], Iterable[tuple[str, list[torch.Tensor]]]],
-        lengths: Sequence[int],
-    ) -> Iterator[tuple[int, int, str, torch.Tensor]]:
-        """Run the settings, and compare those that the studies compare.
-
-        Args:
-            run: runs a setting on some samples.
-            changes: for several runs, each submodule's name with its features' changes [B, S, D], one for each run.
-            lengths: the number of tokens of each sample.
-
-        Returns:
-            A study's number, the number of one of its ``others``, a submodule's name and the Gram matrices [B, m, m].
-        """
-        kept = {setting: run(setting) for setting in self.kept}
-        for number, study in self.studies.items():
-            own = [kept[setting] for setting in _rows(study.kept)]
-            known: dict[str, torch.Tensor] = {}
-            for other, settings in enumerate(study.others):
-                runs = [kept[setting] if setting in kept else run(setting) for setting in _rows(settings)]
-                for name, deltas in changes([*runs, *own]):
-                    grams = sample_grams(deltas, lengths, known.get(name))
-                    known[name] = grams[:, len(runs) :, len(runs) :]
-                    yield number, other, name, grams
-
-
-def _rows(settings: torch.Tensor) -> list[Setting]:
-    return [tuple(row) for row in settings.tolist()]
+    def no_grams(self, samples: int) -> torch.Tensor:
+        """Zeros [n, K, m, m], for the Gram matrices of all comparisons; K is 1 where there are no others."""
+        found = self.comparisons
+        return torch.zeros(samples, len(found), len(found[0]), len(found[0]), dtype=torch.float64)
 
 
 def count_passes(studies: Sequence[Study], tasks: Tasks, levels: Sequence[str]) -> int:
     """How many forward passes of one sample studies take; all layers, or all branches, count as one pass."""
-    passes = sum(map(len, tasks)) * bool(set(levels) - {"model"})
-    for task, samples in enumerate(tasks):
-        settings = len(TaskStudies.of(task, studies).settings)
-        whole = settings + 1 if "model" in levels and settings else 0  # the base model's too
-        passes += len(samples) * (whole + settings * _runs_of_layers(levels))
+    passes = sum(map(len, tasks)) * bool({*levels} - {"model"})
+    for study in studies:
+        whole = len(study.settings) + 1 if "model" in levels else 0  # the base model's too
+        passes += sum(len(tasks[task]) for task in study.experts) * (whole + len(study.settings) * _runs(levels))
     return passes
 
 
-def _runs_of_layers(levels: Sequence[str]) -> int:
-    return ("layer" in levels) + bool(BRANCH_LEVELS & set(levels))
+def _runs(levels: Sequence[str]) -> int:
+    """How often a layer runs with a setting: as a whole, and as its branches."""
+    return ("layer" in levels) + bool({"attn_mlp", "head_mlp"} & {*levels})
 
 
 def measure(
@@ -161,8 +92,8 @@ def measure(
     """Measure the Gram matrices of every study on every submodule.
 
     At levels below the model, memory holds one layer of the base model, of each expert and of one setting, and on one
-    batch the features of its task's kept settings and the products that its settings share. At level ``model`` every
-    setting has its own stream of hidden states on a task's samples, on the disk if they are large.
+    batch the features of a study's kept settings. At level ``model`` every setting of a study has its own stream of
+    hidden states.
 
     Args:
         decoder: the models' common decoder.
@@ -183,27 +114,13 @@ def measure(
     """
     ranks = ranks or Ranks()
     measured: list[Grams] = [{} for _ in studies]
-    below = [level for level in levels if level != "model"]
-    if below:
+    if below := [level for level in levels if level != "model"]:
         submodules = _Submodules(decoder, models, tasks, ranks, below, studies)
         measured = pass_layers(submodules, batch_tokens=batch_tokens, progress=progress)
-    of_model: list[list[torch.Tensor]] = [[] for _ in studies]  # by study, task after task
-    for task in range(len(tasks)) if "model" in levels else ():
-        concerned = TaskStudies.of(task, studies)
-        if not concerned.studies or not tasks[task]:
-            continue
-        samples = [own if other == task else [] for other, own in enumerate(tasks)]
-        whole = _WholeModel(decoder, models, samples, ranks, concerned)
-        tokens = sum(map(len, tasks[task]))
-        width = decoder.model.config.get_text_config().hidden_size
-        hidden_bytes = 2 * len(whole.settings) * tokens * width * torch.float32.itemsize  # before and after a layer
-        folder = Path(tempfile.gettempdir()) if hidden_bytes > MOST_HIDDEN_BYTES else None
-        found = pass_layers(whole, batch_tokens=batch_tokens, folder=folder, progress=progress)
-        for number, own_grams in found.items():
-            of_model[number].append(own_grams)
-    for grams, parts in zip(measured, of_model, strict=True):
-        if parts:
-            grams["model"] = torch.cat(parts)
+    for study, grams in zip(studies, measured, strict=True) if "model" in levels else ():
+        samples = [own if task in study.experts else [] for task, own in enumerate(tasks)]
+        whole = _WholeModel(decoder, models, samples, ranks, study)
+        grams["model"] = pass_layers(whole, batch_tokens=batch_tokens, progress=progress)
     return measured
 
 
@@ -229,7 +146,6 @@ class _Submodules(Accumulator[list[Grams]]):
         task_of = [task for task, samples in enumerate(self.tasks) for _ in samples]
         used = [[row for row, task in enumerate(task_of) if task in study.experts] for study in self.studies]
         self.places = [{row: place for place, row in enumerate(rows)} for rows in used]  # of a row in each study
-        self.concerned = [TaskStudies.of(task, self.studies) for task in range(len(self.tasks))]
         self.grams: list[Grams] = [{} for _ in self.studies]
 
     def sources(self) -> list[list[Checkpoint]]:
@@ -243,20 +159,12 @@ class _Submodules(Accumulator[list[Grams]]):
             grams |= {name: study.no_grams(len(places)) for name in names}
         run_levels = [level for level in self.levels if level != "linear"]
         features = LayerFeatures(self.decoder, layer, weights, run_levels, self.tokens)
-        first = first_maps(self.decoder, layer) if run_levels else {}
-        shared = {run: first[run] for run in features.runs}
-        watch = {module for known in shared.values() for module in known}
         maps = LayerFeatures(self.decoder, layer, weights, ["linear"], self.tokens) if "linear" in self.levels else None
-        # No run needs matrices whose outputs are known; a run of the whole layer needs those that only branches know.
-        known = [own for name, own in shared.items() if name == WHOLE or not features.whole]
-        unused = {name for own in known for found in own.values() for name in (found.weight, found.bias)}
-        needed = {name: tensor for name, tensor in weights[0].items() if name not in unused}
-        blends = StepwiseBlend(needed, weights[1:])
         for number, batch in enumerate(streams.batches):
             hidden, call = streams.hidden(0, number), streams.call(0, number)
-            base = features.run_base(hidden, call, watch)
-            if run_levels and self.concerned[batch.task].studies:
-                self._run_settings(features, shared, blends, base, hidden, call, batch, report)
+            base = features.run_base(hidden, call)
+            if run_levels:
+                self._run_settings(features, base, hidden, call, batch, report)
             if maps is not None:
                 self._combine_maps(maps, hidden, call, batch)
             streams.set_output(0, number, base.output, base.state)
@@ -273,165 +181,97 @@ class _Submodules(Accumulator[list[Grams]]):
     def _run_settings(
         self,
         features: LayerFeatures,
-        shared: FirstMaps,
-        blends: StepwiseBlend,
         base: LayerRun,
         hidden: torch.Tensor,
         call: LayerCall,
         batch: Batch,
         report: Progress,
     ) -> None:
-        """Run a layer with all settings of a task's studies on a batch."""
-        concerned = self.concerned[batch.task]
-        watch = {module for maps in shared.values() for module in maps}
-        experts: dict[int, ExpertRun] = {}
-        products = BatchProducts(shared, features.weights, base, experts)
+        """Run a layer with the settings of every study that uses the batch's task, and compare them."""
 
-        def run(setting: Setting) -> ExpertRun:
-            row = torch.tensor(setting, dtype=torch.float64)
-            own = row.nonzero().flatten().tolist()
-            if sum(setting) == 1 and len(own) == 1:
-                weights = features.weights[1 + own[0]]
-                done = features.run(weights, base, hidden, call, watch=watch)
-                experts[own[0]] = done
-            else:
-                weights = {**features.weights[0], **blends.at(row)}
-                done = features.run(weights, base, hidden, call, known=products.outputs(row))
-            report(len(batch.rows) * _runs_of_layers(self.levels))
-            # Keep only those of the setting's weights that are needed again: the map that all heads share.
-            output = [features.heads.output.weight] if features.heads is not None else []
-            return replace(done, weights={name: weights[name].clone() for name in output})
+        def run(setting: torch.Tensor) -> ExpertRun:
+            done = features.run(_at(setting, features.weights), base, hidden, call)
+            report(len(batch.rows) * _runs(self.levels))
+            return done
 
-        changes = functools.partial(features.deltas, base)
-        for index, other, name, grams in concerned.compare(run, changes, batch.lengths):
-            self._put(index, name, batch, other, grams)
+        for index, study in self._studies_of(batch):
+            kept = [run(setting) for setting in study.kept]
+            for place, other in enumerate(study.others.split(1)):
+                for name, deltas in features.deltas(base, [*map(run, other), *kept]):
+                    self._put(index, name, batch, place, sample_grams(deltas, batch.lengths))
 
     def _combine_maps(self, maps: LayerFeatures, hidden: torch.Tensor, call: LayerCall, batch: Batch) -> None:
         """Compute the linear maps' Gram matrices without running settings: a map's output is linear in its weights."""
         base = maps.run_base(hidden, call)
         for name, grams in maps.grams(base, hidden, call, batch.lengths):
-            for index, study in self.concerned[batch.task].studies.items():
-                for other, others in enumerate(study.others):
-                    settings = torch.cat([others, study.kept])
-                    self._put(index, name, batch, other, settings @ grams @ settings.T)
+            for index, study in self._studies_of(batch):
+                for place, settings in enumerate(study.comparisons):
+                    self._put(index, name, batch, place, settings @ grams @ settings.T)
 
-    def _put(self, index: int, name: str, batch: Batch, other: int, grams: torch.Tensor) -> None:
+    def _studies_of(self, batch: Batch) -> list[tuple[int, Study]]:
+        return [(index, study) for index, study in enumerate(self.studies) if batch.task in study.experts]
+
+    def _put(self, index: int, name: str, batch: Batch, comparison: int, grams: torch.Tensor) -> None:
         """Keep the Gram matrices [B, m, m] of a batch in a study."""
-        self.grams[index][name][[self.places[index][row] for row in batch.rows], other] = grams
+        self.grams[index][name][[self.places[index][row] for row in batch.rows], comparison] = grams
 
 
 @dataclass
-class _WholeModel(Accumulator[dict[int, torch.Tensor]]):
-    """One task's studies at level ``model``: each setting's hidden states through all layers, then the logits."""
+class _WholeModel(Accumulator[torch.Tensor]):
+    """A study at level ``model``: the hidden states of each setting through all layers, then the logits."""
 
-    concerned: TaskStudies
+    study: Study
 
     def __post_init__(self) -> None:
-        base = (0.0,) * (len(self.models) - 1)  # stream 0 is the base model's
-        self.settings = torch.tensor([base, *self.concerned.settings], dtype=torch.float64)
+        base = torch.zeros(1, len(self.models) - 1, dtype=torch.float64)  # stream 0 is the base model's
+        self.settings = torch.cat([base, self.study.settings])
 
     def sources(self) -> list[list[Source]]:
-        """Every setting's stream."""
-        ids = torch.tensor([0, *(token for samples in self.tasks for row in samples for token in row)])  # 0 pads
-        shared = _Embeddings(self.models, ends.embedding_tensor(self.decoder), ids.unique())
-        return [[_Start(shared, setting)] * len(self.tasks) for setting in self.settings]
+        """The stream of each setting."""
+        return [[_model_at(setting, self.models)] * len(self.tasks) for setting in self.settings]
 
     def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
-        """Run the layer with every setting's weights on its stream."""
-        blends = StepwiseBlend(weights[0], weights[1:])
+        """Run the layer with the weights of each setting on its stream."""
         for stream, setting in enumerate(self.settings):
-            blended = blends.at(setting)
+            blended = _at(setting, weights)
             for number, batch in enumerate(streams.batches):
                 streams.run_layer(stream, number, blended)
                 report(len(batch.rows))
         return {}
 
-    def finish(self, streams: Streams, report: Progress) -> dict[int, torch.Tensor]:
-        """By study, the Gram matrices [n, K, m, m] of the logits' change on the task's samples."""
+    def finish(self, streams: Streams, report: Progress) -> torch.Tensor:
+        """The Gram matrices [n, K, m, m] of the logits' change."""
         names = ends.logit_tensors(self.decoder)
-        base_edges, *edges = (read_edges(self.decoder, model, names) for model in self.models)
-        blends = StepwiseBlend(base_edges, edges)
-        most = max(1, LOGITS // self.decoder.model.config.get_text_config().vocab_size)
-        stream_of = {setting: stream for stream, setting in enumerate(self.concerned.settings, 1)}
-        samples = sum(map(len, self.tasks))
-        found = {number: study.no_grams(samples) for number, study in self.concerned.studies.items()}
-
-        def logits(stream: int, batch: int, own: slice, positions: slice) -> torch.Tensor:
-            states = streams.hidden(stream, batch, own)[:, positions]
-            return ends.logits(self.decoder, states, blends.at(self.settings[stream]))
-
+        edges = [read_edges(self.decoder, model, names) for model in self.models]
+        vocabulary = self.decoder.model.config.get_text_config().vocab_size
+        found = self.study.no_grams(sum(map(len, self.tasks)))
         for number, batch in enumerate(streams.batches):
-            for own, positions in _pieces(batch.lengths, most):
-                base = logits(0, number, own, positions)
+            width = max(1, LOGITS // (vocabulary * len(batch.rows)))
+            for start in range(0, max(batch.lengths), width):
+                hidden = [streams.hidden(s, number)[:, start : start + width] for s in range(len(self.settings))]
+                lengths = [min(max(0, length - start), width) for length in batch.lengths]
+                for place, grams in enumerate(self._compare(hidden, edges, lengths)):
+                    found[list(batch.rows), place] += grams
+        return _put_together("model", found, self.ranks)
 
-                def change(setting: Setting) -> torch.Tensor:
-                    return logits(stream_of[setting], number, own, positions).sub_(base)  # noqa: B023
+    def _compare(
+        self, hidden: Sequence[torch.Tensor], edges: Sequence[Weights], lengths: Sequence[int]
+    ) -> Iterator[torch.Tensor]:
+        """The Gram matrices [B, m, m] of each comparison, from the settings' hidden states [B, S, D]."""
 
-                lengths = [min(max(0, length - positions.start), most) for length in batch.lengths[own]]
-                rows = list(batch.rows[own])
-                for study, other, _, grams in self.concerned.compare(change, lambda own: [("model", own)], lengths):
-                    found[study][rows, other] += grams
-        return {number: _put_together("model", grams, self.ranks) for number, grams in found.items()}
+        def logits(setting: int) -> torch.Tensor:
+            return ends.logits(self.decoder, hidden[setting], _at(self.settings[setting], edges))
 
-
-def _pieces(lengths: Sequence[int], tokens: int) -> Iterator[tuple[slice, slice]]:
-    """The samples and the positions of a batch in pieces of at most ``tokens`` positions, padding included.
-
-    Args:
-        lengths: the samples' numbers of tokens, the longest first.
-        tokens: the most positions of a piece.
-    """
-    first = 0
-    while first < len(lengths):
-        longest = lengths[first]
-        last = first + max(1, tokens // longest)
-        yield from ((slice(first, last), slice(start, start + tokens)) for start in range(0, longest, tokens))
-        first = last
+        base, others = logits(0), 1 + len(self.study.kept)
+        kept = [logits(setting).sub_(base) for setting in range(1, others)]
+        for other in torch.arange(others, len(hidden)).split(1):
+            yield sample_grams([*(logits(int(setting)).sub_(base) for setting in other), *kept], lengths)
 
 
-class _Embeddings:
-    """The models' tensors before the first layer, read once; of the embedding only the rows of some tokens.
-
-    Args:
-        models: the base model, then the ``T`` experts.
-        name: the model's name of the embedding.
-        tokens: the ids [n] of the tokens that are looked up.
-    """
-
-    def __init__(self, models: Sequence[Checkpoint], name: str, tokens: torch.Tensor) -> None:
-        self._models = models
-        self._name = name
-        self._tokens = tokens
-        self._blends: StepwiseBlend | None = None
-
-    def at(
-        self, setting: torch.Tensor, names: Mapping[str, str], base_model_prefix: str, device: torch.device | str
-    ) -> dict[str, torch.Tensor]:
-        """The tensors at a setting, until the next call."""
-        if self._blends is None:
-            base, *experts = self._models
-            whole = base.read(names, base_model_prefix, device)
-            self._embedding = whole[self._name].clone()
-            own = [self._of_tokens(model.read(names, base_model_prefix, device)) for model in experts]
-            self._blends = StepwiseBlend(self._of_tokens(whole), own)
-        blended = self._blends.at(setting)
-        self._embedding[self._tokens.to(device)] = blended[self._name]
-        return {**blended, self._name: self._embedding}
-
-    def _of_tokens(self, tensors: Weights) -> Weights:
-        embedding = tensors[self._name]
-        return {**tensors, self._name: embedding[self._tokens.to(embedding.device)]}
+def _at(setting: torch.Tensor, weights: Sequence[Weights]) -> dict[str, torch.Tensor]:
+    """The tensors theta_0 + sum_t c_t tau_t of a setting c [T], from those of the base model and the experts."""
+    return blend(weights[0], weights[1:], lambda name: setting)
 
 
-@dataclass(frozen=True)
-class _Start:
-    """What a setting's stream begins with."""
-
-    embeddings: _Embeddings
-    setting: torch.Tensor
-
-    def read(
-        self, names: Mapping[str, str], base_model_prefix: str, device: torch.device | str = "cpu"
-    ) -> dict[str, torch.Tensor]:
-        """Read tensors as ``Checkpoint.read`` does; they are valid until another setting's are read."""
-        return self.embeddings.at(self.setting, names, base_model_prefix, device)
+def _model_at(setting: torch.Tensor, models: Sequence[Checkpoint]) -> Blend:
+    return Blend(models, lambda name: setting)

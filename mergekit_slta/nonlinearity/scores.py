@@ -102,7 +102,7 @@ def path_study(expert: int, experts: int) -> Study:
     """The way from the base model to one of ``experts`` experts, in ``N`` = 10 steps (A.2)."""
     steps = torch.arange(1, STEPS + 1, dtype=torch.float64) / STEPS
     direction = torch.eye(experts, dtype=torch.float64)[expert]
-    return Study((expert,), steps[:, None] * direction, (torch.zeros(0, experts, dtype=torch.float64),))
+    return Study((expert,), steps[:, None] * direction, torch.zeros(0, experts, dtype=torch.float64))
 
 
 def merge_study(group: Sequence[int], experts: int) -> Study:
@@ -110,7 +110,7 @@ def merge_study(group: Sequence[int], experts: int) -> Study:
     weights = PAIR_WEIGHTS if len(group) == 2 else TRIPLE_WEIGHTS
     unit = torch.eye(experts, dtype=torch.float64)[list(group)]
     grid = torch.tensor(list(product(weights, repeat=len(group))), dtype=torch.float64)
-    return Study(tuple(group), unit, (grid @ unit).split(1))
+    return Study(tuple(group), unit, grid @ unit)
 
 
 def plan_studies(experts: int, pairs: bool = True, triples: bool = False) -> list[Study]:
@@ -313,7 +313,7 @@ def _add_scores(result: Linearity, level: str, group: str, study: Study, grams: 
             # Skip samples on which the merge or one of the experts changes nothing.
             usable = (gram.diagonal(dim1=-2, dim2=-1) > 0).all(-1).all(-1)
             gram = gram[usable]
-            projection, cosine = projection_and_cosine(gram, torch.cat(study.others)[:, list(study.experts)])
+            projection, cosine = projection_and_cosine(gram, study.others[:, list(study.experts)])
             scores = {
                 "projection_distance": Value.of((1 - projection.mean(0)).abs()),
                 "cosine_merge": Value.of(cosine.mean(0)),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -67,10 +66,10 @@ class LayerFeatures:
             routed = linear_map.expert is not None  # of which there may be too many to keep
             self.maps[linear_map] = None if routed else MapDeltas(linear_map, weights, tokens)
 
-    def run_base(self, hidden: torch.Tensor, call: LayerCall, watch: Collection[str] = ()) -> LayerRun:
-        """Run the base model's layer on a batch [B, S, D], and record what the modules in ``watch`` get and return."""
-        capture = {linear_map.module for linear_map in self.maps} | self._head_modules() | {*watch}
-        return self.decoder.run(self.layer, self.weights[0], hidden, call, capture=capture, keep=watch)
+    def run_base(self, hidden: torch.Tensor, call: LayerCall) -> LayerRun:
+        """Run the base model's layer on a batch [B, S, D], and record what linear maps and heads get."""
+        capture = {linear_map.module for linear_map in self.maps} | self._head_modules()
+        return self.decoder.run(self.layer, self.weights[0], hidden, call, capture=capture)
 
     def grams(
         self, base: LayerRun, hidden: torch.Tensor, call: LayerCall, lengths: Sequence[int]
@@ -123,11 +122,6 @@ class LayerFeatures:
         layer = self.decoder.layers[self.layer]
         return [_changed_children(layer, self.weights[0], own) for own in self.weights[1:]]
 
-    @property
-    def runs(self) -> list[str]:
-        """The runs that a layer takes with other weights: ``WHOLE``, and the branches that are not part of it."""
-        return [WHOLE, *(b for b in self.branches if b != "attn")] if self.whole else [*self.branches]
-
     def run(
         self,
         weights: Weights,
@@ -136,8 +130,6 @@ class LayerFeatures:
         call: LayerCall,
         *,
         changed: frozenset[str] | None = None,
-        watch: Collection[str] = (),
-        known: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
     ) -> ExpertRun:
         """Run the layer with other weights on the base model's input, and its branches each on theirs.
 
@@ -148,25 +140,19 @@ class LayerFeatures:
             call: the layer's other arguments.
             changed: the children whose weights differ from the base model's; by default any may. A run without one of
                 them would repeat the base model's, which stands for it.
-            watch: modules whose inputs are recorded.
-            known: for each of ``runs``, outputs of modules that need not run.
         """
-        capture, known = self._head_modules() | {*watch}, known or {}
+        capture = self._head_modules()
         runs: dict[str, LayerRun] = {}
         if self.whole and changed is not None and not changed:
             runs[WHOLE] = base
         elif self.whole:
-            given = known.get(WHOLE, {})
-            runs[WHOLE] = self.decoder.run(self.layer, weights, hidden, call, replay=given, capture=capture)
+            runs[WHOLE] = self.decoder.run(self.layer, weights, hidden, call, capture=capture)
         whole = runs.get(WHOLE)
         for branch in self.branches:
             if changed is not None and not self.structure.branches[branch] & changed:
                 runs[branch] = base
                 continue
-            held, others = self.structure.alone(branch, weights, self.weights[0], base)
-            resting = self.structure.adding - self.structure.branches[branch]  # they have the base model's weights
-            given = known.get(branch, known.get(WHOLE, {}))
-            replay: dict[str, Any] = {m: given[m] for m in given if not is_inside(m, resting)} | others
+            held, replay = self.structure.alone(branch, weights, self.weights[0], base)
             if branch == "attn" and whole is not None:  # attention has the same input in both runs
                 only = self.structure.only(branch) - self.structure.adding
                 replay |= {name: whole.returned[name] for name in only if name in whole.returned}

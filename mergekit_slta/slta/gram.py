@@ -12,9 +12,7 @@ from mergekit_slta.layers.parts import parts
 CACHED = 2**17  # elements of the features that are multiplied at once, in float64 and with the memory for copies
 
 
-def sample_grams(
-    deltas: Sequence[torch.Tensor], lengths: Sequence[int], known: torch.Tensor | None = None
-) -> torch.Tensor:
+def sample_grams(deltas: Sequence[torch.Tensor], lengths: Sequence[int]) -> torch.Tensor:
     """Inner products of the experts' feature deltas, one matrix per sample (the sum in Eq. 14 of arXiv 2504.10902).
 
     Each sample is reduced alone and without its padding, so that neither the other samples nor the padding can change
@@ -23,21 +21,16 @@ def sample_grams(
     Args:
         deltas: ``T`` tensors of shape [B, S, D], the feature delta of each expert.
         lengths: the number of tokens of each sample, ``B`` in all.
-        known: [B, K, K], what this has returned for the last ``K`` deltas, whose products are not computed again.
 
     Returns:
         [B, T, T] float64 on the CPU, exactly symmetric.
     """
-    experts = len(deltas)
-    new = experts if known is None else experts - known.shape[-1]
     grams = []
     for row, length in enumerate(lengths):
-        total = torch.zeros(new, experts, dtype=torch.float64, device=deltas[0].device)
+        total = torch.zeros(len(deltas), len(deltas), dtype=torch.float64, device=deltas[0].device)
         for own in parts(*(delta[row, :length].reshape(-1) for delta in deltas), elements=CACHED):
             features = torch.stack(own).double()
-            total += features[:new] @ features.T
+            total += features @ features.T
         grams.append(total)
     products = torch.stack(grams).cpu()
-    if known is not None:
-        products = torch.cat([products, torch.cat([products[:, :, new:].mT, known], -1)], 1)
     return (products + products.mT) / 2

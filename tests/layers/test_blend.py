@@ -8,7 +8,7 @@ from conftest import MakeFamily
 from support import families
 from support.families import Family
 
-from mergekit_slta.layers.blend import Blend, StepwiseBlend, blend
+from mergekit_slta.layers.blend import Blend, blend
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.models.stacks import ExpertStack, stack_of
 
@@ -86,47 +86,6 @@ def test_tensors_are_read_as_float32(make_family: MakeFamily) -> None:
         Blend(families.checkpoints(family.folders), lambda name: half),
     ):
         assert read(anchor, family, ["lm_head.weight"])["lm_head.weight"].dtype == torch.float32
-
-
-def test_stepwise_a_setting_of_one_expert_is_that_expert() -> None:
-    base, first, second = ({"w": torch.randn(3, 4) * scale} for scale in (1.0, 3.0, 7.0))
-    blends = StepwiseBlend(base, [first, second])
-
-    def blended(*setting: float) -> torch.Tensor:
-        return blends.at(torch.tensor(setting))["w"]
-
-    assert torch.equal(blended(0, 1), second["w"])
-    assert torch.equal(blended(0, 0), base["w"])
-    expected = base["w"] + 0.5 * (first["w"] - base["w"]) + 0.25 * (second["w"] - base["w"])
-    assert torch.allclose(blended(0.5, 0.25), expected)
-
-
-def test_stepwise_a_small_change_does_not_drown_in_rounding() -> None:
-    """What is left of it after 0.1 of the way is as exact as the subtraction of two float32 numbers."""
-    base = torch.randn(1000)
-    expert = base + 1e-4 * torch.randn(1000)
-    step = torch.tensor([0.1], dtype=torch.float64)
-    exact = 0.1 * (expert.double() - base.double())
-
-    def error(blended: dict[str, torch.Tensor]) -> float:
-        return float((blended["w"].double() - base.double() - exact).norm())
-
-    models = {"w": base}, [{"w": expert}]
-    assert error(StepwiseBlend(*models).at(step)) < error(blend(*models, lambda name: step))
-
-
-@pytest.mark.parametrize("shape", [(), (1000,), (30, 7), (5, 6, 70)])
-def test_stepwise_parts_and_earlier_settings_change_nothing(
-    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    base, *experts = ({"w": torch.randn(shape), "n": torch.arange(3)} for _ in range(4))
-    settings = [torch.tensor(row) for row in ((0.2, 0.0, 0.7), (0.0, 0.0, 1.0), (0.3, 0.6, 0.9), (1.0, 1.0, 0.0))]
-    whole = [StepwiseBlend(base, experts).at(setting) for setting in settings]
-    monkeypatch.setattr("mergekit_slta.layers.parts.CACHED", 100)
-    blends = StepwiseBlend(base, experts)
-    for setting, wanted in zip(settings, whole, strict=True):
-        found = blends.at(setting)
-        assert torch.equal(found["w"], wanted["w"]) and torch.equal(found["n"], base["n"])
 
 
 def test_a_mixtures_experts_are_blended_one_by_one() -> None:

@@ -124,11 +124,11 @@ def test_settings_are_the_papers() -> None:
     way, pair, triple = path_study(1, 3), merge_study((0, 2), 3), merge_study((0, 1, 2), 3)
     assert torch.allclose(way.settings[:, 1], torch.arange(1, 11).double() / 10)
     assert not way.settings[:, [0, 2]].any()
-    grid = torch.cat(pair.others)
+    grid = pair.others
     assert len(grid) == len(grid.unique(dim=0)) == 25
     assert torch.allclose(grid[:, 0].unique(), torch.tensor([0.2, 0.4, 0.6, 0.8, 1.0]).double())
     assert not grid[:, 1].any()
-    grid = torch.cat(triple.others)
+    grid = triple.others
     assert len(grid) == len(grid.unique(dim=0)) == 27
     assert torch.allclose(grid.unique(), torch.tensor([0.3, 0.5, 0.7]).double())
     assert [study.experts for study in plan_studies(3, pairs=True, triples=True)] == [
@@ -206,7 +206,7 @@ def test_merges_equal_the_reference(group: tuple[int, ...], make_family: MakeFam
     levels = ("model", "attn_mlp")
     study = merge_study(group, 3)
     result = plan(family, levels, [study], tasks).measure()
-    settings = torch.cat([torch.zeros(1, 3).double(), study.kept, *study.others])
+    settings = torch.cat([torch.zeros(1, 3).double(), study.settings])
     family_models = family.models()
     models = [interpolated(family_models, setting.tolist()) for setting in settings]
     samples = [ids for expert in group for ids in tasks[expert]]
@@ -217,7 +217,7 @@ def test_merges_equal_the_reference(group: tuple[int, ...], make_family: MakeFam
             ratios, cosines, base = [], [], []
             for own in features:
                 experts, merges = own[1 : 1 + len(group)] - own[0], own[1 + len(group) :] - own[0]
-                planned = torch.cat(study.others)[:, list(group)] @ experts
+                planned = study.others[:, list(group)] @ experts
                 cosines.append(cosine(merges, planned))
                 ratios.append(merges.norm(dim=1) * cosines[-1] / planned.norm(dim=1))
                 base.append(torch.stack([cosine(a, b, dim=0) for a, b in combinations(experts, 2)]).mean())
@@ -321,13 +321,12 @@ def test_the_order_of_the_samples_does_not_matter(llama: Family) -> None:
     assert_same(first, second, 1e-6)
 
 
-def test_batches_do_not_matter_nor_where_hidden_states_are(llama: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_do_not_matter(llama: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     tasks = [samples[:2] for samples in llama.token_ids()]
     studies = [path_study(0, 3), merge_study((1, 2), 3)]
     levels = ("model", "attn_mlp")
     at_once = plan(llama, levels, studies, tasks).measure()
     assert_same(at_once, plan(llama, levels, studies, tasks, batch_tokens=30).measure(), 1e-6)
-    monkeypatch.setattr(interpolation, "MOST_HIDDEN_BYTES", 0)
     for tokens in (5, 45):  # a part of a sample, several samples
         monkeypatch.setattr(interpolation, "LOGITS", tokens * llama.config.vocab_size)
         assert_same(at_once, plan(llama, levels, studies, tasks).measure(), 1e-6)

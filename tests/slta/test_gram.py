@@ -27,15 +27,6 @@ def test_inner_products_of_the_samples_own_tokens(deltas: list[torch.Tensor]) ->
                 assert grams[row, b, c].item() == pytest.approx(expected.item(), rel=1e-12)
 
 
-@pytest.mark.parametrize("kept", [1, 3, 4])
-def test_known_products_are_not_computed_again(kept: int, deltas: list[torch.Tensor]) -> None:
-    grams = sample_grams(deltas, LENGTHS)
-    known = sample_grams(deltas[-kept:], LENGTHS)
-    found = sample_grams(deltas, LENGTHS, known)
-    assert torch.equal(found, found.mT) and torch.equal(found[:, -kept:, -kept:], known)
-    assert torch.allclose(found, grams, rtol=1e-12)
-
-
 def test_large_features_are_summed_in_parts(monkeypatch: pytest.MonkeyPatch, deltas: list[torch.Tensor]) -> None:
     whole = sample_grams(deltas, LENGTHS)
     made: list[int] = []
