@@ -21,8 +21,8 @@ from mergekit_slta.models.skeleton import hashed_computation
 from mergekit_slta.recipe.recipe import calibration_problems, name_problems
 from mergekit_slta.recipe.samples import repeated_data
 from mergekit_slta.recipe.settings import CalibrationSettings, SltaSettings
-from mergekit_slta.slta.matching import level_problems, match
-from mergekit_slta.slta.statistics import PUBLISHED_PREFIX, BaseContent, Statistics
+from mergekit_slta.slta.matching import match
+from mergekit_slta.slta.statistics import BaseContent, Statistics
 
 
 def calibration_sources(case: Case) -> list[str]:
@@ -91,22 +91,21 @@ def statistics_file(case: Case) -> list[str]:
     found = attempt(Statistics.load, path)
     if isinstance(found, SltaError):
         return [found.message]
-    level, info = settings.level, found.info
-    base = _content(case, reading.base)
+    base = case.opened.get(reading.base)
+    content = _content(case, reading.base)
+    known = None
+    if content is not None and isinstance(base, Model):
+        known = BaseContent(tensors=content, config=hashed_computation(base.config))
     experts = [_content(case, expert.reference) for expert in reading.experts]
     data = [case.experiment.samples.of(expert) if expert in case.samples else None for expert in reading.experts]
-    problems = match(info, path, reading, base, experts, data).problems
-    if level not in info.levels and not all(expert.calibration for expert in reading.experts):
-        return [
-            *problems,
-            f"{path} holds {', '.join(info.levels)} but not 'level: {level}': choose a level that it holds, or give "
-            "every expert its 'calibration', so that the level can be measured.",
-        ]
-    published = settings.statistics.startswith(PUBLISHED_PREFIX)
-    return problems + level_problems(info, path, reading, [level], published)
+    try:
+        match(found.info, path, reading, known, experts, data, [settings.level])
+    except SltaError as error:
+        return error.message.splitlines()
+    return []
 
 
-def _content(case: Case, reference: ModelReference) -> BaseContent | None:
+def _content(case: Case, reference: ModelReference) -> str | None:
     """Identify a model by samples of its tensors; None if that takes a download or unpickling."""
     model = case.opened.get(reference)
     if not isinstance(model, Model) or model.folder is None:
@@ -114,8 +113,7 @@ def _content(case: Case, reference: ModelReference) -> BaseContent | None:
     adapter = Path(reference.lora.path) if reference.lora else None
     if not all(any(folder.glob("*.safetensors")) for folder in (model.folder, adapter) if folder):
         return None
-    sample = fingerprint_of(model.folder, adapter)
-    return BaseContent(sample=sample, whole=None, config=hashed_computation(model.config))
+    return fingerprint_of(model.folder, adapter, case.options.lora_merge_dtype)
 
 
 def few_records(case: Case) -> list[str]:

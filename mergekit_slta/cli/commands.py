@@ -126,8 +126,9 @@ def calibrate(recipe: Path, stats: str, levels: list[str], **options: Any) -> No
     """Measure RECIPE's models on its calibration data, and write the statistics file STATS.
 
     The file is small, holds neither weights nor data, and is all that `solve` needs. After a crash or an
-    interruption the same command resumes the measurement. It does not change a finished file that fits, and adds
-    missing levels to it. What a merge has measured already is taken from the cache folder. On several GPUs:
+    interruption the same command resumes the measurement. It does not change a finished file, and refuses
+    one that does not fit or lacks a level. What a merge has measured already is taken from the cache folder. On
+    several GPUs:
     torchrun --nproc-per-node N -m mergekit_slta calibrate RECIPE -o STATS
     """
     from mergekit_slta.checks.examine import sound_experiment

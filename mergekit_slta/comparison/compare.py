@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import transformers
 from mergekit.common import ModelPath, ModelReference
-from mergekit.io.tasks import LoaderCache
 from pydantic import TypeAdapter
 
 from mergekit_slta import __version__, files
@@ -21,7 +20,6 @@ from mergekit_slta.comparison.scores import Group, Sample, Score, score_model
 from mergekit_slta.engine.passes import ProgressBar
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models.checkpoint import Checkpoint
-from mergekit_slta.models.fingerprint import fingerprint_of
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Expert, Recipe, calibration_problems, published_name
 from mergekit_slta.recipe.settings import CalibrationSettings
@@ -255,9 +253,7 @@ def _pieces(experiment: Experiment, path: Path) -> Group:
 
 
 def _open_result(experiment: Experiment, folder: Path) -> Checkpoint:
-    """A merged model; mergekit's loader must not remember what an earlier merge of this process left in the folder."""
     reference = ModelReference(model=ModelPath(path=str(folder)))
-    LoaderCache.loaders.pop(reference, None)
     checkpoint = Checkpoint(reference, experiment.trust_remote_code)
     checkpoint.config = experiment.model(reference).config
     return checkpoint
@@ -267,7 +263,7 @@ def _scores(experiment: Experiment, model: Checkpoint, groups: Sequence[Group], 
     """A model's scores, which are kept in the cache folder; its weights are gone afterwards."""
     bar.set_postfix_str(Path(model.folder).name)
     key = [
-        fingerprint_of(model.folder, whole=True),
+        [model.fingerprint(), sorted(model.stamps.values())],
         files.checksum(Path(model.folder) / "config.json"),
         [[list(sample) for sample in group] for group in groups],
         [__version__, torch.__version__, transformers.__version__],

@@ -24,7 +24,7 @@ from mergekit_slta.layers.submodules import resolve_name
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import calibration_problems
 from mergekit_slta.recipe.settings import ActmatSettings, FeatcalSettings
-from mergekit_slta.slta.fingerprints import fingerprint
+from mergekit_slta.slta.fingerprints import fingerprint, local_identity
 
 LOG = logger(__name__)
 
@@ -114,7 +114,7 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings) -> SolvedMode
     data = experiment.load_data(experiment.recipe.experts)
     tasks = [samples.token_ids for samples in data]
     weights = token_weights(data)
-    content = fingerprint(experiment, data).model_dump(mode="json")
+    content = local_identity(experiment, fingerprint(experiment, data))
     asked = settings.model_dump(include={"ridge", "anchor", "head"})
     asked |= {"compare": bool(settings.report), "format": FORMAT}
     asked |= {"anchor_settings": ActmatSettings().model_dump()} if settings.anchor == "actmat" else {}

@@ -31,8 +31,8 @@ from mergekit_slta.host.featcal import FeatcalMethod
 from mergekit_slta.host.sftm import SftmMethod
 from mergekit_slta.host.slta import SltaMethod
 from mergekit_slta.models.headers import WEIGHT_FILES
-from mergekit_slta.models.merged_adapters import current_loader, merge_adapter
-from mergekit_slta.models.spellings import adapt_loader, other_names, restore_loaders
+from mergekit_slta.models.merged_adapters import merge_adapter
+from mergekit_slta.models.spellings import adapt_loader, other_names, renew_loaders
 from mergekit_slta.output import card
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
@@ -107,9 +107,7 @@ def _watched(plan: Callable[..., list[Task[Any]]]) -> Callable[..., list[Task[An
     @functools.wraps(plan)
     def plan_watched(self: MergePlanner, *arguments: Any, **more: Any) -> list[Task[Any]]:
         config, options = self.config, self.options
-        restore_loaders()
-        for model in config.referenced_models() & LoaderCache.loaders.keys():
-            current_loader(model)  # an adapter may have changed since mergekit loaded it for an earlier merge
+        renew_loaders(config.referenced_models())
         for known in METHODS.values():
             known.forget()
         method = METHODS.get(config.merge_method)
@@ -192,7 +190,7 @@ def adapt_loaders(experiment: Experiment, arch_info: ModelArchitecture) -> None:
     base = experiment.model(experiment.recipe.base)
     asked = {weight.name for weight in arch_info.all_weights(base.config)}
     for reference in experiment.recipe.references:
-        stored = current_loader(reference).index.tensor_paths
+        stored = LoaderCache().get(reference).index.tensor_paths
         missing = [name for name in asked if name not in stored]
         names = other_names(base.built, stored, missing) if missing and base.built else {}
         adapt_loader(reference, names, experiment.padded_tensors(reference))

@@ -26,7 +26,7 @@ from mergekit_slta.layers.maps import output_head
 from mergekit_slta.layers.parts import parts
 from mergekit_slta.layers.submodules import resolve_name
 from mergekit_slta.models.headers import folder_headers
-from mergekit_slta.models.spellings import restore_loaders
+from mergekit_slta.models.spellings import renew_loaders
 from mergekit_slta.recipe.configuration import expert_references
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
@@ -132,7 +132,7 @@ def _plan(experiment: Experiment, folder: Path) -> list[SaveTensor]:
     config = copy.deepcopy(recipe.config)  # the planner rewrites it
     base = config.base_model or config.referenced_models()[0]
     architecture, method = get_architecture_info(config, options), registry.METHODS.get(config.merge_method)
-    restore_loaders()
+    renew_loaders(config.referenced_models())
     if method is not None:
         method.begin(experiment)
         registry.adapt_loaders(experiment, architecture)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-from mergekit.common import ModelPath
+from mergekit.common import ModelPath, ModelReference
 
 from mergekit_slta.errors import SltaError, reading
 from mergekit_slta.models import hub
@@ -18,6 +18,7 @@ from mergekit_slta.models.headers import (
     file_headers,
     hub_file_headers,
     listed,
+    weight_files,
 )
 
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")  # the first one is preferred
@@ -68,9 +69,30 @@ def adapter_config(path: ModelPath) -> dict[str, Any]:
         return content
 
 
+def adapter_settings(folder: Path) -> dict[str, Any]:
+    """The configuration of an adapter without the paths; names, which peft writes in any order, are sorted."""
+    content = adapter_config(ModelPath(path=str(folder))).items()
+    return {
+        key: sorted(value) if isinstance(value, list) and all(isinstance(name, str) for name in value) else value
+        for key, value in content
+        if key not in ("base_model_name_or_path", "revision")
+    }
+
+
 def adapter_folder(path: ModelPath, cache_dir: str | None = None) -> Path:
     """The folder with an adapter's files; an adapter on the Hub is downloaded."""
     return hub.folder_with([*ADAPTER_FILES, ADAPTER_CONFIG], path, cache_dir)
+
+
+def source_folders(reference: ModelReference, cache_dir: str | None = None) -> tuple[Path, Path | None]:
+    """The folders with the files of a model and of its adapter, if it has one; mergekit downloads them if necessary."""
+    base = Path(ModelReference(model=reference.model).local_path(cache_dir=cache_dir))
+    return base, adapter_folder(reference.lora, cache_dir) if reference.lora else None
+
+
+def source_files(folder: Path, adapter: Path | None) -> list[Path]:
+    """The files that decide a model's tensors; some need not exist, see ``weight_files``."""
+    return [*weight_files(folder), *([adapter / ADAPTER_CONFIG, adapter_weights(adapter)] if adapter else [])]
 
 
 def tokenizer_folder(path: ModelPath, cache_dir: str | None = None) -> Path | None:

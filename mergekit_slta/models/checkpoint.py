@@ -13,12 +13,14 @@ import torch
 import transformers
 from mergekit.architecture.conversion import convert_checkpoint_tensors
 from mergekit.common import ModelReference
+from mergekit.io.lazy_tensor_loader import LazyTensorLoader
+from mergekit.io.tasks import LoaderCache
 
 from mergekit_slta.errors import SltaError, reading
-from mergekit_slta.models.adapters import adapter_folder
-from mergekit_slta.models.fingerprint import fingerprint_of
+from mergekit_slta.models.adapters import source_files, source_folders
+from mergekit_slta.models.fingerprint import Stamps, fingerprint_of, stamps
 from mergekit_slta.models.headers import file_headers
-from mergekit_slta.models.merged_adapters import current_loader
+from mergekit_slta.models.merged_adapters import merge_adapter
 from mergekit_slta.models.skeleton import converted_as, model_tensor_name
 from mergekit_slta.models.stacks import ExpertStack
 
@@ -40,7 +42,6 @@ class Checkpoint:
         self.trust_remote_code = trust_remote_code
         self.rows: Mapping[str, int] = {}
         self.bytes_read = 0
-        self._identified: list[tuple[int, ...] | None] | None = None  # the files when their content was hashed
 
     def __str__(self) -> str:
         return str(self.reference)
@@ -50,13 +51,27 @@ class Checkpoint:
         return self.reference.config(trust_remote_code=self.trust_remote_code)
 
     @cached_property
-    def _loader(self):  # type: ignore[no-untyped-def]
+    def _loader(self) -> LazyTensorLoader:
+        """A loader of the files as they are now.
+
+        It is not the one that mergekit keeps from merge to merge, which may still map a file that was replaced since.
+        """
+        cache = LoaderCache()
         with reading(self, "cannot be opened", "get sound copies of its files"):
-            return current_loader(self.reference)
+            self._files = source_files(*source_folders(self.reference, cache.hf_cache_dir))
+            self._stamps = stamps(self._files)
+            merged = merge_adapter(self.reference, cache.lora_cache_dir, self.trust_remote_code, cache.lora_merge_dtype)
+            return merged.lazy_loader(cache_dir=cache.hf_cache_dir, lazy_unpickle=cache.lazy_unpickle)
 
     def open(self) -> None:
         """Find the checkpoint's files; mergekit downloads them and merges the LoRA if necessary."""
         self._loader  # noqa: B018
+
+    @property
+    def stamps(self) -> Stamps:
+        """By path, what would differ if a file of the opened checkpoint was written to or replaced."""
+        self.open()
+        return self._stamps
 
     @property
     def folder(self) -> str:
@@ -100,7 +115,7 @@ class Checkpoint:
                 each expert's part is to be read again whenever it is used: they become ``ExpertStack`` objects.
 
         Raises:
-            SltaError: a tensor is missing, or holds NaN or Inf, or the files have changed since ``fingerprint``.
+            SltaError: a tensor is missing, or holds NaN or Inf, or the files have changed since it was opened.
         """
         tensors: dict[str, torch.Tensor] = {}
         sums: dict[str, torch.Tensor] = {}
@@ -124,24 +139,14 @@ class Checkpoint:
         return tensors
 
     def refuse_changes(self) -> None:
-        """Refuse tensors of files that have changed since the model was identified by their content.
+        """Refuse tensors of files that have changed since the checkpoint was opened.
 
         Raises:
-            SltaError: a file was written to, replaced or deleted.
+            SltaError: a file was written to, replaced, added or deleted.
         """
-        if self._identified is not None and self._identified != self._stamps():
+        opened = self.stamps
+        if stamps(self._files) != opened:
             raise SltaError(f"The files of {self} have changed while they were read: run the command again.")
-
-    def _stamps(self) -> list[tuple[int, ...] | None]:
-        """For each of the files with tensors what differs once it is changed; None if it is gone."""
-        stamps: list[tuple[int, ...] | None] = []
-        for shard in self._loader.index.shards:
-            try:
-                status = os.stat(Path(self.folder) / shard.filename)
-                stamps.append((status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
-            except OSError:
-                stamps.append(None)
-        return stamps
 
     def fetch(
         self, names: Mapping[str, str], base_model_prefix: str, device: torch.device | str
@@ -268,11 +273,14 @@ class Checkpoint:
         found = (convert_checkpoint_tensors(key, sources, name) for key in converted_as(self.config))
         return next((tensor for tensor in found if tensor is not None), None)
 
-    def fingerprint(self, cache_dir: str | None = None, *, whole: bool = False) -> str:
-        """Identify the model by content; mergekit downloads it first if necessary."""
-        if self._identified is None:
-            self._identified = self._stamps()
-        if self.reference.lora is None:
-            return fingerprint_of(self.folder, whole=whole)
-        base = ModelReference(model=self.reference.model).local_path(cache_dir=cache_dir)
-        return fingerprint_of(base, adapter_folder(self.reference.lora, cache_dir), whole=whole)
+    def fingerprint(self) -> str:
+        """Identify the model by its content, before an adapter is merged into it.
+
+        Raises:
+            SltaError: the files have changed since the checkpoint was opened.
+        """
+        cache = LoaderCache()
+        self.open()
+        found = fingerprint_of(*source_folders(self.reference, cache.hf_cache_dir), cache.lora_merge_dtype)
+        self.refuse_changes()
+        return found

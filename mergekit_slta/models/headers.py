@@ -202,6 +202,16 @@ def weight_map(folder: Path) -> dict[str, list[str] | None]:
     raise SltaError(f"{folder} has no weights: mergekit needs {' or '.join(WEIGHT_FILES)}, whole or with an index.")
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The files that decide which tensors mergekit reads from a folder; those that it prefers need not exist.
+
+    Raises:
+        SltaError: as for ``weight_map``.
+    """
+    chosen = [name + index for name in WEIGHT_FILES for index in ("", ".index.json")]
+    return [folder / name for name in dict.fromkeys([*chosen, *weight_map(folder)])]
+
+
 def _indexed_files(index: Path) -> dict[str, list[str] | None]:
     files: defaultdict[str, list[str]] = defaultdict(list)
     with reading(index):

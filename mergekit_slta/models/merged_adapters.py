@@ -12,14 +12,12 @@ from pathlib import Path
 
 from filelock import FileLock
 from mergekit.common import ModelPath, ModelReference
-from mergekit.io.lazy_tensor_loader import LazyTensorLoader
 from mergekit.io.tasks import LoaderCache
 
 from mergekit_slta.errors import SltaError, logger
-from mergekit_slta.files import checksum, digest
-from mergekit_slta.models.adapters import adapter_folder, adapter_weights
-from mergekit_slta.models.fingerprint import fingerprint_of
-from mergekit_slta.models.headers import ADAPTER_CONFIG
+from mergekit_slta.files import digest
+from mergekit_slta.models.adapters import source_files, source_folders
+from mergekit_slta.models.fingerprint import fingerprint_of, stamps
 
 LOG = logger(__name__)
 NO_FOLDER = "{model} is a LoRA adapter: give mergekit a folder to merge it in with --lora-merge-cache FOLDER."
@@ -28,18 +26,6 @@ NO_FOLDER = "{model} is a LoRA adapter: give mergekit a folder to merge it in wi
 def adapter_option(references: Iterable[ModelReference]) -> str:
     """What stands behind a command that is shown, for mergekit to merge these models if one is an adapter."""
     return " --lora-merge-cache ./adapters" if any(reference.lora for reference in references) else ""
-
-
-def current_loader(reference: ModelReference) -> LazyTensorLoader:
-    """mergekit's loader of a model; an adapter whose files have changed gets a new loader."""
-    cache = LoaderCache()
-    if reference.lora is not None and cache.lora_cache_dir:  # only the first thread of a merge knows this folder
-        merged = merge_adapter(reference, cache.lora_cache_dir, cache.trust_remote_code, cache.lora_merge_dtype)
-        if reference in cache.loaders and cache.loaders[reference].index.base_path != merged.model.path:
-            del cache.loaders[reference]
-        if reference not in cache.loaders:
-            cache.loaders[reference] = merged.lazy_loader(lazy_unpickle=cache.lazy_unpickle)
-    return cache.get(reference)
 
 
 _MERGED = getattr(ModelReference.merged, "__wrapped__", ModelReference.merged)  # mergekit's own
@@ -90,12 +76,8 @@ def merge_adapter(
 
 def _merged_content(reference: ModelReference, dtype: str | None) -> str:
     """Identify everything that a merged adapter depends on: the base model, the adapter and the dtype."""
-    assert reference.lora is not None
-    cache_dir = LoaderCache().hf_cache_dir
-    base = Path(ModelReference(model=reference.model).local_path(cache_dir=cache_dir))
-    adapter = adapter_folder(reference.lora, cache_dir)
-    small = [base / "config.json", adapter / ADAPTER_CONFIG, adapter_weights(adapter)]
-    return digest([fingerprint_of(base, whole=True), *map(checksum, small), str(dtype)])
+    folders = source_folders(reference, LoaderCache().hf_cache_dir)
+    return digest([fingerprint_of(*folders, dtype), sorted(stamps(source_files(*folders)).values())])
 
 
 def merged_name(reference: ModelReference) -> str:

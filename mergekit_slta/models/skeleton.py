@@ -45,15 +45,17 @@ def converted_as(config: transformers.PretrainedConfig) -> Iterator[str]:
     yield from dict.fromkeys((*(config.architectures or ()), config.model_type, config.get_text_config().model_type))
 
 
-# Entries of a configuration, or parts of their names, that do not change what a trained model's layers compute.
-# (layer_types holds what max_window_layers stands for.)
+# Entries of a configuration that change nothing of what a trained model's layers compute, and parts of such entries'
+# names: names and versions, ids of tokens, what only training uses, what a forward pass returns beside its result, how
+# weights are stored. All others are compared, also those that nobody knows yet.
 _INERT = {
-    "_name_or_path", "architectures", "auto_map", "chunk_size_feed_forward", "dtype", "gradient_checkpointing",
-    "id2label", "is_encoder_decoder", "label2id", "max_position_embeddings", "max_sequence_length",
-    "max_window_layers", "pretraining_tp", "problem_type", "quantization_config", "return_dict", "seq_length",
-    "task_specific_params", "tie_word_embeddings", "torch_dtype", "vocab_size",
+    "_name_or_path", "architectures", "auto_map", "cache_implementation", "chunk_size_feed_forward", "dtype",
+    "gradient_checkpointing", "id2label", "initializer_factor", "initializer_range", "is_encoder_decoder", "label2id",
+    "output_attentions", "output_hidden_states", "output_router_logits", "pretraining_tp", "problem_type",
+    "quantization_config", "return_dict", "task_specific_params", "torch_dtype", "transformers_version", "use_cache",
+    "vocab_size",
 }  # fmt: skip
-_INERT_PARTS = ("cache", "drop", "init", "jitter", "loss", "output_", "summary_", "token_", "tokenizer", "version")
+_INERT_PARTS = ("dropout", "pdrop", "layerdrop", "jitter_noise", "aux_loss", "token_id", "tokenizer")
 
 
 def computation(config: transformers.PretrainedConfig) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from mergekit.io.tasks import LoaderCache
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_renamings, rename_source_key
 
-from mergekit_slta.models.merged_adapters import current_loader
 from mergekit_slta.models.skeleton import model_tensor_name
 
 
@@ -77,13 +76,19 @@ class RenamingLoader(LazyTensorLoader):
         return tensor[: self._rows.get(stored)] if stored in self._rows and tensor is not None else tensor
 
 
-def restore_loaders() -> None:
-    """Let mergekit load all checkpoints as they are again, after a merge that renamed tensors or left rows out."""
-    for reference in [own for own, loader in LoaderCache.loaders.items() if isinstance(loader, RenamingLoader)]:
-        del LoaderCache.loaders[reference]
+def renew_loaders(references: Collection[ModelReference]) -> None:
+    """Let mergekit load models as they are now, those of these references that it has loaded already at once.
+
+    Its own loaders stay from merge to merge in a process: they map a file even after it was replaced, and may be
+    ``RenamingLoader`` objects.
+    """
+    loaded = LoaderCache.loaders.keys() & references
+    LoaderCache.loaders.clear()
+    for reference in loaded:
+        LoaderCache().get(reference)
 
 
 def adapt_loader(reference: ModelReference, names: Mapping[str, str], rows: Mapping[str, int]) -> None:
     """Let mergekit load a checkpoint as a ``RenamingLoader`` does, if there is anything to rename or to leave out."""
     if names or rows:
-        LoaderCache.loaders[reference] = RenamingLoader(current_loader(reference), names, rows)
+        LoaderCache.loaders[reference] = RenamingLoader(LoaderCache().get(reference), names, rows)

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mergekit_slta.data.draw import CalibrationData
+from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.recipe import Reading, Recipe
-from mergekit_slta.slta.statistics import BaseContent, Content, Info, versions
-
-
-@dataclass(frozen=True)
-class Match:
-    """How a file fits a recipe.
-
-    Attributes:
-        order: for each of the recipe's experts its index in the file; None if it is missing there or its content is
-            unknown.
-        problems: why the file does not fit, one sentence each.
-    """
-
-    order: list[int | None]
-    problems: list[str]
+from mergekit_slta.slta.statistics import BaseContent, Info, versions
 
 
 def match(
@@ -30,9 +16,10 @@ def match(
     path: Path,
     recipe: Recipe | Reading,
     base: BaseContent | None,
-    experts: Sequence[Content | None],
+    experts: Sequence[str | None],
     data: Sequence[CalibrationData | None],
-) -> Match:
+    levels: Sequence[str],
+) -> list[int]:
     """Compare a file with a recipe: models by content, in any order; data and settings if the recipe names data.
 
     Args:
@@ -40,15 +27,21 @@ def match(
         path: the file's path.
         recipe: the recipe.
         base: the base model's content; None if only a download would show it.
-        experts: the experts' contents in the recipe's order; None likewise.
+        experts: the experts' fingerprints in the recipe's order; None likewise.
         data: the experts' samples; None for samples that are not drawn.
+        levels: the levels that the recipe needs.
+
+    Returns:
+        For each of the experts with a fingerprint its index in the file.
+
+    Raises:
+        SltaError: everything in which the file does not fit, a sentence each.
     """
-    problems = [] if base is None else _base_problems(info, path, recipe, base)
-    _, *measured = info.fingerprint.contents
-    unused = dict(enumerate(measured))
+    problems = list(_base_problems(info, path, recipe, base)) if base else []
+    unused = dict(enumerate(info.fingerprint.experts))
     order: list[int | None] = []
     for expert, content, samples in zip(recipe.experts, experts, data, strict=True):
-        equal = [index for index, known in unused.items() if content is not None and known.fits(content)]
+        equal = [index for index, known in unused.items() if known == content]
         same_data = [i for i in equal if samples is not None and info.calibration[i].sha256 == samples.sha256]
         order.append(next(iter(same_data or equal), None))
         if equal:
@@ -73,45 +66,30 @@ def match(
             for expert, index, samples in zip(recipe.experts, order, data, strict=True)
             if index is not None and samples is not None and samples.sha256 != info.calibration[index].sha256
         ]
-    return Match(order, problems)
+    if missing := [level for level in levels if level not in info.levels]:
+        asked = " ".join(f"--level {level}" for level in (*info.levels, *missing))
+        problems.append(
+            f"{path} lacks the level {', '.join(missing)} (it holds {', '.join(info.levels)}): use a level that it "
+            f"holds, or measure another file with 'mergekit-slta calibrate {asked}'."
+        )
+    if problems:
+        raise SltaError(*problems)
+    return [index for index in order if index is not None]
 
 
-def _base_problems(info: Info, path: Path, recipe: Recipe | Reading, base: BaseContent) -> list[str]:
+def _base_problems(info: Info, path: Path, recipe: Recipe | Reading, base: BaseContent) -> Iterator[str]:
     known = info.fingerprint.base
-    if not info.fingerprint.contents[0].fits(base):
-        return [
-            f"The base model {recipe.base} is not the one that {path} was measured on ('{info.base_model}', "
-            "other content): use that base model or other statistics."
-        ]
-    if not isinstance(known, BaseContent):
-        return []
     # Another version of transformers may add or drop entries.
     same_version = info.versions.get("transformers") == versions()["transformers"]
     names = known.config.keys() | base.config.keys() if same_version else known.config.keys() & base.config.keys()
     changed = sorted(name for name in names if known.config.get(name) != base.config.get(name))
-    if not changed:
-        return []
-    return [
-        f"The configuration of the base model {recipe.base} is not the one that {path} was measured with (other "
-        f"{', '.join(changed)}): change it back, or measure into another file."
-    ]
-
-
-def level_problems(
-    info: Info, path: Path, recipe: Recipe | Reading, levels: Collection[str], published: bool
-) -> list[str]:
-    """Why the recipe cannot use or add levels that the file lacks."""
-    missing = [level for level in levels if level not in info.levels]
-    if not missing:
-        return []
-    if published:
-        return [
-            f"The published statistics lack the level {', '.join(missing)} (they hold {', '.join(info.levels)}): use "
-            "a level that they hold, or measure into your own file."
-        ]
-    if len(recipe.experts) == len(info.models) and all(expert.calibration for expert in recipe.experts):
-        return []
-    return [
-        f"{path} lacks the level {', '.join(missing)}, which can be added only by a recipe with all of the file's "
-        f"experts ({', '.join(info.models)}) and their calibration data."
-    ]
+    if known.tensors != base.tensors:
+        yield (
+            f"The base model {recipe.base} is not the one that {path} was measured on ('{info.base_model}', "
+            "other content): use that base model or other statistics."
+        )
+    elif changed:
+        yield (
+            f"The configuration of the base model {recipe.base} is not the one that {path} was measured with (other "
+            f"{', '.join(changed)}): change it back, or measure into another file."
+        )

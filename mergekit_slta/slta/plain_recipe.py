@@ -282,7 +282,7 @@ def _header(solution: Solution, edges: Mapping[str, str]) -> str:
         "Share of each expert's feature change that the merge keeps, on the calibration samples:",
         *(f"  {name}: {_kept(solution, index)}" for index, name in enumerate(info.models)),
         "Fingerprint of the statistics:",
-        f"  base {info.base_model}: {info.fingerprint.base}",
+        f"  base {info.base_model}: {info.fingerprint.base.tensors}",
         *(
             f"  expert {name}: {content}, data {data.sha256}"
             for name, content, data in zip(info.models, info.fingerprint.experts, info.calibration, strict=True)

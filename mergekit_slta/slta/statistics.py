@@ -30,7 +30,7 @@ from mergekit_slta.models import hub
 from mergekit_slta.slta.solution import Solution
 from mergekit_slta.slta.solver import solve
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 METADATA_KEY = "mergekit_slta"
 PUBLISHED_PREFIX = "hf:"
 # Where a merge keeps its statistics in its output: in a folder, because some programs load every .safetensors file
@@ -48,61 +48,32 @@ class CalibrationInfo(BaseModel):
     sha256: str
 
 
-class Content(BaseModel):
-    """Identifies a model by the content of its tensors, independent of its folder and files.
-
-    Attributes:
-        sample: a hash of the tensors' names, shapes, dtypes and a few bytes of each; cheap to compute.
-        whole: a hash of all their bytes, which also shows an edit of a few rows; None if they were not read.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    sample: str
-    whole: str | None
-
-    def __str__(self) -> str:
-        return self.whole or self.sample
-
-    def fits(self, other: Content) -> bool:
-        """Whether two models are equal, by their samples and, if both are known, by all bytes."""
-        return self.sample == other.sample and (None in (self.whole, other.whole) or self.whole == other.whole)
-
-
-class BaseContent(Content):
+class BaseContent(BaseModel):
     """Identifies the base model, whose layers run the weights of every model.
 
     Attributes:
+        tensors: a hash of its tensors, as of an expert's.
         config: the entries of its configuration that may affect the layers' results, each with a hash of its value.
     """
 
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    tensors: str
     config: dict[str, str]
 
 
 class Fingerprint(BaseModel):
-    """Identifies the models, the data and the settings of a measurement, to compare a file with a recipe.
-
-    Older versions wrote a model as one string, its sample. Such files can be compared neither by all bytes nor by the
-    base model's configuration.
-    """
+    """Identifies the models, the data and the settings of a measurement, to compare a file with a recipe."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    base: BaseContent | str
-    experts: tuple[Content | str, ...]
+    base: BaseContent
+    experts: tuple[str, ...]
     tokens: str
     settings: str
-
-    @property
-    def contents(self) -> list[Content]:
-        """The base model, then the experts."""
-        return [
-            content if isinstance(content, Content) else Content(sample=content, whole=None)
-            for content in (self.base, *self.experts)
-        ]
 
 
 class Info(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
-    format_version: Literal[1]
+    format_version: Literal[2]
     levels: tuple[str, ...]
     base_model: str
     models: tuple[str, ...]
@@ -193,6 +164,16 @@ class Statistics:
                 update={"models": models, "calibration": calibration, "fingerprint": fingerprint}
             ),
         )
+
+    def at_levels(self, levels: Collection[str]) -> Statistics:
+        """The statistics of some of the levels, as if only they had been measured."""
+        names = {name for level in levels for name in self.submodules(level)}
+        chosen = {
+            "levels": tuple(level for level in self.info.levels if level in levels),
+            "fallbacks": tuple(fallback for fallback in self.info.fallbacks if fallback.level in levels),
+        }
+        grams = {name: gram for name, gram in self.grams.items() if name in names}
+        return replace(self, grams=grams, info=self.info.model_copy(update=chosen))
 
     def first_samples(self, count: int) -> Statistics:
         """The statistics of each task's first ``count`` samples, or of all samples if a task has fewer.
@@ -368,8 +349,8 @@ def _parse_info(text: str, path: Path) -> Info:
         version = content.get("format_version")
     except (ValueError, AttributeError, RecursionError):
         raise SltaError(f"{path} has unreadable metadata: get it or measure it again.") from None
-    if isinstance(version, int) and version > FORMAT_VERSION:
-        raise SltaError(f"{path} is of format version {version}: this needs a newer mergekit-slta.")
+    if version != FORMAT_VERSION:
+        raise SltaError(f"{path} is of format version {version}, not {FORMAT_VERSION}: measure it again.")
     try:
         return Info.model_validate(content)
     except ValidationError as error:

@@ -1,11 +1,13 @@
 """The fingerprint goes by a model's content alone, and keeps the values that published statistics carry."""
 
+import json
 import os
 import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from mergekit.common import ModelReference
@@ -16,7 +18,6 @@ from support.copies import edit_tensors, edited, pickled, pickled_shards, sharde
 from support.families import Family
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.models import fingerprint
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.fingerprint import fingerprint_of
 
@@ -52,7 +53,6 @@ def test_published_fingerprints_still_fit_their_models(tmp_path: Path) -> None:
     torch.save(tensors, tmp_path / "pickled" / "pytorch_model.bin")
     for folder in (tmp_path / "safetensors", tmp_path / "pickled"):
         assert fingerprint_of(folder) == "43efb438767c2b945ae1547fabbbbdf1e5d40a6065e8be6b72ddd749a376e387"
-        assert fingerprint_of(folder, whole=True) == "89f1ad5da5db0189b4d944d6889a01679c4ec6785b1096299ddd5e404565209b"
 
 
 def test_the_folder_does_not_enter_the_fingerprint(llama: Family, tmp_path: Path) -> None:
@@ -78,50 +78,24 @@ def test_other_content_has_another_fingerprint(llama: Family, tmp_path: Path) ->
     assert len(set(found)) == len(found)
 
 
-def change_a_row(tensors: dict[str, torch.Tensor]) -> None:
-    """An edit that no sampled byte shows."""
-    tensors["model.embed_tokens.weight"][5] += 1
-
-
-def prints(folder: Path | str) -> tuple[str, str]:
-    """A model's fingerprints by samples and by all bytes."""
-    return opened(folder).fingerprint(), opened(folder).fingerprint(whole=True)
-
-
-@pytest.mark.parametrize("layout", [shutil.copytree, *LAYOUTS])
-def test_an_edit_of_a_row_shows_where_all_bytes_are_read(
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_layout_does_not_enter_the_fingerprint(
     layout: Callable[[Path, Path], Path], llama: Family, tmp_path: Path
 ) -> None:
-    changed = edited(llama.base, tmp_path / "edited", change_a_row)
-    sample, whole = prints(layout(changed, tmp_path / "copy"))
-    assert sample == prints(llama.base)[0]
-    assert whole != prints(llama.base)[1]
-    adapter = write_adapter(llama.base, tmp_path / "adapter")
-    assert prints(f"{changed}+{adapter}")[1] != prints(f"{llama.base}+{adapter}")[1]
+    assert opened(layout(llama.base, tmp_path / "copy")).fingerprint() == opened(llama.base).fingerprint()
 
 
-def test_a_large_file_is_read_whole_once_until_it_changes(
-    family: Family, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def found() -> tuple[str, int]:
-        """The fingerprint, and how many files were read for it."""
-        caplog.clear()
-        return fingerprint_of(family.base, whole=True), caplog.text.count("Reading all of")
+def test_stamps_show_an_edit_of_a_row_that_the_fingerprint_does_not(family: Family) -> None:
+    def change_a_row(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.embed_tokens.weight"][5] += 1
 
-    caplog.set_level("INFO")
-    small = found()
-    monkeypatch.setattr(fingerprint, "REMEMBERED_FROM", 0)
-    assert [found() for _ in range(2)] == [(small[0], 1), (small[0], 0)]
-    (known,) = (Path(os.environ["XDG_CACHE_HOME"]) / "mergekit-slta" / "hashes").iterdir()
-    assert str(family.base) not in known.read_text()
-    known.write_text(known.read_text()[:100])
-    assert found() == (small[0], 1)
-    status = (family.base / "model.safetensors").stat()
+    before = opened(family.base)
+    known, stamps = before.fingerprint(), before.stamps
+    date = (family.base / "model.safetensors").stat().st_mtime_ns
     edit_tensors(family.base, change_a_row)
-    os.utime(family.base / "model.safetensors", ns=(status.st_atime_ns, status.st_mtime_ns))
-    changed = found()
-    assert changed[0] != small[0]
-    assert (changed[1], found()) == (1, (changed[0], 0))
+    os.utime(family.base / "model.safetensors", ns=(date, date))
+    assert opened(family.base).fingerprint() == known
+    assert opened(family.base).stamps != stamps
 
 
 def test_a_lora_is_known_by_its_base_and_its_adapter(llama: Family, tmp_path: Path) -> None:
@@ -131,11 +105,40 @@ def test_a_lora_is_known_by_its_base_and_its_adapter(llama: Family, tmp_path: Pa
     first = write_adapter(llama.base, tmp_path / "first")
     copy = shutil.copytree(first, tmp_path / "copy")
     assert fingerprint(llama.base, first) == fingerprint(llama.base, copy)
+    moved = copy / "adapter_config.json"
+    moved.write_text(json.dumps(json.loads(moved.read_text()) | {"base_model_name_or_path": "org/base"}))
+    assert fingerprint(llama.base, first) == fingerprint(llama.base, copy)
     retrained = write_adapter(llama.base, tmp_path / "retrained", seed=1)
-    rescaled = write_adapter(llama.base, tmp_path / "rescaled", alpha=16)
-    found = [fingerprint(llama.base, adapter) for adapter in (first, retrained, rescaled)]
+    found = [fingerprint(llama.base, adapter) for adapter in (first, retrained)]
     found += [fingerprint(llama.experts[0], first), opened(llama.base).fingerprint()]
     assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "entry"),
+    [(peft.LoraConfig(r=2, lora_alpha=8), "lora_alpha"), (peft.LoHaConfig(r=2, alpha=8), "alpha")],
+    ids=["LoRA", "LoHa"],
+)
+def test_an_adapter_of_another_scale_is_another_model(
+    kind: peft.PeftConfig, entry: str, llama: Family, tmp_path: Path
+) -> None:
+    found = []
+    for scale in (8, 40):
+        folder = write_adapter(llama.base, tmp_path / str(scale))
+        kind.base_model_name_or_path = str(llama.base)
+        content = kind.to_dict() | {entry: scale}
+        (folder / "adapter_config.json").write_text(json.dumps(content, default=list))
+        found.append(opened(f"{llama.base}+{folder}").fingerprint())
+    assert found[0] != found[1]
+
+
+def test_an_adapter_merged_in_another_type_is_another_model(
+    llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"{llama.base}+{write_adapter(llama.base, tmp_path / 'adapter')}"
+    before = opened(name).fingerprint()
+    monkeypatch.setattr(LoaderCache(), "lora_merge_dtype", "bfloat16")
+    assert opened(name).fingerprint() != before
 
 
 def test_a_folder_without_an_adapter_is_refused(llama: Family, tmp_path: Path) -> None:

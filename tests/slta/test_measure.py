@@ -14,10 +14,12 @@ import transformers
 from conftest import MakeFamily
 from mergekit.io.tasks import LoaderCache
 from safetensors import safe_open
+from safetensors.torch import load_file
 from support import families
-from support.copies import edited, sharded
-from support.examining import larger_vocabulary, problems
+from support.copies import edit_tensors, edited, sharded
+from support.examining import edit_config, larger_vocabulary, problems
 from support.families import Family
+from transformers import AutoModelForCausalLM
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.levels import Fallback
@@ -85,7 +87,7 @@ def test_rows_are_the_samples_that_the_settings_draw(llama: Family, path: Path) 
     assert all(torch.equal(found.grams[name], gram) for name, gram in expected.items())
 
 
-def test_what_is_no_level_is_refused_before_anything_is_made(llama: Family, tmp_path: Path, no_measuring: None) -> None:
+def test_an_unknown_level_is_refused_before_anything_is_made(llama: Family, tmp_path: Path, no_measuring: None) -> None:
     with pytest.raises(SltaError, match=r"'layers' is not one of model, layer, attn_mlp, head_mlp, linear\."):
         measured(recipe(llama), tmp_path / "stats.safetensors", "layers")
     assert not list(tmp_path.iterdir())
@@ -212,20 +214,6 @@ def change_base(content: dict[str, Any], llama: Family, tmp_path: Path) -> None:
     content["models"] = content["models"][1:]
 
 
-def change_row(content: dict[str, Any], llama: Family, tmp_path: Path) -> None:
-    def edit(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["model.layers.0.mlp.up_proj.weight"][5] += 1
-
-    content["models"][1]["model"] = str(edited(llama.experts[1], tmp_path / "row", edit))
-
-
-def change_row_of_base(content: dict[str, Any], llama: Family, tmp_path: Path) -> None:
-    def edit(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["model.embed_tokens.weight"][5] += 1
-
-    content["base_model"] = str(edited(llama.base, tmp_path / "row", edit))
-
-
 def change_configuration(content: dict[str, Any], llama: Family, tmp_path: Path) -> None:
     base = shutil.copytree(llama.base, tmp_path / "stretched")
     config = json.loads((base / "config.json").read_text())
@@ -261,9 +249,7 @@ def change_setting(name: str, value: int) -> Callable[[dict[str, Any], Family, P
     ("change", "words"),
     [
         (change_base, r"base model .*expert0 is not the one"),
-        (change_row_of_base, r"base model .*row is not the one"),
         (change_configuration, r"stretched is not the one .* \(other rms_norm_eps, rope_parameters\.rope_theta\)"),
-        (change_row, r"expert .*row is not one of the models"),
         (leave_out_a_calibration, r"Some experts have a 'calibration', but not .*expert1: "),
         (change_expert, r"expert .*retrained is not one of the models"),
         (change_records, r"other\.jsonl' of .*expert2 gives other tokens than 'task2\.jsonl'"),
@@ -273,9 +259,7 @@ def change_setting(name: str, value: int) -> Callable[[dict[str, Any], Family, P
     ],
     ids=[
         "base",
-        "row of base",
         "configuration",
-        "row of expert",
         "a calibration",
         "expert",
         "data",
@@ -298,9 +282,8 @@ def test_a_mismatch_names_the_part_and_overwrites_nothing(
         measured(content, path)
     assert str(path) in caught.value.message or change is leave_out_a_calibration
     assert path.read_bytes() == before
-    if change not in (change_row, change_row_of_base):  # for these all bytes have to be read
-        content["parameters"]["statistics"] = str(path)
-        assert problems(content, merging=False) == [caught.value.message]
+    content["parameters"]["statistics"] = str(path)
+    assert problems(content, merging=False) == [caught.value.message]
 
 
 def test_all_that_does_not_fit_is_said_at_once(no_measuring: None, llama: Family, path: Path, tmp_path: Path) -> None:
@@ -322,21 +305,6 @@ def older(path: Path, content: dict[str, Any], **versions: str) -> None:
     replace(found, info=Info.model_validate(info)).save(path)
 
 
-def test_a_file_of_an_older_version_is_compared_by_samples_which_is_said(
-    no_measuring: None, llama: Family, path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    measured(recipe(llama), path)
-    assert "older version" not in caplog.text
-    base, *experts = (content.sample for content in Statistics.load(path).info.fingerprint.contents)
-    older(path, {"base": base, "experts": experts})
-    measured(recipe(llama, experts=[2, 0], calibration=False), path)
-    assert f"{path} is of an older version" in caplog.text
-    content = recipe(llama)
-    change_expert(content, llama, tmp_path)
-    with pytest.raises(SltaError, match="retrained is not one of the models"):
-        measured(content, path)
-
-
 def test_an_entry_that_another_transformers_does_not_know_is_not_compared(
     no_measuring: None, llama: Family, path: Path
 ) -> None:
@@ -352,46 +320,34 @@ def test_an_entry_that_another_transformers_does_not_know_is_not_compared(
 # Levels
 
 
-def test_a_missing_level_is_added(llama: Family, path: Path, tmp_path: Path) -> None:
-    before = Statistics.load(path)
-    both = measured(recipe(llama), path, "layer", "attn_mlp")
-    assert same(both, Statistics.load(path))
-    assert both.info.levels == ("layer", "attn_mlp")
-    assert all(torch.equal(both.grams[name], gram) for name, gram in before.grams.items())
-    alone = measured(recipe(llama), tmp_path / "alone.safetensors", "layer")
-    assert all(torch.equal(both.grams[name], gram) for name, gram in alone.grams.items())
-    assert sorted(os.listdir(tmp_path)) == ["alone.safetensors", "stats.safetensors"]
-
-
-def test_a_level_can_be_added_by_a_recipe_in_another_order(llama: Family, path: Path, tmp_path: Path) -> None:
-    added = measured(recipe(llama, experts=[1, 2, 0]), path, "layer")
-    assert added.info.models == ("expert1", "expert2", "expert0")
-    assert Statistics.load(path).info.models == ("expert0", "expert1", "expert2")
-    alone = measured(recipe(llama, experts=[1, 2, 0]), tmp_path / "alone.safetensors", "layer")
-    assert close(added, alone, "layer")
-
-
-@pytest.mark.parametrize("arguments", [{"calibration": False}, {"experts": [0, 1]}], ids=str)
-def test_a_level_needs_all_experts_and_their_data(arguments: dict[str, Any], llama: Family, path: Path) -> None:
+def test_a_file_that_lacks_a_level_is_refused_and_not_touched(no_measuring: None, llama: Family, path: Path) -> None:
     before = path.read_bytes()
-    with pytest.raises(SltaError, match=r"lacks the level layer.*expert0, expert1, expert2"):
-        measured(recipe(llama, **arguments), path, "layer")
+    with pytest.raises(SltaError, match=r"lacks the level layer \(it holds attn_mlp\): .*calibrate --level attn_mlp"):
+        measured(recipe(llama), path, "attn_mlp", "layer")
     assert path.read_bytes() == before
 
 
 # Without a file's name
 
 
-def test_what_was_measured_is_kept_in_the_cache_folder(
-    llama: Family, path: Path, monkeypatch: pytest.MonkeyPatch
+def cached() -> list[Path]:
+    return sorted((Path(os.environ["XDG_CACHE_HOME"]) / "mergekit-slta").glob("*.safetensors"))
+
+
+def test_each_level_is_kept_in_the_cache_folder_and_measured_once(
+    llama: Family, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = measured(recipe(llama), None)
-    cache = Path(os.environ["XDG_CACHE_HOME"]) / "mergekit-slta"
-    (file,) = cache.iterdir()
+    measured(recipe(llama), None)
+    (file,) = cached()
     assert file.read_bytes() == path.read_bytes()
+    both = measured(recipe(llama), tmp_path / "both.safetensors", "layer", "attn_mlp")
+    assert both.info.levels == ("layer", "attn_mlp")
+    assert cached() == [file]
+    measured(recipe(llama), None, "layer")
+    assert len(cached()) == 2
     monkeypatch.setattr(measure, "calibrate", None)
-    assert same(measured(recipe(llama), None), first)
-    assert list(cache.iterdir()) == [file]
+    assert same(measured(recipe(llama), None, "attn_mlp", "layer"), both)
+    assert same(Statistics.load(tmp_path / "both.safetensors"), both)
 
 
 def test_a_file_that_is_not_there_is_taken_from_the_cache_which_is_said(
@@ -399,7 +355,7 @@ def test_a_file_that_is_not_there_is_taken_from_the_cache_which_is_said(
 ) -> None:
     """As for ``calibrate RECIPE -o FILE`` after ``mergekit-yaml``: a copy of the data has the recipe's name."""
     measured(recipe(llama), None)
-    (cached,) = (Path(os.environ["XDG_CACHE_HOME"]) / "mergekit-slta").iterdir()
+    (file,) = cached()
     monkeypatch.setattr(measure, "calibrate", None)
     copy = Path(shutil.copy(llama.data[0], tmp_path / "copy.jsonl"))
     content = recipe(replace(llama, data=(copy, *llama.data[1:])))
@@ -408,7 +364,7 @@ def test_a_file_that_is_not_there_is_taken_from_the_cache_which_is_said(
     measured_statistics(families.experiment(content, quiet=False), ["attn_mlp"], taken)
     assert Statistics.load(taken).info.calibration[0].source == "copy.jsonl"
     assert all(torch.equal(gram, found.grams[name]) for name, gram in Statistics.load(taken).grams.items())
-    assert [record.message for record in caplog.records if str(cached) in record.message] == [measure.REUSED % cached]
+    assert [record.message for record in caplog.records if str(file) in record.message] == [measure.REUSED % file]
 
 
 @pytest.mark.parametrize("change", [{"seed": 4}, {"samples": 4}, {"level": "layer"}], ids=str)
@@ -418,27 +374,13 @@ def test_another_measurement_is_not_taken_from_the_cache(change: dict[str, Any],
     found = measured(content, taken, content["parameters"].get("level", "attn_mlp"))
     expected = measured(content, None, content["parameters"].get("level", "attn_mlp"))
     assert same(found, expected)
-    assert len(list((Path(os.environ["XDG_CACHE_HOME"]) / "mergekit-slta").iterdir())) == 2
+    assert len(cached()) == 2
 
 
-def test_an_unfinished_measurement_is_resumed_rather_than_taken_from_the_cache(
-    llama: Family, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    """Its folder may belong to a process that still runs."""
-    measured(recipe(llama), None)
-    request.getfixturevalue("no_measuring")
-    measured(recipe(llama), tmp_path / "taken.safetensors")
-    (tmp_path / "other.safetensors.partial").mkdir()
-    with pytest.raises(AssertionError, match="a model was run"):
-        measured(recipe(llama), tmp_path / "other.safetensors")
-
-
-@pytest.mark.parametrize("method", ["slta", "featcal"])
 def test_a_merge_says_once_that_it_measures_nothing_anew(
-    method: str, llama: Family, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    llama: Family, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    content = recipe(llama, **{"anchor": "slta"} if method == "featcal" else {})
-    content["merge_method"] = method
+    content = recipe(llama)
 
     def said(quiet: bool) -> list[str]:
         caplog.clear()
@@ -447,9 +389,84 @@ def test_a_merge_says_once_that_it_measures_nothing_anew(
         return [record.message for record in caplog.records if "measured anew" in record.message]
 
     assert said(quiet=False) == []
-    (cached,) = (Path(os.environ["XDG_CACHE_HOME"]) / "mergekit-slta").glob("*.safetensors")
-    assert said(quiet=False) == [measure.REUSED % cached]
+    assert said(quiet=False) == [measure.REUSED % cached()[0]]
     assert said(quiet=True) == []
+
+
+def test_an_edit_in_place_has_a_file_of_its_own(family: Family) -> None:
+    """Of a row that no sampled byte shows, in a file of the same date."""
+    file = family.experts[1] / "model.safetensors"
+    before, date = measured(recipe(family), None), file.stat().st_mtime_ns
+    edit_tensors(family.experts[1], lambda tensors: tensors["model.layers.0.mlp.up_proj.weight"][5].add_(1))
+    os.utime(file, ns=(date, date))
+    after = measured(recipe(family), None)
+    assert before.info.fingerprint == after.info.fingerprint
+    assert not torch.equal(before.grams["layer.0.mlp"], after.grams["layer.0.mlp"])
+
+
+def retrained(family: Family, index: int, shards: bool = False) -> None:
+    """Save an expert again in the same folder, under the same file name or as shards."""
+    edit_tensors(family.experts[index], lambda tensors: [tensor.mul_(1.3) for tensor in tensors.values()])
+    if shards:
+        AutoModelForCausalLM.from_pretrained(family.experts[index]).save_pretrained(
+            family.experts[index], max_shard_size="20KB"
+        )
+
+
+@pytest.mark.parametrize("shards", [False, True], ids=["the same file", "shards"])
+@pytest.mark.parametrize("method", ["slta", "actmat"])
+def test_an_expert_that_is_replaced_between_two_merges_of_a_process(
+    method: str, shards: bool, family: Family, tmp_path: Path
+) -> None:
+    content = families.recipe(family, method, calibration=method == "slta")
+    first = load_file(families.merge(content, tmp_path / "first") / "model.safetensors")
+    retrained(family, 1, shards)
+    again = load_file(families.merge(content, tmp_path / "again") / "model.safetensors")
+    stored = {file: file.read_bytes() for file in cached()}
+    for file in stored:
+        file.unlink()
+    LoaderCache.loaders.clear()
+    expected = load_file(families.merge(content, tmp_path / "expected") / "model.safetensors")
+    assert all(torch.allclose(again[name], tensor, atol=1e-6) for name, tensor in expected.items())
+    assert not all(torch.allclose(first[name], tensor, atol=1e-3) for name, tensor in expected.items())
+    for file in cached():  # what the cache holds of the new expert is what was measured of it anew
+        assert file.read_bytes() == stored[file]
+
+
+@pytest.mark.parametrize("shards", [False, True], ids=["the same file", "shards"])
+def test_an_expert_that_is_replaced_while_it_is_measured_is_refused(
+    shards: bool, family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment = families.experiment(recipe(family))
+    assert experiment.experts[1].fingerprint()
+    retrained(family, 1, shards)
+    with pytest.raises(SltaError, match="expert1 have changed while they were read"):
+        measured_statistics(experiment, ["attn_mlp"])
+    assert cached() == []
+
+
+def test_a_deleted_file_is_a_changed_one(family: Family) -> None:
+    (expert,) = families.checkpoints([family.experts[0]])
+    expert.open()
+    (family.experts[0] / "model.safetensors").unlink()
+    for _ in range(2):
+        with pytest.raises(SltaError, match="have changed while they were read"):
+            expert.refuse_changes()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [("phi3_longrope", {"max_position_embeddings": 4096}), ("llama", {"output_multiplier": 2.0})],
+    ids=["Phi-3", "an entry that begins with output"],
+)
+def test_a_base_that_computes_something_else_does_not_fit(
+    architecture: str, changes: dict[str, Any], make_family: MakeFamily, tmp_path: Path
+) -> None:
+    family, path = make_family(architecture), tmp_path / "stats.safetensors"
+    measured(recipe(family), path)
+    edit_config(family.base, **changes)
+    with pytest.raises(SltaError, match=rf"base is not the one that .* \(other {next(iter(changes))}\)"):
+        measured(recipe(family), path)
 
 
 def test_other_data_models_or_configurations_have_a_file_of_their_own(llama: Family, tmp_path: Path) -> None:
@@ -460,7 +477,7 @@ def test_other_data_models_or_configurations_have_a_file_of_their_own(llama: Fam
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
     measured(recipe(family), None)
-    assert len(list((Path(os.environ["XDG_CACHE_HOME"]) / "mergekit-slta").iterdir())) == 4
+    assert len(cached()) == 4
 
 
 # Tokenizers
@@ -480,11 +497,10 @@ def test_a_coarser_level_is_written_down_with_the_reason_and_kept(
     reason = "it mixes tokens by Lfm2ShortConv, which is not known to have heads"
     fallback = Fallback("head_mlp", "attn_mlp", (0, 2), "Lfm2DecoderLayer", reason)
     sentence = f"Level head_mlp falls back to level attn_mlp in layers 0, 2 (Lfm2DecoderLayer): {reason}."
-    assert measured(recipe(family), path, "attn_mlp").info.fallbacks == ()
-    assert measured(recipe(family), path, "head_mlp").info.fallbacks == (fallback,)
-    measured(recipe(family), path, "linear")
-    found = Statistics.load(path)
+    assert measured(recipe(family), None, "attn_mlp").info.fallbacks == ()
+    found = measured(recipe(family), path, "attn_mlp", "head_mlp", "linear")
     assert found.info.levels == ("attn_mlp", "head_mlp", "linear")
+    assert same(found, Statistics.load(path))
     assert found.info.fallbacks == found.select("expert1").info.fallbacks == (fallback,)
     caplog.clear()
     measured(recipe(family, experts=[1], calibration=False), path, "head_mlp")

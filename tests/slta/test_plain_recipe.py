@@ -296,7 +296,7 @@ def test_the_header_says_what_the_weights_come_from(base: Path) -> None:
     for index, name in enumerate(["org/expert2", "org/expert0"]):
         assert f"{name}: {float(solution.kept[index]):.1%} over 3 submodules" in said
     fingerprint = statistics.info.fingerprint
-    for part in (fingerprint.base, *fingerprint.experts, f"{2:064x}", fingerprint.settings):
+    for part in (fingerprint.base.tensors, *fingerprint.experts, f"{2:064x}", fingerprint.settings):
         assert str(part) in said
     assert "expert1" not in text
 

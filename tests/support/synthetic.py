@@ -12,6 +12,7 @@ from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.slta.solver import SubmoduleSolution
 from mergekit_slta.slta.statistics import (
+    BaseContent,
     CalibrationInfo,
     Fingerprint,
     Info,
@@ -86,7 +87,7 @@ def info(models: Sequence[str], levels: Sequence[str], layers: int, samples: int
     settings: dict[str, Any] = {"samples": samples, "max_tokens": 512, "seed": 0}
     settings |= {name: described.pop(name) for name in settings if name in described}
     return Info(
-        format_version=1,
+        format_version=2,
         levels=tuple(levels),
         base_model="org/llama",
         models=tuple(models),
@@ -101,7 +102,7 @@ def info(models: Sequence[str], levels: Sequence[str], layers: int, samples: int
         dtype="float32",
         versions={"mergekit-slta": "0.1.0"},
         fingerprint=Fingerprint(
-            base="b" * 64,
+            base=BaseContent(tensors="b" * 64, config={}),
             experts=tuple(f"{index}" * 64 for index in range(len(models))),
             tokens=tokens_fingerprint(hashes),
             settings=settings_fingerprint(**settings),
