@@ -15,31 +15,19 @@ from functools import cached_property
 import torch
 
 from mergekit_slta.levels import place_of
-from mergekit_slta.reports.words import extent, plain_number
+from mergekit_slta.reports.words import plain_number
 from mergekit_slta.slta.solution import MOST_CONDITION, Solution
-from mergekit_slta.slta.solver import (
-    bootstrap,
-    bootstrap_counts,
-    drawn_weights,
-    left_out,
-    pooled,
-    retained_share,
-    task_means,
-)
+from mergekit_slta.slta.solver import bootstrap, pooled, task_means
 from mergekit_slta.tables import short_names
 
 DRAWS = 200
 INTERVAL = (0.05, 0.95)
-SAMPLE_COUNTS = (1, 3, 10, 30)
 SEED = 0
 # Beyond these limits, and beyond MOST_CONDITION, a merging weight is called unreliable.
 WIDEST_INTERVAL = 0.2
 PLAUSIBLE_ALPHA = (-0.25, 1.25)
 # With fewer samples per task than this the bootstrap gives intervals that are too narrow.
 FEW_SAMPLES = 5
-
-# Sentences and charts name this many experts at most; of more they give the extremes, and the tables hold all.
-MOST_NAMED = 16
 
 
 def kinds_of(names: Sequence[str]) -> dict[str, dict[int, list[int]]]:
@@ -49,21 +37,6 @@ def kinds_of(names: Sequence[str]) -> dict[str, dict[int, list[int]]]:
         place = place_of(name)
         kinds.setdefault(place.kind, {}).setdefault(place.layer or 0, []).append(index)
     return kinds
-
-
-@dataclass(frozen=True)
-class SampleEffect:
-    """Merging weights from fewer samples, and what they keep; each [T].
-
-    Attributes:
-        alpha: the mean of the weights over submodules and draws.
-        spread: their standard deviation over draws, on average over submodules.
-        retained: the share of each expert's feature change that the weights keep, measured on all samples.
-    """
-
-    alpha: torch.Tensor
-    spread: torch.Tensor
-    retained: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,16 +87,6 @@ class LevelAnalysis:
         """
         return torch.stack([own.share for own in self.solution.submodules.values()])
 
-    @cached_property
-    def condition(self) -> torch.Tensor:
-        """The condition number of the scaled A, [S]; NaN where A is zero."""
-        return torch.tensor(list(self.solution.condition.values()), dtype=torch.float64)
-
-    @property
-    def many(self) -> bool:
-        """Whether there are more experts than sentences and charts can name."""
-        return len(self.experts) > MOST_NAMED
-
     @property
     def kinds(self) -> dict[str, dict[int, list[int]]]:
         """The rows of each kind of submodule, by layer."""
@@ -151,37 +114,6 @@ class LevelAnalysis:
         ends = ([own.quantile(q, dim=0) for q in INTERVAL] for own in draws)
         low, high = (torch.stack(found) for found in zip(*ends, strict=True))
         return low, high
-
-    @cached_property
-    def cosine(self) -> torch.Tensor:
-        """Cosine similarity of the experts' feature changes over all tasks' data, [S, T, T]; NaN without change."""
-        matrices = torch.stack([self._means(grams).sum(0) for grams in self._grams()])
-        norms = matrices.diagonal(dim1=1, dim2=2).sqrt()
-        products = norms[:, :, None] * norms[:, None, :]
-        return torch.where(products > 0, matrices / products, torch.nan)
-
-    @cached_property
-    def without(self) -> torch.Tensor:
-        """The share of expert a's feature change that the merge keeps if expert b is left out of it, [T, T]."""
-        found = (left_out(grams, self._task, **self.solution.settings) for grams in self._grams())
-        retained, share = (torch.stack(own) for own in zip(*found, strict=True))
-        return pooled(retained, share).T
-
-    @cached_property
-    def by_samples(self) -> dict[int, SampleEffect]:
-        """The merging weights from fewer samples, by the number of samples per task."""
-        most = int(self._task.bincount().max())
-        effects = {}
-        for count in sorted({*(count for count in SAMPLE_COUNTS if count < most), most}):
-            drawn = bootstrap_counts(self._task, DRAWS // 2, SEED, most=count)
-            found = []
-            for grams in self._grams():
-                weights = drawn_weights(grams, self._task, drawn, **self.solution.settings)
-                found.append((weights, retained_share(self._means(grams), weights)))
-            alpha, retained = (torch.stack(values) for values in zip(*found, strict=True))  # [S, draws, T]
-            kept = pooled(retained, self.share[:, None].expand_as(retained))
-            effects[count] = SampleEffect(alpha.mean((0, 1)), alpha.std(1).mean(0), kept.mean(0))
-        return effects
 
     @cached_property
     def doubts(self) -> dict[str, list[str]]:
@@ -215,8 +147,6 @@ def _doubts(solution: Solution, name: str, width: torch.Tensor, means: torch.Ten
         found.append(f"interval {plain_number(float(width.max()))} wide")
     alpha = solution.alpha[name].tolist()
     outside = [value for value in alpha if not PLAUSIBLE_ALPHA[0] <= value <= PLAUSIBLE_ALPHA[1]]
-    if len(outside) > MOST_NAMED:
-        found.append(f"{len(outside)} of {len(alpha)} weights, {extent(outside, plain_number)}")
-    elif outside:
+    if outside:
         found.append(f"weight {', '.join(map(plain_number, outside))}")
     return found

@@ -45,7 +45,6 @@ NUMBERED_LENGTH = 56
 MOST_NAMES = 16
 # Column names with more characters than this in all are rotated.
 COLUMN_NAMES_LENGTH = 36
-PAIR = " | "  # between the names of two experts
 STYLE: Any = {
     "axes.axisbelow": True,
     "axes.edgecolor": AXIS,
@@ -76,13 +75,10 @@ class Picture:
 
     Args:
         figure: the chart.
-        on_white: whether white stands for zero in its cells, as on paper; on a dark ground dark and light are exchanged
-            in the whole chart, so that there too the largest values stand out most.
     """
 
-    def __init__(self, figure: Figure, on_white: bool = False) -> None:
+    def __init__(self, figure: Figure) -> None:
         self._figure = figure
-        self._on_white = on_white
 
     def png(self) -> bytes:
         """The chart on a white ground."""
@@ -95,8 +91,6 @@ class Picture:
             for light, dark in DARK.items()
             for what in ("fill", "stroke")
         )
-        if self._on_white:
-            rules = "svg{filter:invert(1) hue-rotate(180deg)}"  # which keeps hues, and numbers readable in their cells
         drawn = self._drawn("svg", facecolor="none", metadata={"Date": None})
         style = f"<style>@media (prefers-color-scheme: dark){{{rules}}}</style>\n </defs>"
         return drawn.replace(b"</defs>", style.encode(), 1)
@@ -165,8 +159,6 @@ def line_chart(
     y_percent: bool = False,
     y_range: tuple[float, float] | None = None,
     lines_at: Sequence[float] = (),
-    log_x: bool = False,
-    log_y: bool = False,
     shaded_label: str = "",
 ) -> Picture:
     """Panels of lines below each other.
@@ -177,7 +169,6 @@ def line_chart(
         y_percent: whether the vertical axis shows shares as percentages.
         y_range: limits of the vertical axis; values outside are drawn at the limits.
         lines_at: values to mark with a thin horizontal line.
-        log_x, log_y: whether the axes are logarithmic.
         shaded_label: the meaning of the shading, for the legend.
     """
 
@@ -198,7 +189,7 @@ def line_chart(
                 ax.axvspan(x - 0.5, x + 0.5, color=SHADE, linewidth=0, zorder=0)
             for value in lines_at:
                 ax.axhline(value, color="#888888", linewidth=0.8, zorder=1)
-            _scale(ax, panel, log_x, log_y)
+            _scale(ax, panel)
             ax.yaxis.set_major_formatter(FuncFormatter(written))
         axes[-1].set_xlabel(x_label)
         handles: list[Artist] = [
@@ -215,7 +206,6 @@ def heat_map(
     y_label: str,
     value_label: str,
     limits: tuple[float, float],
-    colours: str = "viridis",
     numbers: Callable[[float], str] = lambda value: plain_number(value, ".2f"),
 ) -> Picture:
     """Heat maps below each other with one scale of colours.
@@ -224,14 +214,13 @@ def heat_map(
         matrices: the heat maps.
         x_label, y_label, value_label: the names of columns, rows and values.
         limits: the values of the first and the last colour; values outside have separate colours.
-        colours: the name of one of matplotlib's colour maps.
         numbers: formats the values that are written into the cells if there is room.
     """
     with matplotlib.rc_context({**STYLE, "axes.grid": False, "axes.facecolor": SHADE}):
         rows = [len(matrix.rows) for matrix in matrices]
         heights = [0.55 + min(max(0.28 * n, 0.8), 2.6) for n in rows]
         figure, axes = _panels(heights, [])
-        colour_map = matplotlib.colormaps[colours].with_extremes(bad="none", under="#f4a6d7", over="#d7301f")
+        colour_map = matplotlib.colormaps["viridis"].with_extremes(bad="none", under="#f4a6d7", over="#d7301f")
         for matrix, ax in zip(matrices, axes, strict=True):
             values = np.ma.masked_invalid(np.asarray(matrix.values, dtype=float))
             image = ax.imshow(values, cmap=colour_map, norm=Normalize(*limits), aspect="auto", interpolation="none")
@@ -249,7 +238,7 @@ def heat_map(
             extend=("neither", "min", "max", "both")[under + 2 * over], ticks=MaxNLocator(5, steps=[1, 2, 5, 10]),
         )  # fmt: skip
         bar.set_label(value_label)
-        return Picture(figure, on_white=colours != "viridis")
+        return Picture(figure)
 
 
 def bar_chart(bars: Sequence[Bar], *, x_label: str) -> Picture:
@@ -307,20 +296,12 @@ def _draw_line(ax: Axes, line: Line, index: int, y_range: tuple[float, float] | 
     ax.plot(line.x, np.clip(line.y, *limits), color=colour, marker=MARKERS[index % len(MARKERS)])
 
 
-def _scale(ax: Axes, panel: Panel, log_x: bool, log_y: bool) -> None:
+def _scale(ax: Axes, panel: Panel) -> None:
     positions = sorted({x for line in panel.lines for x in line.x})
-    if log_x:
-        ax.set_xscale("log")
-        ax.set_xticks(positions, [f"{x:g}" for x in positions])
-        ax.minorticks_off()
-    elif all(float(x).is_integer() for x in positions):
+    if all(float(x).is_integer() for x in positions):
         ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    if log_y:
-        ax.set_yscale("log")
-        ax.minorticks_off()
-    else:
-        ax.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
-    if len(positions) == 1 and not log_x:
+    ax.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
+    if len(positions) == 1:
         ax.set_xlim(positions[0] - 1, positions[0] + 1)
         ax.set_xticks(positions)
 
@@ -363,8 +344,7 @@ def _name_cells(ax: Axes, matrix: Matrix) -> None:
 
 
 def _cell_names(names: Sequence[str]) -> list[str]:
-    length = CELL_NAME_LENGTH * (2 if any(PAIR in name for name in names) else 1)
-    return _distinct([_short(name, length) for name in names])
+    return _distinct([_short(name, CELL_NAME_LENGTH) for name in names])
 
 
 def _number_cells(ax: Axes, image: Any, values: Any, numbers: Callable[[float], str]) -> None:

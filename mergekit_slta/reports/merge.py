@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations, groupby, permutations
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -19,12 +19,11 @@ from mergekit_slta.reports.analysis import (
     DRAWS,
     FEW_SAMPLES,
     INTERVAL,
-    MOST_NAMED,
     PLAUSIBLE_ALPHA,
     WIDEST_INTERVAL,
     LevelAnalysis,
 )
-from mergekit_slta.reports.figures import PAIR, Line, Matrix, Panel, heat_map, line_chart
+from mergekit_slta.reports.figures import Line, Matrix, Panel, heat_map, line_chart
 from mergekit_slta.reports.page import Chart, Page, Section
 from mergekit_slta.reports.words import counted, enumerated, extent, kind_name, percent, plain_number, possessive
 from mergekit_slta.slta.solution import MOST_CONDITION, Solution
@@ -46,12 +45,6 @@ MEANING = (
 
 def verdict(analysis: LevelAnalysis) -> str:
     """One sentence: how much of each expert's feature change the merge keeps, and in which layers it loses most."""
-    if analysis.many:
-        shares = analysis.kept.tolist()
-        ranked = sorted(pair for pair in zip(shares, analysis.experts, strict=True) if not math.isnan(pair[0]))
-        least = enumerated([f"{name} ({percent(kept)})" for kept, name in ranked[:3]]) if ranked else "all"
-        said = f"{extent(shares, percent)} of the feature change of each of {len(shares)} experts, least of {least}"
-        return f"Merged at level {analysis.level}, the result keeps {said}."
     by_layer = analysis.kept_by_layer()
     clauses = []
     for index, name in enumerate(analysis.experts):
@@ -139,7 +132,6 @@ def report_page(
         solutions = [found.solve(level, balance=balance, ridge=ridge) for level in chosen]
     analyses = [LevelAnalysis(solution) for solution in solutions]
     first = analyses[0]
-    named = counted(len(first.experts), "expert") if first.many else enumerated(first.experts)
     sections = []
     if len(analyses) > 1:
         text = "The share of each expert's feature change that the merge keeps if it is solved at a level."
@@ -153,7 +145,7 @@ def report_page(
         suffix = f" (level {analysis.level})" if len(analyses) > 1 else ""
         sections += [replace(section, title=section.title + suffix) for section in _level_sections(analysis)]
     return Page(
-        title=f"What a merge of {named} keeps",
+        title=f"What a merge of {enumerated(first.experts)} keeps",
         verdict=[verdict(first), MEANING, reliability(first)],
         facts=_facts(solutions[0], [analysis.level for analysis in analyses]),
         sections=sections,
@@ -185,25 +177,18 @@ def _facts(solution: Solution, levels: Collection[str]) -> dict[str, str]:
 
 
 def _level_sections(analysis: LevelAnalysis) -> Iterator[Section]:
-    by_layer, several = analysis.level != "model", len(analysis.experts) > 1
-    costs, cosines = ([_cost_map(analysis)], [_cosine_map(analysis)]) if several else ([], [])
-    if by_layer:
-        yield Section("What the merge keeps", charts=[_retained_chart(analysis), *costs])
-        yield Section("Merging weights", charts=[_alpha_chart(analysis), alpha_map(analysis)])
-    else:
+    if analysis.level == "model":
         header = ["Expert", "merging weight", "90 % interval", "share kept"]
         weights, shares = analysis.alpha[0].tolist(), analysis.retained[0].tolist()
         rows = [
             [name, plain_number(weights[i]), _interval(analysis, 0, i) or "–", percent(shares[i])]
             for i, name in enumerate(analysis.experts)
         ]
-        yield Section("What the merge keeps", charts=costs, table=Table(header, rows))
+        yield Section("What the merge keeps", table=Table(header, rows))
+    else:
+        yield Section("What the merge keeps", charts=[_retained_chart(analysis)])
+        yield Section("Merging weights", charts=[_alpha_chart(analysis), alpha_map(analysis)])
     yield _doubts_section(analysis)
-    if by_layer or several:
-        conditions = [_condition_chart(analysis)] if by_layer else []
-        yield Section("How the experts interfere", charts=[*conditions, *cosines])
-    if len(analysis.by_samples) > 1:
-        yield Section("How many samples are enough", charts=_samples_charts(analysis))
 
 
 def _doubts_section(analysis: LevelAnalysis) -> Section:
@@ -239,8 +224,7 @@ def _panels(analysis: LevelAnalysis, values: torch.Tensor, weights: torch.Tensor
         lines = lines_of(analysis.experts, list(layers), means)
         title, doubtful = kind_name(kind), []
         if most > 1:
-            title += f": mean of {most}" + ", and each one" * (not analysis.many)
-        if most > 1 and not analysis.many:
+            title += f": mean of {most}, and each one"
             places = [(layer, row) for layer, rows in layers.items() for row in rows]
             lines = [
                 replace(line, cloud=[(layer, float(values[row, i])) for layer, row in places])
@@ -261,7 +245,7 @@ def lines_of(
     low: torch.Tensor | None = None,
     high: torch.Tensor | None = None,
 ) -> list[Line]:
-    """A line and a band for each expert, or of many experts the largest, the middle and the smallest value.
+    """A line and a band for each expert.
 
     Args:
         experts: their names, ``T`` in all.
@@ -269,24 +253,8 @@ def lines_of(
         values: [X, T].
         low, high: the ends of the bands, [X, T]; there are none by default.
     """
-    if len(experts) > MOST_NAMED:
-        ranks = {"largest": 1.0, "median": 0.5, "smallest": 0.0}
-        return [
-            Line(f"{rank} of {len(experts)} experts", x, values.nanquantile(q, dim=1).tolist())
-            for rank, q in ranks.items()
-        ]
     ends = [[None] * len(experts) if end is None else end.T.tolist() for end in (low, high)]
     return [Line(name, x, *rest) for name, *rest in zip(experts, values.T.tolist(), *ends, strict=True)]
-
-
-def _drawn(analysis: LevelAnalysis, bands: str = "") -> str:
-    """Which lines ``lines_of`` draws, in words."""
-    return "the experts' largest, median and smallest" if analysis.many else f"one per expert{bands}"
-
-
-def _bands(analysis: LevelAnalysis, sentence: str) -> str:
-    """What a caption says of the bands; a chart of many experts has none, but a table of all their numbers."""
-    return "The numbers below are every expert's. " if analysis.many else sentence
 
 
 def _retained_chart(analysis: LevelAnalysis) -> Chart:
@@ -296,7 +264,7 @@ def _retained_chart(analysis: LevelAnalysis) -> Chart:
         title="Share of each expert's feature change that the merge keeps",
         caption="Measured on each expert's own data, for every layer from layer 0 on. Thin lines mark 0 % and 50 %. "
         "Values below −100 % are drawn at −100 %.",
-        alt=f"Lines over the decoder layers, {_drawn(analysis)}. By layer, {by_layer}.",
+        alt=f"Lines over the decoder layers, one per expert. By layer, {by_layer}.",
         picture=line_chart(
             _panels(analysis, analysis.retained, analysis.share),
             x_label="decoder layer",
@@ -325,9 +293,9 @@ def _alpha_chart(analysis: LevelAnalysis) -> Chart:
         name=f"alpha-{analysis.level}",
         title="Merging weights by layer",
         caption="At 1 the merge takes all of an expert's change, at 0 none of it. "
-        + _bands(analysis, bands)
+        + bands
         + "Values below −2 or above 3 are drawn at these limits.",
-        alt=f"Lines over the decoder layers, {_drawn(analysis, ', in bands of 90 % bootstrap intervals' * has_bands)}. "
+        alt=f"Lines over the decoder layers, one per expert{', in bands of 90 % bootstrap intervals' * has_bands}. "
         f"{_extents(analysis.experts, analysis.alpha)}.",
         picture=line_chart(
             panels,
@@ -352,9 +320,8 @@ def alpha_map(analysis: LevelAnalysis) -> Chart:
         for row, place in zip(rows, places, strict=True):
             grid[:, members.index(place.member or 0), list(layers).index(place.layer or 0)] = analysis.alpha[row]
         columns = [str(layer) for layer in layers]
-        if len(members) == 1 or analysis.many:
-            title = kind_name(kind) + f": mean of {len(members)}" * (len(members) > 1)
-            matrices.append(Matrix(title, grid.nanmean(1).tolist(), analysis.experts, columns))
+        if len(members) == 1:
+            matrices.append(Matrix(kind_name(kind), grid[:, 0].tolist(), analysis.experts, columns))
         else:
             matrices += [
                 Matrix(f"{kind_name(kind)}, {name}", grid[i].tolist(), list(map(str, members)), columns)
@@ -372,167 +339,13 @@ def alpha_map(analysis: LevelAnalysis) -> Chart:
     )
 
 
-def _condition_chart(analysis: LevelAnalysis) -> Chart:
-    lines = []
-    for kind, layers in analysis.kinds.items():
-        worst = [float(analysis.condition[rows].nan_to_num(0.0).max()) or math.nan for rows in layers.values()]
-        several = any(len(rows) > 1 for rows in layers.values())
-        lines.append(Line(kind_name(kind) + " (largest)" * several, list(layers), worst))
-    return Chart(
-        name=f"condition-{analysis.level}",
-        title="Condition number of the equations solved",
-        caption="It says how hard it is to tell the experts apart: 1 is ideal, and above "
-        f"{plain_number(MOST_CONDITION)} (the thin line) the data hardly determines the weights.",
-        alt=f"Lines over the decoder layers: {extent(analysis.condition.tolist(), plain_number)}.",
-        picture=line_chart(
-            [Panel("", lines)],
-            x_label="decoder layer",
-            y_label="condition number",
-            log_y=True,
-            lines_at=(MOST_CONDITION,),
-        ),
-        table=_submodule_table(analysis, ["condition"], analysis.condition[:, None]),
-    )
-
-
-def _cosine_map(analysis: LevelAnalysis) -> Chart:
-    experts, by_layer, matrices = analysis.experts, analysis.level != "model", []
-    if analysis.many:
-        for kind, layers in analysis.kinds.items():
-            mean = analysis.cosine[[row for rows in layers.values() for row in rows]].nanmean(0)
-            mean.fill_diagonal_(math.nan)  # an expert is like itself
-            matrices.append(Matrix(kind_name(kind), mean.tolist(), experts, experts))
-        what, x_label = "Mean over the layers of the cosine", ""
-        mean = analysis.cosine.nanmean(0).fill_diagonal_(math.nan)
-        said = f"experts by experts: {extent(mean.flatten().tolist(), plain_number)}"
-        rows = zip(experts, mean.tolist(), strict=True)
-        table = Table(["Mean", *experts], [[name, *map(plain_number, row)] for name, row in rows])
-    else:
-        pairs = list(combinations(range(len(experts)), 2))
-        names = [f"{experts[a]}{PAIR}{experts[b]}" for a, b in pairs]
-        cosine = torch.stack([analysis.cosine[:, a, b] for a, b in pairs], 1)  # [S, pairs]
-        for kind, layers in analysis.kinds.items():
-            means = torch.stack([cosine[rows].nanmean(0) for rows in layers.values()], 1)
-            columns = [str(layer) if by_layer else "" for layer in layers]
-            matrices.append(Matrix(kind_name(kind), means.tolist(), names, columns))
-        what, x_label = "Cosine", "decoder layer" if by_layer else ""
-        extents = (f"{name}: {extent(own, plain_number)}" for name, own in zip(names, cosine.T.tolist(), strict=True))
-        said = f"pairs of experts by layers. {'; '.join(extents)}"
-        table = _submodule_table(analysis, names, cosine)
-    return Chart(
-        name=f"cosine-{analysis.level}",
-        title="How alike the experts change the features",
-        caption=f"{what} similarity of two experts' feature changes over the data of all tasks. Near 0 the experts "
-        "leave each other alone, near 1 they make almost the same change, and below 0 they pull features apart.",
-        alt=f"Heat maps, {said}.",
-        picture=heat_map(
-            matrices,
-            x_label=x_label,
-            y_label="",
-            value_label="cosine similarity",
-            limits=(-1.0, 1.0),
-            colours="RdBu_r",
-        ),
-        table=table,
-    )
-
-
-def _cost_map(analysis: LevelAnalysis) -> Chart:
-    gain = 100 * (analysis.without - analysis.kept[:, None])
-    experts, kept = analysis.experts, list(map(percent, analysis.kept.tolist()))
-    without = [list(map(percent, shares)) for shares in analysis.without.tolist()]
-    said = [
-        f"without {experts[b]}, {without[a][b]} of {experts[a]} instead of {kept[a]}"
-        for a, b in permutations(range(len(experts)), 2)
-    ]
-    if analysis.many:
-        said = [f"{extent(gain.flatten().tolist(), plain_number)} percentage points"]
-    return Chart(
-        name=f"cost-{analysis.level}",
-        title="What each expert costs the others",
-        caption="How many percentage points more the merge would keep of the row's expert if the column's expert were "
-        "left out.",
-        alt=f"Heat map, experts by experts: {'; '.join(said)}.",
-        picture=heat_map(
-            [Matrix("", gain.tolist(), experts, experts)],
-            x_label="without",
-            y_label="kept of",
-            value_label="percentage points more",
-            limits=(0.0, max(10.0, float(gain.nan_to_num().max()))),
-            colours="Blues",
-            numbers=lambda points: plain_number(points, "+.0f"),
-        ),
-        table=Table(
-            ["Kept of", "now", *(f"without {name}" for name in experts)],
-            [[name, kept[a], *without[a]] for a, name in enumerate(experts)],
-        ),
-    )
-
-
-def _samples_charts(analysis: LevelAnalysis) -> list[Chart]:
-    experts, counts, effects = analysis.experts, list(analysis.by_samples), list(analysis.by_samples.values())
-    alpha = torch.stack([effect.alpha for effect in effects])  # [counts, T]
-    spread = torch.stack([effect.spread for effect in effects])
-    retained = torch.stack([effect.retained for effect in effects])
-    weights = lines_of(experts, counts, alpha, alpha - spread, alpha + spread)
-    shares = lines_of(experts, counts, retained)
-    widest = list(map(plain_number, spread.amax(1).tolist()))
-    said = [
-        f"{line.label} {percent(line.y[0])} with {counts[0]}, {percent(line.y[-1])} with {counts[-1]}"
-        for line in shares
-    ]
-    rows = []
-    for count, effect in analysis.by_samples.items():
-        pairs = zip(effect.alpha.tolist(), effect.spread.tolist(), strict=True)
-        cells = [f"{plain_number(mean)} ± {plain_number(deviation)}" for mean, deviation in pairs]
-        rows.append([str(count), *cells, *map(percent, effect.retained.tolist())])
-    header = ["Samples per task", *(f"weight of {name}" for name in experts), *(f"kept of {name}" for name in experts)]
-    return [
-        Chart(
-            name=f"samples-alpha-{analysis.level}",
-            title="Merging weights by number of samples",
-            caption="The line is the mean over the submodules. "
-            + _bands(
-                analysis,
-                "The band reaches one standard deviation above and below it: that of one submodule's weight when this "
-                "many samples per task are drawn, with replacement, from those measured.",
-            ),
-            alt=f"Lines, {_drawn(analysis, ', in bands of one standard deviation over draws of the samples')}. "
-            f"Standard deviation: {widest[0]} at most with {counts[0]}, {widest[-1]} with {counts[-1]} samples per "
-            "task.",
-            picture=line_chart(
-                [Panel("", weights)], x_label="samples per task", y_label="merging weight α", log_x=True
-            ),
-            table=Table(header, rows),
-        ),
-        Chart(
-            name=f"samples-retained-{analysis.level}",
-            title="Share kept by number of samples",
-            caption="The share of each expert's feature change, measured on all samples, that the merge keeps when its "
-            "weights come from this many samples per task.",
-            alt=f"Lines, {_drawn(analysis)}: {'; '.join(said)} samples per task.",
-            picture=line_chart(
-                [Panel("", shares)],
-                x_label="samples per task",
-                y_label="share kept",
-                y_percent=True,
-                y_range=(-1.0, 1.0),
-                log_x=True,
-            ),
-            table=Table(header, rows),
-        ),
-    ]
-
-
 def _interval(analysis: LevelAnalysis, row: int, expert: int) -> str:
     low, high = (float(end[row, expert]) for end in analysis.intervals)
     return "" if math.isnan(low) else f"{plain_number(low)} to {plain_number(high)}"
 
 
 def _extents(names: Sequence[str], values: torch.Tensor, written: Callable[[float], str] = plain_number) -> str:
-    """The smallest and the largest value of each expert, or of all of many experts, in words; values are [..., T]."""
-    if len(names) > MOST_NAMED:
-        return f"{len(names)} experts: {extent(values.flatten().tolist(), written)}"
+    """The smallest and the largest value of each expert, in words; values are [..., T]."""
     said = [f"{name}: {extent(column, written)}" for name, column in zip(names, values.T.tolist(), strict=True)]
     return "; ".join(said)
 

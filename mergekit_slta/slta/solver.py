@@ -43,23 +43,12 @@ class SubmoduleSolution:
     measured: torch.Tensor
 
 
-def sample_weights(grams: torch.Tensor, balance: bool, among: torch.Tensor | None = None) -> torch.Tensor:
-    """Balance w_x of each sample, [..., N] float64; zero leaves a sample out (every delta of it is zero).
-
-    Args:
-        grams, balance: as for ``solve``.
-        among: [..., T] float64, 1 for the experts that are merged and 0 for the others; all by default.
-    """
-    power = mean_power(grams, among)
+def sample_weights(grams: torch.Tensor, balance: bool) -> torch.Tensor:
+    """Balance w_x of each sample, [N] float64; zero leaves a sample out (every delta of it is zero)."""
+    power = grams.diagonal(dim1=-2, dim2=-1).mean(-1)
     if not balance:
         return torch.ones_like(power)
     return torch.where(power > 0, 1 / power.clamp_min(torch.finfo(power.dtype).tiny), torch.zeros_like(power))
-
-
-def mean_power(grams: torch.Tensor, among: torch.Tensor | None = None) -> torch.Tensor:
-    """mean_t G_x[t, t] of each sample, [..., N]; the arguments are those of ``sample_weights``."""
-    power = grams.diagonal(dim1=-2, dim2=-1)
-    return power.mean(-1) if among is None else among @ power.T / among.sum(-1, keepdim=True).clamp_min(1)
 
 
 def sample_shares(weights: torch.Tensor, task: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
@@ -220,54 +209,18 @@ def drawn_weights(
     return torch.cat([merging_weights(*equations(grams, task, part, task_weights), ridge)[0] for part in parts])
 
 
-def left_out(
-    grams: torch.Tensor,
-    task: torch.Tensor,
-    *,
-    balance: bool = True,
-    ridge: float = 0.0,
-    task_weights: Sequence[float] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What each merge of all experts but one keeps of the others; the arguments are those of ``solve``.
-
-    Returns:
-        The shares ``retained`` and ``share`` of ``SubmoduleSolution``, each [T, T], the first index being the expert
-        that is left out; NaN where no task with weight is left, and on the diagonal.
-    """
-    experts = grams.shape[-1]
-    others = 1 - torch.eye(experts, dtype=grams.dtype)
-    shares = sample_shares(sample_weights(grams, balance, others), task, others[:, task])  # [T, N]
-    matrix, right = equations(grams, task, shares, task_weights)
-    # The expert that is left out gets the weight zero, because nothing connects it with the others; the mean of the
-    # diagonal that ``ridge`` is a part of is over the others.
-    matrix = matrix * others[:, :, None] * others[:, None, :]
-    alpha, _ = merging_weights(matrix, right * others, ridge * experts / max(1, experts - 1))
-    member = torch.nn.functional.one_hot(task, experts).to(grams.dtype)
-    sample = torch.arange(len(task))
-    own = grams[sample, task, task]
-    lost = torch.einsum("kb,nbc,kc->kn", alpha, grams, alpha) - 2 * alpha @ grams[sample, :, task].T + own
-    power = (shares * own) @ member
-    mean = (shares * mean_power(grams, others)) @ member
-    retained = torch.where(power > 0, 1 - (shares * lost) @ member / power, torch.nan)
-    share = torch.where(power > 0, power / mean.clamp_min(torch.finfo(mean.dtype).tiny), 0.0)
-    weights = grams.new_tensor(task_weights or [1.0] * experts)
-    return torch.where((others @ weights > 0)[:, None], retained, torch.nan), share
-
-
-def bootstrap_counts(task: torch.Tensor, repeats: int, seed: int, most: int | None = None) -> torch.Tensor:
+def bootstrap_counts(task: torch.Tensor, repeats: int, seed: int) -> torch.Tensor:
     """How often each sample is drawn in each bootstrap sample, [repeats, N] float64.
 
     Args:
         task: as for ``solve``.
         repeats: the number of bootstrap samples.
         seed: what the draws depend on.
-        most: how many samples a task draws, if it has as many; as many as it has by default.
     """
     generator = torch.Generator().manual_seed(seed)
     counts = torch.zeros(repeats, len(task), dtype=torch.float64)
     for index in task.unique().tolist():
         rows = (task == index).nonzero().flatten()
-        size = len(rows) if most is None else min(most, len(rows))
-        drawn = torch.randint(len(rows), (repeats, size), generator=generator)
+        drawn = torch.randint(len(rows), (repeats, len(rows)), generator=generator)
         counts.scatter_add_(1, rows[drawn], torch.ones_like(drawn, dtype=counts.dtype))
     return counts

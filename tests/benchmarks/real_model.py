@@ -192,7 +192,6 @@ def _charts(averages: Mapping[int, Table]) -> dict[str, bytes]:
                 x_label="calibration prompts per task",
                 y_label="exact match",
                 y_percent=True,
-                log_x=True,
             ).png()
     if len(averages) > 1:
         rows = {count: _compared(table, "featcal 30 prompts") for count, table in averages.items()}

@@ -7,12 +7,10 @@ import math
 import pytest
 import torch
 from support import reference, synthetic
-from support.memory import peak_of
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.reports import analysis as module
 from mergekit_slta.reports.analysis import LevelAnalysis, kinds_of
-from mergekit_slta.slta.solver import bootstrap_counts, pooled, solve
+from mergekit_slta.slta.solver import pooled
 from mergekit_slta.slta.statistics import Statistics
 
 
@@ -83,61 +81,11 @@ def test_a_submodule_that_an_expert_hardly_changes_counts_for_little() -> None:
     assert pooled(retained[2:], share[2:]).isnan()
 
 
-@pytest.mark.parametrize("settings", [{}, {"balance": False}, {"ridge": 0.3}, {"task_weights": [1.0, 0.0, 2.0]}])
-def test_leaving_an_expert_out_is_solving_without_it(settings: dict[str, object]) -> None:
-    statistics = synthetic.statistics()
-    found = LevelAnalysis(statistics.solve("attn_mlp", **settings))  # type: ignore[arg-type]
-    for left_out in range(3):
-        others = [expert for expert in range(3) if expert != left_out]
-        if "task_weights" in settings:
-            settings = {"task_weights": [(1.0, 0.0, 2.0)[expert] for expert in others]}
-        alone = LevelAnalysis(statistics.take(others).solve("attn_mlp", **settings))  # type: ignore[arg-type]
-        assert torch.allclose(found.without[others, left_out], alone.kept)
-    assert found.without.diagonal().isnan().all()
-    assert LevelAnalysis(statistics.take([0]).solve("attn_mlp")).without.isnan().all()
-
-
-def test_leaving_the_only_task_that_counts_out_says_nothing() -> None:
-    found = LevelAnalysis(synthetic.statistics().solve("attn_mlp", task_weights=[0.0, 1.0, 0.0]))
-    assert found.without[:, 1].isnan().all()
-    assert not found.without[2, 0].isnan()
-
-
-def test_many_experts_take_little_more_memory_than_the_samples_of_a_submodule() -> None:
-    solution = synthetic.statistics([f"org/e{index}" for index in range(50)], layers=2, samples=2).solve("attn_mlp")
-    analysis = LevelAnalysis(solution)
-
-    def analyse() -> object:
-        return analysis.doubts, analysis.cosine, analysis.without, analysis.by_samples
-
-    assert peak_of(analyse) < 20 * solution.statistics.grams["layer.0.mlp"].nbytes
-
-
-def test_two_experts_alone_cost_each_other_all_that_is_lost() -> None:
-    found = LevelAnalysis(synthetic.statistics().take([0, 1]).solve("attn_mlp"))
-    assert found.without[0, 1].item() == pytest.approx(1)
-    assert found.without[1, 0].item() == pytest.approx(1)
-
-
-def test_cosines_are_those_of_the_features(measured: tuple[Statistics, dict[str, reference.Deltas]]) -> None:
-    statistics, deltas = measured
-    found = LevelAnalysis(statistics.solve("attn_mlp"))
-    for row, own in enumerate(deltas.values()):
-        design, _ = reference.stacked(own)
-        expected = torch.nn.functional.cosine_similarity(design[:, 0], design[:, 2], dim=0)
-        assert found.cosine[row, 0, 2].item() == pytest.approx(expected.item())
-
-
 def test_equal_samples_leave_no_doubt_about_the_weights() -> None:
     gram = synthetic.random_grams(3, 1).sum(0)
     statistics = synthetic.statistics(grams=lambda name, number: gram.expand(12, 3, 3))
     found = LevelAnalysis(statistics.solve("attn_mlp"))
     assert all(torch.allclose(end, found.alpha) for end in found.intervals)
-    assert list(found.by_samples) == [1, 3, 4]
-    for effect in found.by_samples.values():
-        assert effect.spread.max() < 1e-12
-        assert torch.allclose(effect.alpha, found.alpha.mean(0))
-        assert torch.allclose(effect.retained, found.kept)
 
 
 def test_intervals_hold_the_weights_and_narrow_with_more_samples() -> None:
@@ -145,23 +93,6 @@ def test_intervals_hold_the_weights_and_narrow_with_more_samples() -> None:
     low, high = few.intervals
     assert ((low <= few.alpha) & (few.alpha <= high)).double().mean() > 0.9
     assert (many.intervals[1] - many.intervals[0]).mean() < 0.6 * (high - low).mean()
-    spreads = [float(effect.spread.mean()) for effect in many.by_samples.values()]
-    assert list(many.by_samples) == [1, 3, 10, 30, 60]
-    assert spreads == sorted(spreads, reverse=True)
-
-
-def test_weights_from_fewer_samples_solve_those_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "DRAWS", 4)
-    statistics = synthetic.statistics()
-    effect = LevelAnalysis(statistics.solve("attn_mlp")).by_samples[3]
-    counts = bootstrap_counts(statistics.task, 2, module.SEED, most=3)
-    rows = [torch.arange(12).repeat_interleave(drawn.long()) for drawn in counts]
-    assert all(statistics.task[drawn].bincount().tolist() == [3, 3, 3] for drawn in rows)
-    alpha = torch.stack(
-        [torch.stack([solve(gram[r], statistics.task[r]).alpha for r in rows]) for gram in statistics.grams.values()]
-    )
-    assert torch.allclose(effect.alpha, alpha.mean((0, 1)))
-    assert torch.allclose(effect.spread, alpha.std(1).mean(0))
 
 
 # Doubts

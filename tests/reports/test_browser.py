@@ -16,11 +16,8 @@ from support.browser import DESK, MISSING, PHONE, Browser, Scheme, binary
 from mergekit_slta.nonlinearity.scores import STEPS, Linearity, Value, distance_metric
 from mergekit_slta.recipe.settings import FeatcalSettings
 from mergekit_slta.reports.featcal import drift_page
-from mergekit_slta.reports.figures import Matrix, heat_map
 from mergekit_slta.reports.linearity import write_linearity
 from mergekit_slta.reports.merge import report
-from mergekit_slta.reports.page import Chart, Page, Section
-from mergekit_slta.tables import Table
 
 pytestmark = pytest.mark.skipif(binary() is None, reason=MISSING)
 PAGES = ("report.html", "featcal.html", "linearity.html", "index.html")
@@ -116,25 +113,6 @@ def test_a_page_and_its_pictures_take_the_readers_colours(browser: Browser, fold
             darkest, middle, brightest = brightness(browser.picture(selector))
             assert darkest < 0.2 and brightest > 0.8, (scheme, selector)  # the ink and the ground
             assert middle > 0.9 if scheme == "light" else middle < 0.15, (scheme, selector)
-
-
-@pytest.mark.parametrize("colours", ["Blues", "RdBu_r"])
-def test_large_values_stand_out_from_the_ground_in_light_and_in_dark(
-    browser: Browser, tmp_path: Path, colours: str
-) -> None:
-    limits = (0.0, 1.0) if colours == "Blues" else (-1.0, 1.0)
-    matrix = Matrix("", [[0.0, 1.0]], ["row"], ["none", "most"])
-    picture = heat_map([matrix], x_label="", y_label="", value_label="", limits=limits, colours=colours)
-    chart = Chart("map", "A map", "Two cells.", "none, then most", picture, Table(["row"], [["0"]]))
-    page = Page("A page", ["A sentence."], {}, [Section("A section", charts=[chart])]).write(tmp_path, "page.html")
-    schemes: tuple[Scheme, Scheme] = ("light", "dark")
-    for scheme in schemes:
-        browser.open(page, PHONE, scheme)
-        browser.evaluate(IMAGES)
-        png = matplotlib.image.imread(io.BytesIO(browser.picture("figure img")), format="png")
-        row = png[len(png) // 6, :, :3].mean(-1)
-        ground, none, most = row[2], row[int(0.3 * len(row))], row[int(0.9 * len(row))]
-        assert abs(none - ground) < 0.15 and abs(most - ground) > 0.5, scheme
 
 
 def test_the_index_leads_to_every_page(browser: Browser, folder: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ from support.html_elements import Elements, assert_self_contained
 from mergekit_slta.cli.commands import main
 from mergekit_slta.errors import SltaError
 from mergekit_slta.reports.analysis import MOST_CONDITION, PLAUSIBLE_ALPHA, WIDEST_INTERVAL, LevelAnalysis
-from mergekit_slta.reports.merge import lines_of, reliability, report, report_page, verdict
+from mergekit_slta.reports.merge import reliability, report, report_page, verdict
 from mergekit_slta.reports.words import percent, plain_number
 from mergekit_slta.slta.measure import measured_statistics
 from mergekit_slta.slta.statistics import Statistics
@@ -154,10 +152,9 @@ def test_every_chart_is_a_file_a_picture_and_a_table(everything: tuple[Statistic
     images = [attributes for tag, attributes in elements if tag == "img"]
     assert len(pictures) == len(images) == sum(tag == "details" for tag, _ in elements)
     assert all(image["alt"] for image in images)
-    for level in ALL_LEVELS:
-        charts = ["cost", "cosine", "samples-alpha", "samples-retained"]
-        charts += [] if level == "model" else ["retained", "alpha", "alpha-map", "condition"]
-        assert {f"{chart}-{level}.png" for chart in charts} <= set(pictures)
+    assert set(pictures) == {
+        f"{chart}-{level}.png" for level in ALL_LEVELS[1:] for chart in ("retained", "alpha", "alpha-map")
+    }
     assert {file.name for file in path.parent.iterdir()} == {"report.html", *pictures}
 
 
@@ -171,7 +168,6 @@ def test_the_tables_hold_the_solution(everything: tuple[Statistics, Path]) -> No
             assert f'<th scope="row">{name}</th>{cells}</tr>' in text
             cells = "".join(f"<td>{plain_number(weight)}</td>" for weight in solution.alpha[name].tolist())
             assert f'<th scope="row">{name}</th>{cells}</tr>' in text
-            assert f'<th scope="row">{name}</th><td>{plain_number(solution.condition[name])}</td></tr>' in text
 
 
 def test_only_the_levels_and_the_solution_that_are_asked_for() -> None:
@@ -194,7 +190,6 @@ def test_what_was_measured_is_said() -> None:
 def test_one_expert_and_one_sample() -> None:
     page = report_page(synthetic.statistics(["org/math"], ["attn_mlp"], layers=1, samples=1))
     assert "keeps 100 % of math's feature change." in page.verdict[0]
-    assert not any(re.match("cos", chart.name) for section in page.sections for chart in section.charts)
 
 
 def test_rows_are_complete_without_intervals() -> None:
@@ -211,11 +206,9 @@ def test_a_picture_with_bands_says_what_they_are(samples: int) -> None:
     page = report_page(synthetic.statistics(levels=["attn_mlp"], samples=samples))
     charts = {chart.name: chart for section in page.sections for chart in section.charts}
     banded = {name for name, chart in charts.items() if b"FillBetween" in chart.picture.svg()}
-    weights, by_samples = charts["alpha-attn_mlp"], charts.get("samples-alpha-attn_mlp")
+    weights = charts["alpha-attn_mlp"]
     for text in (weights.caption, weights.alt):
         assert ("90 % bootstrap interval" in text) == (samples > 1)
-    for text in (by_samples.caption, by_samples.alt) if by_samples else ():
-        assert "one standard deviation" in text
     assert {name for name, chart in charts.items() if "band" in chart.caption and "band" in chart.alt} == (
         banded if samples > 1 else set()
     )
@@ -252,56 +245,3 @@ def test_a_recipe_writes_the_report_of_its_merge(llama: Family, tmp_path: Path) 
     text = " ".join(Elements((tmp_path / "report" / "report.html").read_text()).text.split())
     assert verdict(LevelAnalysis(measured.solve("layer", ridge=0.2))) in text
     assert "ridge 0.2" in text
-
-
-@pytest.fixture(scope="module")
-def crowd() -> Statistics:
-    """Statistics of more experts than a sentence or a chart can name."""
-    return synthetic.statistics([f"org/e{index:02}" for index in range(20)], ["head_mlp"], layers=2, samples=4)
-
-
-def test_the_verdict_on_many_experts_names_those_of_which_least_is_kept(crowd: Statistics) -> None:
-    solution = crowd.solve("head_mlp")
-    found = LevelAnalysis(solution)
-    kept = found.kept.tolist()
-    least = sorted(range(20), key=kept.__getitem__)[:3]
-    names = [f"e{index:02} ({percent(kept[index])})" for index in least]
-    extremes = f"{percent(min(kept))} to {percent(max(kept))}"
-    assert verdict(found) == (
-        f"Merged at level head_mlp, the result keeps {extremes} of the feature change of each of 20 experts, least of "
-        f"{names[0]}, {names[1]} and {names[2]}."
-    )
-    nothing = torch.full((20,), torch.nan, dtype=torch.float64)
-    lost = {name: replace(own, retained=nothing) for name, own in solution.submodules.items()}
-    assert verdict(LevelAnalysis(replace(solution, submodules=lost))).endswith(
-        "keeps none of the feature change of each of 20 experts, least of all."
-    )
-
-
-def test_a_page_on_many_experts_draws_the_extremes_and_tells_every_number(crowd: Statistics) -> None:
-    page = report_page(crowd)
-    charts = {chart.name.removesuffix("-head_mlp"): chart for section in page.sections for chart in section.charts}
-    assert page.title == "What a merge of 20 experts keeps"
-    found = LevelAnalysis(crowd.solve("head_mlp"))
-    for name, of_each in {"retained": 1, "alpha": 1, "alpha-map": 1, "samples-alpha": 2}.items():
-        assert len(charts[name].table.header) == 1 + of_each * 20
-    assert [row[1:] for row in charts["alpha-map"].table.rows] == [
-        [plain_number(weight) for weight in row] for row in found.alpha.tolist()
-    ]
-    cosine = found.cosine.mean(0).fill_diagonal_(torch.nan)
-    assert [row[1:] for row in charts["cosine"].table.rows] == [list(map(plain_number, row)) for row in cosine.tolist()]
-    assert max(len(chart.alt) for chart in charts.values()) < 300
-    for chart in charts.values():
-        drawn = chart.picture.svg().decode()
-        assert float(re.search(r'height="([0-9.]+)pt"', drawn)[1]) < 72 * 10  # type: ignore[index]
-
-
-def test_a_line_chart_of_many_experts_shows_their_largest_median_and_smallest() -> None:
-    values = torch.arange(40.0).view(2, 20)
-    values[1, 0] = torch.nan
-    lines = lines_of([str(index) for index in range(20)], [0, 1], values)
-    assert {line.label: list(line.y) for line in lines} == {
-        "largest of 20 experts": [19, 39],
-        "median of 20 experts": [9.5, 30],
-        "smallest of 20 experts": [0, 21],
-    }
