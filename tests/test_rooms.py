@@ -22,7 +22,7 @@ FLOORS = (
     ("recipe",),
     ("engine",),
     ("layers", "sftm", "actmat"),
-    ("models", "data"),
+    ("models", "data", "numerics"),
     ("files", "levels", "tables"),
     ("errors", "__init__"),
 )

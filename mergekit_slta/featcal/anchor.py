@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from mergekit_slta.actmat.covariance import merge_by_covariance, merged_task
+from mergekit_slta.actmat.covariance import merged_task
 from mergekit_slta.layers.blend import Alpha, Blend
 from mergekit_slta.layers.calls import Weights
 from mergekit_slta.layers.decoder import Decoder
@@ -58,11 +58,6 @@ class ActmatAnchor(Blend):
     def solved_keys(self, names: Mapping[str, str]) -> set[str]:
         """Which of the tensors are solved."""
         return {key for key, name in names.items() if name in self._maps}
-
-
-def solved_map(base: torch.Tensor, tasks: Sequence[torch.Tensor], total: torch.Tensor) -> torch.Tensor:
-    """The anchor's map [out, in], whose system without a ridge is added to ``total``; see ``merge_by_covariance``."""
-    return base + merge_by_covariance(tasks, ActmatSettings().ridge, total=total).to(base.dtype)
 
 
 def _solved(role: Role, base: torch.Tensor, *experts: torch.Tensor) -> torch.Tensor:

@@ -17,20 +17,19 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_map_only
 
-from mergekit_slta.actmat.covariance import add_gram, all_rows, mirror
+from mergekit_slta.actmat.covariance import merge_by_covariance
 from mergekit_slta.engine.passes import Progress
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Streams, mapped
 from mergekit_slta.errors import logger
-from mergekit_slta.featcal.anchor import solved_map
-from mergekit_slta.featcal.few_tokens import TokenEquations, equations_for
 from mergekit_slta.featcal.groups import LayerMaps, MapGroup
-from mergekit_slta.featcal.regression import Change, NormalEquations
+from mergekit_slta.featcal.regression import Change, RidgeRegression
 from mergekit_slta.layers.calls import State, Weights
 from mergekit_slta.layers.children import is_inside
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import LinearMap, RoutedInputs, fused_hidden, routed_inputs
 from mergekit_slta.models.stacks import ExpertStack, stack_of
+from mergekit_slta.numerics.symmetric import with_ridge
 from mergekit_slta.recipe.settings import ActmatSettings
 
 LOG = logger(__name__)
@@ -210,10 +209,10 @@ class LayerSolver:
             part.addmm_(inputs, anchor.T, alpha=-1)
             start += len(anchor)
 
-    def _equations(self, maps: Sequence[LinearMap], tokens: int) -> NormalEquations | TokenEquations:
+    def _equations(self, maps: Sequence[LinearMap], tokens: int) -> RidgeRegression:
         """The equations of maps of one input, before their anchor is used."""
         sizes = [linear_map.matrix(self.merged).shape for linear_map in maps]
-        return equations_for(
+        return RidgeRegression(
             sizes[0][1],
             sum(rows for rows, _ in sizes),
             self.ridge,
@@ -228,22 +227,19 @@ class LayerSolver:
 
         Maps that the anchor solves with that system are solved with it here.
         """
-        size = maps[0].matrix(self.base).shape[1]
+        size, ridge = maps[0].matrix(self.base).shape[1], ActmatSettings().ridge
         total = torch.zeros(size, size, dtype=torch.float64, device=self.decoder.device)
         for linear_map in maps:
             base = linear_map.matrix(self.base)
-            tasks = (linear_map.matrix(expert) - base for expert in self.experts)
+            found = merge_by_covariance([linear_map.matrix(expert) - base for expert in self.experts], ridge)
+            total += found.covariance
             if linear_map.weight in self.later:
-                self.anchor[linear_map.weight] = linear_map.stored(solved_map(base, list(tasks), total))
+                self.anchor[linear_map.weight] = linear_map.stored(base + found.change.to(base.dtype))
                 self.merged[linear_map.weight] = self.anchor[linear_map.weight]
-            else:
-                for task in filter(torch.any, tasks):
-                    add_gram(all_rows(task, 1.0).rows, total)
-        mean = total.diagonal().mean()
-        if not mean:
+        if not total.any():
             return None
-        total.diagonal().add_(ActmatSettings().ridge * mean)
-        return mirror(total.div_(total.diagonal().mean()))
+        system = with_ridge(total, ridge)
+        return system.div_(system.diagonal().mean())
 
     # Routed experts
 

@@ -35,10 +35,9 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams, Tasks, read_edges
 from mergekit_slta.errors import logger
 from mergekit_slta.featcal.anchor import ActmatAnchor
-from mergekit_slta.featcal.few_tokens import equations_for
 from mergekit_slta.featcal.groups import groups_by_layer, listed, solved_in
 from mergekit_slta.featcal.layer import EXPERT, MERGED, LayerSolver, in_a_file
-from mergekit_slta.featcal.regression import Change
+from mergekit_slta.featcal.regression import Change, RidgeRegression
 from mergekit_slta.layers.blend import Blend
 from mergekit_slta.layers.calls import Weights
 from mergekit_slta.layers.decoder import Decoder
@@ -255,7 +254,9 @@ class _FeatureMerge(Accumulator[Tensors]):
         tail = tail_tensors(self.decoder)
         merged_tail = read_edges(self.decoder, self.anchor, tail)
         outputs, inputs = matrix.shape
-        equations = equations_for(inputs, outputs, ridge, self.decoder.device, tokens=streams.tokens, ranks=self.ranks)
+        equations = RidgeRegression(
+            inputs, outputs, ridge, self.decoder.device, tokens=streams.tokens, ranks=self.ranks
+        )
         for task, expert in enumerate(self.experts):
             own_tail = read_edges(self.decoder, expert, tail)
             own = head.matrix(read_edges(self.decoder, expert, [head.weight]))[rows]

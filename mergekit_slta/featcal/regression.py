@@ -1,44 +1,49 @@
-"""The ridge regression of one group of linear maps that share an input, from sums over tokens.
+"""The ridge regression of one group of linear maps that share an input.
 
 Symbols, as in ``merge.py``: inputs x [d_in] of the merged model with weights w_x, residuals r = y - W_a x [d_out]
 against the anchor's map W_a, tasks t with weights s_t, and the change D = W - W_a [d_out, d_in], which minimizes
 
-    sum_t s_t sum_x w_x |D x - r|^2 + ridge * K(D),     s_t = 1 / |sum_x w_x x x^T|_F
+    sum_t s_t sum_x w_x |D x - r|^2 + ridge * trace(D H D^T),     s_t = 1 / |sum_x w_x x x^T|_F
 
-with K(D) = kappa |D|^2 and kappa = trace(A) / d_in for A = sum_t s_t sum_x w_x x x^T. A few dimensions of the input
-may be so much larger than the others that kappa says nothing about the others: then K(D) = sum_j A_jj |D[:, j]|^2.
-Where those few would decide s_t, perhaps by a single token, s_t is computed without them.
+With A = sum_t s_t sum_x w_x x x^T and C = sum_t s_t sum_x w_x r x^T, that is D = C (A + ridge H)^-1. H [d_in, d_in]
+says how strongly each direction of the input is held:
 
-A prior P [d_in, d_in], whose diagonal has the mean 1, says in which directions of the input the change is drawn towards
-zero more than in others: then K(D) = kappa trace(D P D^T), or sum_ij (A_ii A_jj)^(1/2) P_ij D[:, i] D[:, j] where some
-dimensions are so much larger.
+- H = kappa I with kappa = trace(A) / d_in. A few dimensions of the input may be so much larger than the others that
+  kappa says nothing about the others: then H = diag(A). Where those few would decide s_t, perhaps by a single token,
+  s_t is computed without them.
+- A prior P [d_in, d_in], whose diagonal has the mean 1, holds some directions more than others: H is then
+  p^(1/2) P p^(1/2), where p is the diagonal of the H above.
 
 A ridge that is not given is the one of ``RIDGES`` that predicts left-out samples best: the samples of every task are
 dealt to two halves; D is solved from one half with a ridge, and its error is summed over the other, and the reverse.
 The error has one minimum in all but rare cases, so the search goes from the middle ridge downhill. It is measured on a
-few random combinations of the outputs, so that only these have sums for each half: those of inputs and outputs, the
-larger ones, are of all samples.
+few random combinations of the outputs, so that only these have sums for each half.
 
-Where a map has more inputs than tokens, ``few_tokens.py`` solves the same in a smaller system.
+A few prompts have fewer tokens than a map has inputs. With the tokens' inputs as the rows of X [n, d_in] and their
+residuals as those of R [n, d_out], each times (s_t w_x)^(1/2), the same change is
 
-The sums are of float64 products: where inputs are rank-deficient or ill-conditioned and the ridge is small, rounding
-float32 products makes up as much as 1e-4 of the solution.
+    D^T = H^-1 X^T (X H^-1 X^T + ridge I)^-1 R
+
+whose system is only [n, n] (``by_tokens``).
+
+All products are float64: where inputs are rank-deficient or ill-conditioned and the ridge is small, rounding float32
+products makes up as much as 1e-4 of the solution.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from mergekit_slta.actmat.covariance import add_gram, blocks_of, gram_norm, mirror, times_inverse, two_grams
+from mergekit_slta.engine.ranks import Ranks
+from mergekit_slta.numerics.symmetric import add_gram, gram, mirror, times_inverse
 
-# The penalty follows A's diagonal if the diagonal's mean is so many times its median.
+# H follows A's diagonal if the diagonal's mean is this many times its median.
 MASSIVE = 10.0
-# s_t leaves out the dimensions whose sum of squares is so many times the 90 % quantile of all dimensions' sums.
+# s_t leaves out the dimensions whose sum of squares is this many times the 90 % quantile of all dimensions' sums.
 DECISIVE = 1000.0
 # Where the equations cannot be solved, these multiples of the ridge are tried before the anchor is kept.
 LARGER_RIDGES = (1.0, 10.0, 100.0, 1000.0, 10000.0)
@@ -46,6 +51,9 @@ RIDGES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)
 UNKNOWN_RIDGE = 0.1  # where a task does not have samples in both halves
 PREDICTED = 64  # random combinations of the outputs by which the error on left-out samples is estimated
 SMALLEST_RIDGE = 1e-10  # used for a ridge of zero; with less, inputs that were never seen decide
+
+# D [k, d_in] by the ridge, or None where that does not make the equations solvable.
+Solver = Callable[[float], torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -80,38 +88,38 @@ class Change:
         return (anchor + mean / (1 + (self.ridge or 0.0) ** 2)).to(anchor.dtype)
 
 
-class _Sums:
-    """Sums over tokens, zero at first: of all samples, and of each of the halves into which they are dealt.
+@dataclass
+class Sums:
+    """Sums over tokens, zero at first; those with a first dimension of ``h`` are of each half of the samples.
 
-    Args:
-        moments: for each half the zero matrix [d_in, d_in] for the products of the inputs, to which ``add_gram`` adds.
-        outputs: the number of dimensions d_out.
-        combined: the number of combinations of the residuals.
+    Attributes:
+        inputs, residuals: sums of x [d_in] and of r [d_out].
+        mass: sum of the weights w_x [].
+        tokens: how many tokens [h].
+        cross: sum of r x^T [d_out, d_in]; [d_out, 0] where the tokens themselves are kept, as the next two.
+        moments: sum of x x^T [h, d_in, d_in], on and above the diagonal.
+        predicted: sum of combinations of r with x [h, combinations, d_in].
     """
 
-    def __init__(self, moments: list[torch.Tensor], outputs: int, combined: int) -> None:
-        inputs, halves = len(moments[0]), len(moments)
-        zeros = moments[0].new_zeros
-        self.inputs, self.residuals, self.cross = zeros(inputs), zeros(outputs), zeros(outputs, inputs)
-        self.moments = moments
-        self.predicted = [zeros(combined, inputs) for _ in range(halves)]  # combinations of the residuals with inputs
-        self.masses, self.tokens = zeros(halves), zeros(halves)
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        yield from (self.inputs, self.residuals, self.cross, *self.predicted, self.masses, self.tokens)
-        for moments in self.moments:
-            yield from blocks_of(moments)
+    inputs: torch.Tensor
+    residuals: torch.Tensor
+    mass: torch.Tensor
+    tokens: torch.Tensor
+    cross: torch.Tensor
+    moments: torch.Tensor
+    predicted: torch.Tensor
 
 
-class NormalEquations:
-    """Sums of a regression, gathered task by task in float64.
+class RidgeRegression:
+    """A regression whose tokens are added task by task; it keeps sums over them or, if they are few, the tokens.
 
     Args:
         inputs, outputs: the numbers of dimensions d_in and d_out.
         ridge: how strongly the change is drawn towards zero; None to choose it by left-out samples.
         device: where the sums are.
-        prior: P [d_in, d_in] float64, symmetric and positive definite, if the change is not drawn alike everywhere.
-        reduce: adds up a tensor in place over the processes whose sums belong together, and returns it.
+        prior: P [d_in, d_in] float64, symmetric and positive definite; by default no direction is held more.
+        tokens: how many tokens this process will add, if that is known.
+        ranks: the processes that share the tokens.
 
     Attributes:
         tokens: how many tokens have been added by all processes.
@@ -125,19 +133,29 @@ class NormalEquations:
         device: torch.device | str = "cpu",
         *,
         prior: torch.Tensor | None = None,
-        reduce: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+        tokens: int | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        self._ridge = ridge
-        self._prior = prior
-        self._reduce = reduce
-        self.tokens = 0
-        combined, halves = (PREDICTED, 2) if ridge is None else (0, 1)
+        self._ridge, self._prior, self._ranks = ridge, prior, ranks or Ranks()
+        # Without a search for the ridge, the sums need no more than one factorization, and a prior is another one.
+        most = inputs // 2 if prior is not None and ridge is not None else inputs
+        self._few = tokens is not None and tokens < most and self._ranks.count == 1
+        combined, halves, size = PREDICTED if ridge is None else 0, 2 if ridge is None else 1, inputs
+        if self._few:
+            size = 0
         self._combinations = random_combinations(outputs, combined).to(device)
+        shapes = [(inputs,), (outputs,), (), (halves,), (outputs, size), (halves, size, size), (halves, combined, size)]
         # Of all tasks with their weights, and of the current one before it has a weight.
-        moments = zip(*[two_grams(inputs, device) for _ in range(halves)], strict=True)
-        self._all, self._task = (_Sums(list(own), outputs, combined) for own in moments)
+        self._all, self._task = (
+            Sums(*(torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes)) for _ in range(2)
+        )
+        # The inputs and residuals of tokens, each times the root of its weight, and the half of its sample.
+        none = torch.zeros(0, inputs + outputs, dtype=torch.float64, device=device).split([inputs, outputs], 1)
+        self._rows = [(*none, torch.zeros(0, dtype=torch.int64, device=device))]
+        self._rows_before = 1  # the current task's
         self._masses: list[torch.Tensor] = []
         self._halved = ridge is None  # whether each task has samples in both halves
+        self.tokens = 0
 
     def add(self, inputs: torch.Tensor, residuals: torch.Tensor, samples: torch.Tensor, weights: torch.Tensor) -> None:
         """Add tokens of the current task.
@@ -148,108 +166,157 @@ class NormalEquations:
             samples: the number of each token's sample [n].
             weights: w_x [n], each token's weight.
         """
-        roots = weights.to(inputs.device, torch.float64).sqrt()[:, None]
-        inputs, residuals, samples = inputs * roots, residuals * roots, samples.to(inputs.device)
-        task = self._task
-        task.cross.addmm_(residuals.T, inputs)
+        task, roots = self._task, weights.to(inputs.device, torch.float64).sqrt()[:, None]
+        inputs, residuals, halves = inputs * roots, residuals * roots, samples.to(inputs.device) % len(task.tokens)
         task.inputs += (roots.T @ inputs)[0]
         task.residuals += (roots.T @ residuals)[0]
+        task.mass += roots.square().sum()
+        task.tokens += halves.bincount(minlength=len(task.tokens))
+        if self._few:
+            self._rows.append((inputs, residuals, halves))
+            return
+        task.cross.addmm_(residuals.T, inputs)
         combined = residuals @ self._combinations
         for half, (moments, predicted) in enumerate(zip(task.moments, task.predicted, strict=True)):
-            own = slice(None) if len(task.moments) == 1 else samples % 2 == half
-            given = inputs[own]
-            add_gram(given, moments)
-            predicted.addmm_(combined[own].T, given)
-            task.masses[half] += (roots[own] ** 2).sum()
-            task.tokens[half] += len(given)
+            own = halves == half if len(task.tokens) > 1 else slice(None)
+            add_gram(inputs[own], moments)
+            predicted.addmm_(combined[own].T, inputs[own])
 
     def finish_task(self) -> None:
-        """Weight the current task's sums and go on to the next task."""
+        """Weight the current task's tokens and go on to the next task."""
         task = self._task
-        for part in task:
-            self._reduce(part)
+        for part in vars(task).values():
+            self._ranks.sum(part)
         self._halved &= bool(task.tokens.all() or not task.tokens.any())
         self.tokens += int(task.tokens.sum())
-        diagonal = torch.stack([moments.diagonal() for moments in task.moments]).sum(0)
-        norm = gram_norm(task.moments, not_decisive(diagonal))
+        norm = self._norm_of_task()
         weight = torch.where(norm > 0, 1 / norm, 0.0)  # a task none of whose tokens came here has no say
-        self._masses.append(weight * task.masses.sum())
-        for total, part in zip(self._all, task, strict=True):
+        self._masses.append(weight * task.mass)
+        for total, part in zip(vars(self._all).values(), vars(task).values(), strict=True):
             total.addcmul_(part, weight)
             part.zero_()
+        for inputs, residuals, _ in self._rows[self._rows_before :]:
+            inputs *= weight.sqrt()
+            residuals *= weight.sqrt()
+        self._rows_before = len(self._rows)
+
+    def _norm_of_task(self) -> torch.Tensor:
+        """|sum_x w_x x x^T|_F of the current task, without the dimensions that would decide it alone."""
+        if self._few:
+            inputs = torch.cat([rows for rows, *_ in (self._rows[0], *self._rows[self._rows_before :])])
+            # Tokens by tokens or dimensions by dimensions, the norm is the same.
+            return gram(inputs[:, not_decisive(inputs.square().sum(0))].T).norm()
+        moments = mirror(self._task.moments.sum(0))
+        decisive = ~not_decisive(moments.diagonal())
+        moments[decisive], moments[:, decisive] = 0, 0
+        return moments.norm()
 
     def solve(self) -> Change:
         """Solve for the change, with a larger ridge where the one asked for does not make the equations solvable."""
         del self._task  # its memory is needed
-        sums = self._all
-        ridge = self._best_ridge() if self._ridge is None else max(self._ridge, SMALLEST_RIDGE)
-        sums.predicted.clear()
-        moments = sums.moments.pop()
-        while sums.moments:
-            moments += sums.moments.pop()
-
-        def solution_of(ridge: float) -> torch.Tensor | None:
-            return self._solution(moments, sums.cross, ridge=ridge)
-
-        return first_change(solution_of, ridge, sums.inputs, sums.residuals, torch.stack(self._masses))
+        ridge = self._ridge
+        if ridge is None:
+            ridge = self._best_ridge() if self._halved else UNKNOWN_RIDGE
+        solver, total, masses = self._solver(), self._all, torch.stack(self._masses)
+        mass = masses.sum().clamp_min(torch.finfo(torch.float64).tiny)
+        for factor in LARGER_RIDGES:
+            used = max(ridge, SMALLEST_RIDGE) * factor
+            if (matrix := solver(used)) is not None:
+                mean = (total.residuals - matrix @ total.inputs) / mass
+                return Change(matrix, mean, masses / mass, used, factor > 1)
+        matrix = torch.zeros(len(total.residuals), len(total.inputs), dtype=torch.float64, device=mass.device)
+        return Change(matrix, total.residuals / mass, masses / mass, None, False)
 
     def _best_ridge(self) -> float:
         """The ridge that predicts each half of the samples best from the other."""
-        if not self._halved:
-            return UNKNOWN_RIDGE
-        halves = list(zip(map(mirror, self._all.moments), self._all.predicted, strict=True))
+        solvers = [self._solver(half) for half in (0, 1)]
 
         def error(ridge: float) -> float:
-            found = 0.0
-            for (moments, cross), (other_moments, other_cross) in itertools.permutations(halves):
-                solution = self._solution(moments, cross, ridge=ridge)
-                if solution is None:
-                    return torch.inf
-                # But for the sum of the squared residuals, which is the same for every ridge.
-                found += float((solution * (solution @ other_moments - 2 * other_cross)).sum())
-            return found
+            changes = [solver(ridge) for solver in solvers]
+            return sum(
+                torch.inf if change is None else self._error(change, 1 - half) for half, change in enumerate(changes)
+            )
 
         return lowest_ridge(error)
 
-    def _solution(self, moments: torch.Tensor, cross: torch.Tensor, *, ridge: float) -> torch.Tensor | None:
-        """D [d_out, d_in], or None where the equations are singular or not finite."""
-        diagonal = moments.diagonal().clone()
-        penalty = penalties(diagonal)
-        if self._prior is None:
-            system, whole = moments.clone(), diagonal + ridge * penalty
-        else:
-            root = penalty.sqrt()
-            system = (self._prior * root).mul_(root[:, None]).mul_(ridge).add_(moments)
-            whole = system.diagonal().clone()
-        scale = whole.rsqrt()  # to a unit diagonal, so that no dimension's unit matters
-        scale[whole == 0] = 0  # the change of a dimension that is always zero is zero
-        system.mul_(scale[:, None]).mul_(scale).diagonal().fill_(1.0)
-        solution = finite_solution(cross * scale, system)
-        return None if solution is None else solution.mul_(scale)
+    def _solver(self, half: int | None = None) -> Solver:
+        """Solve from all samples for every output, or from a half of them for the combinations of the outputs."""
+        if self._few:
+            return by_tokens(*self._tokens_of(half), self._prior)
+        if half is None:
+            return by_sums(mirror(self._all.moments.sum(0)), self._all.cross, self._prior)
+        return by_sums(mirror(self._all.moments[half]), self._all.predicted[half], self._prior)
+
+    def _error(self, change: torch.Tensor, half: int) -> float:
+        """The squared error of a change on a half, but for a summand that is the same for every change."""
+        if self._few:
+            inputs, residuals = self._tokens_of(half)
+            return float((change @ inputs.T - residuals.T).square().sum())
+        moments, predicted = self._all.moments[half], self._all.predicted[half]
+        return float((change * (change @ moments - 2 * predicted)).sum())
+
+    def _tokens_of(self, half: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The inputs [n, d_in] and the residuals [n, d_out] of all tokens, or their combinations in a half."""
+        inputs, residuals, halves = map(torch.cat, zip(*self._rows, strict=True))
+        own = halves == half
+        return (inputs, residuals) if half is None else (inputs[own], residuals[own] @ self._combinations)
+
+
+def by_sums(moments: torch.Tensor, cross: torch.Tensor, prior: torch.Tensor | None) -> Solver:
+    """D = C (A + ridge H)^-1 for A [d_in, d_in] and C [k, d_in]."""
+
+    def solve(ridge: float) -> torch.Tensor | None:
+        hold = held(moments.diagonal(), prior)
+        return times_inverse(cross, (hold if prior is not None else hold.diag()).mul_(ridge).add_(moments))
+
+    return solve
+
+
+def by_tokens(inputs: torch.Tensor, residuals: torch.Tensor, prior: torch.Tensor | None) -> Solver:
+    """D^T = H^-1 X^T (X H^-1 X^T + ridge I)^-1 R for X [n, d_in] and R [n, k]; with H = V^T V only X V^-1 is needed."""
+    hold = held(inputs.square().sum(0), prior)
+    if prior is None:
+        root = hold.sqrt()
+        whitened = inputs / root
+    else:
+        root = torch.linalg.cholesky_ex(hold, upper=True).L
+        whitened = torch.linalg.solve_triangular(root, inputs, upper=True, left=False)
+    products = gram(whitened.T)
+
+    def solve(ridge: float) -> torch.Tensor | None:
+        system = products.clone()
+        system.diagonal().add_(ridge)
+        found = times_inverse(residuals.T, system)
+        if found is None:
+            return None
+        change = found @ whitened
+        return change / root if prior is None else torch.linalg.solve_triangular(root, change.T, upper=True).T
+
+    return solve
+
+
+def held(diagonal: torch.Tensor, prior: torch.Tensor | None) -> torch.Tensor:
+    """H [d_in, d_in], or its diagonal [d_in] without a prior, from the diagonal of A.
+
+    A dimension that is always zero is held apart from the others, so that its change is zero.
+    """
+    mean = diagonal.mean()
+    penalty = diagonal.clone() if mean > MASSIVE * diagonal.median() else mean.expand_as(diagonal).clone()
+    hold = penalty if prior is None else prior * penalty.sqrt() * penalty.sqrt()[:, None]
+    (hold if prior is None else hold.diagonal())[penalty == 0] = 1
+    return hold
+
+
+def not_decisive(diagonal: torch.Tensor) -> torch.Tensor:
+    """Which dimensions [d_in] would not decide the norm of moments with this diagonal alone."""
+    used = diagonal[diagonal > 0]
+    return diagonal <= DECISIVE * used.quantile(0.9) if len(used) else torch.ones_like(diagonal, dtype=torch.bool)
 
 
 def random_combinations(outputs: int, count: int) -> torch.Tensor:
     """Random combinations [d_out, count] of the outputs, the same ones at every call."""
     draw = torch.Generator().manual_seed(0)
     return torch.randn(outputs, count, generator=draw, dtype=torch.float64)
-
-
-def not_decisive(diagonal: torch.Tensor) -> torch.Tensor:
-    """Which dimensions would not decide the norm of moments with this diagonal alone."""
-    used = diagonal[diagonal > 0]
-    return diagonal <= DECISIVE * used.quantile(0.9) if len(used) else torch.ones_like(diagonal, dtype=torch.bool)
-
-
-def penalties(diagonal: torch.Tensor) -> torch.Tensor:
-    """How much K holds each dimension of the input [d_in], from the diagonal of A."""
-    mean = diagonal.mean()
-    return diagonal if mean > MASSIVE * diagonal.median() else mean.expand_as(diagonal)
-
-
-def finite_solution(target: torch.Tensor, system: torch.Tensor) -> torch.Tensor | None:
-    """What ``times_inverse`` finds, or None where something in it is not finite."""
-    solution = times_inverse(target, system)
-    return solution if solution is not None and bool(torch.isfinite(solution).all()) else None
 
 
 def lowest_ridge(error: Callable[[float], float]) -> float:
@@ -261,28 +328,3 @@ def lowest_ridge(error: Callable[[float], float]) -> float:
         near = (place, place - 1, place + 1)
         lowest = min((at for at in near if 0 <= at < len(RIDGES)), key=lambda at: error(RIDGES[at]))
     return RIDGES[place]
-
-
-def first_change(
-    solution_of: Callable[[float], torch.Tensor | None],
-    ridge: float,
-    input_sum: torch.Tensor,
-    residual_sum: torch.Tensor,
-    masses: torch.Tensor,
-) -> Change:
-    """The change by the ridge asked for, or by the first larger one that makes the equations solvable.
-
-    Args:
-        solution_of: D [d_out, d_in] by the ridge, or None where it does not make them solvable.
-        ridge: the ridge asked for.
-        input_sum, residual_sum: the weighted sums of the inputs [d_in] and of the residuals [d_out].
-        masses: each task's sum of weights [T].
-    """
-    mass = masses.sum().clamp_min(torch.finfo(torch.float64).tiny)
-    for factor in LARGER_RIDGES:
-        if (solution := solution_of(ridge * factor)) is not None:
-            matrix, used, enlarged = solution, ridge * factor, factor > 1
-            break
-    else:
-        matrix, used, enlarged = input_sum.new_zeros(len(residual_sum), len(input_sum)), None, False
-    return Change(matrix, (residual_sum - matrix @ input_sum) / mass, masses / mass, used, enlarged)

@@ -6,12 +6,6 @@ Prints one JSON line. ``time_ratio`` is the wall time of a whole feature merge (
 scratch folder) over the sum of what it cannot do without, timed in the same run: two plain forward passes per sample
 (``forward_s``), the bare products X^T X and X^T Y in float32 (``products_s``), and one Cholesky factorization and solve
 in float64 per group of maps (``solves_s``). ``memory_mb`` is the peak anonymous memory.
-
-Maps that fewer tokens than input dimensions reach are solved in a system of their tokens. ``--forms`` measures only
-what that saves: ``by_tokens_s`` is the processor time of a feature merge, and ``by_sums_s`` that of one without such
-systems, medians of runs that take turns:
-
-    python tests/benchmarks/featcal.py --size 150m --layers 1 --samples 10 --tokens 32 --forms base
 """
 
 from __future__ import annotations
@@ -20,9 +14,7 @@ import functools
 import json
 import math
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from unittest import mock
 
 import click
 import torch
@@ -41,20 +33,11 @@ from mergekit_slta.recipe.settings import FeatcalSettings
 
 @click.command()
 @with_setting(samples=30)
-@click.option("--forms", metavar="ANCHOR", help="Measure only what systems of tokens save, with this anchor.")
 @click.option("--memory", is_flag=True, help="Measure only the peak memory, in this process.")
-def main(setting: Setting, forms: str | None, memory: bool) -> None:
+def main(setting: Setting, memory: bool) -> None:
     """Compare a feature merge with its floor on synthetic Llama-shaped checkpoints."""
-    folders, recipe = setting.write("featcal", anchor=forms or "actmat")
+    folders, recipe = setting.write("featcal")
     device = setting.device
-    if forms:
-        merges = {"by_tokens": _solve, "by_sums": _solve_by_sums}
-        actions = {name: functools.partial(merge, recipe, device) for name, merge in merges.items()}
-        times = timed(actions, setting.repeats, time.process_time)
-        result = {"benchmark": "featcal", **setting.described(), "anchor": forms}
-        result |= {f"{name}_s": round(seconds, 3) for name, seconds in times.items()}
-        print(json.dumps(result | {"ratio": round(times["by_sums"] / times["by_tokens"], 3)}))
-        return
     if memory:
         print_peak_memory(lambda: _solve(recipe, device))
         return
@@ -86,11 +69,6 @@ def _solve(recipe: Recipe, device: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         settings = recipe.settings_of(FeatcalSettings).model_copy(update={"scratch": folder})
         solve_model(Experiment(recipe, device=device, quiet=True), settings)
-
-
-def _solve_by_sums(recipe: Recipe, device: str) -> None:
-    with mock.patch("mergekit_slta.featcal.few_tokens.by_tokens", return_value=False):
-        _solve(recipe, device)
 
 
 @torch.no_grad()

@@ -53,8 +53,7 @@ import mergekit_slta.host.registry
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.streams import Batch, Streams, fitting_batch, make_batches
 from mergekit_slta.errors import first_line
-from mergekit_slta.featcal.few_tokens import TokenEquations
-from mergekit_slta.featcal.regression import NormalEquations
+from mergekit_slta.featcal.regression import RidgeRegression
 from mergekit_slta.featcal.scratch import solve_model
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.models.checkpoint import Checkpoint
@@ -79,13 +78,12 @@ SHAPES: dict[str, PretrainedConfig] = {
 }
 
 FORWARD, FLOOR, READY = "plain forward passes", "featcal's floor", "statistics for the merge"  # rows
-FORMS = (NormalEquations, TokenEquations)
 # The calls whose time counts as a part's; what is inside another counted call counts for the outer one.
 PARTS: dict[str, Sequence[tuple[type, str]]] = {
     "reading": [(Checkpoint, "read")],
     "copying": [(Streams, "hidden"), (Streams, "set_output")],
-    "computing": [(Decoder, "call"), *((form, part) for form in FORMS for part in ("add", "finish_task"))],
-    "solving": [(form, "solve") for form in FORMS],
+    "computing": [(Decoder, "call"), *((RidgeRegression, part) for part in ("add", "finish_task"))],
+    "solving": [(RidgeRegression, "solve")],
     "saving": [(Partial, "save_hidden"), (Partial, "finish_layer")],
 }
 

@@ -38,10 +38,8 @@ from scipy.optimize import nnls
 from support.memory import PeakMemory
 from transformers import PretrainedConfig
 
-from mergekit_slta.actmat.covariance import by_rows
 from mergekit_slta.checks.space import solving_needs
-from mergekit_slta.featcal import few_tokens, regression
-from mergekit_slta.featcal.few_tokens import by_tokens
+from mergekit_slta.featcal import regression
 from mergekit_slta.featcal.regression import PREDICTED, lowest_ridge
 from mergekit_slta.featcal.scratch import solve_model
 from mergekit_slta.layers.decoder import Decoder
@@ -197,8 +195,7 @@ def _run_layer(models: list[str], setting: str, prompts: int, tokens: int) -> di
         tried.append(len(ridges))
         return ridge
 
-    for module in (regression, few_tokens):
-        mock.patch.object(module, "lowest_ridge", counted).start()
+    mock.patch.object(regression, "lowest_ridge", counted).start()
     with tempfile.TemporaryDirectory(dir=CACHE) as folder, PeakMemory() as peak:
         start = time.process_time()
         experiment = Experiment(recipe, quiet=True)
@@ -297,7 +294,7 @@ def _work(name: str, config: PretrainedConfig, tokens: int, ridges: float) -> di
 
 def _solved(inputs: int, outputs: int, tokens: int, ridges: float) -> tuple[float, float]:
     """The multiplications of a regression by products with tokens, and by its systems."""
-    if not by_tokens(tokens, inputs, 1, prior=True, search=True):
+    if tokens >= inputs:
         systems = 2 * ridges * (inputs**3 / 6 + 2 * inputs**2 * PREDICTED) + inputs**3 / 6 + inputs**2 * outputs
         return tokens * (inputs**2 / 2 + inputs * outputs), systems
     half = tokens / 2
@@ -310,8 +307,6 @@ def _actmat(inputs: int, outputs: int) -> float:
     """The multiplications of ``actmat`` for one map of full rank, and of the moments that are featcal's prior."""
     rows = EXPERTS * outputs
     moments, small = rows * inputs**2 / 2, rows * (outputs * inputs / 2 + outputs * inputs)
-    if by_rows(rows, inputs, with_total=True):
-        return moments + small + 2 * rows * outputs * inputs + rows**2 * (inputs / 2 + rows / 6 + outputs)
     products = rows * inputs**2 if outputs >= inputs else small
     return moments + products + inputs**3 / 6 + inputs**2 * outputs
 

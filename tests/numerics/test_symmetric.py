@@ -1,0 +1,55 @@
+"""Gram matrices and symmetric systems against torch's general routines in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mergekit_slta.numerics import symmetric
+from mergekit_slta.numerics.symmetric import gram, solve_semidefinite, times_inverse, with_ridge
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("block", [1, 5, 7, 100])
+def test_a_gram_matrix_is_the_product_whatever_its_blocks(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(symmetric, "BLOCK", block)
+    rows = torch.randn(9, 14, dtype=torch.float64)
+    torch.testing.assert_close(gram(rows), rows.T @ rows)
+
+
+def test_a_ridge_is_a_share_of_the_mean_diagonal() -> None:
+    matrices = torch.randn(3, 5, 5, dtype=torch.float64)
+    for found, matrix in zip(with_ridge(matrices, 0.3), matrices, strict=True):
+        torch.testing.assert_close(found, matrix + 0.3 * matrix.diagonal().mean() * torch.eye(5))
+
+
+def test_a_product_with_an_inverse() -> None:
+    target, system = torch.randn(4, 6, dtype=torch.float64), gram(torch.randn(20, 6, dtype=torch.float64))
+    found = times_inverse(target, system)
+    assert found is not None
+    torch.testing.assert_close(found, target @ torch.linalg.inv(system))
+
+
+@pytest.mark.parametrize("system", [-torch.eye(3), torch.zeros(3, 3), torch.full((3, 3), torch.nan)], ids=str)
+def test_a_matrix_that_is_not_positive_definite_has_no_inverse_here(system: torch.Tensor) -> None:
+    assert times_inverse(torch.ones(2, 3).double(), system.double()) is None
+
+
+def test_a_solution_that_is_not_finite_is_none() -> None:
+    assert times_inverse(torch.tensor([[1.0, torch.inf]]).double(), torch.eye(2).double()) is None
+
+
+@pytest.mark.parametrize("rank", [1, 3, 5])
+def test_a_semidefinite_system_has_the_solution_of_least_norm_in_units_of_its_diagonal(rank: int) -> None:
+    rows = torch.randn(rank, 5, dtype=torch.float64) * torch.tensor([1.0, 1e-3, 1.0, 1e3, 1.0])
+    matrix = gram(rows)
+    right = matrix @ torch.randn(5, dtype=torch.float64)
+    unit = matrix.diagonal().rsqrt()
+    expected = unit * (torch.linalg.pinv(unit[:, None] * matrix * unit, rtol=1e-10) @ (unit * right))
+    found = solve_semidefinite(matrix, right)
+    torch.testing.assert_close(found.solution, expected)
+    assert int((found.kept > 0).sum()) == rank
