@@ -234,7 +234,7 @@ def test_a_merge_without_statistics_is_refused_rather_than_measured(llama: Famil
 
 def test_a_level_that_was_not_measured_is_refused(merged: tuple[dict[str, Any], Path]) -> None:
     content, out = merged
-    with pytest.raises(SltaError, match="statistics at level layer are not in"):
+    with pytest.raises(SltaError, match="lacks the level layer"):
         check(content | {"parameters": content["parameters"] | {"level": "layer"}}, out)
 
 
