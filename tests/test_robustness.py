@@ -1,0 +1,386 @@
+"""A run that is killed or finds the disk full does no harm, and damaged input ends in a sentence.
+
+The quick suite takes a few cases of each kind; ``pytest -m slow -n 0 tests/test_robustness.py`` takes hundreds. Each
+case is decided by its seed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mergekit.io.tasks import LoaderCache
+from mergekit.merge_methods.base import ParameterScope, ParameterSpec
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from support import families
+from support.adapters import write_adapter
+from support.copies import pickled, sharded
+from support.damage import KINDS
+from support.families import Family
+from support.memory import memory_of_this_process
+from support.processes import run_afresh
+
+from mergekit_slta.cli.commands import main
+from mergekit_slta.data.records import record_text
+from mergekit_slta.errors import SltaError
+from mergekit_slta.recipe.settings import SETTINGS, parameter_specs
+
+# Faults
+
+CALIBRATE = ("calibrate", "recipe.yml", "-o", "stats.safetensors", "--quiet")
+COMMANDS = {
+    "calibrate": CALIBRATE,
+    "two levels": (*CALIBRATE, "--level", "attn_mlp", "--level", "layer"),
+    "slta": ("merge", "recipe.yml", "merged", "--quiet"),
+    "featcal": ("merge", "featcal.yml", "merged", "--quiet"),
+    "actmat": ("merge", "actmat.yml", "merged", "--quiet"),
+}
+QUICK = (0.1, 0.5, 0.9)  # of a run's changes to the disk
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended: its exit code or minus the signal, what it said, and how often it changed the disk."""
+
+    code: int
+    said: str
+    changes: int
+
+
+@dataclass(frozen=True)
+class Commands:
+    """Runs commands in processes of their own.
+
+    Attributes:
+        forks: what the processes are forked from.
+        models: a folder with models, data and recipes for them with relative paths.
+        folder: where results go.
+    """
+
+    forks: ForkServerContext
+    models: Path
+    folder: Path
+
+    def run(self, name: str, folder: Path, kill_at: int = 0) -> Ended:
+        """Run a command in a folder, and kill it right before it changes the disk there for the given time."""
+        said, changes = self.folder / "said", self.folder / "changes"
+        said.write_bytes(b"")
+        changes.write_bytes(b"")
+        process = self.forks.Process(
+            target=run_command, args=(COMMANDS[name], folder, said, changes, kill_at), daemon=True
+        )
+        process.start()
+        process.join(300)
+        return Ended(process.exitcode or 0, said.read_text(), changes.stat().st_size)
+
+    def fresh(self, folder: Path) -> Path:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(self.models, folder)
+        return folder
+
+
+def run_command(command: tuple[str, ...], folder: Path, said: Path, changes: Path, kill_at: int) -> None:
+    os.chdir(folder)
+    os.environ |= {"XDG_CACHE_HOME": str(folder / "cache"), "TMPDIR": str(folder / "cache")}
+    for stream in (1, 2):
+        os.dup2(os.open(said, os.O_WRONLY | os.O_APPEND), stream)
+    log = os.open(changes, os.O_WRONLY | os.O_APPEND)
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        writes = event == "open" and arguments[2] & os.O_ACCMODE != os.O_RDONLY
+        if not writes and event not in ("os.rename", "os.remove", "os.mkdir", "os.rmdir"):
+            return
+        if not isinstance(arguments[0], int) and folder in Path(os.fsdecode(arguments[0])).absolute().parents:
+            os.write(log, b"x")
+            if os.fstat(log).st_size == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+    main(command)
+
+
+def results(folder: Path) -> dict[str, bytes]:
+    """All that a command leaves outside the user's cache."""
+    files = [path for path in folder.rglob("*") if path.is_file() and "cache" not in path.relative_to(folder).parts]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@pytest.fixture(scope="module")
+def commands(forks: ForkServerContext, tmp_path_factory: pytest.TempPathFactory) -> Commands:
+    models = tmp_path_factory.mktemp("robust") / "models"
+    sizes = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    family = families.make_family(models, families.config_of("llama", **sizes), records=3, longest=8)
+    content = families.recipe(family, samples=2, max_tokens=8) | {"base_model": "./base"}
+    for index, entry in enumerate(content["models"]):
+        entry |= {"model": f"./expert{index}", "parameters": {"calibration": f"task{index}.jsonl"}}
+    families.write_recipe(models / "recipe.yml", content)
+    families.write_recipe(models / "featcal.yml", content | {"merge_method": "featcal"})
+    plain = [{"model": entry["model"]} for entry in content["models"]]
+    families.write_recipe(
+        models / "actmat.yml", content | {"merge_method": "actmat", "parameters": {}, "models": plain}
+    )
+    (models / "cache").mkdir()
+    return Commands(forks, models, tmp_path_factory.mktemp("commands"))
+
+
+Clean = Callable[[str], tuple[dict[str, bytes], int]]
+
+
+@pytest.fixture(scope="module")
+def clean(commands: Commands) -> Clean:
+    """What a command leaves that nothing disturbs, and how often it changes the disk."""
+    found: dict[str, tuple[dict[str, bytes], int]] = {}
+
+    def get(name: str) -> tuple[dict[str, bytes], int]:
+        if name not in found:
+            ended = commands.run(name, commands.fresh(commands.folder / "run"))
+            assert ended.code == 0, ended.said
+            found[name] = results(commands.folder / "run"), ended.changes
+        return found[name]
+
+    return get
+
+
+def check_next_run(commands: Commands, name: str, folder: Path, expected: dict[str, bytes]) -> None:
+    """What was left is whole or plainly unfinished, and the next run ends as if nothing had happened."""
+    left = results(folder)
+    for file in ("stats.safetensors", "merged/model.safetensors"):
+        assert left.get(file) in (None, expected.get(file)), file
+    again = commands.run(name, folder)
+    assert again.code == 0, again.said
+    found = results(folder)
+    assert sorted(found) == sorted(expected)
+    assert [file for file in found if found[file] != expected[file]] == []
+
+
+@pytest.mark.parametrize("share", QUICK)
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "two levels"])
+def test_killed(name: str, share: float, commands: Commands, clean: Clean) -> None:
+    expected, changes = clean(name)
+    folder = commands.fresh(commands.folder / "run")
+    assert commands.run(name, folder, kill_at=1 + int(share * changes)).code == -signal.SIGKILL
+    check_next_run(commands, name, folder, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMMANDS)
+def test_killed_before_any_change(name: str, commands: Commands, clean: Clean) -> None:
+    expected, changes = clean(name)
+    for number in range(1, changes + 1):
+        folder = commands.fresh(commands.folder / "run")
+        assert commands.run(name, folder, kill_at=number).code == -signal.SIGKILL
+        check_next_run(commands, name, folder, expected)
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: int) -> Iterator[None]:
+    """A disk of its own, in memory."""
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("only root may mount a disk")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.mark.parametrize("room", [0, 2**14, 2**16])
+@pytest.mark.parametrize("name", ["calibrate", "slta", "featcal"])
+def test_a_full_disk(name: str, room: int, commands: Commands, clean: Clean, tmp_path: Path) -> None:
+    expected, _ = clean(name)
+    disk = tmp_path / "disk"
+    with small_disk(disk, 2**23):
+        folder = commands.fresh(disk / "run")
+        with contextlib.suppress(OSError), (disk / "filler").open("wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+        os.truncate(disk / "filler", max(0, (disk / "filler").stat().st_size - room))
+        ended = commands.run(name, folder)
+        if ended.code:  # the smallest results have room
+            assert ended.code == 1 and "Traceback" not in ended.said and "Error: " in ended.said, ended.said
+            assert any(words in ended.said for words in ("full", "No space left", "room")), ended.said
+        (disk / "filler").unlink()
+        check_next_run(commands, name, folder, expected)
+
+
+# Damaged files
+
+MEMORY = 4 * 10**9  # bytes of address space that a command may take above what this process had before
+SEEDS = [pytest.param(range(5), id="few"), pytest.param(range(5, 300), id="many", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module")
+def scene(llama: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe of a base model, an expert in shards, a pickled one, and one that is an adapter; and its statistics."""
+    folder = tmp_path_factory.mktemp("scene")
+    shutil.copytree(llama.base, folder / "base")
+    sharded(llama.experts[0], folder / "sharded")
+    pickled(llama.experts[1], folder / "pickled")
+    write_adapter(llama.base, folder / "adapter")
+    experts = [folder / "sharded", folder / "pickled", f"{folder / 'base'}+{folder / 'adapter'}"]
+    content = families.recipe(llama, samples=3, max_tokens=8) | {"base_model": str(folder / "base")}
+    for entry, expert, data in zip(content["models"], experts, llama.data, strict=True):
+        shutil.copy(data, folder)
+        entry |= {"model": str(expert), "parameters": {"calibration": str(folder / data.name)}}
+    families.write_recipe(folder / "recipe.yml", content)
+    assert refusal("calibrate", folder / "recipe.yml", "-o", folder / "stats.safetensors", cache=folder / "cache") == ""
+    shutil.rmtree(folder / "cache")
+    assert refusal("check", folder / "recipe.yml", cache=folder / "cache") == ""
+    return folder
+
+
+def refusal(*arguments: object, cache: Path | None = None) -> str:
+    """Run a command in this process; returns what it says when it refuses, nothing when it does not."""
+    LoaderCache.loaders.clear()
+    options = ["--lora-merge-cache", cache] if cache else []
+    usual, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (memory_of_this_process("VmSize") + MEMORY, most))
+    try:
+        result = CliRunner().invoke(main, list(map(str, [*arguments, *options, "--quiet"])))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (usual, most))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code in (0, 1), result.output
+    return result.output if result.exit_code else ""
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_damage_is_said_in_a_sentence(
+    kind: str, seeds: range, scene: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refusal names the damaged file, the model that it belongs to, or a key of the recipe."""
+    name, damage = KINDS[kind]
+    path, recipe = scene / name, scene / "recipe.yml"
+    sound = path.read_bytes()
+    try:
+        for seed in seeds:
+            path.write_bytes(damage(sound, random.Random(f"{kind} {seed}")))
+            monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"cache{seed}"))
+            if kind == "statistics":
+                said = refusal("solve", path)
+            else:
+                cache, made = tmp_path / f"merged{seed}", tmp_path / f"stats{seed}.safetensors"
+                said = refusal("check", recipe, cache=cache) or refusal("calibrate", recipe, "-o", made, cache=cache)
+            lines = said.rstrip().splitlines()
+            assert all(line.endswith((".", "?")) for line in lines), f"seed {seed}: {said}"
+            named = not said or kind == "recipe" or path.name in said or f"/{path.parent.name}" in said
+            assert named, f"seed {seed} does not name {name}: {said}"
+    finally:
+        path.write_bytes(sound)
+
+
+# Any value at all
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3)
+)
+PARAMETERS = [(method, spec) for method, kind in SETTINGS.items() for spec in parameter_specs(kind)]
+TEMPLATES = st.lists(st.sampled_from(["{", "}", "[", "]", ".", ":", "!", "a", "0"]) | st.text(max_size=3)).map("".join)
+
+any_value = settings(
+    max_examples=int(os.environ.get("PROPERTY_EXAMPLES", "60")),
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@any_value
+@given(place=st.sampled_from(PARAMETERS), value=VALUES)
+def test_any_value_of_a_parameter(place: tuple[str, ParameterSpec], value: Any, scene: Path, tmp_path: Path) -> None:
+    method, spec = place
+    content = yaml.safe_load((scene / "recipe.yml").read_text()) | {"merge_method": method}
+    content["models"] = content["models"][:2]
+    if "calibration" not in SETTINGS[method].expert.model_fields:
+        content["models"] = [{"model": entry["model"], "parameters": {}} for entry in content["models"]]
+    own = {} if spec.scope is ParameterScope.SHARED else content["models"][0]["parameters"]
+    own[spec.name] = value
+    content["parameters"] = own if spec.scope is ParameterScope.SHARED else {}
+    said = refusal("check", families.write_recipe(tmp_path / "recipe.yml", content))
+    assert not said or spec.name in said or "recipe.yml" in said, said
+
+
+@any_value
+@given(template=TEMPLATES, record=st.dictionaries(st.sampled_from(["a", "a0", "text"]) | st.text(), VALUES, max_size=3))
+def test_any_template_and_any_record(template: str, record: dict[str, Any]) -> None:
+    with contextlib.suppress(SltaError):
+        text, _, answer = record_text(record, template, where="Record 1 of 'data.jsonl'", render_chat=str)
+        assert answer is None or 0 <= answer[0] < answer[1] <= len(text)
+
+
+@any_value
+@given(draw=st.data(), value=VALUES)
+def test_any_value_in_the_metadata_of_statistics(draw: st.DataObject, value: Any, scene: Path, tmp_path: Path) -> None:
+    with safe_open(scene / "stats.safetensors", framework="pt") as file:
+        info = json.loads(file.metadata()["mergekit_slta"])
+    info[draw.draw(st.sampled_from(sorted(info)))] = value
+    path = tmp_path / "changed.safetensors"
+    save_file(load_file(scene / "stats.safetensors"), path, metadata={"mergekit_slta": json.dumps(info)})
+    said = refusal("solve", path)
+    assert not said or path.name in said, said
+
+
+# Neighbours
+
+METHODS: dict[str, dict[str, Any]] = {
+    "linear": {"weight": 0.5},
+    "task_arithmetic": {"weight": 0.5},
+    "dare_ties": {"weight": 0.5, "density": 0.5},
+}
+MERGE_ALL = """
+import sys, pathlib
+sys.meta_path[:] = [finder for finder in sys.meta_path if "mergekit_slta" not in type(finder).__module__]
+if sys.argv[1] == "with":
+    from mergekit_slta import startup
+    startup.install()
+import yaml
+from mergekit.config import MergeConfiguration
+from mergekit.merge import run_merge
+from mergekit.merge_methods import registered_methods
+from mergekit.options import MergeOptions
+assert any(method.spec.name == "slta" for method in registered_methods()) == (sys.argv[1] == "with")
+for recipe in sorted(pathlib.Path(sys.argv[2]).glob("*.yml")):
+    config = MergeConfiguration.model_validate(yaml.safe_load(recipe.read_text()))
+    run_merge(config, str(pathlib.Path(sys.argv[3]) / recipe.stem), MergeOptions(quiet=True, random_seed=1))
+"""
+
+
+def test_mergekits_other_methods_write_the_same_bytes(llama: Family, forks: ForkServerContext, tmp_path: Path) -> None:
+    for method, own in METHODS.items():
+        content = families.recipe(llama, method, experts=[0, 1], calibration=False, per_expert=own)
+        if method == "linear":
+            del content["base_model"]
+        families.write_recipe(tmp_path / f"{method}.yml", content)
+    digests: dict[str, dict[str, str]] = {}
+    for which in ("with", "without"):
+        run_afresh(forks, MERGE_ALL, which, tmp_path, tmp_path / which)
+        files = [path for path in (tmp_path / which).rglob("*") if path.is_file() and path.name != "README.md"]
+        digests[which] = {
+            str(path.relative_to(tmp_path / which)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files
+        }
+    assert digests["with"] == digests["without"]
+    assert sum(name.endswith("model.safetensors") for name in digests["with"]) == len(METHODS)
