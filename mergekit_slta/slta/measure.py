@@ -87,7 +87,10 @@ def measured_statistics(
     source = os.fspath(path) if path else settings.statistics if isinstance(settings, SltaSettings) else ""
     file = resolve_statistics(source, experiment.transformers_cache) if source else None
     if file is not None and _exists(file, ranks):
-        return _matched(experiment, file, asked)
+        statistics = _matched(experiment, file, asked)
+        if ranks.first:
+            remove(partial_folder(file))  # a run that was killed after it had written the file left it
+        return statistics
     if problems := calibration_problems(experiment.recipe, takes_statistics=settings.takes_statistics):
         raise SltaError(*problems)
     data = experiment.load_data(experiment.recipe.experts)
