@@ -76,7 +76,7 @@ class LayerStructure:
 
 
 def structure(decoder: Decoder, layer: int) -> LayerStructure | None:
-    """How the layer splits into branches, None where these cannot be told apart; layers of one kind are traced once.
+    """How the layer splits into branches, None where the trace does not show it; layers of one kind are traced once.
 
     Raises:
         SltaError: the model's layers cannot be run one at a time.
@@ -168,6 +168,8 @@ def _branches(run: LayerRun, mixers: Nodes) -> LayerStructure | None:
         mlp = {node for node in live & after if before[node] & merged} | parallel
         attention = leading | (live & after - mlp)
         mlp |= set().union(*(before[node] for node in parallel)) - {INPUT}
+    if mixers & mlp - attention:
+        return None  # such as a second attention
     branches = {"attn": frozenset(attention), "mlp": frozenset(mlp)}
     return LayerStructure(branches, frozenset(first), boundary)
 

@@ -96,7 +96,7 @@ ROWS = {
     "mamba": Row("Mamba", headless=True),
     "nemotron_h": Row("Nemotron-H", headless=True, dropped=True),
     "gemma3n": Row("Gemma 3n (text)"),
-    "longcat_flash": Row("LongCat-Flash", headless=True),
+    "longcat_flash": Row("LongCat-Flash"),
     "zaya": Row("Zaya", headless=True),
     "glm_moe_dsa": Row("GLM-MoE-DSA", dropped=True),
 }

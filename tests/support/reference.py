@@ -43,6 +43,7 @@ class Split:
         adding: the children that add to the residual stream by themselves; in place of what they return in the base
             model, their modules in it are taken.
         stacked: whether a layer's hidden states are [n, B, S, D].
+        unsplit: a child whose layers have no branches, because they mix tokens twice.
     """
 
     attn: tuple[str, ...] = ("input_layernorm", "self_attn")
@@ -60,6 +61,7 @@ class Split:
     boundary: str = ""
     adding: tuple[str, ...] = ()
     stacked: bool = False
+    unsplit: str = ""
 
 
 _LLAMA = Split()
@@ -179,21 +181,18 @@ SPLITS: dict[str, Split] = {
         boundary="post_attention_layernorm",
     ),
     "zamba2": Split(
-        attn=("input_layernorm", "mamba", "shared_transformer", "linear"),
-        mlp=("mamba_decoder",),
+        attn=("input_layernorm", "mamba", "shared_transformer", "linear", "mamba_decoder"),
+        mlp=(),
         output="",
         replayed=True,
-        adding=("mamba_decoder",),
+        unsplit="shared_transformer",
     ),
-    # The first attention alone is told from the rest of the layer.
     "longcat_flash": Split(
-        attn=("input_layernorm.0", "self_attn.0"),
-        mlp=(
-            *("post_attention_layernorm.0", "mlp", "mlps.0", "input_layernorm.1", "self_attn.1"),
-            *("post_attention_layernorm.1", "mlps.1"),
-        ),
+        attn=("input_layernorm", "self_attn", "post_attention_layernorm", "mlp", "mlps"),
+        mlp=(),
         output="",
         replayed=True,
+        unsplit="mlps",
     ),
     "zaya": Split(
         attn=("input_layernorm", "self_attn", "post_attention_residual_scale"),
@@ -483,15 +482,6 @@ def mlp_features(layers: Layers, call: Call, split: Split, config: Any) -> Featu
     yield ".mlp", contributions
 
 
-def children_of(layer: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The layer's children by name; each one of a list of them."""
-    for name, child in layer.named_children():
-        if isinstance(child, torch.nn.ModuleList):
-            yield from ((f"{name}.{number}", part) for number, part in enumerate(child))
-        else:
-            yield name, child
-
-
 def serves(inside: str, children: Sequence[str]) -> bool:
     """Whether a tensor or module of the layer is one of some children, or in one."""
     return any(f"{inside}.".startswith(f"{child}.") for child in children)
@@ -508,7 +498,7 @@ def recorded_outputs(layer: torch.nn.Module) -> Iterator[dict[str, Any]]:
 
     hooks = [
         child.register_forward_hook(lambda module, args, output, name=name: record(name, output))
-        for name, child in children_of(layer)
+        for name, child in layer.named_children()
     ]
     yield outputs
     for hook in hooks:
@@ -528,7 +518,7 @@ def replayed(layer: torch.nn.Module, outputs: Mapping[str, Any]) -> Iterator[Non
 
     hooks = [
         child.register_forward_hook(lambda module, args, output, name=name: given(outputs[name]))
-        for name, child in children_of(layer)
+        for name, child in layer.named_children()
         if name in outputs
     ]
     yield
@@ -572,6 +562,9 @@ def kind_of(layer: Any) -> str:
 
 
 def branch_features(layers: Layers, call: Call, split: Split, config: Any) -> Features:
+    if split.unsplit and hasattr(layers[0], split.unsplit):
+        yield from layer_features(layers, call, split, config)
+        return
     if split.replayed:
         yield from replayed_features(layers, call, split, config)
         return
@@ -790,7 +783,7 @@ def tensor_weights(
     own = {key.removeprefix(f"layer.{index}").removeprefix("."): value for key, value in alpha.items()}
     own = {key: value for key, value in own.items() if f"layer.{index}." in f"layer.{index}.{key}"}
     here = {key: value for key, value in own.items() if alpha.get(f"layer.{index}.{key}".rstrip(".")) is value}
-    if level == "layer":
+    if "" in here:
         return here[""]
     layer = model.get_submodule(split.layers)[int(index)]
     if level == "linear":
@@ -808,9 +801,8 @@ def tensor_weights(
 
 
 def measured_mean(alpha: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Each expert's mean weight over the submodules that it changes: only where it changes nothing is it exactly 0."""
-    values = torch.stack(list(alpha.values()))
-    return values.sum(0) / values.count_nonzero(0).clamp_min(1)
+    """The mean weights over the submodules that some expert changes; in the others all weights are 0."""
+    return torch.stack([value for value in alpha.values() if value.any()] or list(alpha.values())).mean(0)
 
 
 def map_weights(
