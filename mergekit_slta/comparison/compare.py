@@ -14,10 +14,10 @@ import torch
 import transformers
 from mergekit.common import ModelPath, ModelReference
 from pydantic import TypeAdapter
+from tqdm import tqdm
 
 from mergekit_slta import __version__, files
 from mergekit_slta.comparison.scores import Group, Sample, Score, score_model
-from mergekit_slta.engine.passes import ProgressBar
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.recipe.experiment import Experiment
@@ -191,7 +191,9 @@ def compare(
     runs += [(model, [task, *pieces]) for model, task in zip(experiment.experts, tasks, strict=True)]
     runs += [(result, [*tasks, *pieces]) for result in results]
     total = sum(len(group) for _, groups in runs for group in groups)
-    with ProgressBar(total=total, desc="Comparing", unit="record", leave=False, disable=experiment.quiet) as bar:
+    with tqdm(
+        total=total, desc="Comparing", unit="record", unit_scale=True, leave=False, disable=experiment.quiet
+    ) as bar:
         scores = [_scores(experiment, model, groups, bar) for model, groups in runs]
     base, own, after = scores[0], scores[1 : 1 + len(experts)], scores[1 + len(experts) :]
     compared_tasks = tuple(

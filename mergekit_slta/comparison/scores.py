@@ -11,7 +11,7 @@ import torch
 import transformers
 from mergekit.common import get_auto_cls
 
-from mergekit_slta.engine.passes import Accumulator, Progress, Tensors, pass_layers
+from mergekit_slta.engine.loop import Accumulator, Progress, Tensors, pass_layers
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams, make_batches, read_edges
 from mergekit_slta.errors import SltaError, first_line

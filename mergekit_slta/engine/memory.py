@@ -1,21 +1,12 @@
-"""How much of a GPU's memory is free for what waits there for its next use."""
+"""Whether tensors may stay in a GPU's memory."""
 
 from __future__ import annotations
 
 import torch
 
 
-def room(device: torch.device) -> int:
-    """The bytes that may wait on a GPU so that half of its memory stays free to compute in; 0 on another device."""
+def takes_little(device: torch.device, elements: int, share: float) -> bool:
+    """Whether float32 elements take at most a share of a GPU's memory; false on every other device."""
     if device.type != "cuda":
-        return 0
-    free, total = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return max(0, free + unused - total // 2)
-
-
-def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in host memory: a GPU's in pinned memory, which it is copied to and from fastest."""
-    if tensor.device.type == "cpu":
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda").copy_(tensor)
+        return False
+    return elements * torch.float32.itemsize <= share * torch.cuda.get_device_properties(device).total_memory

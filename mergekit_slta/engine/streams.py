@@ -11,13 +11,12 @@ import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from mergekit_slta.engine.memory import on_host, room
-from mergekit_slta.engine.partial import Hidden
+from mergekit_slta.engine.memory import takes_little
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.layers.calls import LayerCall, State, Weights
 from mergekit_slta.layers.decoder import Decoder
@@ -149,15 +148,16 @@ def read_edges(decoder: Decoder, model: Source, names: Iterable[str]) -> dict[st
 
 
 class Streams:
-    """The hidden states of all streams before the next layer, for this process's share of the batches.
+    """A cache of the hidden states before the next layer, by stream and batch, of this process's share of the batches.
+
+    A method fetches a batch's ``hidden`` states and the model's ``call`` of the next layer, and updates the batch by
+    ``set_output``. ``advance`` deletes the layer's inputs, once all streams have its outputs.
 
     Args:
         decoder: the models' common decoder.
         sources: for each stream, the model that embeds the samples of each task.
         batches: all batches, of which this process takes its share.
         ranks: the processes that share the batches.
-        folder: a folder for temporary files that keep the hidden states instead of the host's memory.
-        on_device: whether they may stay on a GPU that has room for them.
 
     Attributes:
         layer: the index of the next layer.
@@ -165,35 +165,25 @@ class Streams:
     """
 
     def __init__(
-        self,
-        decoder: Decoder,
-        sources: Sequence[Sequence[Source]],
-        batches: Sequence[Batch],
-        ranks: Ranks,
-        folder: Path | None = None,
-        on_device: bool = True,
+        self, decoder: Decoder, sources: Sequence[Sequence[Source]], batches: Sequence[Batch], ranks: Ranks
     ) -> None:
         self.decoder = decoder
         self.layer = 0
         self.batches = of_rank(batches, ranks)
-        self._folder = folder
-        self._on_device = on_device
-        self._hidden: Hidden = {}
-        self._following: Hidden = {}
+        width = decoder.model.config.get_text_config().hidden_size
+        elements = 2 * len(sources) * width * sum(batch.token_ids.numel() for batch in self.batches)
+        stays = takes_little(decoder.device, elements, share=1 / 8)  # before and after a layer
+        self._place = decoder.device if stays else torch.device("cpu")
+        self._cache: dict[tuple[int, int], _Cached] = {}
+        self._following: dict[tuple[int, int], _Cached] = {}
         self._calls: dict[tuple[int, int], list[LayerCall]] = {}
-        self._handed: dict[int, set[tuple[Any, ...]]] = {}  # by stream, the paths in its samples' state
         for stream, models in enumerate(sources):
             for model in dict.fromkeys(models):
                 edges = read_edges(decoder, model, embedding_tensors(decoder))
                 for number, batch in enumerate(self.batches):
                     if models[batch.task] is model:
                         hidden, self._calls[stream, number] = embed(decoder, batch.token_ids, edges)
-                        self._store(self._hidden, stream, batch, hidden)
-
-    @property
-    def samples(self) -> int:
-        """How many samples this process has."""
-        return sum(len(batch.rows) for batch in self.batches)
+                        self._cache[stream, number] = _Cached(self.kept(hidden), {})
 
     @property
     def tokens(self) -> int:
@@ -204,31 +194,19 @@ class Streams:
         """This process's batches of one task, with their numbers."""
         return ((number, batch) for number, batch in enumerate(self.batches) if batch.task == task)
 
-    def hidden(self, stream: int, number: int, samples: slice = slice(None)) -> torch.Tensor:
-        """The hidden states [B, S, D] of a batch, or some of its samples, before the next layer, on the device."""
-        rows = [self._hidden[stream, row] for row in self.batches[number].rows[samples]]
-        return pad_sequence([states.to(self.decoder.device, non_blocking=True) for states in rows], batch_first=True)
+    def hidden(self, stream: int, number: int) -> torch.Tensor:
+        """A copy of a batch's hidden states [B, S, D] before the next layer, on the device that computes."""
+        return self._cache[stream, number].hidden.to(self.decoder.device, copy=True)
 
     def call(self, stream: int, number: int) -> LayerCall:
         """The model's call of the next layer on a batch, with the tensors that the earlier layers have passed on."""
-        call, rows = self._calls[stream, number][self.layer], self.batches[number].rows
-        if stream not in self._handed:
-            return call
-        state = {}
-        for path in self._handed[stream]:
-            keys = [(stream, row, *path) for row in rows]
-            state[path] = torch.stack([self._hidden[key].to(self.decoder.device) for key in keys])
-        return call.own(state)
+        call, state = self._calls[stream, number][self.layer], self._cache[stream, number].state
+        return call.own({path: tensor.to(self.decoder.device, copy=True) for path, tensor in state.items()})
 
     def set_output(self, stream: int, number: int, output: torch.Tensor, state: State) -> None:
         """Set the next layer's output on a batch, and the tensors that it passes to later layers."""
-        batch = self.batches[number]
-        unchanged = self._handed.get(stream, set()) - set(state)
-        for key in [(stream, row, *path) for row in batch.rows for path in unchanged]:
-            self._following[key] = self._hidden[key]
-        self._store(self._following, stream, batch, output)
-        for path, tensor in state.items():
-            self._store(self._following, stream, batch, tensor, path)
+        passed = self._cache[stream, number].state | {path: self.kept(tensor) for path, tensor in state.items()}
+        self._following[stream, number] = _Cached(self.kept(output), passed)
 
     def run_layer(self, stream: int, number: int, weights: Weights) -> torch.Tensor:
         """Run the next layer on a batch of a stream, and set and return its output [B, S, D]."""
@@ -236,52 +214,25 @@ class Streams:
         self.set_output(stream, number, run.output, run.state)
         return run.output
 
+    def advance(self) -> None:
+        """Move on to the following layer, and delete this one's inputs."""
+        self._cache, self._following = self._following, {}
+        self.layer += 1
+
     def final(self) -> Iterator[tuple[int, dict[int, torch.Tensor]]]:
         """Each sample's row, and its hidden states [S, D] of every stream after the last layer."""
-        for row in (row for batch in self.batches for row in batch.rows):
-            yield row, {key[0]: states for key, states in self._hidden.items() if key[1:] == (row,)}
-
-    def advance(self) -> None:
-        """Move on to the following layer."""
-        self._take(self._following, self.layer + 1)
-        self._following = {}
-
-    def resume(self, hidden: Hidden, layer: int) -> None:
-        """Continue before ``layer`` with stored hidden states."""
-        own = {key: hidden[key] for key in self._hidden}
-        own |= {key: tensor for key, tensor in hidden.items() if key[:2] in own}
-        self._take({key: self.kept(tensor) for key, tensor in own.items()}, layer)
-
-    def _take(self, hidden: Hidden, layer: int) -> None:
-        self._hidden, self.layer, self._handed = hidden, layer, {}
-        for stream, _, *path in hidden:
-            if path:
-                self._handed.setdefault(int(stream), set()).add(tuple(path))
-
-    @property
-    def state(self) -> Hidden:
-        """The hidden states before the next layer, and the tensors that earlier layers have passed on."""
-        return self._hidden
+        streams = {stream for stream, _ in self._cache}
+        for number, batch in enumerate(self.batches):
+            for index, (row, length) in enumerate(zip(batch.rows, batch.lengths, strict=True)):
+                yield row, {stream: self._cache[stream, number].hidden[index, :length] for stream in streams}
 
     def kept(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, where it stays until its next use: on a GPU that has room for it, otherwise on the host."""
-        return tensor if self._stays_on(tensor.device) else on_host(tensor)
+        """The tensor where it waits for its next use: on a GPU that has memory for all of them, else on the host."""
+        return tensor.to(self._place)
 
-    def _store(
-        self, target: Hidden, stream: int, batch: Batch, tensor: torch.Tensor, path: tuple[Any, ...] = ()
-    ) -> None:
-        """Store each sample's part of a tensor [B, ...]; padding is removed from hidden states only."""
-        stays = self._stays_on(tensor.device)
-        for index, (row, length) in enumerate(zip(batch.rows, batch.lengths, strict=True)):
-            own = tensor[index] if path else tensor[index, :length]
-            key = stream, row, *path
-            if self._folder is not None and not stays:  # in a file whose space is freed with the tensor
-                target[key] = mapped(own.shape, own.dtype, self._folder).copy_(own)
-            elif stays or own.device.type == "cpu":
-                target[key] = own.clone(memory_format=torch.contiguous_format)
-            else:
-                target[key] = on_host(own)
 
-    def _stays_on(self, device: torch.device) -> bool:
-        """Whether what waits for its next use stays on a device that computes: on a GPU with room."""
-        return self._on_device and room(device) > 0
+class _Cached(NamedTuple):
+    """A batch's hidden states [B, S, D] before a layer, and what earlier layers have passed on."""
+
+    hidden: torch.Tensor
+    state: dict[tuple[Any, ...], torch.Tensor]

@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from mergekit_slta.actmat.covariance import merge_by_covariance
-from mergekit_slta.engine.passes import Progress
+from mergekit_slta.engine.loop import Progress
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Streams, mapped
 from mergekit_slta.errors import logger

@@ -27,10 +27,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
+from mergekit_slta.engine.loop import Accumulator, Progress, Tensors, pass_layers
 from mergekit_slta.engine.partial import Partial
-from mergekit_slta.engine.passes import Accumulator, Progress, Tensors, pass_layers
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams, Tasks, read_edges
 from mergekit_slta.errors import logger
@@ -111,6 +110,28 @@ def stages(decoder: Decoder, head: bool) -> int:
     return sum(len(maps.groups) for maps in groups_by_layer(decoder)) + (head and output_head(decoder) is not None)
 
 
+def written_in(decoder: Decoder) -> dict[str, int]:
+    """By the model's names of the layers' tensors, the layer whose file holds each: the one that solves it, or the
+    first that has it.
+    """
+    first: dict[str, int] = {}
+    for layer in range(len(decoder)):
+        for name in decoder.layer_tensors(layer).values():
+            first.setdefault(name, layer)
+    return first | solved_in(decoder)
+
+
+def layer_shapes(decoder: Decoder, layer: int) -> dict[str, torch.Size]:
+    """The shapes of the tensors that a layer's file holds, by the model's names."""
+    names, state, written = decoder.layer_tensors(layer), decoder.layers[layer].state_dict(), decoder.once(written_in)
+    return {name: state[key].shape for key, name in names.items() if written[name] == layer}
+
+
+def _placed(merged: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """A merged tensor as the base model's is: on its device, or one of a mixture's experts after the other."""
+    return stack_of(merged, base.device) if isinstance(base, ExpertStack) else merged.to(base.device)
+
+
 @dataclass
 class _FeatureMerge(Accumulator[Tensors]):
     """Merges one layer after the other, then the output head; see ``feature_merge``."""
@@ -139,15 +160,32 @@ class _FeatureMerge(Accumulator[Tensors]):
         anchors = [self.anchor] * len(self.tasks)
         return [anchors, self.experts, anchors] if self.compare else [anchors, self.experts]
 
-    def steps(self, layer: int) -> int:
-        """Every group of maps reports each sample."""
-        return len(self.maps[layer].groups)
+    def shapes(self, layer: int) -> dict[str, torch.Size]:
+        """The shapes of the tensors that the layer's file holds, by the model's names."""
+        return layer_shapes(self.decoder, layer)
 
-    def restore(self, partial: Partial, layers: int) -> None:
-        """Load the merged tensors that the next layers share with earlier ones."""
-        for layer in range(layers) if self.shared else ():
-            with safe_open(partial.layer_file(layer), "pt", device=str(self.decoder.device)) as tensors:
-                self.shared |= {name: tensors.get_tensor(name) for name in self.shared.keys() & set(tensors.keys())}
+    def repeat_layer(
+        self, layer: int, weights: Sequence[Weights], found: Tensors, streams: Streams, report: Progress
+    ) -> None:
+        """Run a layer on every stream, with the merged tensors of its file."""
+        names, (base, *experts) = self.decoder.layer_tensors(layer), weights
+        stored = {key: found[name] for key, name in names.items() if name in found}
+        merged = {key: _placed(tensor, base[key]) for key, tensor in stored.items()} | self._known(layer)
+        later = {key: names[key] for key in names.keys() - merged.keys()}  # these a later layer solves
+        merged |= self.anchor.of(later, [{key: own[key] for key in later} for own in weights])
+        self.shared |= {name: found[name].to(self.decoder.device) for name in self.shared.keys() & found.keys()}
+        anchor = self.anchor.of(names, weights) if self.compare else {}
+        for number, batch in enumerate(streams.batches):
+            streams.run_layer(MERGED, number, merged)
+            streams.run_layer(EXPERT, number, experts[batch.task])
+            if self.compare:
+                streams.run_layer(ANCHOR, number, anchor)
+            report(len(batch.rows) * len(self.maps[layer].groups))
+
+    def _known(self, layer: int) -> dict[str, torch.Tensor]:
+        """The merged tensors that the layer shares with earlier ones."""
+        names = self.decoder.layer_tensors(layer)
+        return {key: tensor for key, name in names.items() if (tensor := self.shared.get(name)) is not None}
 
     def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
         """The merged layer's tensors by the model's names, and how far its output is from the experts'."""
@@ -157,14 +195,13 @@ class _FeatureMerge(Accumulator[Tensors]):
         for key, stack in anchor.items():
             if isinstance(stack, ExpertStack) and stack is not base[key]:  # which is computed whenever it is used
                 anchor[key] = stack_of(in_a_file(stack, self.folder), stack.device)
-        known = {key: tensor for key, name in names.items() if (tensor := self.shared.get(name)) is not None}
         solver = LayerSolver(
             self.decoder,
             layer,
             maps,
             anchor,
             later,
-            known,
+            self._known(layer),
             base,
             experts,
             streams,
@@ -177,11 +214,8 @@ class _FeatureMerge(Accumulator[Tensors]):
         for group in maps.groups:
             self.stage = f"layer {layer} of {len(self.decoder)}, {group}"
             solver.solve(group, report)
-        merged = {
-            names[key]: tensor
-            for key, tensor in solver.tensors().items()
-            if key not in known and self.decoder.once(solved_in).get(names[key], layer) == layer
-        }
+        written = self.decoder.once(written_in)
+        merged = {names[key]: tensor for key, tensor in solver.tensors().items() if written[names[key]] == layer}
         self.shared |= {name: merged[name] for name in self.shared.keys() & merged.keys()}
         routing = {
             f"{ROUTING}.{part}.{module}": tensor

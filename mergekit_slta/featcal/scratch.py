@@ -14,8 +14,7 @@ from mergekit_slta.engine.streams import Tasks, share
 from mergekit_slta.errors import SltaError, logger
 from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.answers import token_weights
-from mergekit_slta.featcal.groups import solved_in
-from mergekit_slta.featcal.merge import COVERAGE, ERRORS, ROUTING, feature_merge, stages
+from mergekit_slta.featcal.merge import COVERAGE, ERRORS, ROUTING, feature_merge, layer_shapes, stages, written_in
 from mergekit_slta.files import cache_folder, digest
 from mergekit_slta.layers.blend import Blend
 from mergekit_slta.layers.decoder import Decoder
@@ -52,10 +51,8 @@ class SolvedModel:
         found, mixture_expert = resolve_name(self.decoder, name)
         if mixture_expert is not None:
             raise SltaError(f"'featcal' cannot write the experts of a mixture one by one, as mergekit asks for {name}.")
-        file = self._partial.edges_file
-        if found.startswith(self.decoder.layers_path + "."):
-            number = int(found.removeprefix(self.decoder.layers_path + ".").partition(".")[0])
-            file = self._partial.layer_file(self.decoder.once(solved_in).get(found, number))
+        layer = self.decoder.once(written_in).get(found)
+        file = self._partial.edges_file if layer is None else self._partial.layer_file(layer)
         with safe_open(file, "pt") as tensors:
             return tensors.get_tensor(found) if found in tensors.keys() else None  # noqa: SIM118
 
@@ -122,8 +119,9 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings) -> SolvedMode
     partial = Partial(scratch_root(settings.scratch) / f"featcal-{digest(content)}", content)
     partial.enter(experiment.ranks)
     try:
-        experiment.ranks.require_equal(partial.complete, partial.folder)
-        if not partial.complete:
+        complete = partial.is_complete([layer_shapes(decoder, layer) for layer in range(len(decoder))])
+        experiment.ranks.require_equal(complete, partial.folder)
+        if not complete:
             _solve(experiment, settings, decoder, tasks, weights, partial)
     except BaseException:
         partial.release()

@@ -46,10 +46,12 @@ class LinearMap:
         return (matrix.mT if self.transposed else matrix).contiguous()
 
     def apply(self, weights: Weights, inputs: torch.Tensor) -> torch.Tensor:
-        """The map's outputs [n, out] for inputs [n, in]."""
-        outputs = inputs @ self.matrix(weights).T
-        offset = self.offset(weights)
-        return outputs if offset is None else outputs + offset
+        """The map's outputs [..., out] for inputs [..., in], to the last bit as its module computes them."""
+        matrix, offset = self.matrix(weights), self.offset(weights)
+        if offset is None or not self.transposed:
+            return torch.nn.functional.linear(inputs, matrix, offset)
+        outputs = torch.addmm(offset, inputs.reshape(-1, inputs.shape[-1]), matrix.mT)  # as transformers' Conv1D
+        return outputs.unflatten(0, inputs.shape[:-1])
 
     def offset(self, weights: Weights) -> torch.Tensor | None:
         """The map's bias [out]."""

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import functools
-import os
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 
 import torch
 import transformers
@@ -19,10 +16,11 @@ from mergekit.io.tasks import LoaderCache
 from mergekit_slta.errors import SltaError, reading
 from mergekit_slta.models.adapters import source_files, source_folders
 from mergekit_slta.models.fingerprint import Stamps, fingerprint_of, stamps
-from mergekit_slta.models.headers import file_headers
 from mergekit_slta.models.merged_adapters import merge_adapter
 from mergekit_slta.models.skeleton import converted_as, model_tensor_name
 from mergekit_slta.models.stacks import ExpertStack
+
+PAGE = 4096  # bytes
 
 
 class Checkpoint:
@@ -82,11 +80,6 @@ class Checkpoint:
     def tensor_names(self) -> Mapping[str, str]:
         """The names of the checkpoint's tensors, each with the file that holds it."""
         return self._loader.index.tensor_paths
-
-    @property
-    def pickled(self) -> bool:
-        """Whether tensors are stored in pickles, which no two threads may read: mergekit patches pickle meanwhile."""
-        return any(not file.endswith(".safetensors") for file in set(self.tensor_names.values()))
 
     @cached_property
     def dtype(self) -> str:
@@ -153,7 +146,8 @@ class Checkpoint:
     ) -> dict[str, torch.Tensor]:
         """Read tensors to a device as they are stored, for a later ``read``: another thread may call it ahead of time.
 
-        If there is a GPU they come by way of pinned memory, from which it copies fastest, or stay there.
+        On the CPU they stay mapped from the file, which the system then has in memory. To a GPU they come by way of
+        pinned memory, from which it copies fastest.
 
         Raises:
             SltaError: a tensor is missing.
@@ -161,34 +155,12 @@ class Checkpoint:
         tensors = {}
         for key, name in names.items():
             stored = self._stored(name, base_model_prefix, "cpu")
-            held = stored.pin_memory() if torch.cuda.is_available() else stored.clone()  # it was mapped until now
-            tensors[key] = held.to(device, non_blocking=True)
+            if torch.device(device).type == "cuda":
+                stored = stored.pin_memory().to(device, non_blocking=True)
+            else:
+                stored.flatten().view(torch.uint8)[::PAGE].sum()  # any use of a page has the system read it
+            tensors[key] = stored
         return tensors
-
-    def prefetch(self, layer: int) -> None:
-        """Have the operating system read a decoder layer into its file cache in the background.
-
-        Args:
-            layer: the layer's index, the first number in its tensors' names.
-        """
-        if not hasattr(os, "posix_fadvise"):
-            return
-        for path, begin, length in self._places.get(layer, ()):
-            with path.open("rb") as file:
-                os.posix_fadvise(file.fileno(), begin, length, os.POSIX_FADV_WILLNEED)
-
-    @cached_property
-    def _places(self) -> dict[int, list[tuple[Path, int, int]]]:
-        """By layer, the file, the first byte and the length of each of its tensors."""
-        places = defaultdict(list)
-        for path in (Path(self.folder) / shard.filename for shard in self._loader.index.shards):
-            tensors = file_headers(path) if path.suffix == ".safetensors" else {}
-            begin = path.stat().st_size - sum(header.nbytes for header in tensors.values())
-            for name, header in tensors.items():
-                for number in [part for part in name.split(".") if part.isdecimal()][:1]:
-                    places[int(number)].append((path, begin, header.nbytes))
-                begin += header.nbytes
-        return places
 
     def _stored(self, name: str, base_model_prefix: str, device: torch.device | str) -> torch.Tensor:
         """A tensor in the checkpoint's dtype."""

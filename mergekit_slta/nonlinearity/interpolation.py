@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mergekit_slta.engine.passes import Accumulator, Progress, Tensors, pass_layers
+from mergekit_slta.engine.loop import Accumulator, Progress, Tensors, pass_layers
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Batch, Source, Streams, Tasks, read_edges
 from mergekit_slta.errors import SltaError

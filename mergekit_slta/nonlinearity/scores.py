@@ -15,8 +15,9 @@ from itertools import combinations, product
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
-from mergekit_slta.engine.passes import Progress, ProgressBar
+from mergekit_slta.engine.loop import Progress
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Tasks
 from mergekit_slta.errors import SltaError, logger
@@ -243,7 +244,7 @@ class Plan:
     def measure_visibly(self, quiet: bool) -> Linearity:
         layers, hidden = len(self.decoder), quiet or not self.ranks.first
         total, scale = self.passes * layers // self.ranks.count, 1 / layers
-        with ProgressBar(
+        with tqdm(
             desc="Measuring linearity", total=total, unit="pass", unit_scale=scale, leave=False, disable=hidden
         ) as bar:
             return self.measure(bar.update)

@@ -1,7 +1,15 @@
-"""Algorithm 1 of arXiv 2504.10902: measure every submodule's feature deltas, and keep their Gram matrices.
+"""Measure how much each expert changes each submodule's features: Algorithm 1 of arXiv 2504.10902.
 
-The algorithm runs the base model over its layers, keeping each submodule's inputs, and then goes over the submodules.
-Here the two loops over layers are one, that of ``engine.passes``, so that no inputs have to be kept.
+For a submodule with input features x, gathered by running the base model on a sample, and expert b:
+
+    Delta_b(x) = f(x; theta_b) - f(x; theta_0)                           the feature delta [S, D], without padding
+    G_x[b, c]  = sum over tokens and dimensions of Delta_b(x) Delta_c(x)     the sample's Gram matrix [T, T] (Eq. 14)
+
+The paper runs the base model through all layers, keeps each submodule's inputs, and then goes over the submodules. The
+engine's loop does both in one layer after the other, so that no inputs are kept. Everything after the Gram matrices is
+arithmetic on them (``solver.py``).
+
+Shapes: ``N`` samples of all tasks, ``T`` experts, ``S`` tokens, ``D`` dimensions. There may be more tasks than experts.
 """
 
 from __future__ import annotations
@@ -11,8 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
+from mergekit_slta.engine.loop import Accumulator, Progress, Tensors, pass_layers
 from mergekit_slta.engine.partial import Partial
-from mergekit_slta.engine.passes import Accumulator, Progress, pass_layers
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Streams, Tasks, read_edges
 from mergekit_slta.errors import SltaError, logger
@@ -26,10 +34,10 @@ from mergekit_slta.slta.gram import sample_grams
 
 LOG = logger(__name__)
 
-# Logits are wide: this many tokens of one sample are compared at once.
-LOGIT_TOKENS = 64
+BASE = 0  # the base model's stream; at level ``model`` the experts' own follow
+LOGIT_TOKENS = 64  # of one sample are compared at once, because logits are wide
 
-# Submodule name to [N, T, T] float64, for N samples and T experts.
+# Submodule name to [N, T, T] float64.
 Grams = dict[str, torch.Tensor]
 
 
@@ -44,12 +52,12 @@ def calibrate(
     ranks: Ranks | None = None,
     progress: Progress = lambda samples: None,
 ) -> Grams:
-    """Measure the Gram matrix of every submodule on every calibration sample (Algorithm 1 and Eq. 14).
+    """Measure the Gram matrix of every submodule on every calibration sample.
 
     Args:
         decoder: the models' common decoder.
         models: the base model, then the ``T`` experts.
-        tasks: the token ids of each expert's calibration samples.
+        tasks: the token ids of each task's samples.
         levels: the levels to measure.
         batch_tokens, partial: as for ``pass_layers``.
         ranks: the processes that share the batches.
@@ -59,52 +67,58 @@ def calibrate(
         Submodule name to [N, T, T] float64, rows ordered by task, then by sample.
 
     Raises:
-        SltaError: a level does not apply to the models, a checkpoint's tensors are missing or not finite, or one
-            sample does not fit into memory.
+        SltaError: a level does not apply to the models, a checkpoint's tensors or an expert's features are not finite,
+            or one sample does not fit into memory.
     """
+    for note in (note for level in levels for note in fallbacks(decoder, level)):
+        LOG.warning("%s", note)
     calibration = _Calibration(decoder, models, tasks, ranks or Ranks(), levels)
     return pass_layers(calibration, batch_tokens=batch_tokens, partial=partial, progress=progress)
 
 
 @dataclass
 class _Calibration(Accumulator[Grams]):
-    """The Gram matrices of the layers that were taken; see ``calibrate``."""
+    """The Gram matrices of the layers so far; see ``calibrate``."""
 
     levels: Sequence[str]
 
     def __post_init__(self) -> None:
-        self.lengths = [len(token_ids) for samples in self.tasks for token_ids in samples]
-        self.submodules = [
-            [name for level in self.levels for name in layer_submodules(self.decoder, level, layer)]
-            for layer in range(len(self.decoder))
-        ]
-        for note in (note for level in self.levels for note in fallbacks(self.decoder, level)):
-            LOG.warning("%s", note)
+        self.tokens = [len(token_ids) for samples in self.tasks for token_ids in samples]
         self.grams: Grams = {}
 
     def sources(self) -> list[list[Checkpoint]]:
         """The base model's stream; level ``model`` also needs each expert's own stream."""
-        return [[model] * len(self.tasks) for model in (self.models if "model" in self.levels else self.models[:1])]
+        followed = self.models if "model" in self.levels else self.models[:1]
+        return [[model] * len(self.tasks) for model in followed]
 
-    def restore(self, partial: Partial, layers: int) -> None:
-        """Take the Gram matrices that an earlier process has measured."""
-        self.grams = partial.tensors(layers)
-
-    def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Grams:
+    def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
         """Measure the layer's submodules on every sample, with the base model's inputs."""
-        features = LayerFeatures(self.decoder, layer, weights, self.levels, sum(self.lengths))
-        measured = {name: self._no_grams() for name in self.submodules[layer]}
+        features = LayerFeatures(self.decoder, layer, weights, self.levels, sum(self.tokens))
+        measured = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in self.shapes(layer).items()}
         for number, batch in enumerate(streams.batches):
-            hidden, call = streams.hidden(0, number), streams.call(0, number)
+            hidden, call = streams.hidden(BASE, number), streams.call(BASE, number)
             base = features.run_base(hidden, call)
             for name, grams in features.grams(base, hidden, call, batch.lengths):
                 measured[name][list(batch.rows)] = grams
-            streams.set_output(0, number, base.output, base.state)
-            if "model" in self.levels:
-                for stream, own in enumerate(weights[1:], 1):
-                    streams.run_layer(stream, number, own)
+            streams.set_output(BASE, number, base.output, base.state)
+            self._run_experts(weights, number, streams)
             report(len(batch.rows))
         return self._keep(measured)
+
+    def shapes(self, layer: int) -> dict[str, tuple[int, int, int]]:
+        """The shapes [N, T, T] of the layer's Gram matrices."""
+        names = [name for level in self.levels for name in layer_submodules(self.decoder, level, layer)]
+        return dict.fromkeys(names, self._shape)
+
+    def repeat_layer(
+        self, layer: int, weights: Sequence[Weights], found: Tensors, streams: Streams, report: Progress
+    ) -> None:
+        """Take over the Gram matrices of a layer's file, and run the layer without its submodules."""
+        self.grams |= found
+        for number, batch in enumerate(streams.batches):
+            streams.run_layer(BASE, number, weights[BASE])
+            self._run_experts(weights, number, streams)
+            report(len(batch.rows))
 
     def finish(self, streams: Streams, report: Progress) -> Grams:
         """All Gram matrices, those of the model as a whole included."""
@@ -112,9 +126,15 @@ class _Calibration(Accumulator[Grams]):
             self._keep({"model": self._logit_grams(streams)})
         return self.grams
 
-    def _no_grams(self) -> torch.Tensor:
+    @property
+    def _shape(self) -> tuple[int, int, int]:
         experts = len(self.models) - 1
-        return torch.zeros(len(self.lengths), experts, experts, dtype=torch.float64)
+        return len(self.tokens), experts, experts
+
+    def _run_experts(self, weights: Sequence[Weights], number: int, streams: Streams) -> None:
+        """Run the layer on the experts' own streams, if there are any."""
+        for stream in range(1, len(self.sources())):
+            streams.run_layer(stream, number, weights[stream])
 
     def _keep(self, measured: Grams) -> Grams:
         """Sum the Gram matrices over the ranks, each of which holds its own samples, and keep them."""
@@ -133,7 +153,7 @@ class _Calibration(Accumulator[Grams]):
     def _logit_grams(self, streams: Streams) -> torch.Tensor:
         """The Gram matrices of the logits' change [N, T, T], from each model's hidden states after its last layer."""
         edges = [read_edges(self.decoder, model, logit_tensors(self.decoder)) for model in self.models]
-        grams = self._no_grams()
+        grams = torch.zeros(self._shape, dtype=torch.float64)
         for row, states in streams.final():
             for part in zip(*(states[stream].split(LOGIT_TOKENS) for stream in range(len(edges))), strict=True):
                 base, *experts = (

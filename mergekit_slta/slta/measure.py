@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from mergekit_slta.data.draw import CalibrationData
 from mergekit_slta.data.sources import source_name
 from mergekit_slta.engine.partial import Partial, remove
-from mergekit_slta.engine.passes import ProgressBar
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import share
 from mergekit_slta.errors import SltaError, logger
@@ -172,7 +172,7 @@ def _measured(
     ranks, batch_tokens = experiment.ranks, experiment.settings.batch_tokens
     decoder = experiment.decoder.to(experiment.device)
     tasks = [samples.token_ids for samples in data]
-    with ProgressBar(
+    with tqdm(
         total=share(decoder, tasks, batch_tokens, ranks) * len(decoder),
         desc=f"Calibrating {', '.join(levels)}",
         unit="sample",

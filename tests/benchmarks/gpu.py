@@ -84,7 +84,7 @@ PARTS: dict[str, Sequence[tuple[type, str]]] = {
     "copying": [(Streams, "hidden"), (Streams, "set_output")],
     "computing": [(Decoder, "call"), *((RidgeRegression, part) for part in ("add", "finish_task"))],
     "solving": [(RidgeRegression, "solve")],
-    "saving": [(Partial, "save_hidden"), (Partial, "finish_layer")],
+    "saving": [(Partial, "finish_layer")],
 }
 
 Steps = dict[str, Callable[[], None]]

@@ -1,6 +1,5 @@
 """Weights as mergekit's loader gives them, whatever the files look like."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -98,34 +97,3 @@ def test_fused_mixtures_are_read_as_transformers_loads_them(architecture: str, m
     for layer in range(len(decoder)):
         for name, tensor in found.read(decoder.layer_tensors(layer), decoder.base_model_prefix).items():
             assert torch.equal(tensor, expected[f"{decoder.layers_path}.{layer}.{name}"])
-
-
-@pytest.mark.parametrize("layout", [lambda source, folder: source, sharded])
-def test_reading_ahead_asks_for_the_bytes_of_one_layer(
-    layout: Callable[[Path, Path], Path], llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = layout(llama.base, tmp_path / "copy")
-    asked: list[bytes] = []
-
-    def advise(descriptor: int, begin: int, length: int, advice: int) -> None:
-        assert advice == os.POSIX_FADV_WILLNEED
-        asked.append(os.pread(descriptor, length, begin))
-
-    monkeypatch.setattr(os, "posix_fadvise", advise)
-    opened(folder).prefetch(1)
-    tensors = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
-    expected = [tensor.numpy().tobytes() for name, tensor in tensors.items() if name.startswith("model.layers.1.")]
-    assert sum(map(len, asked)) == sum(map(len, expected))
-    assert all(any(content in part for part in asked) for content in expected)
-    opened(folder).prefetch(len(tensors))  # there is no such layer
-    assert sum(map(len, asked)) == sum(map(len, expected))
-
-
-def test_reading_ahead_changes_nothing_where_it_cannot_be_asked_for(
-    llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old = opened(pickled(llama.base, tmp_path / "pickled"))
-    assert old.pickled and not opened(llama.base).pickled
-    old.prefetch(1)
-    monkeypatch.delattr(os, "posix_fadvise")
-    opened(llama.base).prefetch(1)
