@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from mergekit_slta.evaluate import evaluate as evaluate
     from mergekit_slta.featcal.scratch import solve_model as solve_model
     from mergekit_slta.host.merge import merge as merge
-    from mergekit_slta.host.publish import publish as publish
-    from mergekit_slta.host.verify import verify as verify
     from mergekit_slta.layers.decoder import Decoder as Decoder
     from mergekit_slta.nonlinearity.scores import linearity as linearity
     from mergekit_slta.nonlinearity.scores import plan_linearity as plan_linearity
+    from mergekit_slta.output.publish import publish as publish
+    from mergekit_slta.output.verify import verify as verify
     from mergekit_slta.recipe.experiment import Experiment as Experiment
     from mergekit_slta.recipe.new import new_recipe as new_recipe
     from mergekit_slta.recipe.recipe import Recipe as Recipe
@@ -65,12 +65,12 @@ _EXPORTS = {
     "merge": "mergekit_slta.host.merge:merge",
     "new_recipe": "mergekit_slta.recipe.new:new_recipe",
     "plan_linearity": "mergekit_slta.nonlinearity.scores:plan_linearity",
-    "publish": "mergekit_slta.host.publish:publish",
+    "publish": "mergekit_slta.output.publish:publish",
     "report": "mergekit_slta.reports.merge:report",
     "save": "mergekit_slta.slta.statistics:Statistics.save",
     "solve": "mergekit_slta.slta.solver:solve",
     "solve_model": "mergekit_slta.featcal.scratch:solve_model",
-    "verify": "mergekit_slta.host.verify:verify",
+    "verify": "mergekit_slta.output.verify:verify",
     "write_comparison": "mergekit_slta.reports.comparison:write_comparison",
     "write_linearity": "mergekit_slta.reports.linearity:write_linearity",
     "write_report": "mergekit_slta.reports.merge:report",

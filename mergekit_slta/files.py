@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HASHED_BLOCK = 2**25  # bytes
-UNFINISHED_TENSORS = ".tmp??????"  # what safetensors writes to before it renames the file; killed, it leaves it
 
 
 def write(path: Path, content: bytes) -> None:

@@ -36,8 +36,8 @@ DATA = {*TEMPLATES, "mergekit_slta/py.typed"}
 WAITS = """
 import sys
 ours = {name for name in sys.modules if name.startswith("mergekit")}
-assert ours == {"mergekit_slta", "mergekit_slta.startup"}, ours
-from mergekit_slta import startup
+assert not ours, ours
+import _mergekit_slta_startup as startup
 
 def waiting():
     return sum(type(finder).__module__ == startup.__name__ for finder in sys.meta_path)
@@ -187,7 +187,7 @@ def installed(
 def broken(tmp_path: Path, installed: Environment) -> Environment:
     """A copy of the environment with the wheel, in which importing the merge methods fails."""
     environment = Environment(Path(shutil.copytree(installed.root, tmp_path / "environment", symlinks=True)))
-    (environment.site_packages / "mergekit_slta" / "methods" / "registry.py").write_text("raise OSError('damaged')\n")
+    (environment.site_packages / "mergekit_slta" / "host" / "registry.py").write_text("raise OSError('damaged')\n")
     return environment
 
 
@@ -214,7 +214,7 @@ def test_install_and_uninstall(
     program = WAITS + REGISTERS if (installer, kind) == ("pip", "wheel") else WAITS
     file = Path(environment.run("-W", "error:mergekit-slta:RuntimeWarning", "-c", program).stdout.strip())
     assert file.is_relative_to(ROOT if kind == "editable" else environment.site_packages)
-    assert (file.parent / "py.typed").is_file()
+    assert (file.parent / "mergekit_slta" / "py.typed").is_file()
     environment.uninstall(installer)
     assert environment.files() == before
 
@@ -261,7 +261,7 @@ def test_a_broken_plugin_costs_one_warning_inside_mergekit(
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("damage", ["methods", "startup", "__init__", "all of it"])
+@pytest.mark.parametrize("damage", ["../_mergekit_slta_startup", "__init__", "all of it"])
 def test_a_broken_plugin_costs_nothing_outside_mergekit(broken: Environment, damage: str) -> None:
     package = broken.site_packages / "mergekit_slta"
     if damage == "all of it":
@@ -276,7 +276,7 @@ def test_the_wheel_holds_the_package_and_its_startup_file(distributions: dict[st
     with zipfile.ZipFile(distributions["wheel"]) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     modules = {str(file.relative_to(ROOT)) for file in (ROOT / "mergekit_slta").rglob("*.py")}
-    assert names == modules | {"mergekit_slta.pth"} | DATA
+    assert names == modules | {"_mergekit_slta_startup.py", "mergekit_slta.pth"} | DATA
 
 
 def test_the_sdist_holds_what_a_developer_needs(distributions: dict[str, str]) -> None:
@@ -286,8 +286,9 @@ def test_the_sdist_holds_what_a_developer_needs(distributions: dict[str, str]) -
     top |= {".gitignore"}
     folders = ["mergekit_slta", "tests", "examples", "docs", ".ci"]
     needed = {str(file.relative_to(ROOT)) for folder in folders for file in (ROOT / folder).rglob("*.py")}
-    assert top | needed | {"mergekit_slta/startup.pth", ".ci/run"} | DATA <= names
-    assert {name.partition("/")[0] for name in names} == {*folders, *top}
+    assert top | needed | {"_mergekit_slta_startup.py", "_mergekit_slta_startup.pth", ".ci/run"} | DATA <= names
+    startup = {"_mergekit_slta_startup.py", "_mergekit_slta_startup.pth"}
+    assert {name.partition("/")[0] for name in names} == {*folders, *top, *startup}
     assert not [name for name in names if "__pycache__" in name or name.endswith((".pyc", ".safetensors", ".bin"))]
 
 

@@ -14,26 +14,26 @@ from typing import Any
 import pytest
 from support.processes import run_afresh
 
-from mergekit_slta import startup
+import _mergekit_slta_startup as startup
 
 FROZEN = "__hello__"  # a module inside every CPython, its loader a class that no instance is made of
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The one host is a module named `host`; every call of its hook is added to this list."""
+    """The one host is a module named `small_host`; every call of its hook is added to this list."""
     calls: list[str] = []
 
     def call(hook: str) -> bool:
         calls.append(hook)
         return True
 
-    monkeypatch.setattr(startup, "HOOKS", {"host": "hook"})
+    monkeypatch.setattr(startup, "HOOKS", {"small_host": "hook"})
     monkeypatch.setattr(startup, "call", call)
     monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if not is_ours(finder)])
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield calls
-    for name in ("host", "other_host", FROZEN):
+    for name in ("small_host", "other_host", FROZEN):
         sys.modules.pop(name, None)
     importlib.invalidate_caches()
 
@@ -41,7 +41,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 @pytest.fixture
 def host(calls: list[str], tmp_path: Path) -> Path:
     """The host's source file, on the module search path."""
-    file = tmp_path / "host.py"
+    file = tmp_path / "small_host.py"
     file.write_text("runs = globals().get('runs', 0) + 1\n")
     sys.path.insert(0, str(tmp_path))
     importlib.invalidate_caches()
@@ -59,7 +59,7 @@ def waiting() -> int:
 def test_calls_the_hook_once_the_host_has_executed(host: Path, calls: list[str]) -> None:
     startup.install()
     assert calls == []
-    module = importlib.import_module("host")
+    module = importlib.import_module("small_host")
     assert module.runs == 1
     assert calls == ["hook"]
     assert waiting() == 0
@@ -68,11 +68,11 @@ def test_calls_the_hook_once_the_host_has_executed(host: Path, calls: list[str])
 def test_a_probe_does_not_use_the_finder_up(host: Path, calls: list[str]) -> None:
     startup.install()
     for _ in range(2):
-        spec = importlib.util.find_spec("host")
+        spec = importlib.util.find_spec("small_host")
         assert spec is not None
         assert spec.origin == str(host)
     assert calls == []
-    importlib.import_module("host")
+    importlib.import_module("small_host")
     assert calls == ["hook"]
 
 
@@ -81,10 +81,10 @@ def test_a_failed_import_may_be_repeated(host: Path, calls: list[str]) -> None:
     host.write_text("raise OSError('out of memory, say')  # and so on\n")
     startup.install()
     with pytest.raises(OSError, match="out of memory"):
-        importlib.import_module("host")
+        importlib.import_module("small_host")
     assert calls == []
     host.write_text(source)
-    importlib.import_module("host")
+    importlib.import_module("small_host")
     assert calls == ["hook"]
 
 
@@ -92,23 +92,23 @@ def test_install_twice_waits_once(host: Path, calls: list[str]) -> None:
     startup.install()
     startup.install()
     assert waiting() == 1
-    importlib.import_module("host")
+    importlib.import_module("small_host")
     assert calls == ["hook"]
 
 
 def test_calls_the_hook_at_once_when_the_host_is_imported(host: Path, calls: list[str]) -> None:
-    importlib.import_module("host")
+    importlib.import_module("small_host")
     startup.install()
     assert calls == ["hook"]
     assert waiting() == 0
 
 
 def test_the_host_keeps_its_own_loader(host: Path, calls: list[str]) -> None:
-    plain = importlib.import_module("host")
+    plain = importlib.import_module("small_host")
     loader = type(plain.__loader__)
-    del sys.modules["host"]
+    del sys.modules["small_host"]
     startup.install()
-    module = importlib.import_module("host")
+    module = importlib.import_module("small_host")
     assert type(module.__loader__) is loader
     assert module.__spec__ is not None
     assert module.__spec__.loader is module.__loader__
@@ -119,13 +119,13 @@ def test_the_host_keeps_its_own_loader(host: Path, calls: list[str]) -> None:
 @pytest.fixture
 def other_host(monkeypatch: pytest.MonkeyPatch, host: Path) -> None:
     """A second host, which imports the first one as mergekit.plan imports mergekit.merge_methods."""
-    host.with_name("other_host.py").write_text("import host\n")
-    monkeypatch.setattr(startup, "HOOKS", {"host": "hook", "other_host": "other hook"})
+    host.with_name("other_host.py").write_text("import small_host\n")
+    monkeypatch.setattr(startup, "HOOKS", {"small_host": "hook", "other_host": "other hook"})
 
 
 @pytest.mark.usefixtures("other_host")
-@pytest.mark.parametrize("before_install", [[], ["host"], ["other_host"]])
-@pytest.mark.parametrize("after_install", [["host", "other_host"], ["other_host"]])
+@pytest.mark.parametrize("before_install", [[], ["small_host"], ["other_host"]])
+@pytest.mark.parametrize("after_install", [["small_host", "other_host"], ["other_host"]])
 def test_each_host_has_its_hook(calls: list[str], before_install: list[str], after_install: list[str]) -> None:
     for name in before_install:
         importlib.import_module(name)
@@ -137,7 +137,7 @@ def test_each_host_has_its_hook(calls: list[str], before_install: list[str], aft
 
 
 @pytest.mark.usefixtures("other_host")
-@pytest.mark.parametrize("before_install", [[], ["host"]])
+@pytest.mark.parametrize("before_install", [[], ["small_host"]])
 def test_a_failed_hook_is_the_last_one(
     monkeypatch: pytest.MonkeyPatch, calls: list[str], before_install: list[str]
 ) -> None:
@@ -156,15 +156,15 @@ def test_a_failed_hook_is_the_last_one(
 
 def test_a_reload_of_the_host_does_not_wait_again(host: Path, calls: list[str]) -> None:
     startup.install()
-    importlib.reload(importlib.import_module("host"))
+    importlib.reload(importlib.import_module("small_host"))
     assert calls == ["hook"]
     assert waiting() == 0
 
 
 def test_a_missing_host_stays_missing(calls: list[str]) -> None:
     startup.install()
-    with pytest.raises(ModuleNotFoundError, match="host"):
-        importlib.import_module("host")
+    with pytest.raises(ModuleNotFoundError, match="small_host"):
+        importlib.import_module("small_host")
     assert calls == []
 
 
@@ -179,7 +179,7 @@ def test_another_finder_that_asks_all_finders(host: Path, calls: list[str], firs
     startup.install()
     if first:
         sys.meta_path.insert(0, sys.meta_path.pop(1))
-    importlib.import_module("host")
+    importlib.import_module("small_host")
     assert calls == ["hook"]
     assert waiting() == 0
 
@@ -191,11 +191,11 @@ def test_a_loader_from_before_exec_module(host: Path, calls: list[str]) -> None:
 
     class Finder:
         def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-            return ModuleSpec(name, Loader()) if name == "host" else None  # type: ignore[arg-type]
+            return ModuleSpec(name, Loader()) if name == "small_host" else None  # type: ignore[arg-type]
 
     sys.meta_path.insert(0, Finder())
     startup.install()
-    spec = importlib.util.find_spec("host")
+    spec = importlib.util.find_spec("small_host")
     assert spec is not None
     assert isinstance(spec.loader, Loader)
 
@@ -211,32 +211,32 @@ def test_a_frozen_host(monkeypatch: pytest.MonkeyPatch, calls: list[str]) -> Non
 
 def test_a_host_in_a_zip_file(tmp_path: Path, calls: list[str]) -> None:
     with zipfile.ZipFile(tmp_path / "packed.zip", "w") as archive:
-        archive.writestr("host.py", "runs = 1\n")
+        archive.writestr("small_host.py", "runs = 1\n")
     sys.path.insert(0, str(tmp_path / "packed.zip"))
     startup.install()
-    assert importlib.import_module("host").runs == 1
+    assert importlib.import_module("small_host").runs == 1
     assert calls == ["hook"]
 
 
 def test_a_namespace_package_is_not_the_host(tmp_path: Path, calls: list[str]) -> None:
-    (tmp_path / "host").mkdir()
+    (tmp_path / "small_host").mkdir()
     sys.path.insert(0, str(tmp_path))
     startup.install()
-    assert importlib.import_module("host").__file__ is None
+    assert importlib.import_module("small_host").__file__ is None
     assert calls == []
 
 
 def test_a_lazily_loaded_host(host: Path, calls: list[str]) -> None:
     class Lazy:
         def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-            spec = PathFinder.find_spec(name, path, target) if name == "host" else None
+            spec = PathFinder.find_spec(name, path, target) if name == "small_host" else None
             if spec is not None and spec.loader is not None:
                 spec.loader = importlib.util.LazyLoader(spec.loader)
             return spec
 
     sys.meta_path.insert(0, Lazy())
     startup.install()
-    assert importlib.import_module("host").runs == 1
+    assert importlib.import_module("small_host").runs == 1
     assert calls == ["hook"]
 
 
@@ -244,7 +244,7 @@ def test_a_module_of_this_package_may_be_imported_first(forks: ForkServerContext
     """It imports mergekit, whose import would register, which needs the module that is not complete yet."""
     code = """
 import warnings
-from mergekit_slta import startup
+import _mergekit_slta_startup as startup
 startup.install()
 warnings.simplefilter("error", RuntimeWarning)
 import mergekit_slta.slta.measure

@@ -34,8 +34,8 @@ def device(case: Case) -> list[str]:
         torch.ones((), dtype=torch.float64, device=name).add(1).item()
     except Exception as error:  # of a kind that differs between devices
         return [
-            f"PyTorch cannot compute on the device '{name}' ({first_line(error)}): leave --device and --cuda out to "
-            "compute on the CPU, or install the driver and the PyTorch that the device needs."
+            f"PyTorch cannot compute on the device '{name}' ({first_line(error)}): leave --device, --cuda and "
+            "--multi-gpu out to compute on the CPU, or install the driver and the PyTorch that the device needs."
         ]
     return []
 

@@ -422,7 +422,7 @@ def verify(recipe: Path, out: Path, **options: Any) -> None:
     recipes that `solve` wrote; for the other methods the tensors that they leave as they are. Says the largest
     difference and where it is. Exit code 1 if something differs by more than rounding.
     """
-    from mergekit_slta.host.verify import verify as verify_merge
+    from mergekit_slta.output.verify import verify as verify_merge
     from mergekit_slta.recipe.recipe import Recipe
 
     found = verify_merge(Recipe.load(recipe), out, **applied(options))
@@ -450,7 +450,7 @@ def publish(out: Path, repository: str, private: bool, dry_run: bool, trust_remo
     """
     import transformers
 
-    from mergekit_slta.host.publish import publish as publish_merge
+    from mergekit_slta.output.publish import publish as publish_merge
 
     transformers.utils.logging.disable_progress_bar()
     _say(

@@ -13,13 +13,12 @@ import torch
 from mergekit.merge_methods import TensorGroup
 
 from mergekit_slta.actmat.covariance import merged_task
-from mergekit_slta.host.base import method_spec
-from mergekit_slta.host.data_free import DataFreeMethod
+from mergekit_slta.host.method import DataFreeMerge, method_spec
 from mergekit_slta.models.roles import Role
 from mergekit_slta.recipe.settings import ActmatSettings
 
 
-class ActmatMethod(DataFreeMethod):
+class ActmatMerge(DataFreeMerge):
     """Data-free covariance estimation: per tensor, on the tensors' device, in float64.
 
     ``weight`` says how much an expert counts against the others, in the regression and in the mean: weight 0 leaves the
@@ -27,10 +26,6 @@ class ActmatMethod(DataFreeMethod):
     the scaled expert. ``scale`` multiplies the merged change as a whole.
     """
 
-    settings = ActmatSettings
-    in_words = (
-        "every linear map is solved by least squares without data, the experts' own changes standing in for the inputs."
-    )
     spec = method_spec(ActmatSettings, "ACTMat", "2604.01329")
 
     def merge_tasks(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from mergekit.merge_methods import TensorGroup
 
@@ -11,25 +9,21 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.layer import MERGED
 from mergekit_slta.featcal.merge import ANCHOR, ERRORS
 from mergekit_slta.featcal.scratch import SolvedModel, solve_model
-from mergekit_slta.host.base import CalibratedMethod, method_spec, write_report
+from mergekit_slta.host.method import Merge, method_spec, write_report
 from mergekit_slta.layers.blend import weighted_sum
-from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import published_name
 from mergekit_slta.recipe.settings import FeatcalSettings
 
 
-class FeatcalMethod(CalibratedMethod):
+class FeatcalMerge(Merge):
     """Solve each layer's linear maps so that their outputs are nearest to the experts'; after RegMean++ and FeatCal."""
 
-    settings = FeatcalSettings
-    in_words = (
-        "every linear map is solved by least squares, layer by layer, so that its outputs are near those of each "
-        "expert on a few samples of the expert's task."
-    )
     spec = method_spec(FeatcalSettings, "FeatCal", "2605.13030")
+    _solved: SolvedModel | None = None
 
-    def compute(self, experiment: Experiment) -> SolvedModel:
+    def prepare(self) -> None:
         """Solve the merged model's tensors into the scratch folder."""
+        experiment = self.recipe_models
         settings = experiment.recipe.settings_of(FeatcalSettings)
         solved = solve_model(experiment, settings)
         if settings.report:
@@ -44,33 +38,28 @@ class FeatcalMethod(CalibratedMethod):
             except SltaError:
                 solved.release()
                 raise
-        return solved
+        self._solved = solved
 
-    def merge_tensor(self, group: TensorGroup, result: SolvedModel, experiment: Experiment) -> torch.Tensor:
+    def tensor(self, group: TensorGroup, **parameters: object) -> torch.Tensor:
         """Return the solved tensor; outside the layers, the base model's or the experts' average."""
+        experiment = self.recipe_models
+        assert self._solved is not None and group.base is not None and group.metadata.name
         base, name = group.base.tensor, group.metadata.name
-        tensor = result.tensor(name)
+        tensor = self._solved.tensor(name)
         if tensor is not None:
             return tensor.to(base.device, base.dtype)
         settings = experiment.recipe.settings_of(FeatcalSettings)
-        if not (settings.averages_edges if result.is_language(name) else settings.towers == "mean"):
+        if not (settings.averages_edges if self._solved.is_language(name) else settings.towers == "mean"):
             return base
         equal = torch.tensor(1 / len(group.non_base))
         return weighted_sum(base, [(entry.tensor, equal) for entry in group.non_base])
 
-    def share(self, experiment: Experiment) -> None:
+    def share(self) -> None:
         """Solve with all processes."""
+        experiment = self.recipe_models
         solve_model(experiment, experiment.recipe.settings_of(FeatcalSettings)).release()
 
-    def forget(self) -> None:
-        """Drop the previous merge; its scratch folder stays, so that the same merge can be resumed."""
-        if self._result is not None:
-            self._result.release()
-        super().forget()
-
-    def written(self, folder: Path, weights: str) -> None:
-        """Delete the scratch folder."""
-        super().written(folder, weights)
-        if self._result is not None:
-            self._result.remove()
-            self._result = None
+    def finish(self) -> None:
+        """Delete the scratch folder, which resumes a merge that was not written."""
+        if self._solved is not None:
+            self._solved.remove()

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import transformers
+from mergekit.merge import run_merge
 
 from mergekit_slta.checks import examine
 from mergekit_slta.checks.space import full_disk_said
 from mergekit_slta.engine.ranks import Ranks, join, leave
-from mergekit_slta.host import registry
+from mergekit_slta.host import patches, registry
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
+
+_ONE_AT_A_TIME = threading.RLock()  # mergekit keeps one loader of each model for the whole process
 
 
 def merge(recipe: Recipe, out: str | os.PathLike[str], **options: Any) -> Path:
     """Merge a recipe's models, as mergekit-yaml does, with a check first that names all problems at once.
 
     Takes recipes for mergekit's other methods too. Under torchrun all processes calibrate, and the first one merges.
+    Threads may call it: one merges at a time, and the others wait.
 
     Args:
         recipe: the recipe.
@@ -36,12 +42,10 @@ def merge(recipe: Recipe, out: str | os.PathLike[str], **options: Any) -> Path:
     Raises:
         SltaError: the recipe, a model, the data or the disk does not allow the merge.
     """
-    from mergekit.merge import run_merge  # imports the planner, which the start-up hook waits for
-
-    registry.watch_planner()
+    patches.install()
     method = registry.METHODS.get(recipe.config.merge_method)
     found = examine.Findings([], [])
-    with joined_ranks() as ranks:
+    with _ONE_AT_A_TIME, joined_ranks() as ranks:
         experiment = Experiment(recipe, ranks=ranks, **options)
         if method is not None:
             found = ranks.together(lambda: examine.examine(experiment, out_path=out).refuse_problems())
@@ -49,12 +53,13 @@ def merge(recipe: Recipe, out: str | os.PathLike[str], **options: Any) -> Path:
                 found.say_notes()
             if ranks.count > 1:
                 examine.open_models(experiment, found)
-                method.share(experiment)
-    if ranks.first:
-        experiment.ranks = Ranks()
-        with full_disk_said(experiment, Path(out)), registry.examined(experiment, found):
-            experiment.open()
-            run_merge(recipe.config, str(out), options=experiment.options, config_source=recipe.text)
+                method.merge(experiment).share()
+        if ranks.first:
+            experiment.ranks = Ranks()
+            with full_disk_said(experiment, Path(out)), registry.examined(experiment, found):
+                experiment.open()
+                config = copy.deepcopy(recipe.config)  # mergekit's planner rewrites it
+                run_merge(config, str(out), options=experiment.options, config_source=recipe.text)
     return Path(out)
 
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from mergekit.merge_methods import TensorGroup
 
-from mergekit_slta.host.base import method_spec
-from mergekit_slta.host.data_free import DataFreeMethod
+from mergekit_slta.host.method import DataFreeMerge, method_spec
 from mergekit_slta.models.roles import Role
 from mergekit_slta.recipe.settings import SftmSettings
 from mergekit_slta.sftm.superpose import merge_task_matrices, trim
@@ -38,7 +37,7 @@ def merged_task(role: Role, tasks: Iterable[torch.Tensor], density: Sequence[flo
     return total / len(density) if role is Role.NORM else total
 
 
-class SftmMethod(DataFreeMethod):
+class SftmMerge(DataFreeMerge):
     """Superpose Features from Task Matrices: per tensor, data-free, on the tensors' device.
 
     Linear maps and convolutions keep the singular features of every expert's task matrix, biases, embeddings and the
@@ -46,8 +45,6 @@ class SftmMethod(DataFreeMethod):
     are ``weight`` (expert − base) in float32 (float64 for float64 tensors), trimmed to the share ``density``.
     """
 
-    settings = SftmSettings
-    in_words = "the singular features of every expert's change are kept in every matrix, without data."
     spec = method_spec(SftmSettings, "SFTM", "2502.10698")
 
     def merge_tasks(

@@ -119,7 +119,7 @@ def model_roles(base: Hashable, trust_remote_code: bool, method: str) -> Mapping
             "%s cannot see the structure of %s (%s). It goes by the shapes of its tensors: matrices count as linear "
             "maps, norms as biases.",
             method,
-            base,
+            base or "the model",
             error,
         )
         return {}

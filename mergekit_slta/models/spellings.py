@@ -11,12 +11,14 @@ from dataclasses import replace
 
 import torch
 import transformers
+from mergekit.architecture import ModelArchitecture
 from mergekit.common import ModelReference
 from mergekit.io.lazy_tensor_loader import LazyTensorLoader
 from mergekit.io.tasks import LoaderCache
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_renamings, rename_source_key
 
+from mergekit_slta.models.headers import Model
 from mergekit_slta.models.skeleton import model_tensor_name
 
 
@@ -88,7 +90,27 @@ def renew_loaders(references: Collection[ModelReference]) -> None:
         LoaderCache().get(reference)
 
 
-def adapt_loader(reference: ModelReference, names: Mapping[str, str], rows: Mapping[str, int]) -> None:
-    """Let mergekit load a checkpoint as a ``RenamingLoader`` does, if there is anything to rename or to leave out."""
-    if names or rows:
-        LoaderCache.loaders[reference] = RenamingLoader(LoaderCache().get(reference), names, rows)
+def adapt_loaders(
+    base: Model, rows: Mapping[ModelReference, Mapping[str, int]], architecture: ModelArchitecture
+) -> bool:
+    """Let mergekit find what checkpoints call otherwise than it asks for it, and leave out the rows of no token.
+
+    Args:
+        base: the recipe's base model.
+        rows: how many rows of its tensors to load, for each of the recipe's models.
+        architecture: the tensors that mergekit asks for.
+
+    Returns:
+        Whether there was anything to rename or to leave out.
+    """
+    renew_loaders(rows.keys())
+    asked = {weight.name for weight in architecture.all_weights(base.config)}
+    adapted = False
+    for reference, kept in rows.items():
+        loader = LoaderCache().get(reference)
+        missing = [name for name in asked if name not in loader.index.tensor_paths]
+        names = other_names(base.built, loader.index.tensor_paths, missing) if missing and base.built else {}
+        if names or kept:
+            LoaderCache.loaders[reference] = RenamingLoader(loader, names, kept)
+            adapted = True
+    return adapted

@@ -14,15 +14,14 @@ from typing import Any
 
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
+from mergekit import merge_methods
 from mergekit.common import ModelPath, ModelReference
 from mergekit.config import MergeConfiguration
-from mergekit.io.tasks import LoaderCache
 
 from mergekit_slta import __version__, files
 from mergekit_slta.data.sources import DATASET_PREFIX, is_dataset, source_name
 from mergekit_slta.errors import SltaError, logger, one_line, reading, visible
 from mergekit_slta.models.merged_adapters import adapter_option
-from mergekit_slta.models.spellings import RenamingLoader
 from mergekit_slta.recipe.recipe import Recipe, published_name
 from mergekit_slta.recipe.settings import SETTINGS, SltaSettings
 from mergekit_slta.reports.analysis import LevelAnalysis
@@ -40,13 +39,24 @@ ALPHA_FIGURE = "mergekit-slta/alpha.png"
 PLAIN_RECIPE = "mergekit-slta/plain.yml"
 _OURS = ("<!-- mergekit-slta: begin -->", "<!-- mergekit-slta: end -->")
 _MERGEKITS = ("<!-- mergekit: begin -->", "<!-- mergekit: end -->")
+# What each method does, as a card goes on after its name and a colon.
+_IN_WORDS = {
+    "slta": "every submodule gets one merging weight for each expert, solved in closed form from a few samples of the "
+    "expert's task.",
+    "featcal": "every linear map is solved by least squares, layer by layer, so that its outputs are near those of "
+    "each expert on a few samples of the expert's task.",
+    "actmat": "every linear map is solved by least squares without data, the experts' own changes standing in for the "
+    "inputs.",
+    "sftm": "the singular features of every expert's change are kept in every matrix, without data.",
+}
+_PATH_IN_TEXT = re.compile(r"""(?<![\w}:/<.~-])(?:~|/[^\s/{}'"`]+)(?:/[^\s/{}'"`]+)+""")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def write_beside(folder: Path, recipe: Recipe, solution: Solution | None) -> None:
+def write_beside(folder: Path, recipe: Recipe, solution: Solution | None, plain: bool) -> None:
     """Write what the card of an ``slta`` merge shows and links: statistics, the weights' figure, the plain recipe.
 
-    What an earlier merge left there is removed.
+    Those of an earlier merge are removed. The plain recipe is written if ``plain`` says that mergekit alone can run it.
 
     Raises:
         OSError: a file cannot be written.
@@ -61,18 +71,18 @@ def write_beside(folder: Path, recipe: Recipe, solution: Solution | None) -> Non
     files.write(folder / ALPHA_FIGURE, alpha_map(LevelAnalysis(solution)).picture.png())
     base = recipe.config.base_model
     assert base is not None
-    if any(isinstance(LoaderCache.loaders.get(model), RenamingLoader) for model in recipe.references):
-        return  # without the plugin, mergekit does not find these tensors
+    if not plain:
+        return
     settings, names = recipe.reading.settings, {solution.statistics.info.base_model: str(base)}
     assert isinstance(settings, SltaSettings)
     try:
-        plain = plain_recipe(
+        text = plain_recipe(
             solution, edges=settings.edges, towers=settings.towers, models=names, output=_output(recipe.config)
         )
     except SltaError as error:
         LOG.warning("No plain recipe is written beside the merge: %s", error)
         return
-    files.write(folder / PLAIN_RECIPE, without_private_paths(plain, recipe).encode())
+    files.write(folder / PLAIN_RECIPE, without_private_paths(text, recipe).encode())
 
 
 def _output(config: MergeConfiguration) -> dict[str, Any]:
@@ -82,14 +92,13 @@ def _output(config: MergeConfiguration) -> dict[str, Any]:
     return ({"out_dtype": config.dtype} if config.dtype else {}) | said
 
 
-def merge_card(written: str, folder: Path, recipe: Recipe, method: Any, solution: Solution | None) -> str:
+def merge_card(written: str, folder: Path, recipe: Recipe, solution: Solution | None) -> str:
     """The card of a merge that has just been written, with what a user added to the card of an earlier one.
 
     Args:
         written: mergekit's card.
         folder: the merged model's.
         recipe: what was merged.
-        method: by which method.
         solution: the merging weights, of an ``slta`` merge.
     """
     card = ModelCard(without_private_paths(written, recipe), ignore_metadata_errors=True)
@@ -102,7 +111,7 @@ def merge_card(written: str, folder: Path, recipe: Recipe, method: Any, solution
         card.data = ModelCardData(**{**data, "base_model": new.get("base_model"), "tags": tags})
         if old := _part(card.text, _MERGEKITS):
             card.text = card.text.replace(old, fresh.text.strip())
-    return _completed(card, folder, recipe, method, solution)
+    return _completed(card, folder, recipe, solution)
 
 
 def _earlier_card(folder: Path) -> ModelCard | None:
@@ -120,7 +129,7 @@ def _earlier_card(folder: Path) -> ModelCard | None:
         return None
 
 
-def published_card(folder: Path, recipe: Recipe, method: Any, solution: Solution | None) -> str:
+def published_card(folder: Path, recipe: Recipe, solution: Solution | None) -> str:
     """The card of a merge as it is to be published: the one in the folder, with our part brought up to date.
 
     Raises:
@@ -129,31 +138,34 @@ def published_card(folder: Path, recipe: Recipe, method: Any, solution: Solution
     path = folder / CARD
     with reading(path, fix="save it as UTF-8 text, its header as valid YAML"):
         text = path.read_text(encoding="utf-8") if path.is_file() else f"# {folder.resolve().name}\n"
+        text = text.replace(recipe.text.strip(), published_recipe(recipe))  # mergekit shows it with its comments
         card = ModelCard(without_private_paths(text, recipe), ignore_metadata_errors=True)
-    return str(card) if method is None else _completed(card, folder, recipe, method, solution)
+    return _completed(card, folder, recipe, solution) if recipe.config.merge_method in SETTINGS else str(card)
 
 
-def _completed(card: ModelCard, folder: Path, recipe: Recipe, method: Any, solution: Solution | None) -> str:
+def _completed(card: ModelCard, folder: Path, recipe: Recipe, solution: Solution | None) -> str:
     data: Any = card.data
     paths = model_paths(recipe.references)
     listed = data.base_model if isinstance(data.base_model, list) else [data.base_model or ""]
     models = [path.path for path in paths if _is_on_hub(path.path)]
     data.base_model = list(dict.fromkeys([*filter(None, listed), *models])) or None
     data.base_model_relation = "merge" if data.base_model else None
-    data.tags = list(dict.fromkeys([*(data.tags or []), "mergekit", "merge", "mergekit-slta", method.spec.name]))
+    data.tags = list(
+        dict.fromkeys([*(data.tags or []), "mergekit", "merge", "mergekit-slta", recipe.config.merge_method])
+    )
     data.datasets = list(dict.fromkeys([*(data.datasets or []), *_datasets(recipe)])) or None
     data.library_name = data.library_name or "transformers"
-    old, new = _part(card.text, _OURS), _section(card.text, folder, recipe, method, solution)
+    old, new = _part(card.text, _OURS), _section(card.text, folder, recipe, solution)
     card.text = card.text.replace(old, new) if old else f"{card.text.rstrip()}\n\n{new}\n"
     return str(card)
 
 
-def _section(around: str, folder: Path, recipe: Recipe, method: Any, solution: Solution | None) -> str:
+def _section(around: str, folder: Path, recipe: Recipe, solution: Solution | None) -> str:
     """Our part of the card, with its marks; the recipe is in it unless mergekit's part shows it."""
-    spec = method.spec
+    spec = merge_methods.get(recipe.config.merge_method).spec
     paragraphs = [
         "## How this model was made",
-        f"By [{spec.pretty_name}]({spec.reference_url}) (`merge_method: {spec.name}`): {method.in_words}",
+        f"By [{spec.pretty_name}]({spec.reference_url}) (`merge_method: {spec.name}`): {_IN_WORDS[spec.name]}",
         _model_table(recipe, solution),
     ]
     if solution is not None and (folder / ALPHA_FIGURE).is_file():
@@ -164,7 +176,7 @@ def _section(around: str, folder: Path, recipe: Recipe, method: Any, solution: S
             f"![The merging weight of each expert in each layer]({ALPHA_FIGURE})",
         ]
     if not _part(around, _MERGEKITS):
-        shown = without_private_paths(recipe.text, recipe).strip()
+        shown = published_recipe(recipe)
         fence = max(["```", *(f"{found}`" for found in re.findall("`{3,}", shown))], key=len)
         paragraphs.append(f"{fence}yaml\n{shown}\n{fence}")
     paragraphs += ["### Do it again", *_again(folder, recipe, solution)]
@@ -203,6 +215,31 @@ def _again(folder: Path, recipe: Recipe, solution: Solution | None) -> Iterator[
         yield f"Without mergekit-slta, by mergekit alone:\n\n```sh\nmergekit-yaml {PLAIN_RECIPE} ./merged{options}\n```"
     else:
         yield "mergekit alone cannot do this merge; the model itself needs neither program."
+
+
+def published_recipe(recipe: Recipe) -> str:
+    """A recipe's YAML as mergekit understood it: without comments, and with private paths by their last parts."""
+
+    def published(content: Any) -> Any:
+        if isinstance(content, dict):
+            return {key: published(value) for key, value in content.items()}
+        if isinstance(content, list):
+            return [published(value) for value in content]
+        return _PATH_IN_TEXT.sub(_last_part, _shortened(content)) if isinstance(content, str) else content
+
+    content = published(yaml.safe_load(recipe.config.to_yaml()))
+    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=1000).strip()
+
+
+def _shortened(value: str) -> str:
+    """A recipe's value with its absolute paths by their last parts."""
+    for path in _absolute_parts(value):
+        value = value.replace(path, files.published_path(path))
+    return value
+
+
+def _last_part(found: re.Match[str]) -> str:
+    return files.published_path(found.group())
 
 
 def without_private_paths(text: str, recipe: Recipe) -> str:

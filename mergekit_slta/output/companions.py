@@ -15,6 +15,7 @@ from mergekit.io.tasks import LoaderCache
 
 from mergekit_slta.errors import logger, one_line
 from mergekit_slta.models import hub
+from mergekit_slta.models.headers import WEIGHT_FILES
 from mergekit_slta.recipe.experiment import Experiment
 
 LOG = logger(__name__)
@@ -51,6 +52,16 @@ def copy_companions(experiment: Experiment, folder: Path) -> None:
             LOG.info("Copied %s from %s", name, experiment.recipe.base)
         except OSError as error:
             LOG.warning("Copy %s from %s yourself: %s", name, experiment.recipe.base, one_line(error))
+
+
+def set_aside(folder: Path, written: str) -> None:
+    """Rename weights and indices of an earlier merge that programs may read instead of the file just written."""
+    for name in (name + index for name in WEIGHT_FILES for index in ("", ".index.json")):
+        if name != written and (old := folder / name).is_file():
+            aside = old.replace(folder / f"{name}.old")
+            LOG.warning(
+                "%s is of an earlier merge, and programs would read it instead of this one: now %s.", old, aside
+            )
 
 
 def _names_code(folder: Path) -> bool:

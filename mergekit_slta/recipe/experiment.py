@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-import torch
 from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
@@ -46,7 +45,7 @@ class Experiment:
         if unknown := sorted(options.keys() - MergeOptions.model_fields.keys()):
             raise TypeError(f"mergekit has no option {', '.join(unknown)}.")
         self.options = MergeOptions(**{**options, "device": str(options.get("device", "cpu"))})
-        on_all_gpus = self.options.multi_gpu and self.options.device == "cpu" and torch.cuda.is_available()
+        on_all_gpus = self.options.multi_gpu and self.options.device == "cpu"
         self.device = "cuda" if on_all_gpus else str(self.options.device)
         self._models: dict[ModelReference, Model] = {}
         LoaderCache().setup(self.options)

@@ -27,7 +27,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.memory import PeakMemory
 
-import mergekit_slta.host.registry
+import mergekit_slta.host.patches
 from mergekit_slta.actmat.covariance import merge_by_covariance
 from mergekit_slta.recipe.settings import ActmatSettings
 
@@ -48,7 +48,7 @@ def main(size: str, experts: int, rank: int, threads: int, repeats: int, peak: s
     logging.disable(logging.WARNING)
     if threads:
         torch.set_num_threads(threads)
-    mergekit_slta.host.registry.register()
+    mergekit_slta.host.patches.install()
     folders = _adapted(size, experts, rank) if rank else make_family(CACHE, size, experts, layers=1)
     if peak:
         print(json.dumps({"bytes": _peak(peak, folders)}))

@@ -49,7 +49,7 @@ from support.memory import PeakMemory, memory_of_this_process
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PretrainedConfig
 
-import mergekit_slta.host.registry
+import mergekit_slta.host.patches
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.streams import Batch, Streams, fitting_batch, make_batches
 from mergekit_slta.errors import first_line
@@ -113,8 +113,7 @@ def main(
 ) -> None:
     """Measure what a GPU makes of calibration, featcal and merging."""
     be_quiet()
-    mergekit_slta.host.registry.register()
-    mergekit_slta.host.registry.watch_planner()
+    mergekit_slta.host.patches.install()
     folder.mkdir(parents=True, exist_ok=True)
     out.mkdir(parents=True, exist_ok=True)
     results: list[dict[str, Any]] = []

@@ -23,7 +23,7 @@ from mergekit.merge import run_merge
 from mergekit.options import MergeOptions
 from support.memory import PeakMemory
 
-import mergekit_slta.host.registry
+import mergekit_slta.host.patches
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.slta.measure import measured_statistics
 
@@ -45,7 +45,7 @@ def main(size: str, experts: int, threads: int, repeats: int, method: str | None
     folders = make_family(CACHE, size, experts)
     file = folders[0].parent / f"{experts}-experts.slta.safetensors"
     if method:
-        mergekit_slta.host.registry.register()
+        mergekit_slta.host.patches.install()
         print(json.dumps(_merge(method, folders, file)))
         return
     _measure(folders, file)

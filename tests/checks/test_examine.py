@@ -25,8 +25,8 @@ from support.hub import serve
 from mergekit_slta.checks.examine import Findings
 from mergekit_slta.cli.commands import main
 from mergekit_slta.errors import SltaError
-from mergekit_slta.host import registry
-from mergekit_slta.host.registry import examined, sound_experiment
+from mergekit_slta.host import patches
+from mergekit_slta.host.registry import examined, opened
 
 # What is sound
 
@@ -144,8 +144,7 @@ def test_all_problems_at_once(family: Family, tmp_path: Path) -> None:
 
 
 def test_mergekit_yaml_says_it_all_and_writes_nothing(family: Family, tmp_path: Path) -> None:
-    registry.register()
-    registry.watch_planner()
+    patches.install()
     recipe = families.write_recipe(tmp_path / "recipe.yml", broken_recipe(family, tmp_path))
     done = CliRunner().invoke(mergekit_yaml, [str(recipe), str(tmp_path / "out"), "--quiet"])
     assert done.exit_code == 1
@@ -157,8 +156,7 @@ def test_mergekit_yaml_says_it_all_and_writes_nothing(family: Family, tmp_path: 
 
 
 def test_mergekit_yaml_refuses_a_feature_merge_before_it_solves(family: Family, tmp_path: Path) -> None:
-    registry.register()
-    registry.watch_planner()
+    patches.install()
     recipe = feature_recipe(family, ridge=-1)
     del recipe["models"][0]["parameters"]["calibration"]
     file = families.write_recipe(tmp_path / "recipe.yml", recipe)
@@ -174,11 +172,11 @@ def test_mergekit_yaml_refuses_a_feature_merge_before_it_solves(family: Family, 
 def test_only_the_recipe_that_was_examined_is_merged_without_a_second_look(family: Family) -> None:
     one, other = (families.experiment(families.recipe(family, sampels=2)) for _ in range(2))
     with examined(one, Findings([], [])):
-        assert sound_experiment(one.recipe.config, MergeOptions()) is one
+        assert opened(one.recipe.config, MergeOptions()) is one
         with pytest.raises(SltaError, match="sampels"):
-            sound_experiment(other.recipe.config, MergeOptions())
+            opened(other.recipe.config, MergeOptions())
     with pytest.raises(SltaError, match="sampels"):
-        sound_experiment(one.recipe.config, MergeOptions())
+        opened(one.recipe.config, MergeOptions())
 
 
 def test_what_only_a_download_shows_is_looked_at_again_and_not_said_again(
@@ -187,12 +185,12 @@ def test_what_only_a_download_shows_is_looked_at_again_and_not_said_again(
     fine, wrong = (families.recipe(family, **changes) for changes in ({"dtype": "bfloat16"}, {"sampels": 2}))
     one, other = map(families.experiment, (fine, wrong))
     with examined(one, Findings([], [], seen=False)):
-        sound_experiment(one.recipe.config, MergeOptions())
+        opened(one.recipe.config, MergeOptions())
     assert "Merging in bfloat16" not in caplog.text
-    sound_experiment(one.recipe.config, MergeOptions())
+    opened(one.recipe.config, MergeOptions())
     assert "Merging in bfloat16 rounds at every step" in caplog.text
     with examined(other, Findings([], [], seen=False)), pytest.raises(SltaError, match="sampels"):
-        sound_experiment(other.recipe.config, MergeOptions())
+        opened(other.recipe.config, MergeOptions())
 
 
 def take_base(recipe: dict[str, Any], family: Family, tmp_path: Path) -> str:
@@ -267,8 +265,7 @@ def encoder_decoder(recipe: dict[str, Any], family: Family, tmp_path: Path) -> s
 def test_mergekit_yaml_refuses_in_one_sentence(
     spoil: Callable[[dict[str, Any], Family, Path], str], family: Family, tmp_path: Path
 ) -> None:
-    registry.register()
-    registry.watch_planner()
+    patches.install()
     recipe = families.recipe(family)
     words = spoil(recipe, family, tmp_path)
     file = families.write_recipe(tmp_path / "recipe.yml", recipe)

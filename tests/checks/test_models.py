@@ -25,7 +25,7 @@ from support.examining import (
 )
 from support.families import Family
 
-from mergekit_slta.host import registry
+from mergekit_slta.host import patches
 from mergekit_slta.models.headers import folder_headers
 
 
@@ -235,7 +235,7 @@ def test_tensors_that_transformers_does_not_know_are_said_to_be_missing(predicti
 
 @pytest.mark.xfail(strict=True, reason="mergekit writes only tensors that transformers knows")
 def test_tensors_that_transformers_does_not_know_survive_a_merge(predicting: Family, tmp_path: Path) -> None:
-    registry.watch_planner()
+    patches.install()
     out = families.merge(families.recipe(predicting, "sftm", calibration=False), tmp_path / "out")
     assert "mtp.fc.weight" in folder_headers(out)
 

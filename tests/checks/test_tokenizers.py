@@ -25,7 +25,7 @@ from support.examining import (
 )
 from support.families import Family
 
-from mergekit_slta.host import registry
+from mergekit_slta.host import patches
 
 
 def test_a_base_model_without_tokenizer_to_copy(family: Family) -> None:
@@ -182,8 +182,7 @@ def test_a_head_that_mergekit_gives_other_rows_cannot_be_solved(source: str, fam
     assert "'head: false'" in only(recipe)
     recipe["parameters"]["head"] = False
     assert problems(recipe) == []
-    registry.register()
-    registry.watch_planner()
+    patches.install()
     merged = load_file(next(families.merge(recipe, tmp_path / "out").glob("*.safetensors")))
     assert merged["lm_head.weight"].shape == merged["model.embed_tokens.weight"].shape
 

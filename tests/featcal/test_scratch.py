@@ -26,7 +26,7 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal import answers, merge, scratch
 from mergekit_slta.featcal.answers import token_weights
 from mergekit_slta.featcal.scratch import SolvedModel, solve_model
-from mergekit_slta.host import registry
+from mergekit_slta.host import patches
 from mergekit_slta.recipe.settings import FeatcalSettings
 from mergekit_slta.reports.page import Page
 
@@ -38,8 +38,7 @@ Recipe = dict[str, Any]
 
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> None:
-    registry.register()
-    registry.watch_planner()
+    patches.install()
 
 
 def cache() -> Path:

@@ -13,9 +13,8 @@ from mergekit.merge_methods import merge_state_dicts
 from support.actmat_reference import merged_tensor
 from support.small_models import config_of, load, recipe, role_by_hand, run, write_family
 
-from mergekit_slta.errors import SltaError
-from mergekit_slta.host import registry
-from mergekit_slta.host.actmat import ActmatMethod
+from mergekit_slta.host import patches
+from mergekit_slta.host.registry import METHODS
 from mergekit_slta.models.roles import Role, tensor_roles
 from mergekit_slta.models.skeleton import meta_model
 
@@ -23,8 +22,7 @@ from mergekit_slta.models.skeleton import meta_model
 @pytest.fixture(autouse=True)
 def known() -> None:
     """The method as the plugin makes it known, which is done once."""
-    registry.register()
-    registry.watch_planner()
+    patches.install()
 
 
 @pytest.mark.parametrize("key", ["llama", "t5", "clip_vision", "mixtral", "gpt2"])
@@ -101,16 +99,11 @@ def test_tensors_without_a_model_merge_by_their_shapes() -> None:
     torch.manual_seed(0)
     shapes = {"scale": (), "norm": (5,), "map": (6, 4), "row": (1, 7), "kernel": (4, 3, 2, 2)}
     models = [{name: torch.randn(shape) for name, shape in shapes.items()} for _ in range(3)]
-    merged = merge_state_dicts(models, ActmatMethod(), base=0)
+    merged = merge_state_dicts(models, METHODS["actmat"], base=0)
     for name, tensor in merged.items():
         role = Role.LINEAR if tensor.ndim == 2 else Role.OTHER
         base, *experts = [model[name] for model in models]
         torch.testing.assert_close(tensor.double(), merged_tensor(role, base, experts), rtol=0, atol=1e-6)
-
-
-def test_needs_a_base_model() -> None:
-    with pytest.raises(SltaError, match="'actmat' needs base_model"):
-        merge_state_dicts([{"weight": torch.ones(2, 2)}] * 2, ActmatMethod())
 
 
 @pytest.mark.parametrize(
@@ -136,7 +129,7 @@ def test_knows_which_dimension_is_the_input(config: transformers.PretrainedConfi
 
 
 def test_the_defaults_are_the_documented_ones() -> None:
-    assert {parameter.name: parameter.default for parameter in ActmatMethod.spec.parameters} == {
+    assert {parameter.name: parameter.default for parameter in METHODS["actmat"].spec.parameters} == {
         "ridge": 0.1,
         "scale": 1.0,
         "weight": 1.0,

@@ -53,7 +53,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Counts:
 
 
 @pytest.mark.parametrize("way", ["mergekit-yaml", "python"])
-@pytest.mark.parametrize(("method", "parameters"), [("slta", {}), ("featcal", {"anchor": "slta"})])
+@pytest.mark.parametrize(("method", "parameters"), [("slta", {}), ("featcal", {"anchor": "actmat"})])
 def test_a_merge_opens_everything_once(
     method: str, parameters: dict[str, Any], way: str, llama: Family, opened: Counts, tmp_path: Path
 ) -> None:

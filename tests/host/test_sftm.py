@@ -18,18 +18,21 @@ from support.sftm_reference import merged_tensor
 from support.small_models import MODELS, config_of, load, recipe, role_by_hand, run, write_family
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.host import registry
-from mergekit_slta.host.sftm import SftmMethod
+from mergekit_slta.host import patches
+from mergekit_slta.host.method import Method
+from mergekit_slta.host.registry import METHODS
+from mergekit_slta.host.sftm import SftmMerge
 from mergekit_slta.models import roles
 from mergekit_slta.models.roles import Role, role_by_shape, tensor_roles
 from mergekit_slta.models.skeleton import meta_model
+from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.recipe.recipe import Recipe
 
 
 @pytest.fixture(autouse=True)
 def known() -> None:
     """The method as the plugin makes it known, which is done once."""
-    registry.register()
-    registry.watch_planner()
+    patches.install()
 
 
 @pytest.mark.parametrize("key", ["llama", "t5", "clip_vision", "mixtral", "gpt2"])
@@ -117,8 +120,6 @@ def test_needs_a_base_model(tmp_path: Path) -> None:
     del content["base_model"]
     result = run(content, tmp_path)
     assert result.exit_code == 1 and "no base_model" in result.output
-    with pytest.raises(SltaError, match="needs base_model"):
-        merge_state_dicts([{"weight": torch.ones(2, 2)}] * 2, SftmMethod())
 
 
 def test_names_what_is_not_finite(tmp_path: Path) -> None:
@@ -180,16 +181,16 @@ def test_roles_are_read_off_the_model(key: str) -> None:
 
 def test_roles_are_found_for_other_prefixes_and_further_layers() -> None:
     roles = tensor_roles(meta_model(config_of("llama")))
-    method = SftmMethod()
-    method._roles["base"] = roles
+    merge = SftmMerge(None)
+    merge._roles[None] = roles
     for name, role in [
         ("layers.0.mlp.up_proj.weight", Role.LINEAR),
         ("language_model.model.layers.1.input_layernorm.weight", Role.NORM),
         ("model.layers.17.self_attn.o_proj.weight", Role.LINEAR),
         ("text.embed_tokens.weight", Role.OTHER),
     ]:
-        group = TensorGroup.from_tensors([torch.zeros(3)], name=name)
-        assert method._role("base", group.metadata, torch.zeros(3)) is role
+        group = TensorGroup.from_tensors([torch.zeros(3)] * 2, name=name, base_index=0)
+        assert merge._role(group, torch.zeros(3)) is role
 
 
 @pytest.mark.parametrize(
@@ -214,7 +215,7 @@ def test_tensors_without_a_model_merge_by_their_shapes(density: float, caplog: p
     shapes = {"scale": (), "norm": (5,), "map": (6, 4), "row": (1, 7), "tokens": (1, 1, 4), "kernel": (4, 3, 2, 2)}
     models = [{name: torch.randn(shape) for name, shape in shapes.items()} for _ in range(3)]
     with caplog.at_level(logging.WARNING):
-        merged = merge_state_dicts(models, SftmMethod(), parameters={"density": density}, base=0)
+        merged = merge_state_dicts(models, Method(SftmMerge), parameters={"density": density}, base=0)
     assert len([line for line in caplog.messages if "goes by the shapes" in line]) == 1
     for name, tensor in merged.items():
         inputs = [model[name] for model in models]
@@ -250,33 +251,20 @@ def test_threads_share_one_look_at_the_model(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(roles, "meta_model", build)
     references = [ModelReference.parse(str(folder)) for folder in (base, *experts)]
-    models = [load("llama", folder) for folder in (base, *experts)]
-    method = SftmMethod()
-    method.validate_inputs(references, references[0], group_name="default.slices[0]")
+    merge = SftmMerge(Experiment(Recipe(base, map(str, experts), "sftm")))
 
-    def merge(name: str) -> torch.Tensor:
-        tensors = [model[name] for model in models]
-        (merged,) = method([TensorGroup.from_tensors(tensors, ids=references, base_index=0, name=name)])
-        return merged
+    def role(name: str) -> Role:
+        tensors = [torch.zeros(2, 2) for _ in references]
+        return merge._role(TensorGroup.from_tensors(tensors, ids=references, base_index=0, name=name), tensors[0])
 
+    names = [*load("llama", base)]
     with ThreadPoolExecutor(4) as pool:
-        merged = dict(zip(models[0], pool.map(merge, models[0]), strict=True))
+        found = dict(zip(names, pool.map(role, names), strict=True))
     assert len(built) == 1
-    alone = {name: merge(name) for name in models[0]}
-    assert all(torch.equal(merged[name], alone[name]) for name in alone)
-
-
-def test_the_next_merge_looks_at_its_model_anew(tmp_path: Path) -> None:
-    method, reference = SftmMethod(), ModelReference.parse(str(tmp_path))
-    method._roles[reference] = {"weight": Role.NORM}
-    other = ModelReference.parse("expert")
-    method.validate_inputs([reference, other], reference, group_name="model.layers.0.weight")
-    assert reference in method._roles
-    method.validate_inputs([reference, other], reference, group_name="default.slices[0]")
-    assert reference not in method._roles
+    assert found["model.norm.weight"] is Role.NORM and found["model.layers.0.mlp.up_proj.weight"] is Role.LINEAR
 
 
 def test_integers_pass_through() -> None:
     models = [{"weight": torch.randn(3, 3), "ids": torch.arange(4), "mask": torch.ones(2, dtype=torch.bool)}] * 2
-    merged = merge_state_dicts(models, SftmMethod(), base=0)
+    merged = merge_state_dicts(models, METHODS["sftm"], base=0)
     assert torch.equal(merged["ids"], torch.arange(4)) and merged["mask"].dtype == torch.bool

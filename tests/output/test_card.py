@@ -17,7 +17,6 @@ from support.families import Family
 from support.processes import run_afresh
 
 from mergekit_slta import __version__
-from mergekit_slta.host import registry
 from mergekit_slta.output import card as module
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.slta.statistics import Statistics
@@ -140,7 +139,7 @@ def test_every_method_has_its_card(llama: Family, tmp_path: Path, method: str) -
     content = families.recipe(llama, method, calibration=method == "featcal")
     out = families.merge(content, tmp_path / "out", **OPTIONS)
     text = (out / "README.md").read_text()
-    assert f"`merge_method: {method}`): {registry.METHODS[method].in_words}" in text
+    assert f"`merge_method: {method}`): {module._IN_WORDS[method]}" in text
     assert "Feature change kept" not in text and "mergekit alone cannot do this merge" in text
     assert not (out / "mergekit-slta").exists()
 
@@ -179,7 +178,7 @@ def test_models_and_datasets_of_the_hub_are_linked(tmp_path: Path, monkeypatch: 
     }
     recipe = Recipe("org/base", experts)
     written = "---\ntags: [x]\n---\n# out\n"
-    found: Any = ModelCard(module.merge_card(written, tmp_path / "out", recipe, registry.METHODS["slta"], None))
+    found: Any = ModelCard(module.merge_card(written, tmp_path / "out", recipe, None))
     assert found.data.base_model == ["org/base", "org/math", "org/adapter"]
     assert found.data.base_model_relation == "merge" and found.data.datasets == ["openai/gsm8k"]
     assert "| [org/math](https://huggingface.co/org/math) | `hf:openai/gsm8k?config=main` |" in found.text

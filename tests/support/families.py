@@ -30,7 +30,7 @@ from mergekit_slta.engine.partial import Partial
 from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.merge import feature_merge as solve_features
 from mergekit_slta.featcal.scratch import SolvedModel
-from mergekit_slta.host import registry
+from mergekit_slta.host import patches
 from mergekit_slta.layers.blend import Blend
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.models.checkpoint import Checkpoint
@@ -567,8 +567,7 @@ def write_recipe(path: Path, content: dict[str, Any]) -> Path:
 
 def merge(content: dict[str, Any], out: Path, **options: Any) -> Path:
     """Run a recipe through mergekit in this process; ``options`` are those of ``MergeOptions``."""
-    registry.register()
-    registry.watch_planner()
+    patches.install()
     run_merge(
         MergeConfiguration.model_validate(content),
         str(out),

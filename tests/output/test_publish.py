@@ -19,7 +19,7 @@ from support.upload_hub import UploadHub, serve_uploads
 
 from mergekit_slta.cli.commands import main
 from mergekit_slta.errors import SltaError
-from mergekit_slta.host.publish import publish
+from mergekit_slta.output.publish import publish
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.tables import as_size
 

@@ -18,11 +18,10 @@ from tqdm import tqdm
 from mergekit_slta import files
 from mergekit_slta.checks.compatibility import missing_tensors
 from mergekit_slta.errors import SltaError, first_line
-from mergekit_slta.host import registry
-from mergekit_slta.host.base import is_finite
 from mergekit_slta.models import hub
 from mergekit_slta.models.headers import listed, open_model, weight_map
 from mergekit_slta.output import card
+from mergekit_slta.output.finite import is_finite
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.recipe.settings import SltaSettings
 from mergekit_slta.slta.solution import Solution
@@ -39,7 +38,7 @@ PUBLISHED = (
     *("configuration_*.py", "modeling_*.py", "tokenization_*.py", "*processing_*.py", "LICENSE*", "NOTICE*"),
 )
 # The texts that may hold paths of the machine; a tokenizer's vocabulary must stay as it is.
-_TEXTS = (card.CARD, card.RECIPE, card.PLAIN_RECIPE, "config.json", "tokenizer_config.json")
+_TEXTS = (card.CARD, card.PLAIN_RECIPE, "config.json", "tokenizer_config.json")
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -110,9 +109,7 @@ def publish(
             f"The recipe names folders of this machine ({listed(local)}), so others cannot run it as it is: write "
             f"their Hub ids in {card.RECIPE}."
         )
-    method = registry.METHODS.get(recipe.config.merge_method)
-    registry.register()
-    text = card.published_card(folder, recipe, method, _solution(folder, recipe))
+    text = card.published_card(folder, recipe, _solution(folder, recipe))
     contents = dict(sorted({**_contents(folder, recipe), card.CARD: text.encode()}.items()))
     sizes = tuple(
         (name, len(content) if isinstance(content, bytes) else content.stat().st_size)
@@ -191,7 +188,9 @@ def _contents(folder: Path, recipe: Recipe) -> dict[str, Path | bytes]:
         patterns = [pattern for pattern in PUBLISHED if pattern.count("/") == name.count("/")]
         if path.is_file() and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
             contents[name] = path
-            if name in _TEXTS:
+            if name == card.RECIPE:
+                contents[name] = f"{card.published_recipe(recipe)}\n".encode()
+            elif name in _TEXTS:
                 text = path.read_text(encoding="utf-8")
                 cleaned = card.without_private_paths(text, recipe)
                 contents[name] = path if cleaned == text else cleaned.encode()

@@ -21,7 +21,7 @@ from support.families import Family
 
 from mergekit_slta.cli.commands import main
 from mergekit_slta.errors import SltaError
-from mergekit_slta.host.verify import Verification, verify
+from mergekit_slta.output.verify import Verification, verify
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.slta.measure import measure
 

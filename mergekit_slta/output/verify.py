@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -20,17 +21,16 @@ from tqdm import tqdm
 
 from mergekit_slta.errors import reading
 from mergekit_slta.featcal.anchor import equal_weights
-from mergekit_slta.host import registry
-from mergekit_slta.host.base import is_finite
 from mergekit_slta.layers.maps import output_head
 from mergekit_slta.layers.parts import parts
 from mergekit_slta.layers.submodules import resolve_name
 from mergekit_slta.models.headers import folder_headers
-from mergekit_slta.models.spellings import renew_loaders
+from mergekit_slta.models.spellings import adapt_loaders
+from mergekit_slta.output.finite import is_finite
 from mergekit_slta.recipe.configuration import expert_references
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
-from mergekit_slta.recipe.settings import FeatcalSettings, SltaSettings
+from mergekit_slta.recipe.settings import SETTINGS, FeatcalSettings, SltaSettings
 from mergekit_slta.slta.measure import measured_statistics
 from mergekit_slta.slta.statistics import STATISTICS_OF_MERGE
 from mergekit_slta.slta.weights import TensorWeights
@@ -125,23 +125,18 @@ def verify(recipe: Recipe, merged: str | os.PathLike[str], **options: Any) -> Ve
 def _plan(experiment: Experiment, folder: Path) -> list[SaveTensor]:
     """The tensors that mergekit writes for the recipe, each with what it is made of.
 
-    The planner is the one that merges, without what our methods do before a merge.
+    The planner is mergekit's own, without what `host/patches.py` adds to it for a merge.
     """
-    registry.register()
     recipe, options = experiment.recipe, experiment.options
     config = copy.deepcopy(recipe.config)  # the planner rewrites it
     base = config.base_model or config.referenced_models()[0]
-    architecture, method = get_architecture_info(config, options), registry.METHODS.get(config.merge_method)
-    renew_loaders(config.referenced_models())
-    if method is not None:
-        method.begin(experiment)
-        registry.adapt_loaders(experiment, architecture)
+    architecture = get_architecture_info(config, options)
+    if config.merge_method in SETTINGS:
+        rows = {reference: experiment.padded_tensors(reference) for reference in recipe.references}
+        adapt_loaders(experiment.model(recipe.base), rows, architecture)
     planner = MergePlanner(config, architecture, options, base.config(trust_remote_code=options.trust_remote_code))
-    tasks = inspect.unwrap(MergePlanner.plan_to_disk)(planner, str(folder))
-    planned = [task for task in tasks if isinstance(task, SaveTensor)]
-    if method is not None:
-        method.forget()
-    return planned
+    planner._plan = functools.partial(inspect.unwrap(MergePlanner._plan), planner)
+    return [task for task in planner.plan_to_disk(str(folder)) if isinstance(task, SaveTensor)]
 
 
 def _loaded(load: LoadTensor) -> torch.Tensor | None:
@@ -195,7 +190,7 @@ class _Expected:
         if base is None:
             return
         dtype = dtype_from_name(task.dtype) if task.dtype else base.dtype
-        if merged.dtype != dtype and (task.dtype or self.method in registry.METHODS):
+        if merged.dtype != dtype and (task.dtype or self.method in SETTINGS):
             yield f"The tensor {name} is of type {_name(merged.dtype)}, not {_name(dtype)}."
         found, wanted = list(merged.shape), list(base.shape)
         if aligned is not None and aligned.vocabulary_axis is not None and len(found) == len(wanted):
@@ -220,7 +215,7 @@ class _Expected:
         if self._alpha is not None:
             alpha = self._alpha(task.tensor_name)
             return None if alpha is None else list(alpha)
-        if self.method in registry.METHODS and all(torch.equal(expert, base) for expert in experts):
+        if self.method in SETTINGS and all(torch.equal(expert, base) for expert in experts):
             return untouched
         return None
 

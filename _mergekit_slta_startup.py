@@ -1,0 +1,138 @@
+"""Makes the merge methods known as soon as a program imports mergekit.
+
+mergekit has no plugin discovery. So Python runs ``mergekit_slta.pth``, at the root of site-packages, at every start.
+That calls `install`, which puts a finder in front of ``sys.meta_path``. The finder waits until a program imports one of
+mergekit's modules that `HOOKS` names, lets Python execute the module, and calls the hook; after the last hook it
+removes itself. Because every start of Python runs this file, it imports only ``os`` and ``sys``, which Python has got
+by then. It is no part of the package: at a start the current folder is not on the search path yet, so an import of the
+package would take the installed one where another checkout is meant. ``MERGEKIT_SLTA_DISABLE=1`` switches it off.
+"""
+
+import os
+import sys
+
+TYPE_CHECKING = False  # type checkers treat this name as true; importing typing would slow every start of Python
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
+
+# By module of mergekit, a host: the function to call when the host is imported. mergekit.plan imports
+# mergekit.merge_methods, so mergekit.plan is still incomplete when the first hook is called: it needs its own.
+HOOKS = {
+    "mergekit.merge_methods": "mergekit_slta.host.registry.register",
+    "mergekit.plan": "mergekit_slta.host.patches.install",
+}
+
+
+def install() -> None:
+    """Call the hooks of hosts that are imported already, and have a finder call the others later."""
+    if os.environ.get("MERGEKIT_SLTA_DISABLE") == "1":
+        return
+    if any(type(finder).__module__ == __name__ for finder in sys.meta_path):
+        return
+    finder = HostFinder()
+    sys.meta_path.insert(0, finder)
+    for host in [host for host in HOOKS if host in sys.modules]:
+        finder.imported(host)
+
+
+def call(hook: str) -> bool:
+    """Call a hook and return whether it worked; a failure is only a warning, because mergekit works without us."""
+    if importing_this_package():  # this package is incomplete now; the hook of mergekit.plan registers the methods too
+        return True
+    try:
+        from importlib import import_module
+
+        module, _, function = hook.rpartition(".")
+        getattr(import_module(module), function)()
+    except Exception as error:
+        from warnings import warn
+
+        warn(
+            f"mergekit-slta does not work here, mergekit's own merge methods do ({type(error).__name__}: {error}); "
+            f"`python -c 'import {module} as m; m.{function}()'` shows where it fails",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+def importing_this_package() -> bool:
+    """Whether a module of this package is being imported, and has imported the host."""
+    return any(
+        name.startswith("mergekit_slta.") and getattr(getattr(module, "__spec__", None), "_initializing", False)
+        for name, module in list(sys.modules.items())
+    )
+
+
+class HostFinder:
+    """Asks the other finders for a host, and wraps the loader that they name in a `HostLoader`."""
+
+    def __init__(self) -> None:
+        self.waiting = dict(HOOKS)
+        self.asking: set[int] = set()
+
+    def find_spec(
+        self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
+    ) -> "ModuleSpec | None":
+        """Return a host's spec, and None for every other module (the protocol of ``sys.meta_path``)."""
+        if name not in self.waiting:
+            return None
+        from threading import get_ident
+
+        # Another finder may ask all finders, also this one; answering then would make the two call each other for ever.
+        thread = get_ident()
+        if thread in self.asking:
+            return None
+        self.asking.add(thread)
+        try:
+            spec = self.ask_others(name, path, target)
+        finally:
+            self.asking.discard(thread)
+        # Loaders older than PEP 451 have no exec_module, so they cannot be wrapped.
+        if spec is not None and hasattr(spec.loader, "exec_module"):
+            spec.loader = HostLoader(spec.loader, self)  # type: ignore[assignment]
+        return spec
+
+    def ask_others(self, name: str, path: "Sequence[str] | None", target: "ModuleType | None") -> "ModuleSpec | None":
+        """Return the first spec that another finder has for the module."""
+        for finder in list(sys.meta_path):
+            find_spec = getattr(finder, "find_spec", None)
+            if finder is not self and find_spec is not None and (spec := find_spec(name, path, target)) is not None:
+                return spec
+        return None
+
+    def imported(self, host: str) -> None:
+        """Call the host's hook once; leave ``sys.meta_path`` when no host is left, or when the hook failed."""
+        hook = self.waiting.pop(host, None)
+        if hook is not None and not call(hook):
+            self.waiting.clear()
+        if not self.waiting and self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+
+class HostLoader:
+    """Has a host's own loader execute the host, and tells the finder when that has succeeded."""
+
+    def __init__(self, loader: "Any", finder: HostFinder) -> None:
+        self.loader = loader
+        self.finder = finder
+
+    def __getattr__(self, name: str) -> "Any":
+        return getattr(self.loader, name)
+
+    def exec_module(self, module: "ModuleType") -> None:
+        """Execute the module and then call its hook.
+
+        The finder waits until the module has been executed: a program may only look for a module's spec, or import it
+        again after an import that failed.
+        """
+        # reload, importlib.resources and inspect need the module's own loader.
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.loader
+        module.__loader__ = self.loader
+        self.loader.exec_module(module)
+        self.finder.imported(module.__name__)

@@ -1,0 +1,202 @@
+"""A merge method as mergekit knows it, and one merge by it.
+
+mergekit knows one object per method for the whole process (`Method`). A merge's recipe and results belong to its plan,
+so each plan makes a `Merge`, and each of the plan's tensors carries it among its parameters (`host/patches.py`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from mergekit.common import dtype_from_name
+from mergekit.merge_methods import GroupMergeMethod, InputContract, MergeMethodSpec, TensorGroup
+from mergekit.merge_methods.base import BasePolicy, OptionalTensorPolicy
+
+from mergekit_slta.errors import SltaError, logger
+from mergekit_slta.models.roles import Role, dotted_tails, model_roles, role_by_shape
+from mergekit_slta.output.finite import is_finite
+from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.recipe.settings import MethodSettings, parameter_specs
+
+if TYPE_CHECKING:
+    from mergekit_slta.reports.page import Page
+    from mergekit_slta.slta.solution import Solution
+
+LOG = logger(__name__)
+
+
+def method_spec(settings: type[MethodSettings], pretty_name: str, paper: str) -> MergeMethodSpec:
+    """A method as mergekit declares it; ``paper`` is its number on arXiv.
+
+    A tensor that no expert has, such as one of a vision tower that they lack, stays the base model's.
+    """
+    return MergeMethodSpec(
+        name=settings.method,
+        parameters=parameter_specs(settings),
+        contract=InputContract(base=BasePolicy.REQUIRED, min_non_base=1),
+        pretty_name=pretty_name,
+        reference_url=f"https://arxiv.org/abs/{paper}",
+        optional_tensor_policy=OptionalTensorPolicy.PASSTHROUGH_BASE_SINGLETON,
+    )
+
+
+class Merge:
+    """One planned merge of a recipe; a class for each method.
+
+    Attributes:
+        spec: the method as mergekit declares it.
+        solution: the merging weights, of an ``slta`` merge whose models have run.
+        adapted: whether mergekit alone would not find all tensors, or would read rows that stand for no token.
+        experiment: the opened recipe; None where mergekit merges tensors that belong to no recipe of models.
+    """
+
+    spec: ClassVar[MergeMethodSpec]
+    solution: Solution | None = None
+    adapted = False
+
+    def __init__(self, experiment: Experiment | None) -> None:
+        self.experiment = experiment
+
+    @property
+    def recipe_models(self) -> Experiment:
+        """The opened recipe.
+
+        Raises:
+            SltaError: mergekit merges tensors that belong to no recipe of models.
+        """
+        if self.experiment is None:
+            raise SltaError(
+                f"'{self.spec.name}' measures whole models, so it runs in mergekit-yaml on model folders or Hub ids; "
+                "mergekit-pytorch and tensor-level calls name checkpoint files or tensors only."
+            )
+        return self.experiment
+
+    def share(self) -> None:
+        """Compute with all processes of torchrun what the merge needs before its first tensor."""
+
+    def prepare(self) -> None:
+        """Run the models, before mergekit reads the first tensor."""
+
+    def tensor(self, group: TensorGroup, **parameters: Any) -> torch.Tensor:
+        """Merge one tensor of all models; ``parameters`` are the recipe's for it."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Clean up after mergekit has written the merged model."""
+
+
+class Method(GroupMergeMethod):
+    """A merge method, registered with mergekit once per process: it keeps nothing of a merge."""
+
+    def __init__(self, kind: type[Merge]) -> None:
+        self.spec = kind.spec
+        self.merge = kind
+        self._without_recipe = kind(None)
+
+    def merge_group(self, group: TensorGroup, /, merge: Merge | None = None, **parameters: Any) -> torch.Tensor:
+        """Merge one tensor for the plan that it belongs to.
+
+        Raises:
+            SltaError: the merged tensor is not finite in the data type that it is written in.
+        """
+        merge = merge or self._without_recipe
+        merged = merge.tensor(group, **parameters)
+        out_dtype = merge.experiment.recipe.config.out_dtype if merge.experiment else None
+        dtype = dtype_from_name(out_dtype) if out_dtype else merged.dtype
+        if not is_finite(merged, dtype):
+            raise not_finite(group, dtype)
+        return merged
+
+
+class DataFreeMerge(Merge):
+    """A merge without data: tensor by tensor, each by its role in the base model's structure.
+
+    mergekit passes integer tensors through by itself.
+    """
+
+    def __init__(self, experiment: Experiment | None) -> None:
+        super().__init__(experiment)
+        self._lock = threading.Lock()
+        self._roles: dict[Hashable, Mapping[str, Role]] = {}  # by base model: each slice may have its own
+
+    def merge_tasks(
+        self, role: Role, tasks: Iterator[torch.Tensor], group: TensorGroup, parameters: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, float]:
+        """Return the merged task vector of a tensor, and its scaling factor.
+
+        Args:
+            role: the tensor's role in its model.
+            tasks: the experts' task vectors, made one by one.
+            group: the tensor in all models.
+            parameters: the method's parameters for the tensor.
+        """
+        raise NotImplementedError
+
+    def tensor(self, group: TensorGroup, **parameters: Any) -> torch.Tensor:
+        """Add the merged task vector to the base model's tensor, in at least float32.
+
+        Raises:
+            SltaError: the base model or an expert has a value that is not finite.
+        """
+        base = group.base
+        assert base is not None, "the input contract requires a base"
+        start = base.tensor.to(torch.promote_types(base.tensor.dtype, torch.float32))
+        merged, scale = self.merge_tasks(self._role(group, start), task_vectors(group, start), group, parameters)
+        return start.add(merged.to(start.dtype), alpha=scale).to(base.tensor.dtype)
+
+    def _role(self, group: TensorGroup, tensor: torch.Tensor) -> Role:
+        assert group.base is not None
+        base = group.base.id if self.experiment else None  # tensors alone belong to no model
+        with self._lock:
+            if base not in self._roles:
+                trusted = self.experiment is not None and self.experiment.trust_remote_code
+                self._roles[base] = model_roles(base, trusted, self.spec.name)
+            roles = self._roles[base]
+        known = (roles[ending] for ending in dotted_tails(group.metadata.name or "") if ending in roles)
+        return next(known, None) or role_by_shape(tensor, group.metadata.vocabulary_axis)
+
+
+def task_vectors(group: TensorGroup, start: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Each expert's task vector, its tensor minus the base model's ``start``, in ``start``'s dtype.
+
+    Raises:
+        SltaError: the base model or the expert has a value that is not finite.
+    """
+    for entry in group.non_base:
+        task = entry.tensor.to(start.dtype).sub(start)
+        if not is_finite(task, task.dtype):
+            raise not_finite(group, start.dtype)
+        yield task
+
+
+def not_finite(group: TensorGroup, dtype: torch.dtype) -> SltaError:
+    """The error for a merged tensor that is not finite; it names the models whose own tensor is not finite."""
+    damaged = [str(entry.id) for entry in group.entries if not is_finite(entry.tensor, entry.tensor.dtype)]
+    if damaged:
+        return SltaError(
+            f"The tensor '{group.metadata.name}' of {', '.join(damaged)} has NaN or infinite values: the checkpoint is "
+            "damaged (save or download it again), or too large for the recipe's 'dtype' (set 'dtype: float32')."
+        )
+    experts = ", ".join(str(entry.id) for entry in group.non_base)
+    return SltaError(
+        f"The merged tensor '{group.metadata.name}' is not finite as {str(dtype).removeprefix('torch.')}, although it "
+        f"is in the base model and in {experts}: set 'dtype: float32' and 'out_dtype: bfloat16', or give these "
+        "experts less weight."
+    )
+
+
+def write_report(folder: str, name: str, page: Page) -> None:
+    """Write a report under this name into a folder that the recipe names; other merges may share the folder.
+
+    Raises:
+        SltaError: it cannot be written there.
+    """
+    try:
+        path = page.write(Path(folder).expanduser(), name)
+    except OSError as error:
+        raise SltaError(f"The report cannot be written to {folder} ({error}): name another folder.") from error
+    LOG.info("Report written to %s", path)
