@@ -44,7 +44,7 @@ def main(folder: Path) -> None:
     names = [statistics.info.base_model, *statistics.info.models]
     paths = {name: str(family / Path(name).name) for name in names}
     print(solution.save_recipe(out / "plain.yml", models=paths))
-    print(solution.report(out / "report"))
+    print(slta.report(solution, out / "report"))
 
     # The merge itself, and what it keeps of each expert's skill.
     merged = slta.merge(recipe, out / "merged")

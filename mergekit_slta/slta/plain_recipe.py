@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import transformers
 import yaml
@@ -24,9 +24,11 @@ from mergekit_slta.errors import SltaError, first_line, visible
 from mergekit_slta.layers.decoder import WRITERS, Decoder
 from mergekit_slta.layers.submodules import resolve_name
 from mergekit_slta.models.skeleton import model_tensor_name
-from mergekit_slta.slta.solution import Solution
 from mergekit_slta.slta.statistics import Info
 from mergekit_slta.slta.weights import TensorWeights
+
+if TYPE_CHECKING:
+    from mergekit_slta.slta.solution import Solution
 
 # Ten digits: two orders of magnitude below float32's rounding, and still readable.
 DIGITS = 10

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import mergekit_slta
 from mergekit_slta import files
 from mergekit_slta.errors import SltaError
 from mergekit_slta.slta.solver import SubmoduleSolution, bootstrap, pooled
@@ -250,12 +249,3 @@ class Solution:
         file = Path(path).expanduser()
         files.write(file, text.encode())
         return file
-
-    def report(self, folder: str | os.PathLike[str]) -> Path:
-        """Write ``report.html`` and its charts into a folder; see ``mergekit_slta.report``.
-
-        Returns:
-            The path of ``report.html``.
-        """
-        # reports/ imports this module, so this module uses the public function instead of importing it.
-        return mergekit_slta.report(self, folder)

@@ -13,6 +13,7 @@ from support import synthetic
 from support.html_elements import Elements, assert_self_contained
 
 from mergekit_slta.errors import SltaError
+from mergekit_slta.reports.merge import report
 from mergekit_slta.slta import solver
 from mergekit_slta.slta.statistics import Statistics
 
@@ -165,7 +166,7 @@ def test_a_recipe_that_nobody_meant_is_refused(
 
 def test_its_report_is_that_of_its_level_and_settings(statistics: Statistics, tmp_path: Path) -> None:
     solution = statistics.select("org/code", "org/math").solve("layer", ridge=0.25, task_weights={"org/code": 2})
-    path = solution.report(tmp_path / "report")
+    path = report(solution, tmp_path / "report")
     assert path == tmp_path / "report" / "report.html"
     text = path.read_text()
     assert_self_contained(text)
@@ -177,4 +178,4 @@ def test_its_report_is_that_of_its_level_and_settings(statistics: Statistics, tm
 
 def test_a_report_where_one_task_counts(statistics: Statistics, tmp_path: Path) -> None:
     """Without that task's expert there is no merge to compare with."""
-    assert statistics.solve("layer", task_weights=[0, 0, 1]).report(tmp_path).is_file()
+    assert report(statistics.solve("layer", task_weights=[0, 0, 1]), tmp_path).is_file()
