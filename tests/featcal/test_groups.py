@@ -337,8 +337,19 @@ def test_a_mixture_whose_experts_cannot_be_written_is_refused_before_anything_is
     make_family: MakeFamily, tmp_path: Path
 ) -> None:
     """Or its experts are written."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_dense_layers": 1}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 2,
+    }
+    heads: dict[str, Any] = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_dense_layers": 1,
+    }
     config = transformers.AfmoeConfig(**sizes, **heads, num_experts_per_tok=2, vocab_size=families.VOCABULARY)
     content = feature_recipe(make_family(config))
     if not problems(content):
