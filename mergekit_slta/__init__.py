@@ -8,8 +8,6 @@ print(statistics.solve())
 slta.merge(recipe, "merged/")
 """
 
-import sys
-
 __version__ = "0.1.0"
 
 TYPE_CHECKING = False  # this file runs at every start of Python: not even typing is imported
@@ -18,8 +16,8 @@ if TYPE_CHECKING:
 
     from mergekit_slta.checks.examine import check as check
     from mergekit_slta.comparison.compare import compare as compare
+    from mergekit_slta.comparison.compare import evaluate as evaluate
     from mergekit_slta.errors import SltaError as SltaError
-    from mergekit_slta.evaluate import evaluate as evaluate
     from mergekit_slta.featcal.scratch import solve_model as solve_model
     from mergekit_slta.host.merge import merge as merge
     from mergekit_slta.layers.decoder import Decoder as Decoder
@@ -57,7 +55,7 @@ _EXPORTS = {
     "calibrate": "mergekit_slta.slta.calibrate:calibrate",
     "check": "mergekit_slta.checks.examine:check",
     "compare": "mergekit_slta.comparison.compare:compare",
-    "evaluate": "mergekit_slta.evaluate:evaluate",
+    "evaluate": "mergekit_slta.comparison.compare:evaluate",
     "linearity": "mergekit_slta.nonlinearity.scores:linearity",
     "load": "mergekit_slta.slta.statistics:Statistics.load",
     "measure": "mergekit_slta.slta.measure:measure",
@@ -96,18 +94,3 @@ def __getattr__(name: str) -> "Any":
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_EXPORTS})
-
-
-class _Package(type(sys)):  # type: ignore[misc]
-    """This package as a module that keeps its public names.
-
-    Python makes every imported submodule an attribute of its package. Without this class the module
-    ``mergekit_slta.evaluate`` would replace the public function of the same name.
-    """
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name not in _EXPORTS or not isinstance(value, type(sys)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

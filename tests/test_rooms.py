@@ -17,7 +17,7 @@ FLOORS = (
     ("output",),
     ("checks", "reports"),
     ("featcal", "nonlinearity"),
-    ("slta", "evaluate"),
+    ("slta",),
     ("comparison",),
     ("recipe",),
     ("engine",),

@@ -276,15 +276,13 @@ def solve(
 def evaluate(recipe: Path, out: Path, samples: int, json_file: str | None, **options: Any) -> None:
     """Measure how well the merged model in OUT does the tasks of RECIPE's experts.
 
-    For each task: the negative log-likelihood per token (lower is better) of the base model, of the task's expert and
-    of the merged model, on records that calibration did not use, and the share of the expert's gain over the base
-    model that the merge keeps. One layer of one model is in memory at a time, in float32. `compare` does the same for
-    several merged models.
+    `compare` with one merged model: for each task, its likelihood on records that calibration did not use, beside that
+    of the base model and of the task's expert, the share of the expert's gain that the merge keeps, and short answers.
     """
     import transformers
 
     from mergekit_slta.checks.examine import sound_experiment
-    from mergekit_slta.evaluate import evaluate as evaluate_merge
+    from mergekit_slta.comparison.compare import evaluate as evaluate_merge
     from mergekit_slta.recipe.recipe import Recipe
 
     experiment = sound_experiment(Recipe.load(recipe), **applied(options))

@@ -65,7 +65,8 @@ class TaskComparison:
 
     def kept(self, merged: int) -> float | None:
         """The share of the expert's gain over the base model that a merge keeps; None where there is no gain."""
-        return gain_kept(self.base.loss, self.expert.loss, self.merged[merged].loss)
+        gain = self.base.loss - self.expert.loss
+        return (self.base.loss - self.merged[merged].loss) / gain if gain > 0 else None
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Comparison(Paragraphs):
     """Merged models beside the base model and the experts; printed, it is tables.
 
     Attributes:
-        merged: what the merged models are called.
+        merged: the names of the merged models.
         tasks: the tasks, in the order of the recipe's experts.
         perplexity: of the text, by model: the base model, the experts, the merged models; empty without a text.
     """
@@ -94,11 +95,10 @@ class Comparison(Paragraphs):
         """One row per task: the models' negative log-likelihood, and the share of the gain that each merge keeps."""
         rows = []
         for task in self.tasks:
-            cells = [task.model, str(task.records), str(task.tokens)]
-            cells += [f"{score.loss:.4f}" for score in (task.base, task.expert)]
+            row = [task.model, str(task.records), str(task.tokens), f"{task.base.loss:.4f}", f"{task.expert.loss:.4f}"]
             for index, score in enumerate(task.merged):
-                cells += [f"{score.loss:.4f}", as_percentage(task.kept(index))]
-            rows.append(cells)
+                row += [f"{score.loss:.4f}", as_percentage(task.kept(index))]
+            rows.append(row)
         merged = [title for name in self.merged for title in (name, "gain kept")]
         return Table(["task of", "records", "tokens", "base", "expert", *merged], rows)
 
@@ -112,18 +112,20 @@ class Comparison(Paragraphs):
         return Table(["task of", "answers", "base", "expert", *self.merged], rows) if rows else None
 
     def parts(self) -> Iterator[str | Table]:
-        """The tables, and what to say with them."""
+        """The tables, and sentences that explain them."""
         yield "Negative log-likelihood per token, lower is better"
         yield self.loss_table()
-        exact = self.exact_table()
-        if exact:
+        if exact := self.exact_table():
             yield f"Short answers (at most {SHORT_ANSWER} tokens) that greedy decoding gives exactly, higher is better"
             yield exact
         if self.perplexity:
             yield "Perplexity of the text, lower is better"
             yield Table(["model", "perplexity"], [[name, f"{value:.4f}"] for name, value in self.perplexity])
         if idle := [task.model for task in self.tasks if task.kept(0) is None]:
-            yield without_gain(idle)
+            yield (
+                f"Experts no better than the base model on their own task, with no gain to keep: {', '.join(idle)}. "
+                "The likelihood counts every token of a record, its prompt's too."
+            )
         if not exact:
             yield (
                 f"The records have no separate short answer (of at most {SHORT_ANSWER} tokens): records with `prompt` "
@@ -131,17 +133,11 @@ class Comparison(Paragraphs):
             )
 
 
-def gain_kept(base: float, expert: float, merged: float) -> float | None:
-    """The share of an expert's gain over the base model that a merge keeps, by their losses; None without a gain."""
-    return (base - merged) / (base - expert) if expert < base else None
-
-
-def without_gain(experts: Sequence[str]) -> str:
-    """What to say of experts whose likelihood on their own task is no better than the base model's."""
-    return (
-        f"Experts no better than the base model on their own task, with no gain to keep: {', '.join(experts)}. "
-        "The likelihood counts every token of a record, its prompt's too."
-    )
+def evaluate(
+    recipe: Recipe | Experiment, merged: str | os.PathLike[str], samples: int = 100, **options: Any
+) -> Comparison:
+    """Compare one merged model with the base model and with each expert on that expert's task; see ``compare``."""
+    return compare(recipe, [merged], samples, **options)
 
 
 def compare(
@@ -186,19 +182,20 @@ def compare(
     experiment.load_data(experts)  # refuses the same data twice
     tasks = [_held_out(experiment, expert, samples) for expert in experts]
     pieces = [_pieces(experiment, Path(text).expanduser())] if text else []
-    results = [_open_result(experiment, folder) for folder in folders]
-    runs: list[tuple[Checkpoint, list[Group]]] = [(experiment.base, [*tasks, *pieces])]
+    everything = [*tasks, *pieces]
+    runs: list[tuple[Checkpoint, list[Group]]] = [(experiment.base, everything)]
     runs += [(model, [task, *pieces]) for model, task in zip(experiment.experts, tasks, strict=True)]
-    runs += [(result, [*tasks, *pieces]) for result in results]
+    runs += [(_open_result(experiment, folder), everything) for folder in folders]
     total = sum(len(group) for _, groups in runs for group in groups)
     with tqdm(
         total=total, desc="Comparing", unit="record", unit_scale=True, leave=False, disable=experiment.quiet
     ) as bar:
         scores = [_scores(experiment, model, groups, bar) for model, groups in runs]
     base, own, after = scores[0], scores[1 : 1 + len(experts)], scores[1 + len(experts) :]
-    compared_tasks = tuple(
+    sources = [published_name(reference) for reference in (experiment.recipe.base, *(e.reference for e in experts))]
+    compared = tuple(
         TaskComparison(
-            model=published_name(expert.reference),
+            model=sources[1 + index],
             records=len(task),
             tokens=_tokens(task),
             answers=sum(sample.answer is not None for sample in task),
@@ -206,21 +203,14 @@ def compare(
             expert=_mean(task, own[index][0]),
             merged=tuple(_mean(task, found[index]) for found in after),
         )
-        for index, (expert, task) in enumerate(zip(experts, tasks, strict=True))
+        for index, task in enumerate(tasks)
     )
-    sources = [published_name(experiment.recipe.base), *(task.model for task in compared_tasks)]
-    names = _names(folders, sources)
-    if not pieces:
-        return Comparison(names, compared_tasks)
-    losses = [_mean(pieces[0], found[-1]).loss for found in scores]
-    return Comparison(names, compared_tasks, tuple(zip([*sources, *names], map(math.exp, losses), strict=True)))
-
-
-def _names(folders: Sequence[Path], sources: Sequence[str]) -> tuple[str, ...]:
-    """What merged models are called: by their folder's name, or by its path where another model is called so too."""
-    names = [folder.resolve().name for folder in folders]
-    taken = [*sources, *names]
-    return tuple(name if taken.count(name) == 1 else str(folder) for name, folder in zip(names, folders, strict=True))
+    names = tuple(folder.resolve().name for folder in folders)
+    if len({*sources, *names}) < len(sources) + len(names):
+        names = tuple(map(str, folders))
+    losses = [_mean(piece, found[-1]).loss for piece in pieces for found in scores]
+    perplexity = zip([*sources, *names], map(math.exp, losses), strict=True) if pieces else ()
+    return Comparison(names, compared, tuple(perplexity))
 
 
 def _held_out(experiment: Experiment, expert: Expert, samples: int) -> Group:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,12 +12,11 @@ from mergekit.common import get_auto_cls
 
 from mergekit_slta.engine.loop import Accumulator, Progress, Tensors, pass_layers
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.engine.streams import Source, Streams, make_batches, read_edges
+from mergekit_slta.engine.streams import Source, Streams, read_edges
 from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.layers.decoder import Decoder, Weights
 from mergekit_slta.layers.ends import logit_tensors, logits, tail_problem, trial
 from mergekit_slta.layers.fresh import Fresh
-from mergekit_slta.layers.probe import padding_matters
 from mergekit_slta.models.checkpoint import Checkpoint
 
 # The logits of so many positions are in memory at once: with a large vocabulary they outgrow everything else.
@@ -71,7 +69,13 @@ def score_model(
     _refuse_unknown_tokens(checkpoint, groups)
     decoder = _streamable(checkpoint)
     if decoder is None:
-        return [whole_scores(_load(checkpoint, device), group, progress) for group in groups]
+        try:
+            return _whole_scores(checkpoint, groups, device, progress)
+        except torch.OutOfMemoryError as error:
+            raise SltaError(
+                f"The model in {checkpoint.folder} does not fit into the memory of {device} in float32: use "
+                "'--device cpu'."
+            ) from error
     accumulator = _Scoring(
         decoder.to(device), [checkpoint], [[sample.token_ids for sample in group] for group in groups], Ranks(), groups
     )
@@ -129,24 +133,19 @@ class _Scoring(Accumulator[dict[int, Score]]):
         return found
 
 
-def whole_scores(model: Any, samples: Group, progress: Callable[[float], object] = lambda records: None) -> list[Score]:
-    """Score records by a causal language model that is in memory, in evaluation mode.
+def _whole_scores(checkpoint: Checkpoint, groups: Sequence[Group], device: str, progress: Any) -> list[list[Score]]:
+    """Score records by a model that is in memory as a whole, one record after the other."""
+    model = _load(checkpoint, device)
+    fresh = Fresh(model)
 
-    Records are right-padded into batches without a mask, where that does not change what the model makes of them.
-    """
-    device, fresh = next(model.parameters()).device, Fresh(model)
-    rows = [sample.token_ids for sample in samples]
-    found: dict[int, Score] = {}
-    for batch in make_batches([rows], LOGIT_POSITIONS, {0} if _padding_matters(model, rows) else ()):
+    def score(sample: Sample) -> Score:
         fresh.restore()
-        try:
-            with torch.no_grad():
-                predicted = model(input_ids=batch.token_ids.to(device), use_cache=False).logits
-        except torch.OutOfMemoryError as error:
-            raise _out_of_memory(model.name_or_path, device) from error
-        found |= {row: _score(predicted[index], samples[row]) for index, row in enumerate(batch.rows)}
-        progress(len(batch.rows))
-    return [found[row] for row in range(len(samples))]
+        with torch.no_grad():
+            predicted = model(input_ids=torch.tensor([sample.token_ids], device=device), use_cache=False).logits[0]
+        progress(1)
+        return _score(predicted, sample)
+
+    return [[score(sample) for sample in group] for group in groups]
 
 
 def _score(predicted: torch.Tensor, sample: Sample) -> Score:
@@ -160,14 +159,6 @@ def _score(predicted: torch.Tensor, sample: Sample) -> Score:
     return Score(float(losses.cpu().double().sum()), exact)
 
 
-def _padding_matters(model: Any, rows: Sequence[Sequence[int]]) -> bool:
-    own_code = type(model).__module__.startswith("transformers_modules")  # which was trusted when it was loaded
-    try:
-        return padding_matters(Decoder(copy.deepcopy(model.config), own_code), [*map(len, rows)])
-    except SltaError:  # a model that nobody can look into
-        return True
-
-
 def _load(checkpoint: Checkpoint, device: str) -> Any:
     folder, trusted = checkpoint.folder, checkpoint.trust_remote_code
     try:
@@ -176,13 +167,7 @@ def _load(checkpoint: Checkpoint, device: str) -> Any:
             folder, dtype=torch.float32, trust_remote_code=trusted
         )
         return model.eval().to(device)
-    except torch.OutOfMemoryError as error:
-        raise _out_of_memory(folder, device) from error
     except (OSError, ValueError) as error:
         raise SltaError(
             f"The model in {folder} cannot be loaded ({first_line(error)}): get a sound copy, or merge it again."
         ) from error
-
-
-def _out_of_memory(folder: str, device: object) -> SltaError:
-    return SltaError(f"The model in {folder} does not fit into the memory of {device} in float32: use '--device cpu'.")

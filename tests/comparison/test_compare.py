@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from click.testing import CliRunner
 from conftest import MakeFamily
 from support import families
 from support.families import Family
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mergekit_slta
 from mergekit_slta.cli.commands import main
-from mergekit_slta.comparison.compare import Comparison, TaskComparison, TaskScore, compare
+from mergekit_slta.comparison import compare as module
+from mergekit_slta.comparison.compare import Comparison, TaskComparison, TaskScore, compare, evaluate
 from mergekit_slta.errors import SltaError
-from mergekit_slta.evaluate import evaluate
+from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
-from mergekit_slta.reports import comparison
-from mergekit_slta.reports.figures import LEGEND_LENGTH, Matrix, Picture, heat_map
 
 RECORDS = 8
+SAMPLES = 2  # of each task for calibration
 CHAT = "{% for m in messages %}[{{ m.role }}: {{ m.content }}]{% endfor %}"
 
 
@@ -39,7 +41,13 @@ def write_pairs(family: Family, record: Callable[[str, str], dict[str, Any]]) ->
 
 def recipe_of(family: Family, **settings: Any) -> Recipe:
     data = dict(zip(map(str, family.experts), family.data, strict=True))
-    return Recipe(family.base, data, **{"samples": 2, "max_tokens": 24} | settings)
+    return Recipe(family.base, data, **{"samples": SAMPLES, "max_tokens": 24} | settings)
+
+
+def held_out_records(family: Family, task: int) -> list[dict[str, str]]:
+    """A task's records after the calibration samples, in the order of seed 0."""
+    records = [json.loads(line) for line in family.data[task].read_text().splitlines()]
+    return [records[index] for index in random.Random(0).sample(range(len(records)), len(records))[SAMPLES:]]
 
 
 @pytest.fixture
@@ -49,10 +57,23 @@ def paired(make_family: MakeFamily) -> Family:
     return family
 
 
-def dense(model: torch.nn.Module, row: list[int]) -> torch.Tensor:
-    with torch.no_grad():
-        logits: torch.Tensor = model(torch.tensor([row])).logits[0]
-    return logits
+def likelihood(model: torch.nn.Module, rows: list[list[int]]) -> float:
+    """The negative log-likelihood per predicted token, record by record, without padding."""
+    losses = []
+    for row in rows:
+        with torch.no_grad():
+            logs = model(torch.tensor([row])).logits[0].log_softmax(-1)
+        losses += [-float(logs[position, row[position + 1]]) for position in range(len(row) - 1)]
+    return sum(losses) / len(losses)
+
+
+def decodes(model: torch.nn.Module, prompt: list[int], answer: list[int]) -> bool:
+    """Whether greedy decoding gives the answer."""
+    decoded = list(prompt)
+    for _ in answer:
+        with torch.no_grad():
+            decoded.append(int(model(torch.tensor([decoded])).logits[0, -1].argmax()))
+    return decoded[len(prompt) :] == answer
 
 
 def test_all_models_stand_side_by_side(paired: Family, tmp_path: Path) -> None:
@@ -63,51 +84,32 @@ def test_all_models_stand_side_by_side(paired: Family, tmp_path: Path) -> None:
     assert found.merged == tuple(map(str, outs))  # beside the expert and the base model of these names
     models = {"base": paired.model(0), "expert0": paired.model(1), "expert1": paired.model(2)}
     tokenizer = AutoTokenizer.from_pretrained(paired.base)
-    experiment = families.Experiment(recipe_of(paired), quiet=True)
     for index, task in enumerate(found.tasks):
-        expert = experiment.recipe.experts[index]
-        data = experiment.samples.held_out(expert, 4)
-        rows = [list(row) for row in data.token_ids]
-        records = [json.loads(line) for line in paired.data[index].read_text().splitlines()]
+        rows, answers = [], []
+        for record in held_out_records(paired, index)[:4]:
+            prompt = tokenizer(record["question"] + "\n")["input_ids"][:-1]
+            answer = tokenizer(record["answer"], add_special_tokens=False)["input_ids"]
+            rows.append([*prompt, *answer, families.EOS])
+            answers.append((prompt, answer))
         assert (task.model, task.records, task.answers) == (f"expert{index}", 4, 4)
         assert task.tokens == sum(len(row) - 1 for row in rows)
-
-        used = [records[i] for i in data.records]
-
-        def score(model: torch.nn.Module, rows: Any = rows, used: Any = used) -> TaskScore:
-            losses = [-dense(model, row).log_softmax(-1)[range(len(row) - 1), row[1:]] for row in rows]
-            exact = []
-            for row, record in zip(rows, used, strict=True):
-                prompt = tokenizer(record["question"] + "\n")["input_ids"][:-1]
-                decoded, answer = list(prompt), tokenizer(record["answer"], add_special_tokens=False)["input_ids"]
-                assert row == [*prompt, *answer, families.EOS]
-                for _ in answer:
-                    decoded.append(int(dense(model, decoded)[-1].argmax()))
-                exact.append(decoded[len(prompt) :] == answer)
-            return TaskScore(float(torch.cat(losses).mean()), sum(exact) / len(exact))
-
-        pairs = {
-            "base": task.base,
-            f"expert{index}": task.expert,
-            "expert1": task.merged[0],
-        }
-        for name, got in pairs.items():
-            assert got.loss == pytest.approx(score(models[name]).loss, rel=1e-5)
-            assert got.exact == score(models[name]).exact
+        for name, got in {"base": task.base, f"expert{index}": task.expert, "expert1": task.merged[0]}.items():
+            assert got.loss == pytest.approx(likelihood(models[name], rows), rel=1e-5)
+            assert got.exact == sum(decodes(models[name], *pair) for pair in answers) / 4
         assert task.merged[1] == task.base
-        assert task.kept(1) == 0
+        assert task.kept(1) in (0, None)
+        gain = task.base.loss - task.expert.loss
+        assert task.kept(0) == (pytest.approx((task.base.loss - task.merged[0].loss) / gain) if gain > 0 else None)
     ids = tokenizer(text.read_text())["input_ids"]
     pieces = [ids[begin : begin + 24] for begin in range(0, len(ids), 24)]
     assert [name for name, _ in found.perplexity] == ["base", "expert0", "expert1", *map(str, outs)]
     assert json.loads(found.to_json())["perplexity"] == dict(found.perplexity)
     for name, value in found.perplexity:
-        losses = [-dense(models[Path(name).name], row).log_softmax(-1)[range(len(row) - 1), row[1:]] for row in pieces]
-        assert value == pytest.approx(math.exp(float(torch.cat(losses).mean())), rel=1e-5)
+        assert value == pytest.approx(math.exp(likelihood(models[Path(name).name], pieces)), rel=1e-5)
 
 
-def test_exact_answers_are_counted_for_a_model_that_knows_them(paired: Family) -> None:
-    """An expert that has learned the pairs by heart, beside a base model that has not."""
-    model: Any = families.AutoModelForCausalLM.from_pretrained(paired.base)
+def test_an_expert_that_knows_its_records_by_heart_answers_exactly(paired: Family) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(paired.base)
     tokenizer = AutoTokenizer.from_pretrained(paired.base)
     records = [json.loads(line) for line in paired.data[0].read_text().splitlines()]
     ids = torch.tensor([tokenizer(f"{r['question']}\n{r['answer']}")["input_ids"] for r in records])
@@ -120,66 +122,47 @@ def test_exact_answers_are_counted_for_a_model_that_knows_them(paired: Family) -
     (task, _) = compare(recipe_of(paired), [paired.experts[0]], quiet=True).tasks
     assert task.expert.exact == task.merged[0].exact == 1.0
     assert task.base.exact is not None and task.base.exact < 0.5
+    assert task.kept(0) == 1
 
 
 @pytest.mark.parametrize(
     ("record", "settings", "answers"),
     [
         (lambda q, a: {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}, {}, 6),
-        (lambda q, a: {"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]}, {}, 6),
         (lambda q, a: {"messages": [{"role": "user", "content": q}]}, {}, 0),
         (lambda q, a: {"text": f"{q}\n{a}"}, {}, 0),
-        (lambda q, a: {"instruction": q, "input": "", "output": a}, {}, 6),
         (lambda q, a: {"prompt": q, "completion": 9 * "abcd"}, {"max_tokens": 100}, 0),  # too long an answer
         (lambda q, a: {"prompt": q, "completion": a}, {"max_tokens": 6}, 0),  # which is cut off
     ],
 )
-def test_which_records_have_a_short_answer(
+def test_records_with_a_short_answer_that_is_not_cut_off_are_scored_by_it(
     make_family: MakeFamily, record: Any, settings: dict[str, Any], answers: int
 ) -> None:
     family = make_family(chat_template=CHAT)
     write_pairs(family, record)
-    experiment = families.Experiment(recipe_of(family, **{"max_tokens": 100} | settings), quiet=True)
-    (task, _) = compare(experiment, [family.base]).tasks
+    (task, _) = compare(recipe_of(family, **{"max_tokens": 100} | settings), [family.base], quiet=True).tasks
     assert task.answers == answers
-    expert = experiment.recipe.experts[0]
-    data = experiment.samples.held_out(expert, 10)
-    tokenizer = AutoTokenizer.from_pretrained(family.base)
-    for row, span in zip(data.token_ids, data.answers, strict=True):
-        if answers and span:
-            assert len(str(tokenizer.decode(list(row[slice(*span)]))).replace(" ", "")) == 2
 
 
-def test_a_template_ends_with_its_answer(paired: Family) -> None:
-    template = "{question}={answer}"
-    pairs = zip(map(str, paired.experts), paired.data, strict=True)
-    experts = {expert: {"calibration": data, "template": template} for expert, data in pairs}
-    recipe = Recipe(paired.base, experts, samples=2)
-    assert [task.answers for task in compare(recipe, [paired.base], quiet=True).tasks] == [6, 6]
-
-
-def test_a_model_that_is_done_is_not_run_again(paired: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_done_is_not_run_again(paired: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[str] = []
-    score = mergekit_slta.comparison.compare.score_model
+    score = module.score_model
 
     def watched(checkpoint: Any, *arguments: Any, **more: Any) -> Any:
-        if len(runs) == 2 and not (tmp_path / "again").exists():
-            (tmp_path / "again").touch()
+        if len(runs) == 2:
+            runs.append("interrupted")
             raise KeyboardInterrupt
         runs.append(Path(checkpoint.folder).name)
         return score(checkpoint, *arguments, **more)
 
-    monkeypatch.setattr("mergekit_slta.comparison.compare.score_model", watched)
+    monkeypatch.setattr(module, "score_model", watched)
     with pytest.raises(KeyboardInterrupt):
         compare(recipe_of(paired), [paired.experts[1]], quiet=True)
-    assert runs == ["base", "expert0"]
     found = compare(recipe_of(paired), [paired.experts[1]], quiet=True)
-    assert runs == ["base", "expert0", "expert1", "expert1"]  # alone, then on both tasks
-    assert compare(recipe_of(paired), [paired.experts[1]], quiet=True) == found and len(runs) == 4
-    single = evaluate(recipe_of(paired), paired.experts[1], quiet=True)
-    assert len(runs) == 4 and [task.merged for task in single.tasks] == [t.merged[0].loss for t in found.tasks]
+    assert runs == ["base", "expert0", "interrupted", "expert1", "expert1"]  # alone, then on both tasks
+    assert evaluate(recipe_of(paired), paired.experts[1], quiet=True) == found and len(runs) == 5
     compare(recipe_of(paired), [paired.experts[1]], samples=1, quiet=True)
-    assert len(runs) == 8  # other records
+    assert len(runs) == 9  # other records
 
 
 def test_a_merge_that_is_written_anew_is_run_again(paired: Family, tmp_path: Path) -> None:
@@ -192,79 +175,110 @@ def test_a_merge_that_is_written_anew_is_run_again(paired: Family, tmp_path: Pat
     assert first.tasks[0].merged != second.tasks[0].merged
 
 
+def test_a_lora_expert_is_merged_first(paired: Family, tmp_path: Path) -> None:
+    data, whole = {}, []
+    for index, file in enumerate(paired.data):
+        torch.manual_seed(index)
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        model: Any = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(paired.base), config)
+        model.save_pretrained(str(tmp_path / f"adapter{index}"))
+        data[f"{paired.base}+{tmp_path / f'adapter{index}'}"] = file
+        whole.append(model.merge_and_unload().eval())
+    recipe = Recipe(paired.base, data, samples=SAMPLES, max_tokens=24)
+    found = evaluate(recipe, paired.base, quiet=True, lora_merge_cache=str(tmp_path / "cache"))
+    tokenizer = AutoTokenizer.from_pretrained(paired.base)
+    for index, task in enumerate(found.tasks):
+        texts = [f"{record['question']}\n{record['answer']}" for record in held_out_records(paired, index)]
+        rows = [tokenizer(text)["input_ids"] for text in texts]
+        assert (task.model, task.expert.loss) == (
+            f"base+adapter{index}", pytest.approx(likelihood(whole[index], rows), rel=1e-5),
+        )  # fmt: skip
+
+
 def test_a_comparison_shows_itself(tmp_path: Path) -> None:
     score = TaskScore(4.0, 0.25), TaskScore(2.0, 1.0), (TaskScore(3.0, 0.5), TaskScore(5.0, 0.0))
     tasks = (
-        TaskComparison("org/math", 5, 60, 4, *score),
+        TaskComparison("<b>math", 5, 60, 4, *score),
         TaskComparison("org/code", 5, 70, 0, TaskScore(2.0, None), TaskScore(3.0, None), (TaskScore(1.0, None),) * 2),
     )
     found = Comparison(("a", "b"), tasks, (("base", 3.0),))
     text = str(found)
     header, row = [" ".join(line.split()) for line in text.splitlines()[2:4]]
     assert header == "task of records tokens base expert a gain kept b gain kept"
-    assert row == "org/math 5 60 4.0000 2.0000 3.0000 50.0% 5.0000 -50.0%"
-    assert "org/math        4  25.0%  100.0%  50.0%  0.0%" in text
+    assert row == "<b>math 5 60 4.0000 2.0000 3.0000 50.0% 5.0000 -50.0%"
+    assert "<b>math        4  25.0%  100.0%  50.0%  0.0%" in text
     assert "3.0000" in text and "no gain to keep: org/code." in text
     written = json.loads(found.to_json())
     assert written["tasks"][0]["merged"]["b"] == {"loss": 5.0, "exact": 0.0, "kept": -0.5}
     assert written["tasks"][1]["merged"]["a"]["kept"] is None and written["perplexity"] == {"base": 3.0}
-    assert "<table>" in found._repr_html_() and "no separate short answer" not in text
+    assert "&lt;b&gt;math" in found._repr_html_() and "no separate short answer" not in text
     assert str(Comparison(("a", "b"), tasks[1:])).endswith("would be scored by exact matches too.")
     assert mergekit_slta.write_comparison(found, tmp_path / "figure.png") == tmp_path / "figure.png"
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_figure_leaves_out_what_no_model_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[str] = []
-
-    def titles(matrices: Sequence[Matrix], **options: Any) -> Picture:
-        drawn[:] = [matrix.title for matrix in matrices]
-        return heat_map(matrices, **options)
-
-    monkeypatch.setattr(comparison, "heat_map", titles)
-    gain, none = (TaskScore(3.0, 0.5), TaskScore(2.0, 1.0)), (TaskScore(2.0, 0.5), TaskScore(3.0, 1.0))
-    for scores, answers, expected in (
-        (gain, 4, ["The expert's gain that is kept", "Short answers given exactly"]),
-        (gain, 0, ["The expert's gain that is kept"]),
-        (none, 4, ["Short answers given exactly"]),
-        (none, 0, ["The expert's gain that is kept"]),
-    ):
-        task = TaskComparison("org/math", 5, 60, answers, *scores, (TaskScore(2.5, 0.5),))
-        comparison.write_comparison(Comparison(("a",), (task,)), tmp_path / "figure.png")
-        assert drawn == expected
-        assert all(len(title) <= LEGEND_LENGTH for title in drawn)  # longer ones lose their middle
-
-
-def test_the_command_writes_table_json_and_figure(paired: Family, tmp_path: Path) -> None:
-    content = families.recipe(paired, samples=2, max_tokens=24)
-    recipe = families.write_recipe(tmp_path / "recipe.yml", content)
+@pytest.mark.parametrize("command", ["evaluate", "compare"])
+def test_the_commands_write_tables_json_and_figure(command: str, paired: Family, tmp_path: Path) -> None:
+    recipe = families.write_recipe(tmp_path / "recipe.yml", families.recipe(paired, samples=2, max_tokens=24))
     text = tmp_path / "text.txt"
     text.write_text("abc")
-    more = ["--samples", "3", "--text", text, "--json", tmp_path / "c.json", "--figure", tmp_path / "c.png", "--quiet"]
-    arguments = ["compare", recipe, *paired.experts, *more]
-    done = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    arguments = [command, recipe, paired.experts[1], "--samples", "3", "--json", tmp_path / "c.json", "--quiet"]
+    more = [paired.experts[0], "--text", text, "--figure", tmp_path / "c.png"] if command == "compare" else []
+    done = CliRunner().invoke(main, [str(argument) for argument in [*arguments, *more]])
     assert done.exit_code == 0, done.output
-    assert "expert1" in done.stdout and "Perplexity" in done.stdout and "Short answers" in done.stdout
+    assert "expert1" in done.stdout and "Short answers" in done.stdout
+    assert ("Perplexity" in done.stdout) == (tmp_path / "c.png").exists() == (command == "compare")
     written = json.loads((tmp_path / "c.json").read_text())
     assert written["tasks"][1]["merged"][str(paired.experts[1])]["kept"] in (1.0, None)
-    assert (tmp_path / "c.png").stat().st_size > 1000
+
+
+# What is refused
 
 
 @pytest.mark.parametrize("text", [b"", b"\xff\xff"])
 def test_a_text_without_tokens_is_refused(paired: Family, tmp_path: Path, text: bytes) -> None:
     (tmp_path / "text.txt").write_bytes(text)
-    for file in paired.base.glob("tokenizer.json"):
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"post_processor": None}))
+    file = paired.base / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"post_processor": None}))
     with pytest.raises(SltaError, match=r"text\.txt (cannot be read|has fewer than two tokens)"):
         compare(recipe_of(paired), [paired.base], text=tmp_path / "text.txt", quiet=True)
 
 
-def test_nothing_to_compare_is_refused(paired: Family) -> None:
-    with pytest.raises(SltaError, match="nothing to compare"):
-        compare(recipe_of(paired), [], quiet=True)
-
-
-def test_a_merged_model_that_is_named_twice_is_refused(paired: Family) -> None:
+def test_merged_models_that_are_missing_or_named_twice_are_refused(paired: Family, tmp_path: Path) -> None:
     again = paired.base.parent / "expert0" / ".." / "base"
-    with pytest.raises(SltaError, match=f"The merged model {paired.base} is named twice: name each once"):
-        compare(recipe_of(paired), [paired.base, paired.experts[0], again], quiet=True)
+    for outs, said in (
+        ([], "nothing to compare"),
+        ([paired.base, paired.experts[0], again], f"The merged model {paired.base} is named twice"),
+        ([tmp_path], r"no model in .*config\.json"),
+    ):
+        with pytest.raises(SltaError, match=said):
+            compare(recipe_of(paired), outs, quiet=True)
+    (tmp_path / "config.json").write_text((paired.base / "config.json").read_text())
+    with pytest.raises(SltaError, match="has no weights"):
+        compare(recipe_of(paired), [tmp_path], quiet=True)
+
+
+def test_experts_without_records_to_hold_out_are_refused(paired: Family) -> None:
+    with pytest.raises(SltaError, match="The expert x has no 'calibration'"):
+        evaluate(Recipe(paired.base, ["x"]), paired.base, quiet=True)
+    opened = families.experiment(families.recipe(paired, calibration=False, statistics="stats.safetensors"))
+    with pytest.raises(SltaError) as caught:
+        evaluate(opened, paired.base)
+    assert "statistics" not in caught.value.message
+    with pytest.raises(SltaError, match="no record to hold out"):
+        evaluate(recipe_of(paired, samples=RECORDS), paired.base, quiet=True)
+
+
+def test_records_of_one_token_are_refused(make_family: MakeFamily) -> None:
+    family = make_family(experts=1)
+    file = family.base / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"post_processor": None}))  # no special tokens
+    family.data[0].write_text("".join(json.dumps({"text": letter}) + "\n" for letter in "abcd"))
+    with pytest.raises(SltaError, match="nothing to predict"):
+        evaluate(Experiment(recipe_of(family), quiet=True), family.base)
+
+
+def test_a_model_that_lacks_tokens_is_refused(paired: Family, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(families.config_of("llama", vocab_size=4)).save_pretrained(tmp_path)
+    with pytest.raises(SltaError, match="knows only 4 tokens"):
+        evaluate(recipe_of(paired), tmp_path, quiet=True)

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from support import families
 from support.families import Family
 
-from mergekit_slta.comparison.scores import Sample, score_model, whole_scores
-from mergekit_slta.errors import SltaError
-
-module = importlib.import_module("mergekit_slta.comparison.scores")
+from mergekit_slta.comparison import scores as module
+from mergekit_slta.comparison.scores import Sample, score_model
 
 
 def reference(model: torch.nn.Module, samples: Sequence[Sample]) -> list[tuple[float, bool | None]]:
@@ -60,7 +56,7 @@ def test_streamed_scores_are_those_of_the_whole_model(
     llama: Family, positions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LOGIT_POSITIONS", positions)
-    monkeypatch.setattr(module, "_load", None)  # nothing is loaded whole
+    monkeypatch.setattr(module, "_whole_scores", None)  # nothing is loaded whole
     dense = llama.model(1)
     groups = [with_answers(dense, drawn()), drawn((4, 9)), drawn((7,))]
     checkpoint = families.checkpoints(llama.folders)[1]
@@ -75,36 +71,20 @@ def test_streamed_scores_are_those_of_the_whole_model(
 
 
 @pytest.mark.parametrize("architecture", ["llama_dynamic", "phi3_longrope", "gemma4", "gemma3", "gemma2"])
-def test_scores_equal_the_reference_where_padding_matters(architecture: str, tmp_path: Path) -> None:
-    """Beyond the original context, with states that layers share, and where tokens see later ones."""
+def test_scores_equal_the_reference_where_padding_matters(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond the original context, with states that layers share, and where tokens see later ones.
+
+    The scores are the same by layers and of a model that is loaded whole.
+    """
     changes = {"use_bidirectional_attention": True} if architecture == "gemma3" else {}
     model = families.random_model(families.config_of(architecture, **changes))
     model.config.architectures = [type(model).__name__]
     samples = drawn()
     expected = [reference(copy.deepcopy(model), [sample])[0][0] for sample in samples]
-    assert [score.loss for score in whole_scores(copy.deepcopy(model), samples)] == pytest.approx(expected, rel=1e-5)
     model.save_pretrained(tmp_path)
-    (found,) = score_model(families.checkpoints([tmp_path])[0], [samples])
-    assert [score.loss for score in found] == pytest.approx(expected, rel=1e-5)
-
-
-def test_a_model_that_cannot_be_run_by_layers_is_loaded_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = families.random_model(families.config_of("llama"))
-    model.save_pretrained(tmp_path)
-
-    def refused(*arguments: Any) -> Any:
-        raise SltaError("Its layers cannot be run one at a time.")
-
-    loaded: list[Any] = []
-    load = module._load
-
-    def watched(*arguments: Any) -> Any:
-        loaded.append(load(*arguments))
-        return loaded[-1]
-
-    monkeypatch.setattr(module, "_load", watched)
-    monkeypatch.setattr(module, "Decoder", refused)
-    samples = drawn((5, 8))
-    (found,) = score_model(families.checkpoints([tmp_path])[0], [samples])
-    assert [score.loss for score in found] == pytest.approx([loss for loss, _ in reference(model, samples)], rel=1e-5)
-    assert loaded
+    for _ in range(2):
+        (found,) = score_model(families.checkpoints([tmp_path])[0], [samples])
+        assert [score.loss for score in found] == pytest.approx(expected, rel=1e-5)
+        monkeypatch.setattr(module, "_streamable", lambda checkpoint: None)

@@ -28,7 +28,6 @@ WORDS = {
     "featcal": "every map by least squares",
     "nonlinearity": "how linear the models are",
     "slta": "Gram matrices to merging weights",
-    "evaluate": "one merge's score",
     "comparison": "models side by side",
     "recipe": "a recipe, opened once",
     "engine": "hidden states through layers, resumable, shared",
