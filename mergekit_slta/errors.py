@@ -1,9 +1,8 @@
-"""The exception for every problem that a user can fix, and text of other people's files in what is said."""
+"""The exception for every problem that a user can fix, and what turns other errors into it."""
 
 from __future__ import annotations
 
 import errno
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,31 +19,9 @@ class SltaError(click.ClickException):
 
     def __init__(self, *sentences: str) -> None:
         super().__init__("\n".join(sentences))
-        self._sentences = sentences
 
     def __str__(self) -> str:
         return self.message
-
-    def format_message(self) -> str:
-        return "\n".join(visible(sentence, kept="") for sentence in self._sentences)
-
-
-def visible(text: str, kept: str = "\n\t") -> str:
-    """Text of other people's files for a terminal: what is no printable character is shown as an escape, not obeyed."""
-    shown = (c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
-    return "".join(shown)
-
-
-def logger(module: str) -> logging.Logger:
-    """A module's logger; what it logs may hold names from other people's files, which are made ``visible``."""
-    found = logging.getLogger(module)
-    found.addFilter(_make_visible)
-    return found
-
-
-def _make_visible(record: logging.LogRecord) -> bool:
-    record.msg, record.args = visible(record.getMessage(), kept=""), None
-    return True
 
 
 @contextmanager

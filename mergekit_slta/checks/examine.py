@@ -78,7 +78,6 @@ MERGE_NOTES: tuple[Check, ...] = (
     of_decoder(space.solving),
     text.precision,
     tokenizers.no_tokenizer,
-    text.card_lookup,
 )
 
 

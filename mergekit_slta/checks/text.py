@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.resources
-import os
 from pathlib import Path
 
 from mergekit._data import chat_templates
@@ -57,20 +56,3 @@ def precision(case: Case) -> list[str]:
             "to round only once."
         ]
     return []
-
-
-def card_lookup(case: Case) -> list[str]:
-    """Relative paths that mergekit takes for names on the Hub when it writes the model card, after the weights.
-
-    Without a network it fails there.
-    """
-    if not case.options.write_model_card:
-        return []
-    paths = dict.fromkeys(path.path for reference in case.opened for path in (reference.model, reference.lora) if path)
-    looked_up = [path for path in paths if os.path.exists(path) and path[0] not in "./~" and path.count("/") <= 1]
-    if not looked_up:
-        return []
-    return [
-        f"mergekit looks {', '.join(looked_up)} up on the Hub when it writes the model card, and fails without a "
-        f"network: write {', '.join(f'./{path}' for path in looked_up)}, or merge with --no-write-model-card."
-    ]

@@ -23,7 +23,7 @@ from mergekit_slta.cli.options import (
     output_folder,
     recipe_path,
 )
-from mergekit_slta.errors import SltaError, files_named, visible
+from mergekit_slta.errors import SltaError, files_named
 
 INTERRUPTED = 130
 
@@ -48,8 +48,7 @@ class _Commands(click.Group):
 
 
 def _say(text: object, err: bool = False) -> None:
-    """Print text in which names of other people's files may stand."""
-    click.echo(visible(str(text)), err=err)
+    click.echo(str(text), err=err)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

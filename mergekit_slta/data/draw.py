@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,12 +15,12 @@ import numpy as np
 
 from mergekit_slta.data.records import Span, Text, record_text
 from mergekit_slta.data.sources import read_records
-from mergekit_slta.errors import SltaError, logger, reading
+from mergekit_slta.errors import SltaError, reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LOG = logger(__name__)
+LOG = logging.getLogger(__name__)
 
 CHARACTERS_PER_TOKEN = 64  # more than tokens have but for long runs of blanks
 # Chat templates that ask for the date get this one, so that the tokens are the same every day. It is the date that

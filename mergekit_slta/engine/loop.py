@@ -14,6 +14,7 @@ loop begins again with half the token positions in a batch. A method is an ``Acc
 from __future__ import annotations
 
 import gc
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,12 +26,12 @@ from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.reader import Reader
 from mergekit_slta.engine.streams import Source, Streams, Tasks, decoder_batches, fitting_batch
-from mergekit_slta.errors import SltaError, logger
+from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder, Weights
 from mergekit_slta.layers.products import exact_products
 from mergekit_slta.models.checkpoint import Checkpoint
 
-LOG = logger(__name__)
+LOG = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Tensors = Mapping[str, torch.Tensor]

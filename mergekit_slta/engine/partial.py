@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,9 +21,9 @@ from safetensors.torch import load_file, save_file
 
 from mergekit_slta import files
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.errors import SltaError, logger
+from mergekit_slta.errors import SltaError
 
-LOG = logger(__name__)
+LOG = logging.getLogger(__name__)
 
 RUN = "run.json"
 LOCK = "lock"

@@ -8,6 +8,7 @@ run before it stopped. Modules that have run are not run again, their outputs ar
 from __future__ import annotations
 
 import functools
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,6 @@ from mergekit_slta.actmat.covariance import merge_by_covariance
 from mergekit_slta.engine.loop import Progress
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Streams, mapped
-from mergekit_slta.errors import logger
 from mergekit_slta.featcal.groups import LayerMaps, MapGroup
 from mergekit_slta.featcal.regression import Change, RidgeRegression
 from mergekit_slta.layers.calls import State, Weights
@@ -32,7 +32,7 @@ from mergekit_slta.models.stacks import ExpertStack, stack_of
 from mergekit_slta.numerics.symmetric import with_ridge
 from mergekit_slta.recipe.settings import ActmatSettings
 
-LOG = logger(__name__)
+LOG = logging.getLogger(__name__)
 
 MERGED, EXPERT = range(2)  # the streams
 # A routed expert's map is solved if so many tokens per input dimension reach it.

@@ -32,7 +32,6 @@ from mergekit_slta.engine.loop import Accumulator, Progress, Tensors, pass_layer
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams, Tasks, read_edges
-from mergekit_slta.errors import logger
 from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.groups import groups_by_layer, listed, solved_in
 from mergekit_slta.featcal.layer import EXPERT, MERGED, LayerSolver, in_a_file
@@ -45,7 +44,7 @@ from mergekit_slta.layers.maps import LinearMap, output_head
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.stacks import ExpertStack, stack_of
 
-LOG = logger(__name__)
+LOG = logging.getLogger(__name__)
 
 ANCHOR = 2  # the stream of the anchor's own, for the report only
 ROUTING = "routing"  # what the names of the coverage of routed experts begin with

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from tqdm import tqdm
 
 from mergekit_slta.engine.partial import Partial, remove
 from mergekit_slta.engine.streams import Tasks, share
-from mergekit_slta.errors import SltaError, logger
+from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.answers import token_weights
 from mergekit_slta.featcal.merge import COVERAGE, ERRORS, ROUTING, feature_merge, layer_shapes, stages, written_in
@@ -25,7 +26,7 @@ from mergekit_slta.recipe.recipe import calibration_problems
 from mergekit_slta.recipe.settings import ActmatSettings, FeatcalSettings
 from mergekit_slta.slta.fingerprints import fingerprint, local_identity
 
-LOG = logger(__name__)
+LOG = logging.getLogger(__name__)
 
 FORMAT = 10  # changes with the folder's content and with the way that layers are solved
 

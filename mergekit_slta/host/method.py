@@ -6,6 +6,7 @@ so each plan makes a `Merge`, and each of the plan's tensors carries it among it
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from mergekit.common import dtype_from_name
 from mergekit.merge_methods import GroupMergeMethod, InputContract, MergeMethodSpec, TensorGroup
 from mergekit.merge_methods.base import BasePolicy, OptionalTensorPolicy
 
-from mergekit_slta.errors import SltaError, logger
+from mergekit_slta.errors import SltaError
 from mergekit_slta.models.roles import Role, dotted_tails, model_roles, role_by_shape
 from mergekit_slta.output.finite import is_finite
 from mergekit_slta.recipe.experiment import Experiment
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from mergekit_slta.reports.page import Page
     from mergekit_slta.slta.solution import Solution
 
-LOG = logger(__name__)
+LOG = logging.getLogger(__name__)
 
 
 def method_spec(settings: type[MethodSettings], pretty_name: str, paper: str) -> MergeMethodSpec:

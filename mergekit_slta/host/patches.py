@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -36,7 +37,7 @@ from mergekit.options import MergeOptions
 from mergekit.plan import MergePlanner
 
 from mergekit_slta.checks.space import full_disk_said
-from mergekit_slta.errors import files_named, logger, one_line
+from mergekit_slta.errors import files_named, one_line
 from mergekit_slta.host import registry
 from mergekit_slta.host.method import Merge
 from mergekit_slta.models.headers import WEIGHT_FILES
@@ -46,7 +47,7 @@ from mergekit_slta.output import card
 from mergekit_slta.output.companions import copy_companions, set_aside
 from mergekit_slta.recipe.configuration import model_inputs
 
-LOG = logger(__name__)
+LOG = logging.getLogger(__name__)
 READ_FROM = "0.1.5"
 
 _REPLACEMENTS: list[tuple[Any, str, Callable[..., Any]]] = []  # whose function it was, its name there, our function

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from contextvars import ContextVar
 
@@ -12,7 +13,6 @@ from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 
 from mergekit_slta.checks import examine
-from mergekit_slta.errors import logger
 from mergekit_slta.host.actmat import ActmatMerge
 from mergekit_slta.host.featcal import FeatcalMerge
 from mergekit_slta.host.method import Merge, Method
@@ -21,7 +21,7 @@ from mergekit_slta.host.slta import SltaMerge
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
 
-LOG = logger(__name__)
+LOG = logging.getLogger(__name__)
 
 # A new merge method is entered here.
 MERGES: tuple[type[Merge], ...] = (SltaMerge, FeatcalMerge, ActmatMerge, SftmMerge)

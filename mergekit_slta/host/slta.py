@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from mergekit.merge_methods import TensorGroup
 
-from mergekit_slta.errors import logger
 from mergekit_slta.host.method import Merge, method_spec, write_report
 from mergekit_slta.layers.blend import weighted_sum
 from mergekit_slta.recipe.settings import SltaSettings
@@ -13,7 +14,7 @@ from mergekit_slta.slta.measure import measured_statistics
 from mergekit_slta.slta.statistics import PUBLISHED_PREFIX
 from mergekit_slta.slta.weights import TensorWeights
 
-LOG = logger(__name__)
+LOG = logging.getLogger(__name__)
 
 
 class SltaMerge(Merge):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import glob
+import logging
 import os
 import shutil
 from collections.abc import Iterable
@@ -14,12 +15,12 @@ from filelock import FileLock
 from mergekit.common import ModelPath, ModelReference
 from mergekit.io.tasks import LoaderCache
 
-from mergekit_slta.errors import SltaError, logger
+from mergekit_slta.errors import SltaError
 from mergekit_slta.files import digest
 from mergekit_slta.models.adapters import source_files, source_folders
 from mergekit_slta.models.fingerprint import fingerprint_of, stamps
 
-LOG = logger(__name__)
+LOG = logging.getLogger(__name__)
 NO_FOLDER = "{model} is a LoRA adapter: give mergekit a folder to merge it in with --lora-merge-cache FOLDER."
 
 

@@ -6,6 +6,7 @@ that see one tensor at a time decide by its role how to merge it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Iterator, Mapping
 from enum import Enum
 
@@ -16,10 +17,10 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from transformers.pytorch_utils import Conv1D
 
-from mergekit_slta.errors import SltaError, logger
+from mergekit_slta.errors import SltaError
 from mergekit_slta.models.skeleton import meta_model
 
-LOG = logger(__name__)
+LOG = logging.getLogger(__name__)
 
 TORCH_NORMS = (torch.nn.LayerNorm, torch.nn.RMSNorm, torch.nn.GroupNorm, _NormBase)
 

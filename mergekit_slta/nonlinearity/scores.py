@@ -8,6 +8,7 @@ Shapes: ``g`` experts merged, ``n`` samples, ``K`` settings, ``N`` steps from th
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from tqdm import tqdm
 from mergekit_slta.engine.loop import Progress
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Tasks
-from mergekit_slta.errors import SltaError, logger
+from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.models.checkpoint import Checkpoint
@@ -28,7 +29,7 @@ from mergekit_slta.nonlinearity.interpolation import Grams, Study, count_passes,
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe, calibration_problems, published_name
 
-LOG = logger(__name__)
+LOG = logging.getLogger(__name__)
 
 DEFAULT_LEVELS = ("model", "layer", "attn_mlp")
 STEPS = 10

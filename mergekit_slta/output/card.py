@@ -6,6 +6,7 @@ Each part lies between marks, so that a later merge into the same folder replace
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from mergekit.config import MergeConfiguration
 
 from mergekit_slta import __version__, files
 from mergekit_slta.data.sources import DATASET_PREFIX, is_dataset, source_name
-from mergekit_slta.errors import SltaError, logger, one_line, reading, visible
+from mergekit_slta.errors import SltaError, one_line, reading
 from mergekit_slta.models.merged_adapters import adapter_option
 from mergekit_slta.recipe.recipe import Recipe, published_name
 from mergekit_slta.recipe.settings import SETTINGS, SltaSettings
@@ -30,7 +31,7 @@ from mergekit_slta.slta.solution import Solution
 from mergekit_slta.slta.statistics import STATISTICS_OF_MERGE, versions
 from mergekit_slta.tables import as_percentage
 
-LOG = logger(__name__)
+LOG = logging.getLogger(__name__)
 
 CARD = "README.md"
 UNREADABLE_CARD = "README.old{}.md"  # with a number where that name is taken
@@ -292,7 +293,7 @@ def _linked(reference: ModelReference) -> str:
 
 def _code(text: str) -> str:
     """Text as code in Markdown, which it can neither end nor leave."""
-    return "`" + visible(text, kept="").replace("`", "'") + "`"
+    return "`" + " ".join(text.split()).replace("`", "'") + "`"
 
 
 def _datasets(recipe: Recipe) -> list[str]:

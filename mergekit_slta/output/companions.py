@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import shutil
 from pathlib import Path
 
 from mergekit.io.tasks import LoaderCache
 
-from mergekit_slta.errors import logger, one_line
+from mergekit_slta.errors import one_line
 from mergekit_slta.models import hub
 from mergekit_slta.models.headers import WEIGHT_FILES
 from mergekit_slta.recipe.experiment import Experiment
 
-LOG = logger(__name__)
+LOG = logging.getLogger(__name__)
 
 PROCESSOR = ("*processor_config.json", "audio_tokenizer_config.json")  # of images, video and sound
 GENERATION = ("generation_config.json",)  # names tokens by their ids

@@ -12,15 +12,14 @@ identity within an expert, and only its T(T−1)/2 cross-task blocks carry infor
 for every solution β of a singular system, and of all matrices that keep the features it has the least norm.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from mergekit_slta.errors import logger
-
-LOG = logger(__name__)
+LOG = logging.getLogger(__name__)
 
 # The iterations stop when A shrinks the residual to less than NULL_SPACE of its size: what is left then lies almost in
 # A's null space. In float32 this happens early, because a worse conditioned system would move M by more than 1e-5; that

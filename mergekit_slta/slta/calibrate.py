@@ -14,6 +14,7 @@ Shapes: ``N`` samples of all tasks, ``T`` experts, ``S`` tokens, ``D`` dimension
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ from mergekit_slta.engine.loop import Accumulator, Progress, Tensors, pass_layer
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Streams, Tasks, read_edges
-from mergekit_slta.errors import SltaError, logger
+from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.calls import Weights
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.ends import logit_tensors, logits
@@ -32,7 +33,7 @@ from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.slta.features import LayerFeatures
 from mergekit_slta.slta.gram import sample_grams
 
-LOG = logger(__name__)
+LOG = logging.getLogger(__name__)
 
 BASE = 0  # the base model's stream; at level ``model`` the experts' own follow
 LOGIT_TOKENS = 64  # of one sample are compared at once, because logits are wide

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from mergekit_slta.data.sources import source_name
 from mergekit_slta.engine.partial import Partial, remove
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import share
-from mergekit_slta.errors import SltaError, logger
+from mergekit_slta.errors import SltaError
 from mergekit_slta.files import cache_folder, digest
 from mergekit_slta.layers.submodules import fallbacks
 from mergekit_slta.levels import LEVELS
@@ -34,7 +35,7 @@ from mergekit_slta.slta.statistics import (
     versions,
 )
 
-LOG = logger(__name__)
+LOG = logging.getLogger(__name__)
 REUSED = "Nothing is measured anew: %s holds the measurement of the same models, data and settings."
 
 

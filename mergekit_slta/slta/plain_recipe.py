@@ -20,7 +20,7 @@ from mergekit.common import ModelReference
 from mergekit.config import ConfigYamlDumper, MergeConfiguration, evaluate_setting
 
 from mergekit_slta import __version__
-from mergekit_slta.errors import SltaError, first_line, visible
+from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.layers.decoder import WRITERS, Decoder
 from mergekit_slta.layers.submodules import resolve_name
 from mergekit_slta.models.skeleton import model_tensor_name
@@ -292,7 +292,7 @@ def _header(solution: Solution, edges: Mapping[str, str]) -> str:
         f"  settings: {info.fingerprint.settings}",
     ]
     # A name from somebody else's statistics must not end the comment.
-    return "".join(f"# {visible(line, kept='')}".rstrip() + "\n" for line in lines)
+    return "".join(f"# {' '.join(line.split())}".rstrip() + "\n" for line in lines)
 
 
 def _kept(solution: Solution, expert: int) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from conftest import MakeFamily
@@ -72,17 +70,3 @@ def test_a_feature_merge_rounds_once_in_any_type(make_family: MakeFamily) -> Non
     recipe = families.recipe(make_family(dtype=torch.bfloat16), "featcal", samples=6)
     notes = [look(recipe | {"dtype": dtype}).notes for dtype in ("float32", "bfloat16")]
     assert notes[0] == notes[1]
-
-
-def test_relative_paths_that_look_like_names_on_the_hub(
-    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    recipe = families.recipe(family, samples=6) | {"base_model": "models/base"}
-    (note,) = look(recipe).notes
-    assert "write ./models/base, or merge with --no-write-model-card" in note
-    assert look(recipe, options={"write_model_card": False}).notes == []
-    entries = [entry | {"model": f"models/expert{index}"} for index, entry in enumerate(recipe["models"])]
-    (note,) = look(recipe | {"models": entries}).notes
-    assert note.count("models/base") == 2 and ", ./models/expert2, or merge with" in note
-    assert look(recipe | {"base_model": "./models/base"}).notes == []

@@ -31,7 +31,9 @@ def merged(llama: Family, forks: ForkServerContext, tmp_path_factory: pytest.Tem
     content = families.recipe(llama, samples=3, statistics=str(folder / "own.safetensors"))
     recipe = families.write_recipe(folder / "recipe.yml", content)
     recipe.write_text(f"# in {Path.home()}/recipes\n{recipe.read_text()}")
-    command = "from mergekit_slta.startup import install; install(); from mergekit.scripts.run_yaml import main; main()"
+    command = (
+        "from _mergekit_slta_startup import install; install(); from mergekit.scripts.run_yaml import main; main()"
+    )
     assert "model card" not in run_afresh(forks, command, recipe, folder / "out", "--quiet")
     return folder / "out"
 
