@@ -24,13 +24,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors.torch import save as serialize
 
 from mergekit_slta import __version__, files
-from mergekit_slta.errors import SltaError, one_line
-from mergekit_slta.levels import LEVELS, Fallback, covers, of_level, place_of, sort_key
+from mergekit_slta.errors import SltaError, reading
+from mergekit_slta.levels import LEVELS, Fallback, covers, of_level, sort_key
 from mergekit_slta.models import hub
 from mergekit_slta.slta.solution import Solution
 from mergekit_slta.slta.solver import solve
 
-FORMAT_VERSION = 2
 METADATA_KEY = "mergekit_slta"
 PUBLISHED_PREFIX = "hf:"
 # Where a merge keeps its statistics in its output: in a folder, because some programs load every .safetensors file
@@ -96,7 +95,7 @@ class Statistics:
 
     Attributes:
         grams: submodule name to [N, T, T] float64.
-        task: [N] int64, the index of the expert whose data the sample came from.
+        task: [N] int64, the index of the task that the sample came from; task t is that of expert t.
         tokens: [N] int64, the number of tokens of the sample.
         info: the file's metadata.
     """
@@ -147,22 +146,21 @@ class Statistics:
         """``select`` by the experts' positions in ``info.models``."""
         chosen = torch.tensor(list(experts))
         rows = torch.cat([(self.task == expert).nonzero().flatten() for expert in experts])
-        position = {expert: index for index, expert in enumerate(experts)}
-        calibration = tuple(self.info.calibration[expert] for expert in experts)
-        fingerprint = self.info.fingerprint.model_copy(
-            update={
-                "experts": tuple(self.info.fingerprint.experts[expert] for expert in experts),
-                "tokens": tokens_fingerprint([entry.sha256 for entry in calibration]),
-            }
-        )
-        models = tuple(self.info.models[expert] for expert in experts)
+        info, calibration = self.info, tuple(self.info.calibration[expert] for expert in experts)
+        fingerprint = {
+            "experts": tuple(info.fingerprint.experts[expert] for expert in experts),
+            "tokens": tokens_fingerprint([entry.sha256 for entry in calibration]),
+        }
+        described = {
+            "models": tuple(info.models[expert] for expert in experts),
+            "calibration": calibration,
+            "fingerprint": info.fingerprint.model_copy(update=fingerprint),
+        }
         return Statistics(
             grams={name: gram[rows][:, chosen][:, :, chosen] for name, gram in self.grams.items()},
-            task=torch.tensor([position[int(expert)] for expert in self.task[rows]]),
+            task=torch.tensor([list(experts).index(task) for task in self.task[rows].tolist()]),
             tokens=self.tokens[rows],
-            info=self.info.model_copy(
-                update={"models": models, "calibration": calibration, "fingerprint": fingerprint}
-            ),
+            info=info.model_copy(update=described),
         )
 
     def at_levels(self, levels: Collection[str]) -> Statistics:
@@ -252,7 +250,7 @@ class Statistics:
         """
         tensors = {_GRAM + name: gram.contiguous() for name, gram in self.grams.items()}
         tensors |= {"task": self.task, "tokens": self.tokens}
-        described = self.info.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+        described = self.info.model_dump(mode="json", exclude_defaults=True)
         text = json.dumps(described, sort_keys=True)
         file = Path(path).expanduser()
         files.write(file, serialize(tensors, metadata={METADATA_KEY: text}))
@@ -267,27 +265,23 @@ class Statistics:
             cache_dir: where downloads are kept; the Hub's own cache by default.
 
         Raises:
-            SltaError: the file is missing, truncated, damaged, of another kind or of a newer version, or cannot be
+            SltaError: the file is missing, truncated, damaged, of another kind or version, or cannot be
                 downloaded.
         """
         path = resolve_statistics(os.fspath(source), cache_dir)
         if not path.is_file():
             raise SltaError(f"There is no statistics file {path}: make one with 'mergekit-slta calibrate'.")
-        try:
-            with safetensors.safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except safetensors.SafetensorError as error:
-            raise SltaError(
-                f"{path} is truncated or not a safetensors file ({one_line(error)}): get it or measure it again."
-            ) from None
-        except (OSError, RuntimeError) as error:  # the errors of torch, which opens the file too, are RuntimeErrors
-            raise SltaError(
-                f"{path} cannot be read ({one_line(error)}): check its permissions and its disk."
-            ) from error
+        as_file = "cannot be read as a safetensors file", "get it or measure it again"
+        with reading(path, *as_file), safetensors.safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if METADATA_KEY not in metadata:
             raise SltaError(f"{path} is not a statistics file: make one with 'mergekit-slta calibrate'.")
-        info = _parse_info(metadata[METADATA_KEY], path)
+        try:
+            info = Info.model_validate_json(metadata[METADATA_KEY])
+        except ValidationError as error:
+            where = ".".join(map(str, error.errors()[0]["loc"])) or "no JSON"
+            raise SltaError(f"{path} has unusable metadata ({where}): get it or measure it again.") from None
         grams = {name.removeprefix(_GRAM): tensor for name, tensor in tensors.items() if name.startswith(_GRAM)}
         rest = {name: tensor for name, tensor in tensors.items() if not name.startswith(_GRAM)}
         if set(metadata) != {METADATA_KEY} or set(rest) != {"task", "tokens"}:
@@ -343,21 +337,6 @@ def _sha256(content: object) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _parse_info(text: str, path: Path) -> Info:
-    try:
-        content = json.loads(text)
-        version = content.get("format_version")
-    except (ValueError, AttributeError, RecursionError):
-        raise SltaError(f"{path} has unreadable metadata: get it or measure it again.") from None
-    if version != FORMAT_VERSION:
-        raise SltaError(f"{path} is of format version {version}, not {FORMAT_VERSION}: measure it again.")
-    try:
-        return Info.model_validate(content)
-    except ValidationError as error:
-        where = ".".join(map(str, error.errors()[0]["loc"]))
-        raise SltaError(f"{path} has unusable metadata ('{where}'): get it or measure it again.") from None
-
-
 def _problem(statistics: Statistics) -> str | None:
     """Why the content cannot be a measurement, as a clause."""
     info, task, tokens = statistics.info, statistics.task, statistics.tokens
@@ -366,14 +345,8 @@ def _problem(statistics: Statistics) -> str | None:
         return "it does not describe all of its models"
     if not info.levels or info.num_layers < 1:
         return "it names no level or no layer"
-    if info.fingerprint.settings != settings_fingerprint(info.samples, info.max_tokens, info.seed):
-        return "its settings do not match their fingerprint"
-    if info.fingerprint.tokens != tokens_fingerprint([entry.sha256 for entry in info.calibration]):
-        return "its calibration data does not match its fingerprint"
-    if task.dtype != torch.int64 or task.ndim != 1 or sorted(set(task.tolist())) != list(range(experts)):
-        return "'task' does not name every expert"
-    if bool((task.diff() < 0).any()):
-        return "'task' is not in order"
+    if task.dtype != torch.int64 or task.ndim != 1 or task.unique_consecutive().tolist() != list(range(experts)):
+        return "'task' does not name every expert in order"
     if tokens.dtype != torch.int64 or tokens.shape != task.shape or bool((tokens < 1).any()):
         return "'tokens' does not fit"
     for name in statistics.grams:
@@ -384,9 +357,8 @@ def _problem(statistics: Statistics) -> str | None:
             return f"unknown level '{level}'"
         if not covers(statistics.grams, level, info.num_layers):
             return f"level '{level}' does not cover the {info.num_layers} layers"
-    for fallback in info.fallbacks:
-        if fallback.level not in info.levels or not _is_true(fallback, statistics.grams):
-            return f"layers are not measured as it says of level '{fallback.level}'"
+    if any(fallback.level not in info.levels or not fallback.layers for fallback in info.fallbacks):
+        return "it names fallbacks of a level or of layers that it does not hold"
     known = {name for level in info.levels for name in of_level(statistics.grams, level)}
     for name, gram in statistics.grams.items():
         if name not in known:
@@ -396,15 +368,6 @@ def _problem(statistics: Statistics) -> str | None:
         if not _is_gram(gram):
             return f"'{name}' holds no Gram matrices"
     return None
-
-
-def _is_true(fallback: Fallback, names: Collection[str]) -> bool:
-    """Whether layers have, of a level's submodules, those of the coarser level."""
-    coarser, asked = (
-        {name for name in of_level(names, level) if place_of(name).layer in fallback.layers}
-        for level in (fallback.coarser, fallback.level)
-    )
-    return coarser == asked and {place_of(name).layer for name in asked} == {*fallback.layers} != set()
 
 
 def _is_gram(gram: torch.Tensor) -> bool:

@@ -208,7 +208,7 @@ def test_statistics_that_cannot_be_read(family: Family, tmp_path: Path) -> None:
     file = tmp_path / "stats.safetensors"
     file.write_text("nothing")
     assert only(families.recipe(family, statistics=str(file))).startswith(
-        f"{file} is truncated or not a safetensors file"
+        f"{file} cannot be read as a safetensors file"
     )
     assert "There is no statistics file" in only(families.recipe(family, statistics=str(tmp_path)))
 
