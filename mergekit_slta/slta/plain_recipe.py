@@ -20,7 +20,7 @@ from mergekit.common import ModelReference
 from mergekit.config import ConfigYamlDumper, MergeConfiguration, evaluate_setting
 
 from mergekit_slta import __version__
-from mergekit_slta.errors import SltaError, first_line
+from mergekit_slta.errors import SltaError, reading
 from mergekit_slta.layers.decoder import WRITERS, Decoder
 from mergekit_slta.layers.submodules import resolve_name
 from mergekit_slta.models.skeleton import model_tensor_name
@@ -252,12 +252,8 @@ def _verify(content: dict[str, Any], planned: Sequence[PlannedTensor]) -> None:
 
 def _read_config(info: Info, path: str, trust_remote_code: bool) -> transformers.PretrainedConfig:
     fix = f"give its folder or Hub id with --model {info.base_model}=PATH"
-    try:
+    with reading(f"The configuration of the base model '{path}'", fix=fix):
         config = ModelReference.parse(path).config(trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise SltaError(
-            f"The configuration of the base model '{path}' cannot be read ({first_line(error)}): {fix}."
-        ) from error
     found = (config.architectures or [""])[0], config.get_text_config().num_hidden_layers
     if found != (info.architecture, info.num_layers):
         raise SltaError(
@@ -273,35 +269,20 @@ def _header(solution: Solution, edges: Mapping[str, str]) -> str:
     solved_with = {"level": solution.level, **edges, "balance": str(solution.balance).lower(), "ridge": solution.ridge}
     if solution.task_weights:
         solved_with["task weights"] = ":".join(map(str, solution.task_weights))
-    settings = ", ".join(f"{name} {value}" for name, value in solved_with.items())
     lines = [
         f"Written by mergekit-slta {__version__}: merging weights solved in closed form (arXiv 2504.10902).",
         "mergekit runs this recipe as it is, without that package and without the calibration data.",
         "",
-        f"Solved with: {settings}.",
-        f"Measured on: {', '.join(str(int((task == i).sum())) for i in range(len(info.models)))} samples "
-        f"of at most {info.max_tokens} tokens, seed {info.seed}.",
-        "Share of each expert's feature change that the merge keeps, on the calibration samples:",
-        *(f"  {name}: {_kept(solution, index)}" for index, name in enumerate(info.models)),
-        "Fingerprint of the statistics:",
-        f"  base {info.base_model}: {info.fingerprint.base.tensors}",
-        *(
-            f"  expert {name}: {content}, data {data.sha256}"
-            for name, content, data in zip(info.models, info.fingerprint.experts, info.calibration, strict=True)
-        ),
-        f"  settings: {info.fingerprint.settings}",
+        f"Solved with: {', '.join(f'{name} {value}' for name, value in solved_with.items())}.",
+        f"Measured on samples of at most {info.max_tokens} tokens, seed {info.seed}.",
+        f"Base model {info.base_model}: fingerprint {info.fingerprint.base.tensors}.",
     ]
+    for index, name in enumerate(info.models):
+        kept = float(solution.kept[index])
+        share = "it changes nothing" if math.isnan(kept) else f"the merge keeps {kept:.1%} of its feature change"
+        lines.append(
+            f"Expert {name}: {share}; fingerprint {info.fingerprint.experts[index]}; "
+            f"{int((task == index).sum())} samples, sha256 {info.calibration[index].sha256}."
+        )
     # A name from somebody else's statistics must not end the comment.
     return "".join(f"# {' '.join(line.split())}".rstrip() + "\n" for line in lines)
-
-
-def _kept(solution: Solution, expert: int) -> str:
-    shares = {name: float(retained[expert]) for name, retained in solution.retained.items()}
-    shares = {name: share for name, share in shares.items() if not math.isnan(share)}
-    if not shares:
-        return "it changes nothing"
-    kept = float(solution.kept[expert])
-    if len(shares) == 1:
-        return f"{kept:.1%}"
-    lowest = min(shares, key=lambda name: shares[name])
-    return f"{kept:.1%} over {len(shares)} submodules, {shares[lowest]:.1%} at the lowest ({lowest})"
