@@ -111,7 +111,7 @@ class Checkpoint:
             SltaError: a tensor is missing, or holds NaN or Inf, or the files have changed since it was opened.
         """
         tensors: dict[str, torch.Tensor] = {}
-        sums: dict[str, torch.Tensor] = {}
+        ends: dict[str, torch.Tensor] = {}
         for key, name in names.items():
             shape = (stacks or {}).get(key)
             if shape and (part := self._parts(name, base_model_prefix, shape[0])):
@@ -124,9 +124,9 @@ class Checkpoint:
                 stored.record_stream(torch.cuda.current_stream(stored.device))  # it is of another stream's memory
             tensors[key] = stored.to(device)
             if stored.is_floating_point():
-                sums[key] = tensors[key].sum().float()
+                ends[name] = _ends(tensors[key])
                 tensors[key] = tensors[key].float()
-        self._refuse_broken(names, tensors, sums)
+        self._refuse_broken(ends)
         self._loader.flush()
         self.refuse_changes()
         return tensors
@@ -189,7 +189,7 @@ class Checkpoint:
         for expert in range(shape[0]):
             tensor = part(expert)
             self.bytes_read += tensor.nbytes
-            self._refuse_broken({name: name}, {name: tensor}, {name: tensor.sum().float()})
+            self._refuse_broken({name: _ends(tensor)})
         return ExpertStack(shape, device, again)
 
     def _parts(self, name: str, base_model_prefix: str, experts: int) -> Callable[[int], torch.Tensor] | None:
@@ -219,19 +219,12 @@ class Checkpoint:
 
         return part
 
-    def _refuse_broken(
-        self, names: Mapping[str, str], tensors: Mapping[str, torch.Tensor], sums: Mapping[str, torch.Tensor]
-    ) -> None:
-        """Refuse a tensor with NaN or Inf.
-
-        A sum is NaN or infinite if any element is. Since it may also overflow, only then is every element checked.
-        """
-        if not sums or torch.stack([*sums.values()]).isfinite().all():
-            return
-        for key, total in sums.items():
-            if not total.isfinite() and not tensors[key].isfinite().all():
+    def _refuse_broken(self, ends: Mapping[str, torch.Tensor]) -> None:
+        """Refuse tensors with NaN or Inf, given the ``_ends`` of each by its name."""
+        for name, found in ends.items():
+            if not found.isfinite().all():
                 raise SltaError(
-                    f"{self} holds NaN or Inf in the tensor {names[key]}: the checkpoint is broken, get a sound copy."
+                    f"{self} holds NaN or Inf in the tensor {name}: the checkpoint is broken, get a sound copy."
                 )
 
     def _sources(self, name: str) -> list[str]:
@@ -256,3 +249,8 @@ class Checkpoint:
         found = fingerprint_of(*source_folders(self.reference, cache.hf_cache_dir), cache.lora_merge_dtype)
         self.refuse_changes()
         return found
+
+
+def _ends(tensor: torch.Tensor) -> torch.Tensor:
+    """The smallest and the largest element of a tensor [2]: one is NaN or infinite if any element is."""
+    return torch.stack(tensor.aminmax()) if tensor.numel() else tensor.flatten()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import glob
-import logging
 import os
 import shutil
 from collections.abc import Iterable
@@ -20,7 +19,6 @@ from mergekit_slta.files import digest
 from mergekit_slta.models.adapters import source_files, source_folders
 from mergekit_slta.models.fingerprint import fingerprint_of, stamps
 
-LOG = logging.getLogger(__name__)
 NO_FOLDER = "{model} is a LoRA adapter: give mergekit a folder to merge it in with --lora-merge-cache FOLDER."
 
 
@@ -62,14 +60,6 @@ def merge_adapter(
                     os.replace(_MERGED(self, str(part), trust_remote_code, lora_merge_dtype).model.path, folder)
                 finally:
                     shutil.rmtree(part, ignore_errors=True)
-                if others := [other.name for other in merged_folders(self, cache_dir) if other != folder]:
-                    LOG.warning(
-                        "%s also holds %s merged from other files or in another dtype (%s): delete what you no longer "
-                        "need.",
-                        cache_dir,
-                        self,
-                        ", ".join(others),
-                    )
             with contextlib.suppress(OSError):  # Windows keeps a file that is open
                 os.unlink(lock)
     return ModelReference(model=ModelPath(path=str(folder)))
