@@ -100,7 +100,7 @@ class Environment:
         return next(self.root.glob("lib/python*/site-packages"))
 
     def run(
-        self, *arguments: str, check: bool = True, search_path: Path | None = None
+        self, *arguments: str, check: bool = True, search_path: Path | None = None, folder: Path | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run this environment's Python away from the checkout, with an empty cache; bytecode is written as usual."""
         variables = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
@@ -109,7 +109,7 @@ class Environment:
             variables["PYTHONPATH"] = str(search_path)
         result = subprocess.run(
             [self.python, *arguments],
-            cwd=self.root.parent,
+            cwd=folder or self.root.parent,
             env=variables,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -216,7 +216,8 @@ def test_install_and_uninstall(
     assert file.is_relative_to(ROOT if kind == "editable" else environment.site_packages)
     assert (file.parent / "mergekit_slta" / "py.typed").is_file()
     environment.uninstall(installer)
-    assert environment.files() == before
+    bytecode = environment.site_packages / "__pycache__"  # uv leaves that of a module outside packages
+    assert {path for path in environment.files() if bytecode not in (path, path.parent)} == before
 
 
 @pytest.fixture(scope="module")
@@ -270,6 +271,26 @@ def test_a_broken_plugin_costs_nothing_outside_mergekit(broken: Environment, dam
         (package / f"{damage}.py").write_text("this is no Python\n")
     result = broken.run("-c", "pass")
     assert result.stdout + result.stderr == ""
+
+
+@pytest.mark.parametrize("program", [["-c", "import mergekit_slta"], ["-m", "mergekit_slta"]])
+def test_another_checkout_is_not_shadowed_by_the_installed_package(
+    program: list[str], installed: Environment, tmp_path: Path
+) -> None:
+    """The current folder gets onto the search path after the start-up files have run."""
+    package = tmp_path / "mergekit_slta"
+    package.mkdir()
+    (package / "__init__.py").write_text("print('this checkout')")
+    (package / "__main__.py").write_text("")
+    assert installed.run(*program, folder=tmp_path).stdout == "this checkout\n"
+
+
+def test_an_environment_variable_switches_the_plugin_off(
+    installed: Environment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MERGEKIT_SLTA_DISABLE", "1")
+    program = "import sys; print(any('slta' in type(finder).__module__ for finder in sys.meta_path))"
+    assert installed.run("-c", program).stdout == "False\n"
 
 
 def test_the_wheel_holds_the_package_and_its_startup_file(distributions: dict[str, str]) -> None:

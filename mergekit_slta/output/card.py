@@ -221,12 +221,14 @@ def _again(folder: Path, recipe: Recipe, solution: Solution | None) -> Iterator[
 def published_recipe(recipe: Recipe) -> str:
     """A recipe's YAML as mergekit understood it: without comments, and with private paths by their last parts."""
 
-    def published(content: Any) -> Any:
+    def published(content: Any, key: str = "") -> Any:
         if isinstance(content, dict):
-            return {key: published(value) for key, value in content.items()}
+            return {key: published(value, key) for key, value in content.items()}
         if isinstance(content, list):
-            return [published(value) for value in content]
-        return _PATH_IN_TEXT.sub(_last_part, _shortened(content)) if isinstance(content, str) else content
+            return [published(value, key) for value in content]
+        if not isinstance(content, str):
+            return content
+        return _PATH_IN_TEXT.sub(_last_part, content) if key == "template" else _shortened(content)
 
     content = published(yaml.safe_load(recipe.config.to_yaml()))
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=1000).strip()

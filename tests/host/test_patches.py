@@ -6,8 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mergekit.card
 import pytest
 import torch
+from click.testing import CliRunner
 from conftest import MakeFamily
 from mergekit.architecture import get_architecture_info
 from mergekit.config import MergeConfiguration
@@ -15,12 +17,15 @@ from mergekit.graph import Executor, Task
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 from mergekit.plan import MergePlanner
+from mergekit.scripts import run_yaml
 from safetensors.torch import load_file, save_file
 from support import families
 from support.adapters import write_adapter
 from support.families import Family
 
+from mergekit_slta.errors import SltaError
 from mergekit_slta.files import cache_folder
+from mergekit_slta.host import patches
 from mergekit_slta.host.merge import merge
 from mergekit_slta.recipe.recipe import Recipe
 
@@ -149,3 +154,60 @@ def test_an_adapter_that_is_trained_again_between_two_merges_is_merged_anew(llam
     found = weights(families.merge(content, tmp_path / "after", **options))
     assert_equal(found, alone(content, tmp_path / "alone", **options))
     assert any(not torch.equal(found[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("method", ["actmat", "task_arithmetic"])
+def test_a_folder_named_without_a_dot_is_a_folder(
+    method: str, llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a network, mergekit would fail when it writes the card, after the weights and before the tokenizer."""
+
+    def refuse(*arguments: Any, **more: Any) -> bool:
+        raise OSError("no network")
+
+    monkeypatch.setattr(mergekit.card.huggingface_hub, "repo_exists", refuse)
+    monkeypatch.chdir(tmp_path)
+    names = ["base", "models/math", "code", "models/law"]
+    for source, name in zip(llama.folders, names, strict=True):
+        shutil.copytree(source, name)
+    families.write_tokenizer(Path("base"))
+    per_expert = {"weight": 0.5} if method == "task_arithmetic" else None
+    content = families.recipe(llama, method, calibration=False, per_expert=per_expert)
+    content["base_model"] = names[0]
+    for entry, name in zip(content["models"], names[1:], strict=True):
+        entry["model"] = name
+    recipe = families.write_recipe(Path("recipe.yml"), content)
+    done = CliRunner().invoke(run_yaml.main, [str(recipe), "out", "--quiet"])
+    assert done.exit_code == 0, done.output
+    assert Path("out/tokenizer.json").is_file()
+    assert "huggingface.co/models" not in Path("out/README.md").read_text()
+
+
+@pytest.mark.parametrize("method", ["actmat", "task_arithmetic"])
+def test_unfinished_files_of_others_in_the_output_folder_are_kept(method: str, llama: Family, tmp_path: Path) -> None:
+    per_expert = {"weight": 0.5} if method == "task_arithmetic" else None
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".tmpab12cd").write_text("somebody's")
+    families.merge(families.recipe(llama, method, calibration=False, per_expert=per_expert), tmp_path / "out")
+    assert (tmp_path / "out" / ".tmpab12cd").is_file()
+
+
+def test_models_are_listed_in_the_recipes_order() -> None:
+    names = [f"org/expert{number}" for number in range(12)]
+    content = {"merge_method": "linear", "base_model": "org/base", "models": [{"model": name} for name in names]}
+    config = MergeConfiguration.model_validate(content)
+    assert list(map(str, config.referenced_models())) == ["org/base", *names]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_multi_gpu_without_a_gpu_is_refused_before_calibration(llama: Family, tmp_path: Path) -> None:
+    with pytest.raises(SltaError, match="leave --device, --cuda and --multi-gpu out"):
+        families.merge(families.recipe(llama), tmp_path / "out", multi_gpu=True)
+    assert not cache_folder().exists()
+
+
+def test_a_changed_mergekit_is_refused_in_a_sentence() -> None:
+    with pytest.raises(ImportError, match=r"has changed MergePlanner\.plan_to_disk, .* in mergekit 0\.1\.5: install"):
+        patches.replaces(MergePlanner, "plan_to_disk", "self", "folder")
+    with pytest.raises(ImportError, match=r"has changed MergePlanner\.plan_to_tape"):
+        patches.replaces(MergePlanner, "plan_to_tape", "self")

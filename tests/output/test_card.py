@@ -207,3 +207,28 @@ def test_a_recipe_without_private_paths_is_still_the_recipe() -> None:
         "models": [{"model": "a+b", "parameters": {"calibration": "hf:set?split=x", **template}}],
         "parameters": {"statistics": "stats.safetensors"},
     }
+
+
+def test_a_recipes_comments_and_paths_are_not_published(llama: Family, tmp_path: Path) -> None:
+    content = families.recipe(llama, "actmat", calibration=False)
+    content["models"][0]["parameters"] = {"weight": 2.0}
+    recipe = Recipe.parse("# token hf_secret of alice\n" + yaml.safe_dump(content), "recipe.yml")
+    shown = module.published_recipe(recipe)
+    assert "hf_secret" not in shown and str(llama.base.parent) not in shown
+    assert yaml.safe_load(shown)["models"][0] == {"model": "expert0", "parameters": {"weight": 2.0}}
+
+
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [
+        ("/home/alice/prompts/{question}", "prompts/{question}"),
+        ("see ~/work/secret.txt: {question}", "see secret.txt: {question}"),
+        ("{question}/{answer} and/or </think> https://x.org/a/b", None),
+        ("/think {question}", None),
+    ],
+)
+def test_a_path_in_a_template_is_published_by_its_last_part(template: str, shown: str | None, llama: Family) -> None:
+    content = families.recipe(llama)
+    content["models"][0]["parameters"]["template"] = template
+    published = yaml.safe_load(module.published_recipe(Recipe.parse(yaml.safe_dump(content), "recipe.yml")))
+    assert published["models"][0]["parameters"]["template"] == (template if shown is None else shown)
