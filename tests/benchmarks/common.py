@@ -23,7 +23,6 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from mergekit_slta.layers import products
 from mergekit_slta.recipe.recipe import Recipe
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -111,7 +110,6 @@ class Setting:
     tokens: int
     device: str
     repeats: int
-    default_products: bool
 
     def write(self, method: str, **parameters: Any) -> tuple[list[Path], Recipe]:
         """Write the family and its data, once; returns the models' folders and the recipe."""
@@ -122,7 +120,6 @@ class Setting:
         """The bytes that a benchmark prints in a process of its own, with these options and further ones."""
         names = ("size", "layers", "experts", "samples", "tokens", "device")
         same = [f"--{name}={getattr(self, name)}" for name in names]
-        same += ["--default-products"] if self.default_products else []
         return in_subprocess(script, [*same, *arguments])["bytes"]
 
     def described(self) -> dict[str, Any]:
@@ -141,9 +138,6 @@ def with_setting(samples: int) -> Callable[[Callable[..., None]], Callable[..., 
         click.option("--tokens", default=128, show_default=True),
         click.option("--device", default="cpu", show_default=True),
         click.option("--repeats", default=3, show_default=True),
-        click.option(
-            "--default-products", is_flag=True, help="Without the faster kernel for float32 products on CPUs."
-        ),
     ]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -151,8 +145,6 @@ def with_setting(samples: int) -> Callable[[Callable[..., None]], Callable[..., 
         def run(**values: Any) -> None:
             setting = Setting(**{field.name: values.pop(field.name) for field in dataclasses.fields(Setting)})
             be_quiet()
-            if setting.default_products:
-                products.EXACT = 0.0
             command(setting, **values)
 
         return functools.reduce(lambda function, option: option(function), reversed(options), run)

@@ -5,20 +5,16 @@
     python tests/benchmarks/gpu.py --shape tiny --device cpu
 
 Needs nothing but this repository: checkpoints of random bfloat16 numbers are written layer by layer, with at most as
-many layers as the disk has room for. Times for all layers of a shape are extrapolated in proportion to the layers,
-which the table says. Writes gpu.json and gpu.md after every step, and prints the table. A part that fails leaves the
-others alone: the table says why, and the exit status is 1. Every part runs once, then once more with its memory and
-its shares of time watched, and then again. After --minutes nothing begins, and no part runs again that would end later.
+many layers as the disk has room for. Times for all layers of a shape are extrapolated in proportion to the layers.
+Writes gpu.json and gpu.md after every row, and prints the table. A row that fails leaves the others alone: the table
+says why, and the exit status is 1. After --minutes nothing begins.
 
-The floor is one forward pass of each of the T+1 models over all samples, in float32 with the weights in memory; what
-featcal cannot do without is as in featcal.py. Tokens/s and TFLOP/s are the tokens and the operations of these passes
-over the time of a row, whatever the row does. Ratios are of runs that take turns. The shares of time are of a further
-run, in which the device is waited for after each part.
+The floor is one forward pass of each of the T+1 models over all samples, in float32 with the weights in memory. Merges
+run through mergekit, reading and writing included.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import json
@@ -26,45 +22,34 @@ import shutil
 import statistics
 import sys
 import tempfile
-import threading
 import time
 import traceback
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-import yaml
-from common import CACHE, be_quiet, load, make_recipe, wait_for, write_tokenizer
-from featcal import bare_products, bare_solves
+from common import CACHE, be_quiet, load, make_recipe, wait_for, write_samples, write_tokenizer
 from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache
 from mergekit.merge import run_merge
 from mergekit.options import MergeOptions
 from safetensors import safe_open
 from safetensors.torch import save_file
-from support.memory import PeakMemory, memory_of_this_process
-from torch.utils.flop_counter import FlopCounterMode
+from support.memory import PeakMemory
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PretrainedConfig
 
 import mergekit_slta.host.patches
-from mergekit_slta.engine.partial import Partial
-from mergekit_slta.engine.streams import Batch, Streams, fitting_batch, make_batches
+from mergekit_slta.engine.streams import Batch, fitting_batch, make_batches
 from mergekit_slta.errors import first_line
-from mergekit_slta.featcal.regression import RidgeRegression
-from mergekit_slta.featcal.scratch import solve_model
-from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.settings import FeatcalSettings
 from mergekit_slta.slta.measure import measured_statistics
 
 EXPERTS = 3
-LEVELS = ("attn_mlp", "layer")
 CHANGE = 0.02  # of a weight's own size, what an expert changes
 ROOM = 0.6  # the share of the free disk that is used; the rest is for solved layers and merged models
+FORWARD = "plain forward passes"
 
 _TINY: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
 _LARGE: dict[str, Any] = {"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32, "vocab_size": 32000}
@@ -76,18 +61,6 @@ SHAPES: dict[str, PretrainedConfig] = {
     "tiny": LlamaConfig(**_TINY, intermediate_size=128, vocab_size=2048),
     "tiny-mixture": MixtralConfig(**_TINY, intermediate_size=96, num_local_experts=4, vocab_size=2048),
 }
-
-FORWARD, FLOOR, READY = "plain forward passes", "featcal's floor", "statistics for the merge"  # rows
-# The calls whose time counts as a part's; what is inside another counted call counts for the outer one.
-PARTS: dict[str, Sequence[tuple[type, str]]] = {
-    "reading": [(Checkpoint, "read")],
-    "copying": [(Streams, "hidden"), (Streams, "set_output")],
-    "computing": [(Decoder, "call"), *((RidgeRegression, part) for part in ("add", "finish_task"))],
-    "solving": [(RidgeRegression, "solve")],
-    "saving": [(Partial, "finish_layer")],
-}
-
-Steps = dict[str, Callable[[], None]]
 
 
 @click.command()
@@ -117,27 +90,34 @@ def main(
     folder.mkdir(parents=True, exist_ok=True)
     out.mkdir(parents=True, exist_ok=True)
     results: list[dict[str, Any]] = []
-
-    def write(measured: dict[str, Any]) -> None:
-        """Write what is known so far, so that a run that is cut off leaves what it has measured."""
-        results[-1] |= measured
-        (out / "gpu.json").write_text(json.dumps(results, indent=1))
-        (out / "gpu.md").write_text("\n".join(map(table, results)))
-
     begun = time.monotonic()
     for number, shape in enumerate(shapes, 1):
-        results.append({"shape": shape})
+        results.append({"shape": shape, "rows": []})
         end = begun + 60 * minutes * number / len(shapes)
         try:
             with tempfile.TemporaryDirectory(dir=folder) as place:
                 models = write_models(Path(place), SHAPES[shape], layers, device)
-                for measured in measure(models, Path(place), device, samples, tokens, repeats, end):
-                    write(measured)
+                for known in measure(models, SHAPES[shape], Path(place), device, samples, tokens, repeats, end):
+                    results[-1] |= known
+                    _write(results, out)
         except Exception as error:
-            write({"error": _told(error)})
+            results[-1]["error"] = _told(error)
+            _write(results, out)
     click.echo((out / "gpu.md").read_text())
-    if any("error" in part for result in results for part in (result, *result.get("rows", ()))):
+    if any("error" in part for result in results for part in (result, *result["rows"])):
         sys.exit(1)
+
+
+def _write(results: list[dict[str, Any]], out: Path) -> None:
+    """Write what is known so far, so that a run that is cut off leaves what it has measured."""
+    (out / "gpu.json").write_text(json.dumps(results, indent=1))
+    (out / "gpu.md").write_text("\n".join(map(table, results)))
+
+
+def _told(error: Exception) -> str:
+    """What the table says of an error, all of which is printed."""
+    traceback.print_exception(error)
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 # Checkpoints
@@ -205,243 +185,114 @@ def _random(shapes: dict[str, torch.Size], shard: int, model: int, device: str) 
 
 
 def measure(
-    models: list[Path], folder: Path, device: str, samples: int, tokens: int, repeats: int, end: float
+    models: list[Path],
+    shape: PretrainedConfig,
+    folder: Path,
+    device: str,
+    samples: int,
+    tokens: int,
+    repeats: int,
+    end: float,
 ) -> Iterator[dict[str, Any]]:
-    """Time everything, and watch its memory, until ``end``; yields what is known after every step."""
-    recipes = {method: make_recipe(models, method, samples, tokens) for method in ("slta", "featcal")}
-    experiment = Experiment(recipes["slta"], quiet=True)
-    data, decoder = experiment.load_data(recipes["slta"].experts), experiment.decoder
+    """Time everything, and watch its memory, until ``end``; yields what is known after every row."""
+    recipe = make_recipe(models, "slta", samples, tokens)
+    files = write_samples(CACHE, EXPERTS, samples, tokens)
+    experiment = Experiment(recipe, quiet=True)
+    data, decoder = experiment.load_data(recipe.experts), experiment.decoder
     batches = make_batches([own.token_ids for own in data], fitting_batch(decoder.to(device)))
-    config = decoder.model.config
-    whole = next(shape for shape in SHAPES.values() if _same_shape(shape, config)).num_hidden_layers
-    statistics_file = folder / "ready.safetensors"
+    layers, ready = decoder.model.config.num_hidden_layers, folder / "ready.safetensors"
 
-    def calibrate(level: str) -> list[Checkpoint]:
+    def calibrate(level: str, target: Path | None = None) -> None:
         with tempfile.TemporaryDirectory(dir=folder) as place:
-            experiment = Experiment(recipes["slta"], device=device, quiet=True)
-            measured_statistics(experiment, [level], Path(place) / "statistics.safetensors")
-        return [experiment.base, *experiment.experts]
+            opened = Experiment(recipe, device=device, quiet=True)
+            measured_statistics(opened, [level], target or Path(place) / "statistics.safetensors")
 
-    def featcal(**chosen: Any) -> list[Checkpoint]:
-        with tempfile.TemporaryDirectory(dir=folder) as place:
-            settings = recipes["featcal"].settings_of(FeatcalSettings).model_copy(update={"scratch": place, **chosen})
-            experiment = Experiment(recipes["featcal"], device=device, quiet=True)
-            solve_model(experiment, settings).remove()
-        return [experiment.base, *experiment.experts]
-
-    operations = 0  # of the forward passes
-
-    def forward() -> None:
-        nonlocal operations
-        found, operations = _forward(models[0], batches, device)
-        seconds[FORWARD].append(found)
-
-    def bare() -> None:
-        if not seconds[FORWARD]:
-            raise RuntimeError("It holds two forward passes, which failed.")
-        parts = _timed(functools.partial(_bare, decoder, sizes, device), device)
-        seconds[FLOOR].append(seconds[FORWARD][-1] * 2 / len(models) + parts)
-
-    def measure_ready_statistics() -> None:
-        measured_statistics(Experiment(recipes["slta"], device=device, quiet=True), ["attn_mlp"], statistics_file)
-
-    actions: dict[str, Callable[[], list[Checkpoint]]] = {
-        **{f"slta {level}": lambda level=level: calibrate(level) for level in LEVELS},  # type: ignore[misc]
-        "featcal": featcal,
-        "featcal, ridge 0.003, anchor base": functools.partial(featcal, ridge=0.003, anchor="base"),
-        "merge, ready statistics": lambda: _merge(models, folder, device, "slta", statistics=str(statistics_file)),
-        "merge, task_arithmetic": lambda: _merge(models, folder, device, "task_arithmetic"),
+    merge = functools.partial(_merge, models, folder, device)
+    prompts = {"samples": samples, "max_tokens": tokens}
+    loaded = [load(models[0], device)]  # the models differ in their numbers alone
+    rows: dict[str, Callable[[], object]] = {
+        FORWARD: lambda: [_forward(loaded[0], batches, device) for _ in models],
+        "slta attn_mlp": lambda: calibrate("attn_mlp"),
+        "slta layer": lambda: calibrate("layer"),
+        "featcal": lambda: merge("featcal", files, **prompts),
+        "featcal, ridge 0.003, anchor base": lambda: merge("featcal", files, ridge=0.003, anchor="base", **prompts),
+        "merge, ready statistics": lambda: merge("slta", statistics=str(ready)),
+        "merge, task_arithmetic": lambda: merge("task_arithmetic"),
     }
-    seconds: dict[str, list[float]] = defaultdict(list)
-    watched: dict[str, dict[str, Any]] = defaultdict(dict)
-    sizes = [len(batch.rows) * max(batch.lengths) for batch in batches]
-    result = {
+    result: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if device.startswith("cuda") else "CPU",
-        "models": EXPERTS + 1,
+        "models": len(models),
         "samples": samples * EXPERTS,
         "tokens": tokens,
-        "layers": config.num_hidden_layers,
-        "all_layers": whole,
+        "layers": layers,
+        "all_layers": shape.num_hidden_layers,
+        "rows": [],
     }
-
-    def row(name: str) -> dict[str, Any]:
-        if not (own := seconds[name]):
-            return {"name": name, **watched[name]}
-        mean, ratios = statistics.mean(own), [ours / other for ours, other in zip(own, seconds[FORWARD], strict=False)]
-        return {
-            "name": name,
-            "seconds": mean,
-            "deviation": statistics.pstdev(own) if len(own) > 1 else None,
-            "ratio": statistics.mean(ratios) if ratios else None,
-            "ratio_deviation": statistics.pstdev(ratios) if len(ratios) > 1 else None,
-            "tokens_per_s": (EXPERTS + 1) * sum(sizes) / mean,
-            "tflops": operations / mean / 1e12,
-            "extrapolated_s": mean * whole / config.num_hidden_layers,
-            **watched[name],
-        }
-
-    def time_it(name: str) -> None:
-        seconds[name].append(_timed(actions[name], device))
-
-    def watch(name: str) -> None:
-        watched[name] = _watched(actions[name], device)
-
-    timed: Steps = {name: functools.partial(time_it, name) for name in actions}
-    timing: Steps = {FORWARD: forward, FLOOR: bare, **timed}
-    watching: Steps = {name: functools.partial(watch, name) for name in actions}
-    took: dict[str, float] = {}
-
-    def known() -> dict[str, Any]:
-        names = [name for name in (READY, *timing) if name != READY or watched[name]]
-        return {**result, "rows": [*map(row, names)]}
-
-    yield known()
-    for steps in [{READY: measure_ready_statistics, **timing}, watching, *[timing] * (repeats - 1)]:
-        for name, step in steps.items():
-            start = time.monotonic()
-            if "error" in watched[name] or start + took.get(name, 0.0) > end:
-                continue
+    floor = None
+    for name, action in rows.items():
+        row: dict[str, Any] = {"name": name}
+        result["rows"].append(row)
+        if time.monotonic() < end:
             try:
-                step()
-            except Exception as error:  # above all, memory may not suffice for this part
-                watched[name] = {"error": _told(error)}
-            took[name] = time.monotonic() - start
-            yield known()
-
-
-def _told(error: Exception) -> str:
-    """What the table says of an error, all of which is printed."""
-    traceback.print_exception(error)
-    return f"{type(error).__name__}: {first_line(error)}"
-
-
-def _same_shape(shape: PretrainedConfig, config: PretrainedConfig) -> bool:
-    keys = ("model_type", "hidden_size", "intermediate_size")
-    return all(getattr(shape, key) == getattr(config, key) for key in keys)
+                if "ready" in name:
+                    calibrate("attn_mlp", ready)
+                runs = [_run(action, device) for _ in range(repeats)]
+                seconds = [run[0] for run in runs]
+                floor = floor or statistics.mean(seconds)
+                row |= {
+                    "seconds": statistics.mean(seconds),
+                    "deviation": statistics.pstdev(seconds),
+                    "ratio": statistics.mean(seconds) / floor,
+                    "extrapolated_s": statistics.mean(seconds) * shape.num_hidden_layers / layers,
+                    "device_bytes": max(run[1] for run in runs),
+                    "host_bytes": max(run[2] for run in runs),
+                }
+            except Exception as error:  # above all, memory may not suffice for this row
+                row["error"] = _told(error)
+        loaded.clear()
+        yield result
 
 
 @torch.no_grad()
-def _forward(folder: Path, batches: Sequence[Batch], device: str) -> tuple[float, int]:
-    """Seconds and floating-point operations of as many plain forward passes of a model's body as there are models."""
-    model = load(folder, device)
-    _run(model, batches[:1], device)
-    start = time.perf_counter()
-    for _ in range(EXPERTS + 1):  # the models differ in their numbers alone
-        _run(model, batches, device)
-    seconds = time.perf_counter() - start
-    if model._can_set_experts_implementation():
-        model.set_experts_implementation("eager")  # torch does not count the multiplications of the default's kernel
-    with FlopCounterMode(display=False) as counter:
-        _run(model, batches, device)
-    del model
-    _forget(device)
-    return seconds, (EXPERTS + 1) * counter.get_total_flops()
-
-
-def _run(model: Any, batches: Sequence[Batch], device: str) -> None:
+def _forward(model: Any, batches: Sequence[Batch], device: str) -> None:
     for batch in batches:
         model.base_model(batch.token_ids.to(device), use_cache=False)
-    wait_for(device)
 
 
-def _bare(decoder: Decoder, sizes: Sequence[int], device: str) -> None:
-    bare_products(decoder, sizes, device)
-    bare_solves(decoder, device)
-
-
-def _merge(models: list[Path], folder: Path, device: str, method: str, **parameters: Any) -> list[Checkpoint]:
-    """Merge by mergekit, and return nothing of ours that counts bytes."""
+def _merge(
+    models: list[Path], folder: Path, device: str, method: str, data: Sequence[Path] = (), **parameters: Any
+) -> None:
     base, *experts = map(str, models)
-    own = {} if parameters else {"parameters": {"weight": 0.4}}
+    own: list[dict[str, Any]] = [{"calibration": str(file)} for file in data] or [{"weight": 0.4}] * EXPERTS
+    if method == "slta":
+        own = [{}] * EXPERTS
     recipe = {
         "merge_method": method,
         "base_model": base,
-        "models": [{"model": expert, **own} for expert in experts],
+        "models": [{"model": expert, "parameters": given} for expert, given in zip(experts, own, strict=True)],
         "parameters": parameters,
         "dtype": "float32",
         "out_dtype": "bfloat16",
     }
-    config = MergeConfiguration.model_validate(yaml.safe_load(json.dumps(recipe)))
     with tempfile.TemporaryDirectory(dir=folder) as place:
         options = MergeOptions(quiet=True, write_model_card=False, cuda=device.startswith("cuda"))
-        run_merge(config, f"{place}/merged", options)
-    return []
+        run_merge(MergeConfiguration.model_validate(recipe), f"{place}/merged", options)
 
 
-def _timed(action: Callable[[], object], device: str) -> float:
-    _forget(device)
-    start = time.perf_counter()
-    action()
-    wait_for(device)
-    return time.perf_counter() - start
-
-
-def _watched(action: Callable[[], list[Checkpoint]], device: str) -> dict[str, Any]:
-    """Memory, bytes read and shares of time of one more run."""
-    _forget(device)
-    cuda = device.startswith("cuda")
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    try:
-        memory_of_this_process()
-    except RuntimeError:  # a sandbox's kernel may not tell it
-        host_memory: contextlib.AbstractContextManager[PeakMemory | None] = contextlib.nullcontext()
-    else:
-        host_memory = PeakMemory()
-    with host_memory as host, _parts(device) as spent:
-        start = time.perf_counter()
-        models = action()
-        whole = time.perf_counter() - start
-    return {
-        "device_bytes": torch.cuda.max_memory_allocated() if cuda else None,
-        "host_bytes": host.bytes if host else None,
-        "bytes_read": sum(model.bytes_read for model in models) or None,
-        "shares": {part: spent[part] / whole for part in PARTS} if spent else {},
-    }
-
-
-@contextlib.contextmanager
-def _parts(device: str) -> Iterator[dict[str, float]]:
-    """The seconds in each of ``PARTS`` while the block runs."""
-    spent: dict[str, float] = defaultdict(float)
-    here = threading.local()  # what a thread writes or reads meanwhile is counted apart
-
-    def wait() -> None:
-        if threading.current_thread() is threading.main_thread():  # another one would wait for what this one computes
-            wait_for(device)
-
-    def counting(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*arguments: Any, **more: Any) -> Any:
-            if getattr(here, "inside", False):
-                return function(*arguments, **more)
-            wait()
-            here.inside, start = True, time.perf_counter()
-            try:
-                return function(*arguments, **more)
-            finally:
-                wait()
-                here.inside = False
-                spent[part] += time.perf_counter() - start
-
-        return run
-
-    before = [(owner, name, getattr(owner, name)) for calls in PARTS.values() for owner, name in calls]
-    for part, calls in PARTS.items():
-        for owner, name in calls:
-            setattr(owner, name, counting(part, getattr(owner, name)))
-    try:
-        yield spent
-    finally:
-        for owner, name, function in before:
-            setattr(owner, name, function)
-
-
-def _forget(device: str) -> None:
-    """Close the checkpoints and free the device."""
+def _run(action: Callable[[], object], device: str) -> tuple[float, int, int]:
+    """Seconds, bytes on the device, and bytes on the host."""
     LoaderCache.loaders.clear()
     gc.collect()
-    if device.startswith("cuda"):
+    cuda = device.startswith("cuda")
+    if cuda:
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    with PeakMemory() as host:
+        start = time.perf_counter()
+        action()
+        wait_for(device)
+        seconds = time.perf_counter() - start
+    return seconds, torch.cuda.max_memory_allocated() if cuda else 0, host.bytes
 
 
 # The table
@@ -450,42 +301,27 @@ def _forget(device: str) -> None:
 def table(result: dict[str, Any]) -> str:
     """A Markdown table of one shape, under a sentence that says what it is of."""
     failed = [f"{result['shape']} failed: {result['error']}", ""] if "error" in result else []
-    if "rows" not in result:
+    if not result["rows"]:
         return "\n".join(failed)
     layers = f"{result['layers']} of {result['all_layers']} layers"
     lines = [
         f"{result['shape']} on {result['device']}: {result['models']} models, {layers}, {result['samples']} samples of "
         f"{result['tokens']} tokens; times for all layers are extrapolated in proportion to the layers.",
         "",
-        "| | seconds | for all layers | over the forward passes | tokens/s | TFLOP/s | device GB | host GB | GB read "
-        f"| {' | '.join(PARTS)} |",
-        "|---" * (9 + len(PARTS)) + "|",
+        "| | seconds | for all layers | over the forward passes | device GB | host GB |",
+        "|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:
-        shares = row.get("shares", {})
-        times = [row.get("error") or "no time was left", *[""] * 4]
+        cells = [row.get("error") or "no time was left", "", "", "", ""]
         if "seconds" in row:
-            failure = f" ({row['error']})" if "error" in row else ""
-            times = [
-                f"{_deviating(row['seconds'], row['deviation'])}{failure}",
+            cells = [
+                f"{row['seconds']:.2f} ± {row['deviation']:.2f}",
                 f"{row['extrapolated_s']:.1f}",
-                _deviating(row["ratio"], row["ratio_deviation"]) if row["ratio"] else "",
-                f"{row['tokens_per_s']:.0f}",
-                f"{row['tflops']:.2f}" if row["tflops"] else "",
+                f"{row['ratio']:.2f}",
+                *(f"{row[key] / 1e9:.2f}" for key in ("device_bytes", "host_bytes")),
             ]
-        cells = [
-            row["name"],
-            *(cell.replace("|", "/") for cell in times),
-            *(f"{row[key] / 1e9:.2f}" if row.get(key) else "" for key in ("device_bytes", "host_bytes", "bytes_read")),
-            *(f"{shares[part]:.0%}" if part in shares else "" for part in PARTS),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(f"| {row['name']} | {' | '.join(cell.replace('|', '/') for cell in cells)} |")
     return "\n".join([*lines, "", *failed])
-
-
-def _deviating(mean: float, deviation: float | None) -> str:
-    """A mean with its standard deviation, which one run does not have."""
-    return f"{mean:.2f}" if deviation is None else f"{mean:.2f} ± {deviation:.2f}"
 
 
 if __name__ == "__main__":

@@ -35,7 +35,6 @@ import quickstart
 
 from mergekit_slta import files
 from mergekit_slta.levels import LEVELS
-from mergekit_slta.reports.figures import Line, Panel, line_chart
 
 GRID = (0.3, 0.5, 0.7, 1.0)
 PROMPTS = (3, 10, 30, 100)
@@ -55,17 +54,12 @@ Table = dict[str, dict[str, float]]
 def main(seeds: tuple[int, ...], counts: tuple[int, ...], only: tuple[str, ...], out: Path) -> None:
     """Fine-tune the experts, merge them in every way, and compare the merges."""
     be_quiet()
-    averages: dict[int, Table] = {}
     for count in counts:
         tables = [_scores(out / f"seed{seed}", seed, list(TASKS)[:count], only) for seed in seeds]
         labels = list(dict.fromkeys(label for table in tables for label in table))
-        averages[count] = {label: _mean([table[label] for table in tables if label in table]) for label in labels}
         text = _markdown(tables, labels, count, seeds)
         files.write(out / f"table-{count}.md", text.encode())
         click.echo(text)
-    for name, chart in _charts(averages).items():
-        files.write(out / name, chart)
-        click.echo(f"Written: {out / name}")
 
 
 def _scores(folder: Path, seed: int, tasks: Sequence[str], only: Sequence[str]) -> Table:
@@ -112,15 +106,12 @@ def _recipes(family: RealFamily) -> dict[str, Recipe]:
         types = {"dtype": "float32", "out_dtype": "bfloat16"}
         return {"merge_method": method, **base, "models": models, "parameters": shared, **types}
 
-    statistics_file = f"{len(family.experts)}-{quickstart.STATISTICS}"  # one for all levels
     slta = {
-        f"slta {level}, edges {edges}": recipe("slta", data=True, level=level, edges=edges, statistics=statistics_file)
+        f"slta {level}, edges {edges}": recipe("slta", data=True, level=level, edges=edges)
         for level, edges in itertools.product(LEVELS, ("base", "mean"))
         if level != "model" or edges == "base"  # at this level the edges follow the model's one weight
     }
-    slta["slta not balanced, attn_mlp"] = recipe(
-        "slta", data=True, level="attn_mlp", balance=False, statistics=statistics_file
-    )
+    slta["slta not balanced, attn_mlp"] = recipe("slta", data=True, level="attn_mlp", balance=False)
     return {
         "linear": recipe("linear", {"weight": 1.0}),
         **{f"{GRID_METHOD} {weight}": recipe(GRID_METHOD, {"weight": weight}) for weight in GRID},
@@ -154,10 +145,6 @@ def _columns(label: str, scores: Mapping[str, Mapping[str, float]], shown: Mappi
     )
 
 
-def _mean(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {column: statistics.mean(row[column] for row in rows) for column in rows[0]}
-
-
 def _markdown(tables: Sequence[Table], labels: Sequence[str], count: int, seeds: Sequence[int]) -> str:
     """The tables of one number of experts: means over the seeds, with deviations where several seeds have the row."""
     by_task = [column for column in tables[0]["base"] if column not in COLUMNS]
@@ -176,39 +163,6 @@ def _cell(values: Sequence[float]) -> str:
         return ""
     deviation = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.3f}{deviation}"
-
-
-def _charts(averages: Mapping[int, Table]) -> dict[str, bytes]:
-    """The score against the number of prompts, and against the number of experts, as far as it was measured."""
-    charts = {}
-    for count, table in averages.items():
-        data = {number: table.get(f"featcal {number} prompts") for number in PROMPTS}
-        if all(data.values()):
-            flat = {name: row["exact match"] for name, row in _compared(table).items()}
-            lines = [Line("featcal", PROMPTS, [row["exact match"] for row in data.values() if row])]
-            lines += [Line(name, PROMPTS, [score] * len(PROMPTS)) for name, score in flat.items()]
-            charts[f"prompts-{count}.png"] = line_chart(
-                [Panel(f"{count} experts", lines)],
-                x_label="calibration prompts per task",
-                y_label="exact match",
-                y_percent=True,
-            ).png()
-    if len(averages) > 1:
-        rows = {count: _compared(table, "featcal 30 prompts") for count, table in averages.items()}
-        names = [name for name in rows[min(rows)] if all(name in methods for methods in rows.values())]
-        lines = [Line(name, list(rows), [rows[count][name]["gain kept"] for count in rows]) for name in names]
-        charts["experts.png"] = line_chart(
-            [Panel("", lines)], x_label="experts", y_label="gain kept", y_percent=True
-        ).png()
-    return charts
-
-
-def _compared(table: Table, *further: str) -> Table:
-    """The best of task arithmetic's grid, and the methods that have no setting to choose, as far as they are there."""
-    grid = [row for label, row in table.items() if label.startswith(GRID_METHOD)]
-    best = {f"best {GRID_METHOD}": max(grid, key=lambda row: row["exact match"])} if grid else {}
-    names = ("ties", "sftm", "slta attn_mlp, edges base", "actmat", *further)
-    return best | {name: table[name] for name in names if name in table}
 
 
 if __name__ == "__main__":
