@@ -8,12 +8,8 @@ import hashlib
 import json
 import os
 import platform
-import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-
-HASHED_BLOCK = 2**25  # bytes
 
 
 def write(path: Path, content: bytes) -> None:
@@ -61,26 +57,8 @@ def _is_running(process: str) -> bool:
 
 def checksum(path: Path) -> str:
     """The SHA-256 of a file's bytes."""
-    return _sha256(path, 0, sys.maxsize).hexdigest()
-
-
-def block_checksum(path: Path) -> str:
-    """The SHA-256 of the SHA-256 hashes of a file's blocks, which threads compute: one alone is slower than a disk."""
-    with ThreadPoolExecutor() as threads:
-        starts = range(0, path.stat().st_size, HASHED_BLOCK)
-        hashes = threads.map(lambda start: _sha256(path, start, HASHED_BLOCK).digest(), starts)
-        return hashlib.sha256(b"".join(hashes)).hexdigest()
-
-
-def _sha256(path: Path, start: int, size: int) -> hashlib._Hash:
-    """The SHA-256 of at most ``size`` bytes of a file from ``start`` on."""
-    found = hashlib.sha256()
     with path.open("rb") as file:
-        file.seek(start)
-        while block := file.read(min(2**20, size)):
-            found.update(block)
-            size -= len(block)
-    return found
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def digest(content: object) -> str:

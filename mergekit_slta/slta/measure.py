@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from mergekit_slta.data.draw import CalibrationData
 from mergekit_slta.data.sources import source_name
-from mergekit_slta.engine.partial import Partial, remove
+from mergekit_slta.engine.partial import Partial, remove, run_of
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import share
 from mergekit_slta.errors import SltaError
@@ -27,13 +27,7 @@ from mergekit_slta.recipe.settings import SltaSettings
 from mergekit_slta.slta.calibrate import calibrate
 from mergekit_slta.slta.fingerprints import fingerprint, local_identity, model_contents
 from mergekit_slta.slta.matching import match
-from mergekit_slta.slta.statistics import (
-    CalibrationInfo,
-    Info,
-    Statistics,
-    resolve_statistics,
-    versions,
-)
+from mergekit_slta.slta.statistics import CalibrationInfo, Info, Statistics, resolve_statistics, versions
 
 LOG = logging.getLogger(__name__)
 REUSED = "Nothing is measured anew: %s holds the measurement of the same models, data and settings."
@@ -89,8 +83,8 @@ def measured_statistics(
     file = resolve_statistics(source, experiment.transformers_cache) if source else None
     if file is not None and _exists(file, ranks):
         statistics = _matched(experiment, file, asked)
-        if ranks.first:
-            remove(partial_folder(file))  # a run that was killed after it had written the file left it
+        if ranks.first and run_of(partial_folder(file)) is not None:
+            remove(partial_folder(file))  # of a run that was killed after it had written the file
         return statistics
     if problems := calibration_problems(experiment.recipe, takes_statistics=settings.takes_statistics):
         raise SltaError(*problems)
@@ -138,9 +132,10 @@ def _saved(experiment: Experiment, statistics: Statistics, files: Mapping[Path, 
 def _together(measured: Iterable[Statistics], info: Info) -> Statistics:
     """Statistics of the same samples at different levels as one, under the names in ``info``."""
     parts = list(measured)
+    coarser = [fallback for part in parts for fallback in part.info.fallbacks]
     described = {
         "levels": tuple(level for level in LEVELS if any(level in part.info.levels for part in parts)),
-        "fallbacks": tuple(fallback for part in parts for fallback in part.info.fallbacks),
+        "fallbacks": tuple(sorted(coarser, key=lambda fallback: LEVELS.index(fallback.level))),
         "versions": parts[0].info.versions,
     }
     grams = {name: gram for part in parts for name, gram in part.grams.items()}
@@ -223,11 +218,7 @@ def _info(experiment: Experiment, data: Sequence[CalibrationData]) -> Info:
         base_model=names[0],
         models=tuple(names[1:]),
         calibration=tuple(
-            CalibrationInfo(
-                source=source_name(samples.source),
-                template=samples.template,
-                sha256=samples.sha256,
-            )
+            CalibrationInfo(source=source_name(samples.source), template=samples.template, sha256=samples.sha256)
             for samples in data
         ),
         samples=experiment.settings.samples,

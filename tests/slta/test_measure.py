@@ -113,13 +113,10 @@ def test_what_it_was_measured_on_is_written_down(llama: Family, path: Path) -> N
     assert (info.architecture, info.num_layers, info.dtype) == ("LlamaForCausalLM", families.LAYERS, "float32")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_merge_writes_down_the_base_checkpoints_dtype(
-    dtype: torch.dtype, make_family: MakeFamily, tmp_path: Path
-) -> None:
-    family = make_family(dtype=dtype)
+def test_a_merge_writes_down_the_base_checkpoints_dtype(make_family: MakeFamily, tmp_path: Path) -> None:
+    family = make_family(dtype=torch.float16)
     families.merge(recipe(family, statistics=str(tmp_path / "stats.safetensors")), tmp_path / "merged")
-    assert Statistics.load(tmp_path / "stats.safetensors").info.dtype == str(dtype).removeprefix("torch.")
+    assert Statistics.load(tmp_path / "stats.safetensors").info.dtype == "float16"
 
 
 def test_no_path_of_this_machine_and_no_user_name_gets_into_the_file(tmp_path: Path) -> None:
@@ -129,27 +126,6 @@ def test_no_path_of_this_machine_and_no_user_name_gets_into_the_file(tmp_path: P
         text = json.dumps([file.metadata(), list(file.keys())])
     assert "expert1" in text
     assert [word for word in ("someone", str(tmp_path)) if word in text] == []
-
-
-def test_models_whose_published_names_collide_are_refused(llama: Family, tmp_path: Path) -> None:
-    twin = shutil.copytree(llama.experts[1], tmp_path / "expert0")
-    family = Family(llama.base, (llama.experts[0], twin), llama.data[:2], llama.config)
-    with pytest.raises(SltaError, match="same name in the statistics.*rename"):
-        measured(recipe(family), tmp_path / "stats.safetensors")
-
-
-def test_two_sources_with_the_same_tokens_are_refused(llama: Family, tmp_path: Path) -> None:
-    copy = shutil.copy(llama.data[0], tmp_path / "copy.jsonl")
-    family = Family(llama.base, llama.experts[:2], (llama.data[0], Path(copy)), llama.config)
-    with pytest.raises(SltaError, match="give the same tokens"):
-        measured(recipe(family), tmp_path / "stats.safetensors")
-
-
-def test_an_expert_without_data_is_named(llama: Family, tmp_path: Path) -> None:
-    content = recipe(llama)
-    content["models"][1]["parameters"] = {}
-    with pytest.raises(SltaError, match="expert1 has no 'calibration'"):
-        measured(content, tmp_path / "stats.safetensors")
 
 
 # A file that is there
@@ -162,51 +138,40 @@ def test_a_file_that_fits_is_used_and_not_touched(no_measuring: None, llama: Fam
     assert path.stat().st_ino == before.st_ino
 
 
-def test_a_subset_in_another_order_needs_no_data(no_measuring: None, llama: Family, path: Path) -> None:
-    part = measured(recipe(llama, experts=[2, 0], calibration=False), path)
-    assert part.info.models == ("expert2", "expert0")
-    assert same(part, Statistics.load(path).take([2, 0]))
-
-
-@pytest.mark.parametrize("order", [[1, 2], [2, 0], [1]], ids=str)
+@pytest.mark.parametrize("order", [[2, 0], [1]], ids=str)
 def test_a_subset_equals_what_it_alone_measures(order: list[int], llama: Family, path: Path, tmp_path: Path) -> None:
     alone = measured(recipe(llama, experts=order), tmp_path / "alone.safetensors")
     part = measured(recipe(llama, experts=order, calibration=False), path)
-    assert close(part, alone)
+    assert same(part, Statistics.load(path).take(order)) and close(part, alone)
     assert part.info.fingerprint == alone.info.fingerprint
 
 
-def test_other_copies_of_the_same_models_fit(no_measuring: None, llama: Family, path: Path, tmp_path: Path) -> None:
-    """As when an author measured local folders, and a user has the Hub's."""
+def test_other_copies_of_the_same_models_fit_and_lend_their_names(
+    no_measuring: None, llama: Family, path: Path, tmp_path: Path
+) -> None:
+    """As when an author measured local folders, and a user has the Hub's: cards name the models as the user does."""
     folders = [sharded(folder, tmp_path / f"copy{index}") for index, folder in enumerate(llama.folders)]
     for folder in folders:
         families.write_tokenizer(folder)
-    copies = Family(folders[0], tuple(folders[1:]), llama.data, llama.config)
-    assert close(measured(recipe(copies, calibration=False), path), Statistics.load(path))
-    assert close(measured(recipe(copies), path), Statistics.load(path))
-
-
-def test_what_is_used_again_has_the_recipes_names(
-    no_measuring: None, llama: Family, path: Path, tmp_path: Path
-) -> None:
-    """So a card, a plain recipe and ``select`` know the models by the names that the user gave them now."""
-    shutil.copytree(llama.experts[1], tmp_path / "renamed")
-    family = replace(llama, experts=(llama.experts[0], tmp_path / "renamed", llama.experts[2]))
-    before = path.read_bytes()
-    found = measured(recipe(family), path)
-    assert found.info.models == (llama.experts[0].name, "renamed", llama.experts[2].name)
-    assert found.select("renamed").info.models == ("renamed",)
+    copies, before = Family(folders[0], tuple(folders[1:]), llama.data, llama.config), path.read_bytes()
+    for calibration in (False, True):
+        found = measured(recipe(copies, calibration=calibration), path)
+        assert close(found, Statistics.load(path))
+        assert found.info.models == ("copy1", "copy2", "copy3")
+        assert found.select("copy2").info.models == ("copy2",)
     assert path.read_bytes() == before
 
 
-def test_settings_of_the_solution_do_not_matter(no_measuring: None, llama: Family, path: Path) -> None:
-    content = recipe(llama, balance=False, ridge=0.5, edges="mean", batch_tokens=7)
-    assert same(measured(content, path), Statistics.load(path))
-
-
-def test_without_data_the_settings_of_the_data_do_not_matter(no_measuring: None, llama: Family, path: Path) -> None:
-    content = recipe(llama, calibration=False, samples=30, seed=9)
-    assert same(measured(content, path), Statistics.load(path))
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"balance": False, "ridge": 0.5, "edges": "mean", "batch_tokens": 7},
+        {"calibration": False, "samples": 30, "seed": 9},
+    ],
+    ids=["of the solution", "of data that is not named"],
+)
+def test_settings_that_do_not_matter(arguments: dict[str, Any], no_measuring: None, llama: Family, path: Path) -> None:
+    assert same(measured(recipe(llama, **arguments), path), Statistics.load(path))
 
 
 def change_base(content: dict[str, Any], llama: Family, tmp_path: Path) -> None:
@@ -254,19 +219,8 @@ def change_setting(name: str, value: int) -> Callable[[dict[str, Any], Family, P
         (change_expert, r"expert .*retrained is not one of the models"),
         (change_records, r"other\.jsonl' of .*expert2 gives other tokens than 'task2\.jsonl'"),
         (change_setting("samples", 4), r"samples 4, but .* 5"),
-        (change_setting("max_tokens", 11), r"max_tokens 11, but .* 12"),
-        (change_setting("seed", 0), r"seed 0, but .* 3"),
     ],
-    ids=[
-        "base",
-        "configuration",
-        "a calibration",
-        "expert",
-        "data",
-        "samples",
-        "max_tokens",
-        "seed",
-    ],
+    ids=["base", "configuration", "a calibration", "expert", "data", "samples"],
 )
 def test_a_mismatch_names_the_part_and_overwrites_nothing(
     change: Callable[[dict[str, Any], Family, Path], None],
@@ -367,16 +321,6 @@ def test_a_file_that_is_not_there_is_taken_from_the_cache_which_is_said(
     assert [record.message for record in caplog.records if str(file) in record.message] == [measure.REUSED % file]
 
 
-@pytest.mark.parametrize("change", [{"seed": 4}, {"samples": 4}, {"level": "layer"}], ids=str)
-def test_another_measurement_is_not_taken_from_the_cache(change: dict[str, Any], llama: Family, tmp_path: Path) -> None:
-    measured(recipe(llama), None)
-    content, taken = recipe(llama, **change), tmp_path / "taken.safetensors"
-    found = measured(content, taken, content["parameters"].get("level", "attn_mlp"))
-    expected = measured(content, None, content["parameters"].get("level", "attn_mlp"))
-    assert same(found, expected)
-    assert len(cached()) == 2
-
-
 def test_a_merge_says_once_that_it_measures_nothing_anew(
     llama: Family, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -469,15 +413,13 @@ def test_a_base_that_computes_something_else_does_not_fit(
         measured(recipe(family), path)
 
 
-def test_other_data_models_or_configurations_have_a_file_of_their_own(llama: Family, tmp_path: Path) -> None:
-    base = shutil.copytree(llama.base, tmp_path / "base")
-    family = Family(base, llama.experts, llama.data, llama.config)
-    for content in (recipe(family), recipe(family, seed=4), recipe(family, experts=[0, 1])):
-        measured(content, None)
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+def test_every_measurement_has_a_file_of_its_own(family: Family) -> None:
+    for arguments in ({}, {"seed": 4}, {"samples": 4}, {"experts": [0, 1]}, {}):
+        measured(recipe(family, **arguments), None)
+    measured(recipe(family), None, "layer")
+    edit_config(family.base, rms_norm_eps=1e-3)
     measured(recipe(family), None)
-    assert len(cached()) == 4
+    assert len(cached()) == 6
 
 
 # Tokenizers
@@ -498,6 +440,7 @@ def test_a_coarser_level_is_written_down_with_the_reason_and_kept(
     fallback = Fallback("head_mlp", "attn_mlp", (0, 2), "Lfm2DecoderLayer", reason)
     sentence = f"Level head_mlp falls back to level attn_mlp in layers 0, 2 (Lfm2DecoderLayer): {reason}."
     assert measured(recipe(family), None, "attn_mlp").info.fallbacks == ()
+    assert measured(recipe(family), None, "head_mlp").info.fallbacks == (fallback,)
     found = measured(recipe(family), path, "attn_mlp", "head_mlp", "linear")
     assert found.info.levels == ("attn_mlp", "head_mlp", "linear")
     assert same(found, Statistics.load(path))
@@ -509,10 +452,3 @@ def test_a_coarser_level_is_written_down_with_the_reason_and_kept(
     assert [all(sentence in text for text in texts) for texts in shown.values()] == [False, True, False]
     assert report_page(found).facts["Coarser levels"] == sentence
     assert "Coarser levels" not in report_page(found, levels=["linear"]).facts
-
-
-def test_a_copy_from_the_cache_folder_names_it_too(make_family: MakeFamily, tmp_path: Path) -> None:
-    family, path = make_family("lfm2"), tmp_path / "stats.safetensors"
-    first = measured(recipe(family), None, "head_mlp")
-    assert same(measured(recipe(family), path, "head_mlp"), first)
-    assert [fallback.layers for fallback in Statistics.load(path).info.fallbacks] == [(0, 2)]
