@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import click
+
+Result = TypeVar("Result")
 
 
 class SltaError(click.ClickException):
@@ -19,9 +22,36 @@ class SltaError(click.ClickException):
 
     def __init__(self, *sentences: str) -> None:
         super().__init__("\n".join(sentences))
+        self.sentences = sentences
 
     def __str__(self) -> str:
         return self.message
+
+
+def refuse(sentences: Iterable[str]) -> None:
+    """Refuse with all sentences at once, if there are any.
+
+    Raises:
+        SltaError: the sentences, each once.
+    """
+    if said := dict.fromkeys(sentences):
+        raise SltaError(*said)
+
+
+def all_of(calls: Iterable[Callable[[], Result]]) -> list[Result]:
+    """Make all calls, also after one that fails, and return their results.
+
+    Raises:
+        SltaError: the sentences of all calls that failed, each once.
+    """
+    results, sentences = [], list[str]()
+    for call in calls:
+        try:
+            results.append(call())
+        except SltaError as error:
+            sentences += error.sentences
+    refuse(sentences)
+    return results
 
 
 @contextmanager

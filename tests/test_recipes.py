@@ -13,7 +13,7 @@ from mergekit.scripts.multimerge import load_config
 
 from mergekit_slta.data.records import template_fields
 from mergekit_slta.data.sources import DATASET_PREFIX, source_key
-from mergekit_slta.recipe.recipe import Recipe, calibration_problems
+from mergekit_slta.recipe.recipe import Recipe, require_calibration
 from mergekit_slta.recipe.settings import SltaSettings
 
 FOLDER = Path(__file__).parents[1] / "examples" / "recipes"
@@ -49,7 +49,7 @@ def test_there_is_a_recipe_for_whatever_people_merge() -> None:
 def test_a_recipe_is_sound(path: Path) -> None:
     earlier: set[str | None] = set()
     for name, recipe in stages(path):
-        assert not recipe.problems
+        recipe.require_sound()
         assert recipe.config.dtype == "float32" and recipe.config.out_dtype == "bfloat16"
         for reference in recipe.references:
             if str(reference) not in earlier:
@@ -57,7 +57,7 @@ def test_a_recipe_is_sound(path: Path) -> None:
         if recipe.method.runs_models:
             settings = recipe.settings
             named = isinstance(settings, SltaSettings) and settings.statistics.startswith(DATASET_PREFIX)
-            assert named or not calibration_problems(recipe)
+            require_calibration(recipe, statistics=named)
             for expert in recipe.experts:
                 if named and not expert.calibration:
                     continue

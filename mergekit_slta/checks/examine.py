@@ -2,83 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from mergekit_slta.checks import adapters, compatibility, data, models, space, text, tokenizers
-from mergekit_slta.checks.case import Case, Check, of_decoder, of_models, of_siblings
+from mergekit_slta.checks import adapters, data, models, space, tensors, tokenizers
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, all_of
+from mergekit_slta.featcal.solvable import require_solvable
+from mergekit_slta.layers.submodules import fallbacks
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
-from mergekit_slta.recipe.settings import (
-    ActmatSettings,
-    CalibrationSettings,
-    FeatcalSettings,
-    MethodSettings,
-    SftmSettings,
-    SltaSettings,
-)
+from mergekit_slta.recipe.settings import CalibrationSettings, FeatcalSettings, SltaSettings
 
-# In the order in which problems are listed.
-MODELS: tuple[Check, ...] = (
-    text.recipe_text,
-    models.openable_models,
-    models.one_architecture,
-    of_siblings(compatibility.shape_problem),
-    of_siblings(compatibility.tied_problem),
-    of_models(compatibility.quantization_problem),
-    adapters.adapters,
-    space.device,
-)
-LAYERS: tuple[Check, ...] = (models.known_decoder, of_decoder(models.whole_depth))
-DATA: tuple[Check, ...] = (data.calibration_sources, data.same_samples, data.calibration_data)
-# What each method has checked beyond the models. A new merge method is entered here.
-CHECKS: dict[type[MethodSettings], tuple[Check, ...]] = {
-    SltaSettings: (
-        *LAYERS,
-        of_decoder(tokenizers.compared_logits),
-        of_decoder(models.level_submodules),
-        *DATA,
-        data.statistics_file,
-    ),
-    FeatcalSettings: (
-        *LAYERS,
-        of_decoder(tokenizers.compared_outputs),
-        of_decoder(tokenizers.head_rows),
-        of_decoder(models.solvable_layers),
-        *DATA,
-    ),
-    ActmatSettings: (),
-    SftmSettings: (),
-}
-MERGE: tuple[Check, ...] = (
-    text.tensor_types,
-    text.chat_template,
-    data.same_names,
-    models.planned_tensors,
-    tokenizers.vocabularies,
-    space.folders,
-    space.disk_space,
-)
-NOTES: tuple[Check, ...] = (
-    models.unseen_tensors,
-    adapters.adapted_ends,
-    models.other_configurations,
-    tokenizers.padded_vocabularies,
-)
-MERGE_NOTES: tuple[Check, ...] = (
-    models.lost_tensors,
-    of_decoder(space.solving),
-    text.precision,
-    tokenizers.no_tokenizer,
-)
+HALF = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -134,39 +76,101 @@ def check(recipe: Recipe, out_path: str | os.PathLike[str] | None = None, **opti
     Raises:
         SltaError: the recipe is for another method.
     """
-    return examine(Experiment(recipe, **options), out_path=out_path, running=False)
+    experiment = Experiment(recipe, **options)
+    found = examine(experiment, out_path=out_path)
+    if not found.problems and isinstance(recipe.settings, SltaSettings):  # a run logs it when it measures
+        coarser = fallbacks(experiment.decoder, recipe.settings.level)
+        found = replace(found, notes=[*map(str, coarser), *found.notes])
+    return found
 
 
 def examine(
-    experiment: Experiment,
-    *,
-    out_path: str | os.PathLike[str] | None = None,
-    merging: bool = True,
-    running: bool = True,
+    experiment: Experiment, *, out_path: str | os.PathLike[str] | None = None, merging: bool = True
 ) -> Findings:
-    """Run the checks on a recipe, its models' configurations and file headers, and its calibration data.
+    """Run all checks of a recipe, and collect the sentences of the errors that they raise.
+
+    If the recipe's text is wrong, nothing else is looked at. Models are compared only if each can be merged, and notes
+    are taken only if there is no problem.
 
     Args:
         experiment: the opened recipe; a run after the checks need not open it again.
         out_path: the folder of the merged model, to check that there is room for it.
         merging: whether the recipe is to be merged, not only measured.
-        running: whether the recipe is run next. The run logs some notes itself, so they are left out here.
+
+    Raises:
+        SltaError: the recipe is for another method.
     """
-    method = experiment.recipe.method
-    case = Case(experiment, None if out_path is None else Path(out_path))
-    checks = [*MODELS, *CHECKS[method], *(MERGE if merging else ())]
-    sound = not experiment.recipe.problems  # else defaults stand for wrong values, and notes would speak of them
-    said_by_run = [data.few_records, of_decoder(models.coarser_submodules)] if method.runs_models and sound else []
-    notes = [*(() if running else said_by_run), *NOTES, *(MERGE_NOTES if merging else ())]
+    recipe, out = experiment.recipe, None if out_path is None else Path(out_path)
+    method, said = recipe.method, dict[str, None]()
 
-    def sentences(checks: Sequence[Check]) -> list[str]:
-        """Everything that the checks say, each sentence once."""
-        return list(dict.fromkeys(sentence for check in checks for sentence in check(case)))
+    def passes(*checks: Callable[[], object]) -> bool:
+        try:
+            all_of(checks)
+        except SltaError as error:
+            said.update(dict.fromkeys(error.sentences))
+            return False
+        return True
 
-    # What it logs, a note says.
-    with contextlib.nullcontext() if running and sound else compatibility.silenced("mergekit_slta.data.draw"):
-        problems = sentences(checks)
-    return Findings(problems, sentences(notes), seen=all(model.tensors is not None for model in case.models))
+    if passes(recipe.require_sound):
+        experts = [expert.reference for expert in recipe.experts]
+        each = [partial(models.one_model, experiment, reference) for reference in recipe.references]
+        if passes(*each, *(partial(models.one_family, experiment, expert) for expert in experts)):
+            passes(*_of_all_models(experiment, out, merging))
+        passes(partial(space.device, experiment), partial(space.folders, experiment, out if merging else None))
+        if method.runs_models:
+            drawing = passes(partial(experiment.model, recipe.base))
+            passes(partial(data.calibration, experiment, drawing))
+    if said:
+        return Findings(list(said), [])
+    notes = [note for kind in (NOTES + MERGE_NOTES if merging else NOTES) for note in kind(experiment)]
+    seen = all(experiment.model(reference).tensors is not None for reference in recipe.references)
+    return Findings([], notes, seen)
+
+
+def _of_all_models(experiment: Experiment, out: Path | None, merging: bool) -> Iterator[Callable[[], object]]:
+    """The checks that need all models, and that each of these can be merged by itself."""
+    settings = experiment.recipe.settings
+    if isinstance(settings, CalibrationSettings):
+        yield partial(models.whole_depth, experiment)
+    if isinstance(settings, SltaSettings):
+        yield partial(experiment.require_levels, [settings.level])
+    if isinstance(settings, FeatcalSettings):
+        yield partial(require_solvable, experiment)
+    if merging:
+        yield partial(tensors.mergeable_tensors, experiment)
+        for expert in experiment.recipe.experts:
+            yield partial(tokenizers.vocabularies, experiment, expert.reference)
+        yield partial(space.disk_space, experiment, out)
+
+
+def _half_precision(experiment: Experiment) -> Iterator[str]:
+    """Merges in half precision, unless the method solves its tensors in float32 beforehand."""
+    config, method = experiment.recipe.config, experiment.recipe.method
+    given = (config.dtype or "").removeprefix("torch.")
+    opened = map(experiment.model, experiment.recipe.references)
+    stored = {str(getattr(model.config, "dtype", None)).removeprefix("torch.") for model in opened}
+    half = next((name for name in HALF if name == given or (not given and name in stored)), None)
+    if half and not method.solves_layers:
+        yield (
+            f"Merging in {half} rounds at every step: set 'dtype: float32' and 'out_dtype: {config.out_dtype or half}' "
+            "to round only once."
+        )
+
+
+# A note is a sentence about something that is no mistake.
+Note = Callable[[Experiment], Iterator[str]]
+NOTES: tuple[Note, ...] = (
+    models.unseen_tensors,
+    adapters.adapted_ends,
+    models.other_configurations,
+    tokenizers.padded_vocabularies,
+)
+MERGE_NOTES: tuple[Note, ...] = (
+    tensors.lost_tensors,
+    space.solving,
+    _half_precision,
+    tokenizers.no_tokenizer,
+)
 
 
 def sound_experiment(recipe: Recipe, ranks: Ranks | None = None, **options: Any) -> Experiment:

@@ -1,98 +1,147 @@
-"""Checks of the models: each alone, against each other, and the layers that are run.
-
-They read configurations and file headers, no weights.
-"""
+"""Whether models can be merged with each other, judged by their configurations and file headers."""
 
 from __future__ import annotations
 
-from mergekit_slta.checks.case import Case, attempt, failures
-from mergekit_slta.checks.compatibility import dropped_tensors, missing_tensors, other_settings, unknown_tensors
-from mergekit_slta.checks.tokenizers import solves_head
+from collections.abc import Iterator, Mapping
+
+from mergekit.common import ModelReference
+
+from mergekit_slta.checks.adapters import require_mergeable
+from mergekit_slta.checks.tensors import known_architecture
 from mergekit_slta.errors import SltaError
-from mergekit_slta.featcal.groups import groups_by_layer
-from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.ends import tail_problem
-from mergekit_slta.layers.submodules import fallbacks, layer_submodules
-from mergekit_slta.models.headers import listed
-from mergekit_slta.recipe.problems import slice_problems
-from mergekit_slta.recipe.settings import SltaSettings
+from mergekit_slta.models.headers import Model
+from mergekit_slta.models.padding import both_have, is_vocabulary
+from mergekit_slta.models.skeleton import computation
+from mergekit_slta.recipe.experiment import Experiment
+
+SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
-def openable_models(case: Case) -> list[str]:
-    """Models that do not exist, whose configuration cannot be read, or whose files are missing or damaged."""
-    return failures(case.opened.values())
+def one_model(experiment: Experiment, reference: ModelReference) -> None:
+    """Refuse a model that cannot be opened, is quantized, or is an adapter that mergekit cannot merge."""
+    model = experiment.model(reference)
+    not_quantized(model)
+    if reference.lora is not None:
+        require_mergeable(model, reference.lora, experiment.options.lora_merge_cache)
 
 
-def one_architecture(case: Case) -> list[str]:
-    """Experts of another architecture, depth or width than the base model."""
-    return [problem for base, expert in case.pairs if (problem := case.architecture_problem(base, expert))]
+def not_quantized(model: Model) -> None:
+    """Refuse a quantized model: its tensors hold codes, which cannot be averaged."""
+    quantization = getattr(model.config, "quantization_config", None)
+    if quantization:
+        given = quantization if isinstance(quantization, Mapping) else vars(quantization)
+        raise SltaError(
+            f"{model} is quantized ({given.get('quant_method', 'quantization_config')}): "
+            "name the original checkpoint, or dequantize it first."
+        )
+    weights = {name: stored for name, stored in (model.tensors or {}).items() if name.endswith("weight")}
+    for name, stored in weights.items():
+        if len(stored.shape) > 1 and stored.nbytes < 2 * stored.count:
+            raise SltaError(
+                f"{model} stores {name} in 8 bits or fewer, so it is quantized: name the original checkpoint, or "
+                "dequantize it first."
+            )
 
 
-def planned_tensors(case: Case) -> list[str]:
-    """Tensors that mergekit needs and a checkpoint lacks, or that a checkpoint has and mergekit would drop."""
-    models = [*filter(None, [case.base]), *(expert for _, expert in case.siblings)]
-    return missing_tensors(models) or (dropped_tensors(case.base) if case.base else [])
+def one_family(experiment: Experiment, reference: ModelReference) -> None:
+    """Refuse an expert that was not fine-tuned from the base model, by its architecture, sizes and shapes.
+
+    --allow-crimes allows another architecture if no model has to be run.
+    """
+    base, expert = experiment.model(experiment.recipe.base), experiment.model(reference)
+    if not (experiment.options.allow_crimes and not experiment.recipe.method.runs_models):
+        _same_architecture(base, expert)
+    sizes = [(name, expert.size(name), base.size(name)) for name in SIZES]
+    sizes = [entry for entry in sizes if None not in entry]  # a configuration may leave a default size out
+    if differing := [f"{name} {own} instead of {wanted}" for name, own, wanted in sizes if own != wanted]:
+        raise SltaError(
+            f"The expert {expert} has {', '.join(differing)}: it was not fine-tuned from the base model {base}, "
+            "leave it out."
+        )
+    _same_shapes(base, expert)
+    _both_tied(base, expert)
 
 
-def lost_tensors(case: Case) -> list[str]:
-    """Tensors of the base model that the merged model will not have, because transformers does not know them."""
-    lost = unknown_tensors(case.base) if case.base else []
-    if not lost:
-        return []
-    return [
-        f"{listed(lost)} of {case.base} will be missing from the merged model, because mergekit writes only tensors "
-        "that transformers knows: copy them yourself if a program needs them, such as for multi-token prediction."
-    ]
+def _same_architecture(base: Model, expert: Model) -> None:
+    if (expert.architecture, expert.config.model_type) == (base.architecture, base.config.model_type):
+        return
+    kinds = (
+        f"The expert {expert} is a {expert.architecture} ({expert.config.model_type}), the base model {base} a "
+        f"{base.architecture} ({base.config.model_type})"
+    )
+    if language_type(expert) != language_type(base) or is_multimodal(expert) == is_multimodal(base):
+        raise SltaError(f"{kinds}: only models of one architecture can be merged.")
+    if known_architecture(expert) and known_architecture(base):
+        raise SltaError(
+            f"{kinds}: mergekit defines the two apart and cannot plan a merge of both, although one is the "
+            f"language tower of the other. Save the expert as a {base.architecture}, its tensors in the place of "
+            "the base model's."
+        )
 
 
-def unseen_tensors(case: Case) -> list[str]:
+def language_type(model: Model) -> str:
+    """The type of the language model, which may be a part of the model."""
+    return str(model.config.get_text_config().model_type)
+
+
+def is_multimodal(model: Model) -> bool:
+    """Whether the language model is a part of the model."""
+    return model.config.get_text_config() is not model.config
+
+
+def _same_shapes(base: Model, expert: Model) -> None:
+    """Refuse tensors of another shape than the base model's, apart from the vocabulary's size."""
+    shapes = [(name, stored.shape, other.shape) for name, stored, other in both_have(base, expert)]
+    unequal = [(name, own, others) for name, own, others in shapes if own != others]
+    unequal = [entry for entry in unequal if not is_vocabulary(base, expert, *entry[1:])]
+    if unequal:
+        name, own, others = unequal[0]
+        more = f", and so do {len(unequal) - 1} more" if len(unequal) > 1 else ""
+        raise SltaError(
+            f"The tensor {name} of the expert {expert} has the shape {list(others)} instead of {list(own)}{more}: "
+            f"it was not fine-tuned from the base model {base}, leave it out."
+        )
+
+
+def _both_tied(base: Model, expert: Model) -> None:
+    tied = [model for model in (base, expert) if getattr(model.config, "tie_word_embeddings", False)]
+    if len(tied) == 1:
+        untied = expert if tied[0] is base else base
+        raise SltaError(
+            f"{tied[0]} ties its output head to its embedding and {untied} does not (tie_word_embeddings): the merged "
+            f"head would fit neither, save {expert} with the setting of the base model {base}."
+        )
+
+
+def whole_depth(experiment: Experiment) -> None:
+    """Refuse a slice that does not cover all layers."""
+    layers = len(experiment.decoder)
+    for output in experiment.recipe.config.slices or []:
+        for source in output.sources:
+            if tuple(source.layer_range) != (0, layers):
+                raise SltaError(
+                    f"The slice of {source.model} takes layers {source.layer_range[0]}-{source.layer_range[1]} of "
+                    f"{layers}: only whole models can be calibrated, list the experts under 'models'."
+                )
+
+
+# Notes
+
+
+def unseen_tensors(experiment: Experiment) -> Iterator[str]:
     """Models whose tensors can be checked only after a download."""
-    return [
-        f"The weights of {model} are pickled on the Hub: they can be checked only after their download."
-        for model in case.models
-        if model.tensors is None
-    ]
+    for model in map(experiment.model, experiment.recipe.references):
+        if model.tensors is None:
+            yield f"The weights of {model} are pickled on the Hub: they can be checked only after their download."
 
 
-def other_configurations(case: Case) -> list[str]:
+def other_configurations(experiment: Experiment) -> Iterator[str]:
     """Experts whose configuration makes them compute something else from the same weights."""
-    measured = ", and the expert is measured with it too" if case.method.runs_models else ""
-    return [
-        f"The configuration of the expert {expert} differs from that of the base model {base} in {', '.join(names)}: "
-        f"the merged model gets the base model's configuration{measured}."
-        for base, expert in case.siblings
-        if (names := other_settings(base, expert))
-    ]
-
-
-# The layers that are run
-
-
-def known_decoder(case: Case) -> list[str]:
-    """A base model that is not a decoder-only language model."""
-    return failures([case.decoder])
-
-
-def whole_depth(case: Case, decoder: Decoder) -> list[str]:
-    """A slice that leaves layers out."""
-    return slice_problems(case.config, len(decoder))
-
-
-def solvable_layers(case: Case, decoder: Decoder) -> list[str]:
-    """Layers that a feature merge cannot solve because they cannot be run one at a time, and such a head."""
-    found = attempt(groups_by_layer, decoder)
-    problem = tail_problem(decoder) if solves_head(case, decoder) and not isinstance(found, SltaError) else None
-    return [*failures([found]), *filter(None, [problem])]
-
-
-def level_submodules(case: Case, decoder: Decoder) -> list[str]:
-    """Layers that do not have the submodules of the recipe's level."""
-    level = case.settings(SltaSettings).level
-    return failures(attempt(layer_submodules, decoder, level, layer) for layer in decoder.one_of_each_kind())
-
-
-def coarser_submodules(case: Case, decoder: Decoder) -> list[str]:
-    """Layers that are measured at a coarser level, because their parts cannot be told apart."""
-    settings = case.reading.settings
-    found = attempt(fallbacks, decoder, settings.level) if isinstance(settings, SltaSettings) else []
-    return [str(fallback) for fallback in found] if isinstance(found, list) else []
+    measured = ", and the expert is measured with it too" if experiment.recipe.method.runs_models else ""
+    for base, expert in experiment.pairs:
+        own, theirs = computation(base.config), computation(expert.config)
+        if names := sorted(name for name in own.keys() & theirs.keys() if own[name] != theirs[name]):
+            yield (
+                f"The configuration of the expert {expert} differs from that of the base model {base} in "
+                f"{', '.join(names)}: the merged model gets the base model's configuration{measured}."
+            )

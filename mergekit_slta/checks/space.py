@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from mergekit_slta.checks.case import Case, attempt
 from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.featcal.scratch import scratch_root
 from mergekit_slta.files import cache_folder
@@ -27,81 +26,72 @@ from mergekit_slta.tables import as_size
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def device(case: Case) -> list[str]:
-    """A device that PyTorch does not know, that this machine does not have, or that has no float64, as Apple's GPUs."""
-    name = case.experiment.device
+def device(experiment: Experiment) -> None:
+    """Refuse a device that PyTorch does not know, that this machine lacks, or without float64, as Apple's GPUs."""
+    name = experiment.device
     try:
         torch.ones((), dtype=torch.float64, device=name).add(1).item()
     except Exception as error:  # of a kind that differs between devices
-        return [
+        raise SltaError(
             f"PyTorch cannot compute on the device '{name}' ({first_line(error)}): leave --device, --cuda and "
             "--multi-gpu out to compute on the CPU, or install the driver and the PyTorch that the device needs."
-        ]
-    return []
+        ) from error
 
 
-def folders(case: Case) -> list[str]:
-    """Folders to write to, the output's and those named in the recipe, that cannot be written to or hold a model."""
-    problems, out = [], case.out_path
-    if out is not None and (parent := unwritable_folder(out)):
-        problems.append(f"{out} cannot be created: {parent} is not a writable folder, name another.")
+def folders(experiment: Experiment, out: Path | None) -> None:
+    """Refuse folders to write to, the output's and those named in the recipe, that are not writable or hold a model."""
+    recipe = experiment.recipe
+    given = {name: getattr(recipe.settings, name) for name in recipe.method.folders}
+    written = {f"'{name}: {folder}'": Path(folder).expanduser() for name, folder in given.items() if folder}
+    for said, folder in (written | ({str(out): out} if out else {})).items():
+        if parent := unwritable_folder(folder):
+            raise SltaError(f"{said} cannot be created: {parent} is not a writable folder, name another.")
     if out is not None and out.exists():
-        problems += [
-            f"{out} is the folder of {model}, which the merge would overwrite: name another."
-            for model in case.models
-            if model.folder is not None and model.folder.samefile(out)
-        ]
-    for name in case.method.folders:
-        given = getattr(case.reading.settings, name)
-        parent = unwritable_folder(Path(given).expanduser()) if given else None
-        if parent:
-            problems.append(f"'{name}: {given}' cannot be created: {parent} is not a writable folder, name another.")
-    return problems
+        for model in map(experiment.model, recipe.references):
+            if model.folder is not None and model.folder.samefile(out):
+                raise SltaError(f"{out} is the folder of {model}, which the merge would overwrite: name another.")
 
 
-def disk_space(case: Case) -> list[str]:
-    """Disks that are too small for the merged model, the adapters that mergekit merges, and solved layers."""
+def disk_space(experiment: Experiment, out: Path | None) -> None:
+    """Refuse disks that are too small for the merged model, the adapters that mergekit merges, and solved layers."""
     needs: dict[int, list[tuple[Path, str, int]]] = {}
-    for folder, what, nbytes in _needs(case):
+    for folder, what, nbytes in _written(experiment, out):
         needs.setdefault(nearest_folder(folder).stat().st_dev, []).append((folder, what, nbytes))
-    problems = []
     for entries in needs.values():
         free = free_bytes(entries[0][0])
         if sum(nbytes for *_, nbytes in entries) > free:
             parts = " and ".join(f"{what} (about {as_size(nbytes)})" for _, what, nbytes in entries)
-            problems.append(
+            raise SltaError(
                 f"The disk with {entries[0][0]} has {as_size(free)} free, too little for {parts}: "
                 "make room or choose another."
             )
-    return problems
 
 
-def _needs(case: Case) -> Iterator[tuple[Path, str, int]]:
-    """Everything that the merge writes: the folder, what it is, and its bytes."""
-    if case.out_path is not None and case.base is not None:
-        name = case.config.out_dtype or case.config.dtype
-        yield case.out_path, "the merged model", stored_bytes(case.base, name)
-    cache = case.options.lora_merge_cache
-    for model in case.adapted if cache else ():
-        if not merged_folders(model.reference, cache):
-            nbytes = stored_bytes(model, case.options.lora_merge_dtype)
-            yield Path(cache), f"the merged adapter {model}", nbytes
-    if case.method.solves_layers and isinstance(case.decoder, Decoder):
-        _, disk = solving_needs(case.decoder, len(case.reading.experts))
-        yield scratch_root(case.settings(FeatcalSettings).scratch), "the solved layers", disk
+def _written(experiment: Experiment, out: Path | None) -> Iterator[tuple[Path, str, int]]:
+    """Everything that the merge writes: the folder, the thing, and its bytes."""
+    recipe, options = experiment.recipe, experiment.options
+    if out is not None:
+        dtype = recipe.config.out_dtype or recipe.config.dtype
+        yield out, "the merged model", stored_bytes(experiment.model(recipe.base), dtype)
+    for model in map(experiment.model, recipe.references):
+        cache = options.lora_merge_cache if model.reference.lora else None
+        if cache and not merged_folders(model.reference, cache):
+            yield Path(cache), f"the merged adapter {model}", stored_bytes(model, options.lora_merge_dtype)
+    if isinstance(recipe.settings, FeatcalSettings):
+        _, disk = solving_needs(experiment.decoder, len(recipe.experts))
+        yield scratch_root(recipe.settings.scratch), "the solved layers", disk
 
 
-def solving(case: Case, decoder: Decoder) -> list[str]:
+def solving(experiment: Experiment) -> Iterator[str]:
     """The memory and the disk space that a method takes while it solves the layers."""
-    if not case.method.solves_layers:
-        return []
-    memory, disk = solving_needs(decoder, len(case.reading.experts))
-    root = scratch_root(case.settings(FeatcalSettings).scratch)
-    return [
-        f"'{case.method.method}' takes up to {as_size(memory)} of memory while it solves (the largest layer of all "
-        f"models and the sums of its widest map), and {as_size(disk)} on the disk with {root} until the output is "
-        "written."
-    ]
+    settings = experiment.recipe.settings
+    if isinstance(settings, FeatcalSettings):
+        memory, disk = solving_needs(experiment.decoder, len(experiment.recipe.experts))
+        yield (
+            f"'{settings.method}' takes up to {as_size(memory)} of memory while it solves (the largest layer of all "
+            f"models and the sums of its widest map), and {as_size(disk)} on the disk with "
+            f"{scratch_root(settings.scratch)} until the output is written."
+        )
 
 
 def solving_needs(decoder: Decoder, experts: int) -> tuple[int, int]:
@@ -138,9 +128,8 @@ def full_disk_problem(experiment: Experiment, out: Path) -> str:
     cache = [Path(options.lora_merge_cache)] if options.lora_merge_cache else []
     place = min([out, *cache, cache_folder()], key=free_bytes)
     said = f"The disk with {place} is full"
-    model = attempt(experiment.model, experiment.recipe.references[0])
-    if place == out and isinstance(model, Model):
-        whole = stored_bytes(model, config.out_dtype or config.dtype)
+    if place == out:
+        whole = stored_bytes(experiment.model(experiment.recipe.references[0]), config.out_dtype or config.dtype)
         written = sum(file.stat().st_size for file in out.glob("*") if file.is_file())
         said += (
             f": the merged model takes about {as_size(whole)}, of which {as_size(written)} are written, and "

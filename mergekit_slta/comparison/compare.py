@@ -21,7 +21,7 @@ from mergekit_slta.comparison.scores import Group, Sample, Score, score_model
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.recipe import Expert, Recipe, calibration_problems, published_name
+from mergekit_slta.recipe.recipe import Expert, Recipe, published_name, require_calibration
 from mergekit_slta.recipe.settings import CalibrationSettings
 from mergekit_slta.tables import Paragraphs, Table, as_json, as_percentage
 
@@ -176,8 +176,7 @@ def compare(
         if [other.resolve() for other in folders].count(folder.resolve()) > 1:
             raise SltaError(f"The merged model {folder} is named twice: name each once.")
     experiment.recipe.settings_of(CalibrationSettings)  # a recipe of another method has no held-out records
-    if problems := calibration_problems(experiment.recipe, takes_statistics=False):
-        raise SltaError(*problems)
+    require_calibration(experiment.recipe)
     experts = experiment.recipe.experts
     experiment.load_data(experts)  # refuses the same data twice
     tasks = [_held_out(experiment, expert, samples) for expert in experts]

@@ -16,13 +16,14 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.answers import token_weights
 from mergekit_slta.featcal.merge import COVERAGE, ERRORS, ROUTING, feature_merge, layer_shapes, stages, written_in
+from mergekit_slta.featcal.solvable import require_solvable
 from mergekit_slta.files import cache_folder, digest
 from mergekit_slta.layers.blend import Blend
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import output_head
 from mergekit_slta.layers.submodules import resolve_name
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.recipe import calibration_problems
+from mergekit_slta.recipe.recipe import require_calibration
 from mergekit_slta.recipe.settings import ActmatSettings, FeatcalSettings
 from mergekit_slta.slta.fingerprints import fingerprint, local_identity
 
@@ -106,8 +107,8 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings) -> SolvedMode
     Raises:
         SltaError: something about models or data is wrong, memory does not suffice, or another process is solving it.
     """
-    if problems := calibration_problems(experiment.recipe, takes_statistics=False):
-        raise SltaError(*problems)
+    require_calibration(experiment.recipe)
+    require_solvable(experiment)
     decoder = experiment.decoder.to(experiment.device)
     data = experiment.load_data(experiment.recipe.experts)
     tasks = [samples.token_ids for samples in data]

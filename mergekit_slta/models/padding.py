@@ -9,7 +9,7 @@ from typing import Any
 
 import huggingface_hub
 
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, refuse
 from mergekit_slta.models import hub
 from mergekit_slta.models.headers import Model, TensorHeader
 
@@ -60,10 +60,14 @@ def other_vocabularies(pairs: Iterable[tuple[Model, Model]], aligned: bool) -> l
     ]
 
 
-def logits_problems(levels: Iterable[str], pairs: Iterable[tuple[Model, Model]], aligned: bool) -> list[str]:
-    """Experts with another vocabulary size, whose logits cannot be compared with the base model's."""
-    others = other_vocabularies(pairs, aligned) if "model" in levels else []
-    return [f"'level: model' compares logits, but the {other}: choose another level." for other in others]
+def require_equal_logits(pairs: Iterable[tuple[Model, Model]], aligned: bool) -> None:
+    """Refuse to compare the logits of models whose vocabularies differ in size; the arguments are the same.
+
+    Raises:
+        SltaError: the experts with another vocabulary size.
+    """
+    others = other_vocabularies(pairs, aligned)
+    refuse(f"'level: model' compares logits, but the {other}: choose another level." for other in others)
 
 
 def highest_token(model: Model) -> int | None:

@@ -27,7 +27,7 @@ from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.nonlinearity.interpolation import Grams, Study, count_passes, measure
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.recipe import Recipe, calibration_problems, published_name
+from mergekit_slta.recipe.recipe import Recipe, published_name, require_calibration
 
 LOG = logging.getLogger(__name__)
 
@@ -289,8 +289,7 @@ def plan_linearity(
             compared at a level.
     """
     batch_tokens = experiment.settings.batch_tokens
-    if problems := calibration_problems(experiment.recipe, takes_statistics=False):
-        raise SltaError(*problems)
+    require_calibration(experiment.recipe)
     names = [published_name(expert.reference) for expert in experiment.recipe.experts]
     if len(set(names)) < len(names):
         raise SltaError(f"Two experts would get the same name ({', '.join(names)}): rename a folder.")

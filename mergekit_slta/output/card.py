@@ -74,7 +74,7 @@ def write_beside(folder: Path, recipe: Recipe, solution: Solution | None, plain:
     assert base is not None
     if not plain:
         return
-    settings, names = recipe.reading.settings, {solution.statistics.info.base_model: str(base)}
+    settings, names = recipe.settings, {solution.statistics.info.base_model: str(base)}
     assert isinstance(settings, SltaSettings)
     try:
         text = plain_recipe(
@@ -189,7 +189,7 @@ def _model_table(recipe: Recipe, solution: Solution | None) -> str:
     header, rows = ["", "Model"], []
     for reference in recipe.references:
         rows.append(["Base model" if reference == recipe.config.base_model else "Expert", _linked(reference)])
-    experts = {expert.reference: expert for expert in recipe.reading.experts}
+    experts = {expert.reference: expert for expert in recipe.experts}
     if any(expert.calibration for expert in experts.values()):
         header.append("Calibration data")
         for row, reference in zip(rows, recipe.references, strict=True):
@@ -300,7 +300,7 @@ def _code(text: str) -> str:
 
 def _datasets(recipe: Recipe) -> list[str]:
     """The Hub's datasets among the calibration sources."""
-    sources = [expert.calibration for expert in recipe.reading.experts if is_dataset(expert.calibration)]
+    sources = [expert.calibration for expert in recipe.experts if is_dataset(expert.calibration)]
     names = [source.removeprefix(DATASET_PREFIX).partition("?")[0] for source in sources]
     return [name for name in names if not os.path.exists(name) and not files.is_private(name)]
 

@@ -16,7 +16,7 @@ from mergekit.io.lazy_tensor_loader import LazyTensorLoader
 from tqdm import tqdm
 
 from mergekit_slta import files
-from mergekit_slta.checks.compatibility import missing_tensors
+from mergekit_slta.checks.tensors import no_missing_tensors
 from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.models import hub
 from mergekit_slta.models.headers import listed, open_model, weight_map
@@ -142,7 +142,10 @@ def _examine(folder: Path, trust_remote_code: bool, quiet: bool) -> tuple[list[s
     except SltaError as error:
         problems.append(error.message)
     else:
-        problems += missing_tensors([model])
+        try:
+            no_missing_tensors([model])
+        except SltaError as error:
+            problems += error.sentences
         problems += _values_that_are_not_finite(folder, quiet)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
@@ -175,7 +178,7 @@ def _solution(folder: Path, recipe: Recipe) -> Solution | None:
     path = folder / STATISTICS_OF_MERGE
     if recipe.config.merge_method != SltaSettings.method or not path.is_file():
         return None
-    settings = recipe.reading.settings  # mergekit may have written the recipe in another form than it was given
+    settings = recipe.settings
     assert isinstance(settings, SltaSettings)
     return Statistics.load(path).solve(settings.level, balance=settings.balance, ridge=settings.ridge)
 

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import torch
 from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 
 from mergekit_slta.data.draw import CalibrationData
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, all_of, refuse
 from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.levels import require_levels
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.headers import Model, open_model
-from mergekit_slta.models.padding import logits_problems, padded_tensors
-from mergekit_slta.recipe.recipe import Expert, Recipe
-from mergekit_slta.recipe.samples import Samples, repeated_data
+from mergekit_slta.models.padding import padded_tensors, require_equal_logits
+from mergekit_slta.recipe.recipe import EQUAL_DATA, Expert, Recipe
+from mergekit_slta.recipe.samples import Samples
 from mergekit_slta.recipe.settings import CalibrationSettings
 
 
@@ -47,7 +51,7 @@ class Experiment:
         self.options = MergeOptions(**{**options, "device": str(options.get("device", "cpu"))})
         on_all_gpus = self.options.multi_gpu and self.options.device == "cpu"
         self.device = "cuda" if on_all_gpus else str(self.options.device)
-        self._models: dict[ModelReference, Model] = {}
+        self._models: dict[ModelReference, Model | SltaError] = {}
         LoaderCache().setup(self.options)
 
     @property
@@ -77,8 +81,20 @@ class Experiment:
             SltaError: the model does not exist, or its configuration or files cannot be read.
         """
         if reference not in self._models:
-            self._models[reference] = open_model(reference, self.trust_remote_code, self.transformers_cache)
-        return self._models[reference]
+            try:
+                self._models[reference] = open_model(reference, self.trust_remote_code, self.transformers_cache)
+            except SltaError as error:
+                self._models[reference] = error
+        found = self._models[reference]
+        if isinstance(found, SltaError):
+            raise found
+        return found
+
+    @property
+    def pairs(self) -> list[tuple[Model, Model]]:
+        """The base model with each expert; an SltaError if one cannot be opened."""
+        base = self.model(self.recipe.base)
+        return [(base, self.model(expert.reference)) for expert in self.recipe.experts]
 
     @cached_property
     def base(self) -> Checkpoint:
@@ -109,9 +125,7 @@ class Experiment:
         Raises:
             SltaError: the base model cannot be opened, or is not a decoder-only language model.
         """
-        base = self.recipe.reading.base
-        assert base is not None
-        return Decoder(self.model(base).config, self.trust_remote_code)
+        return Decoder(self.model(self.recipe.base).config, self.trust_remote_code)
 
     def open(self) -> None:
         """Have mergekit download all models and merge adapters; only the first process merges adapters.
@@ -121,7 +135,8 @@ class Experiment:
         if self.ranks.count > 1 and any(reference.lora for reference in self.recipe.references):
             self.ranks.together(lambda: self._open_all() if self.ranks.first else None)
         self.ranks.together(self._open_all)
-        self._models = {reference: model for reference, model in self._models.items() if model.tensors is not None}
+        known = {name: model for name, model in self._models.items() if isinstance(model, Model)}
+        self._models = {name: model for name, model in known.items() if model.tensors is not None}
 
     def _open_all(self) -> None:
         for reference in self.recipe.references:
@@ -138,33 +153,65 @@ class Experiment:
                 model.read({name: name}, self.decoder.base_model_prefix)
 
     def require_levels(self, levels: Sequence[str]) -> None:
-        """Check that each is a level, and that the models can be compared at it.
+        """Refuse levels that the models cannot be compared at.
 
         Raises:
-            SltaError: one is not, or it is ``model`` and the models' vocabularies differ in size.
+            SltaError: one is no level, does not apply to a layer, or is ``model`` where vocabularies differ in size.
         """
         require_levels(levels)
-        base = self.model(self.recipe.base)
-        pairs = [(base, self.model(expert.reference)) for expert in self.recipe.experts]
-        if problems := logits_problems(levels, pairs, self.recipe.tokenizer_source is not None):
-            raise SltaError(*problems)
+        if "model" in levels:
+            require_equal_logits(self.pairs, self.recipe.tokenizer_source is not None)
+        for layer in self.decoder.one_of_each_kind():
+            all_of(functools.partial(layer_submodules, self.decoder, level, layer) for level in levels)
 
     # Data
 
     @cached_property
     def samples(self) -> Samples:
-        """Draws the experts' samples; the recipe must have a base model."""
-        base, settings = self.recipe.reading.base, self.recipe.reading.settings
-        assert base is not None and isinstance(settings, CalibrationSettings)
-        return Samples(base, settings, self.trust_remote_code, self.transformers_cache, self.quiet)
+        """Draws the experts' samples."""
+        return Samples(self.recipe.base, self.settings, self.trust_remote_code, self.transformers_cache, self.quiet)
 
     def load_data(self, experts: Sequence[Expert], count: int | None = None) -> list[CalibrationData]:
         """The calibration samples of experts that have a source: ``count`` of each, by default the recipe's number.
 
         Raises:
-            SltaError: a source gives no samples, or the same samples as another one.
+            SltaError: sources give no samples, the same as another one, or some that a model cannot read.
         """
-        data = [self.samples.of(expert, count) for expert in experts]
-        if problems := repeated_data(zip(experts, data, strict=True)):
-            raise SltaError(*problems)
+        data = all_of(functools.partial(self._readable, expert, count) for expert in experts)
+        seen: dict[str, Expert] = {}
+        refuse(
+            f"'{other.calibration}' of {other} and '{expert.calibration}' of {expert} give the same tokens: give each "
+            f"expert the data of its own task, {EQUAL_DATA}."
+            for expert, drawn in zip(experts, data, strict=True)
+            if (other := seen.setdefault(drawn.sha256, expert)) is not expert
+        )
         return data
+
+    def _readable(self, expert: Expert, count: int | None) -> CalibrationData:
+        """An expert's samples, which the models that run on them can read."""
+        base, drawn = self.model(self.recipe.base), self.samples.of(expert, count)
+        highest, longest = max(map(max, drawn.token_ids)), max(map(len, drawn.token_ids))
+        if highest >= base.vocabulary:
+            raise SltaError(
+                f"The tokenizer of {base} gives the token id {highest}, but the model has only {base.vocabulary} "
+                "embeddings: put the tokenizer that it was trained with into its folder."
+            )
+        if self.recipe.method.runs_experts and highest >= (own := self.model(expert.reference)).vocabulary:
+            raise SltaError(
+                f"The tokenizer of the base model gives the token id {highest}, but the expert {own} has only "
+                f"{own.vocabulary} embeddings: choose an expert with the base model's vocabulary."
+            )
+        if longest > (most := self.positions):
+            raise SltaError(
+                f"Calibration source {drawn.source!r} has samples of {longest} tokens, but {base} has {most} "
+                f"positions: set 'max_tokens: {most}' or less."
+            )
+        return drawn
+
+    @cached_property
+    def positions(self) -> float:
+        """The rows of the base model's table of positions; infinite if it has none."""
+        embedding = self.decoder.model.get_input_embeddings()
+        others = [module for module in self.decoder.tower.modules() if module is not embedding]
+        tables = [module.num_embeddings for module in others if isinstance(module, torch.nn.Embedding)]
+        return min(tables, default=math.inf)

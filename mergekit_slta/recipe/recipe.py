@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import yaml
 from mergekit.common import ModelReference
@@ -17,11 +17,11 @@ from mergekit.config import MergeConfiguration
 from pydantic import ValidationError
 
 from mergekit_slta.data.sources import source_key
-from mergekit_slta.errors import SltaError, one_line
+from mergekit_slta.errors import SltaError, one_line, refuse
 from mergekit_slta.files import published_path
 from mergekit_slta.recipe.configuration import expert_parameters, expert_references, shared_parameters
-from mergekit_slta.recipe.problems import key_problems, recipe_problems
-from mergekit_slta.recipe.settings import SETTINGS, CalibratedExpert, MethodSettings, Parameters
+from mergekit_slta.recipe.settings import SETTINGS, MethodSettings, Parameters
+from mergekit_slta.recipe.text import faults
 
 MOST_SAID = 3  # of the places where mergekit cannot read a recipe
 Table = TypeVar("Table", bound=Parameters)
@@ -38,21 +38,6 @@ class Expert:
 
     def __str__(self) -> str:
         return str(self.reference)
-
-
-@dataclass(frozen=True)
-class Reading:
-    """The readable part of a recipe, in which defaults replace wrong parameters; ``Recipe.problems`` lists these.
-
-    Attributes:
-        base: the base model, if the recipe names one.
-        experts: the experts in the recipe's order, except those whose own parameters are wrong.
-        settings: the parameters for the whole merge.
-    """
-
-    base: ModelReference | None
-    experts: tuple[Expert, ...]
-    settings: MethodSettings
 
 
 class Recipe:
@@ -74,8 +59,8 @@ class Recipe:
         content: the parsed YAML; None if the recipe did not come from a text.
 
     Raises:
-        SltaError: mergekit cannot read it. Wrong parameters raise only when ``base``, ``experts`` or ``settings`` is
-            used.
+        SltaError: mergekit cannot read it. What is wrong with its text raises when ``base``, ``experts`` or
+            ``settings`` is used.
     """
 
     config: MergeConfiguration
@@ -177,22 +162,41 @@ class Recipe:
     def text(self) -> str:
         return self.config.to_yaml()
 
+    def require_sound(self) -> None:
+        """Refuse a recipe whose text is wrong.
+
+        Raises:
+            SltaError: all faults of the text, or the recipe is for another method.
+        """
+        refuse(faults(self.config, self.content, self.method))
+
     @property
     def base(self) -> ModelReference:
         """The base model; an SltaError if the recipe is wrong."""
-        base = self._sound_reading.base
-        assert base is not None
-        return base
+        return self._sound[0]
 
     @property
     def experts(self) -> tuple[Expert, ...]:
         """The experts in the recipe's order; an SltaError if the recipe is wrong."""
-        return self._sound_reading.experts
+        return self._sound[1]
 
     @property
     def settings(self) -> MethodSettings:
         """The method's parameters for the whole merge; an SltaError if the recipe is wrong."""
-        return self._sound_reading.settings
+        return self._sound[2]
+
+    @cached_property
+    def _sound(self) -> tuple[ModelReference, tuple[Expert, ...], MethodSettings]:
+        self.require_sound()
+        assert self.config.base_model is not None
+        own = {
+            reference: _table(self.method.expert, given) for reference, given in expert_parameters(self.config).items()
+        }
+        experts = tuple(
+            Expert(reference, **table.model_dump(include={"calibration", "template"}))
+            for reference, table in own.items()
+        )
+        return self.config.base_model, experts, _table(self.method, shared_parameters(self.config))
 
     def settings_of(self, kind: type[Kind]) -> Kind:
         """The recipe's settings, if its method has settings of that kind.
@@ -234,28 +238,6 @@ class Recipe:
         base = self.config.base_model
         return [*([base] if base else []), *expert_references(self.config)]
 
-    @cached_property
-    def problems(self) -> list[str]:
-        """Everything that is wrong with the recipe's text, one sentence each."""
-        return key_problems(self.content, self.method) + recipe_problems(self.config, self.method)
-
-    @cached_property
-    def reading(self) -> Reading:
-        experts = []
-        for reference, given in expert_parameters(self.config).items():
-            own = _valid_part(self.method.expert, given)
-            if not isinstance(own, CalibratedExpert):
-                experts.append(Expert(reference))
-            elif all(isinstance(given.get(name, ""), str) for name in CalibratedExpert.model_fields):
-                experts.append(Expert(reference, own.calibration, own.template))
-        return Reading(self.config.base_model, tuple(experts), _valid_part(self.method, shared_parameters(self.config)))
-
-    @property
-    def _sound_reading(self) -> Reading:
-        if self.problems:
-            raise SltaError(*self.problems)
-        return self.reading
-
 
 def _plain_values(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _plain(value) for name, value in parameters.items()}
@@ -265,18 +247,14 @@ def _plain(value: Any) -> Any:
     """A value as YAML writes it: paths and data types as strings, scalars of numpy and torch as numbers."""
     if isinstance(value, (os.PathLike, torch.dtype)):
         return str(value).removeprefix("torch.")
-    return value.item() if isinstance(value, (np.generic, torch.Tensor)) else value
+    return value.item() if hasattr(value, "item") else value
 
 
-def _valid_part(table: type[Table], given: Mapping[str, Any]) -> Table:
-    """A table of parameters in which defaults replace wrong values; unknown names are ignored."""
-    names = {field.alias or name for name, field in table.model_fields.items()}
-    known = {name: value for name, value in given.items() if name in names}
-    try:
-        return table.model_validate(known)
-    except ValidationError as error:
-        wrong = {entry["loc"][0] for entry in error.errors()}
-        return table.model_validate({name: value for name, value in known.items() if name not in wrong})
+def _table(kind: type[Table], given: Mapping[str, Any]) -> Table:
+    """A table of parameters; a gradient or filters, which only mergekit evaluates, leave a default."""
+    names = {field.alias or name for name, field in kind.model_fields.items()}
+    values = {name: value for name, value in given.items() if isinstance(value, (str, int, float, bool))}
+    return kind.model_validate({name: value for name, value in values.items() if name in names})
 
 
 def published_name(reference: ModelReference) -> str:
@@ -285,58 +263,55 @@ def published_name(reference: ModelReference) -> str:
     return "+".join(published_path(part.path) + (f"@{part.revision}" if part.revision else "") for part in parts)
 
 
-def published_names(recipe: Recipe | Reading) -> list[str]:
-    """The names of the base model and the experts for published files; two may be equal."""
-    assert recipe.base is not None
-    return [published_name(reference) for reference in (recipe.base, *(expert.reference for expert in recipe.experts))]
+def published_names(recipe: Recipe) -> list[str]:
+    """The names of the base model and the experts for published files.
 
-
-def name_problems(recipe: Recipe | Reading) -> list[str]:
-    """Models that would get the same name in a statistics file."""
-    names = published_names(recipe)
-    if len(set(names)) == len(names):
-        return []
-    return [
-        f"Two models would get the same name in the statistics ({', '.join(names)}): rename a folder, or "
-        "give relative paths."
-    ]
+    Raises:
+        SltaError: two models would get the same name.
+    """
+    names = [published_name(reference) for reference in recipe.references]
+    if len(set(names)) < len(names):
+        raise SltaError(
+            f"Two models would get the same name in the statistics ({', '.join(names)}): rename a folder, or give "
+            "relative paths."
+        )
+    return names
 
 
 EQUAL_DATA = "because with equal data every merging weight of slta is one over the number of experts"
 
 
-def calibration_problems(
-    recipe: Recipe | Reading, statistics_exist: bool = False, takes_statistics: bool = True
-) -> list[str]:
-    """Experts without data, and experts that share data, with which every merging weight would be 1/T.
+def require_calibration(recipe: Recipe, statistics: bool = False) -> None:
+    """Refuse experts without data, and experts that name the same data, with which every merging weight would be 1/T.
 
-    Malformed sources are not compared; reading them reports the problem.
+    Args:
+        recipe: the recipe.
+        statistics: whether a statistics file is used, with which either all experts or none need data.
+
+    Raises:
+        SltaError: everything that is wrong; malformed sources are not compared.
     """
-    problems = []
-    seen: dict[Any, Expert] = {}
+    refuse(_calibration_faults(recipe, statistics))
+
+
+def _calibration_faults(recipe: Recipe, statistics: bool) -> Iterator[str]:
     without = [str(expert) for expert in recipe.experts if not expert.calibration]
-    if statistics_exist and 0 < len(without) < len(recipe.experts):
-        problems.append(
+    if statistics and 0 < len(without) < len(recipe.experts):
+        yield (
             f"Some experts have a 'calibration', but not {', '.join(without)}: give it to all, to compare the "
             "statistics file with the data, or to none, to use the file unchecked."
         )
+    for name in without if not statistics else ():
+        yield (
+            f"The expert {name} has no 'calibration': give it a file or dataset with a few prompts of its task "
+            "(parameters: {calibration: prompts.jsonl})."
+        )
+    seen: dict[Any, Expert] = {}
     for expert in recipe.experts:
-        if not expert.calibration:
-            if not statistics_exist:
-                other = ", or name a statistics file" if takes_statistics else ""
-                problems.append(
-                    f"The expert {expert} has no 'calibration': give it a file or dataset with a few prompts of its "
-                    f"task (parameters: {{calibration: prompts.jsonl}}){other}."
+        with contextlib.suppress(SltaError):  # reading a malformed source says what is wrong with it
+            other = seen.setdefault(source_key(expert.calibration), expert) if expert.calibration else expert
+            if other is not expert:
+                yield (
+                    f"The experts {other} and {expert} have the same calibration source '{expert.calibration}': give "
+                    f"each the data of its own task, {EQUAL_DATA}."
                 )
-            continue
-        try:
-            key = source_key(expert.calibration)
-        except SltaError:
-            continue
-        if key in seen:
-            problems.append(
-                f"The experts {seen[key]} and {expert} have the same calibration source '{expert.calibration}': "
-                f"give each the data of its own task, {EQUAL_DATA}."
-            )
-        seen.setdefault(key, expert)
-    return problems

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mergekit.common import ModelReference
@@ -12,7 +11,7 @@ from mergekit_slta.data.draw import CalibrationData, CalibrationSource
 from mergekit_slta.data.sources import is_dataset
 from mergekit_slta.errors import reading
 from mergekit_slta.models.adapters import adapter_chat_template, tokenizer_folder
-from mergekit_slta.recipe.recipe import EQUAL_DATA, Expert
+from mergekit_slta.recipe.recipe import Expert
 from mergekit_slta.recipe.settings import CalibrationSettings
 
 
@@ -90,14 +89,3 @@ class Samples:
             self.settings.max_tokens,
             self.settings.seed,
         )
-
-
-def repeated_data(drawn: Iterable[tuple[Expert, CalibrationData]]) -> list[str]:
-    """One sentence for each expert whose source gives the same tokens as another expert's."""
-    seen: dict[str, Expert] = {}
-    return [
-        f"'{other.calibration}' of {other} and '{expert.calibration}' of {expert} give the same tokens: "
-        f"give each expert the data of its own task, {EQUAL_DATA}."
-        for expert, samples in drawn
-        if (other := seen.setdefault(samples.sha256, expert)) is not expert
-    ]

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from mergekit_slta.data.draw import CalibrationData
 from mergekit_slta.errors import SltaError
-from mergekit_slta.recipe.recipe import Reading, Recipe
+from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.slta.statistics import BaseContent, Info, versions
 
 
 def match(
     info: Info,
     path: Path,
-    recipe: Recipe | Reading,
+    recipe: Recipe,
     base: BaseContent | None,
     experts: Sequence[str | None],
     data: Sequence[CalibrationData | None],
@@ -77,7 +77,7 @@ def match(
     return [index for index in order if index is not None]
 
 
-def _base_problems(info: Info, path: Path, recipe: Recipe | Reading, base: BaseContent) -> Iterator[str]:
+def _base_problems(info: Info, path: Path, recipe: Recipe, base: BaseContent) -> Iterator[str]:
     known = info.fingerprint.base
     # Another version of transformers may add or drop entries.
     same_version = info.versions.get("transformers") == versions()["transformers"]

@@ -22,7 +22,7 @@ from mergekit_slta.files import cache_folder, digest
 from mergekit_slta.layers.submodules import fallbacks
 from mergekit_slta.levels import LEVELS
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.recipe import Recipe, calibration_problems, name_problems, published_names
+from mergekit_slta.recipe.recipe import Recipe, published_name, published_names, require_calibration
 from mergekit_slta.recipe.settings import SltaSettings
 from mergekit_slta.slta.calibrate import calibrate
 from mergekit_slta.slta.fingerprints import fingerprint, local_identity, model_contents
@@ -86,8 +86,7 @@ def measured_statistics(
         if ranks.first and run_of(partial_folder(file)) is not None:
             remove(partial_folder(file))  # of a run that was killed after it had written the file
         return statistics
-    if problems := calibration_problems(experiment.recipe, takes_statistics=settings.takes_statistics):
-        raise SltaError(*problems)
+    require_calibration(experiment.recipe)
     data = experiment.load_data(experiment.recipe.experts)
     info = _info(experiment, data)
     identity = local_identity(experiment, info.fingerprint)
@@ -149,8 +148,7 @@ def _matched(experiment: Experiment, path: Path, levels: Sequence[str]) -> Stati
         SltaError: the file does not fit, or lacks a level.
     """
     found, recipe = Statistics.load(path), experiment.recipe
-    if problems := calibration_problems(recipe, statistics_exist=True):
-        raise SltaError(*problems)
+    require_calibration(recipe, statistics=True)
     given = all(expert.calibration for expert in recipe.experts)
     data = experiment.load_data(recipe.experts) if given else [None] * len(recipe.experts)
     base, experts = model_contents(experiment)
@@ -199,7 +197,7 @@ def _measured(
 
 def _named(statistics: Statistics, recipe: Recipe) -> Statistics:
     """Statistics under the recipe's names: what was measured may have been measured under others."""
-    names = published_names(recipe)
+    names = [published_name(reference) for reference in recipe.references]
     if len(set(names)) < len(names):
         return statistics
     info = statistics.info.model_copy(update={"base_model": names[0], "models": tuple(names[1:])})
@@ -209,8 +207,6 @@ def _named(statistics: Statistics, recipe: Recipe) -> Statistics:
 def _info(experiment: Experiment, data: Sequence[CalibrationData]) -> Info:
     """The metadata of a measurement, still without levels."""
     recipe, config = experiment.recipe, experiment.base.config
-    if problems := name_problems(recipe):
-        raise SltaError(*problems)
     names = published_names(recipe)
     return Info(
         format_version=2,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from pathlib import Path
 
 import pytest
 from conftest import MakeFamily
 from support import families
-from support.examining import feature_recipe, look, only, problems, with_data
+from support.examining import feature_recipe, only, problems, with_data
 from support.families import Family
 
 CHAT = "{% for turn in messages %}{{ turn.content }}{% endfor %}"
@@ -154,26 +153,6 @@ def test_rotary_positions_have_no_end(family: Family, tmp_path: Path) -> None:
     assert problems(with_data(family, tmp_path / "long.txt")) == []
 
 
-def test_the_data_is_looked_at_without_a_word_in_the_log(family: Family, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        found = look(families.recipe(family, samples=30), running=False)
-    assert not caplog.records
-    assert found.notes == [
-        f"Calibration source '{file}' has only 6 of the 30 usable records that 'samples' asks for."
-        for file in family.data
-    ]
-
-
-@pytest.mark.parametrize("running", [True, False])
-def test_nobody_speaks_of_a_number_of_samples_that_the_recipe_does_not_give(
-    family: Family, caplog: pytest.LogCaptureFixture, running: bool
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        found = look(families.recipe(family, samples=0), running=running)
-    assert len(found.problems) == 1 and "'samples'" in found.problems[0]
-    assert not [said for said in (*found.notes, *caplog.messages) if "usable records" in said]
-
-
 # Statistics
 
 
@@ -183,7 +162,6 @@ def test_models_of_one_name_cannot_be_told_apart_in_the_statistics(family: Famil
         entry["model"] = str(shutil.copytree(entry["model"], tmp_path / f"run{number}" / "checkpoint-500"))
     assert "same name in the statistics (base, checkpoint-500, checkpoint-500)" in only(recipe)
     assert problems(recipe | {"merge_method": "featcal"}) == []
-    assert problems(recipe, merging=False) == []
 
 
 def measured(family: Family, file: Path, level: str = "layer") -> Path:

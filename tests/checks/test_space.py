@@ -17,8 +17,8 @@ from support.families import Family
 from torch.overrides import TorchFunctionMode
 
 from mergekit_slta.checks import space
-from mergekit_slta.checks.case import Case
 from mergekit_slta.checks.space import solving_needs
+from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 
 
@@ -45,11 +45,13 @@ class WithoutFloat64(TorchFunctionMode):
 
 
 def test_a_device_without_float64(family: Family) -> None:
-    case = Case(families.experiment(families.recipe(family, experts=[0])))
-    assert space.device(case) == []
-    with WithoutFloat64():
-        (problem,) = space.device(case)
-    assert "on the device 'cpu' (Cannot convert a MPS Tensor to float64 dtype): leave --device" in problem
+    experiment = families.experiment(families.recipe(family, experts=[0]))
+    space.device(experiment)
+    with (
+        WithoutFloat64(),
+        pytest.raises(SltaError, match="device 'cpu' \\(Cannot convert a MPS Tensor to float64 dtype"),
+    ):
+        space.device(experiment)
 
 
 def test_a_report_needs_a_folder(family: Family, tmp_path: Path) -> None:

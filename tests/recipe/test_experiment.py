@@ -44,7 +44,8 @@ def test_the_fingerprint_follows_models_samples_and_settings(llama: Family, make
         "tokens",
         "settings",
     }
-    other = Family(make_family(experts=1).experts[0], llama.experts, llama.data, llama.config)
+    base = make_family(experts=1).experts[0]
+    other = Family(base.rename(base.with_name("other")), llama.experts, llama.data, llama.config)
     assert {name for name, value in found(other, samples=3).items() if value != first[name]} == {"base"}
 
 

@@ -25,7 +25,7 @@ def run(*arguments: str | Path, code: int = 0) -> str:
 def test_the_recipe_names_the_models_and_the_defaults() -> None:
     text = new_recipe("org/base", ["org/math", "org/base+org/adapter"])
     recipe = Recipe.parse(text, "this")
-    assert not recipe.problems
+    recipe.require_sound()
     assert [str(reference) for reference in recipe.references] == ["org/base", "org/math", "org/base+org/adapter"]
     assert recipe.settings_of(SltaSettings) == SltaSettings()
     assert all(len(line) <= 120 for line in text.splitlines())
@@ -36,7 +36,7 @@ def test_every_commented_line_is_right_when_it_is_used(tmp_path: Path) -> None:
     for name in ("template", "statistics", "report"):
         text = text.replace(f"# {name}:", f"{name}:")
     recipe = Recipe.parse(text.replace('calibration: ""', "calibration: math.jsonl"), "this")
-    assert not recipe.problems
+    recipe.require_sound()
     (expert,) = recipe.experts
     assert (expert.calibration, expert.template) == ("math.jsonl", "{question} {answer}")
     assert recipe.settings_of(SltaSettings).statistics == "merge.slta.safetensors"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,7 @@ from mergekit.config import MergeConfiguration
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.configuration import expert_parameters
-from mergekit_slta.recipe.problems import key_problems, recipe_problems, slice_problems
-from mergekit_slta.recipe.recipe import Expert, Recipe, calibration_problems
+from mergekit_slta.recipe.recipe import Expert, Recipe, require_calibration
 from mergekit_slta.recipe.settings import SETTINGS, FeatcalSettings, SltaSettings
 
 
@@ -28,12 +28,21 @@ def parse(recipe: dict[str, Any]) -> MergeConfiguration:
     return MergeConfiguration.model_validate(recipe)
 
 
-def problems(recipe: dict[str, Any]) -> list[str]:
-    return recipe_problems(parse(recipe), SETTINGS[recipe["merge_method"]])
-
-
 def read(recipe: dict[str, Any]) -> Recipe:
     return Recipe.from_config(parse(recipe), recipe)
+
+
+def problems(recipe: dict[str, Any]) -> list[str]:
+    return said(read(recipe).require_sound)
+
+
+def said(check: Callable[[], object]) -> list[str]:
+    """The sentences in which something is refused; none if it is not."""
+    try:
+        check()
+    except SltaError as error:
+        return list(error.sentences)
+    return []
 
 
 def under_expert(**parameters: Any) -> dict[str, Any]:
@@ -76,17 +85,14 @@ def test_each_method_reads_its_own_settings() -> None:
     )
 
 
-def test_what_can_be_read_of_a_recipe_with_wrong_parameters() -> None:
-    """The checks look at the rest of it, and nothing else takes it."""
+def test_of_a_recipe_with_wrong_parameters_nothing_can_be_used() -> None:
     recipe = content(parameters={"samples": "many", "seed": 4, "sampels": 3})
     recipe["models"][0]["parameters"]["calibration"] = 5
     found = read(recipe)
-    assert found.reading.settings == SltaSettings(seed=4)
-    assert [str(expert) for expert in found.reading.experts] == ["org/code"]
     for name in ("base", "experts", "settings"):
         with pytest.raises(SltaError) as caught:
             getattr(found, name)
-        assert caught.value.message.splitlines() == found.problems and len(found.problems) == 3
+        assert caught.value.sentences == tuple(problems(recipe)) and len(problems(recipe)) == 3
 
 
 def test_a_recipe_made_in_python_is_the_one_in_yaml(tmp_path: Path) -> None:
@@ -108,7 +114,7 @@ def test_a_recipe_made_in_python_is_the_one_in_yaml(tmp_path: Path) -> None:
         assert (found.config.dtype, found.config.out_dtype) == ("float32", "bfloat16")
     scale: dict[str, Any] = {"lambda": 0.3}
     without_data = Recipe("org/base", ["org/math", "org/code"], "sftm", **scale)
-    assert without_data.problems == [] and without_data.settings.model_dump(by_alias=True) == {"lambda": 0.3, "rank": 0}
+    assert without_data.settings.model_dump(by_alias=True) == {"lambda": 0.3, "rank": 0}
 
 
 def test_a_method_of_mergekits_own_has_no_settings_here() -> None:
@@ -190,7 +196,7 @@ def test_misplaced_parameters_of_a_feature_merge() -> None:
         "'parameters' of the recipe.",
         "'template' in the parameters of org/base has no effect: move it to an expert.",
     ]
-    assert key_problems(content("featcal", anchor="slta"), FeatcalSettings) == [
+    assert problems(content("featcal", anchor="base")) == [
         "'anchor' in the recipe has no effect: put it under 'parameters'."
     ]
 
@@ -313,14 +319,6 @@ def test_misspelt_parameters_are_found_wherever_they_stand() -> None:
     assert [problem.split("'")[-2] for problem in found] == ["density", "lambda", "rank", "weight"]
 
 
-def test_a_slice_must_be_the_whole_depth() -> None:
-    config = parse(whole_slice())
-    assert slice_problems(config, 3) == []
-    short = slice_problems(config, 4)
-    assert len(short) == 3
-    assert short[1].startswith("The slice of org/math takes layers 0-3 of 4")
-
-
 def test_all_problems_at_once() -> None:
     recipe = content(base_model=None, parameters={"sampels": 1, "ridge": -1})
     recipe["models"][0]["parameters"]["level"] = "layer"
@@ -343,33 +341,32 @@ def test_all_problems_at_once() -> None:
     ],
 )
 def test_keys_that_mergekit_drops(recipe: dict[str, Any], sentence: str) -> None:
-    assert key_problems(recipe, SltaSettings) == [sentence]
+    assert problems(recipe) == [sentence]
 
 
-@pytest.mark.parametrize("recipe", [content(), whole_slice(), content(name="mine", description="for the fair"), None])
-def test_keys_that_mean_nothing_are_left_alone(recipe: Any) -> None:
-    assert key_problems(recipe, SltaSettings) == []
+def test_keys_that_mean_nothing_are_left_alone() -> None:
+    assert problems(content(name="mine", description="for the fair")) == []
 
 
 def test_an_expert_without_calibration() -> None:
     recipe = read(content(models=[{"model": "org/math"}]))
-    (problem,) = calibration_problems(recipe, statistics_exist=False)
+    (problem,) = said(lambda: require_calibration(recipe))
     assert problem.startswith("The expert org/math has no 'calibration'")
-    assert calibration_problems(recipe, statistics_exist=True) == []
+    require_calibration(recipe, statistics=True)
 
 
 def test_two_experts_with_the_same_source(tmp_path: Path) -> None:
     recipe = content()
     for entry, spelling in zip(recipe["models"], ("task.jsonl", "./task.jsonl"), strict=True):
         entry["parameters"]["calibration"] = f"{tmp_path}/{spelling}"
-    (problem,) = calibration_problems(read(recipe), statistics_exist=False)
+    (problem,) = said(lambda: require_calibration(read(recipe)))
     assert problem.startswith("The experts org/math and org/code have the same calibration source")
     assert problem.endswith("with equal data every merging weight of slta is one over the number of experts.")
 
 
 def test_one_source_for_all_experts() -> None:
     recipe = content(models=[{"model": "org/math"}, {"model": "org/code"}], parameters={"calibration": "all.jsonl"})
-    (problem,) = calibration_problems(read(recipe), statistics_exist=False)
+    (problem,) = said(lambda: require_calibration(read(recipe)))
     assert "have the same calibration source 'all.jsonl'" in problem
 
 

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from mergekit_slta.data.draw import CalibrationData, CalibrationSource
 from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.recipe import Expert
-from mergekit_slta.recipe.samples import Samples, repeated_data
+from mergekit_slta.recipe.samples import Samples
 from mergekit_slta.recipe.settings import CalibrationSettings
 
 SETTINGS = CalibrationSettings(samples=3, max_tokens=12, seed=1)
@@ -90,11 +90,3 @@ def test_a_base_without_a_tokenizer_is_named(llama: Family, tmp_path: Path) -> N
     bare = shutil.copytree(llama.base, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
     with pytest.raises(SltaError, match=r"bare has no usable tokenizer, which calibration needs \(.*[^.]\): get sound"):
         samples_of(bare).of(experts_of(llama)[0])
-
-
-def test_equal_data_is_named_with_both_experts(llama: Family) -> None:
-    samples, (first, second, _) = samples_of(llama.base), experts_of(llama)
-    twin = Expert(second.reference, first.calibration)
-    assert repeated_data([(first, samples.of(first)), (second, samples.of(second))]) == []
-    (problem,) = repeated_data([(first, samples.of(first)), (twin, samples.of(twin))])
-    assert str(first) in problem and str(twin) in problem

@@ -1,4 +1,4 @@
-"""Whether models can be merged with each other, judged by their configurations and file headers."""
+"""The tensors that mergekit reads and writes, found without reading any."""
 
 from __future__ import annotations
 
@@ -11,125 +11,47 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from mergekit.architecture import ModelArchitecture, WeightInfo, arch_info_for_config
 from mergekit.architecture.conversion import can_convert_checkpoint_keys
 
+from mergekit_slta.errors import SltaError, refuse
+from mergekit_slta.layers.submodules import resolve_name
 from mergekit_slta.models.headers import Model, listed
-from mergekit_slta.models.padding import both_have, is_vocabulary
-from mergekit_slta.models.skeleton import computation, converted_as, model_tensor_name
+from mergekit_slta.models.skeleton import converted_as, model_tensor_name
 from mergekit_slta.models.spellings import other_names, unread
+from mergekit_slta.recipe.experiment import Experiment
 
 LAYER_NUMBER = re.compile(r"\.(\d+)\.")
-SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
-def architecture_problem(base: Model, expert: Model, *, mixed: bool = False) -> str | None:
-    """Why an expert's configuration says that it was not fine-tuned from the base model.
+def mergeable_tensors(experiment: Experiment) -> None:
+    """Refuse models of which mergekit would miss tensors, or leave some out."""
+    models = [experiment.model(reference) for reference in experiment.recipe.references]
+    no_missing_tensors(models)
+    no_dropped_tensors(models[0])
+    if experiment.recipe.method.solves_layers:
+        for weight in plan(models[0], models):
+            if resolve_name(experiment.decoder, weight.name)[1] is not None:
+                raise SltaError(
+                    f"'{experiment.recipe.method.method}' solves the experts of a mixture together, but mergekit "
+                    f"merges those of {models[0]} one by one: use 'merge_method: slta' or 'actmat'."
+                )
 
-    Args:
-        base: the base model.
-        expert: the expert.
-        mixed: whether the architectures may have different names.
+
+def no_missing_tensors(models: Sequence[Model]) -> None:
+    """Refuse checkpoints that lack tensors that mergekit needs: one sentence for all models that lack the same.
+
+    Raises:
+        SltaError: some lack tensors.
     """
-    if not mixed and (expert.architecture, expert.config.model_type) != (base.architecture, base.config.model_type):
-        kinds = (
-            f"The expert {expert} is a {expert.architecture} ({expert.config.model_type}), the base model {base} a "
-            f"{base.architecture} ({base.config.model_type})"
-        )
-        if language_type(expert) != language_type(base) or is_multimodal(expert) == is_multimodal(base):
-            return f"{kinds}: only models of one architecture can be merged."
-        if known_architecture(expert) and known_architecture(base):
-            return (
-                f"{kinds}: mergekit defines the two apart and cannot plan a merge of both, although one is the "
-                f"language tower of the other. Save the expert as a {base.architecture}, its tensors in the place of "
-                "the base model's."
-            )
-    sizes = [(name, expert.size(name), base.size(name)) for name in SIZES]
-    sizes = [entry for entry in sizes if None not in entry]  # a configuration may leave a default size out
-    differing = [f"{name} {own} instead of {wanted}" for name, own, wanted in sizes if own != wanted]
-    if differing:
-        return (
-            f"The expert {expert} has {', '.join(differing)}: it was not fine-tuned from the base model {base}, "
-            "leave it out."
-        )
-    return None
-
-
-def language_type(model: Model) -> str:
-    """The type of the language model, which may be a part of the model."""
-    return str(model.config.get_text_config().model_type)
-
-
-def is_multimodal(model: Model) -> bool:
-    """Whether the language model is a part of the model."""
-    return model.config.get_text_config() is not model.config
-
-
-def other_settings(base: Model, expert: Model) -> list[str]:
-    """The entries of the configurations that make an expert compute something else than the base model."""
-    own, theirs = computation(base.config), computation(expert.config)
-    return sorted(name for name in own.keys() & theirs.keys() if own[name] != theirs[name])
-
-
-def shape_problem(base: Model, expert: Model) -> str | None:
-    """Which tensors of an expert have another shape than the base model's, apart from the vocabulary's size."""
-    shapes = [(name, stored.shape, other.shape) for name, stored, other in both_have(base, expert)]
-    unequal = [(name, own, others) for name, own, others in shapes if own != others]
-    unequal = [entry for entry in unequal if not is_vocabulary(base, expert, *entry[1:])]
-    if not unequal:
-        return None
-    name, own, others = unequal[0]
-    more = f", and so do {len(unequal) - 1} more" if len(unequal) > 1 else ""
-    return (
-        f"The tensor {name} of the expert {expert} has the shape {list(others)} instead of {list(own)}{more}: "
-        f"it was not fine-tuned from the base model {base}, leave it out."
-    )
-
-
-def tied_problem(base: Model, expert: Model) -> str | None:
-    """Why two models of which only one ties its output head to its embedding cannot be merged."""
-    tied = [model for model in (base, expert) if getattr(model.config, "tie_word_embeddings", False)]
-    if len(tied) != 1:
-        return None
-    untied = expert if tied[0] is base else base
-    return (
-        f"{tied[0]} ties its output head to its embedding and {untied} does not (tie_word_embeddings): the merged "
-        f"head would fit neither, save {expert} with the setting of the base model {base}."
-    )
-
-
-def quantization_problem(model: Model) -> str | None:
-    """Why a quantized model cannot be merged: its tensors hold codes, which cannot be averaged."""
-    quantization = getattr(model.config, "quantization_config", None)
-    if quantization:
-        given = quantization if isinstance(quantization, Mapping) else vars(quantization)
-        return (
-            f"{model} is quantized ({given.get('quant_method', 'quantization_config')}): "
-            "name the original checkpoint, or dequantize it first."
-        )
-    weights = {name: stored for name, stored in (model.tensors or {}).items() if name.endswith("weight")}
-    for name, stored in weights.items():
-        if len(stored.shape) > 1 and stored.nbytes < 2 * stored.count:
-            return (
-                f"{model} stores {name} in 8 bits or fewer, so it is quantized: name the original checkpoint, or "
-                "dequantize it first."
-            )
-    return None
-
-
-# The tensors that mergekit reads and writes
-
-
-def missing_tensors(models: Sequence[Model]) -> list[str]:
-    """The tensors that mergekit needs and checkpoints lack: one sentence for all models that lack the same."""
     lacking: dict[tuple[str, ...], list[str]] = {}
     for model in models:
         missing = [weight.name for weight in plan(model, models) if not can_load(model, weight)]
         found = renamed(models[0], model, missing)
         lacking.setdefault(tuple(name for name in missing if name not in found), []).append(str(model))
-    return [
+    refuse(
         f"{listed(incomplete)}: the checkpoint lacks {listed(names)}, which mergekit needs; it is incomplete, "
         "or of a variant of its architecture that mergekit cannot merge."
         for names, incomplete in lacking.items()
         if names
-    ]
+    )
 
 
 def renamed(base: Model, model: Model, names: Sequence[str]) -> Mapping[str, str]:
@@ -149,8 +71,8 @@ def plan(model: Model, models: Sequence[Model]) -> list[WeightInfo]:
     return [WeightInfo(name=name) for name in stored if model_tensor_name(name, known, model.prefix)]
 
 
-def dropped_tensors(model: Model) -> list[str]:
-    """One sentence with the tensors that a checkpoint has and that mergekit would leave out of the merged model."""
+def no_dropped_tensors(model: Model) -> None:
+    """Refuse a checkpoint with tensors that the model needs and that mergekit would leave out of the merged model."""
     architecture = known_architecture(model)
     weights = architecture.all_weights(model.config) if architecture else []
     written = {name for weight in weights for name in names_of(weight)}
@@ -159,18 +81,27 @@ def dropped_tensors(model: Model) -> list[str]:
     found = set(renamed(model, model, asked).values())
     left_out = [name for name in left_out if name not in found]
     if not left_out or model.built is None:
-        return []
+        return
     parameters = dict(model.built.named_parameters())
     if architecture is None:
         dropped = unconverted(model, parameters)
     else:  # the buffers of old checkpoints do not count
         dropped = [name for name in left_out if model_tensor_name(name, parameters, model.prefix)]
-    if not dropped:
-        return []
-    return [
-        f"mergekit leaves {listed(dropped)} of {model} out of what it writes, so the merged model would get random "
-        "values there: it cannot merge this variant of the architecture."
-    ]
+    if dropped:
+        raise SltaError(
+            f"mergekit leaves {listed(dropped)} of {model} out of what it writes, so the merged model would get random "
+            "values there: it cannot merge this variant of the architecture."
+        )
+
+
+def lost_tensors(experiment: Experiment) -> Iterator[str]:
+    """Tensors of the base model that the merged model will not have, because transformers does not know them."""
+    base = experiment.model(experiment.recipe.base)
+    if lost := unknown_tensors(base):
+        yield (
+            f"{listed(lost)} of {base} will be missing from the merged model, because mergekit writes only tensors "
+            "that transformers knows: copy them yourself if a program needs them, such as for multi-token prediction."
+        )
 
 
 def unknown_tensors(model: Model) -> list[str]:

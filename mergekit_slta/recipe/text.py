@@ -1,0 +1,168 @@
+"""Everything that can be wrong with a recipe's text, one sentence for each fault; models are checked elsewhere."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.resources
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mergekit._data import chat_templates
+from mergekit.common import ModelReference
+from mergekit.config import (
+    ConditionalParameter,
+    InputModelDefinition,
+    InputSliceDefinition,
+    MergeConfiguration,
+    OutputSliceDefinition,
+)
+from mergekit.merge_methods.base import ParameterScope, ParameterSpec
+from pydantic import BaseModel
+
+from mergekit_slta.errors import SltaError
+from mergekit_slta.recipe.configuration import ParameterTable, expert_references, model_inputs, parameter_tables
+from mergekit_slta.recipe.settings import MethodSettings, parameter_specs
+
+FLOATS = ("bfloat16", "float16", "float32", "float64")
+SHORTEST_TEMPLATE = 20  # mergekit takes a shorter text for a name
+
+
+def faults(config: MergeConfiguration, content: Any, settings: type[MethodSettings]) -> Iterator[str]:
+    """Everything that is wrong with a recipe's text.
+
+    Args:
+        config: the recipe as mergekit reads it.
+        content: its parsed YAML; None if it did not come from a text.
+        settings: the settings of its method.
+    """
+    yield from _keys(content, settings)
+    method = settings.method
+    if not config.base_model:
+        yield f"The recipe has no base_model: '{method}' needs the model that the experts were fine-tuned from."
+    if settings.runs_models:
+        yield from _structure(config, method)
+    yield from _inputs(config)
+    specs = {spec.name: spec for spec in parameter_specs(settings)}
+    for table in parameter_tables(config):
+        if table.model is not None:
+            yield from _placement(table, specs)
+        yield from _parameters(table, specs, one_value=settings.runs_models)
+    yield from _data_types(config)
+    yield from _chat_template(config)
+
+
+def _structure(config: MergeConfiguration, method: str) -> Iterator[str]:
+    """A recipe that is not a merge of whole models, for a method that merges only these."""
+    slices = config.slices or []
+    if config.modules:
+        yield f"'{method}' does not take 'modules': list the experts under 'models'."
+    elif len(slices) > 1:
+        yield f"'{method}' merges whole models, not {len(slices)} slices: list the experts under 'models'."
+    elif slices and slices[0].base_model not in (None, config.base_model):
+        yield "The slice has its own base_model: move it to the top of the recipe."
+    elif slices and config.base_model and config.base_model not in [source.model for source in slices[0].sources]:
+        yield f"The slice lacks the base model {config.base_model}: list the experts under 'models'."
+
+
+def _inputs(config: MergeConfiguration) -> Iterator[str]:
+    """No expert, an expert that is listed twice, and a base model that is listed under another spelling."""
+    if model_inputs(config) and not expert_references(config):
+        yield "The recipe has no expert: list a fine-tuned model beside the base model."
+    listed = [entry.model for entry in config.models or []]
+    for model in dict.fromkeys(listed):
+        if listed.count(model) > 1:
+            yield f"{model} is listed {listed.count(model)} times: list it once."
+        if config.base_model and model != config.base_model and _same_folder(model, config.base_model):
+            yield f"{model} is the base model {config.base_model}: spell it the same way, or leave it out."
+
+
+def _same_folder(one: ModelReference, other: ModelReference) -> bool:
+    paths = one.model.path, other.model.path
+    return one.lora == other.lora and all(map(os.path.exists, paths)) and os.path.samefile(*paths)
+
+
+def _placement(table: ParameterTable, specs: Mapping[str, ParameterSpec]) -> Iterator[str]:
+    """Parameters that stand under a model where mergekit silently ignores them."""
+    for name in [name for name in table.parameters if name in specs]:
+        if specs[name].scope == ParameterScope.SHARED:
+            yield (
+                f"'{name}' in {table.where} has no effect: it is one value for the whole merge, so move it to the "
+                "'parameters' of the recipe."
+            )
+        elif table.is_base:
+            yield f"'{name}' in {table.where} has no effect: move it to an expert."
+
+
+def _parameters(table: ParameterTable, specs: Mapping[str, ParameterSpec], one_value: bool) -> Iterator[str]:
+    """Unknown names (with the closest known one), wrong values, and lists where one value is needed."""
+    for name, setting in table.parameters.items():
+        if name not in specs:
+            near = difflib.get_close_matches(name.lower(), specs, n=1)
+            hint = f", did you mean '{near[0]}'?" if near else f"; the known ones are {', '.join(sorted(specs))}."
+            yield f"Unknown parameter '{name}' in {table.where}{hint}"
+        elif one_value and not isinstance(setting, (str, int, float, bool)):
+            yield f"'{name}' in {table.where} must be one value for the whole merge, not a list or a filter."
+        else:
+            for value in {repr(value): value for value in _values(setting)}.values():  # 1.0 and true are equal
+                try:
+                    specs[name].validate(value)
+                except SltaError as error:
+                    yield error.message.replace(f"'{name}'", f"'{name}' in {table.where}", 1)
+
+
+def _values(setting: Any) -> Iterator[Any]:
+    """The single values in a setting, which may be a value, a gradient or filters."""
+    if isinstance(setting, ConditionalParameter):
+        yield from _values(setting.value)
+    elif isinstance(setting, list):
+        for part in setting:
+            yield from _values(part)
+    else:
+        yield setting
+
+
+def _data_types(config: MergeConfiguration) -> Iterator[str]:
+    """Data types that mergekit does not know, which it would say only in the middle of the merge."""
+    for key, name in (("dtype", config.dtype), ("out_dtype", config.out_dtype)):
+        if name is not None and name.removeprefix("torch.") not in FLOATS:
+            yield f"'{key}: {name}' is not a data type for a merge: write {', '.join(FLOATS[:-1])} or {FLOATS[-1]}."
+
+
+def _chat_template(config: MergeConfiguration) -> Iterator[str]:
+    """A chat template that mergekit does not know, which it would say only after the merge, without a tokenizer."""
+    given = config.chat_template or "auto"
+    files = (Path(file.name) for file in importlib.resources.files(chat_templates).iterdir())
+    known = ["auto", *sorted(file.stem for file in files if file.suffix == ".jinja")]
+    if given not in known and not (len(given) >= SHORTEST_TEMPLATE and "{" in given):
+        yield (
+            f"'chat_template: {given}' is not one that mergekit knows: write {', '.join(known)}, or a whole template "
+            "in Jinja."
+        )
+
+
+def _keys(content: Any, settings: type[MethodSettings]) -> Iterator[str]:
+    """Keys of a recipe's YAML that look like a mistake and that mergekit silently ignores."""
+    if not isinstance(content, Mapping):
+        return
+    tables: list[tuple[Mapping[str, Any], type[BaseModel]]] = [(content, MergeConfiguration)]
+    tables += [(entry, InputModelDefinition) for entry in _entries(content, "models")]
+    for output in _entries(content, "slices"):
+        tables.append((output, OutputSliceDefinition))
+        tables += [(entry, InputSliceDefinition) for entry in _entries(output, "sources")]
+    parameters = {spec.name for spec in parameter_specs(settings)}
+    for table, model in tables:
+        places = {MergeConfiguration: "the recipe", OutputSliceDefinition: "a slice"}
+        where = places.get(model) or f"the entry of {table.get('model', 'a model')}"
+        for key in [key for key in map(str, table) if key not in model.model_fields]:
+            if key in parameters:
+                yield f"'{key}' in {where} has no effect: put it under 'parameters'."
+            elif near := difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.75):
+                yield f"Unknown key '{key}' in {where}, did you mean '{near[0]}'?"
+
+
+def _entries(table: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+    """The tables in the list under a key; none if the key holds something else."""
+    entries = table.get(key)
+    return [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, list) else []
