@@ -129,6 +129,8 @@ def run_of(folder: Path) -> dict[str, Any] | None:
 
 def remove(folder: Path) -> None:
     """Delete a folder of finished layers; the layers before ``run.json``, without which nobody knows whose they are."""
+    if not (folder / RUN).is_file() and _odd_entry(folder):
+        return  # it is no run's
     with contextlib.suppress(OSError):
         for file in folder.glob("*.safetensors"):
             file.unlink()

@@ -98,10 +98,12 @@ def test_finished_layers_are_not_measured_again(
 
 
 @pytest.mark.parametrize("content", ["notes.txt", "layer-0000.safetensors", RUN])
-def test_a_folder_of_the_user_is_neither_taken_nor_changed(content: str, tmp_path: Path) -> None:
+def test_a_folder_of_the_user_is_neither_taken_nor_removed(content: str, tmp_path: Path) -> None:
     (tmp_path / content).write_text('{"my own": 1}')
     with pytest.raises(SltaError, match=f"holds {content}, which is no unfinished work|belongs to another measurement"):
         Partial(tmp_path, {"base": "a"})
+    if content != RUN:
+        remove(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == [content]
 
 
