@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import re
@@ -29,7 +28,6 @@ from mergekit_slta.featcal.groups import solved_in
 from mergekit_slta.featcal.layer import ENOUGH_TOKENS, Coverage
 from mergekit_slta.featcal.merge import stages
 from mergekit_slta.featcal.regression import RidgeRegression, Solver
-from mergekit_slta.featcal.scratch import SolvedModel
 from mergekit_slta.layers.calls import LayerCall
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import linear_maps, output_head, routed_inputs
@@ -530,50 +528,6 @@ def test_progress_counts_every_sample_at_every_stage(
 
 class Interrupted(Exception):
     """Stands for whatever ends a process."""
-
-
-@pytest.fixture(scope="module")
-def whole(llama: Family, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SolvedModel]:
-    """A merge without an interruption, and its folder."""
-    folder = tmp_path_factory.mktemp("whole")
-    return folder, families.feature_merge(llama, folder, batch_tokens=40, compare=True)
-
-
-@pytest.mark.parametrize(
-    ("stage", "batch_tokens"),
-    [
-        ("layer 0 of 3, mlp", 40),
-        ("layer 1 of 3, self_attn.q", 1),
-        ("layer 2 of 3, mlp.down", 40),
-        ("output head", 1),
-    ],
-)
-def test_goes_on_from_the_last_finished_layer(
-    stage: str, batch_tokens: int, llama: Family, whole: tuple[Path, SolvedModel], tmp_path: Path
-) -> None:
-    def interrupt(name: str, samples: int) -> None:
-        if name.startswith(stage):
-            raise Interrupted
-
-    with pytest.raises(Interrupted):
-        families.feature_merge(llama, tmp_path / "cut", batch_tokens=40, compare=True, progress=interrupt)
-    kept = {file: file.stat().st_mtime_ns for file in (tmp_path / "cut").glob("layer-*")}
-    assert len(kept) == (3 if stage == "output head" else int(stage.split()[1]))
-    LoaderCache.loaders.clear()
-    seen: list[int] = []
-    went_on = functools.partial(families.feature_merge, llama, tmp_path / "cut", batch_tokens=batch_tokens)
-    errors = went_on(compare=True, progress=lambda name, samples: seen.append(samples)).errors()
-    assert seen[0] == len(kept) * 4 * 18
-    assert sum(seen) == stages(Decoder(llama.config), True) * 18
-    assert kept == {file: file.stat().st_mtime_ns for file in kept}
-    folder, uninterrupted = whole
-    files = sorted(path.name for path in folder.iterdir())
-    assert files == sorted(path.name for path in (tmp_path / "cut").iterdir())
-    if batch_tokens == 40:
-        assert all((tmp_path / "cut" / name).read_bytes() == (folder / name).read_bytes() for name in files)
-    else:
-        assert worst(families.solved_tensors(tmp_path / "cut"), families.solved_tensors(folder)) < TOLERANCE
-    assert torch.allclose(errors["error.merged"], uninterrupted.errors()["error.merged"], rtol=1e-4)
 
 
 def test_what_layers_share_is_found_and_resumed_where_it_is_solved(make_family: MakeFamily, tmp_path: Path) -> None:
