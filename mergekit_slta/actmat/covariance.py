@@ -67,16 +67,15 @@ def merge_by_covariance(
     rows, inputs = mean.shape
     total, target = mean.new_zeros(inputs, inputs), torch.zeros_like(mean)
     for task, weight in zip(tasks, weights, strict=True):
-        exact = task.double()
-        if weight == 0 or not (size := float(exact.norm())):
+        if weight == 0 or not task.any():
             continue
-        exact = exact / size
-        covariance = gram(exact).mul_(weight)
-        total += covariance
+        own = covariance(task, weight)
+        total += own
+        exact = task.double()
         if rows < inputs:  # τ τᵀ is the smaller one of the two products
-            target.addmm_(gram(exact.T), exact, alpha=weight * size)
+            target.addmm_(gram(exact.T), exact, alpha=weight / float(exact.square().sum()))
         else:
-            target.addmm_(exact, covariance, alpha=size)
+            target.addmm_(exact, own)
     if len(tasks) == 1 or not total.any():
         return MergedMatrix(mean, total)
     ridge = max(ridge, SMALLEST_RIDGE)
@@ -84,6 +83,13 @@ def merge_by_covariance(
     change = times_inverse(target, with_ridge(total, ridge))
     assert change is not None  # a Gram matrix of finite numbers, with a ridge, is positive definite
     return MergedMatrix(change, total)
+
+
+def covariance(task: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
+    """C_t [n, n] float64 of a task matrix [m, n]; zero where the expert did not touch it."""
+    exact = task.double()
+    size = exact.norm()
+    return gram(exact * torch.where(size > 0, weight**0.5 / size, 0.0))
 
 
 def weighted_mean(tasks: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:

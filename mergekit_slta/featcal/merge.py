@@ -24,7 +24,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -34,8 +33,10 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams, Tasks, read_edges
 from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.groups import groups_by_layer, listed, solved_in
-from mergekit_slta.featcal.layer import EXPERT, MERGED, LayerSolver, in_a_file
+from mergekit_slta.featcal.layer import LayerMerge, in_a_file
+from mergekit_slta.featcal.passage import EXPERT, MERGED, LayerPassage
 from mergekit_slta.featcal.regression import Change, RidgeRegression
+from mergekit_slta.featcal.solving import LayerTensors, Setting
 from mergekit_slta.layers.blend import Blend
 from mergekit_slta.layers.calls import Weights
 from mergekit_slta.layers.decoder import Decoder
@@ -92,7 +93,8 @@ def feature_merge(
     ranks = ranks or Ranks()
     models = [anchor.models[0], *experts]
     weights = weights or [torch.ones(len(row)) for task in tasks for row in task]
-    merge = _FeatureMerge(decoder, models, tasks, ranks, anchor, weights, ridge, head, compare, partial.folder)
+    setting = Setting(ridge, isinstance(anchor, ActmatAnchor), weights, ranks, partial.folder)
+    merge = _FeatureMerge(decoder, models, tasks, ranks, anchor, setting, head, compare)
     tensors = pass_layers(
         merge,
         batch_tokens=batch_tokens,
@@ -136,11 +138,9 @@ class _FeatureMerge(Accumulator[Tensors]):
     """Merges one layer after the other, then the output head; see ``feature_merge``."""
 
     anchor: Blend
-    weights: Sequence[torch.Tensor]
-    ridge: float | None
+    setting: Setting
     head: bool
     compare: bool
-    folder: Path
 
     def __post_init__(self) -> None:
         self.experts = self.models[1:]
@@ -193,23 +193,9 @@ class _FeatureMerge(Accumulator[Tensors]):
         base, *experts = weights
         for key, stack in anchor.items():
             if isinstance(stack, ExpertStack) and stack is not base[key]:  # which is computed whenever it is used
-                anchor[key] = stack_of(in_a_file(stack, self.folder), stack.device)
-        solver = LayerSolver(
-            self.decoder,
-            layer,
-            maps,
-            anchor,
-            later,
-            self._known(layer),
-            base,
-            experts,
-            streams,
-            self.weights,
-            self.ridge,
-            isinstance(self.anchor, ActmatAnchor),
-            self.ranks,
-            self.folder,
-        )
+                anchor[key] = stack_of(in_a_file(stack, self.setting.folder), stack.device)
+        passage = LayerPassage(self.decoder, layer, maps, experts, streams)
+        solver = LayerMerge(passage, LayerTensors(base, experts, anchor, later), self.setting, self._known(layer))
         for group in maps.groups:
             self.stage = f"layer {layer} of {len(self.decoder)}, {group}"
             solver.solve(group, report)
@@ -232,18 +218,14 @@ class _FeatureMerge(Accumulator[Tensors]):
         later = self.anchor.solved_keys(names) & {m.weight for group in groups for m in group.maps}
         return self.anchor.of(names, weights, later), later
 
-    def _advance_streams(self, solver: LayerSolver, streams: Streams) -> Tensors:
+    def _advance_streams(self, solver: LayerMerge, streams: Streams) -> Tensors:
         """Set what the layer makes of every stream; returns each stream's mean relative error by task [T]."""
         compared = [MERGED, ANCHOR] if self.compare else [MERGED]
         sums = torch.zeros(len(compared) + 1, len(self.experts), dtype=torch.float64)
         for number, batch in enumerate(streams.batches):
-            outputs = {}
-            for stream in (MERGED, EXPERT):
-                output, state = solver.output(stream, number)
-                streams.set_output(stream, number, output, state)
-                outputs[stream] = output.to(self.decoder.device)
+            outputs = solver.passage.finish(number, solver.merged)
             if self.compare:
-                outputs[ANCHOR] = streams.run_layer(ANCHOR, number, solver.anchor)
+                outputs[ANCHOR] = streams.run_layer(ANCHOR, number, solver.models.anchor)
             own = batch.unpadded(outputs[EXPERT])
             norms = own.norm(dim=1)  # zero where an embedding is: such a token has no relative error
             for row, stream in enumerate(compared):
@@ -264,7 +246,7 @@ class _FeatureMerge(Accumulator[Tensors]):
         rows, columns = head.matrix(anchor).shape
         step = max(1, HEAD_ELEMENTS // columns)
         solved = {name: tensor.clone() for name, tensor in anchor.items()}
-        ridge = self.ridge
+        ridge = self.setting.ridge
         for start in range(0, rows, step):
             part = slice(start, start + step)
             change = self._change_head(head, anchor, part, ridge, streams, report)
@@ -297,7 +279,7 @@ class _FeatureMerge(Accumulator[Tensors]):
                 given = batch.unpadded(head_input(self.decoder, streams.hidden(MERGED, number), merged_tail))
                 own_given = batch.unpadded(head_input(self.decoder, streams.hidden(EXPERT, number), own_tail))
                 residuals = own_given @ own.T - given @ matrix.T
-                equations.add(given, residuals, batch.samples, batch.join(self.weights))
+                equations.add(given, residuals, batch.samples, batch.join(self.setting.weights))
                 if rows.start == 0:
                     report(len(batch.rows))
             equations.finish_task()

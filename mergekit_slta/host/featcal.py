@@ -6,8 +6,8 @@ import torch
 from mergekit.merge_methods import TensorGroup
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.featcal.layer import MERGED
 from mergekit_slta.featcal.merge import ANCHOR, ERRORS
+from mergekit_slta.featcal.passage import MERGED
 from mergekit_slta.featcal.scratch import SolvedModel, solve_model
 from mergekit_slta.host.method import Merge, method_spec, write_report
 from mergekit_slta.layers.blend import weighted_sum

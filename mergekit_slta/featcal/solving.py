@@ -1,0 +1,144 @@
+"""Solve linear maps from the tokens that reach them: functions of tensors, which run no model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from mergekit_slta.actmat.covariance import covariance, merge_by_covariance
+from mergekit_slta.engine.ranks import Ranks
+from mergekit_slta.featcal.regression import Change, RidgeRegression
+from mergekit_slta.layers.calls import Weights
+from mergekit_slta.layers.maps import LinearMap
+from mergekit_slta.numerics.symmetric import with_ridge
+from mergekit_slta.recipe.settings import ActmatSettings
+
+
+class Tokens(NamedTuple):
+    """Tokens of one task that reach some maps.
+
+    Attributes:
+        inputs: the merged model's [n, in].
+        outputs: what the expert's own maps return, without their biases [n, out].
+        samples, weights: each token's sample and weight [n].
+    """
+
+    inputs: torch.Tensor
+    outputs: torch.Tensor
+    samples: torch.Tensor
+    weights: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a merge solves its maps.
+
+    Attributes:
+        ridge: how strongly the solution is drawn towards the anchor; None to choose it by left-out samples.
+        by_tasks: whether it is drawn the more in a direction of the input the larger the task vectors are there, as in
+            ``actmat``, so that the sums over tokens add to those that ``actmat`` takes for them.
+        weights: the weights [S] of the tokens of every sample.
+        ranks: the processes that share the batches.
+        folder: where the matrices of a mixture's experts are while they are solved.
+    """
+
+    ridge: float | None
+    by_tasks: bool
+    weights: Sequence[torch.Tensor]
+    ranks: Ranks
+    folder: Path
+
+
+@dataclass(frozen=True)
+class LayerTensors:
+    """The tensors of one layer by their names in it.
+
+    Attributes:
+        base: the base model's.
+        experts: those of the ``T`` experts.
+        anchor: the anchor's.
+        later: the weights that the anchor still has to solve as ``actmat`` does, when their group is solved.
+    """
+
+    base: Weights
+    experts: Sequence[Weights]
+    anchor: dict[str, torch.Tensor]
+    later: Collection[str] = ()
+
+
+def solve_maps(
+    maps: Sequence[LinearMap],
+    merged: Weights,
+    tokens_of: Sequence[Callable[[], Iterable[Tokens]]],
+    setting: Setting,
+    prior: torch.Tensor | None,
+    expected: int,
+    least: float = 0,
+) -> Change | int:
+    """The change of maps of one input, or how many tokens there are if there are too few.
+
+    Args:
+        maps: the maps, whose outputs are in this order in ``Tokens.outputs``.
+        merged: the tensors that are to be changed, the anchor's.
+        tokens_of: for each task, this process's tokens.
+        setting: how maps are solved.
+        prior: as for ``RidgeRegression``.
+        expected: how many tokens this process has.
+        least: how many tokens all processes need.
+    """
+    matrix = torch.cat([linear_map.matrix(merged) for linear_map in maps])
+    outputs, inputs = matrix.shape
+    regression = RidgeRegression(
+        inputs, outputs, setting.ridge, matrix.device, prior=prior, tokens=expected, ranks=setting.ranks
+    )
+    for tokens_of_task in tokens_of:
+        for tokens in tokens_of_task():
+            residuals = torch.addmm(tokens.outputs, tokens.inputs, matrix.T, alpha=-1)
+            regression.add(tokens.inputs, residuals, tokens.samples, tokens.weights)
+        regression.finish_task()
+    return regression.solve() if regression.tokens >= least else regression.tokens
+
+
+def changed(
+    maps: Sequence[LinearMap], change: Change, merged: Weights, experts: Sequence[Weights]
+) -> dict[str, torch.Tensor]:
+    """The maps' new tensors by their names in the layer; for an expert of a mixture, its part of them."""
+    found, start = {}, 0
+    for linear_map in maps:
+        before = linear_map.matrix(merged)
+        rows = slice(start, start + len(before))
+        found[linear_map.weight] = linear_map.stored((before + change.matrix[rows]).to(before.dtype))
+        if (offset := linear_map.offset(merged)) is not None:
+            own = torch.stack([linear_map.offset(expert) for expert in experts])  # type: ignore[misc]
+            found[str(linear_map.bias)] = change.offset(offset, own, rows)
+        start = rows.stop
+    return found
+
+
+def prior_of(maps: Sequence[LinearMap], models: LayerTensors) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
+    """The system of ``actmat`` for maps of one input, and the anchor's tensors that are solved with it.
+
+    Returns:
+        The system [in, in] with a unit mean diagonal, None if no expert changed the maps; and the tensors of
+        ``models.later``, by their names.
+    """
+    ridge, solved, covariances = ActmatSettings().ridge, {}, []
+    for linear_map in maps:
+        base = linear_map.matrix(models.base)
+        tasks = [linear_map.matrix(expert) - base for expert in models.experts]
+        if linear_map.weight in models.later:
+            found = merge_by_covariance(tasks, ridge)
+            solved[linear_map.weight] = linear_map.stored(base + found.change.to(base.dtype))
+            covariances.append(found.covariance)
+        else:
+            covariances += map(covariance, tasks)
+    total = functools.reduce(torch.add, covariances)
+    if not total.any():
+        return None, solved
+    system = with_ridge(total, ridge)
+    return system.div_(system.diagonal().mean()), solved
