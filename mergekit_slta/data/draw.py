@@ -93,23 +93,7 @@ class CalibrationSource:
         Raises:
             SltaError: the source cannot be read, a record cannot be turned into text, or no record is usable.
         """
-        drawn, count = self._draw(samples)
-        if not drawn.records:
-            raise SltaError(
-                f"Calibration source {self.source!r} has no usable record: all {count} are empty, or the "
-                f"tokenizer of {self.tokenizer.name_or_path} makes no token of their text; name another source, or a "
-                "'template' of fields with text."
-            )
-        if drawn.skipped:
-            LOG.warning("Calibration source %r: skipped %d empty records.", self.source, drawn.skipped)
-        if (usable := len(drawn.records)) < samples:
-            LOG.warning(
-                "Calibration source %r has only %d of the %d usable records that 'samples' asks for.",
-                self.source,
-                usable,
-                samples,
-            )
-        return drawn
+        return self._draw(samples)
 
     def held_out(self, samples: int, used: CalibrationData) -> CalibrationData:
         """Draw the next records in the seed's order that calibration did not use.
@@ -120,23 +104,9 @@ class CalibrationSource:
         Raises:
             SltaError: as for ``draw``, or calibration left no usable record.
         """
-        drawn, _ = self._draw(samples, used)
-        if not drawn.records:
-            raise SltaError(
-                f"Calibration source {self.source!r} has no record to hold out: calibration used every usable one. "
-                "Add records to it, or calibrate with fewer 'samples'."
-            )
-        if (usable := len(drawn.records)) < samples:
-            LOG.warning(
-                "Calibration source %r has only %d records that calibration did not use, not %d.",
-                self.source,
-                usable,
-                samples,
-            )
-        return drawn
+        return self._draw(samples, used)
 
-    def _draw(self, samples: int, used: CalibrationData | None = None) -> tuple[CalibrationData, int]:
-        """Draw records that calibration did not use, and count the source's records."""
+    def _draw(self, samples: int, used: CalibrationData | None = None) -> CalibrationData:
         records = read_records(self.source)
         passed, repeated = (set(used.records), set(used.token_ids)) if used else (set(), set())
         rows: dict[int, tuple[int, ...]] = {}
@@ -155,8 +125,24 @@ class CalibrationSource:
             elif row not in repeated:
                 rows[index] = row
                 answers.append(answer)
+        if used and not rows:
+            raise SltaError(
+                f"Calibration source {self.source!r} has no record to hold out: calibration used every usable one. "
+                "Add records to it, or calibrate with fewer 'samples'."
+            )
+        if not rows:
+            raise SltaError(
+                f"Calibration source {self.source!r} has no usable record: all {len(records)} are empty, or the "
+                f"tokenizer of {self.tokenizer.name_or_path} makes no token of their text; name another source, or a "
+                "'template' of fields with text."
+            )
+        if skipped and not used:
+            LOG.warning("Calibration source %r: skipped %d empty records.", self.source, skipped)
+        if len(rows) < samples:
+            which = "records that calibration did not use" if used else "usable records that 'samples' asks for"
+            LOG.warning("Calibration source %r has only %d of the %d %s.", self.source, len(rows), samples, which)
         token_ids, indices = tuple(rows.values()), tuple(rows)
-        return CalibrationData(self.source, self.template, token_ids, indices, tuple(answers), skipped), len(records)
+        return CalibrationData(self.source, self.template, token_ids, indices, tuple(answers), skipped)
 
     def _encode(self, text: Text) -> tuple[tuple[int, ...], Span | None]:
         """A text's token ids, none if all are special, and which of them are its answer."""
