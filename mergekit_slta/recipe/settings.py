@@ -85,7 +85,7 @@ class CalibrationSettings(MethodSettings):
     )
     report: str = Field(
         default="",
-        description="a folder for an HTML report of the merge; several reports in a folder get an `index.html`",
+        description="a folder for an HTML report of the merge",
     )
 
     @property

@@ -1,4 +1,4 @@
-"""Analyse a merge from its statistics: where it keeps each expert's feature change, where it does not, and why.
+"""Analyse a merge from its statistics: where it keeps each expert's feature change, and how sure its weights are.
 
 The analysis needs only Gram matrices, neither models nor data. Like the merging weights it assumes that features change
 linearly with the weights, which is exactly true only at level ``linear``.
@@ -8,7 +8,7 @@ Shapes: ``S`` submodules of a level, ``T`` experts, and as many tasks, each name
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,7 +17,7 @@ import torch
 from mergekit_slta.levels import place_of
 from mergekit_slta.reports.words import plain_number
 from mergekit_slta.slta.solution import MOST_CONDITION, Solution
-from mergekit_slta.slta.solver import bootstrap, pooled, task_means
+from mergekit_slta.slta.solver import bootstrap, pooled
 from mergekit_slta.tables import short_names
 
 DRAWS = 200
@@ -41,18 +41,9 @@ def kinds_of(names: Sequence[str]) -> dict[str, dict[int, list[int]]]:
 
 @dataclass(frozen=True, eq=False)
 class LevelAnalysis:
-    """A merge at one level; what takes many draws of the samples is computed when it is asked for.
-
-    Attributes:
-        solution: the merge's weights.
-    """
+    """A merge at one level, from its solution; intervals and doubts are computed when they are asked for."""
 
     solution: Solution
-
-    @property
-    def level(self) -> str:
-        """The level."""
-        return self.solution.level
 
     @cached_property
     def experts(self) -> tuple[str, ...]:
@@ -67,7 +58,7 @@ class LevelAnalysis:
     @property
     def samples(self) -> int:
         """The number of samples of the task with the fewest."""
-        return int(self._task.bincount().min())
+        return int(self.solution.statistics.task.bincount().min())
 
     @cached_property
     def alpha(self) -> torch.Tensor:
@@ -87,16 +78,6 @@ class LevelAnalysis:
         """
         return torch.stack([own.share for own in self.solution.submodules.values()])
 
-    @property
-    def kinds(self) -> dict[str, dict[int, list[int]]]:
-        """The rows of each kind of submodule, by layer."""
-        return kinds_of(self.submodules)
-
-    @property
-    def kept(self) -> torch.Tensor:
-        """The share of each expert's feature change that the merge keeps in all submodules together, [T]."""
-        return self.solution.kept
-
     def kept_by_layer(self) -> dict[int, torch.Tensor]:
         """The share of each expert's feature change that the merge keeps in each layer, [T]."""
         layers: dict[int, list[int]] = {}
@@ -109,44 +90,34 @@ class LevelAnalysis:
     @cached_property
     def intervals(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The ends of the weights' 90 % bootstrap intervals, two [S, T]; NaN if a task has one sample."""
-        settings = self.solution.settings
-        draws = (bootstrap(grams, self._task, DRAWS, seed=SEED, **settings) for grams in self._grams())
-        ends = ([own.quantile(q, dim=0) for q in INTERVAL] for own in draws)
-        low, high = (torch.stack(found) for found in zip(*ends, strict=True))
+        statistics, settings = self.solution.statistics, self.solution.settings
+        ends = torch.tensor(INTERVAL, dtype=torch.float64)
+        found = [
+            bootstrap(statistics.grams[name], statistics.task, DRAWS, seed=SEED, **settings).quantile(ends, dim=0)
+            for name in self.submodules
+        ]
+        low, high = torch.stack(found, 1)
         return low, high
 
     @cached_property
     def doubts(self) -> dict[str, list[str]]:
         """By submodule, why its merging weights are unreliable."""
-        low, high = self.intervals
-        rows = zip(self.submodules, high - low, map(self._means, self._grams()), strict=True)
-        return {name: found for name, width, means in rows if (found := _doubts(self.solution, name, width, means))}
+        widths = (self.intervals[1] - self.intervals[0]).amax(1).tolist()
+        found = {name: self._doubts(name, width) for name, width in zip(self.submodules, widths, strict=True)}
+        return {name: reasons for name, reasons in found.items() if reasons}
 
-    @property
-    def _task(self) -> torch.Tensor:
-        return self.solution.statistics.task
-
-    def _grams(self) -> Iterator[torch.Tensor]:
-        return (self.solution.statistics.grams[name] for name in self.submodules)
-
-    def _means(self, grams: torch.Tensor) -> torch.Tensor:
-        return task_means(grams, self._task, self.solution.balance)
-
-
-def _doubts(solution: Solution, name: str, width: torch.Tensor, means: torch.Tensor) -> list[str]:
-    """Why the merging weights of a submodule, with intervals of ``width`` [T], are unreliable."""
-    if not bool(means.any()):
-        return ["no expert changes its features on any sample"]
-    found = []
-    changing = means.sum(0).diagonal() > 0
-    if solution.rank[name] < int(changing.sum()):
-        found.append("experts are linearly dependent")
-    if solution.condition[name] > MOST_CONDITION:
-        found.append(f"condition number {plain_number(solution.condition[name])}")
-    if float(width.max()) > WIDEST_INTERVAL:
-        found.append(f"interval {plain_number(float(width.max()))} wide")
-    alpha = solution.alpha[name].tolist()
-    outside = [value for value in alpha if not PLAUSIBLE_ALPHA[0] <= value <= PLAUSIBLE_ALPHA[1]]
-    if outside:
-        found.append(f"weight {', '.join(map(plain_number, outside))}")
-    return found
+    def _doubts(self, name: str, width: float) -> list[str]:
+        solved = self.solution.submodules[name]
+        if not solved.measured.any():
+            return ["no expert changes its features on any sample"]
+        found = []
+        if solved.rank < int(solved.measured.sum()):
+            found.append("experts are linearly dependent")
+        if solved.condition > MOST_CONDITION:
+            found.append(f"condition number {plain_number(solved.condition)}")
+        if width > WIDEST_INTERVAL:
+            found.append(f"interval {plain_number(width)} wide")
+        outside = [own for own in solved.alpha.tolist() if not PLAUSIBLE_ALPHA[0] <= own <= PLAUSIBLE_ALPHA[1]]
+        if outside:
+            found.append(f"weight {', '.join(map(plain_number, outside))}")
+        return found

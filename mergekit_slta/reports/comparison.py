@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mergekit_slta import files
 from mergekit_slta.comparison.compare import Comparison
+from mergekit_slta.errors import SltaError
 from mergekit_slta.reports.figures import Matrix, heat_map
 from mergekit_slta.reports.words import percent
 from mergekit_slta.tables import short_names
@@ -24,19 +25,27 @@ def write_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> Pa
         Its path.
 
     Raises:
+        SltaError: there is nothing to draw.
         OSError: the file cannot be written.
     """
-    tasks = comparison.tasks
-    names = short_names([task.model for task in tasks])
-    kept = [[task.kept(index) for index in range(len(task.merged))] for task in tasks]
-    shares = [[math.nan if share is None else share for share in row] for row in kept]
-    matrices = [Matrix("The expert's gain that is kept", shares, names, comparison.merged)]
-    if answered := [(name, task) for name, task in zip(names, tasks, strict=True) if task.answers]:
-        scores = [(task.base, task.expert, *task.merged) for _, task in answered]
-        exact = [[math.nan if score.exact is None else score.exact for score in row] for row in scores]
-        columns = ["base", "expert", *comparison.merged]
-        matrices = matrices if any(share is not None for row in kept for share in row) else []
-        matrices.append(Matrix("Short answers given exactly", exact, [name for name, _ in answered], columns))
+    columns = ["base", "expert", *comparison.merged]
+    tasks = dict(zip(short_names([task.model for task in comparison.tasks]), comparison.tasks, strict=True))
+    kept = {name: [task.kept(index) for index in range(len(task.merged))] for name, task in tasks.items()}
+    exact = {
+        name: [score.exact for score in (task.base, task.expert, *task.merged)]
+        for name, task in tasks.items()
+        if task.answers
+    }
+    matrices = []
+    for title, shares, names in (
+        ("The expert's gain that is kept", kept, comparison.merged),
+        ("Short answers given exactly", exact, columns),
+    ):
+        if any(share is not None for row in shares.values() for share in row):
+            values = [[math.nan if share is None else share for share in row] for row in shares.values()]
+            matrices.append(Matrix(title, values, list(shares), names))
+    if not matrices:
+        raise SltaError("No expert gains anything on its own task, and no record has a short answer: nothing to draw.")
     picture = heat_map(
         matrices, x_label="model", y_label="task of", value_label="share", limits=(0.0, 1.0), numbers=percent
     )

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mergekit_slta import files
 from mergekit_slta.levels import place_of
 from mergekit_slta.nonlinearity.scores import STEPS, Linearity, Value, distance_metric, pooled
 from mergekit_slta.reports.analysis import kinds_of
-from mergekit_slta.reports.figures import Bar, Line, Matrix, Panel, bar_chart, heat_map, line_chart
+from mergekit_slta.reports.figures import Bar, Matrix, bar_chart, heat_map
 from mergekit_slta.reports.page import Chart, Page, Section
 from mergekit_slta.reports.words import counted, enumerated, kind_name, plain_number
 from mergekit_slta.tables import Table, as_json, short_names
 
 LINEAR_MAPS = "linear map"
-MAPPED_LEVELS = frozenset({"model", "layer", "attn_mlp"})  # of which Figure 6 shows distances
+MAPPED_LEVELS = ("model", "layer", "attn_mlp")  # the levels in Figure 6
+STEP_NAMES = [f"{step / STEPS:.1f}" for step in range(STEPS + 1)]
 BARS = "A bar is the mean, and the thin line at its end reaches one standard deviation to both sides, over "
 SETTINGS = {2: "25 settings of two weights from 0.2 to 1", 3: "27 settings of three weights from 0.3 to 0.7"}
 MEANING = (
@@ -38,16 +39,30 @@ def write_linearity(result: Linearity, folder: Path) -> Path:
 
 
 def linearity_page(result: Linearity) -> Page:
-    sizes = [size for size in (2, 3) if _merges(result, size)]
-    sections = [Section("Single experts", charts=[_score_chart(result), *_score_by_layer(result)])]
+    """The report on linearity."""
+    experts = short_names(result.experts)
+    sizes = {size: found for size in SETTINGS if (found := _merges(result, size))}
+    own = {short: ("non_linearity", [name]) for short, name in zip(experts, result.experts, strict=True)}
+    score = _bars(
+        result,
+        "non-linearity",
+        "Non-linearity score",
+        f"Like Figures 1a and 2 and Table 17 of the paper. Lower is more linear. {BARS}samples and submodules.",
+        own,
+        score_table(result),
+    )
+    sections = [Section("Single experts", charts=[score])]
     if sizes:
         sections.append(Section("Merges", charts=_merge_charts(result, sizes)))
-    mapped = range(len(result.experts)) if result.maps.keys() & MAPPED_LEVELS else ()
-    way = [_curve_chart(result), *(_distance_map(result, index) for index in mapped)]
-    sections.append(Section("On the way to an expert", charts=way))
+    mapped = enumerate(result.experts) if {*result.maps} & {*MAPPED_LEVELS} else ()
+    maps = [_distance_map(result, index, expert, experts[index]) for index, expert in mapped]
+    way = "Like Table 18 of the paper: how far the features still are from the expert's when this share α of the task "
+    way += "vector is added to the base model, relative to the whole way. Of a linear expert it is 1 − α."
+    sections.append(Section("On the way to an expert", [way], maps, _distance_table(result)))
+    sentences = [_merge_sentence(result, size, merges) for size, merges in sizes.items()]
     return Page(
-        title=f"How linear {enumerated(short_names(result.experts))} are in their weights",
-        verdict=[score_sentence(result), *(merge_sentence(result, size) for size in sizes), MEANING],
+        title=f"Linearity of {enumerated(experts)} in their weights",
+        verdict=[score_sentence(result), *sentences, MEANING],
         facts=_facts(result),
         sections=sections,
     )
@@ -55,42 +70,33 @@ def linearity_page(result: Linearity) -> Page:
 
 def score_table(result: Linearity) -> Table:
     """Mean and standard deviation of the Non-linearity Score over samples and submodules, as in Table 17."""
-    rows = [[group, *_cells(result, "non_linearity", group, result.experts)] for group in _groups(result)]
-    return Table(["Non-linearity score", *short_names(result.experts)], rows)
+    return _table(result, "Non-linearity score", {"non_linearity": ""}, result.experts, short_names(result.experts))
 
 
 def score_sentence(result: Linearity) -> str:
     """A sentence on how linear the submodules are, compared with whole models."""
     experts = enumerated(short_names(result.experts))
-    means = _means(result, "non_linearity", result.experts)
+    means = {group: _pooled(result, "non_linearity", group, result.experts).mean for group in _groups(result)}
     scores = f"the non-linearity score (0 is linear) is {_listed(means)}, on average over experts and samples."
     model = means.pop("model", math.nan)
     if math.isnan(model) or not means:
         return f"For {experts} {scores}"
     if any(mean >= model for mean in means.values()):
         return f"Not all submodules of {experts} are more linear than the whole models: {scores}"
-    most = max(means.values())
-    by = f"at least {_short(model / most)} times more" if most > 0 else "perfectly"
-    return f"The submodules of {experts} are {by} linear{' than the whole models' * (most > 0)}: {scores}"
+    return f"The submodules of {experts} are more linear than the whole models: {scores}"
 
 
-def merge_sentence(result: Linearity, size: int) -> str:
-    """A sentence on how far the feature changes of merges of ``size`` experts are from adding up."""
-    means = _means(result, "projection_distance", _merges(result, size))
-    number = "two" if size == 2 else "three"
+def _merge_sentence(result: Linearity, size: int, merges: Sequence[str]) -> str:
+    means = {group: _pooled(result, "projection_distance", group, merges).mean for group in _groups(result)}
     return (
-        f"When {number} of them are merged, the projection distance (0 means that feature changes add up) is "
-        f"{_listed(means)}."
+        f"When {'two' if size == 2 else 'three'} of them are merged, the projection distance (0 means that feature "
+        f"changes add up) is {_listed(means)}."
     )
 
 
 def _listed(means: Mapping[str, float]) -> str:
     names = {"model": "the whole model", "MLP": "an MLP branch", "attention": "an attention branch"}
-    return enumerated([f"{_short(mean)} for {names.get(group, f'a {group}')}" for group, mean in means.items()])
-
-
-def _short(number: float) -> str:
-    return "undefined" if math.isnan(number) else f"{number:.2g}"
+    return enumerated([f"{plain_number(mean, '.2g')} for {names.get(own, f'a {own}')}" for own, mean in means.items()])
 
 
 # Groups of submodules
@@ -109,19 +115,11 @@ def _group_of(level: str, name: str) -> str:
     return LINEAR_MAPS if level == "linear" else kind_name(place_of(name).kind)
 
 
-def _pooled(result: Linearity, metric: str, group: str, names: Iterable[str]) -> Value:
+def _pooled(result: Linearity, metric: str, group: str, names: Sequence[str]) -> Value:
     """A metric over all submodules of a group, of experts or merges."""
     level = _groups(result)[group]
-    found = result.metrics.get(metric, {}).get(level, {})
+    found = result.metrics[metric][level]
     return pooled([value for who in names for name, value in found[who].items() if _group_of(level, name) == group])
-
-
-def _means(result: Linearity, metric: str, names: Sequence[str]) -> dict[str, float]:
-    return {group: _pooled(result, metric, group, names).mean for group in _groups(result)}
-
-
-def _cells(result: Linearity, metric: str, group: str, names: Iterable[str]) -> list[str]:
-    return [_plus_minus(_pooled(result, metric, group, [name])) for name in names]
 
 
 def _merges(result: Linearity, size: int) -> list[str]:
@@ -130,161 +128,98 @@ def _merges(result: Linearity, size: int) -> list[str]:
     return [name for name in next(iter(by_level.values()), {}) if len(result.members[name]) == size]
 
 
-def _plus_minus(value: Value) -> str:
-    return f"{plain_number(value.mean)} ± {plain_number(value.std)}" if value.n else "–"
+def _table(
+    result: Linearity, quantity: str, metrics: Mapping[str, str], names: Sequence[str], columns: Sequence[str]
+) -> Table:
+    """Mean and standard deviation of metrics, each with words for its rows, by groups and by experts or merges."""
+    rows = []
+    for group in _groups(result):
+        for metric, words in metrics.items():
+            values = [_pooled(result, metric, group, [name]) for name in names]
+            rows.append([group + words, *(f"{plain_number(v.mean)} ± {plain_number(v.std)}" for v in values)])
+    return Table([quantity, *columns], rows)
 
 
 # Charts
 
 
-def _score_chart(result: Linearity) -> Chart:
-    bars = []
-    for group in _groups(result):
-        for name, short in zip(result.experts, short_names(result.experts), strict=True):
-            value = _pooled(result, "non_linearity", group, [name])
-            bars.append(Bar(group, short, value.mean, value.std))
-    return Chart(
-        name="non-linearity",
-        title="Non-linearity score",
-        caption=f"Like Figures 1a and 2 and Table 17 of the paper. Lower is more linear. {BARS}samples and submodules.",
-        alt=_bars_in_words(bars),
-        picture=bar_chart(bars, x_label="non-linearity score"),
-        table=score_table(result),
-    )
-
-
-def _bars_in_words(bars: Sequence[Bar]) -> str:
-    said = [f"{bar.group}, {bar.series}: {plain_number(bar.value)} ± {plain_number(bar.deviation)}" for bar in bars]
-    return f"Bars, mean ± standard deviation: {'; '.join(said)}."
-
-
-def _score_by_layer(result: Linearity) -> list[Chart]:
-    """The scores by layer; no chart if only the whole model was measured."""
-    experts = short_names(result.experts)
-    panels, rows, said = [], [], []
-    for group, level in _groups(result).items():
-        by_expert = result.metrics["non_linearity"][level]
-        names = [name for name in by_expert[result.experts[0]] if _group_of(level, name) == group]
-        if names == ["model"]:
-            continue
-        layers: dict[int, list[str]] = {}
-        for name in names:
-            layers.setdefault(place_of(name).layer or 0, []).append(name)
-        lines = []
-        for expert, short in zip(result.experts, experts, strict=True):
-            found = by_expert[expert]
-            cloud = [(layer, found[name].mean) for layer, own in layers.items() for name in own]
-            means = [pooled([found[name] for name in own]).mean for own in layers.values()]
-            lines.append(Line(short, list(layers), means, cloud=cloud if len(cloud) > len(layers) else ()))
-        panels.append(Panel(group, lines))
-        rows += [[name, *(_plus_minus(by_expert[expert][name]) for expert in result.experts)] for name in names]
-        largest = max((y for line in lines for y in line.y if not math.isnan(y)), default=math.nan)
-        said.append(f"{group} up to {plain_number(largest)}")
-    if not panels:
-        return []
-    return [
-        Chart(
-            name="non-linearity-by-layer",
-            title="Non-linearity score by layer",
-            caption="Mean over samples. Each panel has a scale of its own. Where a layer has several submodules of a "
-            "kind, the line is their mean and each dot is one of them.",
-            alt=f"Lines over the decoder layers, one per expert: {'; '.join(said)}.",
-            picture=line_chart(panels, x_label="decoder layer", y_label="score"),
-            table=Table(["Submodule", *experts], rows),
-        )
-    ]
-
-
-def _merge_charts(result: Linearity, sizes: Sequence[int]) -> list[Chart]:
-    settings = " and ".join(SETTINGS[size] for size in sizes)
+def _merge_charts(result: Linearity, sizes: Mapping[int, Sequence[str]]) -> list[Chart]:
+    settings = f"{BARS}{' and '.join(SETTINGS[size] for size in sizes)}"
     short = dict(zip(result.experts, short_names(result.experts), strict=True))
-    merges = [name for size in sizes for name in _merges(result, size)]
+    merges = [merge for found in sizes.values() for merge in found]
     columns = [" + ".join(short[name] for name in result.members[merge]) for merge in merges]
-    groups = _groups(result)
-
-    def chart(name: str, title: str, caption: str, quantity: str, metrics: Mapping[str, str], cosine: bool) -> Chart:
-        bars, rows = [], []
-        for group in groups:
-            for size in sizes:
-                for metric, what in metrics.items():
-                    value = _pooled(result, metric, group, _merges(result, size))
-                    bars.append(
-                        Bar(group, f"{size} experts{what}", 1 - value.mean if cosine else value.mean, value.std)
-                    )
-            rows += [[group + what, *_cells(result, metric, group, merges)] for metric, what in metrics.items()]
-        picture = bar_chart(bars, x_label=f"1 − {quantity}" if cosine else quantity)
-        return Chart(
-            name, title, caption, _bars_in_words(bars), picture, Table([quantity.capitalize(), *columns], rows)
-        )
-
+    distance, cosine = {"projection_distance": ""}, {"cosine_merge": ", merged", "cosine_base": ", baseline"}
     return [
-        chart(
+        _bars(
+            result,
             "projection-distance",
-            "Projection distance of merges",
+            "Projection distance",
             "Like Figures 1b and 3 of the paper (Eq. 8): how far a merge's feature change is from the weighted sum of "
-            "the experts' changes, along that sum. At 0 the changes add up. "
-            f"{BARS}{settings}.",
-            "projection distance",
-            {"projection_distance": ""},
-            cosine=False,
+            f"the experts' changes, along that sum. At 0 the changes add up. {settings}.",
+            {f"{size} experts{words}": (metric, sizes[size]) for size in sizes for metric, words in distance.items()},
+            _table(result, "Projection distance", distance, merges, columns),
         ),
-        chart(
+        _bars(
+            result,
             "cosine",
-            "Direction of merges",
+            "1 − cosine similarity",
             "Like Figure 4 of the paper: 1 − cosine similarity of a merge's feature change and the weighted sum of the "
             "experts' changes (merged, Eq. 16), and of the experts' changes with each other (baseline, Eq. 17). The "
-            f"changes of a merge well below its baseline add up. {BARS}{settings} (merged) or samples (baseline).",
-            "cosine similarity",
-            {"cosine_merge": ", merged", "cosine_base": ", baseline"},
-            cosine=True,
+            f"changes of a merge well below its baseline add up. {settings} (merged) or samples (baseline).",
+            {f"{size} experts{words}": (metric, sizes[size]) for size in sizes for metric, words in cosine.items()},
+            _table(result, "Cosine similarity", cosine, merges, columns),
         ),
     ]
 
 
-def _curve_chart(result: Linearity) -> Chart:
-    steps = [step / STEPS for step in range(STEPS + 1)]
-    straight = [1 - step for step in steps]
-    panels, rows = [], [["linear", *(_decimals(distance) for distance in straight)]]
-    for name, short in zip(result.experts, short_names(result.experts), strict=True):
-        lines = []
+def _bars(
+    result: Linearity,
+    name: str,
+    quantity: str,
+    caption: str,
+    series: Mapping[str, tuple[str, Sequence[str]]],
+    table: Table,
+) -> Chart:
+    """Bars of series, each the mean of a metric over some experts or merges, for every group of submodules."""
+    bars = []
+    for group in _groups(result):
+        for label, (metric, names) in series.items():
+            value = _pooled(result, metric, group, names)
+            mean = 1 - value.mean if metric.startswith("cosine") else value.mean
+            bars.append(Bar(group, label, mean, value.std))
+    said = [f"{bar.group}, {bar.series}: {plain_number(bar.value)} ± {plain_number(bar.deviation)}" for bar in bars]
+    alt = f"Bars, mean ± standard deviation: {'; '.join(said)}."
+    return Chart(name, quantity, caption, alt, bar_chart(bars, x_label=quantity.lower()), table)
+
+
+def _distance_table(result: Linearity) -> Table:
+    """Table 18: the mean distance to each expert after every step."""
+    rows = []
+    for expert, short in zip(result.experts, short_names(result.experts), strict=True):
         for group in _groups(result):
-            curve = [_pooled(result, distance_metric(step), group, [name]).mean for step in range(STEPS + 1)]
-            lines.append(Line(group, steps, curve))
-            rows.append([f"{group}, {short}", *map(_decimals, curve)])
-        panels.append(Panel(short, [Line("linear", steps, straight), *lines]))
-    return Chart(
-        name="distance-curve",
-        title="Distance to the expert on the way",
-        caption="Like Table 18 of the paper: how far the features still are from the expert's features when this share "
-        "of the task vector is added to the base model, relative to the whole way. For a linear expert the distance "
-        "falls straight from 1 to 0.",
-        alt="Lines that fall from 1 to 0, one per kind of submodule, in a panel for each expert.",
-        picture=line_chart(panels, x_label="share of the task vector α", y_label="distance"),
-        table=Table(["Submodules", *(f"α = {step:g}" for step in steps)], rows),
-    )
+            curve = [_pooled(result, distance_metric(step), group, [expert]).mean for step in range(STEPS + 1)]
+            rows.append([f"{group}, {short}", *(plain_number(distance, ".3f") for distance in curve)])
+    return Table(["Distance", *(f"α = {step}" for step in STEP_NAMES)], rows)
 
 
-def _distance_map(result: Linearity, index: int) -> Chart:
+def _distance_map(result: Linearity, index: int, expert: str, short: str) -> Chart:
     """Figure 6 for one expert: of the levels that were measured, the model, a middle layer and its branches."""
-    expert, short = result.experts[index], short_names(result.experts)[index]
-    steps = [f"{step / STEPS:.1f}" for step in range(STEPS + 1)]
-    matrices, rows, said = [], [], []
-    for level in [level for level in result.maps if level in MAPPED_LEVELS]:
+    matrices, rows = [], []
+    for level in [level for level in MAPPED_LEVELS if level in result.maps]:
         names = list(result.maps[level][expert])
         for layers in kinds_of(names).values():
             name = names[list(layers.values())[len(layers) // 2][0]]
             distances = result.maps[level][expert][name].tolist()
-            matrices.append(Matrix(name, distances, steps, steps))
-            rows += [[f"{name}, α = {step}", *map(_decimals, row)] for step, row in zip(steps, distances, strict=True)]
-            half = plain_number(distances[0][STEPS // 2])
-            said.append(f"{name}: 0 along the diagonal, {half} from the base model to halfway")
+            matrices.append(Matrix(name, distances, STEP_NAMES, STEP_NAMES))
+            for step, row in zip(STEP_NAMES, distances, strict=True):
+                rows.append([f"{name}, α = {step}", *(plain_number(distance, ".3f") for distance in row)])
     return Chart(
         name=f"distances-{index + 1}",
         title=f"Distances on the way to {short}",
         caption="Like Figure 6 of the paper, mean over samples: the distance between the features at two points on the "
         "way from the base model to the expert. For a linear expert the stripes along the diagonal are even. "
         "Distances above 1 are red.",
-        alt=f"Heat maps of distances. {'; '.join(said)}.",
+        alt=f"Heat maps of distances, 0 along the diagonal, of {', '.join(matrix.title for matrix in matrices)}.",
         picture=heat_map(
             matrices,
             x_label="share of the task vector α",
@@ -292,12 +227,8 @@ def _distance_map(result: Linearity, index: int) -> Chart:
             value_label="distance of the features, relative to the whole way",
             limits=(0.0, 1.0),
         ),
-        table=Table(["From, to", *(f"α = {step}" for step in steps)], rows),
+        table=Table(["From, to", *(f"α = {step}" for step in STEP_NAMES)], rows),
     )
-
-
-def _decimals(number: float) -> str:
-    return plain_number(number, ".3f")
 
 
 def _facts(result: Linearity) -> dict[str, str]:

@@ -22,6 +22,7 @@ from mergekit_slta.reports.analysis import (
     PLAUSIBLE_ALPHA,
     WIDEST_INTERVAL,
     LevelAnalysis,
+    kinds_of,
 )
 from mergekit_slta.reports.figures import Line, Matrix, Panel, heat_map, line_chart
 from mergekit_slta.reports.page import Chart, Page, Section
@@ -50,9 +51,9 @@ def verdict(analysis: LevelAnalysis) -> str:
     for index, name in enumerate(analysis.experts):
         losing = [layer for layer, kept in by_layer.items() if float(kept[index]) < LOSES_MOST]
         worst = min(losing, key=lambda layer: float(by_layer[layer][index]), default=0)
-        clauses.append(_clause(name, float(analysis.kept[index]), _where(losing, len(by_layer), worst)))
+        clauses.append(_clause(name, float(analysis.solution.kept[index]), _where(losing, len(by_layer), worst)))
     said = "; ".join([*clauses[:-1], f"and {clauses[-1]}"] if len(clauses) > 1 else clauses)
-    return f"Merged at level {analysis.level}, the result {said}."
+    return f"Merged at level {analysis.solution.level}, the result {said}."
 
 
 def _clause(name: str, kept: float, where: str) -> str:
@@ -137,17 +138,22 @@ def report_page(
         text = "The share of each expert's feature change that the merge keeps if it is solved at a level."
         header = ["Level", "Submodules", *(f"keeps of {name}" for name in first.experts), "unreliable"]
         rows = [
-            [a.level, str(len(a.submodules)), *map(percent, a.kept.tolist()), f"{len(a.doubts)} of {len(a.submodules)}"]
-            for a in analyses
+            [
+                own.solution.level,
+                str(len(own.submodules)),
+                *map(percent, own.solution.kept.tolist()),
+                f"{len(own.doubts)} of {len(own.submodules)}",
+            ]
+            for own in analyses
         ]
-        sections.append(Section("The levels compared", [text], table=Table(header, rows)))
+        sections.append(Section("Levels compared", [text], table=Table(header, rows)))
     for analysis in analyses:
-        suffix = f" (level {analysis.level})" if len(analyses) > 1 else ""
+        suffix = f" (level {analysis.solution.level})" if len(analyses) > 1 else ""
         sections += [replace(section, title=section.title + suffix) for section in _level_sections(analysis)]
     return Page(
-        title=f"What a merge of {enumerated(first.experts)} keeps",
+        title=f"Report on a merge of {enumerated(first.experts)}",
         verdict=[verdict(first), MEANING, reliability(first)],
-        facts=_facts(solutions[0], [analysis.level for analysis in analyses]),
+        facts=_facts(solutions[0], [solution.level for solution in solutions]),
         sections=sections,
     )
 
@@ -177,16 +183,16 @@ def _facts(solution: Solution, levels: Collection[str]) -> dict[str, str]:
 
 
 def _level_sections(analysis: LevelAnalysis) -> Iterator[Section]:
-    if analysis.level == "model":
+    if analysis.solution.level == "model":
         header = ["Expert", "merging weight", "90 % interval", "share kept"]
         weights, shares = analysis.alpha[0].tolist(), analysis.retained[0].tolist()
         rows = [
             [name, plain_number(weights[i]), _interval(analysis, 0, i) or "–", percent(shares[i])]
             for i, name in enumerate(analysis.experts)
         ]
-        yield Section("What the merge keeps", table=Table(header, rows))
+        yield Section("Share kept", table=Table(header, rows))
     else:
-        yield Section("What the merge keeps", charts=[_retained_chart(analysis)])
+        yield Section("Share kept", charts=[_retained_chart(analysis)])
         yield Section("Merging weights", charts=[_alpha_chart(analysis), alpha_map(analysis)])
     yield _doubts_section(analysis)
 
@@ -211,60 +217,14 @@ def _doubts_section(analysis: LevelAnalysis) -> Section:
 # Charts
 
 
-def _panels(analysis: LevelAnalysis, values: torch.Tensor, weights: torch.Tensor, bands: bool = False) -> list[Panel]:
-    """A panel for each kind of submodule, with ``lines_of`` of the values [S, T] over the layers.
-
-    If a layer has several submodules of a kind, the line is their weighted mean and each of them is a dot. Otherwise
-    ``bands`` adds the intervals of the merging weights and shades the layers with unreliable weights.
-    """
-    panels = []
-    for kind, layers in analysis.kinds.items():
-        most = max(map(len, layers.values()))
-        means = torch.stack([pooled(values[rows], weights[rows]) for rows in layers.values()])
-        lines = lines_of(analysis.experts, list(layers), means)
-        title, doubtful = kind_name(kind), []
-        if most > 1:
-            title += f": mean of {most}, and each one"
-            places = [(layer, row) for layer, rows in layers.items() for row in rows]
-            lines = [
-                replace(line, cloud=[(layer, float(values[row, i])) for layer, row in places])
-                for i, line in enumerate(lines)
-            ]
-        elif bands and most == 1:
-            only = [row for (row,) in layers.values()]
-            lines = lines_of(analysis.experts, list(layers), means, *(end[only] for end in analysis.intervals))
-            doubtful = [layer for layer, (row,) in layers.items() if analysis.submodules[row] in analysis.doubts]
-        panels.append(Panel(title, lines, doubtful))
-    return panels
-
-
-def lines_of(
-    experts: Sequence[str],
-    x: Sequence[float],
-    values: torch.Tensor,
-    low: torch.Tensor | None = None,
-    high: torch.Tensor | None = None,
-) -> list[Line]:
-    """A line and a band for each expert.
-
-    Args:
-        experts: their names, ``T`` in all.
-        x: the places on the horizontal axis, ``X`` in all.
-        values: [X, T].
-        low, high: the ends of the bands, [X, T]; there are none by default.
-    """
-    ends = [[None] * len(experts) if end is None else end.T.tolist() for end in (low, high)]
-    return [Line(name, x, *rest) for name, *rest in zip(experts, values.T.tolist(), *ends, strict=True)]
-
-
 def _retained_chart(analysis: LevelAnalysis) -> Chart:
-    by_layer = _extents(analysis.experts, torch.stack(list(analysis.kept_by_layer().values())), percent)
+    by_layer = torch.stack(list(analysis.kept_by_layer().values()))
     return Chart(
-        name=f"retained-{analysis.level}",
+        name=f"retained-{analysis.solution.level}",
         title="Share of each expert's feature change that the merge keeps",
         caption="Measured on each expert's own data, for every layer from layer 0 on. Thin lines mark 0 % and 50 %. "
         "Values below −100 % are drawn at −100 %.",
-        alt=f"Lines over the decoder layers, one per expert. By layer, {by_layer}.",
+        alt=f"Lines over the decoder layers, one per expert. By layer, {_extents(analysis, by_layer, percent)}.",
         picture=line_chart(
             _panels(analysis, analysis.retained, analysis.share),
             x_label="decoder layer",
@@ -273,16 +233,15 @@ def _retained_chart(analysis: LevelAnalysis) -> Chart:
             y_range=(-1.0, 1.0),
             lines_at=(0.0, LOSES_MOST),
         ),
-        table=_submodule_table(analysis, analysis.experts, analysis.retained, percent),
+        table=_submodule_table(analysis, analysis.retained, percent),
     )
 
 
 def _alpha_chart(analysis: LevelAnalysis) -> Chart:
-    panels = _panels(analysis, analysis.alpha, torch.ones_like(analysis.alpha), bands=True)
-    has_bands = any(not math.isnan(low) for panel in panels for line in panel.lines for low in line.low or ())
+    ends = None if analysis.samples == 1 else analysis.intervals
     bands = (
-        f"The band around a line is a 90 % bootstrap interval: it leaves out the lowest and the highest 5 % of the "
-        f"weights that {DRAWS} draws of the samples, with replacement, give. " * has_bands
+        "The band around a line is a 90 % bootstrap interval: it leaves out the lowest and the highest 5 % of the "
+        f"weights that {DRAWS} draws of the samples, with replacement, give. "
     )
     rows = []
     for row, name in enumerate(analysis.submodules):
@@ -290,20 +249,18 @@ def _alpha_chart(analysis: LevelAnalysis) -> Chart:
         weights = map(plain_number, analysis.alpha[row].tolist())
         rows.append([name, *(f"{w} ({i})" if i else w for w, i in zip(weights, intervals, strict=True))])
     return Chart(
-        name=f"alpha-{analysis.level}",
+        name=f"alpha-{analysis.solution.level}",
         title="Merging weights by layer",
-        caption="At 1 the merge takes all of an expert's change, at 0 none of it. "
-        + bands
-        + "Values below −2 or above 3 are drawn at these limits.",
-        alt=f"Lines over the decoder layers, one per expert{', in bands of 90 % bootstrap intervals' * has_bands}. "
-        f"{_extents(analysis.experts, analysis.alpha)}.",
+        caption=f"At 1 the merge takes all of an expert's change, at 0 none of it. {bands if ends else ''}"
+        "Values below −2 or above 3 are drawn at these limits.",
+        alt=f"Lines over the decoder layers, one per expert{', in bands of 90 % bootstrap intervals' if ends else ''}. "
+        f"{_extents(analysis, analysis.alpha)}.",
         picture=line_chart(
-            panels,
+            _panels(analysis, analysis.alpha, torch.ones_like(analysis.alpha), ends),
             x_label="decoder layer",
             y_label="merging weight α",
             lines_at=(0.0, 1.0),
             y_range=(-2.0, 3.0),
-            shaded_label="unreliable",
         ),
         table=Table(["Submodule", *analysis.experts], rows),
     )
@@ -312,7 +269,7 @@ def _alpha_chart(analysis: LevelAnalysis) -> Chart:
 def alpha_map(analysis: LevelAnalysis) -> Chart:
     """Figure 5 of the paper: experts by layers for each branch; heads by layers for each expert."""
     matrices = []
-    for kind, layers in analysis.kinds.items():
+    for kind, layers in kinds_of(analysis.submodules).items():
         rows = [row for rows in layers.values() for row in rows]
         places = [place_of(analysis.submodules[row]) for row in rows]
         members = sorted({place.member or 0 for place in places})
@@ -328,15 +285,38 @@ def alpha_map(analysis: LevelAnalysis) -> Chart:
                 for i, name in enumerate(analysis.experts)
             ]
     return Chart(
-        name=f"alpha-map-{analysis.level}",
+        name=f"alpha-map-{analysis.solution.level}",
         title="Merging weights at a glance",
         caption="Drawn like Figure 5 of the paper. Weights below 0 are pink, weights above 1 are red.",
-        alt=f"Heat maps, layers from left to right. Merging weights of {_extents(analysis.experts, analysis.alpha)}.",
+        alt=f"Heat maps, layers from left to right. Merging weights of {_extents(analysis, analysis.alpha)}.",
         picture=heat_map(
             matrices, x_label="decoder layer", y_label="", value_label="merging weight α", limits=(0.0, 1.0)
         ),
-        table=_submodule_table(analysis, analysis.experts, analysis.alpha),
+        table=_submodule_table(analysis, analysis.alpha),
     )
+
+
+def _panels(
+    analysis: LevelAnalysis, values: torch.Tensor, weights: torch.Tensor, ends: Sequence[torch.Tensor] | None = None
+) -> list[Panel]:
+    """A panel for each kind of submodule, with a line for each expert over the layers.
+
+    Args:
+        analysis: the merge.
+        values: [S, T]. If a layer has several submodules of a kind, the line is their mean, with ``weights`` [S, T].
+        weights: the weights of such a mean.
+        ends: the ends of the values' bands, two [S, T], which are drawn where a layer has one submodule of the kind.
+    """
+    panels = []
+    for kind, layers in kinds_of(analysis.submodules).items():
+        most = max(map(len, layers.values()))
+        drawn = [torch.stack([pooled(values[rows], weights[rows]) for rows in layers.values()])]
+        if ends is not None and most == 1:
+            drawn += [end[[row for (row,) in layers.values()]] for end in ends]
+        columns = zip(analysis.experts, *(own.T.tolist() for own in drawn), strict=True)
+        title = kind_name(kind) + (f": mean of {most}" if most > 1 else "")
+        panels.append(Panel(title, [Line(name, list(layers), *rest) for name, *rest in columns]))
+    return panels
 
 
 def _interval(analysis: LevelAnalysis, row: int, expert: int) -> str:
@@ -344,18 +324,15 @@ def _interval(analysis: LevelAnalysis, row: int, expert: int) -> str:
     return "" if math.isnan(low) else f"{plain_number(low)} to {plain_number(high)}"
 
 
-def _extents(names: Sequence[str], values: torch.Tensor, written: Callable[[float], str] = plain_number) -> str:
-    """The smallest and the largest value of each expert, in words; values are [..., T]."""
-    said = [f"{name}: {extent(column, written)}" for name, column in zip(names, values.T.tolist(), strict=True)]
-    return "; ".join(said)
+def _extents(analysis: LevelAnalysis, values: torch.Tensor, written: Callable[[float], str] = plain_number) -> str:
+    """The smallest and the largest value [..., T] of each expert in words."""
+    columns = zip(analysis.experts, values.T.tolist(), strict=True)
+    return "; ".join(f"{name}: {extent(column, written)}" for name, column in columns)
 
 
 def _submodule_table(
-    analysis: LevelAnalysis,
-    names: Sequence[str],
-    values: torch.Tensor,
-    written: Callable[[float], str] = plain_number,
+    analysis: LevelAnalysis, values: torch.Tensor, written: Callable[[float], str] = plain_number
 ) -> Table:
-    """A table with one row per submodule of values [S, columns]."""
+    """A table with one row per submodule of values [S, T]."""
     rows = zip(analysis.submodules, values.tolist(), strict=True)
-    return Table(["Submodule", *names], [[name, *map(written, row)] for name, row in rows])
+    return Table(["Submodule", *analysis.experts], [[name, *map(written, row)] for name, row in rows])

@@ -1,31 +1,17 @@
-"""Self-contained HTML pages with text, charts and the numbers behind each chart, and an index of a folder's pages.
-
-The HTML is in ``page.html.jinja`` and ``index.html.jinja``, which share ``frame.html.jinja``.
-"""
+"""Self-contained HTML pages with text, charts and the numbers behind each chart; the HTML is ``page.html.jinja``."""
 
 from __future__ import annotations
 
 import base64
-import html
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jinja2
 
 from mergekit_slta import __version__, files
 from mergekit_slta.reports.figures import Picture
 from mergekit_slta.tables import Table
-
-GENERATOR = "mergekit-slta"
-INDEX = "index.html"
-# The first sentence and the title of a page that ``frame.html.jinja`` has made.
-HEADING = re.compile(
-    rf'<meta name="generator" content="{GENERATOR}">\n<meta name="description" content="(.*?)">\n<title>(.*?)</title>',
-    re.DOTALL,
-)
 
 
 @dataclass(frozen=True)
@@ -69,38 +55,25 @@ class Page:
     sections: Sequence[Section]
 
     def html(self) -> str:
-        """The page as HTML."""
-        return _rendered("page.html.jinja", page=self)
+        """The page as HTML. Jinja escapes every value, because names and paths come from other people's files."""
+        environment = jinja2.Environment(
+            loader=jinja2.PackageLoader("mergekit_slta.reports", "."),
+            autoescape=True,
+            trim_blocks=True,
+            keep_trailing_newline=True,
+            undefined=jinja2.StrictUndefined,
+        )
+        environment.filters["base64"] = lambda content: base64.b64encode(content).decode()
+        return environment.get_template("page.html.jinja").render(page=self, version=__version__)
 
     def write(self, folder: Path, name: str) -> Path:
-        """Write the page and every chart's picture into a folder, and its index if it has other pages.
+        """Write the page and every chart's picture into a folder.
 
         Returns:
             The page's path.
         """
         for chart in (chart for section in self.sections for chart in section.charts):
-            files.write(folder / f"{chart.name}.png", chart.picture.png())
+            if not chart.picture.empty:
+                files.write(folder / f"{chart.name}.png", chart.picture.png())
         files.write(folder / name, self.html().encode())
-        _write_index(folder)
         return folder / name
-
-
-def _write_index(folder: Path) -> None:
-    """Write a page with links to all pages of a folder, unless there is only one, or an index of somebody else's."""
-    found = {path.name: HEADING.search(path.read_text("utf-8", "replace")) for path in sorted(folder.glob("*.html"))}
-    pages = {name: tuple(map(html.unescape, own.groups())) for name, own in found.items() if own and name != INDEX}
-    if len(pages) > 1 and (INDEX not in found or found[INDEX]):
-        files.write(folder / INDEX, _rendered("index.html.jinja", pages=pages).encode())
-
-
-def _rendered(template: str, **values: Any) -> str:
-    """A template as HTML. Jinja escapes every value, because names and paths come from other people's files."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("mergekit_slta.reports", "."),
-        autoescape=True,
-        trim_blocks=True,
-        keep_trailing_newline=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.filters["base64"] = lambda content: base64.b64encode(content).decode()
-    return environment.get_template(template).render(generator=GENERATOR, version=__version__, **values)

@@ -20,7 +20,7 @@ from mergekit_slta.reports.linearity import write_linearity
 from mergekit_slta.reports.merge import report
 
 pytestmark = pytest.mark.skipif(binary() is None, reason=MISSING)
-PAGES = ("report.html", "featcal.html", "linearity.html", "index.html")
+PAGES = ("report.html", "featcal.html", "linearity.html")
 LONG = "org/a-model-with-a-name-that-is-much-longer-than-a-phone-is-wide"
 EXPERTS = (f"{LONG}-math", f"{LONG}-code", "org/other")
 
@@ -92,7 +92,7 @@ def test_a_page_is_whole_and_readable(browser: Browser, folder: Path, name: str,
     browser.evaluate("document.querySelectorAll('details').forEach(part => part.open = true)")
     images = browser.evaluate(IMAGES)
     assert all(natural > 0 and len(alt) > 20 for natural, alt in images)
-    assert bool(images) == (name != "index.html")
+    assert images
     assert browser.evaluate("[innerWidth, document.documentElement.scrollWidth]") == [width, width]
     assert not browser.evaluate(TOO_WIDE)
     texts, contrast = browser.evaluate(LOWEST_CONTRAST)
@@ -109,16 +109,7 @@ def test_a_page_and_its_pictures_take_the_readers_colours(browser: Browser, fold
     for scheme in schemes:
         browser.open(folder / name, PHONE, scheme)
         browser.evaluate(IMAGES)
-        for selector in ("html", "h1") if name == "index.html" else ("html", "h1", "figure img"):
+        for selector in ("html", "h1", "figure img"):
             darkest, middle, brightest = brightness(browser.picture(selector))
             assert darkest < 0.2 and brightest > 0.8, (scheme, selector)  # the ink and the ground
             assert middle > 0.9 if scheme == "light" else middle < 0.15, (scheme, selector)
-
-
-def test_the_index_leads_to_every_page(browser: Browser, folder: Path) -> None:
-    browser.open(folder / "index.html", PHONE)
-    links = browser.evaluate("[...document.links].map(link => link.href)")
-    assert links == [(folder / name).resolve().as_uri() for name in sorted(PAGES) if name != "index.html"]
-    for link, title in zip(links, browser.evaluate("[...document.links].map(link => link.text)"), strict=True):
-        browser.open(folder / link.rpartition("/")[2], PHONE)
-        assert browser.evaluate("document.title") == title == browser.evaluate("document.querySelector('h1').innerText")

@@ -80,13 +80,6 @@ def test_it_says_what_was_asked_for() -> None:
     assert "output head solved" in page().facts["Solved with"]
 
 
-def test_it_needs_nothing_from_outside_and_has_its_picture_beside_it(tmp_path: Path) -> None:
-    path = page().write(tmp_path / "new", "report.html")
-    assert_self_contained(path.read_text())
-    assert sorted(file.name for file in path.parent.iterdir()) == ["drift.png", "report.html"]
-    assert (path.parent / "drift.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_the_picture_is_told_in_words() -> None:
     ((_, attributes),) = [found for found in Elements(page().html()).found if found[0] == "img"]
     assert "After the last layer: math 85 % before and 42 % after; code 71 % before and 35 % after." in str(

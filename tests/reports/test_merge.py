@@ -82,8 +82,9 @@ def test_the_verdict_when_nothing_is_kept() -> None:
         ["math", "code"], ["layer"], layers=1, samples=5, grams=lambda name, number: grams.double()
     )
     found = LevelAnalysis(statistics.solve("layer"))
-    assert found.kept[0] < 0
-    assert f"keeps nothing of math's feature change ({percent(float(found.kept[0]))});" in verdict(found)
+    kept = float(found.solution.kept[0])
+    assert kept < 0
+    assert f"keeps nothing of math's feature change ({percent(kept)});" in verdict(found)
 
 
 def test_the_verdict_on_an_expert_that_changes_nothing() -> None:
@@ -141,7 +142,7 @@ def test_the_page_opens_with_the_verdict_on_the_default_level(everything: tuple[
     assert (
         text.index(said)
         < text.index("This is a share of feature change, not accuracy.")
-        < text.index("levels compared")
+        < text.index("Levels compared")
     )
 
 
@@ -195,7 +196,7 @@ def test_one_expert_and_one_sample() -> None:
 def test_rows_are_complete_without_intervals() -> None:
     """The whole model's table has a column for intervals, which one sample per task does not give."""
     page = report_page(synthetic.statistics(["org/math", "org/code"], ["model"], samples=1))
-    (table,) = (section.table for section in page.sections if section.title == "What the merge keeps")
+    (table,) = (section.table for section in page.sections if section.title == "Share kept")
     assert table is not None
     assert [len(row) for row in table.rows] == [len(table.header)] * 2
 

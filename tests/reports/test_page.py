@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import base64
+import math
 from pathlib import Path
 
 from support.html_elements import Elements, assert_self_contained
 
-from mergekit_slta.reports.figures import Matrix, heat_map
+from mergekit_slta.reports.figures import Bar, Line, Matrix, Panel, bar_chart, heat_map, line_chart
 from mergekit_slta.reports.page import Chart, Page, Section
 from mergekit_slta.tables import Table
 
@@ -59,19 +60,14 @@ def test_a_page_suits_dark_screens_and_phones() -> None:
         assert "table" in str(attributes["class"]).split()
 
 
-def test_an_index_leads_to_every_page_of_a_folder_with_several(tmp_path: Path) -> None:
-    (tmp_path / "notes.html").write_text("<title>Somebody's own</title>")
-    page(EVIL).write(tmp_path, "first.html")
-    assert not (tmp_path / "index.html").exists()
-    for _ in range(2):
-        page("word").write(tmp_path, "second.html")
-        index = Elements((tmp_path / "index.html").read_text())
-        assert [link["href"] for tag, link in index.found if tag == "a"] == ["first.html", "second.html"]
-        assert index.text.count(EVIL) == 2  # the page's title and its first sentence
-
-
-def test_an_index_of_somebody_else_is_kept(tmp_path: Path) -> None:
-    (tmp_path / "index.html").write_text("<title>Somebody's own</title>")
-    for name in ("first.html", "second.html"):
-        page("word").write(tmp_path, name)
-    assert (tmp_path / "index.html").read_text() == "<title>Somebody's own</title>"
+def test_a_picture_without_numbers_is_not_drawn(tmp_path: Path) -> None:
+    """Its table still says that there are none."""
+    for empty in (
+        heat_map([Matrix("", [[math.nan]], ["a"], ["b"])], x_label="", y_label="", value_label="", limits=(0.0, 1.0)),
+        line_chart([Panel("", [Line("a", [0, 1], [math.nan, math.nan])])], x_label="x", y_label="y"),
+        bar_chart([Bar("a", "b", math.nan, math.nan)], x_label="x"),
+    ):
+        chart = Chart("chart", "title", "caption", "alt", empty, Table(["header"], [["–"]]))
+        path = Page("title", ["verdict"], {}, [Section("section", charts=[chart])]).write(tmp_path, "report.html")
+        assert not {"img"} & {tag for tag, _ in Elements(path.read_text()).found}
+        assert [file.name for file in tmp_path.iterdir()] == ["report.html"] and "header" in path.read_text()

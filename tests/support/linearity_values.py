@@ -1,10 +1,27 @@
-"""All values of a linearity study, and whether another study's are the same."""
+"""Linearity of a family of tests, all its values, and whether another study's are the same."""
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Sequence
+from typing import Any
 
-from mergekit_slta.nonlinearity.scores import Linearity, Value
+import pytest
+from support import families
+from support.families import Family
+
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.nonlinearity.interpolation import Study
+from mergekit_slta.nonlinearity.scores import Linearity, Plan, Value
+
+NAMES = ("one", "two", "three")
+
+
+def plan_of(
+    family: Family, levels: Sequence[str], studies: Sequence[Study], tasks: Sequence[Any], **arguments: Any
+) -> Plan:
+    """A plan to measure studies on a family, whose experts are called by ``NAMES``."""
+    models = families.checkpoints(family.folders)
+    return Plan(Decoder(family.config), models, NAMES[: len(models) - 1], tasks, levels, studies, **arguments)
 
 
 def all_values(result: Linearity) -> dict[tuple[str, str, str, str], Value]:

@@ -1,0 +1,221 @@
+"""Feature deltas between models: scores against dense features in float64, and submodules whose score is known."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import MakeFamily
+from safetensors.torch import load_file, save_file
+from support import reference
+from support.families import LAYERS, Family
+from support.linearity_values import NAMES, all_values, assert_same, plan_of
+
+from mergekit_slta.nonlinearity import interpolation
+from mergekit_slta.nonlinearity.interpolation import Study
+from mergekit_slta.nonlinearity.scores import STEPS, distance_metric, merge_study, path_study, plan_studies
+from mergekit_slta.reports.linearity import linearity_page
+from mergekit_slta.tables import as_json
+
+SUBMODULE_LEVELS = ("layer", "attn_mlp", "head_mlp")
+# Two merges of the last two of three experts.
+SOME_MERGES = Study((1, 2), torch.eye(3).double()[1:], torch.tensor([[0.0, 0.2, 1.0], [0.0, 0.6, 0.4]]).double())
+
+
+def interpolated(models: Sequence[torch.nn.Module], setting: Sequence[float]) -> torch.nn.Module:
+    """The model of a setting, from the base model and the experts, in float64."""
+    base, *experts = [model.state_dict() for model in models]
+    model = copy.deepcopy(models[0])
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point():
+            changes = [weight * (expert[name] - base[name]) for weight, expert in zip(setting, experts, strict=True)]
+            tensor.copy_(base[name] + torch.stack(changes).sum(0))
+    return model
+
+
+def features_of(
+    models: Sequence[torch.nn.Module], samples: Sequence[Sequence[int]], level: str, split: reference.Split
+) -> dict[str, list[torch.Tensor]]:
+    """Each submodule's features [settings, S * D] on every sample, by whole models."""
+    found: dict[str, list[torch.Tensor]] = {}
+    with torch.no_grad(), reference.float64():
+        for ids in samples:
+            for name, features in reference.sample_features(models, torch.tensor([ids]), level, split):
+                found.setdefault(name, []).append(torch.stack([feature.flatten() for feature in features]))
+    return found
+
+
+def dense_score(features: torch.Tensor) -> float:
+    """Eq. 19 on features [N + 1, S * D], as it is printed."""
+
+    def distance(i: int, j: int) -> float:
+        return float((features[i] - features[j]).norm())
+
+    points = range(STEPS + 1)
+    return sum((distance(i, j) / distance(STEPS, 0) - abs(i - j) / STEPS) ** 2 for i in points for j in points)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "levels"),
+    [("llama", ("model", *SUBMODULE_LEVELS)), ("gemma2", ("model", "attn_mlp")), ("phi", SUBMODULE_LEVELS)],
+)
+def test_single_experts_equal_the_reference(architecture: str, levels: Sequence[str], make_family: MakeFamily) -> None:
+    family = make_family(architecture, records=2)
+    tasks = family.token_ids()
+    result = plan_of(family, levels, plan_studies(2, pairs=False), tasks).measure()
+    models = family.models()
+    for expert in range(2):
+        way = [interpolated(models, [step / STEPS * (other == expert) for other in range(2)]) for step in range(11)]
+        for level in levels:
+            expected = features_of(way, tasks[expert], level, reference.SPLITS[architecture])
+            found = result.metrics["non_linearity"][level][NAMES[expert]]
+            assert found.keys() == expected.keys()
+            for name, features in expected.items():
+                scores = torch.tensor([dense_score(own) for own in features])
+                assert found[name].mean == pytest.approx(scores.mean().item(), abs=1e-6)
+                assert found[name].std == pytest.approx(scores.std(correction=0).item(), abs=1e-6)
+                assert found[name].n == len(tasks[expert])
+                for step in (0, 3, STEPS):
+                    left = [float((own[step] - own[-1]).norm() / (own[0] - own[-1]).norm()) for own in features]
+                    curve = result.metrics[distance_metric(step)][level][NAMES[expert]][name]
+                    assert curve.mean == pytest.approx(sum(left) / len(left), abs=1e-6)
+
+
+@pytest.mark.parametrize("group", [(0, 2), (0, 1, 2)])
+def test_merges_equal_the_reference(group: tuple[int, ...], make_family: MakeFamily) -> None:
+    family = make_family("llama", experts=3, records=1)
+    tasks = family.token_ids()
+    levels = ("model", "attn_mlp")
+    study = merge_study(group, 3)
+    result = plan_of(family, levels, [study], tasks).measure()
+    settings = torch.cat([torch.zeros(1, 3).double(), study.settings])
+    family_models = family.models()
+    models = [interpolated(family_models, setting.tolist()) for setting in settings]
+    samples = [ids for expert in group for ids in tasks[expert]]
+    name_of_group = "+".join(NAMES[expert] for expert in group)
+    cosine = torch.nn.functional.cosine_similarity
+    for level in levels:
+        for name, features in features_of(models, samples, level, reference.SPLITS["llama"]).items():
+            ratios, cosines, base = [], [], []
+            for own in features:
+                experts, merges = own[1 : 1 + len(group)] - own[0], own[1 + len(group) :] - own[0]
+                planned = study.others[:, list(group)] @ experts
+                cosines.append(cosine(merges, planned))
+                ratios.append(merges.norm(dim=1) * cosines[-1] / planned.norm(dim=1))
+                base.append(torch.stack([cosine(a, b, dim=0) for a, b in combinations(experts, 2)]).mean())
+            projected = (1 - torch.stack(ratios).mean(0)).abs()
+            for metric, numbers in (
+                ("projection_distance", projected),
+                ("cosine_merge", torch.stack(cosines).mean(0)),
+                ("cosine_base", torch.stack(base)),
+            ):
+                found = result.metrics[metric][level][name_of_group][name]
+                assert found.mean == pytest.approx(numbers.mean().item(), abs=1e-6), (metric, name)
+                assert found.std == pytest.approx(numbers.std(correction=0).item(), abs=1e-6), (metric, name)
+                assert found.n == len(numbers)
+
+
+def change(folder: Path, **factors: float) -> None:
+    """Multiply tensors of a checkpoint whose names contain the given words."""
+    tensors = load_file(folder / "model.safetensors")
+    for name in tensors:
+        for word, factor in factors.items():
+            if word in name:
+                tensors[name] *= factor
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def untouched(name: str) -> bool:
+    return False
+
+
+def only_output_maps(name: str) -> bool:
+    return "o_proj" in name or "down_proj" in name
+
+
+def test_branches_that_change_in_their_last_map_only_are_linear(make_family: MakeFamily) -> None:
+    family = make_family(touch=only_output_maps, records=2)
+    levels = ("layer", "attn_mlp", "head_mlp", "linear")
+    result = plan_of(family, levels, plan_studies(2), family.token_ids()).measure()
+    for (metric, level, _, name), value in all_values(result).items():
+        if level == "layer" or not value.n:
+            continue
+        if metric == "non_linearity":
+            assert value.mean < 1e-9, name
+        elif metric == "projection_distance":
+            assert value.mean < 1e-6, name
+        elif metric == "cosine_merge":
+            assert value.mean == pytest.approx(1, abs=1e-9), name
+    assert max(value.mean for value in result.metrics["non_linearity"]["layer"]["one"].values()) > 1e-4
+
+
+def test_a_product_of_two_changes_has_its_analytic_score(make_family: MakeFamily) -> None:
+    """Attention is linear in its values and in its output map: doubled both, it grows by (1 + a)^2."""
+    family = make_family(experts=2, touch=untouched, records=2)
+    change(family.experts[0], v_proj=2.0, o_proj=2.0)
+    change(family.experts[1], v_proj=2.0)
+    result = plan_of(family, ("attn_mlp",), plan_studies(2), family.token_ids()).measure()
+    steps = [step / STEPS for step in range(STEPS + 1)]
+    expected = sum((abs((1 + a) ** 2 - (1 + b) ** 2) / 3 - abs(a - b)) ** 2 for a in steps for b in steps)
+    for layer in range(LAYERS):
+        found = result.metrics["non_linearity"]["attn_mlp"]
+        assert found["one"][f"layer.{layer}.attn"].mean == pytest.approx(expected, abs=1e-6)
+        assert found["two"][f"layer.{layer}.attn"].mean == pytest.approx(0, abs=1e-9)
+        # What is added to values is (a + b), to the output map a: (1 + a + b)(1 + a) against 3a + b.
+        weights = (0.2, 0.4, 0.6, 0.8, 1.0)
+        distance = [abs(1 - ((1 + a + b) * (1 + a) - 1) / (3 * a + b)) for a in weights for b in weights]
+        value = result.metrics["projection_distance"]["attn_mlp"]["one+two"][f"layer.{layer}.attn"]
+        assert value.mean == pytest.approx(sum(distance) / 25, abs=1e-6)
+        assert value.std == pytest.approx(torch.tensor(distance).std(correction=0).item(), abs=1e-6)
+        assert result.metrics["cosine_merge"]["attn_mlp"]["one+two"][f"layer.{layer}.attn"].mean == pytest.approx(1)
+        assert result.metrics["cosine_base"]["attn_mlp"]["one+two"][f"layer.{layer}.attn"].mean == pytest.approx(1)
+
+
+def test_samples_without_any_change_are_left_out_and_counted(make_family: MakeFamily) -> None:
+    family = make_family(touch=lambda name: "self_attn" in name, records=2)
+    result = plan_of(family, ("attn_mlp",), plan_studies(2), family.token_ids()).measure()
+    for metric, by_level in json.loads(as_json(result.metrics)).items():
+        for group, submodules in by_level["attn_mlp"].items():
+            for name, value in submodules.items():
+                if name.endswith(".mlp"):
+                    assert value == {"mean": None, "std": None, "n": 0}, metric
+                else:
+                    assert value["n"] > 0
+            assert result.skipped["attn_mlp"][group] == LAYERS * (4 if "+" in group else 2)
+    page = linearity_page(result)
+    assert f"{LAYERS * (2 + 2 + 4)} times at attn_mlp" in page.facts["Left out"]
+
+
+def test_the_order_of_the_samples_does_not_matter(llama: Family) -> None:
+    tasks = [samples[:2] for samples in llama.token_ids()]
+    studies = [path_study(0, 3), SOME_MERGES]
+    levels = ("model", "layer", "attn_mlp", "linear")
+    first, second = (
+        plan_of(llama, levels, studies, order).measure() for order in (tasks, [samples[::-1] for samples in tasks])
+    )
+    assert_same(first, second, 1e-6)
+
+
+def test_batches_do_not_matter(llama: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = [samples[:2] for samples in llama.token_ids()]
+    studies = [path_study(0, 3), SOME_MERGES]
+    levels = ("model", "attn_mlp")
+    at_once = plan_of(llama, levels, studies, tasks).measure()
+    assert_same(at_once, plan_of(llama, levels, studies, tasks, batch_tokens=30).measure(), 1e-6)
+    monkeypatch.setattr(interpolation, "LOGITS", 10 * llama.config.vocab_size)  # of five positions of two samples
+    assert_same(at_once, plan_of(llama, levels, studies, tasks).measure(), 1e-6)
+
+
+@pytest.mark.parametrize("levels", [("model",), ("attn_mlp", "head_mlp"), ("linear",), ("model", "layer", "attn_mlp")])
+def test_the_passes_that_are_announced_are_made(levels: Sequence[str], llama: Family) -> None:
+    studies = [*plan_studies(3, pairs=False), SOME_MERGES]
+    planned = plan_of(llama, levels, studies, [samples[:1] for samples in llama.token_ids()])
+    done: list[int] = []
+    planned.measure(done.append)
+    assert sum(done) == planned.passes * LAYERS
+    assert str(planned.passes) in str(planned)

@@ -1,0 +1,106 @@
+"""The report on linearity: its schema, its sentences, its figures, and that it needs nothing from outside."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import MakeFamily
+from support import families
+from support.html_elements import Elements, assert_self_contained
+from support.linearity_values import NAMES, plan_of
+
+from mergekit_slta.nonlinearity.scores import STEPS, Linearity, Value, plan_studies
+from mergekit_slta.reports.linearity import linearity_page, score_sentence, score_table, write_linearity
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Linearity, Path]:
+    """Everything measured but heads, and the folder that it was written to."""
+    config = families.config_of("llama", num_hidden_layers=2)
+    family = families.make_family(tmp_path_factory.mktemp("family"), config, experts=3, records=1, longest=8)
+    levels, studies = ("model", "layer", "attn_mlp", "linear"), plan_studies(3, triples=True)
+    result = plan_of(family, levels, studies, family.token_ids()).measure()
+    return result, write_linearity(result, tmp_path_factory.mktemp("linearity") / "new").parent
+
+
+def test_the_json_has_its_schema(written: tuple[Linearity, Path]) -> None:
+    content = json.loads((written[1] / "linearity.json").read_text())
+    assert set(content) == {
+        "non_linearity", "projection_distance", "cosine_merge", "cosine_base",
+        *(f"distance_{step / 10}" for step in range(11)),
+    }  # fmt: skip
+    merges = {"one+two", "one+three", "two+three", "one+two+three"}
+    submodules = {"model": 1, "layer": 2, "attn_mlp": 2 * 2, "linear": 2 * 7}
+    for metric, by_level in content.items():
+        single = metric == "non_linearity" or metric.startswith("distance")
+        assert set(by_level) == set(submodules)
+        for level, groups in by_level.items():
+            assert set(groups) == (set(NAMES) if single else merges)
+            for group, values in groups.items():
+                assert len(values) == submodules[level]
+                samples = 1 + group.count("+")
+                settings = 27 if group.count("+") == 2 else 25
+                for value in values.values():
+                    assert set(value) == {"mean", "std", "n"}
+                    assert isinstance(value["mean"], float) and value["std"] >= 0
+                    assert value["n"] == (samples if single or metric == "cosine_base" else settings)
+
+
+def test_the_page_says_what_was_measured(written: tuple[Linearity, Path]) -> None:
+    result, folder = written
+    text = (folder / "linearity.html").read_text()
+    assert_self_contained(text)
+    said = " ".join(Elements(text).text.split())
+    scores = result.metrics["non_linearity"]
+    model = torch.tensor([scores["model"][name]["model"].mean for name in NAMES]).mean()
+    layers = torch.tensor([value.mean for name in NAMES for value in scores["layer"][name].values()]).mean()
+    assert f"{model:.2g} for the whole model, {layers:.2g} for a layer" in score_sentence(result)
+    distance = result.metrics["projection_distance"]["model"]["one+two+three"]["model"].mean
+    of_experts, of_pairs, of_triples, _ = linearity_page(result).verdict
+    assert of_experts == score_sentence(result) and f"{distance:.2g} for the whole model" in of_triples
+    assert said.index(of_experts) < said.index(of_pairs) < said.index(of_triples) < said.index("Single experts")
+    assert [row[0] for row in score_table(result).rows] == ["model", "layer", "attention", "MLP", "linear map"]
+    assert all(f"{name}, 1 sample" in said for name in NAMES)
+
+
+def test_the_figures_are_files_and_in_the_page(written: tuple[Linearity, Path]) -> None:
+    text = (written[1] / "linearity.html").read_text()
+    charts = [chart for section in linearity_page(written[0]).sections for chart in section.charts]
+    assert {chart.name for chart in charts} == {file.stem for file in written[1].glob("*.png")} == {
+        "non-linearity", "projection-distance", "cosine", "distances-1", "distances-2", "distances-3",
+    }  # fmt: skip
+    images = [image for tag, image in Elements(text).found if tag == "img"]
+    assert all(str(image["src"]).startswith("data:image/svg+xml;base64,") for image in images)
+    assert [image["alt"] for image in images] == [chart.alt for chart in charts]
+
+
+@pytest.mark.parametrize(
+    ("layer", "said"),
+    [
+        (0.5, "The submodules of one are more linear than the whole models"),
+        (2.0, "Not all submodules"),
+    ],
+)
+def test_the_verdict_compares_submodules_with_the_model(layer: float, said: str) -> None:
+    scores = {"model": {"one": {"model": Value(2.0, 0, 1)}}, "layer": {"one": {"layer.0": Value(layer, 0, 1)}}}
+    result = Linearity(("one",), ("model", "layer"), (1,), {"non_linearity": scores}, {}, {}, {})
+    assert said in score_sentence(result)
+    assert f"2 for the whole model and {layer:.2g} for a layer" in score_sentence(result)
+
+
+def test_one_expert_alone_has_a_page(make_family: MakeFamily, tmp_path: Path) -> None:
+    family = make_family(experts=1, records=1)
+    result = plan_of(family, ("attn_mlp",), plan_studies(1, triples=True), family.token_ids()).measure()
+    assert "Merges" not in [section.title for section in linearity_page(result).sections]
+    assert write_linearity(result, tmp_path / "new" / "folder").is_file()
+
+
+def test_table_18_has_every_step_for_each_expert_and_kind(written: tuple[Linearity, Path]) -> None:
+    table = linearity_page(written[0]).sections[-1].table
+    assert table is not None and len(table.header) == 1 + STEPS + 1
+    assert [row[0] for row in table.rows[:2]] == ["model, one", "layer, one"]
+    linear = next(row for row in table.rows if row[0] == "linear map, two")
+    assert list(linear[1:]) == [f"{1 - step / STEPS:.3f}" for step in range(STEPS + 1)]
