@@ -1,21 +1,27 @@
 """featcal: every linear map by least squares, layer by layer in the order of the forward pass.
 
 After RegMean++ and FeatCal (arXiv 2605.13030). Each sample of task t is in two hidden-state streams: the merged
-model's as far as it is solved, and expert t's own. In each layer the linear maps are solved in the order in which they
-feed each other. For a map with inputs x of the merged stream and x_t of expert t's, anchor W_a, and expert t's own W_t
-and b_t:
+model's, and expert t's own. The engine's loop brings both to a layer; then
 
-    W = argmin  sum_t s_t sum_x w_x |W x - y_t|^2 + ridge * K(W - W_a),   y_t = W_t x_t
-    b = the mean of b_t + y_t - W x over all tokens, weighted by s_t w_x (see ``regression.Change.offset``)
+1. the layer starts as the anchor's, the model that the solution stays near;
+2. for each group of maps with one input, in the order in which they feed each other: the merged stream runs as far as
+   the group, the group is solved, and the layer takes the solution;
+3. the layer's outputs are set on both streams, and its tensors are written.
 
-with s_t and K as ``regression.py`` says, and with the weights w_x of ``answers.py``. Where the anchor is the merge of
+The output head comes last. A map of a group, with inputs x of the merged stream and x_t of expert t's, anchor W_a, and
+expert t's own W_t and b_t, becomes
+
+    W = argmin  sum_t s_t sum_x w_x |W x - W_t x_t|^2 + ridge * K(W - W_a)
+    b = the mean of b_t + W_t x_t - W x over all tokens, weighted by s_t w_x (``regression.Change.offset``)
+
+with s_t and K as ``regression.py`` says, and the weights w_x of ``answers.py``. Where the anchor is the merge of
 ``actmat``, K takes the matrix of the system that ``actmat`` solves: W then minimizes the sums over tokens plus
-``ridge`` times what ``actmat`` minimizes over the rows of the task vectors, so that a few prompts only correct what
-needs none. Unless a recipe gives the ridge, left-out samples choose it for every group of maps.
+``ridge`` times the sums that ``actmat`` minimizes over the rows of the task vectors, so that a few prompts correct only
+where they show a need. Unless a recipe gives the ridge, left-out samples choose it for every group.
 
 This differs from FeatCal in that the maps of one layer see each other's solutions, in the weights of tasks and answers,
-in the choice of the ridge, and in that the output head is solved too.
-Norms, embeddings, convolutions and routers are the anchor's.
+in the choice of the ridge, and in that the output head is solved too. Norms, embeddings, convolutions and routers are
+the anchor's.
 """
 
 from __future__ import annotations
@@ -30,18 +36,17 @@ import torch
 from mergekit_slta.engine.loop import Accumulator, Progress, Tensors, pass_layers
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.engine.streams import Source, Streams, Tasks, read_edges
+from mergekit_slta.engine.streams import Source, Streams, Tasks
 from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.groups import groups_by_layer, listed, solved_in
+from mergekit_slta.featcal.head import HeadSolver
 from mergekit_slta.featcal.layer import LayerMerge, in_a_file
 from mergekit_slta.featcal.passage import EXPERT, MERGED, LayerPassage
-from mergekit_slta.featcal.regression import Change, RidgeRegression
 from mergekit_slta.featcal.solving import LayerTensors, Setting
 from mergekit_slta.layers.blend import Blend
 from mergekit_slta.layers.calls import Weights
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.ends import head_input, tail_tensors
-from mergekit_slta.layers.maps import LinearMap, output_head
+from mergekit_slta.layers.maps import output_head
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.stacks import ExpertStack, stack_of
 
@@ -51,8 +56,6 @@ ANCHOR = 2  # the stream of the anchor's own, for the report only
 ROUTING = "routing"  # what the names of the coverage of routed experts begin with
 COVERAGE = ("tokens", "solved", "agreement")
 ERRORS = {MERGED: "error.merged", ANCHOR: "error.anchor"}
-# So many elements the sums of the output head may have; a larger head is solved in parts.
-HEAD_ELEMENTS = 2**28
 
 
 def feature_merge(
@@ -111,28 +114,6 @@ def stages(decoder: Decoder, head: bool) -> int:
     return sum(len(maps.groups) for maps in groups_by_layer(decoder)) + (head and output_head(decoder) is not None)
 
 
-def written_in(decoder: Decoder) -> dict[str, int]:
-    """By the model's names of the layers' tensors, the layer whose file holds each: the one that solves it, or the
-    first that has it.
-    """
-    first: dict[str, int] = {}
-    for layer in range(len(decoder)):
-        for name in decoder.layer_tensors(layer).values():
-            first.setdefault(name, layer)
-    return first | solved_in(decoder)
-
-
-def layer_shapes(decoder: Decoder, layer: int) -> dict[str, torch.Size]:
-    """The shapes of the tensors that a layer's file holds, by the model's names."""
-    names, state, written = decoder.layer_tensors(layer), decoder.layers[layer].state_dict(), decoder.once(written_in)
-    return {name: state[key].shape for key, name in names.items() if written[name] == layer}
-
-
-def _placed(merged: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """A merged tensor as the base model's is: on its device, or one of a mixture's experts after the other."""
-    return stack_of(merged, base.device) if isinstance(base, ExpertStack) else merged.to(base.device)
-
-
 @dataclass
 class _FeatureMerge(Accumulator[Tensors]):
     """Merges one layer after the other, then the output head; see ``feature_merge``."""
@@ -158,33 +139,6 @@ class _FeatureMerge(Accumulator[Tensors]):
         """The streams of the merged model, of the experts, each with its own samples, and of the anchor."""
         anchors = [self.anchor] * len(self.tasks)
         return [anchors, self.experts, anchors] if self.compare else [anchors, self.experts]
-
-    def shapes(self, layer: int) -> dict[str, torch.Size]:
-        """The shapes of the tensors that the layer's file holds, by the model's names."""
-        return layer_shapes(self.decoder, layer)
-
-    def repeat_layer(
-        self, layer: int, weights: Sequence[Weights], found: Tensors, streams: Streams, report: Progress
-    ) -> None:
-        """Run a layer on every stream, with the merged tensors of its file."""
-        names, (base, *experts) = self.decoder.layer_tensors(layer), weights
-        stored = {key: found[name] for key, name in names.items() if name in found}
-        merged = {key: _placed(tensor, base[key]) for key, tensor in stored.items()} | self._known(layer)
-        later = {key: names[key] for key in names.keys() - merged.keys()}  # these a later layer solves
-        merged |= self.anchor.of(later, [{key: own[key] for key in later} for own in weights])
-        self.shared |= {name: found[name].to(self.decoder.device) for name in self.shared.keys() & found.keys()}
-        anchor = self.anchor.of(names, weights) if self.compare else {}
-        for number, batch in enumerate(streams.batches):
-            streams.run_layer(MERGED, number, merged)
-            streams.run_layer(EXPERT, number, experts[batch.task])
-            if self.compare:
-                streams.run_layer(ANCHOR, number, anchor)
-            report(len(batch.rows) * len(self.maps[layer].groups))
-
-    def _known(self, layer: int) -> dict[str, torch.Tensor]:
-        """The merged tensors that the layer shares with earlier ones."""
-        names = self.decoder.layer_tensors(layer)
-        return {key: tensor for key, name in names.items() if (tensor := self.shared.get(name)) is not None}
 
     def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
         """The merged layer's tensors by the model's names, and how far its output is from the experts'."""
@@ -235,52 +189,59 @@ class _FeatureMerge(Accumulator[Tensors]):
         self.ranks.sum(sums)
         return {ERRORS[stream]: sums[row] / sums[-1] for row, stream in enumerate(compared)}
 
+    def shapes(self, layer: int) -> dict[str, torch.Size]:
+        """The shapes of the tensors that the layer's file holds, by the model's names."""
+        return layer_shapes(self.decoder, layer)
+
+    def repeat_layer(
+        self, layer: int, weights: Sequence[Weights], found: Tensors, streams: Streams, report: Progress
+    ) -> None:
+        """Run a layer on every stream, with the merged tensors of its file."""
+        names, (base, *experts) = self.decoder.layer_tensors(layer), weights
+        stored = {key: found[name] for key, name in names.items() if name in found}
+        merged = {key: _placed(tensor, base[key]) for key, tensor in stored.items()} | self._known(layer)
+        later = {key: names[key] for key in names.keys() - merged.keys()}  # these a later layer solves
+        merged |= self.anchor.of(later, [{key: own[key] for key in later} for own in weights])
+        self.shared |= {name: found[name].to(self.decoder.device) for name in self.shared.keys() & found.keys()}
+        anchor = self.anchor.of(names, weights) if self.compare else {}
+        for number, batch in enumerate(streams.batches):
+            streams.run_layer(MERGED, number, merged)
+            streams.run_layer(EXPERT, number, experts[batch.task])
+            if self.compare:
+                streams.run_layer(ANCHOR, number, anchor)
+            report(len(batch.rows) * len(self.maps[layer].groups))
+
+    def _known(self, layer: int) -> dict[str, torch.Tensor]:
+        """The merged tensors that the layer shares with earlier ones."""
+        names = self.decoder.layer_tensors(layer)
+        return {key: tensor for key, name in names.items() if (tensor := self.shared.get(name)) is not None}
+
     def finish(self, streams: Streams, report: Progress) -> Tensors:
-        """The output head's tensors by the model's names, solved a part of its rows at a time."""
+        """The output head's tensors by the model's names; none if it stays the anchor's."""
         head = output_head(self.decoder) if self.head else None
         if head is None:
             return {}
         self.stage = "output head"
-        names = [name for name in (head.weight, head.bias) if name]
-        anchor = read_edges(self.decoder, self.anchor, names)
-        rows, columns = head.matrix(anchor).shape
-        step = max(1, HEAD_ELEMENTS // columns)
-        solved = {name: tensor.clone() for name, tensor in anchor.items()}
-        ridge = self.setting.ridge
-        for start in range(0, rows, step):
-            part = slice(start, start + step)
-            change = self._change_head(head, anchor, part, ridge, streams, report)
-            if change.ridge is None:
-                LOG.warning("The output head keeps the anchor's weights (no solution at any ridge)")
-                return {}
-            ridge = change.ridge  # what the first part chooses holds for the whole head
-            if change.enlarged:
-                LOG.warning("The output head needed a ridge of %g", change.ridge)
-            solved[head.weight][part] += change.matrix
-            if head.bias is not None:
-                own = [read_edges(self.decoder, expert, [head.bias])[head.bias][part] for expert in self.experts]
-                solved[head.bias][part] = change.offset(anchor[head.bias][part], torch.stack(own))
-        return solved
+        return HeadSolver(head, self.anchor, self.experts, streams, self.setting, report).solve()
 
-    def _change_head(
-        self, head: LinearMap, anchor: Weights, rows: slice, ridge: float | None, streams: Streams, report: Progress
-    ) -> Change:
-        matrix = head.matrix(anchor)[rows]
-        tail = tail_tensors(self.decoder)
-        merged_tail = read_edges(self.decoder, self.anchor, tail)
-        outputs, inputs = matrix.shape
-        equations = RidgeRegression(
-            inputs, outputs, ridge, self.decoder.device, tokens=streams.tokens, ranks=self.ranks
-        )
-        for task, expert in enumerate(self.experts):
-            own_tail = read_edges(self.decoder, expert, tail)
-            own = head.matrix(read_edges(self.decoder, expert, [head.weight]))[rows]
-            for number, batch in streams.batches_of(task):
-                given = batch.unpadded(head_input(self.decoder, streams.hidden(MERGED, number), merged_tail))
-                own_given = batch.unpadded(head_input(self.decoder, streams.hidden(EXPERT, number), own_tail))
-                residuals = own_given @ own.T - given @ matrix.T
-                equations.add(given, residuals, batch.samples, batch.join(self.setting.weights))
-                if rows.start == 0:
-                    report(len(batch.rows))
-            equations.finish_task()
-        return equations.solve()
+
+def written_in(decoder: Decoder) -> dict[str, int]:
+    """By the model's names of the layers' tensors, the layer whose file holds each: the one that solves it, or the
+    first that has it.
+    """
+    first: dict[str, int] = {}
+    for layer in range(len(decoder)):
+        for name in decoder.layer_tensors(layer).values():
+            first.setdefault(name, layer)
+    return first | solved_in(decoder)
+
+
+def layer_shapes(decoder: Decoder, layer: int) -> dict[str, torch.Size]:
+    """The shapes of the tensors that a layer's file holds, by the model's names."""
+    names, state, written = decoder.layer_tensors(layer), decoder.layers[layer].state_dict(), decoder.once(written_in)
+    return {name: state[key].shape for key, name in names.items() if written[name] == layer}
+
+
+def _placed(merged: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """A merged tensor as the base model's is: on its device, or one of a mixture's experts after the other."""
+    return stack_of(merged, base.device) if isinstance(base, ExpertStack) else merged.to(base.device)

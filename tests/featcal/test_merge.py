@@ -22,7 +22,7 @@ from support.reference import forget
 from support.slow import slow_but
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.featcal import regression
+from mergekit_slta.featcal import head, regression
 from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.groups import solved_in
 from mergekit_slta.featcal.layer import ENOUGH_TOKENS, Coverage
@@ -332,7 +332,7 @@ def test_a_head_that_is_off_or_tied_is_not_written(
 
 def test_the_head_in_parts_is_the_same(llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = merged_tensors(llama, tmp_path / "whole", ridge=0.003)
-    monkeypatch.setattr("mergekit_slta.featcal.merge.HEAD_ELEMENTS", 32 * 7)
+    monkeypatch.setattr(head, "HEAD_ELEMENTS", 32 * 7)
     assert worst(merged_tensors(llama, tmp_path / "parts", ridge=0.003), whole) < 1e-6
 
 
