@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from support.hub import Hub, serve
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models.headers import (
-    Model,
     TensorHeader,
     file_headers,
     folder_headers,
@@ -67,6 +66,8 @@ def refusal(folder: Path | str) -> str:
 def test_headers_are_those_of_the_tensors(folder: Path) -> None:
     expected = headers_of(load_file(folder / "model.safetensors"))
     assert folder_headers(folder) == expected
+    pickle(Path(shutil.copytree(folder, folder / "pickled")))
+    assert folder_headers(folder / "pickled") == expected
     shard(folder)
     assert folder_headers(folder) == expected
 
@@ -82,12 +83,6 @@ def test_headers_of_other_types_and_shapes(dtype: torch.dtype, tmp_path: Path) -
         assert found["cube"].count == math.prod((2, 3, 4))
 
 
-def test_headers_of_a_pickled_checkpoint(folder: Path) -> None:
-    expected = headers_of(load_file(folder / "model.safetensors"))
-    pickle(folder)
-    assert folder_headers(folder) == expected
-
-
 def test_opens_a_model_with_or_without_the_prefix_of_its_names(folder: Path) -> None:
     file = folder / "model.safetensors"
     save_file({name.removeprefix("model."): tensor for name, tensor in load_file(file).items()}, file)
@@ -98,116 +93,94 @@ def test_opens_a_model_with_or_without_the_prefix_of_its_names(folder: Path) -> 
     assert model.tensor("model.norm.bias") is None
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+def test_names_of_no_folder(folder: Path, tmp_path: Path) -> None:
     assert refusal(tmp_path / "none") == f"{tmp_path}/none cannot be used: there is no such folder here."
     assert "mergekit does not know '~'" in refusal("~/none")
-
-
-def test_a_file_in_place_of_a_folder(folder: Path) -> None:
     assert "is a file: name the model's folder" in refusal(folder / "model.safetensors")
+    said = "org/none cannot be used: there is no such folder here, and the Hub cannot be reached."
+    assert refusal("org/none") == said
 
 
-def test_a_model_on_the_hub_without_a_network() -> None:
-    assert (
-        refusal("org/none") == "org/none cannot be used: there is no such folder here, and the Hub cannot be reached."
-    )
+def edit_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
 
 
-def test_a_folder_without_config(folder: Path) -> None:
-    (folder / "config.json").unlink()
-    assert "has no config.json" in refusal(folder)
-
-
-def test_an_adapter_in_place_of_a_model(folder: Path) -> None:
-    (folder / "config.json").rename(folder / "adapter_config.json")
-    assert f"is a LoRA adapter: write 'BASE+{folder}'" in refusal(folder)
-
-
-def test_a_config_that_transformers_cannot_read(folder: Path) -> None:
-    (folder / "config.json").write_text('{"model_type": "none"}')
-    assert f"transformers cannot read the config.json of {folder}" in refusal(folder)
-    (folder / "config.json").write_text("{")
-    assert f"transformers cannot read the config.json of {folder}" in refusal(folder)
-
-
-def test_a_config_with_its_own_code(folder: Path) -> None:
+def with_own_code(folder: Path) -> None:
     own = {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.MineConfig"}}
     (folder / "config.json").write_text(json.dumps(own))
     (folder / "configuration_mine.py").write_text("raise SystemExit")
-    assert refusal(folder) == f"{folder} brings its own code: allow it with --trust-remote-code."
 
 
-@pytest.mark.parametrize("names", [None, ["LlamaForCausalLM", "LlamaModel"]])
-def test_a_config_without_one_architecture(folder: Path, names: list[str] | None) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"architectures": names}))
-    assert refusal(folder) == f"The config.json of {folder} must name one class under 'architectures'."
-
-
-@pytest.mark.parametrize("change", [{}, {"model_type": "qwen2"}])
-def test_a_config_with_more_layers_than_the_checkpoint_has_tensors(change: dict[str, str], folder: Path) -> None:
-    """transformers would build them all, or a list of them, and run out of memory or time."""
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | change | {"num_hidden_layers": 10**12}))
-    count = len(load_file(folder / "model.safetensors"))
-    assert refusal(folder) == (
-        f"The config.json of {folder} names 1000000000000 layers, but its checkpoint has {count} tensors: "
-        "get sound copies of both."
-    )
-
-
-def test_no_weights(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
-    assert "has no weights: mergekit needs model.safetensors or pytorch_model.bin" in refusal(folder)
-
-
-def test_a_missing_shard(folder: Path) -> None:
+def lose_a_shard(folder: Path) -> None:
     shard(folder)
     (folder / "model-1.safetensors").unlink()
-    assert refusal(folder) == (f"{folder} lacks model-1.safetensors, which its index names: complete the download.")
 
 
-def test_a_shard_without_a_tensor_of_the_index(folder: Path) -> None:
-    places = shard(folder)
-    index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": places | {"model.extra": "model-0.safetensors"}}))
-    assert "model-0.safetensors lacks model.extra, which the index expects there" in refusal(folder)
+def add_to_index(folder: Path) -> None:
+    places = shard(folder) | {"model.extra": "model-0.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}', "{}"])
-def test_a_broken_index(folder: Path, text: str) -> None:
-    shard(folder)
-    (folder / "model.safetensors.index.json").write_text(text)
-    assert "model.safetensors.index.json cannot be read" in refusal(folder)
+def write_index(text: str) -> Callable[[Path], object]:
+    def write(folder: Path) -> None:
+        shard(folder)
+        (folder / "model.safetensors.index.json").write_text(text)
+
+    return write
 
 
-@pytest.mark.parametrize("left", [0, 5, 100, 5000])
-def test_a_truncated_file(folder: Path, left: int) -> None:
-    os.truncate(folder / "model.safetensors", left)
-    message = refusal(folder)
-    assert "model.safetensors cannot be read (it is truncated" in message
-    assert message.endswith("get a sound copy.")
-
-
-def test_a_header_that_is_no_header(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes((5).to_bytes(8, "little") + b"hello world")
-    assert "model.safetensors cannot be read" in refusal(folder)
-
-
-def test_a_git_lfs_pointer(folder: Path) -> None:
-    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
-    assert "is a git-lfs pointer without the weights: run 'git lfs pull'." in refusal(folder)
-
-
-def test_a_pickled_checkpoint_of_an_old_format(folder: Path) -> None:
-    pickle(folder, _use_new_zipfile_serialization=False)
-    assert "pytorch_model.bin cannot be read" in refusal(folder)
-
-
-def test_a_pickled_checkpoint_that_runs_code(folder: Path) -> None:
+def run_code_in_pickle(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     torch.save({"x": partial(os.system, "true")}, folder / "pytorch_model.bin")
-    assert "pytorch_model.bin cannot be read" in refusal(folder)
+
+
+def overwrite(content: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / "model.safetensors").write_bytes(content)
+
+
+UNREADABLE = "model.safetensors cannot be read"
+# transformers would build all of these layers, or a list of them, and run out of memory or time.
+LAYERS = "names 1000000000000 layers, but its checkpoint has 30 tensors: get sound copies of both."
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+    "an adapter": (
+        lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"),
+        "is a LoRA adapter: write 'BASE+",
+    ),
+    "an unknown type": (lambda folder: edit_config(folder, model_type="none"), "transformers cannot read the config"),
+    "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "transformers cannot read the config"),
+    "its own code": (with_own_code, "brings its own code: allow it with --trust-remote-code."),
+    "no class": (lambda folder: edit_config(folder, architectures=None), "must name one class under 'architectures'."),
+    "two classes": (lambda folder: edit_config(folder, architectures=["A", "B"]), "must name one class under"),
+    "too many layers": (lambda folder: edit_config(folder, num_hidden_layers=10**12), LAYERS),
+    "no weights": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "consolidated.safetensors"),
+        "has no weights: mergekit needs model.safetensors or pytorch_model.bin",
+    ),
+    "a missing shard": (lose_a_shard, "lacks model-1.safetensors, which its index names: complete the download."),
+    "a missing tensor": (add_to_index, "model-0.safetensors lacks model.extra, which the index expects there"),
+    "an index without JSON": (write_index("{"), "model.safetensors.index.json cannot be read"),
+    "an index without names": (write_index('{"weight_map": 3}'), "model.safetensors.index.json cannot be read"),
+    "an empty file": (overwrite(b""), f"{UNREADABLE} (it is truncated"),
+    "half a file": (lambda folder: os.truncate(folder / "model.safetensors", 5000), f"{UNREADABLE} (it is truncated"),
+    "another header": (overwrite((5).to_bytes(8, "little") + b"hello world"), UNREADABLE),
+    "a pointer": (overwrite(b"version https://git-lfs.github.com/spec/v1\n"), "run 'git lfs pull'."),
+    "an old pickle": (
+        lambda folder: pickle(folder, _use_new_zipfile_serialization=False),
+        "pytorch_model.bin cannot be read",
+    ),
+    "code in a pickle": (run_code_in_pickle, "pytorch_model.bin cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_model_that_cannot_be_used_is_refused_in_a_sentence_that_names_it(name: str, folder: Path) -> None:
+    damage, words = BROKEN[name]
+    damage(folder)
+    message = refusal(folder)
+    assert words in message
+    assert str(folder) in message
 
 
 @pytest.fixture
@@ -261,10 +234,3 @@ def test_a_downloaded_model_is_read_from_the_cache(folder: Path, tmp_path: Path)
     assert local_folder(path, str(tmp_path)) == snapshot
     (snapshot / "model.safetensors").unlink()
     assert local_folder(path, str(tmp_path)) is None
-
-
-def test_a_model_is_named_as_the_recipe_names_it(llama: Family) -> None:
-    reference = ModelReference.parse(f"{llama.base}+adapter")
-    model = open_model(reference)
-    assert isinstance(model, Model)
-    assert str(model) == f"{llama.base}+adapter"
