@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import re
 import subprocess
@@ -173,7 +172,11 @@ def assert_reproduced(planned: Sequence[PlannedTensor], layers: int) -> list[Any
 
 @pytest.mark.parametrize(
     ("architecture", "level", "edges"),
-    itertools.product(families.ARCHITECTURES, ["layer", "attn_mlp", "linear"], ["base", "mean"]),
+    [
+        (architecture, *case)
+        for architecture in families.ARCHITECTURES
+        for case in [("layer", "base"), ("attn_mlp", "mean"), ("linear", "mean")]
+    ],
 )
 def test_mergekit_gives_every_tensor_its_weights(architecture: str, level: str, edges: str) -> None:
     config, decoder = opened(architecture)
@@ -207,15 +210,38 @@ def planned_of(table: Mapping[str, Sequence[float] | float]) -> list[PlannedTens
     ]
 
 
-def filters(settings: Sequence[Any]) -> list[str | None]:
-    return [entry.get("filter") for entry in settings[0]]
+NOTHING = float("nan")  # of a layer without that tensor
+# By what is told apart: the tensors' weights by layer, and the filters.
+FILTERED: dict[str, tuple[dict[str, Any], list[str | None]]] = {
+    "the layers": (
+        {"embed": 0.0, "model.layers.{}.a.w": [1, 2, -3], "model.layers.{}.b.w": [1, 2, -3]},
+        ["model.layers.", None],
+    ),
+    "names that hold other names": (
+        {"norm.w": 0.0, "h.{}.norm.w": [1.0] * 12, "h.{}.mlp.w": [2.0] * 12, "h.{}.mlp_norm.w": [3] * 12},
+        [".norm.", ".mlp.", ".mlp_norm.", None],
+    ),
+    "layers of different kinds": (
+        {
+            "embed": 0.0,
+            "layers.{}.conv.w": [1.0, NOTHING, 3.0],
+            "layers.{}.attn.w": [NOTHING, 2.0, NOTHING],
+            "layers.{}.mlp.w": [4.0, 5.0, 6.0],
+        },
+        [".conv.", ".attn.", ".mlp.", None],
+    ),
+    "the only layer": (
+        {"embed": 0.0, "layers.{}.a.w": [1.0], "layers.{}.b.w": [2.0], "norm.w": 0.0},
+        [".a.", ".b.", None],
+    ),
+}
 
 
-def test_equal_weights_share_a_filter_for_the_layers() -> None:
-    planned = planned_of({"embed": 0.0, "model.layers.{}.a.w": [1, 2, -3], "model.layers.{}.b.w": [1, 2, -3]})
-    assert assert_reproduced(planned, 3) == [
-        [{"filter": "model.layers.", "value": [1.0, 2.0, -3.0]}, {"value": 0.0}],
-    ]
+@pytest.mark.parametrize("name", FILTERED)
+def test_filters_tell_tensors_of_other_weights_apart(name: str) -> None:
+    table, expected = FILTERED[name]
+    settings = assert_reproduced(planned_of(table), max(map(len, filter(None, table.values()))))
+    assert [entry.get("filter") for entry in settings[0]] == expected
 
 
 def test_one_weight_for_everything_needs_no_filter() -> None:
@@ -223,34 +249,10 @@ def test_one_weight_for_everything_needs_no_filter() -> None:
     assert assert_reproduced(planned, 2) == [0.5]
 
 
-def test_a_filter_never_names_tensors_of_other_weights() -> None:
-    planned = planned_of(
-        {"norm.w": 0.0, "h.{}.norm.w": [1.0] * 12, "h.{}.mlp.w": [2.0] * 12, "h.{}.mlp_norm.w": [3] * 12}
-    )
-    for entry in assert_reproduced(planned, 12)[0][:-1]:
-        assert len({tensor.alpha for tensor in planned if entry["filter"] in tensor.name}) == 1
-
-
 def test_tensors_that_no_filter_tells_apart_get_their_full_names() -> None:
     table: dict[str, Any] = {"wte": 0.0, "h.{}.norm.w": list(range(12)), "h.{}.attn.norm.w": list(range(20, 32))}
-    settings = assert_reproduced(planned_of(table), 12)
-    assert "h.1.norm.w" in filters(settings) and "h.11.norm.w" in filters(settings)
-
-
-def test_layers_may_lack_tensors_of_other_layers() -> None:
-    nothing = float("nan")
-    table: dict[str, Any] = {
-        "embed": 0.0,
-        "layers.{}.conv.w": [1.0, nothing, 3.0],
-        "layers.{}.attn.w": [nothing, 2.0, nothing],
-        "layers.{}.mlp.w": [4.0, 5.0, 6.0],
-    }
-    settings = assert_reproduced(planned_of(table), 3)
-    assert filters(settings) == [".conv.", ".attn.", ".mlp.", None]
-
-
-def test_the_only_layer_is_told_from_the_edges() -> None:
-    assert_reproduced(planned_of({"embed": 0.0, "layers.{}.a.w": [1.0], "layers.{}.b.w": [2.0], "norm.w": 0.0}), 1)
+    found = [entry.get("filter") for entry in assert_reproduced(planned_of(table), 12)[0]]
+    assert "h.1.norm.w" in found and "h.11.norm.w" in found
 
 
 # What the recipe says
@@ -315,17 +317,13 @@ def test_heads_are_refused() -> None:
         plain_recipe(statistics.solve("head_mlp"))
 
 
-def test_a_base_model_that_cannot_be_had_is_asked_for(tmp_path: Path) -> None:
-    statistics = statistics_of("layer")
+def test_no_or_another_base_model_is_asked_for(tmp_path: Path) -> None:
+    solution = statistics_of("layer").solve("layer")
     with pytest.raises(SltaError, match=r"cannot be read.*--model org/base=PATH"):
-        plain_recipe(statistics.solve("layer"), models={"org/base": str(tmp_path / "none")})
-
-
-def test_another_base_model_is_refused(tmp_path: Path) -> None:
+        plain_recipe(solution, models={"org/base": str(tmp_path / "none")})
     config_of("qwen2").save_pretrained(tmp_path)
-    statistics = statistics_of("layer")
     with pytest.raises(SltaError, match=r"not the base model.*LlamaForCausalLM of 3 layers.*--model org/base=PATH"):
-        plain_recipe(statistics.solve("layer"), models={"org/base": str(tmp_path)})
+        plain_recipe(solution, models={"org/base": str(tmp_path)})
 
 
 def test_a_recipe_that_mergekit_would_read_otherwise_is_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
