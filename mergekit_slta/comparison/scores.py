@@ -19,7 +19,7 @@ from mergekit_slta.layers.ends import logit_tensors, logits, tail_problem, trial
 from mergekit_slta.layers.fresh import Fresh
 from mergekit_slta.models.checkpoint import Checkpoint
 
-# The logits of so many positions are in memory at once: with a large vocabulary they outgrow everything else.
+# Positions whose logits are in memory at once: with a large vocabulary they outgrow everything else.
 LOGIT_POSITIONS = 1024
 
 

@@ -97,7 +97,7 @@ def pair_cosine(grams: torch.Tensor) -> torch.Tensor:
     return cosine[..., rows, columns].mean(-1)
 
 
-# What is measured
+# Studies
 
 
 def path_study(expert: int, experts: int) -> Study:

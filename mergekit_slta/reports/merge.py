@@ -159,7 +159,7 @@ def report_page(
 
 
 def _facts(solution: Solution, levels: Collection[str]) -> dict[str, str]:
-    """What is known of the measurement of some levels, by name."""
+    """Facts about the measurement of some levels, by name."""
     statistics, info = solution.statistics, solution.statistics.info
     facts = {"Base model": f"{info.base_model} ({info.architecture}, {counted(info.num_layers, 'layer')})"}
     for index, name in enumerate(short_names(info.models)):

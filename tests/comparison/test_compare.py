@@ -232,7 +232,7 @@ def test_the_commands_write_tables_json_and_figure(command: str, paired: Family,
     assert written["tasks"][1]["merged"][str(paired.experts[1])]["kept"] in (1.0, None)
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize("text", [b"", b"\xff\xff"])

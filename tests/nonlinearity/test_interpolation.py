@@ -166,7 +166,7 @@ def test_a_product_of_two_changes_has_its_analytic_score(make_family: MakeFamily
         found = result.metrics["non_linearity"]["attn_mlp"]
         assert found["one"][f"layer.{layer}.attn"].mean == pytest.approx(expected, abs=1e-6)
         assert found["two"][f"layer.{layer}.attn"].mean == pytest.approx(0, abs=1e-9)
-        # What is added to values is (a + b), to the output map a: (1 + a + b)(1 + a) against 3a + b.
+        # (a + b) is added to values and a to the output map: (1 + a + b)(1 + a) against 3a + b.
         weights = (0.2, 0.4, 0.6, 0.8, 1.0)
         distance = [abs(1 - ((1 + a + b) * (1 + a) - 1) / (3 * a + b)) for a in weights for b in weights]
         value = result.metrics["projection_distance"]["attn_mlp"]["one+two"][f"layer.{layer}.attn"]

@@ -1,4 +1,4 @@
-"""What statistics say about a merge, against dense features and against solving anew."""
+"""The analysis of a merge by its statistics, against dense features and against solving anew."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_intervals_hold_the_weights_and_narrow_with_more_samples() -> None:
 
 
 def doubts_of(gram: torch.Tensor) -> str:
-    """What is doubted about a merge of two experts whose only submodule has these Gram matrices [2 * samples, 2, 2]."""
+    """The doubts about a merge of two experts whose only submodule has these Gram matrices [2 * samples, 2, 2]."""
     statistics = synthetic.statistics(
         ["math", "code"], ["layer"], layers=1, samples=len(gram) // 2, grams=lambda name, number: gram
     )

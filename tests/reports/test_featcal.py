@@ -72,14 +72,6 @@ def test_the_routed_experts_of_mixtures_have_a_table() -> None:
     assert [list(row) for row in table.rows] == [["layer.2.mlp.experts", "0", "5", "90", "2", "1", "91 %", "100 %"]]
 
 
-def test_it_says_what_was_asked_for() -> None:
-    facts = page(ridge=0.25, head=False, seed=3, max_tokens=99).facts
-    assert facts["Experts"] == "org/llama-math, org/llama-code"
-    assert facts["Samples"] == "7 of each task, seed 3, at most 99 tokens"
-    assert facts["Solved with"] == "ridge 0.25 towards the base model, output head kept"
-    assert "output head solved" in page().facts["Solved with"]
-
-
 def test_the_picture_is_told_in_words() -> None:
     ((_, attributes),) = [found for found in Elements(page().html()).found if found[0] == "img"]
     assert "After the last layer: math 85 % before and 42 % after; code 71 % before and 35 % after." in str(
@@ -87,13 +79,7 @@ def test_the_picture_is_told_in_words() -> None:
     )
 
 
-def test_one_expert_and_one_layer() -> None:
-    said = drift_page(MERGED[:1, :1], ANCHOR[:1, :1], MODELS[:1], FeatcalSettings(anchor="base")).verdict[0]
-    assert said.startswith("After the last layer the merged model's features are 11 % away from llama-math's (the base")
-    assert said.endswith("grows most in layer 0.")
-
-
-def test_names_are_escaped() -> None:
-    text = drift_page(MERGED, ANCHOR, ["<b>&", "x"], FeatcalSettings()).html()
+def test_names_are_escaped_and_nothing_comes_from_outside() -> None:
+    text = drift_page(MERGED[:1], ANCHOR[:1], ["<b>&", "x"], FeatcalSettings()).html()
     assert_self_contained(text)
     assert "<b>&" not in text.replace("&lt;b&gt;&amp;", "")

@@ -17,7 +17,6 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.reports.analysis import MOST_CONDITION, PLAUSIBLE_ALPHA, WIDEST_INTERVAL, LevelAnalysis
 from mergekit_slta.reports.merge import reliability, report, report_page, verdict
 from mergekit_slta.reports.words import percent, plain_number
-from mergekit_slta.slta.measure import measured_statistics
 from mergekit_slta.slta.statistics import Statistics
 
 
@@ -35,7 +34,7 @@ def interfering(powers: Sequence[float], samples: int = 6) -> Statistics:
 
 
 def kept_share(powers: Sequence[float]) -> float:
-    """What is kept in all layers together: each counts by 2 / (1 + power), its own expert's part of the change."""
+    """The share kept in all layers together: each counts by 2 / (1 + power), its own expert's part of the change."""
     return sum(1 / (1 + p) ** 2 for p in powers) / sum(1 / (1 + p) for p in powers)
 
 
@@ -130,12 +129,11 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Statistics, Pa
     return statistics, report(statistics, tmp_path_factory.mktemp("report") / "new")
 
 
-def test_the_page_needs_nothing_from_outside(everything: tuple[Statistics, Path]) -> None:
-    assert_self_contained(everything[1].read_text())
-
-
-def test_the_page_opens_with_the_verdict_on_the_default_level(everything: tuple[Statistics, Path]) -> None:
+def test_the_page_opens_with_the_verdict_on_the_default_level_and_needs_nothing_else(
+    everything: tuple[Statistics, Path],
+) -> None:
     statistics, path = everything
+    assert_self_contained(path.read_text())
     text = " ".join(Elements(path.read_text()).text.split())
     said = verdict(LevelAnalysis(statistics.solve("attn_mlp")))
     assert said in text
@@ -213,15 +211,6 @@ def test_a_picture_with_bands_says_what_they_are(samples: int) -> None:
     assert {name for name, chart in charts.items() if "band" in chart.caption and "band" in chart.alt} == (
         banded if samples > 1 else set()
     )
-
-
-def test_a_report_on_measured_statistics(llama: Family, tmp_path: Path) -> None:
-    statistics = measured_statistics(
-        families.experiment(families.recipe(llama)), ["attn_mlp"], tmp_path / "s.safetensors"
-    )
-    path = report(statistics, tmp_path / "report")
-    assert_self_contained(path.read_text())
-    assert verdict(LevelAnalysis(statistics.solve("attn_mlp"))) in " ".join(Elements(path.read_text()).text.split())
 
 
 def test_the_command_writes_the_report_and_says_the_verdict(tmp_path: Path) -> None:

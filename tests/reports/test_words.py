@@ -17,23 +17,10 @@ def test_percent(share: float, text: str) -> None:
     assert percent(share) == text
 
 
-def test_numbers_and_lists() -> None:
+def test_numbers_counts_and_lists() -> None:
     assert [plain_number(number) for number in (0.12345, -3.0, 1234.5, math.nan)] == ["0.123", "−3", "1.23e+03", "–"]
     assert [enumerated(words) for words in (["a"], ["a", "b"], ["a", "b", "c"])] == ["a", "a and b", "a, b and c"]
-
-
-def test_counts_have_the_right_number() -> None:
     assert [counted(number, "layer") for number in (0, 1, 2)] == ["0 layers", "1 layer", "2 layers"]
-
-
-def test_the_extent_leaves_out_what_is_undefined() -> None:
-    assert extent([math.nan, 0.2, 0.1], percent) == "10 % to 20 %"
-    assert extent([math.nan], percent) == "none"
-
-
-def test_names_possess() -> None:
+    assert [extent(own, percent) for own in ([math.nan, 0.2, 0.1], [math.nan])] == ["10 % to 20 %", "none"]
     assert [possessive(name) for name in ("math", "words")] == ["math's", "words'"]
-
-
-def test_kinds_of_submodules_have_names() -> None:
     assert [kind_name(kind) for kind in ("attn", "mlp", "head")] == ["attention", "MLP", "head"]

@@ -5,36 +5,35 @@ The report on the folder's statistics is opened in a headless Chromium (apt-get 
 
 from __future__ import annotations
 
-import io
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from PIL import Image
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from support.browser import DESK, PHONE, Browser, Scheme
-
 from mergekit_slta import Statistics, report
 
 DOCS = Path(__file__).parents[2] / "docs"
-# By file: the window's width, the reader's colours, where the picture begins, and its height in pixels.
-SHOTS: dict[str, tuple[int, Scheme, str, int]] = {
-    "report.png": (DESK, "light", "html", 1215),
-    "report-phone.png": (PHONE, "dark", "section:nth-of-type(3)", 1100),
+TALLEST = 12000  # pixels, more than a page has
+# By file: the window's width, its further options, where the picture begins, and its height in pixels.
+SHOTS: dict[str, tuple[int, tuple[str, ...], int, int]] = {
+    "report.png": (1280, (), 0, 1215),
+    "report-phone.png": (390, ("--force-dark-mode",), 1500, 1100),
 }
 
 
 def main(folder: Path) -> None:
     """Write every screenshot."""
-    with tempfile.TemporaryDirectory() as temporary, Browser.started() as browser:
+    with tempfile.TemporaryDirectory() as temporary:
         page = report(Statistics.load(folder / "statistics.safetensors"), temporary)
-        for name, (width, scheme, start, height) in SHOTS.items():
-            browser.open(page, width, scheme)
-            with Image.open(io.BytesIO(browser.picture(start, height))) as shot:
-                shot.convert("RGB").save(DOCS / name, optimize=True)
+        whole = Path(temporary) / "whole.png"
+        for name, (width, options, top, height) in SHOTS.items():
+            browser = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", *options]
+            taken = [f"--window-size={width},{TALLEST}", f"--screenshot={whole}", page.as_uri()]
+            subprocess.run([*browser, *taken], check=True)
+            with Image.open(whole) as shot:
+                shot.convert("RGB").crop((0, top, width, top + height)).save(DOCS / name, optimize=True)
 
 
 if __name__ == "__main__":
