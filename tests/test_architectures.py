@@ -34,9 +34,8 @@ from support.synthetic import random_alpha, solutions
 from transformers import AutoModelForCausalLM
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.blend import weighted_sum
-from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.submodules import fallbacks
+from mergekit_slta.layers.trace import trace
 from mergekit_slta.levels import of_level
 from mergekit_slta.slta.solver import SubmoduleSolution, solve
 from mergekit_slta.slta.weights import TensorWeights
@@ -55,8 +54,7 @@ ALPHA_TOLERANCE = 1e-5
 TENSOR_TOLERANCE = 1e-6
 
 APPLICABLE = [(name, level) for name, row in ROWS.items() for level in LEVELS if level in row.levels]
-UNMERGED = [(name, level) for name, level in APPLICABLE if ROWS[name].lacks or ROWS[name].dropped]
-MERGED = [case for case in APPLICABLE if case not in UNMERGED]
+MERGED = [(name, level) for name, level in APPLICABLE if not ROWS[name].lacks and not ROWS[name].dropped]
 # Merged at every level in the quick suite; the others at their finest level alone, because tests/slta/test_weights.py
 # says for all of them which weight each tensor takes at each level.
 MERGED_AT_EVERY_LEVEL = ("llama", "gpt2", "gemma4", "mixtral")
@@ -161,7 +159,7 @@ def test_layers_without_heads_fall_back_to_their_branches(
     name: str, case: Callable[[str], Case], caplog: pytest.LogCaptureFixture
 ) -> None:
     found = case(name)
-    decoder = Decoder(found.family.config)
+    decoder = trace(found.family.config)
     with caplog.at_level(logging.WARNING, "mergekit_slta"):
         names = set(families.measure(found.family, "head_mlp"))
     assert [name for name in of_level(names, "head_mlp") if name.endswith(".attn")]
@@ -193,30 +191,6 @@ def test_the_merged_model_is_the_references_and_loads(
     recipe = families.recipe(found.family, level=level, edges=edges_at(level), samples=RECORDS)
     merged = families.merge(recipe, tmp_path / "merged")
     assert_tensors_equal(loaded(merged), found.merged(level, edges_at(level)))
-
-
-@pytest.mark.parametrize(("name", "level"), UNMERGED)
-def test_every_tensor_takes_the_references_weights_where_mergekit_cannot_merge(
-    name: str, level: str, case: Callable[[str], Case]
-) -> None:
-    found = case(name)
-    weights = TensorWeights(Decoder(found.family.config), level, found.solutions(level), edges_at(level))
-    base, *experts = (model.state_dict() for model in found.models)
-    merged = {
-        tensor: weighted_sum(
-            base[tensor], [(own[tensor], alpha) for own, alpha in zip(experts, weights[tensor], strict=True)]
-        )
-        for tensor in base
-    }
-    assert_tensors_equal(merged, found.merged(level, edges_at(level)))
-
-
-@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.lacks])
-def test_mergekit_cannot_merge_it_by_any_method(name: str, case: Callable[[str], Case], tmp_path: Path) -> None:
-    """Fails once mergekit has learnt to: then the row's ``lacks`` goes."""
-    recipe = families.recipe(case(name).family, "task_arithmetic", calibration=False, per_expert={"weight": 0.5})
-    with pytest.raises(RuntimeError, match=rf"{re.escape(ROWS[name].lacks)} required but not present"):
-        families.merge(recipe, tmp_path / "merged")
 
 
 def test_mergekit_yaml_in_a_process_of_its_own(
@@ -384,7 +358,7 @@ def test_a_map_that_is_never_called_takes_its_branchs_weights_and_the_log_says_s
 def test_a_mixtures_expert_that_one_task_reaches_keeps_its_weights() -> None:
     """They are one for that task's expert and zero for the others, which is no sign that no token came."""
     config = families.config_of("mixtral", architectures=["MixtralForCausalLM"])
-    decoder = Decoder(config)
+    decoder = trace(config)
     measured = random_alpha(decoder, "linear")
     for part in ("gate_up_proj", "down_proj"):
         measured[f"layer.1.mlp.experts.2.{part}"] = torch.tensor([0.0, 1.0]).double()
@@ -428,7 +402,7 @@ def test_a_mixtures_single_matrices_take_their_part_of_the_fused_weights(
     name: str, level: str, case: Callable[[str], Case]
 ) -> None:
     found = case(name)
-    weights = TensorWeights(Decoder(found.family.config), level, found.solutions(level))
+    weights = TensorWeights(trace(found.family.config), level, found.solutions(level))
     numbers = re.compile(r"layers\.(\d+)\..*\.experts\.(\d+)\.(\w+)\.weight")
     single = [match for match in map(numbers.search, load_file(found.family.base / "model.safetensors")) if match]
     mixtures = sum(key.endswith(".experts.gate_up_proj") for key in found.models[0].state_dict())

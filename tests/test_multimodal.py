@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from mergekit_slta.checks.examine import examine
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.trace import trace
 from mergekit_slta.slta.statistics import Statistics
 
 GRAM_TOLERANCE = 2e-6
@@ -343,4 +343,4 @@ def test_an_encoder_inside_is_refused(make_family: MakeFamily) -> None:
     config = families.config_of("qwen2_5_vl")
     config.architectures = ["Qwen2_5_VLModel"]
     with pytest.raises(SltaError, match="is not a decoder-only language model"):
-        Decoder(config)
+        trace(config)

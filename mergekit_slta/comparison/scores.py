@@ -15,8 +15,9 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams, read_edges
 from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.layers.decoder import Decoder, Weights
-from mergekit_slta.layers.ends import logit_tensors, logits, tail_problem, trial
+from mergekit_slta.layers.ends import logit_tensors, logits
 from mergekit_slta.layers.fresh import Fresh
+from mergekit_slta.layers.trace import on_device, trace
 from mergekit_slta.models.checkpoint import Checkpoint
 
 # Positions whose logits are in memory at once: with a large vocabulary they outgrow everything else.
@@ -76,9 +77,8 @@ def score_model(
                 f"The model in {checkpoint.folder} does not fit into the memory of {device} in float32: use "
                 "'--device cpu'."
             ) from error
-    accumulator = _Scoring(
-        decoder.to(device), [checkpoint], [[sample.token_ids for sample in group] for group in groups], Ranks(), groups
-    )
+    tasks = [[sample.token_ids for sample in group] for group in groups]
+    accumulator = _Scoring(on_device(decoder, device), [checkpoint], tasks, Ranks(), groups)
     found = pass_layers(accumulator, progress=lambda samples: progress(samples / len(decoder)))
     rows = iter(range(len(found)))
     return [[found[next(rows)] for _ in group] for group in groups]
@@ -87,9 +87,8 @@ def score_model(
 def _streamable(checkpoint: Checkpoint) -> Decoder | None:
     """The model's decoder, if its logits follow from its layers alone."""
     try:
-        decoder = Decoder(checkpoint.config, checkpoint.trust_remote_code)
-        decoder.once(trial)
-        return None if tail_problem(decoder) else decoder
+        decoder = trace(checkpoint.config, checkpoint.trust_remote_code)
+        return None if decoder.tail_problem else decoder
     except SltaError:
         return None
 

@@ -20,7 +20,8 @@ from mergekit_slta.engine.memory import takes_little
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.layers.calls import LayerCall, State, Weights
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.ends import embed, embedding_tensors
+from mergekit_slta.layers.ends import embed
+from mergekit_slta.layers.forms import embedding_tensors
 from mergekit_slta.layers.maps import routed_tensors
 from mergekit_slta.layers.probe import padding_matters
 

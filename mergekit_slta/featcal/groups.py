@@ -12,7 +12,7 @@ from torch.nn.modules.conv import _ConvNd
 from mergekit_slta.layers.children import child_of, is_inside
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import LinearMap, is_fused, linear_maps
-from mergekit_slta.layers.probe import trace
+from mergekit_slta.layers.probe import zero_run
 from mergekit_slta.layers.recording import LayerRun
 
 # Why maps are not solved.
@@ -71,8 +71,9 @@ def groups_by_layer(decoder: Decoder) -> list[LayerMaps]:
     Maps that several layers share are solved in the first of them that calls them.
     """
     found, solved, tensors = [], set[str](), [decoder.layer_tensors(layer) for layer in range(len(decoder))]
+    of_kind = {layer: find_groups(decoder, layer) for layer in decoder.one_of_each_kind()}
     for layer, names in enumerate(tensors):
-        maps = decoder.once_per_kind(layer, find_groups)
+        maps = of_kind[decoder.first_of_kind[layer]]
         left = [(group, tuple(m for m in group.maps if names[m.weight] not in solved)) for group in maps.groups]
         groups = [replace(group, module=own[0].module, maps=own) for group, own in left if own]
         solved |= {names[m.weight] for group in groups for m in group.maps}
@@ -100,7 +101,7 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
     for linear_map in linear_maps(own):
         by_module.setdefault(linear_map.module, []).append(linear_map)
     with torch.no_grad():
-        run = trace(decoder, layer, watch=by_module)
+        run = zero_run(decoder, layer, watch=by_module)
     groups: list[MapGroup] = []
     never_called = "not used by calling the module"
     kept = {m.name: SOME_TOKENS if _is_numbered(m.module) else never_called for m in linear_maps(own)}

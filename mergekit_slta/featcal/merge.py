@@ -26,6 +26,7 @@ the anchor's.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -46,7 +47,7 @@ from mergekit_slta.featcal.solving import LayerTensors, Setting
 from mergekit_slta.layers.blend import Blend
 from mergekit_slta.layers.calls import Weights
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.maps import output_head
+from mergekit_slta.layers.ends import output_head
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.stacks import ExpertStack, stack_of
 
@@ -153,7 +154,7 @@ class _FeatureMerge(Accumulator[Tensors]):
         for group in maps.groups:
             self.stage = f"layer {layer} of {len(self.decoder)}, {group}"
             solver.solve(group, report)
-        written = self.decoder.once(written_in)
+        written = written_in(self.decoder)
         merged = {names[key]: tensor for key, tensor in solver.tensors().items() if written[names[key]] == layer}
         self.shared |= {name: merged[name] for name in self.shared.keys() & merged.keys()}
         routing = {
@@ -225,6 +226,7 @@ class _FeatureMerge(Accumulator[Tensors]):
         return HeadSolver(head, self.anchor, self.experts, streams, self.setting, report).solve()
 
 
+@functools.lru_cache(maxsize=1)
 def written_in(decoder: Decoder) -> dict[str, int]:
     """By the model's names of the layers' tensors, the layer whose file holds each: the one that solves it, or the
     first that has it.
@@ -238,7 +240,7 @@ def written_in(decoder: Decoder) -> dict[str, int]:
 
 def layer_shapes(decoder: Decoder, layer: int) -> dict[str, torch.Size]:
     """The shapes of the tensors that a layer's file holds, by the model's names."""
-    names, state, written = decoder.layer_tensors(layer), decoder.layers[layer].state_dict(), decoder.once(written_in)
+    names, state, written = decoder.layer_tensors(layer), decoder.layers[layer].state_dict(), written_in(decoder)
     return {name: state[key].shape for key, name in names.items() if written[name] == layer}
 
 

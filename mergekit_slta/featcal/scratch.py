@@ -20,8 +20,9 @@ from mergekit_slta.featcal.solvable import require_solvable
 from mergekit_slta.files import cache_folder, digest
 from mergekit_slta.layers.blend import Blend
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.maps import output_head
+from mergekit_slta.layers.ends import output_head
 from mergekit_slta.layers.submodules import resolve_name
+from mergekit_slta.layers.trace import on_device
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import require_calibration
 from mergekit_slta.recipe.settings import ActmatSettings, FeatcalSettings
@@ -53,7 +54,7 @@ class SolvedModel:
         found, mixture_expert = resolve_name(self.decoder, name)
         if mixture_expert is not None:
             raise SltaError(f"'featcal' cannot write the experts of a mixture one by one, as mergekit asks for {name}.")
-        layer = self.decoder.once(written_in).get(found)
+        layer = written_in(self.decoder).get(found)
         file = self._partial.edges_file if layer is None else self._partial.layer_file(layer)
         with safe_open(file, "pt") as tensors:
             return tensors.get_tensor(found) if found in tensors.keys() else None  # noqa: SIM118
@@ -109,7 +110,7 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings) -> SolvedMode
     """
     require_calibration(experiment.recipe)
     require_solvable(experiment)
-    decoder = experiment.decoder.to(experiment.device)
+    decoder = on_device(experiment.decoder, experiment.device)
     data = experiment.load_data(experiment.recipe.experts)
     tasks = [samples.token_ids for samples in data]
     weights = token_weights(data)

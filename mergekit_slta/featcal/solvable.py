@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from mergekit_slta.errors import SltaError, refuse
 from mergekit_slta.featcal.groups import groups_by_layer
-from mergekit_slta.layers.ends import tail_problem
-from mergekit_slta.layers.maps import output_head
+from mergekit_slta.layers.ends import output_head
 from mergekit_slta.models.padding import other_vocabularies
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.settings import FeatcalSettings
@@ -21,7 +20,7 @@ def require_solvable(experiment: Experiment) -> None:
     decoder, settings = experiment.decoder, experiment.recipe.settings_of(FeatcalSettings)
     groups_by_layer(decoder)
     solves_head = settings.head and output_head(decoder) is not None
-    if solves_head and (problem := tail_problem(decoder)):
+    if solves_head and (problem := decoder.tail_problem):
         raise SltaError(problem)
     aligned = experiment.recipe.tokenizer_source is not None
     if solves_head or settings.averages_edges:

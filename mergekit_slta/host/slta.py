@@ -36,8 +36,9 @@ class SltaMerge(Merge):
             from mergekit_slta.reports.merge import report_page  # imports matplotlib, which takes a second
 
             write_report(settings.report, "report.html", report_page(solution))
-        decoder = experiment.decoder.to("cpu")
-        self._weights = TensorWeights(decoder, settings.level, solution.submodules, settings.edges, settings.towers)
+        self._weights = TensorWeights(
+            experiment.decoder, settings.level, solution.submodules, settings.edges, settings.towers
+        )
         experts = [expert.reference for expert in experiment.recipe.experts]
         self._position = {reference: index for index, reference in enumerate(experts)}
 

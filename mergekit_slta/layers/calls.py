@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -93,6 +93,26 @@ def handed_on(returned: Any, positions: Mapping[int | str, int]) -> State:
         positions: by the next layer's argument, the position in the return value.
     """
     return {(argument,): plain(returned[position]) for argument, position in positions.items()}
+
+
+@dataclass(frozen=True)
+class LayerForm:
+    """How a model calls its layers, and what they return.
+
+    Attributes:
+        stacked: whether layers are given several hidden states per token as [n, B, S, D]; here they are [B, S, n, D]
+            everywhere else.
+        handed: by argument of a layer, the position in the return value of the layer before where it comes from.
+        returned: for each layer, what the first layer of its type returns for two tokens.
+        state: the tensors that layers pass to later layers beside the hidden states, for one sample of two tokens.
+        causal: whether no token sees a later one.
+    """
+
+    stacked: bool = False
+    handed: Mapping[int | str, int] = field(default_factory=dict)
+    returned: Sequence[Any] = ()
+    state: State = field(default_factory=dict)
+    causal: bool = False
 
 
 # Returns what a layer returns, given its index, its hidden states and its call.

@@ -17,13 +17,12 @@ class Fresh:
     def __init__(self, model: torch.nn.Module) -> None:
         self._modules = []
         for module in model.modules():
-            own = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
-            buffers = {name: _Buffer(buffer) for name, buffer in own.items() if buffer is not None}
-            if buffers:
+            buffers = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
+            if any(buffer is not None for buffer in buffers.values()):
                 self._modules.append((module, _attributes(module), buffers))
 
     def restore(self) -> None:
-        """Undo what calls have changed."""
+        """Undo what calls have replaced; no model of transformers writes into such a buffer."""
         for module, attributes, buffers in self._modules:
             now = _attributes(module)
             for name in now.keys() - attributes.keys():
@@ -31,22 +30,7 @@ class Fresh:
             for name, value in attributes.items():
                 if now.get(name) is not value:
                     setattr(module, name, value)
-            for name, buffer in buffers.items():
-                module._buffers[name] = buffer.restored(module._buffers[name])
-
-
-class _Buffer:
-    """A buffer's value, and the tensor that holds it with torch's count of its changes."""
-
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self._value = buffer.clone()
-        self._seen, self._version = buffer, buffer._version
-
-    def restored(self, now: torch.Tensor | None) -> torch.Tensor:
-        if now is not self._seen or self._seen._version != self._version:
-            self._seen = self._value.clone()
-            self._version = self._seen._version
-        return self._seen
+            module._buffers.update(buffers)
 
 
 def _attributes(module: torch.nn.Module) -> dict[str, Any]:

@@ -10,56 +10,28 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from mergekit_slta.layers.branches import LayerStructure
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.ends import trial
-from mergekit_slta.layers.maps import LinearMap, linear_maps
-from mergekit_slta.layers.probe import trace
-from mergekit_slta.layers.structure import structure
+from mergekit_slta.layers.maps import Heads, linear_maps
+from mergekit_slta.layers.probe import zero_run
 
 INSEPARABLE = "its heads cannot be told apart by its linear maps"
 
 
-@dataclass(frozen=True)
-class Heads:
-    """The heads of one layer's attention.
-
-    Attributes:
-        count: the number of query heads, ``H``.
-        output: the map that takes all heads' features, o_proj.
-        rows: for each other map of the attention, by name, [out, H] booleans: whether a head depends on a row. A row
-            that reaches the heads only through another map (as in latent attention) belongs to all heads.
-    """
-
-    count: int
-    output: LinearMap
-    rows: dict[str, torch.Tensor]
-
-
-def heads_of(decoder: Decoder, layer: int) -> Heads | str:
-    """The heads of a layer's attention, found once for each kind of layer, or why there are none to be told apart.
-
-    Raises:
-        SltaError: the model's layers cannot be run one at a time.
-    """
-    structure(decoder, layer)  # runs the layer
-    return decoder.once_per_kind(layer, _heads_of)
-
-
-def _heads_of(decoder: Decoder, layer: int) -> Heads | str:
+def find_heads(decoder: Decoder, layer: int, split: LayerStructure | None) -> Heads | str:
+    """The heads of a layer's attention, or why there are none to be told apart."""
     try:
-        return _find_heads(decoder, layer)
+        return _find_heads(decoder, layer, split)
     except Exception:  # a model's own code may raise anything when its projections give random numbers
         return INSEPARABLE
 
 
 @torch.enable_grad()
-def _find_heads(decoder: Decoder, layer: int) -> Heads | str:
-    split = structure(decoder, layer)
+def _find_heads(decoder: Decoder, layer: int, split: LayerStructure | None) -> Heads | str:
     if split is None:
         return "its branches cannot be told apart"
     kinds = {name: type(decoder.layers[layer].get_submodule(name)).__name__ for name in sorted(split.mixers)}
@@ -74,14 +46,14 @@ def _find_heads(decoder: Decoder, layer: int) -> Heads | str:
     module = decoder.layers[layer].get_submodule(mixer)
     maps = {found.name: found for found in linear_maps(decoder.layers[layer]) if found.name.startswith(mixer + ".")}
     with _random_projections(module) as calls:
-        trace(decoder, layer)
+        zero_run(decoder, layer)
     output = f"{mixer}.{list(calls)[-1]}" if calls else ""
     if output not in maps:
         return "its attention ends in no linear map that all heads share"
     features = calls.pop(list(calls)[-1])[0]
     leaves = [values for _, values in calls.values()]
     # Such as those of an MLP after the attention in the same module. Keys may also come from an earlier layer.
-    if not _mixes_tokens(features, leaves) and not decoder.once(trial).state:
+    if not _mixes_tokens(features, leaves) and not decoder.form.state:
         return INSEPARABLE
     count = decoder.model.config.get_text_config().num_attention_heads
     if features.shape[-1] % count:

@@ -10,7 +10,6 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from mergekit_slta.layers.calls import Weights
-from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.levels import fused_map_part
 from mergekit_slta.models.roles import has_transposed_experts
 
@@ -60,20 +59,25 @@ class LinearMap:
         return weights[self.bias] if self.expert is None else weights[self.bias][self.expert]
 
 
+@dataclass(frozen=True)
+class Heads:
+    """The heads of one layer's attention.
+
+    Attributes:
+        count: the number of query heads, ``H``.
+        output: the map that takes all heads' features, o_proj.
+        rows: for each other map of the attention, by name, [out, H] booleans: whether a head depends on a row. A row
+            that reaches the heads only through another map (as in latent attention) belongs to all heads.
+    """
+
+    count: int
+    output: LinearMap
+    rows: dict[str, torch.Tensor]
+
+
 def linear_maps(layer: torch.nn.Module) -> list[LinearMap]:
     """The linear maps of a decoder layer; convolutions and norms do not count."""
     return [found for path, module in layer.named_modules() for found in _maps_of(path, module)]
-
-
-def output_head(decoder: Decoder) -> LinearMap | None:
-    """The model's output head, by the model's names; None if it is tied to the embedding or missing."""
-    head = decoder.model.get_output_embeddings()
-    embedding = decoder.model.get_input_embeddings()
-    if head is None or head.weight is embedding.weight:
-        return None
-    path = next(name for name, module in decoder.model.named_modules() if module is head)
-    bias = f"{path}.bias" if getattr(head, "bias", None) is not None else None
-    return LinearMap(path, path, f"{path}.weight", bias, transposed=False)
 
 
 def is_fused(module: torch.nn.Module) -> bool:

@@ -1,23 +1,18 @@
-"""Find out what a model does to tokens by running it with made-up weights on a few tokens.
-
-``trace`` shows how a layer's modules call each other; ``padding_matters`` whether samples of different lengths can run
-in one batch.
-"""
+"""Run layers with made-up weights on a few tokens, to see what they do to tokens."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.calls import LayerCall, Weights
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.ends import edge_state, embed, some_tokens, trial
+from mergekit_slta.layers.ends import embed
+from mergekit_slta.layers.forms import edge_state, some_tokens
 from mergekit_slta.layers.placeholders import SmallProducts, random_numbers, zeros
 from mergekit_slta.layers.recording import LayerRun
 
@@ -25,39 +20,25 @@ from mergekit_slta.layers.recording import LayerRun
 PREFIX_TOLERANCE = 1e-5
 
 
-def trace(decoder: Decoder, layer: int, watch: Collection[str] = ()) -> LayerRun:
+def zero_run(decoder: Decoder, layer: int, watch: Collection[str] = ()) -> LayerRun:
     """Run a layer on two tokens with weights that are all zero, to see how its modules call each other.
 
-    What earlier layers hand to the layer, such as keys and values, is random, so that heads depend on their queries.
+    Values that earlier layers hand to the layer, such as keys, are random, so that heads depend on their queries.
 
     Args:
         decoder: the layer's decoder.
         layer: the layer's index.
         watch: paths of the modules inside the layer whose inputs and outputs are recorded.
-
-    Raises:
-        SltaError: the model's layers cannot be run one at a time.
     """
-    with explained(decoder):
+    handed = decoder.form.state
+    floats = {str(path): tensor for path, tensor in handed.items() if tensor.is_floating_point()}
+    numbers = random_numbers(floats, decoder.device)  # indices stay what they are: they choose tokens
+    with SmallProducts():
         edges = zeros(edge_state(decoder), decoder.device)
         hidden, calls = embed(decoder, torch.zeros(1, 2, dtype=torch.int64), edges)
-        handed = decoder.once(trial).state
-        floats = {str(path): tensor for path, tensor in handed.items() if tensor.is_floating_point()}
-        numbers = random_numbers(floats, decoder.device)  # indices stay what they are: they choose tokens
         call = calls[layer].own({path: numbers.get(str(path), tensor) for path, tensor in handed.items()})
         weights = zeros(decoder.layers[layer].state_dict(), decoder.device)
         return decoder.run(layer, weights, hidden, call, capture=watch, keep=watch)
-
-
-def token_mixers(decoder: Decoder, layer: int) -> frozenset[str]:
-    """The layer's children that let tokens see each other, from samples that differ in the first of two tokens.
-
-    Raises:
-        SltaError: the model's layers cannot be run one at a time.
-    """
-    with explained(decoder), torch.no_grad():
-        weights, hidden, call = random_layer(decoder, layer)
-        return frozenset(decoder.run(layer, weights, hidden, call, unmix=True).mixers)
 
 
 def random_layer(decoder: Decoder, layer: int) -> tuple[Weights, torch.Tensor, LayerCall]:
@@ -70,45 +51,27 @@ def random_layer(decoder: Decoder, layer: int) -> tuple[Weights, torch.Tensor, L
         path: torch.randn(2, *tensor.shape[1:], generator=generator).to(tensor)
         if tensor.is_floating_point()
         else tensor.repeat_interleave(2, 0)
-        for path, tensor in decoder.once(trial).state.items()
+        for path, tensor in decoder.form.state.items()
     }
     return random_numbers(decoder.layers[layer].state_dict(), decoder.device), hidden, calls[layer].own(state)
 
 
-@contextlib.contextmanager
-def explained(decoder: Decoder) -> Iterator[None]:
-    """Run with made-up weights; an error of the model's own code then says that its layers cannot be run one by one."""
-    try:
-        with SmallProducts():
-            yield
-    except SltaError:
-        raise
-    except Exception as error:
-        raise SltaError(
-            f"The layers of {decoder.name} cannot be run one at a time ({type(error).__name__}: {error}), so no level "
-            "applies to it; it can be merged with 'merge_method: actmat'."
-        ) from error
-
-
+@torch.no_grad()
 def padding_matters(decoder: Decoder, lengths: Collection[int]) -> bool:
     """Whether samples of these lengths may get other features in a right-padded batch than alone.
 
     They do if a token sees later tokens, if rotary embeddings depend on the length, or if layers pass more than hidden
     states to later layers, because the padding cannot be found in that.
-
-    Raises:
-        SltaError: the model's layers cannot be run one at a time.
     """
     ordered = sorted({max(length, 2) for length in lengths})  # one token alone shows no positions
     if len(set(lengths)) < 2 or len(ordered) < 2:
         return False
-    with explained(decoder), torch.no_grad():
-        tried = decoder.once(trial)
-        if tried.state or not tried.causal:
-            return True
-        # Frequencies that depend on the length change at some length. Comparing the longest sample with the second
-        # longest and the shortest shows whether that length lies between them.
-        return any(decoder.once(_length_matters, short, ordered[-1]) for short in {ordered[0], ordered[-2]})
+    if decoder.form.state or not decoder.form.causal:
+        return True
+    # Frequencies that depend on the length change at some length. Comparing the longest sample with the second
+    # longest and the shortest shows whether that length lies between them.
+    with SmallProducts():
+        return any(_length_matters(decoder, short, ordered[-1]) for short in {ordered[0], ordered[-2]})
 
 
 def _length_matters(decoder: Decoder, short: int, long: int) -> bool:

@@ -1,13 +1,14 @@
 """Record the inputs and outputs of a layer's modules while the layer runs.
 
-``watch`` wraps the ``forward`` of a layer's modules once. They then report to the current run, which may also replace a
-module's output, or end at a module's call.
+``Watch`` wraps the ``forward`` of a layer's modules once. They then report to the run that is under way, which may also
+replace a module's output, or end at a module's call.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -168,28 +169,39 @@ class LayerRun:
         return type(output)([value, *rest]) if isinstance(output, (tuple, list)) else value
 
 
-def watch(layer: torch.nn.Module, current: Callable[[], LayerRun | None]) -> None:
-    """Let the modules of a layer report to the run that ``current()`` returns, if any.
+class Watch:
+    """Lets the modules of layers report to the run that is under way, of which there is one at a time.
 
     Dropout does not report: it may serve both branches, and it keeps the residual stream's sum.
     """
 
-    def report(name: str, module: torch.nn.Module, how: Callable[..., Any]) -> None:
+    def __init__(self, layers: Iterable[torch.nn.Module]) -> None:
+        self._run: LayerRun | None = None
+        for layer in layers:
+            seen: set[torch.nn.Module] = set()
+            for path, child in children(layer).items():
+                if not isinstance(child, torch.nn.Dropout):
+                    self._report(path, child, LayerRun.run_child)
+                for name, module in child.named_modules(seen, path):
+                    if name != path and any(True for _ in module.parameters(recurse=False)):
+                        self._report(name, module, functools.partial(LayerRun.run_inside, child=path))
+
+    @contextlib.contextmanager
+    def reporting_to(self, run: LayerRun) -> Iterator[None]:
+        self._run = run
+        try:
+            yield
+        finally:
+            self._run = None
+
+    def _report(self, name: str, module: torch.nn.Module, how: Callable[..., Any]) -> None:
         forward = module.forward
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            run = current()
+            run = self._run
             return forward(*args, **kwargs) if run is None else how(run, name, forward, args, kwargs)
 
         module.forward = watched
-
-    seen: set[torch.nn.Module] = set()
-    for path, child in children(layer).items():
-        if not isinstance(child, torch.nn.Dropout):
-            report(path, child, LayerRun.run_child)
-        for name, module in child.named_modules(seen, path):
-            if name != path and any(True for _ in module.parameters(recurse=False)):
-                report(name, module, functools.partial(LayerRun.run_inside, child=path))
 
 
 def _as_made_by(child: str, output: Any) -> Any:

@@ -7,10 +7,7 @@ from transformers.core_model_loading import WeightRenaming
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.ends import tail_problem
-from mergekit_slta.layers.heads import Heads, heads_of
-from mergekit_slta.layers.maps import linear_maps
-from mergekit_slta.layers.structure import structure
+from mergekit_slta.layers.maps import Heads, linear_maps
 from mergekit_slta.levels import Fallback, head_part, require_levels, submodule_name
 from mergekit_slta.models.skeleton import converted_as, model_tensor_name
 
@@ -22,21 +19,20 @@ def layer_submodules(decoder: Decoder, level: str, layer: int) -> list[str]:
     says so.
 
     Raises:
-        SltaError: there is no such level, the model's layers cannot be run one at a time, or the model not as a whole.
+        SltaError: there is no such level, or the logits do not follow from the last layer's output at level ``model``.
     """
     require_levels([level])
-    split = structure(decoder, layer)  # runs the layer, which every level needs
+    split, heads = decoder.structures[layer], decoder.heads[layer]
     if level == "model":
-        if problem := tail_problem(decoder):
-            raise SltaError(problem)
+        if decoder.tail_problem:
+            raise SltaError(decoder.tail_problem)
         return []
     parts: list[str] = []
     if level == "linear":
         parts = [linear_map.name for linear_map in linear_maps(decoder.layers[layer])]
     elif level in ("attn_mlp", "head_mlp") and split is not None:
         parts = [branch for branch in ("attn", "mlp") if branch in split.branches]
-        heads = heads_of(decoder, layer) if level == "head_mlp" else ""
-        if isinstance(heads, Heads):
+        if level == "head_mlp" and isinstance(heads, Heads):
             parts = [*map(head_part, range(heads.count)), *parts[1:]]
     return [submodule_name(layer, part) for part in parts or [""]]
 
@@ -52,15 +48,14 @@ def fallbacks(decoder: Decoder, level: str) -> list[Fallback]:
 
 def _fallback(decoder: Decoder, level: str, layer: int) -> tuple[str, str] | None:
     """The coarser level at which a layer is measured, and why; None where it is measured as asked for."""
-    split = structure(decoder, layer)
+    split, heads = decoder.structures[layer], decoder.heads[layer]
     if level == "linear":
         return None if linear_maps(decoder.layers[layer]) else ("layer", "it has no linear maps")
     if level not in ("attn_mlp", "head_mlp"):
         return None
     if split is None:
         return "layer", "its attention and MLP branches cannot be told apart"
-    heads = heads_of(decoder, layer) if level == "head_mlp" and split.mixers else None
-    return ("attn_mlp", heads) if isinstance(heads, str) else None
+    return ("attn_mlp", heads) if level == "head_mlp" and split.mixers and isinstance(heads, str) else None
 
 
 def resolve_name(decoder: Decoder, name: str) -> tuple[str, int | None]:

@@ -24,6 +24,7 @@ from mergekit_slta.engine.streams import Tasks
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.submodules import layer_submodules
+from mergekit_slta.layers.trace import on_device
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.nonlinearity.interpolation import Grams, Study, count_passes, measure
 from mergekit_slta.recipe.experiment import Experiment
@@ -296,7 +297,7 @@ def plan_linearity(
     experiment.require_levels(levels)
     models, studies = [experiment.base, *experiment.experts], plan_studies(len(names), pairs, triples)
     tasks = [data.token_ids for data in experiment.load_data(experiment.recipe.experts, samples)]
-    decoder = experiment.decoder.to(experiment.device)
+    decoder = on_device(experiment.decoder, experiment.device)
     return Plan(decoder, models, names, tasks, levels, studies, batch_tokens, experiment.ranks)
 
 

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from mergekit_slta.errors import reading
 from mergekit_slta.featcal.anchor import equal_weights
-from mergekit_slta.layers.maps import output_head
+from mergekit_slta.layers.ends import output_head
 from mergekit_slta.layers.parts import parts
 from mergekit_slta.layers.submodules import resolve_name
 from mergekit_slta.models.headers import folder_headers

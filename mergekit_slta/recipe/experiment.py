@@ -18,6 +18,7 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, all_of, refuse
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.submodules import layer_submodules
+from mergekit_slta.layers.trace import trace
 from mergekit_slta.levels import require_levels
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.headers import Model, open_model
@@ -120,12 +121,12 @@ class Experiment:
 
     @cached_property
     def decoder(self) -> Decoder:
-        """The base model's decoder, without weights, on the CPU until ``Decoder.to`` moves it.
+        """The base model's decoder, without weights, traced on the CPU.
 
         Raises:
             SltaError: the base model cannot be opened, or is not a decoder-only language model.
         """
-        return Decoder(self.model(self.recipe.base).config, self.trust_remote_code)
+        return trace(self.model(self.recipe.base).config, self.trust_remote_code)
 
     def open(self) -> None:
         """Have mergekit download all models and merge adapters; only the first process merges adapters.

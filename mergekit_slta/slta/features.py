@@ -8,13 +8,20 @@ from functools import cached_property
 
 import torch
 
+from mergekit_slta.layers.branches import LayerStructure
 from mergekit_slta.layers.calls import LayerCall, Weights
 from mergekit_slta.layers.children import child_of, is_inside
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.heads import Heads, heads_of
-from mergekit_slta.layers.maps import LinearMap, MapDeltas, RoutedInputs, fused_hidden, linear_maps, routed_inputs
+from mergekit_slta.layers.maps import (
+    Heads,
+    LinearMap,
+    MapDeltas,
+    RoutedInputs,
+    fused_hidden,
+    linear_maps,
+    routed_inputs,
+)
 from mergekit_slta.layers.recording import LayerRun
-from mergekit_slta.layers.structure import LayerStructure, structure
 from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.levels import BRANCHES, head_part, submodule_name
 from mergekit_slta.slta.gram import sample_grams
@@ -55,8 +62,8 @@ class LayerFeatures:
         self.weights = weights
         names = {name for level in levels for name in layer_submodules(decoder, level, layer)}
         self.whole = submodule_name(layer) in names
-        self.structure = structure(decoder, layer) or LayerStructure({}, frozenset())
-        heads = heads_of(decoder, layer) if "head_mlp" in levels else None
+        self.structure = decoder.structures[layer] or LayerStructure({}, frozenset())
+        heads = decoder.heads[layer] if "head_mlp" in levels else None
         self.heads = heads if isinstance(heads, Heads) else None
         split = [branch for branch in BRANCHES if branch in self.structure.branches]
         self.contributions = [branch for branch in split if submodule_name(layer, branch) in names]

@@ -20,6 +20,7 @@ from mergekit_slta.engine.streams import share
 from mergekit_slta.errors import SltaError
 from mergekit_slta.files import cache_folder, digest
 from mergekit_slta.layers.submodules import fallbacks
+from mergekit_slta.layers.trace import on_device
 from mergekit_slta.levels import LEVELS
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe, published_name, published_names, require_calibration
@@ -164,7 +165,7 @@ def _measured(
 ) -> Statistics:
     """Run the models on the samples."""
     ranks, batch_tokens = experiment.ranks, experiment.settings.batch_tokens
-    decoder = experiment.decoder.to(experiment.device)
+    decoder = on_device(experiment.decoder, experiment.device)
     tasks = [samples.token_ids for samples in data]
     with tqdm(
         total=share(decoder, tasks, batch_tokens, ranks) * len(decoder),

@@ -21,8 +21,9 @@ from mergekit.config import ConfigYamlDumper, MergeConfiguration, evaluate_setti
 
 from mergekit_slta import __version__
 from mergekit_slta.errors import SltaError, reading
-from mergekit_slta.layers.decoder import WRITERS, Decoder
+from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.submodules import resolve_name
+from mergekit_slta.layers.trace import WRITERS, trace
 from mergekit_slta.models.skeleton import model_tensor_name
 from mergekit_slta.slta.statistics import Info
 from mergekit_slta.slta.weights import TensorWeights
@@ -86,7 +87,7 @@ def plain_recipe(
         settings: list[Any] = [_rounded(float(weight)) for weight in submodules["model"].alpha]
     else:
         config = _read_config(info, paths[info.base_model], trust_remote_code)
-        weights = TensorWeights(Decoder(config, trust_remote_code), level, submodules, edges, towers)
+        weights = TensorWeights(trace(config, trust_remote_code), level, submodules, edges, towers)
         planned = planned_tensors(config, weights)
         settings = weight_settings(planned)
     models_settings = zip(info.models, settings, strict=True)

@@ -10,9 +10,7 @@ import torch
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.children import is_inside
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.heads import Heads, heads_of
-from mergekit_slta.layers.maps import linear_maps
-from mergekit_slta.layers.structure import structure
+from mergekit_slta.layers.maps import Heads, linear_maps
 from mergekit_slta.layers.submodules import layer_submodules, resolve_name
 from mergekit_slta.levels import head_part, submodule_name
 from mergekit_slta.slta.solver import SubmoduleSolution
@@ -48,7 +46,6 @@ class TensorWeights:
         self._places: dict[str, list[str]] = defaultdict(list)  # of a tensor, by its first name
         for name, first in decoder.first_names.items():
             self._places[first].append(name)
-        # Traced here, so that several threads may ask afterwards.
         self._names = [layer_submodules(decoder, level, layer) for layer in range(len(decoder))]
         if missing := [name for names in self._names for name in names if name not in solutions]:
             raise SltaError(
@@ -92,7 +89,7 @@ class TensorWeights:
 
     def _branches(self, layer: int, inside: str) -> list[str]:
         """The branches that a tensor serves."""
-        split = structure(self.decoder, layer)
+        split = self.decoder.structures[layer]
         assert split is not None
         branches = [branch for branch, children in split.branches.items() if is_inside(inside, children)]
         if not branches:
@@ -107,7 +104,7 @@ class TensorWeights:
         """
         if submodule_name(layer, branch) in self._names[layer]:
             return self._alpha(layer, branch)
-        heads = heads_of(self.decoder, layer)
+        heads = self.decoder.heads[layer]
         assert isinstance(heads, Heads)
         alpha = torch.stack([self._alpha(layer, head_part(head)) for head in range(heads.count)])  # [H, T]
         output = heads.output
@@ -129,7 +126,7 @@ class TensorWeights:
 
         An expert that changes none of a map's outputs on the samples takes that mean too.
         """
-        split = structure(self.decoder, layer)
+        split = self.decoder.structures[layer]
         around = [None] if split is None else [split.branches[branch] for branch in self._branches(layer, inside)]
         mean = torch.stack([self._mean(layer, children) for children in around]).mean(0)
         maps = [m for m in self._maps[layer] if inside in (m.weight, m.bias)]

@@ -23,6 +23,7 @@ from common import Setting, load, print_peak_memory, timed, wait_for, with_setti
 from mergekit.io.tasks import LoaderCache
 
 from mergekit_slta.engine.streams import Batch, fitting_batch, make_batches
+from mergekit_slta.layers.trace import on_device
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.slta.measure import measured_statistics
@@ -50,7 +51,7 @@ def main(setting: Setting, level_sets: tuple[str, ...], memory: str | None) -> N
     models = [load(folder, device) for folder in folders]
     experiment = Experiment(recipe)
     token_ids = [data.token_ids for data in experiment.load_data(recipe.experts)]
-    batches = make_batches(token_ids, fitting_batch(experiment.decoder.to(device)))
+    batches = make_batches(token_ids, fitting_batch(on_device(experiment.decoder, device)))
     read: dict[str, int] = {}
     actions: dict[str, Callable[[], object]] = {"floor": lambda: _forward(models, batches, device)}
     for levels in level_sets:
@@ -113,7 +114,8 @@ def _naive(recipe: Recipe, folders: list[Path], device: str) -> None:
                 )
     experiment = Experiment(recipe)
     data = experiment.load_data(recipe.experts)
-    for batch in make_batches([samples.token_ids for samples in data], fitting_batch(experiment.decoder.to(device))):
+    decoder = on_device(experiment.decoder, device)
+    for batch in make_batches([samples.token_ids for samples in data], fitting_batch(decoder)):
         for model in models:
             model.base_model(batch.token_ids.to(device), use_cache=False)
         outputs.clear()

@@ -43,6 +43,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Pretr
 import mergekit_slta.host.patches
 from mergekit_slta.engine.streams import Batch, fitting_batch, make_batches
 from mergekit_slta.errors import first_line
+from mergekit_slta.layers.trace import on_device
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.slta.measure import measured_statistics
 
@@ -199,7 +200,7 @@ def measure(
     files = write_samples(CACHE, EXPERTS, samples, tokens)
     experiment = Experiment(recipe, quiet=True)
     data, decoder = experiment.load_data(recipe.experts), experiment.decoder
-    batches = make_batches([own.token_ids for own in data], fitting_batch(decoder.to(device)))
+    batches = make_batches([own.token_ids for own in data], fitting_batch(on_device(decoder, device)))
     layers, ready = decoder.model.config.num_hidden_layers, folder / "ready.safetensors"
 
     def calibrate(level: str, target: Path | None = None) -> None:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from mergekit_slta.checks import space
 from mergekit_slta.checks.space import solving_needs
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.trace import trace
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_the_needs_of_a_model_of_known_size() -> None:
     """Llama 2 7B: layers of 202 million parameters, and maps that read up to 11008 values."""
     sizes: dict[str, Any] = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=32, architectures=["LlamaForCausalLM"])
-    memory, disk = solving_needs(Decoder(config), experts=3)
+    memory, disk = solving_needs(trace(config), experts=3)
     assert memory == pytest.approx(5 * 4 * 202.4e6 + 4 * 8 * 11008**2, rel=0.01)
     assert disk == pytest.approx(32 * 4 * 202.4e6, rel=0.01)
 

@@ -26,7 +26,7 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import make_batches
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.scratch import SolvedModel
-from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.trace import trace
 from mergekit_slta.nonlinearity import interpolation
 from mergekit_slta.nonlinearity.scores import merge_study, path_study
 from mergekit_slta.slta.calibrate import _Calibration
@@ -143,7 +143,7 @@ def test_processes_that_share_a_feature_merge_write_what_one_alone_writes(
     assert set(alone) == set(together)
     for name, tensor in alone.items():
         assert (together[name] - tensor).norm() <= 1e-6 * tensor.norm(), name
-    decoder = Decoder(family.config)
+    decoder = trace(family.config)
     found = SolvedModel(decoder, Partial(tmp_path / "state", {})).errors()
     assert all(torch.allclose(found[name], error, rtol=1e-5) for name, error in errors.items())
 
@@ -224,7 +224,7 @@ def linearity_grams(family: Family, ranks: Ranks) -> list[dict[str, torch.Tensor
     studies = [merge_study((0, 2), 3), path_study(1, 3)]
     tasks = [samples[:2] for samples in family.token_ids()]
     models, levels = families.checkpoints(family.folders), ("model", "layer", "linear")
-    return interpolation.measure(Decoder(family.config), models, tasks, levels, studies, ranks=ranks)
+    return interpolation.measure(trace(family.config), models, tasks, levels, studies, ranks=ranks)
 
 
 def test_every_process_ends_up_with_the_linearity_that_one_alone_measures(

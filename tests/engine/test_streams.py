@@ -13,8 +13,8 @@ from support.families import ORIGINAL_CONTEXT, Family
 
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Streams, decoder_batches, fitting_batch, make_batches, of_rank, share
-from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.ends import logits
+from mergekit_slta.layers.trace import trace
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_wide_layers_run_on_fewer_tokens_unless_they_read_a_mixtures_experts_aga
 
 @pytest.mark.parametrize("batch_tokens", [0, 40])
 def test_the_ranks_share_all_samples(llama: Family, tasks: list[list[list[int]]], batch_tokens: int) -> None:
-    decoder = Decoder(llama.config)
+    decoder = trace(llama.config)
     ranks = [Ranks(index, 3) for index in range(3)]
     shares = [share(decoder, tasks, batch_tokens, rank) for rank in ranks]
     assert sum(shares) == sum(map(len, tasks))
@@ -132,7 +132,7 @@ def test_no_sample_sees_the_length_of_another(architecture: str, rope_type: str)
     """Each sample's hidden states after the last layer are those of a plain model that has run nothing before."""
     model = families.random_model(stretched(architecture, rope_type))
     model.config.architectures = [type(model).__name__]
-    decoder = Decoder(copy.deepcopy(model.config))
+    decoder = trace(copy.deepcopy(model.config))
     samples = [torch.arange(length).add(5).tolist() for length in (3, 20, 6, 20)]
     batches = decoder_batches(decoder, [samples], 1000)
     assert len(batches) == 3

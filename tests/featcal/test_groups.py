@@ -18,6 +18,7 @@ from mergekit_slta.featcal.groups import MapGroup, find_groups, groups_by_layer,
 from mergekit_slta.layers.children import child_of, is_inside
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import LinearMap, is_fused, linear_maps
+from mergekit_slta.layers.trace import trace, trace_model
 
 Names = tuple[str, ...]
 
@@ -230,19 +231,16 @@ class Mixture(torch.nn.Module):
         return summed.view_as(hidden)
 
 
-def test_a_mixtures_experts_and_router_that_are_modules_of_their_own_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mixtures_experts_and_router_that_are_modules_of_their_own_are_kept() -> None:
     class Model(transformers.LlamaForCausalLM):
         def __init__(self, config: Any) -> None:
             super().__init__(config)
             for layer in self.model.layers:
                 layer.mlp = Mixture()
 
-    def on_meta(config: Any, trust_remote_code: bool) -> Model:
-        with torch.device("meta"):
-            return Model(config).eval()
-
-    monkeypatch.setattr("mergekit_slta.layers.decoder.meta_model", on_meta)
-    found = find_groups(Decoder(families.config_of("llama", architectures=["LlamaForCausalLM"])), 0)
+    with torch.device("meta"):
+        model = Model(families.config_of("llama")).eval()
+    found = find_groups(trace_model(model), 0)
     assert tuple(map(str, found.groups)) == ATTENTION
     experts = {f"mlp.experts.{expert}.{part}" for expert in (0, 1) for part in (0, 1)}
     assert found.kept == {
@@ -318,7 +316,7 @@ def test_a_mixture_of_another_layout_keeps_its_experts_and_its_router() -> None:
         vocab_size=64, hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_key_value_heads=2, kv_channels=8,
         num_local_experts=4, architectures=["JetMoeForCausalLM"],
     )  # fmt: skip
-    found = find_groups(Decoder(config), 0)
+    found = find_groups(trace(config), 0)
     assert [str(group) for group in found.groups] == ["self_attention.kv_proj"]
     routers, stacks = (
         [f"{mixture}.{name}" for mixture in ("mlp", "self_attention.experts") for name in names]

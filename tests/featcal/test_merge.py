@@ -30,7 +30,9 @@ from mergekit_slta.featcal.merge import stages
 from mergekit_slta.featcal.regression import RidgeRegression, Solver
 from mergekit_slta.layers.calls import LayerCall
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.maps import linear_maps, output_head, routed_inputs
+from mergekit_slta.layers.ends import output_head
+from mergekit_slta.layers.maps import linear_maps, routed_inputs
+from mergekit_slta.layers.trace import trace
 
 # Of a tensor's norm; float32 features and products against float64 ones.
 TOLERANCE = 1e-4
@@ -84,7 +86,7 @@ def worst(found: State, expected: State) -> float:
 
 def actmat_state(family: Family) -> State:
     """Every tensor of the anchor ``actmat``, by the model's names."""
-    decoder, model = Decoder(family.config), family.model(0)
+    decoder, model = trace(family.config), family.model(0)
     anchor = ActmatAnchor(families.checkpoints(family.folders), decoder)
     names = {name: name for name, _ in model.named_parameters()}
     model.load_state_dict(anchor.read(names, decoder.model.base_model_prefix), strict=False)
@@ -138,7 +140,7 @@ def test_equals_the_reference(
     assert worst(before | found, expected) < TOLERANCE
     # Not the anchor that a solution is compared with, either.
     changed = {name for name, tensor in before.items() if not torch.equal(tensor, expected[name])}
-    assert changed == solved_names(Decoder(family.config)) - (set() if head else {"lm_head.weight"})
+    assert changed == solved_names(trace(family.config)) - (set() if head else {"lm_head.weight"})
 
 
 @pytest.mark.parametrize(("architecture", "by_tasks"), [("gpt2", False), ("mixtral", False), ("mixtral", True)])
@@ -306,7 +308,7 @@ def test_every_architecture_gives_finite_tensors_of_its_shapes(
     family = make_family(architecture, records=3, longest=12)
     found = merged_tensors(family, tmp_path)
     model: Any = family.model(0)
-    state, decoder = model.state_dict(), Decoder(family.config)
+    state, decoder = model.state_dict(), trace(family.config)
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     layers = {name for layer in range(len(decoder)) for name in decoder.layer_tensors(layer).values()}
     assert set(found) == (
@@ -492,7 +494,7 @@ def test_the_errors_of_the_actmat_merge_are_those_of_whole_models(
 def test_the_actmat_merge_of_a_mixtures_experts_takes_the_memory_of_one_matrix(make_family: MakeFamily) -> None:
     """Beside the result, where a GPU holds all experts of a layer."""
     family = make_family("mixtral")
-    decoder = Decoder(family.config)
+    decoder = trace(family.config)
     anchor = ActmatAnchor(families.checkpoints(family.folders), decoder)
     names = {name: full for name, full in decoder.layer_tensors(0).items() if name.endswith("experts.down_proj")}
     draw = torch.Generator().manual_seed(0)
@@ -519,7 +521,7 @@ def test_progress_counts_every_sample_at_every_stage(
     family = make_family(architecture)
     seen: list[tuple[str, int]] = []
     families.feature_merge(family, tmp_path, head=head, progress=lambda *step: seen.append(step))
-    decoder = Decoder(family.config)
+    decoder = trace(family.config)
     assert sum(samples for _, samples in seen) == stages(decoder, head) * sum(map(len, family.token_ids()))
     named = [stage for stage, _ in seen]
     assert f"layer 0 of {LAYERS}, self_attn.q_proj/k_proj/v_proj" in named
@@ -542,7 +544,7 @@ def test_what_layers_share_is_found_and_resumed_where_it_is_solved(make_family: 
         families.feature_merge(family, tmp_path / "cut", progress=interrupt)
     LoaderCache.loaders.clear()
     whole, cut = (families.feature_merge(family, tmp_path / name) for name in ("whole", "cut"))
-    base, decoder = family.model(0).state_dict(), Decoder(family.config)
+    base, decoder = family.model(0).state_dict(), trace(family.config)
     names, changed = decoder.layer_tensors(1).values(), set()
     for name in names:
         found, resumed = whole.tensor(name), cut.tensor(name)

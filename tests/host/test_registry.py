@@ -38,7 +38,7 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal import scratch as solved_module
 from mergekit_slta.host import patches, registry
 from mergekit_slta.layers.blend import weighted_sum
-from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.trace import trace
 from mergekit_slta.slta import measure
 from mergekit_slta.slta.statistics import Statistics
 
@@ -540,7 +540,7 @@ def test_a_feature_merge_of_loras_of_the_attention(llama: Family, tmp_path: Path
         entry["model"] = f"{llama.base}+{adapter}"
     out = families.merge(content, tmp_path / "out", lora_merge_cache=str(tmp_path / "merged"))
     found, base = merged_state(out), merged_state(llama.base)
-    decoder = Decoder(llama.config)
+    decoder = trace(llama.config)
     moved = {name for name in base if not torch.allclose(found[name], base[name], rtol=1e-6, atol=1e-8)}
     assert {
         f"model.layers.{layer}.self_attn.{name}.weight" for layer in range(3) for name in ("q_proj", "v_proj")

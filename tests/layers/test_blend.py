@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import MakeFamily
 from support import families
 from support.families import Family
 
 from mergekit_slta.layers.blend import Blend, blend
-from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.trace import trace
 from mergekit_slta.models.stacks import ExpertStack, stack_of
 
 State = dict[str, torch.Tensor]
@@ -20,7 +19,7 @@ def states(family: Family) -> list[State]:
 
 
 def read(anchor: Blend, family: Family, names: list[str]) -> State:
-    return anchor.read({name: name for name in names}, Decoder(family.config).base_model_prefix)
+    return anchor.read({name: name for name in names}, trace(family.config).base_model_prefix)
 
 
 def test_without_weights_it_is_the_base_model_and_reads_no_expert(llama: Family) -> None:
@@ -29,15 +28,6 @@ def test_without_weights_it_is_the_base_model_and_reads_no_expert(llama: Family)
     found = read(Blend(models), llama, list(base))
     assert all(torch.equal(found[name].double(), tensor) for name, tensor in base.items())
     assert [model.bytes_read > 0 for model in models] == [True, False, False, False]
-
-
-def test_equal_weights_give_the_mean_of_the_experts(llama: Family) -> None:
-    third = torch.full((3,), 1 / 3, dtype=torch.float64)
-    base, *experts = states(llama)
-    found = read(Blend(families.checkpoints(llama.folders), lambda name: third), llama, list(base))
-    for name, tensor in found.items():
-        mean = torch.stack([own[name] for own in experts]).mean(0)
-        assert (tensor - mean).norm() < 1e-6 * mean.norm()
 
 
 def test_weights_are_asked_for_by_the_models_name_of_a_tensor(llama: Family) -> None:
@@ -64,7 +54,7 @@ def test_weights_may_differ_inside_a_tensor(llama: Family) -> None:
 def test_blending_what_has_been_read_is_reading(weights: torch.Tensor | None, llama: Family) -> None:
     models = families.checkpoints(llama.folders[:3])
     anchor = Blend(models, None if weights is None else lambda name: weights)
-    names = Decoder(llama.config).layer_tensors(1)
+    names = trace(llama.config).layer_tensors(1)
     found = anchor.of(names, [model.read(names, "model") for model in models])
     expected = anchor.read(names, "model")
     assert list(found) == list(expected)
@@ -76,16 +66,6 @@ def test_numbers_that_are_no_weights_stay_the_base_models() -> None:
     base, expert = {"count": torch.tensor([1, 2])}, {"count": torch.tensor([5, 5])}
     anchor = Blend([], lambda name: torch.ones(1, dtype=torch.float64))
     assert torch.equal(anchor.of({"count": "count"}, [base, expert])["count"], base["count"])
-
-
-def test_tensors_are_read_as_float32(make_family: MakeFamily) -> None:
-    family = make_family(dtype=torch.bfloat16)
-    half = torch.full((2,), 0.5, dtype=torch.float64)
-    for anchor in (
-        Blend(families.checkpoints(family.folders)),
-        Blend(families.checkpoints(family.folders), lambda name: half),
-    ):
-        assert read(anchor, family, ["lm_head.weight"])["lm_head.weight"].dtype == torch.float32
 
 
 def test_a_mixtures_experts_are_blended_one_by_one() -> None:

@@ -13,10 +13,10 @@ from support.families import LAYERS, PAD
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.calls import LayerCall
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.ends import embed, logits, trial
+from mergekit_slta.layers.ends import embed, logits
 from mergekit_slta.layers.probe import padding_matters
-from mergekit_slta.layers.structure import structure
 from mergekit_slta.layers.submodules import fallbacks, layer_submodules
+from mergekit_slta.layers.trace import trace, trace_model
 
 LENGTHS = (9, 5)
 TOLERANCE = 2e-5
@@ -28,7 +28,7 @@ def opened(config: transformers.PretrainedConfig) -> tuple[Any, Decoder, State]:
     """A random model, its decoder without weights, and the weights."""
     model = families.random_model(config)
     config.architectures = [type(model).__name__]
-    return model, Decoder(config), dict(model.state_dict())
+    return model, trace(config), dict(model.state_dict())
 
 
 def padded_ids() -> torch.Tensor:
@@ -68,7 +68,7 @@ def test_a_decoder_leaves_the_configuration_that_others_read_as_it_is() -> None:
     config = families.config_of("mixtral", dtype="bfloat16")
     config.architectures = ["MixtralForCausalLM"]
     before = copy.deepcopy(vars(config))
-    Decoder(config)
+    trace(config)
     assert vars(config) == before
 
 
@@ -172,21 +172,23 @@ def test_padding_matters_where_a_token_sees_later_ones(config: transformers.Pret
     model, decoder, _ = opened(config)
     first, other = (model(torch.tensor([[5, 6, last]])).logits[0, 0] for last in (7, 8))
     assert not torch.allclose(first, other, atol=TOLERANCE)  # that it is such a model
-    assert not decoder.once(trial).causal
+    assert not decoder.form.causal
     assert padding_matters(decoder, (3, 5))
 
 
-@pytest.mark.parametrize("architecture", families.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*families.ARCHITECTURES, *families.UNSPLIT])
 def test_the_split_into_branches_is_the_one_in_the_table(architecture: str) -> None:
-    model, decoder, _ = opened(families.config_of(architecture))
-    split = reference.SPLITS[architecture]
+    decoder, split = families.skeleton(architecture), reference.SPLITS[architecture]
     assert decoder.layers_path == split.layers
-    for layer, module in enumerate(model.get_submodule(split.layers)):
-        children = {name for name, child in module.named_children() if child.state_dict()}  # what tensors belong to
-        found = structure(decoder, layer)
-        assert found is not None and found.boundary is None
-        assert found.branches["attn"] & children == children & set(split.attn)
-        assert found.branches["mlp"] & children == children & set(split.mlp)
+    for layer, found in zip(decoder.layers, decoder.structures, strict=True):
+        if split.unsplit and hasattr(layer, split.unsplit):
+            assert found is None
+            continue
+        assert found is not None and (found.boundary or "") == split.boundary
+        owners = {name.partition(".")[0] for name in layer.state_dict()}
+        for branch in found.branches:
+            assert found.branches[branch] & owners == owners & set(getattr(split, branch))
+        assert set().union(*found.branches.values()) >= owners
 
 
 @torch.no_grad()
@@ -194,7 +196,7 @@ def test_replayed_children_give_the_same_run() -> None:
     _, decoder, state = opened(families.config_of("gemma2"))
     hidden, calls = embedded(decoder, state, padded_ids())
     weights = weights_of(decoder, state, 1)
-    found = structure(decoder, 1)
+    found = decoder.structures[1]
     assert found is not None
     attention = found.only("attn")
     first = decoder.run(1, weights, hidden, calls[1])
@@ -207,18 +209,14 @@ def test_replayed_children_give_the_same_run() -> None:
 
 
 def test_layers_of_other_shapes_are_of_another_kind() -> None:
-    asked: list[int] = []
+    class Model(transformers.LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model.layers[2].mlp.up_proj = torch.nn.Linear(32, 48, bias=True)
 
-    def ask(decoder: Decoder, layer: int) -> int:
-        asked.append(layer)
-        return len(asked)
-
-    decoder = families.skeleton("llama", num_hidden_layers=4)
-    wide: Any = decoder.layers[2]
-    wide.self_attn.k_proj = torch.nn.Linear(32, 64, device="meta")
+    decoder = trace_model(on_meta(Model, families.config_of("llama", num_hidden_layers=4)))
     assert decoder.one_of_each_kind() == [0, 2]
-    assert [decoder.once_per_kind(layer, ask) for layer in range(4)] == [1, 1, 2, 1]
-    assert asked == [0, 2]
+    assert decoder.structures[0] is decoder.structures[1] is decoder.structures[3] is not decoder.structures[2]
 
 
 def test_tied_weights_are_read_once() -> None:
@@ -228,57 +226,14 @@ def test_tied_weights_are_read_once() -> None:
         assert len(heads) == (1 if tied else 2)
 
 
-# The branches of layers that are no plain sum of two: by model, the children of the first layer's branches.
-BLOOM = transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=families.VOCABULARY)
-MAMBA = transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=families.VOCABULARY)
-OTHERS: dict[str, tuple[Any, set[str], set[str], str | None]] = {
-    "a sum inside each child": (
-        BLOOM,
-        {"input_layernorm", "self_attention"},
-        {"post_attention_layernorm", "mlp"},
-        None,
-    ),
-    "a residual stream that is normed": (
-        transformers.BloomConfig(**BLOOM.to_dict() | {"apply_residual_connection_post_layernorm": True}),
-        {"input_layernorm", "self_attention"},
-        {"post_attention_layernorm", "mlp"},
-        "self_attention",
-    ),
-    "norms after the sums": (
-        families.config_of("opt", do_layer_norm_before=False),
-        {"self_attn", "self_attn_layer_norm"},
-        {"fc1", "fc2", "final_layer_norm"},
-        "self_attn_layer_norm",
-    ),
-    "mixers side by side": (
-        families.config_of("falcon_h1"),
-        {"input_layernorm", "mamba", "self_attn"},
-        {"pre_ff_layernorm", "feed_forward"},
-        None,
-    ),
-    "a mixer and no MLP": (MAMBA, {"norm", "mixer"}, set(), None),
-}
-
-
-@pytest.mark.parametrize("kind", OTHERS)
-def test_branches_are_found_where_a_layer_is_no_plain_sum(kind: str) -> None:
-    config, attention, mlp, boundary = OTHERS[kind]
-    _, decoder, _ = opened(config)
-    found = structure(decoder, 0)
-    assert found is not None and found.boundary == boundary
-    children = {name.partition(".")[0] for name in decoder.layers[0].state_dict()}
-    assert found.branches["attn"] & children == attention
-    assert found.branches.get("mlp", frozenset()) & children == mlp
-
-
 def test_gates_belong_to_the_branch_that_they_add_and_norms_inside_attention_to_attention() -> None:
     gated = small_decoder("muse_spark", "MuseSparkForConditionalGeneration")
-    found = structure(gated, 0)
+    found = gated.structures[0]
     assert found is not None
     for branch, gate in (("attn", "post_attention_residual_gate"), ("mlp", "post_feedforward_residual_gate")):
         assert [own for own in found.branches if gate in found.branches[own]] == [branch]
     closed = small_decoder("blip", "BlipForConditionalGeneration")  # a child of it is called output
-    found = structure(closed, 0)
+    found = closed.structures[0]
     assert found is not None and found.boundary == "attention"
     unused = {"crossattention"}
     assert found.branches == {"attn": {"attention"} | unused, "mlp": {"intermediate", "output"} | unused}
@@ -308,15 +263,14 @@ class Twice(torch.nn.Module):
         return hidden_states + self.map(self.norm(hidden_states + self.map(hidden_states)))
 
 
-def test_a_layer_whose_branches_cannot_be_told_apart_falls_back_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_whose_branches_cannot_be_told_apart_falls_back_and_is_named() -> None:
     class Model(transformers.LlamaForCausalLM):
         def __init__(self, config: Any) -> None:
             super().__init__(config)
             self.model.layers[1] = Twice(self.model.layers[1])
 
-    monkeypatch.setattr("mergekit_slta.layers.decoder.meta_model", lambda config, trust: on_meta(Model, config))
-    decoder = Decoder(families.config_of("llama", architectures=["LlamaForCausalLM"]))
-    assert structure(decoder, 0) is not None and structure(decoder, 1) is None
+    decoder = trace_model(on_meta(Model, families.config_of("llama", architectures=["LlamaForCausalLM"])))
+    assert decoder.structures[0] is not None and decoder.structures[1] is None
     for level, parts in (("attn_mlp", ["layer.1"]), ("linear", ["layer.1.map"])):
         assert layer_submodules(decoder, level, 1) == parts
     assert layer_submodules(decoder, "attn_mlp", 0) == ["layer.0.attn", "layer.0.mlp"]
@@ -347,14 +301,14 @@ def test_other_kinds_of_models_are_refused_and_pointed_to_actmat(
     config: transformers.PretrainedConfig, words: str
 ) -> None:
     with pytest.raises(SltaError, match=f"{words}.*actmat"):
-        Decoder(config)
+        trace(config)
 
 
 def test_a_config_without_architectures_is_refused() -> None:
     with pytest.raises(SltaError, match="architectures"):
-        Decoder(transformers.LlamaConfig(architectures=None))
+        trace(transformers.LlamaConfig(architectures=None))
 
 
 def test_a_config_whose_buffers_would_fill_the_memory_is_refused() -> None:
     with pytest.raises(SltaError, match=r"The config.json of .* of 16 GB: correct its sizes, such as head_dim"):
-        Decoder(families.config_of("llama", architectures=["LlamaForCausalLM"], head_dim=4 * 10**9))
+        trace(families.config_of("llama", architectures=["LlamaForCausalLM"], head_dim=4 * 10**9))

@@ -54,14 +54,14 @@ def test_a_product_to_which_a_bias_is_added_copies_a_part_of_the_weights_at_a_ti
 DEEPSEEK = """
 import transformers
 from support.memory import PeakMemory, memory_of_this_process
-from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.trace import trace
 from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.layers.probe import padding_matters
 from mergekit_slta.featcal.groups import groups_by_layer
 
 config = transformers.DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"])
 with PeakMemory() as peak:
-    decoder = Decoder(config)
+    decoder = trace(config)
     for level in ("layer", "attn_mlp", "head_mlp", "linear", "model"):
         for layer in decoder.one_of_each_kind():
             layer_submodules(decoder, level, layer)

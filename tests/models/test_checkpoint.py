@@ -13,7 +13,7 @@ from support.families import Family
 from transformers import AutoModel, AutoModelForCausalLM
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.trace import trace
 from mergekit_slta.models.checkpoint import Checkpoint
 
 ATTENTION = "model.layers.1.self_attn.q_proj.weight"
@@ -93,7 +93,7 @@ def test_fused_mixtures_are_read_as_transformers_loads_them(architecture: str, m
     base = make_family(architecture, experts=0).base
     expected = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).state_dict()
     found = opened(base)
-    decoder = Decoder(found.config)
+    decoder = trace(found.config)
     for layer in range(len(decoder)):
         for name, tensor in found.read(decoder.layer_tensors(layer), decoder.base_model_prefix).items():
             assert torch.equal(tensor, expected[f"{decoder.layers_path}.{layer}.{name}"])

@@ -13,7 +13,7 @@ from support.copies import edited
 from support.families import Family
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.trace import trace
 from mergekit_slta.models.stacks import ExpertStack, in_parts, stack_of
 
 STACK = "mlp.experts.gate_up_proj"
@@ -77,7 +77,7 @@ def test_a_stack_is_not_written_to() -> None:
 
 
 def read_stack(family: Family, folder: Path) -> torch.Tensor:
-    decoder = Decoder(family.config)
+    decoder = trace(family.config)
     (model,) = families.checkpoints([folder])
     shape = decoder.layers[0].state_dict()[STACK].shape
     return model.read({STACK: NAME}, decoder.base_model_prefix, stacks={STACK: shape})[STACK]
@@ -112,7 +112,7 @@ def test_experts_that_are_not_finite_are_refused_before_they_are_used(make_famil
 
 def test_experts_that_change_while_they_are_used_are_refused(make_family: MakeFamily) -> None:
     family = make_family("mixtral", experts=0)
-    decoder = Decoder(family.config)
+    decoder = trace(family.config)
     (model,) = families.checkpoints(family.folders)
     model.fingerprint()
     shape = decoder.layers[0].state_dict()[STACK].shape

@@ -19,6 +19,7 @@ from support.gram_difference import gram_difference, largest_difference
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.children import children
 from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.trace import trace
 from mergekit_slta.slta import features
 from mergekit_slta.slta.calibrate import calibrate
 from mergekit_slta.slta.solver import solve
@@ -111,13 +112,13 @@ def test_the_layout_of_the_files_does_not_matter(
 ) -> None:
     folders = [layout(folder, tmp_path / str(index)) for index, folder in enumerate(llama.folders)]
     models, tasks = families.checkpoints(folders), llama.token_ids()
-    grams = calibrate(Decoder(llama.config), models, tasks, LEVELS)
+    grams = calibrate(trace(llama.config), models, tasks, LEVELS)
     assert all(torch.equal(gram, grams[name]) for name, gram in families.measure(llama, *LEVELS).items())
 
 
 def test_every_tensor_is_read_once(llama: Family) -> None:
     models = families.checkpoints(llama.folders)
-    calibrate(Decoder(llama.config), models, llama.token_ids(), LEVELS)
+    calibrate(trace(llama.config), models, llama.token_ids(), LEVELS)
     layers, embedding = 0, 0
     for name, tensor in load_file(llama.base / "model.safetensors").items():
         layers += tensor.nbytes * (".layers." in name)
@@ -165,7 +166,7 @@ def test_what_is_not_finite_ends_it_when_the_layer_is_read(llama: Family, tmp_pa
     broken = edited(llama.experts[1], tmp_path / "broken", spoil)
     models = families.checkpoints([llama.base, llama.experts[0], broken])
     with pytest.raises(SltaError, match=r"broken holds NaN or Inf in the tensor model\.layers\.2\.mlp\.up_proj"):
-        calibrate(Decoder(llama.config), models, llama.token_ids()[:2], LEVELS)
+        calibrate(trace(llama.config), models, llama.token_ids()[:2], LEVELS)
 
 
 def test_features_that_overflow_are_refused(make_family: MakeFamily) -> None:
@@ -209,7 +210,7 @@ def small_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_batches_are_halved_until_they_fit(small_memory: list[int], llama: Family) -> None:
     samples: list[int] = []
     halved = families.measure(llama, *LEVELS, progress=samples.append)
-    assert sum(samples) == len(Decoder(llama.config)) * sum(map(len, llama.token_ids()))
+    assert sum(samples) == len(trace(llama.config)) * sum(map(len, llama.token_ids()))
     assert max(small_memory) > 40
     assert small_memory[-1] <= 40
     LoaderCache.loaders.clear()
@@ -270,7 +271,7 @@ def test_layers_and_branches_that_an_expert_leaves_as_they_are_do_not_run_for_it
 ) -> None:
     """Found by content; the statistics are those of running them, to the last bit."""
     family = make_family(experts=2, records=2, touch=only_attention_of_the_last_layer)
-    decoder, models = Decoder(family.config), families.checkpoints(family.folders)
+    decoder, models = trace(family.config), families.checkpoints(family.folders)
     tasks, counted = family.token_ids(), [0]
     run = Decoder.run
 

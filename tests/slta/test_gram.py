@@ -1,12 +1,8 @@
 """Per-sample Gram matrices against two loops over experts, and what must not change them."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from mergekit_slta.layers.parts import parts
-from mergekit_slta.slta import gram
 from mergekit_slta.slta.gram import sample_grams
 
 LENGTHS = (7, 3, 1)
@@ -25,20 +21,6 @@ def test_inner_products_of_the_samples_own_tokens(deltas: list[torch.Tensor]) ->
             for c, second in enumerate(deltas):
                 expected = (first[row, :length].double() * second[row, :length].double()).sum()
                 assert grams[row, b, c].item() == pytest.approx(expected.item(), rel=1e-12)
-
-
-def test_large_features_are_summed_in_parts(monkeypatch: pytest.MonkeyPatch, deltas: list[torch.Tensor]) -> None:
-    whole = sample_grams(deltas, LENGTHS)
-    made: list[int] = []
-
-    def noted(*tensors: torch.Tensor, elements: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        made.extend(len(part[0]) for part in parts(*tensors, elements=elements))
-        return parts(*tensors, elements=elements)
-
-    monkeypatch.setattr(gram, "parts", noted)
-    monkeypatch.setattr(gram, "CACHED", 40)
-    assert torch.allclose(sample_grams(deltas, LENGTHS), whole, rtol=1e-12)
-    assert max(made) == 10 and sum(made) == 5 * sum(LENGTHS)
 
 
 def test_double_precision_exactly_symmetric_and_positive_semidefinite(deltas: list[torch.Tensor]) -> None:

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.trace import trace
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.slta import plain_recipe as module
@@ -145,7 +146,7 @@ def config_of(architecture: str) -> PretrainedConfig:
 @functools.cache
 def opened(architecture: str) -> tuple[PretrainedConfig, Decoder]:
     config = config_of(architecture)
-    return config, Decoder(config)
+    return config, trace(config)
 
 
 def random_weights(decoder: Decoder, level: str, edges: str) -> TensorWeights:

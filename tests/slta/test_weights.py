@@ -14,6 +14,7 @@ from support.architecture_table import ROWS
 from support.synthetic import random_alpha, solutions
 
 from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.trace import trace
 from mergekit_slta.slta.weights import TensorWeights
 
 EXPERTS = 2
@@ -24,7 +25,7 @@ def opened(architecture: str) -> tuple[Any, Decoder]:
     config = families.config_of(architecture)
     model = families.random_model(config)
     config.architectures = [type(model).__name__]
-    return model, Decoder(config)
+    return model, trace(config)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def test_at_level_model_edges_are_ignored() -> None:
 
 def test_layer_1_is_not_layer_11() -> None:
     config = families.config_of("llama", num_hidden_layers=12, architectures=["LlamaForCausalLM"])
-    decoder = Decoder(config)
+    decoder = trace(config)
     alpha = random_alpha(decoder, "layer")
     weights = TensorWeights(decoder, "layer", solutions(alpha))
     for layer in (1, 10, 11):

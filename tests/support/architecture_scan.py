@@ -39,7 +39,8 @@ from mergekit_slta.errors import first_line
 from mergekit_slta.featcal.groups import groups_by_layer, listed, solved_in
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import linear_maps
-from mergekit_slta.layers.submodules import fallbacks, layer_submodules
+from mergekit_slta.layers.submodules import fallbacks
+from mergekit_slta.layers.trace import trace
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "architectures.md"
 # What is tried of each type.
@@ -182,10 +183,7 @@ def small_decoder(model_type: str, architecture: str) -> Decoder:
                 place = next(name for name in default.sub_configs if getattr(default, name) is text)
                 config = kind(**{place: type(text)(**arguments)} | KNOBS.get(model_type, {}))
             config.architectures = [architecture]
-            decoder = Decoder(config)
-            for layer in decoder.one_of_each_kind():
-                layer_submodules(decoder, "layer", layer)
-            return decoder
+            return trace(config)
         except Exception as raised:
             error = error or raised
     assert error is not None

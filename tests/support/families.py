@@ -33,6 +33,7 @@ from mergekit_slta.featcal.scratch import SolvedModel
 from mergekit_slta.host import patches
 from mergekit_slta.layers.blend import Blend
 from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.trace import trace
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
@@ -375,7 +376,7 @@ def skeleton(architecture: str, **changes: Any) -> Decoder:
     config = config_of(architecture, **changes)
     model: Any = model_class(config)._model_mapping[type(config)]
     config.architectures = [model.__name__]
-    return Decoder(config)
+    return trace(config)
 
 
 @dataclass(frozen=True)
@@ -585,7 +586,7 @@ def measure(
     family: Family, *levels: str, tasks: Any = None, device: str = "cpu", **arguments: Any
 ) -> dict[str, torch.Tensor]:
     """Calibrate on all of the family's records, or on ``tasks``; ``arguments`` are those of ``calibrate``."""
-    decoder = Decoder(family.config, device=device)
+    decoder = trace(family.config, device=device)
     return calibrate(decoder, checkpoints(family.folders), tasks or family.token_ids(), levels, **arguments)
 
 
@@ -611,7 +612,7 @@ def feature_merge(
         arguments: those of ``feature_merge``; the ridge is 0.003 by default.
     """
     models = checkpoints(family.folders)
-    decoder, partial = Decoder(family.config, device=device), Partial(folder, {})
+    decoder, partial = trace(family.config, device=device), Partial(folder, {})
     partial.begin()
     chosen = anchor or (ActmatAnchor(models, decoder) if by_tasks else Blend(models))
     arguments.setdefault("ridge", 0.003)

@@ -9,7 +9,7 @@ import pytest
 from support import families
 from support.families import Family
 
-from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.trace import trace
 from mergekit_slta.nonlinearity.interpolation import Study
 from mergekit_slta.nonlinearity.scores import Linearity, Plan, Value
 
@@ -21,7 +21,7 @@ def plan_of(
 ) -> Plan:
     """A plan to measure studies on a family, whose experts are called by ``NAMES``."""
     models = families.checkpoints(family.folders)
-    return Plan(Decoder(family.config), models, NAMES[: len(models) - 1], tasks, levels, studies, **arguments)
+    return Plan(trace(family.config), models, NAMES[: len(models) - 1], tasks, levels, studies, **arguments)
 
 
 def all_values(result: Linearity) -> dict[tuple[str, str, str, str], Value]:

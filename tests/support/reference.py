@@ -29,16 +29,12 @@ class Split:
 
     Attributes:
         attn, mlp: the layer's children in each branch; some layers lack some of them.
-        closing_attn, closing_mlp: the children whose outputs are added to the residual stream.
-        parallel: whether the MLP branch reads the layer's input.
         layers: where the layers are.
         queries, keys: the tensors whose rows come from query heads and from key/value heads.
         fused: a tensor whose rows come from both, and how: ``blocks`` (all q, all k, all v), ``interleaved`` (q, k, v
             of each head) or ``grouped`` (the queries of a group, its k, its v).
         output: the map after the heads.
         language: what the names of the tensors of the language tower and its head begin with.
-        replayed: whether a branch is measured by what the layer makes of it while the other branch returns what it
-            returns in the base model, since its contribution cannot be had by letting the other return zeros.
         boundary: the child whose output is the residual stream between the branches.
         adding: the children that add to the residual stream by themselves; in place of what they return in the base
             model, their modules in it are taken.
@@ -46,18 +42,17 @@ class Split:
         unsplit: a child whose layers have no branches, because they mix tokens twice.
     """
 
-    attn: tuple[str, ...] = ("input_layernorm", "self_attn")
-    mlp: tuple[str, ...] = ("post_attention_layernorm", "mlp")
-    closing_attn: tuple[str, ...] = ("self_attn",)
-    closing_mlp: tuple[str, ...] = ("mlp",)
-    parallel: bool = False
+    attn: tuple[str, ...] = ("input_layernorm", "self_attn", "mamba", "linear_attn")
+    mlp: tuple[str, ...] = (
+        *("post_attention_layernorm", "pre_ff_layernorm"),
+        *("mlp", "feed_forward", "block_sparse_moe", "shared_mlp"),
+    )
     layers: str = "model.layers"
     queries: tuple[str, ...] = ("self_attn.q_proj",)
     keys: tuple[str, ...] = ("self_attn.k_proj", "self_attn.v_proj")
     fused: tuple[str, str] | None = None
     output: str = "self_attn.o_proj"
     language: tuple[str, ...] = ("",)
-    replayed: bool = False
     boundary: str = ""
     adding: tuple[str, ...] = ()
     stacked: bool = False
@@ -68,18 +63,14 @@ _LLAMA = Split()
 _GEMMA2 = Split(
     attn=("input_layernorm", "self_attn", "post_attention_layernorm"),
     mlp=("pre_feedforward_layernorm", "mlp", "post_feedforward_layernorm"),
-    closing_attn=("post_attention_layernorm",),
-    closing_mlp=("post_feedforward_layernorm",),
 )
-_PARALLEL = Split(mlp=("input_layernorm", "mlp"), parallel=True)
+_PARALLEL = Split(mlp=("input_layernorm", "mlp"))
 _FALCON: dict[str, Any] = {
-    "closing_attn": ("self_attention",),
     "layers": "transformer.h",
     "output": "self_attention.dense",
 }
 _NEOX: dict[str, Any] = {
     "attn": ("input_layernorm", "attention"),
-    "closing_attn": ("attention",),
     "layers": "gpt_neox.layers",
     "fused": ("attention.query_key_value", "interleaved"),
     "output": "attention.dense",
@@ -89,33 +80,19 @@ _NEOX: dict[str, Any] = {
 SPLITS: dict[str, Split] = {
     **dict.fromkeys(
         (
-            "llama",
-            "llama_dynamic",
-            "mistral",
-            "qwen2",
-            "qwen3",
-            "gemma",
-            "olmo",
-            "starcoder2",
-            "stablelm",
-            "granite",
-            "arcee",
+            *("llama", "llama_dynamic", "mistral", "qwen2", "qwen3", "gemma", "olmo", "starcoder2", "stablelm"),
+            *("granite", "arcee", "mixtral", "qwen3_moe", "glm4_moe", "gpt_oss", "llama4", "falcon_h1", "jamba_dense"),
+            *("bamba", "granite_moe_hybrid", "granite_hybrid_dense"),
         ),
         _LLAMA,
     ),
-    **dict.fromkeys(("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss"), _LLAMA),
     "gemma3n": Split(
         attn=("input_layernorm", "self_attn", "post_attention_layernorm", "altup"),
         mlp=(
             *("input_layernorm", "laurel", "pre_feedforward_layernorm", "mlp", "post_feedforward_layernorm", "altup"),
             *("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"),
         ),
-        replayed=True,
         stacked=True,
-    ),
-    "llama4": Split(mlp=("post_attention_layernorm", "feed_forward"), replayed=True),
-    "falcon_h1": Split(
-        attn=("input_layernorm", "mamba", "self_attn"), mlp=("pre_ff_layernorm", "feed_forward"), replayed=True
     ),
     "gemma4": Split(
         attn=("input_layernorm", "self_attn", "post_attention_layernorm", "layer_scalar"),
@@ -123,7 +100,6 @@ SPLITS: dict[str, Split] = {
             *("pre_feedforward_layernorm", "mlp", "post_feedforward_layernorm", "layer_scalar"),
             *("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"),
         ),
-        replayed=True,
     ),
     "bloom": Split(
         adding=("self_attention", "mlp"),
@@ -131,14 +107,12 @@ SPLITS: dict[str, Split] = {
         layers="transformer.h",
         fused=("self_attention.query_key_value", "interleaved"),
         output="self_attention.dense",
-        replayed=True,
     ),
     "bloom_post": Split(
         attn=("input_layernorm", "self_attention"),
         layers="transformer.h",
         fused=("self_attention.query_key_value", "interleaved"),
         output="self_attention.dense",
-        replayed=True,
         boundary="self_attention",
     ),
     "openai_gpt": Split(
@@ -147,7 +121,6 @@ SPLITS: dict[str, Split] = {
         layers="transformer.h",
         fused=("attn.c_attn", "blocks"),
         output="attn.c_proj",
-        replayed=True,
         boundary="ln_1",
     ),
     "opt": Split(
@@ -155,87 +128,76 @@ SPLITS: dict[str, Split] = {
         mlp=("final_layer_norm", "fc1", "fc2"),
         layers="model.decoder.layers",
         output="self_attn.out_proj",
-        replayed=True,
     ),
     "opt_post": Split(
         attn=("self_attn_layer_norm", "self_attn"),
         mlp=("final_layer_norm", "fc1", "fc2"),
         layers="model.decoder.layers",
         output="self_attn.out_proj",
-        replayed=True,
         boundary="self_attn_layer_norm",
     ),
-    "mamba": Split(attn=("norm", "mixer"), mlp=(), layers="backbone.layers", replayed=True),
+    "mamba": Split(attn=("norm", "mixer"), mlp=(), layers="backbone.layers"),
     "nemotron_h": Split(
         attn=("norm", "mixer"),
         mlp=("norm", "mixer"),
         queries=("mixer.q_proj",),
         keys=("mixer.k_proj", "mixer.v_proj"),
         output="mixer.o_proj",
-        replayed=True,
     ),
     "minimax": Split(
         attn=("input_layernorm", "self_attn", "post_attention_layernorm"),
         mlp=("mlp",),
-        replayed=True,
         boundary="post_attention_layernorm",
     ),
     "zamba2": Split(
         attn=("input_layernorm", "mamba", "shared_transformer", "linear", "mamba_decoder"),
         mlp=(),
         output="",
-        replayed=True,
         unsplit="shared_transformer",
     ),
     "longcat_flash": Split(
         attn=("input_layernorm", "self_attn", "post_attention_layernorm", "mlp", "mlps"),
         mlp=(),
         output="",
-        replayed=True,
         unsplit="mlps",
     ),
     "zaya": Split(
         attn=("input_layernorm", "self_attn", "post_attention_residual_scale"),
         mlp=("post_attention_layernorm", "mlp", "post_mlp_residual_scale"),
         output="",
-        replayed=True,
         adding=("post_attention_residual_scale", "post_mlp_residual_scale"),
     ),
-    "glm_moe_dsa": Split(queries=("self_attn.q_b_proj",), keys=("self_attn.kv_b_proj",), replayed=True),
+    "glm_moe_dsa": Split(queries=("self_attn.q_b_proj",), keys=("self_attn.kv_b_proj",)),
     **dict.fromkeys(("gemma2", "gemma3"), _GEMMA2),
     **dict.fromkeys(("cohere", "cohere_without_qk_norm", "cohere2", "stablelm_parallel"), _PARALLEL),
-    "phi": Split(mlp=("input_layernorm", "mlp"), parallel=True, output="self_attn.dense"),
+    "phi": Split(mlp=("input_layernorm", "mlp"), output="self_attn.dense"),
     "phi3_longrope": Split(fused=("self_attn.qkv_proj", "blocks")),
     "phi3": Split(fused=("self_attn.qkv_proj", "blocks")),
     "gpt2": Split(
         attn=("ln_1", "attn"),
         mlp=("ln_2", "mlp"),
-        closing_attn=("attn",),
         layers="transformer.h",
         fused=("attn.c_attn", "blocks"),
         output="attn.c_proj",
     ),
-    "gpt_neox": Split(**_NEOX, parallel=True),
+    "gpt_neox": Split(**_NEOX),
     "gpt_neox_sequential": Split(**_NEOX),
     "falcon_7b": Split(
         **_FALCON,
         attn=("input_layernorm", "self_attention"),
         mlp=("input_layernorm", "mlp"),
-        parallel=True,
         fused=("self_attention.query_key_value", "blocks"),
     ),
     "falcon_new": Split(
         **_FALCON,
         attn=("ln_attn", "self_attention"),
         mlp=("ln_mlp", "mlp"),
-        parallel=True,
         fused=("self_attention.query_key_value", "grouped"),
     ),
     "falcon_one_norm": Split(
         **_FALCON,
         attn=("input_layernorm", "self_attention"),
         mlp=("input_layernorm", "mlp"),
-        parallel=True,
         fused=("self_attention.query_key_value", "grouped"),
     ),
     "falcon_alibi": Split(
@@ -246,41 +208,17 @@ SPLITS: dict[str, Split] = {
     "olmo2": Split(
         attn=("self_attn", "post_attention_layernorm"),
         mlp=("mlp", "post_feedforward_layernorm"),
-        closing_attn=("post_attention_layernorm",),
-        closing_mlp=("post_feedforward_layernorm",),
     ),
     "glm4": Split(
         attn=("input_layernorm", "self_attn", "post_self_attn_layernorm"),
         mlp=("post_attention_layernorm", "mlp", "post_mlp_layernorm"),
-        closing_attn=("post_self_attn_layernorm",),
-        closing_mlp=("post_mlp_layernorm",),
     ),
     "apertus": Split(attn=("attention_layernorm", "self_attn"), mlp=("feedforward_layernorm", "mlp")),
     "minicpm3": Split(queries=("self_attn.q_b_proj",), keys=("self_attn.kv_b_proj",)),
-    **dict.fromkeys(
-        ("jamba_dense", "bamba"),
-        Split(
-            attn=("input_layernorm", "mamba", "self_attn"),
-            mlp=("pre_ff_layernorm", "feed_forward"),
-            closing_attn=("mamba", "self_attn"),
-            closing_mlp=("feed_forward",),
-        ),
-    ),
     "lfm2": Split(
         attn=("operator_norm", "conv", "self_attn"),
         mlp=("ffn_norm", "feed_forward"),
-        closing_attn=("conv", "self_attn"),
-        closing_mlp=("feed_forward",),
         output="self_attn.out_proj",
-    ),
-    **dict.fromkeys(
-        ("granite_moe_hybrid", "granite_hybrid_dense"),
-        Split(
-            attn=("input_layernorm", "mamba", "self_attn"),
-            mlp=("post_attention_layernorm", "block_sparse_moe", "shared_mlp"),
-            closing_attn=("mamba", "self_attn"),
-            closing_mlp=("block_sparse_moe", "shared_mlp"),
-        ),
     ),
 }
 
@@ -301,16 +239,10 @@ _TOWER: dict[str, Any] = {
     "language": ("model.language_model.", "lm_head."),
 }
 SPLITS |= {
-    **dict.fromkeys(("qwen3_vl", "qwen2_5_vl", "mistral3", "paligemma"), Split(**_TOWER)),
+    **dict.fromkeys(("qwen3_vl", "qwen2_5_vl", "mistral3", "paligemma", "qwen3_5", "qwen3_5_moe"), Split(**_TOWER)),
     "gemma4_vision": replace(SPLITS["gemma4"], **_TOWER),
     "gemma3_vision": replace(_GEMMA2, **_TOWER),
-    **dict.fromkeys(
-        ("qwen3_5", "qwen3_5_moe"),
-        Split(
-            attn=("input_layernorm", "linear_attn", "self_attn"), closing_attn=("linear_attn", "self_attn"), **_TOWER
-        ),
-    ),
-    "llama4_vision": replace(SPLITS["llama4"], layers="language_model.model.layers", language=("language_model.",)),
+    "llama4_vision": Split(layers="language_model.model.layers", language=("language_model.",)),
 }
 
 # Features
@@ -420,22 +352,6 @@ def recorded_calls(layers: torch.nn.ModuleList) -> Iterator[list[Call]]:
 
 
 @contextlib.contextmanager
-def silenced(layer: torch.nn.Module, children: Sequence[str]) -> Iterator[None]:
-    """Let some children of the layer return zeros."""
-
-    def zeros(module: Any, args: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (torch.zeros_like(output[0]), *output[1:])
-        return torch.zeros_like(output)
-
-    present = [child for name in children if isinstance(child := getattr(layer, name, None), torch.nn.Module)]
-    hooks = [child.register_forward_hook(zeros) for child in present]
-    yield
-    for hook in hooks:
-        hook.remove()
-
-
-@contextlib.contextmanager
 def recorded_inputs(modules: Mapping[str, torch.nn.Module]) -> Iterator[dict[str, tuple[Any, ...]]]:
     """Record the positional inputs of modules, by the names given."""
     inputs: dict[str, tuple[Any, ...]] = {}
@@ -459,27 +375,6 @@ Features = Iterator[tuple[str, list[torch.Tensor]]]
 
 def layer_features(layers: Layers, call: Call, split: Split, config: Any) -> Features:
     yield "", [call(layer) for layer in layers]
-
-
-def attention_features(layers: Layers, call: Call, split: Split, config: Any) -> Features:
-    """A branch's contribution is what the layer adds to its input while the other branch gives zeros."""
-    contributions = []
-    for layer in layers:
-        with silenced(layer, split.closing_mlp):
-            contributions.append(call(layer) - call.hidden[0])
-    yield ".attn", contributions
-
-
-def mlp_features(layers: Layers, call: Call, split: Split, config: Any) -> Features:
-    read = call.hidden
-    if not split.parallel:
-        with silenced(layers[0], split.closing_mlp):
-            read = call(layers[0])[None]
-    contributions = []
-    for layer in layers:
-        with silenced(layer, split.closing_attn):
-            contributions.append(call(layer, read) - read[0])
-    yield ".mlp", contributions
 
 
 def serves(inside: str, children: Sequence[str]) -> bool:
@@ -537,8 +432,11 @@ def exchanged(layer: Any, children: Mapping[str, torch.nn.Module]) -> Iterator[N
         setattr(layer, name, child)
 
 
-def replayed_features(layers: Layers, call: Call, split: Split, config: Any) -> Features:
+def branch_features(layers: Layers, call: Call, split: Split, config: Any) -> Features:
     """What the layer makes of each branch while the other returns what it returns in the base model."""
+    if split.unsplit and hasattr(layers[0], split.unsplit):
+        yield from layer_features(layers, call, split, config)
+        return
     with recorded_outputs(layers[0]) as base:
         call(layers[0])
     for branch, own, other in (("attn", split.attn, split.mlp), ("mlp", split.mlp, split.attn)):
@@ -559,17 +457,6 @@ def replayed_features(layers: Layers, call: Call, split: Split, config: Any) -> 
 def kind_of(layer: Any) -> str:
     """The branch of a layer that has one only, by what its configuration calls it."""
     return "attn" if layer.block_type in ("linear_attention", "full_attention") else "mlp"
-
-
-def branch_features(layers: Layers, call: Call, split: Split, config: Any) -> Features:
-    if split.unsplit and hasattr(layers[0], split.unsplit):
-        yield from layer_features(layers, call, split, config)
-        return
-    if split.replayed:
-        yield from replayed_features(layers, call, split, config)
-        return
-    yield from attention_features(layers, call, split, config)
-    yield from mlp_features(layers, call, split, config)
 
 
 def has_heads(layer: torch.nn.Module, split: Split) -> bool:

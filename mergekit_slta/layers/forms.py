@@ -1,0 +1,216 @@
+"""Find out how a model calls its layers, by running one layer of each type with made-up weights on two tokens.
+
+``capture`` also serves ``embed``: it runs what comes before the layers while stand-ins replace them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from mergekit_slta.errors import SltaError
+from mergekit_slta.layers.calls import (
+    LayerCall,
+    LayerForm,
+    LayerForward,
+    Made,
+    Weights,
+    handed_on,
+    hidden_of,
+    returned_like,
+    stand_ins,
+)
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.placeholders import SmallProducts, random_numbers, zeros
+from mergekit_slta.layers.recording import LayerRun
+from mergekit_slta.layers.residual import plain
+
+# How much rounding may change a token's hidden state, relative to the largest value.
+CAUSAL_TOLERANCE = 1e-3
+
+
+def edge_state(decoder: Decoder) -> Weights:
+    """The tensors outside the layers, without values."""
+    state = decoder.model.state_dict()
+    return {name: state[name] for name in decoder.edge_tensors}
+
+
+def embedding_tensors(decoder: Decoder) -> list[str]:
+    """The model's names of the edge tensors that ``capture`` needs: all except the output head's."""
+    return [name for name in decoder.edge_tensors if name.startswith(decoder.body_path)]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """How a model calls its layers for some tokens.
+
+    Attributes:
+        hidden: the first layer's input, as the model's own code gives it.
+        calls: each layer's other arguments.
+        handed: as in ``LayerForm``.
+    """
+
+    hidden: torch.Tensor
+    calls: list[LayerCall]
+    handed: dict[int | str, int]
+
+
+def capture(decoder: Decoder, token_ids: torch.Tensor, edges: Weights, returned: LayerForward) -> Captured:
+    """Run everything before the first layer, and capture how the model calls each layer.
+
+    Args:
+        decoder: the model's decoder.
+        token_ids: [B, S] int64.
+        edges: tensors outside the layers, by the model's names.
+        returned: gives what a layer returns, whose form its stand-in then returns with other values.
+
+    Raises:
+        SltaError: the layers need more than the hidden states of the layer before.
+    """
+    inputs: list[torch.Tensor] = []
+    calls: list[LayerCall] = []
+    handed: list[torch.Tensor] = []
+    returns: list[Any] = []
+    # By layer and argument, the position in the return value of the layer before.
+    taken: list[dict[int | str, int]] = []
+    strange = False  # whether a layer is given what another than the one before has made, or what was made of that
+
+    def hand_on(layer: int, hidden: torch.Tensor, call: LayerCall) -> Any:
+        nonlocal strange
+        inputs.append(hidden.as_subclass(torch.Tensor))
+        calls.append(call)
+        before = returns[-1] if returns and isinstance(returns[-1], (tuple, list)) else ()
+        made = {id(part): position for position, part in enumerate(before) if position and isinstance(part, Made)}
+        taken.append({name: made[id(value)] for name, value in call.arguments.items() if id(value) in made})
+        leaves = tree_leaves((call.args, call.kwargs))
+        strange = strange or sum(isinstance(leaf, Made) for leaf in leaves) > len(taken[-1])
+        form = returned(layer, inputs[0], call)
+        if not handed:  # distinct values, which show any change
+            handed.append(torch.arange(1.0, hidden.numel() + 1, device=decoder.device).view(hidden.shape))
+        returns.append(returned_like(form, handed[0]))
+        return returns[-1]
+
+    weights = {name.removeprefix(decoder.body_path): edges[name] for name in embedding_tensors(decoder)}
+    # Some wrappers take the device of their first tensor, which may be an image tower's, for that of the tokens.
+    name, first = next(iter(decoder.body.named_parameters()))
+    weights.setdefault(name, torch.zeros((), device=decoder.device).expand(first.shape))
+    kwargs = {"input_ids": token_ids.to(decoder.device), "use_cache": False}
+    decoder.fresh.restore()
+    with stand_ins(decoder.layers, hand_on), torch.no_grad():
+        torch.func.functional_call(decoder.body, weights, kwargs=kwargs)
+    if len(calls) != len(decoder):
+        raise _refused(
+            decoder, f"does not call its {len(decoder)} decoder layers one after the other ({len(calls)} calls)"
+        )
+    if token_ids.shape not in (inputs[0].shape[:2], inputs[0].shape[1:3]):
+        raise _refused(decoder, "hands its decoder layers other positions than the tokens'")
+    if strange or any(own != taken[-1] for own in taken[1:]):
+        raise _refused(decoder, "hands its decoder layers more of earlier layers than what the layer before returns")
+    if not all(torch.equal(given, handed[0]) for given in inputs[1:]):
+        raise _refused(decoder, "changes the hidden states between its decoder layers")
+    return Captured(inputs[0], calls, taken[-1])
+
+
+def _refused(decoder: Decoder, problem: str) -> SltaError:
+    return SltaError(
+        f"{decoder.name} {problem}, so no level applies to it; it can be merged with 'merge_method: actmat'."
+    )
+
+
+def with_form(decoder: Decoder) -> Decoder:
+    """The decoder with its ``form``, and with the language tower alone if the model cannot run without images.
+
+    Raises:
+        SltaError: the model's layers cannot be run one at a time.
+    """
+    try:
+        decoder = replace(decoder, form=_try_layers(decoder, torch.zeros(1, 2, dtype=torch.int64), zeros))
+    except SltaError:
+        raise
+    except Exception:  # a model's own code may raise anything where it is not given images
+        if decoder.tower in (decoder.model, decoder.body):
+            raise
+        return with_form(replace(decoder, body=decoder.tower))
+    causal = _is_causal(decoder) or _attend_causally(decoder)
+    return replace(decoder, form=replace(decoder.form, causal=causal))
+
+
+def _attend_causally(decoder: Decoder) -> bool:
+    """Use the attention that is given a mask, if no token sees a later one by it; by torch's own, the default, some do.
+
+    torch's own is given none for text alone. It then takes from a flag of the module whether it is causal, and where
+    prompts may be seen as a whole beside images (PaliGemma's), that flag says no.
+    """
+    default = decoder.model.config._attn_implementation
+    decoder.model.set_attn_implementation("eager")
+    if _is_causal(decoder):
+        return True
+    decoder.model.set_attn_implementation(default)
+    return False
+
+
+def _is_causal(decoder: Decoder) -> bool:
+    """Whether no token sees a later one; compares two samples that differ in the second of two tokens."""
+    first, second, other = some_tokens(decoder)
+    with torch.no_grad():
+        tried = _try_layers(decoder, torch.tensor([[first, second], [first, other]]), random_numbers)
+    pairs = [decoder.tokens_first(plain(hidden_of(returned)))[:, 0] for returned in tried.returned]
+    return all(bool((one - two).abs().max() <= CAUSAL_TOLERANCE * one.abs().max()) for one, two in pairs)
+
+
+def some_tokens(decoder: Decoder) -> list[int]:
+    """Three tokens, none of them the padding, by which some models count positions."""
+    padding = getattr(decoder.model.config.get_text_config(), "pad_token_id", None)
+    return [token for token in range(4) if token != padding][:3]
+
+
+def _try_layers(
+    decoder: Decoder, token_ids: torch.Tensor, fill: Callable[[Weights, torch.device], Weights]
+) -> LayerForm:
+    """Run the first layer of each type on the embedded tokens [B, 2], with weights from ``fill``."""
+    types = _types(decoder)
+    found: dict[Any, Any] = {}
+    state: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def run(layer: int, hidden: torch.Tensor, call: LayerCall) -> Any:
+        if types[layer] not in found:
+            weights, run = fill(decoder.layers[layer].state_dict(), decoder.device), LayerRun()
+            found[types[layer]] = decoder.call(run, layer, weights, hidden, call.own(state))
+            state.update(run.state)
+        return found[types[layer]]
+
+    with SmallProducts():
+        captured = capture(decoder, token_ids, fill(edge_state(decoder), decoder.device), run)
+    state.update(handed_on(found[types[0]], captured.handed))
+    if any(tensor.shape[:1] != token_ids.shape[:1] for tensor in state.values()):
+        raise SltaError(
+            f"The layers of {decoder.name} pass something to later layers that is not of single samples, so no level "
+            "applies to it; it can be merged with 'merge_method: actmat'."
+        )
+    shape = captured.hidden.shape
+    return LayerForm(
+        stacked=len(shape) == 4 and shape[:2] != token_ids.shape == shape[1:3],
+        handed=captured.handed,
+        returned=[found.get(kind) for kind in types],
+        state={path: tensor[:1] for path, tensor in state.items()},
+    )
+
+
+def _types(decoder: Decoder) -> list[Any]:
+    """What distinguishes layers: their modules and shapes, and their settings (a window, states to share)."""
+    names = getattr(decoder.model.config.get_text_config(), "layer_types", None) or [None] * len(decoder)
+    choices = [tuple(map(_choices, layer.modules())) for layer in decoder.layers]
+    return list(zip(decoder.first_of_kind, names, choices, strict=True))
+
+
+def _choices(module: torch.nn.Module) -> tuple[Any, ...]:
+    """A module's settings that are flags or names."""
+    return tuple(
+        (name, value if isinstance(value, bool | str) else type(value))
+        for name, value in vars(module).items()
+        if not name.startswith("_") and isinstance(value, bool | str | int | None)
+    )
