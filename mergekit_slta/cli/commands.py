@@ -366,7 +366,7 @@ def linearity(
         plan = plan_linearity(experiment, levels or DEFAULT_LEVELS, samples=samples, pairs=pairs, triples=triples)
         if ranks.first:
             _say(f"{plan}.")
-        result = plan.measure_visibly(experiment.quiet)
+        result = plan.measure(experiment.quiet)
     if ranks.first:
         path = write_linearity(result, folder)
         _say(f"{score_table(result)}\n\n{path} written")

@@ -84,10 +84,9 @@ def measure(
     tasks: Tasks,
     levels: Sequence[str],
     studies: Sequence[Study],
-    *,
-    batch_tokens: int = 0,
-    ranks: Ranks | None = None,
-    progress: Progress = lambda samples: None,
+    batch_tokens: int,
+    ranks: Ranks,
+    progress: Progress,
 ) -> list[Grams]:
     """Measure the Gram matrices of every study on every submodule.
 
@@ -112,7 +111,6 @@ def measure(
     Raises:
         SltaError: a level does not apply to the models, features are not finite, or a sample does not fit into memory.
     """
-    ranks = ranks or Ranks()
     measured: list[Grams] = [{} for _ in studies]
     if below := [level for level in levels if level != "model"]:
         submodules = _Submodules(decoder, models, tasks, ranks, below, studies)

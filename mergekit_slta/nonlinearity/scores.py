@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from mergekit_slta.engine.loop import Progress
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Tasks
 from mergekit_slta.errors import SltaError
@@ -219,8 +218,8 @@ class Plan:
             f"calibrating on the same {samples} sample{'s' * (samples > 1)} takes {samples * len(self.models)}"
         )
 
-    def measure(self, progress: Progress = lambda samples: None) -> Linearity:
-        """Measure; ``progress`` is called with the number of this process's samples that have passed another layer.
+    def measure(self, quiet: bool = True) -> Linearity:
+        """Measure; a progress bar shows the passes of this process, unless ``quiet``.
 
         Raises:
             SltaError: a level does not apply to the models, or one sample does not fit into memory.
@@ -232,8 +231,16 @@ class Plan:
             else [name for layer in layers for name in layer_submodules(self.decoder, level, layer)]
             for level in self.levels
         }
-        inputs = self.decoder, self.models, self.tasks, self.levels, self.studies
-        measured = measure(*inputs, batch_tokens=self.batch_tokens, ranks=self.ranks, progress=progress)
+        with tqdm(
+            desc="Measuring linearity",
+            total=self.passes * len(layers) // self.ranks.count,
+            unit="pass",
+            unit_scale=1 / len(layers),
+            leave=False,
+            disable=quiet or not self.ranks.first,
+        ) as bar:
+            inputs = self.decoder, self.models, self.tasks, self.levels, self.studies
+            measured = measure(*inputs, self.batch_tokens, self.ranks, bar.update)
         members = [tuple(self.names[expert] for expert in study.experts) for study in self.studies]
         groups = dict(zip(map("+".join, members), members, strict=True))
         samples = tuple(map(len, self.tasks))
@@ -242,14 +249,6 @@ class Plan:
             for group, study, grams in zip(groups, self.studies, measured, strict=True):
                 _add_scores(result, level, group, study, {name: grams[name] for name in names})
         return result
-
-    def measure_visibly(self, quiet: bool) -> Linearity:
-        layers, hidden = len(self.decoder), quiet or not self.ranks.first
-        total, scale = self.passes * layers // self.ranks.count, 1 / layers
-        with tqdm(
-            desc="Measuring linearity", total=total, unit="pass", unit_scale=scale, leave=False, disable=hidden
-        ) as bar:
-            return self.measure(bar.update)
 
 
 def linearity(
@@ -277,7 +276,7 @@ def linearity(
     experiment = recipe if isinstance(recipe, Experiment) else Experiment(recipe, **options)
     plan = plan_linearity(experiment, levels or DEFAULT_LEVELS, samples=samples, pairs=pairs, triples=triples)
     LOG.info("%s.", plan)
-    return plan.measure_visibly(experiment.quiet)
+    return plan.measure(experiment.quiet)
 
 
 def plan_linearity(

@@ -16,6 +16,7 @@ from support import reference
 from support.families import LAYERS, Family
 from support.linearity_values import NAMES, all_values, assert_same, plan_of
 
+from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.nonlinearity import interpolation
 from mergekit_slta.nonlinearity.interpolation import Study
 from mergekit_slta.nonlinearity.scores import STEPS, distance_metric, merge_study, path_study, plan_studies
@@ -216,6 +217,7 @@ def test_the_passes_that_are_announced_are_made(levels: Sequence[str], llama: Fa
     studies = [*plan_studies(3, pairs=False), SOME_MERGES]
     planned = plan_of(llama, levels, studies, [samples[:1] for samples in llama.token_ids()])
     done: list[int] = []
-    planned.measure(done.append)
+    inputs = planned.decoder, planned.models, planned.tasks, levels, studies
+    interpolation.measure(*inputs, 0, Ranks(), done.append)
     assert sum(done) == planned.passes * LAYERS
     assert str(planned.passes) in str(planned)
