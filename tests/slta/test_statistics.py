@@ -104,131 +104,73 @@ def test_a_missing_file(tmp_path: Path) -> None:
     refused(tmp_path / "none.safetensors", "There is no statistics file.*calibrate")
 
 
-@pytest.mark.parametrize("part", [0, 4, 8, 200, 0.5, 0.999])
-def test_a_truncated_file(part: float, path: Path) -> None:
-    content = path.read_bytes()
-    path.write_bytes(content[: int(part if part > 1 else part * len(content))])
+@pytest.mark.parametrize("length", [0, 4, 8, 200, -1])
+def test_a_truncated_file(length: int, path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:length])
     refused(path, "cannot be read as a safetensors file")
 
 
 def test_files_of_other_kinds(path: Path) -> None:
-    path.write_text("alpha: 0.5\n" * 100)
-    refused(path, "cannot be read as a safetensors file")
     path.write_bytes(pickle.dumps({"task": [0]}))
     refused(path, "cannot be read as a safetensors file")
-    save_file({"model.norm.weight": torch.ones(3)}, path, metadata={"format": "pt"})
-    refused(path, "is not a statistics file")
-    save_file({"model.norm.weight": torch.ones(3)}, path)
-    refused(path, "is not a statistics file")
+    for metadata in (None, {"format": "pt"}):
+        save_file({"model.norm.weight": torch.ones(3)}, path, metadata=metadata)
+        refused(path, "is not a statistics file")
 
 
 Tensors = dict[str, torch.Tensor]
-Edit = Callable[[Tensors, dict[str, Any]], None]
+Edit = Callable[[Tensors, dict[str, Any]], object]
 GRAM = "gram/layer.1.mlp"
-
-
-def gram_entry(*where: int, value: float) -> Edit:
-    def edit(tensors: Tensors, info: dict[str, Any]) -> None:
-        tensors[GRAM][where] = value
-
-    return edit
-
-
-def replaced(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Edit:
-    def edit(tensors: Tensors, info: dict[str, Any]) -> None:
-        tensors[name] = change(tensors[name]).contiguous()
-
-    return edit
-
-
-def dropped(name: str) -> Edit:
-    def edit(tensors: Tensors, info: dict[str, Any]) -> None:
-        del tensors[name]
-
-    return edit
-
-
-def added(name: str, like: str = GRAM) -> Edit:
-    def edit(tensors: Tensors, info: dict[str, Any]) -> None:
-        tensors[name] = tensors[like].clone()
-
-    return edit
-
-
-def described(**changes: Any) -> Edit:
-    def edit(tensors: Tensors, info: dict[str, Any]) -> None:
-        info.update(changes)
-
-    return edit
+# Every pair of experts is plausible, the three together are not.
+INDEFINITE = torch.tensor([[1.0, 0.9, 0.9], [0.9, 1.0, -0.9], [0.9, -0.9, 1.0]]).double()
 
 
 def fallback(**changes: Any) -> Edit:
     """As if layers were measured at a coarser level."""
     entry = {"level": "attn_mlp", "coarser": "layer", "layers": [1], "kind": "Layer", "reason": "it has no branches"}
-    return described(fallbacks=[entry | changes])
-
-
-def indefinite(tensors: Tensors, info: dict[str, Any]) -> None:
-    """Every pair of experts is plausible, the three together are not."""
-    tensors[GRAM][0] = torch.tensor([[1.0, 0.9, 0.9], [0.9, 1.0, -0.9], [0.9, -0.9, 1.0]])
-
-
-def without_seed(tensors: Tensors, info: dict[str, Any]) -> None:
-    del info["seed"]
-
-
-def fewer_experts(tensors: Tensors, info: dict[str, Any]) -> None:
-    info["models"] = info["models"][:2]
-
-
-def emptied(**changes: Any) -> Edit:
-    """Without any Gram matrix."""
-
-    def edit(tensors: Tensors, info: dict[str, Any]) -> None:
-        for name in [name for name in tensors if name.startswith("gram/")]:
-            del tensors[name]
-        info.update(changes)
-
-    return edit
+    return lambda tensors, info: info.update(fallbacks=[entry | changes])
 
 
 TAMPERED: dict[str, tuple[Edit, str]] = {
-    "not a number": (gram_entry(0, 1, 1, value=torch.nan), "'layer.1.mlp' holds no Gram matrices"),
-    "infinite": (gram_entry(0, 1, 1, value=torch.inf), "no Gram matrices"),
-    "negative power": (gram_entry(0, 1, 1, value=-1.0), "no Gram matrices"),
-    "asymmetric": (gram_entry(0, 1, 2, value=0.1), "no Gram matrices"),
-    "too similar": (replaced(GRAM, lambda gram: gram + 100 * (1 - torch.eye(3))), "no Gram matrices"),
-    "indefinite": (indefinite, "no Gram matrices"),
-    "single precision": (replaced(GRAM, torch.Tensor.float), "wrong shape or type"),
-    "a sample less": (replaced(GRAM, lambda gram: gram[:-1]), "wrong shape or type"),
-    "an expert less": (replaced(GRAM, lambda gram: gram[:, :2, :2]), "wrong shape or type"),
-    "a layer less": (dropped("gram/layer.3"), "'layer' does not cover the 4 layers"),
-    "a layer more": (added("gram/layer.4"), "'layer' does not cover the 4 layers"),
-    "a submodule more": (added("gram/layer.1.conv"), "belongs to no level"),
-    "a tensor more": (added("weights"), "entries that a statistics file does not have"),
-    "no tasks": (dropped("task"), "entries that a statistics file does not have"),
-    "a task without samples": (replaced("task", lambda task: task.clamp(max=1)), "'task' does not name every expert"),
-    "tasks in disorder": (replaced("task", lambda task: task.flip(0)), "'task' does not name every expert in order"),
-    "tasks as numbers": (replaced("task", torch.Tensor.double), "'task'"),
-    "no tokens": (replaced("tokens", torch.zeros_like), "'tokens' does not fit"),
-    "tokens of other samples": (replaced("tokens", lambda tokens: tokens[1:]), "'tokens' does not fit"),
-    "another version": (described(format_version=1), "unusable metadata .format_version."),
-    "other inputs": (described(inputs="experts"), "inputs"),
-    "a field less": (without_seed, "seed"),
-    "a field more": (described(note="hello"), "note"),
-    "a model less": (fewer_experts, "does not describe all of its models"),
-    "another depth": (described(num_layers=5), "does not cover the 5 layers"),
-    "no level": (emptied(levels=[]), "it names no level or no layer"),
-    "no layer": (emptied(levels=["layer"], num_layers=0), "it names no level or no layer"),
-    "an unknown level": (described(levels=["layer", "attn_mlp", "tensor"]), "unknown level 'tensor'"),
-    "a level without content": (described(levels=["model", "layer", "attn_mlp"]), "'model'"),
-    "a fallback of no layer": (
-        fallback(layers=[]),
-        "it names fallbacks of a level or of layers that it does not hold",
+    "not a number": (lambda tensors, info: tensors[GRAM][0, 1, 1].fill_(torch.nan), "'layer.1.mlp' holds no Gram"),
+    "negative power": (lambda tensors, info: tensors[GRAM][0, 1, 1].fill_(-1), "no Gram matrices"),
+    "asymmetric": (lambda tensors, info: tensors[GRAM][0, 1, 2].fill_(0.1), "no Gram matrices"),
+    "indefinite": (lambda tensors, info: tensors[GRAM][0].copy_(INDEFINITE), "no Gram matrices"),
+    "single precision": (lambda tensors, info: tensors.update({GRAM: tensors[GRAM].float()}), "wrong shape or type"),
+    "a sample less": (lambda tensors, info: tensors.update({GRAM: tensors[GRAM][1:]}), "wrong shape or type"),
+    "a layer less": (lambda tensors, info: tensors.pop("gram/layer.3"), "'layer' does not cover the 4 layers"),
+    "a layer more": (
+        lambda tensors, info: tensors.update({"gram/layer.4": tensors[GRAM].clone()}),
+        "'layer' does not cover the 4 layers",
     ),
-    "a fallback of another level": (fallback(level="linear"), "it names fallbacks of a level or of layers that"),
+    "a submodule more": (
+        lambda tensors, info: tensors.update({"gram/layer.1.conv": tensors[GRAM].clone()}),
+        "belongs to no level",
+    ),
+    "a tensor more": (lambda tensors, info: tensors.update(x=torch.ones(1)), "entries that a statistics file does not"),
+    "no tasks": (lambda tensors, info: tensors.pop("task"), "entries that a statistics file does not have"),
+    "a task without samples": (lambda tensors, info: tensors["task"].clamp_(max=1), "'task' does not name every"),
+    "tasks in disorder": (
+        lambda tensors, info: tensors.update(task=tensors["task"].flip(0)),
+        "'task' does not name every expert in order",
+    ),
+    "no tokens": (lambda tensors, info: tensors["tokens"].zero_(), "'tokens' does not fit"),
+    "tokens of fewer samples": (
+        lambda tensors, info: tensors.update(tokens=tensors["tokens"][1:]),
+        "'tokens' does not fit",
+    ),
+    "another version": (lambda tensors, info: info.update(format_version=1), "unusable metadata .format_version."),
+    "a field less": (lambda tensors, info: info.pop("seed"), "unusable metadata .seed."),
+    "a field more": (lambda tensors, info: info.update(note="hello"), "unusable metadata .note."),
+    "a model less": (lambda tensors, info: info["models"].pop(), "does not describe all of its models"),
+    "another depth": (lambda tensors, info: info.update(num_layers=5), "does not cover the 5 layers"),
+    "no level": (lambda tensors, info: info.update(levels=[]), "it names no level or no layer"),
+    "an unknown level": (lambda tensors, info: info["levels"].append("tensor"), "unknown level 'tensor'"),
+    "a level more": (lambda tensors, info: info["levels"].append("model"), "level 'model' does not cover"),
+    "a level less": (lambda tensors, info: info["levels"].pop(), "belongs to no level"),
+    "a fallback of no layer": (fallback(layers=[]), "it names fallbacks of a level or of layers"),
+    "a fallback of another level": (fallback(level="linear"), "it names fallbacks of a level or of layers"),
     "a fallback with a note": (fallback(note="hello"), "fallbacks.0.note"),
-    "a level less": (described(levels=["layer"]), "belongs to no level"),
 }
 
 
@@ -239,11 +181,12 @@ def test_a_tampered_file(name: str, path: Path) -> None:
     with safe_open(path, framework="pt") as file:
         info = json.loads(file.metadata()["mergekit_slta"])
     edit(tensors, info)
-    save_file(tensors, path, metadata={"mergekit_slta": json.dumps(info, sort_keys=True)})
+    stored = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(stored, path, metadata={"mergekit_slta": json.dumps(info, sort_keys=True)})
     refused(path, words)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "17", "[" * 100_000], ids=lambda text: text[:9])
+@pytest.mark.parametrize("text", ["", "[]", "[" * 100_000], ids=lambda text: text[:9])
 def test_metadata_that_is_no_description(text: str, path: Path) -> None:
     save_file(load_file(path), path, metadata={"mergekit_slta": text})
     refused(path, "metadata")
@@ -292,11 +235,6 @@ def test_a_selection_that_nobody_meant_is_refused(names: list[str], said: str, f
         found.select(*names)
 
 
-def test_one_sample_of_one_task_is_not_called_several(found: Statistics) -> None:
-    said = str(found.take([0]).first_samples(1))
-    assert said.startswith("1 sample of 1 task (")
-
-
 def test_one_of_several_levels(found: Statistics, tmp_path: Path) -> None:
     part = found.at_levels(["layer"])
     assert part.info.levels == ("layer",)
@@ -304,6 +242,7 @@ def test_one_of_several_levels(found: Statistics, tmp_path: Path) -> None:
 
 
 def test_the_first_samples_of_each_task(found: Statistics) -> None:
+    assert str(found.take([0]).first_samples(1)).startswith("1 sample of 1 task (")
     part = found.first_samples(2)
     assert part.task.tolist() == [0, 0, 1, 1, 2, 2]
     rows = [0, 1, 5, 6, 9, 10]
