@@ -67,7 +67,7 @@ class Checkpoint:
 
     @property
     def stamps(self) -> Stamps:
-        """By path, what would differ if a file of the opened checkpoint was written to or replaced."""
+        """The stamps of the files that decide the tensors, from just before the checkpoint was opened."""
         self.open()
         return self._stamps
 
@@ -180,7 +180,7 @@ class Checkpoint:
     def _stack(
         self, name: str, shape: Sequence[int], part: Callable[[int], torch.Tensor], device: torch.device | str
     ) -> ExpertStack:
-        """A mixture's experts, each of which is read once now to check it, and again whenever it is used."""
+        """A mixture's experts: each is read once now, to check it, and again whenever it is used."""
 
         def again(expert: int) -> torch.Tensor:
             self.refuse_changes()
@@ -195,7 +195,7 @@ class Checkpoint:
     def _parts(self, name: str, base_model_prefix: str, experts: int) -> Callable[[int], torch.Tensor] | None:
         """Reads one expert's part of a tensor in the checkpoint's dtype; None if the parts cannot be told apart there.
 
-        On the CPU, what has not been converted yet is mapped from the file, so it takes no memory of the process.
+        On the CPU the stored tensors are mapped from the file, so they take no memory of the process.
         """
         with reading(f"The tensor {name} of {self}"):
             stored = model_tensor_name(name, self.tensor_names, base_model_prefix)

@@ -45,7 +45,7 @@ def fingerprint_of(folder: str | Path, adapter: Path | None = None, dtype: str |
 
 
 def stamps(files: Iterable[Path]) -> Stamps:
-    """What differs when a file is written to or replaced, for each of the files that exists."""
+    """The stamps of the files that exist: a file that is written to or replaced gets another one."""
     found = {}
     for path in files:
         with contextlib.suppress(OSError):

@@ -97,7 +97,7 @@ class Model:
         return self.size("vocab_size")
 
     def stored_name(self, name: str) -> str | None:
-        """What the checkpoint calls a tensor, by its name with or without the base model's prefix."""
+        """The checkpoint's name of a tensor, by its name with or without the base model's prefix."""
         return model_tensor_name(name, self.tensors or {}, self.prefix)
 
     def tensor(self, name: str) -> TensorHeader | None:

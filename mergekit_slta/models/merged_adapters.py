@@ -23,7 +23,7 @@ NO_FOLDER = "{model} is a LoRA adapter: give mergekit a folder to merge it in wi
 
 
 def adapter_option(references: Iterable[ModelReference]) -> str:
-    """What stands behind a command that is shown, for mergekit to merge these models if one is an adapter."""
+    """The option that a printed command needs for mergekit to merge these models, if one is an adapter."""
     return " --lora-merge-cache ./adapters" if any(reference.lora for reference in references) else ""
 
 

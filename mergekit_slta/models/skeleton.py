@@ -69,7 +69,7 @@ def computation(config: transformers.PretrainedConfig) -> dict[str, Any]:
 def hashed_computation(config: transformers.PretrainedConfig) -> dict[str, str]:
     """The entries of ``computation`` with a hash of each value; entries of nested tables have dotted names.
 
-    Hashes show what has changed without publishing the values, which may be paths. 1 and 1.0 are equal.
+    Hashes show which entries have changed without publishing the values, which may be paths. 1 and 1.0 are equal.
     """
     text = json.dumps(computation(config), default=str)
     return dict(_hashed(json.loads(text, parse_int=float)))
@@ -83,8 +83,8 @@ def _hashed(entries: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{name}", digest(value)[:12]
 
 
-# What the names of a language tower's tensors begin with in checkpoints of multimodal models, saved by one or another
-# release of transformers, and of the language model alone. The longer ones come first.
+# The beginnings of the names of a language tower's tensors, in checkpoints of multimodal models by several releases of
+# transformers and of the language model alone. The longer ones come first.
 _TOWERS = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
 
 

@@ -27,7 +27,7 @@ def other_names(
 ) -> Mapping[str, str]:
     """The stored tensor for each asked name that transformers takes for the same tensor of ``model``.
 
-    What it would have to convert, such as the experts of a mixture stored one by one, is not among them.
+    Tensors that it would have to convert, such as the experts of a mixture stored one by one, are not among them.
     """
     renamings = [found for found in get_model_conversion_mapping(model) if isinstance(found, WeightRenaming)]
     names = set(model.state_dict())
@@ -93,7 +93,7 @@ def renew_loaders(references: Collection[ModelReference]) -> None:
 def adapt_loaders(
     base: Model, rows: Mapping[ModelReference, Mapping[str, int]], architecture: ModelArchitecture
 ) -> bool:
-    """Let mergekit find what checkpoints call otherwise than it asks for it, and leave out the rows of no token.
+    """Let mergekit find tensors that checkpoints store under other names, and leave out the rows of no token.
 
     Args:
         base: the recipe's base model.

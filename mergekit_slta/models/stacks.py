@@ -1,4 +1,4 @@
-"""The matrices of a mixture's experts as one tensor of which no more than one expert's need to be in memory."""
+"""The matrices of a mixture's experts as one tensor that needs no more than one expert's in memory."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ExpertStack(torch.Tensor):
 
 
 def in_parts(compute: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-    """What is computed from tensors of one shape; from those of a mixture's experts, one by one when it is used."""
+    """Compute a tensor from tensors of one shape; of a mixture's experts, each part when it is used."""
     first = tensors[0]
     if not isinstance(first, ExpertStack):
         return compute(*tensors)

@@ -32,7 +32,7 @@ def fingerprint(experiment: Experiment, data: Sequence[CalibrationData]) -> Fing
 
 
 def local_identity(experiment: Experiment, content: Fingerprint) -> dict[str, Any]:
-    """What files of the user's own are known by: the content, and what the models' files on this machine are.
+    """The key of files in the user's own cache: the content, and the stamps of the models' files on this machine.
 
     It also differs after an edit of a few rows, which the content's sample of the bytes does not show. Where processes
     have disks of their own, the first one's count.

@@ -40,7 +40,7 @@ def measure(
     path: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> Statistics:
-    """Measure what the closed form needs of a recipe's models, on its calibration data.
+    """Measure the Gram matrices that the closed form needs, of a recipe's models on its calibration data.
 
     Earlier measurements are reused: the file at ``path``, or the levels that the cache folder holds of the same models,
     data and settings. An interrupted measurement is resumed. It takes about one forward pass of each model per sample,
@@ -197,7 +197,7 @@ def _measured(
 
 
 def _named(statistics: Statistics, recipe: Recipe) -> Statistics:
-    """Statistics under the recipe's names: what was measured may have been measured under others."""
+    """Statistics under the recipe's names of the models, which may have been measured under others."""
     names = [published_name(reference) for reference in recipe.references]
     if len(set(names)) < len(names):
         return statistics
