@@ -26,7 +26,7 @@ from mergekit_slta.layers.trace import on_device
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import require_calibration
 from mergekit_slta.recipe.settings import ActmatSettings, FeatcalSettings
-from mergekit_slta.slta.fingerprints import fingerprint, local_identity
+from mergekit_slta.slta.matching import fingerprint, local_identity
 
 LOG = logging.getLogger(__name__)
 

@@ -1,14 +1,28 @@
-"""Compare a statistics file with a recipe, for the checks, which read no weights, and for the run."""
+"""Identify a recipe's models and samples by content, and compare a statistics file with them.
+
+The checks, which read no weights, and the run compare by the same function.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from mergekit_slta.data.draw import CalibrationData
 from mergekit_slta.errors import SltaError
+from mergekit_slta.files import digest
+from mergekit_slta.models.skeleton import hashed_computation
+from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
-from mergekit_slta.slta.statistics import BaseContent, Info, versions
+from mergekit_slta.slta.statistics import (
+    BaseContent,
+    Fingerprint,
+    Info,
+    settings_fingerprint,
+    tokens_fingerprint,
+    versions,
+)
 
 
 def match(
@@ -70,7 +84,7 @@ def match(
         asked = " ".join(f"--level {level}" for level in (*info.levels, *missing))
         problems.append(
             f"{path} lacks the level {', '.join(missing)} (it holds {', '.join(info.levels)}): use a level that it "
-            f"holds, or measure another file with 'mergekit-slta calibrate {asked}'."
+            f"holds, or measure another file with 'mergekit-slta calibrate RECIPE -o FILE {asked}'."
         )
     if problems:
         raise SltaError(*problems)
@@ -93,3 +107,33 @@ def _base_problems(info: Info, path: Path, recipe: Recipe, base: BaseContent) ->
             f"The configuration of the base model {recipe.base} is not the one that {path} was measured with (other "
             f"{', '.join(changed)}): change it back, or measure into another file."
         )
+
+
+def model_contents(experiment: Experiment) -> tuple[BaseContent, list[str]]:
+    """Identify the base model and the experts."""
+    config = hashed_computation(experiment.base.config)
+    base = BaseContent(tensors=experiment.base.fingerprint(), config=config)
+    return base, [expert.fingerprint() for expert in experiment.experts]
+
+
+def fingerprint(experiment: Experiment, data: Sequence[CalibrationData]) -> Fingerprint:
+    """Identify the models, the samples and the settings."""
+    settings = experiment.settings
+    base, experts = model_contents(experiment)
+    return Fingerprint(
+        base=base,
+        experts=tuple(experts),
+        tokens=tokens_fingerprint([samples.sha256 for samples in data]),
+        settings=settings_fingerprint(settings.samples, settings.max_tokens, settings.seed),
+    )
+
+
+def local_identity(experiment: Experiment, content: Fingerprint) -> dict[str, Any]:
+    """The key of files in the user's own cache: the content, and the stamps of the models' files on this machine.
+
+    It also differs after an edit of a few rows, which the content's sample of the bytes does not show. Where processes
+    have disks of their own, the first one's count.
+    """
+    models = [experiment.base, *experiment.experts]
+    files = digest([sorted(model.stamps.values()) for model in models])
+    return content.model_dump(mode="json") | {"models": experiment.ranks.gather(int(files[:12], 16))[0]}

@@ -26,8 +26,7 @@ from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe, published_name, published_names, require_calibration
 from mergekit_slta.recipe.settings import SltaSettings
 from mergekit_slta.slta.calibrate import calibrate
-from mergekit_slta.slta.fingerprints import fingerprint, local_identity, model_contents
-from mergekit_slta.slta.matching import match
+from mergekit_slta.slta.matching import fingerprint, local_identity, match, model_contents
 from mergekit_slta.slta.statistics import CalibrationInfo, Info, Statistics, resolve_statistics, versions
 
 LOG = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from support.families import Family
 from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
-from mergekit_slta.slta.fingerprints import fingerprint
+from mergekit_slta.slta.matching import fingerprint
 
 
 def test_as_many_samples_as_the_recipe_says_or_as_asked(llama: Family) -> None:

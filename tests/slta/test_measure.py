@@ -265,7 +265,9 @@ def test_an_entry_that_another_transformers_does_not_know_is_not_compared(
 
 def test_a_file_that_lacks_a_level_is_refused_and_not_touched(no_measuring: None, llama: Family, path: Path) -> None:
     before = path.read_bytes()
-    with pytest.raises(SltaError, match=r"lacks the level layer \(it holds attn_mlp\): .*calibrate --level attn_mlp"):
+    with pytest.raises(
+        SltaError, match=r"lacks the level layer \(it holds attn_mlp\): .*calibrate RECIPE -o FILE --level attn_mlp"
+    ):
         measured(recipe(llama), path, "attn_mlp", "layer")
     assert path.read_bytes() == before
 
