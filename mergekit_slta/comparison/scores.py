@@ -10,7 +10,8 @@ import torch
 import transformers
 from mergekit.common import get_auto_cls
 
-from mergekit_slta.engine.loop import Accumulator, Progress, Tensors, pass_layers
+from mergekit_slta.engine.accumulator import Accumulator, Progress, Tensors
+from mergekit_slta.engine.loop import pass_layers
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams, read_edges
 from mergekit_slta.errors import SltaError, first_line

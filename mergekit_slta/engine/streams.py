@@ -6,132 +6,17 @@ not know what is measured on them.
 
 from __future__ import annotations
 
-import math
-import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
+from mergekit_slta.engine.batches import Batch
 from mergekit_slta.engine.memory import takes_little
-from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.layers.calls import LayerCall, State, Weights
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.ends import embed
 from mergekit_slta.layers.forms import embedding_tensors
-from mergekit_slta.layers.maps import routed_tensors
-from mergekit_slta.layers.probe import padding_matters
-
-CPU_BATCH_TOKENS = 2048
-# Wider layers run on fewer tokens: a processor computes faster than a system hands out memory for larger features.
-CPU_BATCH_ELEMENTS = 2**22
-LEAST_CPU_BATCH_TOKENS = 256
-GPU_BATCH_TOKENS = 16384
-
-# The token ids of each task's samples.
-Tasks = Sequence[Sequence[Sequence[int]]]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Samples of one task that run together, right-padded to the longest.
-
-    Attributes:
-        task: the index of the expert whose data the samples come from.
-        rows: the samples' rows in the statistics, ``B`` in all.
-        token_ids: [B, S] int64.
-        lengths: the samples' numbers of tokens.
-    """
-
-    task: int
-    rows: tuple[int, ...]
-    token_ids: torch.Tensor
-    lengths: tuple[int, ...]
-
-    @property
-    def samples(self) -> torch.Tensor:
-        """The row [n] of each token's sample, without those of the padding."""
-        return torch.tensor(self.rows).repeat_interleave(torch.tensor(self.lengths))
-
-    def join(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The tokens' values [n] without padding, from those [S] of every row."""
-        return torch.cat([values[row] for row in self.rows])
-
-    def unpadded(self, features: torch.Tensor) -> torch.Tensor:
-        """Remove the padding: the features [n, D] of the tokens, from [B, S, D] or [B * S, D].
-
-        Several hidden states of a token, [B, S, m, D], are one of m * D features.
-        """
-        if features.ndim > 3 and features.shape[1] == self.token_ids.shape[1]:
-            features = features.flatten(2)
-        flat = features.reshape(-1, features.shape[-1])
-        if min(self.lengths) == max(self.lengths):
-            return flat
-        lengths = torch.tensor(self.lengths)
-        return flat[(torch.arange(int(max(lengths))) < lengths[:, None]).flatten().to(flat.device)]
-
-
-def make_batches(tasks: Tasks, batch_tokens: int, unpadded: Collection[int] = ()) -> list[Batch]:
-    """Group samples into batches of at most ``batch_tokens`` positions, padding included, longest first.
-
-    A batch never mixes tasks, so that the batches of a task do not depend on the other experts.
-
-    Args:
-        tasks: the token ids of each task's samples.
-        batch_tokens: the largest number of positions; a longer sample runs alone.
-        unpadded: the tasks whose batches hold samples of one length only.
-    """
-    batches = []
-    offset = 0
-    for task, samples in enumerate(tasks):
-        order = sorted(range(len(samples)), key=lambda index: -len(samples[index]))
-        while order:
-            count = max(1, batch_tokens // len(samples[order[0]]))
-            taken = [i for i in order[:count] if task not in unpadded or len(samples[i]) == len(samples[order[0]])]
-            order = order[len(taken) :]
-            token_ids = pad_sequence([torch.tensor(samples[index]) for index in taken], batch_first=True)
-            lengths = tuple(len(samples[index]) for index in taken)
-            batches.append(Batch(task, tuple(offset + index for index in taken), token_ids, lengths))
-        offset += len(samples)
-    return batches
-
-
-def decoder_batches(decoder: Decoder, tasks: Tasks, batch_tokens: int) -> list[Batch]:
-    """``make_batches``, without padding in tasks where it would change a sample's features."""
-    unpadded = {task for task, samples in enumerate(tasks) if padding_matters(decoder, [*map(len, samples)])}
-    return make_batches(tasks, batch_tokens, unpadded)
-
-
-def fitting_batch(decoder: Decoder) -> int:
-    """The default number of token positions in a batch."""
-    if decoder.device.type != "cpu":
-        return GPU_BATCH_TOKENS
-    layers = [decoder.layers[layer] for layer in decoder.one_of_each_kind()]
-    if any(map(routed_tensors, layers)):  # whose experts are read again for every batch
-        return CPU_BATCH_TOKENS
-    widest = max(max(tensor.shape) for layer in layers for tensor in layer.state_dict().values() if tensor.ndim > 1)
-    return min(CPU_BATCH_TOKENS, max(LEAST_CPU_BATCH_TOKENS, CPU_BATCH_ELEMENTS // widest))
-
-
-def share(decoder: Decoder, tasks: Tasks, batch_tokens: int, ranks: Ranks) -> int:
-    """How many samples this process has, if batches need not be halved."""
-    batches = decoder_batches(decoder, tasks, batch_tokens or fitting_batch(decoder))
-    return sum(len(batch.rows) for batch in of_rank(batches, ranks))
-
-
-def of_rank(batches: Sequence[Batch], ranks: Ranks) -> list[Batch]:
-    return list(batches[ranks.index :: ranks.count])
-
-
-def mapped(shape: Sequence[int], dtype: torch.dtype, folder: Path) -> torch.Tensor:
-    """A tensor of zeros in a mapped temporary file of a folder, whose space is freed with the tensor."""
-    size = math.prod(shape)
-    with tempfile.NamedTemporaryFile(dir=folder) as file:
-        file.truncate(size * dtype.itemsize)
-        return torch.from_file(file.name, shared=True, size=size, dtype=dtype).view(tuple(shape))
 
 
 class Source(Protocol):
@@ -149,7 +34,7 @@ def read_edges(decoder: Decoder, model: Source, names: Iterable[str]) -> dict[st
 
 
 class Streams:
-    """A cache of the hidden states before the next layer, by stream and batch, of this process's share of the batches.
+    """A cache of the hidden states before the next layer, by stream and batch.
 
     A method fetches a batch's ``hidden`` states and the model's ``call`` of the next layer, and updates the batch by
     ``set_output``. ``advance`` deletes the layer's inputs, once all streams have its outputs.
@@ -157,20 +42,16 @@ class Streams:
     Args:
         decoder: the models' common decoder.
         sources: for each stream, the model that embeds the samples of each task.
-        batches: all batches, of which this process takes its share.
-        ranks: the processes that share the batches.
+        batches: this process's batches.
 
     Attributes:
         layer: the index of the next layer.
-        batches: this process's batches.
     """
 
-    def __init__(
-        self, decoder: Decoder, sources: Sequence[Sequence[Source]], batches: Sequence[Batch], ranks: Ranks
-    ) -> None:
+    def __init__(self, decoder: Decoder, sources: Sequence[Sequence[Source]], batches: Sequence[Batch]) -> None:
         self.decoder = decoder
         self.layer = 0
-        self.batches = of_rank(batches, ranks)
+        self.batches = batches
         width = decoder.model.config.get_text_config().hidden_size
         elements = 2 * len(sources) * width * sum(batch.token_ids.numel() for batch in self.batches)
         stays = takes_little(decoder.device, elements, share=1 / 8)  # before and after a layer

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mergekit_slta.engine.loop import Progress
+from mergekit_slta.engine.accumulator import Progress
 from mergekit_slta.engine.streams import Streams, read_edges
 from mergekit_slta.featcal.passage import EXPERT, MERGED
 from mergekit_slta.featcal.regression import Change, RidgeRegression

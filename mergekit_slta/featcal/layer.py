@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch.utils._pytree import tree_map_only
 
-from mergekit_slta.engine.loop import Progress
-from mergekit_slta.engine.streams import mapped
+from mergekit_slta.engine.accumulator import Progress
 from mergekit_slta.featcal.groups import MapGroup
 from mergekit_slta.featcal.passage import LayerPassage
 from mergekit_slta.featcal.solving import LayerTensors, Setting, Tokens, changed, prior_of, solve_maps
@@ -243,8 +243,10 @@ def _at_places_of(merged: RoutedInputs, own: RoutedInputs) -> torch.Tensor:
 
 
 def in_a_file(stack: ExpertStack, folder: Path) -> torch.Tensor:
-    """A copy of a mixture's matrices in a mapped temporary file."""
-    copy = mapped(stack.shape, stack.dtype, folder)
+    """A copy of a mixture's matrices in a mapped temporary file of a folder, whose space is freed with the tensor."""
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        file.truncate(stack.numel() * stack.dtype.itemsize)
+        copy = torch.from_file(file.name, shared=True, size=stack.numel(), dtype=stack.dtype).view(stack.shape)
     for expert in range(len(copy)):
         copy[expert] = stack[expert]
     return copy

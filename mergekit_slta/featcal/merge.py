@@ -34,10 +34,12 @@ from dataclasses import dataclass
 
 import torch
 
-from mergekit_slta.engine.loop import Accumulator, Progress, Tensors, pass_layers
+from mergekit_slta.engine.accumulator import Accumulator, Progress, Tensors
+from mergekit_slta.engine.batches import Tasks
+from mergekit_slta.engine.loop import pass_layers
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.engine.streams import Source, Streams, Tasks
+from mergekit_slta.engine.streams import Source, Streams
 from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.groups import groups_by_layer, listed, solved_in
 from mergekit_slta.featcal.head import HeadSolver

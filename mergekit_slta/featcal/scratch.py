@@ -10,8 +10,8 @@ import torch
 from safetensors import safe_open
 from tqdm import tqdm
 
+from mergekit_slta.engine.batches import Tasks, share
 from mergekit_slta.engine.partial import Partial, remove
-from mergekit_slta.engine.streams import Tasks, share
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.answers import token_weights

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from mergekit_slta.engine.loop import Accumulator, Progress, Tensors, pass_layers
+from mergekit_slta.engine.accumulator import Accumulator, Progress, Tensors
+from mergekit_slta.engine.batches import Batch, Tasks
+from mergekit_slta.engine.loop import pass_layers
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.engine.streams import Batch, Source, Streams, Tasks, read_edges
+from mergekit_slta.engine.streams import Source, Streams, read_edges
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers import ends
 from mergekit_slta.layers.blend import Blend, blend

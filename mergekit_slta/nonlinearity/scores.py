@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from mergekit_slta.engine.batches import Tasks
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.engine.streams import Tasks
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.submodules import layer_submodules

@@ -20,10 +20,12 @@ from dataclasses import dataclass
 
 import torch
 
-from mergekit_slta.engine.loop import Accumulator, Progress, Tensors, pass_layers
+from mergekit_slta.engine.accumulator import Accumulator, Progress, Tensors
+from mergekit_slta.engine.batches import Tasks
+from mergekit_slta.engine.loop import pass_layers
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.engine.streams import Streams, Tasks, read_edges
+from mergekit_slta.engine.streams import Streams, read_edges
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.calls import Weights
 from mergekit_slta.layers.decoder import Decoder

@@ -14,9 +14,9 @@ from tqdm import tqdm
 
 from mergekit_slta.data.draw import CalibrationData
 from mergekit_slta.data.sources import source_name
+from mergekit_slta.engine.batches import share
 from mergekit_slta.engine.partial import Partial, remove, run_of
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.engine.streams import share
 from mergekit_slta.errors import SltaError
 from mergekit_slta.files import cache_folder, digest
 from mergekit_slta.layers.submodules import fallbacks

@@ -22,7 +22,7 @@ import torch
 from common import Setting, load, print_peak_memory, timed, wait_for, with_setting
 from mergekit.io.tasks import LoaderCache
 
-from mergekit_slta.engine.streams import Batch, fitting_batch, make_batches
+from mergekit_slta.engine.batches import Batch, fitting_batch, make_batches
 from mergekit_slta.layers.trace import on_device
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe

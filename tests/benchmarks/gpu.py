@@ -41,7 +41,7 @@ from support.memory import PeakMemory
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PretrainedConfig
 
 import mergekit_slta.host.patches
-from mergekit_slta.engine.streams import Batch, fitting_batch, make_batches
+from mergekit_slta.engine.batches import Batch, fitting_batch, make_batches
 from mergekit_slta.errors import first_line
 from mergekit_slta.layers.trace import on_device
 from mergekit_slta.recipe.experiment import Experiment

@@ -21,9 +21,9 @@ from support.processes import TIMEOUT, command_together, torchrun
 
 from mergekit_slta.checks import examine
 from mergekit_slta.engine import ranks
+from mergekit_slta.engine.batches import make_batches
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.engine.streams import make_batches
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.scratch import SolvedModel
 from mergekit_slta.layers.trace import trace
