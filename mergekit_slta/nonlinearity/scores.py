@@ -253,7 +253,7 @@ class Plan:
 
 def linearity(
     recipe: Recipe | Experiment,
-    levels: Sequence[str] | None = None,
+    levels: str | Sequence[str] | None = None,
     samples: int = 5,
     pairs: bool = True,
     triples: bool = False,
@@ -263,7 +263,7 @@ def linearity(
 
     Args:
         recipe: the recipe, or an opened one.
-        levels: by default ``model``, ``layer`` and ``attn_mlp``.
+        levels: one or several; by default ``model``, ``layer`` and ``attn_mlp``.
         samples: how many records of each expert's calibration data are used.
         pairs: compare 25 merges of every two experts with the experts.
         triples: compare 27 merges of every three experts with the experts.
@@ -274,7 +274,8 @@ def linearity(
             the models, or one sample does not fit into memory.
     """
     experiment = recipe if isinstance(recipe, Experiment) else Experiment(recipe, **options)
-    plan = plan_linearity(experiment, levels or DEFAULT_LEVELS, samples=samples, pairs=pairs, triples=triples)
+    chosen = [levels] if isinstance(levels, str) else levels or DEFAULT_LEVELS
+    plan = plan_linearity(experiment, chosen, samples=samples, pairs=pairs, triples=triples)
     LOG.info("%s.", plan)
     return plan.measure(experiment.quiet)
 

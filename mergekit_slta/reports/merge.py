@@ -99,7 +99,7 @@ def report(
     found: Solution | Statistics,
     folder: str | os.PathLike[str],
     *,
-    levels: Sequence[str] = (),
+    levels: str | Sequence[str] = (),
     balance: bool = True,
     ridge: float = 0.0,
 ) -> Path:
@@ -108,7 +108,7 @@ def report(
     Args:
         found: a solution, or the statistics of the merged experts.
         folder: the folder to write to; it is created.
-        levels: the levels of the statistics to report on, the most important first; by default all of them.
+        levels: the levels, or the one, of the statistics to report on, the most important first; by default all.
         balance, ridge: how to solve statistics; see ``Statistics.solve``.
 
     Returns:
@@ -123,13 +123,17 @@ def report(
 
 
 def report_page(
-    found: Solution | Statistics, *, levels: Sequence[str] = (), balance: bool = True, ridge: float = 0.0
+    found: Solution | Statistics, *, levels: str | Sequence[str] = (), balance: bool = True, ridge: float = 0.0
 ) -> Page:
     """The report on a merge; the arguments are those of ``report``."""
     if isinstance(found, Solution):
         solutions = [found]
     else:
-        chosen = levels or sorted(found.info.levels, key=lambda level: level != "attn_mlp")
+        chosen = (
+            [levels]
+            if isinstance(levels, str)
+            else levels or sorted(found.info.levels, key=lambda level: level != "attn_mlp")
+        )
         solutions = [found.solve(level, balance=balance, ridge=ridge) for level in chosen]
     analyses = [LevelAnalysis(solution) for solution in solutions]
     first = analyses[0]

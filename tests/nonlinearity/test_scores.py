@@ -123,7 +123,7 @@ def test_linearity_measures_what_is_planned(llama: Family, caplog: pytest.LogCap
         found = linearity(experiment, ["layer"], samples=1, pairs=False)
     assert_same(found, planned.measure(), 0)
     assert f"{planned} ".strip() in caplog.text
-    opened = linearity(experiment.recipe, ["layer"], samples=1, pairs=False, quiet=True)
+    opened = linearity(experiment.recipe, "layer", samples=1, pairs=False, quiet=True)
     assert_same(found, opened, 0)
 
 

@@ -171,7 +171,7 @@ def test_the_tables_hold_the_solution(everything: tuple[Statistics, Path]) -> No
 
 def test_only_the_levels_and_the_solution_that_are_asked_for() -> None:
     statistics = synthetic.statistics(levels=("layer", "attn_mlp"), layers=2)
-    page = report_page(statistics, levels=["layer"], balance=False, ridge=0.5)
+    page = report_page(statistics, levels="layer", balance=False, ridge=0.5)
     assert page.verdict[0] == verdict(LevelAnalysis(statistics.solve("layer", balance=False, ridge=0.5)))
     assert page.verdict[0] != verdict(LevelAnalysis(statistics.solve("layer")))
     assert all(chart.name.endswith("-layer") for section in page.sections for chart in section.charts)
