@@ -30,7 +30,6 @@ class MapGroup:
         maps: the maps, in the order in which the layer calls them.
         fused: whether the maps are routed experts in one module, each with its own input.
         at_once: whether that module is given the tokens once for each routed expert, and multiplies by all at once.
-        empty: if the child returns the only map's output, the number of None values beside it in a tuple; else None.
     """
 
     child: str
@@ -38,7 +37,6 @@ class MapGroup:
     maps: tuple[LinearMap, ...]
     fused: bool = False
     at_once: bool = False
-    empty: int | None = None
 
     @property
     def modules(self) -> list[str]:
@@ -123,7 +121,6 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
         else:
             groups.append(MapGroup(child, module, maps, fused, fused and len(given) == 1))
         previous = same
-    groups = [replace(group, empty=_empty_beside(group, run)) for group in groups]
     known = {linear_map.weight for maps in by_module.values() for linear_map in maps}
     kept |= {name: NO_ROUTES for name in _stacks(own) if name not in known}
     return LayerMaps(tuple(groups), kept, run.changed)
@@ -165,13 +162,6 @@ def _tells_routes(given: tuple[Any, ...], experts: int, tokens: int) -> bool:
     if len(given) == 1:
         return bool(given[0].shape[:-1].numel() == experts * tokens)
     return isinstance(given[1], torch.Tensor) and not given[1].is_floating_point()
-
-
-def _empty_beside(group: MapGroup, trace: LayerRun) -> int | None:
-    returned = trace.outputs[group.child]
-    first, *rest = returned if isinstance(returned, tuple) and len(returned) > 1 else [returned]
-    same = first is trace.outputs[group.module] and group.module not in trace.changed
-    return len(rest) if len(group.maps) == 1 and same and not any(part is not None for part in rest) else None
 
 
 def _is_router(linear_map: LinearMap, child: str, layer: torch.nn.Module) -> bool:

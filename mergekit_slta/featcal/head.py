@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from mergekit_slta.engine.accumulator import Progress
 from mergekit_slta.engine.streams import Streams, read_edges
 from mergekit_slta.featcal.passage import EXPERT, MERGED
-from mergekit_slta.featcal.regression import Change, RidgeRegression
-from mergekit_slta.featcal.solving import Setting
+from mergekit_slta.featcal.regression import Change
+from mergekit_slta.featcal.solving import Setting, Tokens, solve
 from mergekit_slta.layers.blend import Blend
-from mergekit_slta.layers.calls import Weights
 from mergekit_slta.layers.ends import head_input, tail_tensors
 from mergekit_slta.layers.maps import LinearMap
 from mergekit_slta.models.checkpoint import Checkpoint
@@ -55,7 +54,10 @@ class HeadSolver:
         step = max(1, HEAD_ELEMENTS // columns)
         for start in range(0, rows, step):
             part = slice(start, start + step)
-            change = self._change(anchor, part, ridge)
+            tasks = (self._tokens(expert, task, part) for task, expert in enumerate(self.experts))
+            setting = replace(self.setting, ridge=ridge)
+            change = solve(head.matrix(anchor)[part], tasks, setting, expected=self.streams.tokens)
+            assert isinstance(change, Change)  # there are tokens
             if change.ridge is None:
                 LOG.warning("The output head keeps the anchor's weights (no solution at any ridge)")
                 return {}
@@ -68,25 +70,17 @@ class HeadSolver:
                 solved[head.bias][part] = change.offset(anchor[head.bias][part], torch.stack(own))
         return solved
 
-    def _change(self, anchor: Weights, rows: slice, ridge: float | None) -> Change:
-        """How some rows of the head change from the anchor's."""
-        decoder, streams, ranks = self.streams.decoder, self.streams, self.setting.ranks
-        matrix, tail = self.head.matrix(anchor)[rows], tail_tensors(decoder)
-        merged_tail = self._read(self.anchor, tail)
-        outputs, inputs = matrix.shape
-        equations = RidgeRegression(inputs, outputs, ridge, decoder.device, tokens=streams.tokens, ranks=ranks)
-        for task, expert in enumerate(self.experts):
-            own_tail = self._read(expert, tail)
-            own = self.head.matrix(self._read(expert, [self.head.weight]))[rows]
-            for number, batch in streams.batches_of(task):
-                given = batch.unpadded(head_input(decoder, streams.hidden(MERGED, number), merged_tail))
-                own_given = batch.unpadded(head_input(decoder, streams.hidden(EXPERT, number), own_tail))
-                residuals = own_given @ own.T - given @ matrix.T
-                equations.add(given, residuals, batch.samples, batch.join(self.setting.weights))
-                if rows.start == 0:
-                    self.report(len(batch.rows))
-            equations.finish_task()
-        return equations.solve()
+    def _tokens(self, expert: Checkpoint, task: int, rows: slice) -> Iterator[Tokens]:
+        """The head's inputs in the merged model, and what some rows of the expert's own head make of the expert's."""
+        decoder, streams = self.streams.decoder, self.streams
+        merged_tail, own_tail = (self._read(model, tail_tensors(decoder)) for model in (self.anchor, expert))
+        own = self.head.matrix(self._read(expert, [self.head.weight]))[rows]
+        for number, batch in streams.batches_of(task):
+            given = batch.unpadded(head_input(decoder, streams.hidden(MERGED, number), merged_tail))
+            own_given = batch.unpadded(head_input(decoder, streams.hidden(EXPERT, number), own_tail))
+            yield Tokens(given, own_given @ own.T, batch.samples, batch.join(self.setting.weights))
+            if rows.start == 0:
+                self.report(len(batch.rows))
 
     def _read(self, model: Blend | Checkpoint, names: Sequence[str]) -> dict[str, torch.Tensor]:
         return read_edges(self.streams.decoder, model, names)

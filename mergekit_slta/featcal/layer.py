@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -16,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from mergekit_slta.engine.accumulator import Progress
 from mergekit_slta.featcal.groups import MapGroup
 from mergekit_slta.featcal.passage import LayerPassage
-from mergekit_slta.featcal.solving import LayerTensors, Setting, Tokens, changed, prior_of, solve_maps
+from mergekit_slta.featcal.solving import LayerTensors, Setting, Tokens, changed, prior_of, solve
 from mergekit_slta.layers.calls import Weights
 from mergekit_slta.layers.maps import LinearMap, RoutedInputs, fused_hidden
 from mergekit_slta.models.stacks import ExpertStack, stack_of
@@ -25,17 +24,6 @@ LOG = logging.getLogger(__name__)
 
 # A routed expert's map is solved if this many tokens per input dimension reach it.
 ENOUGH_TOKENS = 1 / 16
-
-
-class Reaching(NamedTuple):
-    """Tokens that reach a mixture's expert: the merged model's inputs and the task's expert's own [n, in], and each
-    token's sample and weight [n].
-    """
-
-    merged: torch.Tensor
-    own: torch.Tensor
-    samples: torch.Tensor
-    weights: torch.Tensor
 
 
 @dataclass
@@ -106,7 +94,6 @@ class LayerMerge:
     def solve(self, group: MapGroup, progress: Progress) -> None:
         """Solve the maps of ``group``, the first group that is not solved; ``progress`` is told the samples used."""
         (self._solve_routed if group.fused else self._solve_together)(group, progress)
-        self.passage.solved(group, self.merged)
         if self._kept:
             LOG.warning("Layer %d: %s keep the anchor's weights", self.passage.layer, ", ".join(self._kept))
             self._kept = []
@@ -120,20 +107,20 @@ class LayerMerge:
 
     def _solve_together(self, group: MapGroup, progress: Progress) -> None:
         """Solve maps of one input."""
+        streams = self.passage.streams
 
-        def tokens_of(task: int) -> Iterator[Tokens]:
-            for number, batch in self.passage.streams.batches_of(task):
+        def tokens_of(task: int, expert: Weights) -> Iterator[Tokens]:
+            for number, batch in streams.batches_of(task):
                 targets = self.passage.targets(group, number)
                 inputs = batch.unpadded(self.passage.inputs(group, number, self.merged)[0])
                 outputs = []
                 for linear_map in group.maps:
-                    output, offset = batch.unpadded(targets[linear_map.module]), linear_map.offset(experts[task])
+                    output, offset = batch.unpadded(targets[linear_map.module]), linear_map.offset(expert)
                     outputs.append(output if offset is None else output - offset)
                 yield Tokens(inputs, torch.cat(outputs, 1), batch.samples, batch.join(self.setting.weights))
                 progress(len(batch.rows))
 
-        experts = self.models.experts
-        self._solve(group.maps, tokens_of, self.passage.streams.tokens)
+        self._solve(group.maps, [tokens_of(*own) for own in enumerate(self.models.experts)], streams.tokens)
 
     def _solve_routed(self, group: MapGroup, progress: Progress) -> None:
         """Solve a mixture's experts one by one, each on the tokens that the merged model sends to it."""
@@ -149,60 +136,49 @@ class LayerMerge:
             progress(len(batch.rows))
         for name in {name for m in group.maps for name in (m.weight, m.bias) if name}:
             self._make_writable(name)
+        module = passage.decoder.layers[passage.layer].get_submodule(group.module)
         for index in routed:
             first, down = (m for m in group.maps if m.expert == index)
-            tokens = sum(int((merged.routes == index).any(-1).sum()) for merged, _ in given.values())
-            reaching = functools.partial(self._reaching, given, index)
-            solved = self._solve([first], functools.partial(self._outputs, first, reaching), tokens)
-            hidden = functools.partial(self._hidden, first, reaching)
-            solved &= self._solve([down], functools.partial(self._outputs, down, hidden), tokens)
-            coverage.solved[index] = solved
+            # By task: the merged model's inputs, the expert's own, and each token's sample and weight.
+            reaching = [list(self._reaching(given, index, task)) for task in range(len(self.models.experts))]
+            solved = self._solve_reached(first, reaching)
+            hidden = []
+            for tokens, expert in zip(reaching, self.models.experts, strict=True):
+                pairs = [(first.apply(self.merged, x), first.apply(expert, own), rest) for x, own, *rest in tokens]
+                hidden.append([(fused_hidden(module, x), fused_hidden(module, own), *rest) for x, own, rest in pairs])
+            coverage.solved[index] = self._solve_reached(down, hidden) & solved
         self.setting.ranks.sum(coverage.tokens)
         self.setting.ranks.sum(coverage.chosen)
         self.coverage[group.module] = coverage
         LOG.info("Layer %d, %s: %s", passage.layer, group.module, coverage)
 
-    def _reaching(
-        self, given: dict[int, tuple[RoutedInputs, torch.Tensor]], index: int, task: int
-    ) -> Iterator[Reaching]:
-        """The inputs at the tokens that go to a mixture's expert."""
-        device = self.passage.decoder.device
+    def _reaching(self, given: Mapping[int, tuple[RoutedInputs, torch.Tensor]], index: int, task: int) -> Iterator[Any]:
+        """The merged model's inputs and the expert's own [n, in] that go to a mixture's expert, samples and weights."""
         for number, batch in self.passage.streams.batches_of(task):
             merged, own = given[number]
             reached = (merged.routes == index).any(-1)
-            if reached.any():
-                parts = (merged.values, own, merged.tokens)
-                values, own_values, tokens = (part[reached.to(part.device)] for part in parts)
-                tokens = tokens.cpu()
-                weights = batch.join(self.setting.weights)[tokens]
-                yield Reaching(values.to(device), own_values.to(device), batch.samples[tokens], weights)
+            parts = (part[reached.to(part.device)] for part in (merged.values, own, merged.tokens))
+            values, own_values, tokens = (part.to(self.passage.decoder.device) for part in parts)
+            weights = batch.join(self.setting.weights)[tokens.cpu()]
+            yield values, own_values, batch.samples[tokens.cpu()], weights
 
-    def _hidden(self, first: LinearMap, reaching: Callable[[int], Iterator[Reaching]], task: int) -> Iterator[Reaching]:
-        """What a mixture's expert feeds to its down projection, in the merged model and in the task's own expert."""
-        module = self.passage.decoder.layers[self.passage.layer].get_submodule(first.module)
-        for tokens in reaching(task):
-            yield tokens._replace(
-                merged=fused_hidden(module, first.apply(self.merged, tokens.merged)),
-                own=fused_hidden(module, first.apply(self.models.experts[task], tokens.own)),
-            )
+    def _solve_reached(self, linear_map: LinearMap, reaching: Sequence[Sequence[Any]]) -> bool:
+        """Solve one map of a mixture's expert on the tokens of every task that reach it."""
+        tasks = [
+            [Tokens(x, own @ linear_map.matrix(expert).T, *rest) for x, own, *rest in tokens]
+            for tokens, expert in zip(reaching, self.models.experts, strict=True)
+        ]
+        return self._solve([linear_map], tasks, sum(len(tokens.inputs) for task in tasks for tokens in task))
 
-    def _outputs(
-        self, linear_map: LinearMap, reaching: Callable[[int], Iterator[Reaching]], task: int
-    ) -> Iterator[Tokens]:
-        """The tokens with what the task's own expert makes of them."""
-        matrix = linear_map.matrix(self.models.experts[task])
-        for merged, own, samples, weights in reaching(task):
-            yield Tokens(merged, own @ matrix.T, samples, weights)
-
-    def _solve(self, maps: Sequence[LinearMap], tokens_of: Callable[[int], Iterator[Tokens]], expected: int) -> bool:
+    def _solve(self, maps: Sequence[LinearMap], tasks: Iterable[Iterable[Tokens]], expected: int) -> bool:
         """Put new tensors of maps of one input in place; returns whether there are any."""
         names, layer = ", ".join(linear_map.name for linear_map in maps), self.passage.layer
         prior, anchors = prior_of(maps, self.models) if self.setting.by_tasks else (None, {})
         self.models.anchor.update(anchors)
         self.merged.update(anchors)
-        by_task = [functools.partial(tokens_of, task) for task in range(len(self.models.experts))]
-        least = ENOUGH_TOKENS * maps[0].matrix(self.merged).shape[1] if maps[0].expert is not None else 0
-        change = solve_maps(maps, self.merged, by_task, self.setting, prior, expected, least)
+        matrix, expert = torch.cat([linear_map.matrix(self.merged) for linear_map in maps]), maps[0].expert
+        least = 0 if expert is None else ENOUGH_TOKENS * matrix.shape[1]
+        change = solve(matrix, tasks, self.setting, expected=expected, prior=prior, least=least)
         if isinstance(change, int):
             self._kept.append(f"{names} ({change} tokens)")
             return False
@@ -212,12 +188,11 @@ class LayerMerge:
             return False
         if change.enlarged:
             LOG.warning("Layer %d: %s needed a ridge of %g", layer, names, change.ridge)
-        found = changed(maps, change, self.merged, self.models.experts)
-        if (expert := maps[0].expert) is None:
-            self.merged.update(found)
-        else:
-            for name, part in found.items():
-                (self.merged | self._stacks)[name][expert] = part
+        for name, tensor in changed(maps, change, self.merged, self.models.experts).items():
+            if expert is None:
+                self.merged[name] = tensor
+            else:
+                (self.merged | self._stacks)[name][expert] = tensor
         return True
 
     def _make_writable(self, name: str) -> None:

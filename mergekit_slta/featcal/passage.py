@@ -30,14 +30,12 @@ class _Passing:
 
     Attributes:
         outputs: what modules of the merged layer have returned, by their paths, for the runs that go on after them.
-        inputs: what the merged layer gives to the group that is being solved, if its child is closed after it.
         targets: what modules of the expert's layer have returned; for a mixture's module, what it was given.
         expert: the output of the expert's layer [B, S, D]; None as long as that has not run.
         state: what the merged layer passes to later layers.
     """
 
     outputs: dict[str, Any] = field(default_factory=dict)
-    inputs: torch.Tensor | None = None
     targets: dict[str, Any] = field(default_factory=dict)
     expert: torch.Tensor | None = None
     state: dict[Any, torch.Tensor] = field(default_factory=dict)
@@ -64,9 +62,7 @@ class LayerPassage:
 
     def inputs(self, group: MapGroup, number: int, merged: Weights) -> tuple[Any, ...]:
         """The arguments that the merged layer gives to a group's first module for a batch."""
-        given = self._run_to(group.module, number, merged)
-        if group.empty is not None:
-            self._passing[number].inputs = self.streams.kept(given[0])
+        given: tuple[Any, ...] = self._run_to(group.module, number, merged)
         return given
 
     def targets(self, group: MapGroup, number: int) -> dict[str, Any]:
@@ -84,15 +80,6 @@ class LayerPassage:
         batch = self.streams.batches[number]
         positions = batch.unpadded(torch.arange(batch.token_ids.numel())[:, None]).flatten()
         return routed_inputs(given, experts, positions)
-
-    def solved(self, group: MapGroup, merged: Weights) -> None:
-        """Compute what a child returns from the inputs of its last map, so that it need not run again."""
-        for passing in self._passing if group.empty is not None else ():
-            assert passing.inputs is not None
-            output = self.streams.kept(group.maps[0].apply(merged, self._back(passing.inputs)))
-            outside = {name: own for name, own in passing.outputs.items() if not is_inside(name, {group.child})}
-            passing.outputs = outside | {group.child: (output, *[None] * group.empty) if group.empty else output}
-            passing.inputs = None
 
     def finish(self, number: int, merged: Weights) -> dict[int, torch.Tensor]:
         """Set and return the outputs [B, S, D] of a batch in both streams, once all groups are solved."""
@@ -129,7 +116,6 @@ class LayerPassage:
     def _run_to(self, until: str | None, number: int, merged: Weights) -> Any:
         """Run the merged layer on, up to a module, whose arguments are returned, or to the end, for its output."""
         passing = self._passing[number]
-        closing = {group.child for group in self.maps.groups if group.empty is not None and group.module == until}
         run = self.decoder.run(
             self.layer,
             merged,
@@ -142,7 +128,7 @@ class LayerPassage:
         )
         passing.state |= self._wait(dict(run.state))  # a child that is replayed later passes nothing on again
         finished = self._children & set(run.outputs)
-        inside = {name for name in self._modules & set(run.outputs) if not is_inside(name, finished | closing)}
+        inside = {name for name in self._modules & set(run.outputs) if not is_inside(name, finished)}
         kept = {name: self._wait(run.outputs[name]) for name in finished | inside}
         before = {name: own for name, own in passing.outputs.items() if not is_inside(name, finished)}
         passing.outputs = before | kept

@@ -24,7 +24,7 @@ residuals as those of R [n, d_out], each times (s_t w_x)^(1/2), the same change 
 
     D^T = H^-1 X^T (X H^-1 X^T + ridge I)^-1 R
 
-whose system is only [n, n] (``by_tokens``).
+whose system is only [n, n].
 
 All products are float64: where inputs are rank-deficient or ill-conditioned and the ridge is small, rounding float32
 products makes up as much as 1e-4 of the solution.
@@ -37,6 +37,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.linalg import solve_triangular
 
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.numerics.symmetric import add_gram, gram, mirror, times_inverse
@@ -154,6 +155,7 @@ class RidgeRegression:
         self._rows = [(*none, torch.zeros(0, dtype=torch.int64, device=device))]
         self._rows_before = 1  # the current task's
         self._masses: list[torch.Tensor] = []
+        self._root: tuple[torch.Tensor, torch.Tensor] | None = None  # the last shape of H, and its root V
         self._halved = ridge is None  # whether each task has samples in both halves
         self.tokens = 0
 
@@ -242,10 +244,16 @@ class RidgeRegression:
     def _solver(self, half: int | None = None) -> Solver:
         """Solve from all samples for every output, or from a half of them for the combinations of the outputs."""
         if self._few:
-            return by_tokens(*self._tokens_of(half), self._prior)
-        if half is None:
-            return by_sums(mirror(self._all.moments.sum(0)), self._all.cross, self._prior)
-        return by_sums(mirror(self._all.moments[half]), self._all.predicted[half], self._prior)
+            return self._solver_by_tokens(*self._tokens_of(half))
+        moments = mirror(self._all.moments.sum(0) if half is None else self._all.moments[half])
+        cross = self._all.cross if half is None else self._all.predicted[half]
+        strength, shape = held(moments.diagonal())
+
+        def solve(ridge: float) -> torch.Tensor | None:
+            hold = shaped(shape, self._prior)
+            return times_inverse(cross, moments + (hold.diag() if hold.ndim == 1 else hold) * (ridge * strength))
+
+        return solve
 
     def _error(self, change: torch.Tensor, half: int) -> float:
         """The squared error of a change on a half, but for a summand that is the same for every change."""
@@ -257,53 +265,51 @@ class RidgeRegression:
 
     def _tokens_of(self, half: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The inputs [n, d_in] and the residuals [n, d_out] of all tokens, or their combinations in a half."""
-        inputs, residuals, halves = map(torch.cat, zip(*self._rows, strict=True))
+        if len(self._rows) > 1:
+            self._rows = [tuple(map(torch.cat, zip(*self._rows, strict=True)))]
+        inputs, residuals, halves = self._rows[0]
         own = halves == half
         return (inputs, residuals) if half is None else (inputs[own], residuals[own] @ self._combinations)
 
+    def _solver_by_tokens(self, inputs: torch.Tensor, residuals: torch.Tensor) -> Solver:
+        """With H = V^T V for a diagonal or triangular V, no more than X V^-1 is needed."""
+        strength, shape = held(inputs.square().sum(0))
+        if self._root is None or not torch.equal(shape, self._root[0]):
+            hold = shaped(shape, self._prior)
+            self._root = shape, hold.sqrt() if hold.ndim == 1 else torch.linalg.cholesky_ex(hold, upper=True).L
+        root = self._root[1]
+        whitened = inputs / root if root.ndim == 1 else solve_triangular(root, inputs, upper=True, left=False)
+        products = gram(whitened.T)
 
-def by_sums(moments: torch.Tensor, cross: torch.Tensor, prior: torch.Tensor | None) -> Solver:
-    """D = C (A + ridge H)^-1 for A [d_in, d_in] and C [k, d_in]."""
+        def solve(ridge: float) -> torch.Tensor | None:
+            system = products.clone()
+            system.diagonal().add_(ridge * strength)
+            found = times_inverse(residuals.T, system)
+            if found is None:
+                return None
+            change = found @ whitened
+            return change / root if root.ndim == 1 else solve_triangular(root, change.T, upper=True).T
 
-    def solve(ridge: float) -> torch.Tensor | None:
-        hold = held(moments.diagonal(), prior)
-        return times_inverse(cross, (hold if prior is not None else hold.diag()).mul_(ridge).add_(moments))
-
-    return solve
-
-
-def by_tokens(inputs: torch.Tensor, residuals: torch.Tensor, prior: torch.Tensor | None) -> Solver:
-    """D^T = H^-1 X^T (X H^-1 X^T + ridge I)^-1 R for X [n, d_in] and R [n, k]; with H = V^T V only X V^-1 is needed."""
-    hold = held(inputs.square().sum(0), prior)
-    if prior is None:
-        root = hold.sqrt()
-        whitened = inputs / root
-    else:
-        root = torch.linalg.cholesky_ex(hold, upper=True).L
-        whitened = torch.linalg.solve_triangular(root, inputs, upper=True, left=False)
-    products = gram(whitened.T)
-
-    def solve(ridge: float) -> torch.Tensor | None:
-        system = products.clone()
-        system.diagonal().add_(ridge)
-        found = times_inverse(residuals.T, system)
-        if found is None:
-            return None
-        change = found @ whitened
-        return change / root if prior is None else torch.linalg.solve_triangular(root, change.T, upper=True).T
-
-    return solve
+        return solve
 
 
-def held(diagonal: torch.Tensor, prior: torch.Tensor | None) -> torch.Tensor:
-    """H [d_in, d_in], or its diagonal [d_in] without a prior, from the diagonal of A.
+def held(diagonal: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """H without a prior, from the diagonal of A [d_in]: its strength [], and its diagonal [d_in] in units of that."""
+    mean, one = diagonal.mean(), torch.ones_like(diagonal)
+    if mean > MASSIVE * diagonal.median():
+        return one[0], diagonal
+    return torch.where(mean > 0, mean, one[0]), one
+
+
+def shaped(shape: torch.Tensor, prior: torch.Tensor | None) -> torch.Tensor:
+    """H [d_in, d_in] in units of its strength, or its diagonal [d_in] where there is no prior.
 
     A dimension that is always zero is held apart from the others, so that its change is zero.
     """
-    mean = diagonal.mean()
-    penalty = diagonal.clone() if mean > MASSIVE * diagonal.median() else mean.expand_as(diagonal).clone()
-    hold = penalty if prior is None else prior * penalty.sqrt() * penalty.sqrt()[:, None]
-    (hold if prior is None else hold.diagonal())[penalty == 0] = 1
+    if prior is None:
+        return torch.where(shape > 0, shape, 1.0)
+    hold = prior * shape.sqrt() * shape.sqrt()[:, None]
+    hold.diagonal()[shape == 0] = 1
     return hold
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -71,33 +71,31 @@ class LayerTensors:
     later: Collection[str] = ()
 
 
-def solve_maps(
-    maps: Sequence[LinearMap],
-    merged: Weights,
-    tokens_of: Sequence[Callable[[], Iterable[Tokens]]],
+def solve(
+    matrix: torch.Tensor,
+    tasks: Iterable[Iterable[Tokens]],
     setting: Setting,
-    prior: torch.Tensor | None,
+    *,
     expected: int,
+    prior: torch.Tensor | None = None,
     least: float = 0,
 ) -> Change | int:
-    """The change of maps of one input, or how many tokens there are if there are too few.
+    """The change of the anchor's matrix [out, in], or how many tokens there are if there are too few.
 
     Args:
-        maps: the maps, whose outputs are in this order in ``Tokens.outputs``.
-        merged: the tensors that are to be changed, the anchor's.
-        tokens_of: for each task, this process's tokens.
+        matrix: the anchor's; maps of one input are stacked.
+        tasks: for each task, this process's tokens.
         setting: how maps are solved.
-        prior: as for ``RidgeRegression``.
         expected: how many tokens this process has.
+        prior: as for ``RidgeRegression``.
         least: how many tokens all processes need.
     """
-    matrix = torch.cat([linear_map.matrix(merged) for linear_map in maps])
     outputs, inputs = matrix.shape
     regression = RidgeRegression(
         inputs, outputs, setting.ridge, matrix.device, prior=prior, tokens=expected, ranks=setting.ranks
     )
-    for tokens_of_task in tokens_of:
-        for tokens in tokens_of_task():
+    for task in tasks:
+        for tokens in task:
             residuals = torch.addmm(tokens.outputs, tokens.inputs, matrix.T, alpha=-1)
             regression.add(tokens.inputs, residuals, tokens.samples, tokens.weights)
         regression.finish_task()
