@@ -24,7 +24,7 @@ PAGE = 4096  # bytes
 
 
 class Checkpoint:
-    """A model that a recipe names, read through mergekit's ``LoaderCache``.
+    """A model that a recipe names, read through a loader of mergekit's that is the checkpoint's own.
 
     Args:
         reference: the model as mergekit refers to it; a LoRA is merged by mergekit first.
