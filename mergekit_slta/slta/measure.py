@@ -15,7 +15,7 @@ from tqdm import tqdm
 from mergekit_slta.data.draw import CalibrationData
 from mergekit_slta.data.sources import source_name
 from mergekit_slta.engine.batches import share
-from mergekit_slta.engine.partial import Partial, remove, run_of
+from mergekit_slta.engine.partial import Partial, remove
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError
 from mergekit_slta.files import cache_folder, digest
@@ -83,7 +83,7 @@ def measured_statistics(
     file = resolve_statistics(source, experiment.transformers_cache) if source else None
     if file is not None and _exists(file, ranks):
         statistics = _matched(experiment, file, asked)
-        if ranks.first and run_of(partial_folder(file)) is not None:
+        if ranks.first:
             remove(partial_folder(file))  # of a run that was killed after it had written the file
         return statistics
     require_calibration(experiment.recipe)
