@@ -1,8 +1,8 @@
-"""What other people's errors are shortened to."""
+"""Several problems in one error, and other people's errors in a line."""
 
 import pytest
 
-from mergekit_slta.errors import first_line, one_line
+from mergekit_slta.errors import SltaError, all_of, first_line, one_line, refuse
 
 
 @pytest.mark.parametrize(
@@ -24,3 +24,13 @@ def test_one_line_has_the_cause_where_the_text_does_not() -> None:
     assert one_line(error) == "RuntimeError: the file is broken; no number"
     error.__cause__ = ValueError("the file is broken.")
     assert one_line(error) == "RuntimeError: the file is broken"
+
+
+def test_all_calls_are_made_and_their_sentences_said_once() -> None:
+    calls = [lambda: refuse(["a.", "b."]), lambda: refuse([]), lambda: refuse(["b.", "c."])]
+    with pytest.raises(SltaError) as caught:
+        all_of(calls)
+    assert caught.value.sentences == ("a.", "b.", "c.")
+    assert all_of([lambda: 1, lambda: 2]) == [1, 2]
+    with pytest.raises(ZeroDivisionError):
+        all_of([lambda: 1 / 0])

@@ -27,7 +27,7 @@ def mergeable_tensors(experiment: Experiment) -> None:
     no_missing_tensors(models)
     no_dropped_tensors(models[0])
     if experiment.recipe.method.solves_layers:
-        for weight in plan(models[0], models):
+        for weight in defined(models[0]):
             if resolve_name(experiment.decoder, weight.name)[1] is not None:
                 raise SltaError(
                     f"'{experiment.recipe.method.method}' solves the experts of a mixture together, but mergekit "
@@ -63,19 +63,22 @@ def plan(model: Model, models: Sequence[Model]) -> list[WeightInfo]:
     """The tensors that mergekit needs of a model: those that it defines for the architecture, or all of any model."""
     if model.tensors is None:
         return []
-    architecture = known_architecture(model)
-    if architecture is not None:
-        return [weight for weight in architecture.all_weights(model.config) if not weight.optional]
+    if known := defined(model):
+        return [weight for weight in known if not weight.optional]
     stored = dict.fromkeys(name for other in models for name in other.tensors or {})
-    known = model.built.state_dict() if model.built else stored  # old checkpoints hold buffers too
-    return [WeightInfo(name=name) for name in stored if model_tensor_name(name, known, model.prefix)]
+    own = model.built.state_dict() if model.built else stored  # old checkpoints hold buffers too
+    return [WeightInfo(name=name) for name in stored if model_tensor_name(name, own, model.prefix)]
+
+
+def defined(model: Model) -> list[WeightInfo]:
+    """The tensors of mergekit's definition of a model's architecture; none if it has no definition."""
+    architecture = known_architecture(model)
+    return architecture.all_weights(model.config) if architecture else []
 
 
 def no_dropped_tensors(model: Model) -> None:
     """Refuse a checkpoint with tensors that the model needs and that mergekit would leave out of the merged model."""
-    architecture = known_architecture(model)
-    weights = architecture.all_weights(model.config) if architecture else []
-    written = {name for weight in weights for name in names_of(weight)}
+    written = {name for weight in defined(model) for name in names_of(weight)}
     left_out = [name for name in model.tensors or {} if not model_tensor_name(name, written, model.prefix)]
     asked = [name for name in written if name not in (model.tensors or {})]
     found = set(renamed(model, model, asked).values())
@@ -83,7 +86,7 @@ def no_dropped_tensors(model: Model) -> None:
     if not left_out or model.built is None:
         return
     parameters = dict(model.built.named_parameters())
-    if architecture is None:
+    if not written:
         dropped = unconverted(model, parameters)
     else:  # the buffers of old checkpoints do not count
         dropped = [name for name in left_out if model_tensor_name(name, parameters, model.prefix)]
@@ -111,7 +114,7 @@ def unknown_tensors(model: Model) -> list[str]:
     """
     if model.built is None or not model.tensors:
         return []
-    written = {name for weight in plan(model, [model]) for name in names_of(weight)}
+    written = {name for weight in defined(model) for name in names_of(weight)}
     stored = [
         name
         for name, header in model.tensors.items()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import MakeFamily
 from support import families
-from support.examining import feature_recipe, only, problems, with_data
+from support.examining import only, problems, with_data
 from support.families import Family
 
 CHAT = "{% for turn in messages %}{{ turn.content }}{% endfor %}"
@@ -24,25 +24,9 @@ def test_an_expert_without_calibration(family: Family) -> None:
     assert only(recipe).startswith(f"The expert {family.experts[1]} has no 'calibration'")
 
 
-def test_a_feature_merge_needs_calibration_data(family: Family) -> None:
-    recipe = feature_recipe(family, experts=[0, 1])
-    del recipe["models"][1]["parameters"]
-    problem = only(recipe)
-    assert problem.startswith(f"The expert {family.experts[1]} has no 'calibration'")
-    assert "statistics" not in problem  # which this method does not read
-
-
 def test_two_experts_with_the_same_source(family: Family) -> None:
     problem = only(with_data(family, f"{family.data[1].parent}/./{family.data[1].name}"))
     assert problem.startswith(
-        f"The experts {family.experts[0]} and {family.experts[1]} have the same calibration source"
-    )
-
-
-def test_a_feature_merge_of_two_experts_with_the_same_source(family: Family) -> None:
-    recipe = feature_recipe(family, experts=[0, 1])
-    recipe["models"][1]["parameters"]["calibration"] = str(family.data[0])
-    assert only(recipe).startswith(
         f"The experts {family.experts[0]} and {family.experts[1]} have the same calibration source"
     )
 
@@ -57,12 +41,6 @@ def test_two_sources_with_the_same_samples(method: str, family: Family, tmp_path
         "give each expert the data of its own task, because with equal data every merging weight of slta is one over "
         "the number of experts."
     )
-
-
-def test_calibration_as_a_list_is_the_only_problem(family: Family) -> None:
-    recipe = families.recipe(family)
-    recipe["models"][0]["parameters"]["calibration"] = [str(file) for file in family.data]
-    assert only(recipe).endswith("must be one value for the whole merge, not a list or a filter.")
 
 
 @pytest.mark.parametrize(

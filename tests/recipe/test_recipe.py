@@ -380,3 +380,20 @@ def test_of_many_places_that_mergekit_cannot_read_some_are_named() -> None:
 def test_a_recipe_shows_what_it_merges() -> None:
     recipe = Recipe("org/base", {"org/math": "math.jsonl", "org/code": "code.jsonl"}, "featcal")
     assert repr(recipe) == "<Recipe: featcal of org/math, org/code on org/base>"
+
+
+def test_types_that_mergekit_does_not_know() -> None:
+    first, second = problems(content(dtype="fp32", out_dtype="int8"))
+    assert first.startswith("'dtype: fp32' is not a data type for a merge: write bfloat16,")
+    assert second.startswith("'out_dtype: int8'")
+
+
+@pytest.mark.parametrize("template", ["chatml", "auto", "{{ messages[0]['content'] }}", None])
+def test_chat_templates_that_mergekit_takes(template: str | None) -> None:
+    assert problems(content(chat_template=template)) == []
+
+
+@pytest.mark.parametrize("template", ["chatlm", "./template.jinja", "{{ short }}"])
+def test_chat_templates_that_mergekit_refuses_after_the_merge(template: str) -> None:
+    (problem,) = problems(content(chat_template=template))
+    assert problem.startswith(f"'chat_template: {template}' is not one that mergekit knows: write auto, alpaca, ")
