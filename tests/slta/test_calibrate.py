@@ -159,6 +159,17 @@ def test_a_subset_alone_equals_the_subset_of_all(llama: Family) -> None:
     assert (alphas(alone, chosen_tasks) - alphas(part, chosen_tasks)).abs().max() < 1e-8
 
 
+def test_a_task_without_an_expert_has_rows_of_its_own(llama: Family) -> None:
+    tasks = llama.token_ids()
+    grams = families.measure(llama, "attn_mlp", "model", tasks=tasks[:2])
+    more = families.measure(llama, "attn_mlp", "model", tasks=[*tasks[:2], tasks[2], tasks[0][:1]])
+    samples = [len(task) for task in tasks]
+    for name, gram in more.items():
+        assert gram.shape == (sum(samples) + 1, 3, 3)
+        assert torch.equal(gram[: sum(samples[:2])], grams[name])
+        assert gram_difference(gram[-1:], gram[:1]) < 1e-5
+
+
 def test_what_is_not_finite_ends_it_when_the_layer_is_read(llama: Family, tmp_path: Path) -> None:
     def spoil(tensors: Grams) -> None:
         tensors["model.layers.2.mlp.up_proj.weight"][0, 0] = torch.nan
