@@ -129,11 +129,8 @@ def report_page(
     if isinstance(found, Solution):
         solutions = [found]
     else:
-        chosen = (
-            [levels]
-            if isinstance(levels, str)
-            else levels or sorted(found.info.levels, key=lambda level: level != "attn_mlp")
-        )
+        default = sorted(found.info.levels, key=lambda level: level != "attn_mlp")
+        chosen = [levels] if isinstance(levels, str) else levels or default
         solutions = [found.solve(level, balance=balance, ridge=ridge) for level in chosen]
     analyses = [LevelAnalysis(solution) for solution in solutions]
     first = analyses[0]
