@@ -130,8 +130,6 @@ def examine(
 def _of_all_models(experiment: Experiment, out: Path | None, merging: bool) -> Iterator[Callable[[], object]]:
     """The checks that need all models, and that each of these can be merged by itself."""
     settings = experiment.recipe.settings
-    if isinstance(settings, CalibrationSettings):
-        yield partial(models.whole_depth, experiment)
     if isinstance(settings, SltaSettings):
         yield partial(experiment.require_levels, [settings.level])
     if isinstance(settings, FeatcalSettings):

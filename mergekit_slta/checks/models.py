@@ -113,18 +113,6 @@ def _both_tied(base: Model, expert: Model) -> None:
         )
 
 
-def whole_depth(experiment: Experiment) -> None:
-    """Refuse a slice that does not cover all layers."""
-    layers = len(experiment.decoder)
-    for output in experiment.recipe.config.slices or []:
-        for source in output.sources:
-            if tuple(source.layer_range) != (0, layers):
-                raise SltaError(
-                    f"The slice of {source.model} takes layers {source.layer_range[0]}-{source.layer_range[1]} of "
-                    f"{layers}: only whole models can be calibrated, list the experts under 'models'."
-                )
-
-
 # Notes
 
 

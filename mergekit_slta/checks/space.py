@@ -118,11 +118,11 @@ def full_disk_said(experiment: Experiment, out: Path) -> Iterator[None]:
     except Exception as error:
         # Libraries in Rust say that a disk is full only in the error's text.
         if getattr(error, "errno", None) in FULL or any(os.strerror(number) in str(error) for number in FULL):
-            raise SltaError(full_disk_problem(experiment, out)) from error
+            raise SltaError(_full_disk(experiment, out)) from error
         raise
 
 
-def full_disk_problem(experiment: Experiment, out: Path) -> str:
+def _full_disk(experiment: Experiment, out: Path) -> str:
     """Say which disk of a merge is full, and how much space the merged model lacks."""
     config, options = experiment.recipe.config, experiment.options
     cache = [Path(options.lora_merge_cache)] if options.lora_merge_cache else []

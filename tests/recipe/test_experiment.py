@@ -16,6 +16,7 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.slta.matching import fingerprint
+from mergekit_slta.slta.measure import measured_statistics
 
 
 def test_as_many_samples_as_the_recipe_says_or_as_asked(llama: Family) -> None:
@@ -61,3 +62,11 @@ def test_values_outside_the_layers_are_looked_at(make_family: MakeFamily) -> Non
 def test_an_option_that_mergekit_does_not_know_is_refused(llama: Family) -> None:
     with pytest.raises(TypeError, match="mergekit has no option levels"):
         Experiment(Recipe(str(llama.base), {"a": "a.jsonl"}), levels=["layer"])
+
+
+def test_a_slice_must_cover_all_layers(llama: Family) -> None:
+    content = families.recipe(llama)
+    models = [{"model": content["base_model"]}, *content.pop("models")]
+    content["slices"] = [{"sources": [entry | {"layer_range": [0, 2]} for entry in models]}]
+    with pytest.raises(SltaError, match="takes layers 0-2 of 3: only whole models can be calibrated"):
+        measured_statistics(families.experiment(content))
