@@ -59,7 +59,7 @@ class LayerCall:
         return LayerCall(args, arguments)
 
     def entered(self, before: LayerCall) -> State:
-        """What the layer has added to the dictionaries of this call, compared with the call ``before``.
+        """The tensors that the layer has added to the dictionaries of this call, compared with the call ``before``.
 
         Raises:
             SltaError: an added value is neither a tensor nor a tuple of tensors.
@@ -86,7 +86,7 @@ class LayerCall:
 
 
 def handed_on(returned: Any, positions: Mapping[int | str, int]) -> State:
-    """What a layer's return value holds for the next layer.
+    """The parts of a layer's return value that the next layer is given.
 
     Args:
         returned: the layer's return value.

@@ -1,4 +1,4 @@
-"""What is known of a model's decoder, and how one of its layers runs with given weights.
+"""A model's decoder: the knowledge of its layers, and the function that runs one of them with given weights.
 
 The layers are transformers' own modules on the meta device. Nothing here knows an architecture by name. ``trace`` makes
 a decoder: it runs the layers with made-up weights and keeps what that shows.
@@ -30,8 +30,8 @@ class Decoder:
     Attributes:
         model: the whole model on the meta device.
         tower: the language tower of a multimodal model, or the whole of another one.
-        body: what turns token ids into the first layer's input: the model without its output head, or the language
-            tower where that cannot run without images.
+        body: the part of the model that turns token ids into the first layer's input and contains the layers: the model
+            without its output head, or the language tower where that cannot run without images.
         layers: the decoder layers.
         device: where layers run.
         trust_remote_code: mergekit's flag of that name.

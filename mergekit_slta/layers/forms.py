@@ -201,7 +201,7 @@ def _try_layers(
 
 
 def _types(decoder: Decoder) -> list[Any]:
-    """What distinguishes layers: their modules and shapes, and their settings (a window, states to share)."""
+    """The type of each layer: its modules and shapes, and its settings (a window, states to share)."""
     names = getattr(decoder.model.config.get_text_config(), "layer_types", None) or [None] * len(decoder)
     choices = [tuple(map(_choices, layer.modules())) for layer in decoder.layers]
     return list(zip(decoder.first_of_kind, names, choices, strict=True))

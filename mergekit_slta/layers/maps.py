@@ -97,7 +97,7 @@ def fused_hidden(module: Any, projected: torch.Tensor) -> torch.Tensor:
 
 
 class RoutedInputs(NamedTuple):
-    """What the routed experts of a mixture are given for ``n`` tokens.
+    """The inputs of a mixture's routed experts for ``n`` tokens.
 
     Attributes:
         values: [m, D], the inputs.

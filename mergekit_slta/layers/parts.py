@@ -1,7 +1,7 @@
 """Large tensors in parts that a processor's cache holds.
 
-What is computed from them one operation after another then needs no new memory for whole tensors, which a system hands
-out slower than a processor computes.
+Several operations on a part then need no new memory for whole tensors, which a system hands out slower than a processor
+computes.
 """
 
 from __future__ import annotations

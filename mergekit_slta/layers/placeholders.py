@@ -16,7 +16,7 @@ from mergekit_slta.layers.calls import Weights
 
 # The number of different values in a random tensor; it has no small divisors.
 RANDOM_NUMBERS = 1_000_003
-# So many elements of a made-up tensor are copied at once.
+# The most elements of a made-up tensor that are copied at once.
 PART = 2**22
 # Tensors up to this many elements are copied whole.
 SMALL = 2**16
@@ -81,7 +81,7 @@ class SmallProducts(TorchDispatchMode):
 
 
 def _matrix_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """[..., n, k] times [..., k, m], of which one is made up: in parts of the larger of n and m."""
+    """[..., n, k] times [..., k, m], one of them made up, in parts of the larger of n and m."""
     if left.ndim == 3:
         return torch.stack([_matrix_product(*pair) for pair in zip(left, right, strict=True)])
     (rows, inner), columns = left.shape, right.shape[1]

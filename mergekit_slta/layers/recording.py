@@ -35,9 +35,9 @@ class LayerRun:
         capture, keep: the modules whose inputs, or outputs, are recorded; the children's outputs always are.
         copy: the modules whose outputs are copied for other modules, which change them in place.
         until: the module at whose call the run ends.
-        unmix: find the children that let tokens see each other. The batch is two samples of two tokens, of which the
-            second is the same: where a child's outputs for it differ, the child has seen the first, and the outputs are
-            made equal for the children after it.
+        unmix: find the children that let tokens see each other. The batch is two samples of two tokens, the second
+            token the same in both: where a child's outputs for it differ, the child has seen the first token, and the
+            outputs are made equal for the children after it.
 
         output: the layer's output; None if the run ended before.
         terms: the summands of the output by the child that made them; None if the layer does not keep its residual
@@ -46,11 +46,11 @@ class LayerRun:
         inputs: the arguments of the modules in ``capture`` and ``until``, in the order of the calls.
         outputs: the outputs of the layer's children and of the modules in ``keep``.
         returned: by child, its output with what is known of where it comes from, for a replay.
-        reads: what each child's arguments were made from.
+        reads: by child, the children that its arguments were made from, and ``INPUT``.
         repeated: the children and modules in ``capture`` that were called more than once; inputs are of the last call.
         adding: the children that add to the residual stream by themselves, so that it goes through them.
         opened: the children whose parts the layer has called by itself.
-        mixers: what ``unmix`` has found.
+        mixers: the children that ``unmix`` has found.
         state: the tensors that the layer passes to later layers.
     """
 
@@ -143,7 +143,7 @@ class LayerRun:
         if isinstance(first, ResidualStream) and any(term.source != name for term in first.terms or ()):
             self.adding.add(name)
         self.outputs[name] = type(output)(map(plain, output)) if whole else plain(output)
-        # What is handed on may be changed in place, which must not change what is replayed.
+        # Another module may change the output in place, which must not change the one that is replayed.
         self.returned[name] = _as_made_by(name, output)
         return _as_made_by(name, output)
 
@@ -170,7 +170,7 @@ class LayerRun:
 
 
 class Watch:
-    """Lets the modules of layers report to the run that is under way, of which there is one at a time.
+    """Lets the modules of layers report to the run that is under way; there is one at a time.
 
     Dropout does not report: it may serve both branches, and it keeps the residual stream's sum.
     """
@@ -205,7 +205,7 @@ class Watch:
 
 
 def _as_made_by(child: str, output: Any) -> Any:
-    """What a child returns, the hidden states as its own summand and the rest as made from it."""
+    """A child's return value, its hidden states as its own summand and the rest as made from it."""
     if isinstance(output, (tuple, list)):
         rest = (_made_from(child, part) for part in output[1:])
         return type(output)([*(_as_term(child, part) for part in output[:1]), *rest])

@@ -83,7 +83,7 @@ def plain(value: Any) -> Any:
 
 
 def sources(value: Any) -> frozenset[str]:
-    """What a value was made from; empty for anything that is no residual stream."""
+    """The children that a value was made from, and ``INPUT``; empty for anything that is no residual stream."""
     return value.sources if isinstance(value, ResidualStream) else frozenset()
 
 
@@ -133,7 +133,7 @@ _ADD |= {torch.Tensor.add_, torch.Tensor.__iadd__}
 _MULTIPLY = {torch.mul, torch.multiply, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__}
 _MULTIPLY |= {torch.Tensor.mul_, torch.Tensor.__imul__}
 _DIVIDE = {torch.div, torch.Tensor.div, torch.Tensor.__truediv__, torch.Tensor.div_, torch.Tensor.__itruediv__}
-# What moves the elements of a tensor, or changes its type, does the same to each summand.
+# A function that moves a tensor's elements, or changes their type, does the same to each summand.
 _MOVE = {
     torch.clone,
     torch.flatten,
@@ -183,7 +183,7 @@ def _terms_after(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 
 def _sum(addends: tuple[Any, ...]) -> tuple[Term, ...] | None:
-    """The summands of the sum of two tensors, of which one may be a child's own."""
+    """The summands of the sum of two tensors; one of the two may be a child's own."""
     inside = next((part.inside for part in addends if isinstance(part, ResidualStream) and part.inside), None)
     terms: tuple[Term, ...] = ()
     for part in addends:

@@ -1,7 +1,7 @@
 """Find how a decoder layer splits into branches by following what its modules make of the residual stream.
 
 Nothing here knows an architecture by name: one run of the layer on two tokens shows which children make the output,
-what each of them reads, and which of them mixes tokens.
+which others each of them reads, and which of them mix tokens.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def find_structure(decoder: Decoder, layer: int) -> LayerStructure | None:
     run = zero_run(decoder, layer)
     module = decoder.layers[layer]
     owners = frozenset(child_of(module, name) for name in module.state_dict())
-    # What a child returned is known of one call only, and not where the layer calls the child's parts one by one.
+    # Only one call of a child is recorded, and none where the layer calls the child's parts one by one.
     if (run.repeated | run.opened - run.reads.keys()) & owners:
         return None
     made_up = random_layer(decoder, layer)
     found = _branches(run, frozenset(decoder.run(layer, *made_up, unmix=True).mixers))
     if found is None:
         return None
-    # What the layer uses by itself, or never.
+    # Children whose tensors the layer uses by itself, or never, and its own tensors.
     unseen = owners.difference(*found.branches.values()) | owners & run.opened
     branches = {name: children | unseen for name, children in found.branches.items() if children & owners}
     boundary = found.boundary if len(branches) > 1 else None

@@ -1,4 +1,4 @@
-"""Trace a model once: build it without weights, run its layers with made-up weights, and keep what that shows."""
+"""Trace a model once: build it without weights, and run its layers with made-up weights to see how they work."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MOST_BUFFERS = 2**31
 def trace(
     config: transformers.PretrainedConfig, trust_remote_code: bool = False, device: torch.device | str = "cpu"
 ) -> Decoder:
-    """Find out what there is to know of a model's decoder.
+    """Find out how a model calls its decoder layers, how each splits into branches and heads, and how it ends.
 
     Args:
         config: the base model's configuration.
@@ -117,7 +117,7 @@ def _find_layers(model: transformers.PreTrainedModel, tower: torch.nn.Module) ->
     lists = [module for module in tower.modules() if isinstance(module, torch.nn.ModuleList)]
     if found := [module for module in lists if len(module) == depth]:
         return found[0]
-    # Some configurations count attention layers, of which a decoder layer may have several.
+    # Some configurations count attention layers; a decoder layer may have several of them.
     kinds = set(getattr(tower, "_no_split_modules", None) or ())
     if len(found := [module for module in lists if kinds.issuperset(type(layer).__name__ for layer in module)]) == 1:
         return found[0]

@@ -70,7 +70,7 @@ class LayerFeatures:
         self.branches = [b for b in split if b in self.contributions or (b == "attn" and self.heads is not None)]
         self.maps: dict[LinearMap, MapDeltas | None] = {}
         for linear_map in linear_maps(decoder.layers[layer]) if "linear" in levels else ():
-            routed = linear_map.expert is not None  # of which there may be too many to keep
+            routed = linear_map.expert is not None  # there may be too many of these to keep
             self.maps[linear_map] = None if routed else MapDeltas(linear_map, weights, tokens)
 
     def run_base(self, hidden: torch.Tensor, call: LayerCall) -> LayerRun:
@@ -197,12 +197,12 @@ class LayerFeatures:
             values, positions, width = given.values[reaching], given.tokens[reaching], max(lengths)
             if linear_map.name.endswith(".down_proj"):
                 values = self._fused_hidden(linear_map, values)
-        rows = max(1, width // max(lengths))  # of each token, of which there may be several hidden states
+        rows = max(1, width // max(lengths))  # a token may have several hidden states
         for row, length in enumerate(lengths):
             yield values[(positions >= row * width) & (positions < row * width + length * rows)]
 
     def _fused_hidden(self, down: LinearMap, inputs: torch.Tensor) -> torch.Tensor:
-        """What the base model feeds to a fused expert's down projection, by the module's own gate."""
+        """The base model's inputs to a fused expert's down projection, by the module's own gate."""
         module = self.decoder.layers[self.layer].get_submodule(down.module)
         first = next(m for m in self.maps if m.module == down.module and m.expert == down.expert and m is not down)
         return fused_hidden(module, first.apply(self.weights[0], inputs))
