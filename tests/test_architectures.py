@@ -1,6 +1,6 @@
 """Every architecture at every level against the naive reference, up to the merged model that transformers loads.
 
-The rows are those of tests/support/architecture_table.py.
+The architectures are those of tests/support/architecture_table.py.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from conftest import MakeFamily
 from mergekit.io.tasks import LoaderCache
 from safetensors.torch import load_file, save_file
 from support import families, reference
 from support.adapters import write_adapter
-from support.architecture_table import LEVELS, ROWS
+from support.architecture_table import EVERY, HEADLESS, LEVELS, UNMERGED
 from support.families import Family
 from support.gram_difference import gram_difference, largest_difference
 from support.processes import run_afresh
@@ -33,7 +32,6 @@ from support.slow import slow_but
 from support.synthetic import random_alpha, solutions
 from transformers import AutoModelForCausalLM
 
-from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.submodules import fallbacks
 from mergekit_slta.layers.trace import trace
 from mergekit_slta.levels import of_level
@@ -53,8 +51,8 @@ ALPHA_TOLERANCE = 1e-5
 # Of a tensor's largest element: the weights' error times the task vectors' share in it, and float32 rounding.
 TENSOR_TOLERANCE = 1e-6
 
-APPLICABLE = [(name, level) for name, row in ROWS.items() for level in LEVELS if level in row.levels]
-MERGED = [(name, level) for name, level in APPLICABLE if not ROWS[name].lacks and not ROWS[name].dropped]
+APPLICABLE = [(name, level) for name in EVERY for level in LEVELS]
+MERGED = [(name, level) for name, level in APPLICABLE if name not in UNMERGED]
 # Merged at every level in the quick suite; the others at their finest level alone, because tests/slta/test_weights.py
 # says for all of them which weight each tensor takes at each level.
 MERGED_AT_EVERY_LEVEL = ("llama", "gpt2", "gemma4", "mixtral")
@@ -68,7 +66,7 @@ class Case:
 
     Args:
         family: the models and data.
-        split: how the layers split, by the table.
+        split: how the layers split.
         levels: the levels that apply.
     """
 
@@ -107,14 +105,14 @@ class Case:
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
-    """The case of a row, made once."""
+    """The case of an architecture, made once."""
 
     @functools.cache
     def make(name: str) -> Case:
         scale = 0.2 if name in LARGE_TASKS else 0.1
         folder = tmp_path_factory.mktemp(name)
         family = families.make_family(folder, name, records=RECORDS, longest=LONGEST, scale=scale)
-        return Case(family, reference.SPLITS[name], ROWS[name].levels)
+        return Case(family, reference.SPLITS[name])
 
     return make
 
@@ -143,18 +141,14 @@ def loaded(folder: Path) -> State:
 
 
 def marked_if_slow(name: str, level: str) -> Any:
-    is_slow = level != ROWS[name].levels[-1] and name not in MERGED_AT_EVERY_LEVEL
+    is_slow = level != LEVELS[-1] and name not in MERGED_AT_EVERY_LEVEL
     return pytest.param(name, level, marks=[pytest.mark.slow] if is_slow else [])
 
 
 # The matrix
 
 
-def test_the_rows_are_the_architectures_of_the_families() -> None:
-    assert set(ROWS) == set(families.ARCHITECTURES) | set(families.UNSPLIT)
-
-
-@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.headless])
+@pytest.mark.parametrize("name", HEADLESS)
 def test_layers_without_heads_fall_back_to_their_branches(
     name: str, case: Callable[[str], Case], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -202,41 +196,6 @@ def test_mergekit_yaml_in_a_process_of_its_own(
     command = "from mergekit_slta.startup import install; install(); from mergekit.scripts.run_yaml import main; main()"
     run_afresh(forks, command, recipe, tmp_path / "merged", "--no-copy-tokenizer")
     assert_tensors_equal(loaded(tmp_path / "merged"), found.merged("attn_mlp", "base"))
-
-
-# Models that are no single stack of decoder layers
-
-_TINY: dict[str, Any] = {
-    "vocab_size": families.VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "pad_token_id": families.PAD,
-}
-
-OTHER_KINDS: dict[str, tuple[str, transformers.PretrainedConfig, str]] = {
-    "encoder": ("RobertaForMaskedLM", transformers.RobertaConfig(**_TINY), "is not a decoder-only"),
-    "encoder-decoder": (
-        "T5ForConditionalGeneration",
-        transformers.T5Config(vocab_size=families.VOCABULARY, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2),
-        "is an encoder-decoder",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", OTHER_KINDS)
-@pytest.mark.parametrize("level", ["model", "attn_mlp"])
-def test_other_kinds_of_models_are_refused_and_pointed_to_sftm(kind: str, level: str, tmp_path: Path) -> None:
-    name, config, words = OTHER_KINDS[kind]
-    torch.manual_seed(0)
-    for folder in ("base", "expert0", "expert1"):
-        getattr(transformers, name)(config).save_pretrained(tmp_path / folder)
-        families.write_tokenizer(tmp_path / folder)
-    data = tuple(families.write_records(tmp_path / f"task{index}.jsonl", index, RECORDS) for index in range(2))
-    family = Family(tmp_path / "base", (tmp_path / "expert0", tmp_path / "expert1"), data, config)
-    with pytest.raises(SltaError, match=f"{name} {words}.*'merge_method: actmat'"):
-        families.merge(families.recipe(family, level=level), tmp_path / "merged")
 
 
 # Experts that leave submodules alone

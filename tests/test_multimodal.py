@@ -6,7 +6,6 @@ import functools
 import json
 import shutil
 from collections.abc import Callable
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from support.adapters import write_adapter
 from support.architecture_table import CURRENT, HYBRIDS, LEVELS
 from support.families import MULTIMODAL, Family
 from support.gram_difference import gram_difference, largest_difference
-from support.processes import run_afresh
 from support.slow import slow_but
 from test_architectures import LONGEST, RECORDS, assert_tensors_equal
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -151,18 +149,6 @@ def test_the_processor_comes_along(method: str, make_family: MakeFamily, tmp_pat
     recipe = families.recipe(found, method, calibration=method != "sftm")
     merged = families.merge(recipe, tmp_path / "merged")
     assert [json.loads((merged / name).read_text()) for name in names] == [{"from": name} for name in names]
-
-
-def test_mergekit_yaml_in_a_process_of_its_own(
-    family: Callable[[str], Family], forks: ForkServerContext, tmp_path: Path
-) -> None:
-    found = family("mistral3")
-    recipe = families.write_recipe(tmp_path / "recipe.yml", families.recipe(found, samples=RECORDS))
-    command = "from mergekit_slta.startup import install; install(); from mergekit.scripts.run_yaml import main; main()"
-    run_afresh(forks, command, recipe, tmp_path / "merged", "--no-copy-tokenizer")
-    alpha = reference.solve(deltas(found, "mistral3", "attn_mlp"))
-    expected = reference.merged(found.models(), alpha, "attn_mlp", reference.SPLITS["mistral3"])
-    assert_tensors_equal(load(tmp_path / "merged").state_dict(), expected)
 
 
 def adapted_maps(name: str) -> list[str]:

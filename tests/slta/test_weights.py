@@ -10,7 +10,7 @@ import torch
 from conftest import MakeFamily
 from safetensors.torch import load_file, save_file
 from support import families, reference
-from support.architecture_table import ROWS
+from support.architecture_table import EVERY, LEVELS
 from support.synthetic import random_alpha, solutions
 
 from mergekit_slta.layers.decoder import Decoder
@@ -28,9 +28,8 @@ def opened(architecture: str) -> tuple[Any, Decoder]:
     return model, trace(config)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "level"), [(name, level) for name, row in ROWS.items() for level in row.levels]
-)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("architecture", EVERY)
 def test_every_tensor_takes_the_weights_of_the_table(architecture: str, level: str) -> None:
     model, decoder = opened(architecture)
     split = reference.SPLITS[architecture]
@@ -50,15 +49,6 @@ def test_every_tensor_takes_the_weights_of_the_table(architecture: str, level: s
             assert torch.allclose(found.movedim(0, -1).expand(*tensor.shape, EXPERTS), everywhere, atol=1e-12), name
 
 
-def test_edges_take_the_mean_of_all_submodules_or_nothing() -> None:
-    _, decoder = opened("llama")
-    alpha = random_alpha(decoder, "attn_mlp")
-    for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"):
-        assert not TensorWeights(decoder, "attn_mlp", solutions(alpha))[name].any()
-        mean = torch.stack(list(alpha.values())).mean(0)
-        assert torch.allclose(TensorWeights(decoder, "attn_mlp", solutions(alpha), "mean")[name], mean)
-
-
 def test_edges_of_a_mixture_whose_tokens_reach_few_experts_take_the_mean_of_what_was_measured(
     make_family: MakeFamily, tmp_path: Path
 ) -> None:
@@ -71,14 +61,6 @@ def test_edges_of_a_mixture_whose_tokens_reach_few_experts_take_the_mean_of_what
     for name, tensor in same.items():
         assert torch.allclose(merged[name], tensor, atol=1e-5), name
         assert not torch.allclose(merged[name], base[name], atol=1e-5), name
-
-
-def test_at_level_model_edges_are_ignored() -> None:
-    _, decoder = opened("llama")
-    alpha = random_alpha(decoder, "model")
-    for edges in ("base", "mean"):
-        for name in ("model.embed_tokens.weight", "model.layers.2.mlp.up_proj.weight"):
-            assert torch.equal(TensorWeights(decoder, "model", solutions(alpha), edges)[name], alpha["model"])
 
 
 def test_layer_1_is_not_layer_11() -> None:
