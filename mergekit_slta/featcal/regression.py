@@ -251,7 +251,8 @@ class RidgeRegression:
 
         def solve(ridge: float) -> torch.Tensor | None:
             hold = shaped(shape, self._prior)
-            return times_inverse(cross, moments + (hold.diag() if hold.ndim == 1 else hold) * (ridge * strength))
+            hold = hold.diag() if hold.ndim == 1 else hold
+            return times_inverse(cross, torch.add(moments, hold, alpha=ridge * float(strength)))
 
         return solve
 
@@ -308,6 +309,8 @@ def shaped(shape: torch.Tensor, prior: torch.Tensor | None) -> torch.Tensor:
     """
     if prior is None:
         return torch.where(shape > 0, shape, 1.0)
+    if bool((shape == 1).all()):
+        return prior
     hold = prior * shape.sqrt() * shape.sqrt()[:, None]
     hold.diagonal()[shape == 0] = 1
     return hold

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,17 +124,18 @@ def prior_of(maps: Sequence[LinearMap], models: LayerTensors) -> tuple[torch.Ten
         The system [in, in] with a unit mean diagonal, None if no expert changed the maps; and the tensors of
         ``models.later``, by their names.
     """
-    ridge, solved, covariances = ActmatSettings().ridge, {}, []
+    ridge, solved, size = ActmatSettings().ridge, {}, maps[0].matrix(models.base).shape[1]
+    total = torch.zeros(size, size, dtype=torch.float64, device=maps[0].matrix(models.base).device)
     for linear_map in maps:
         base = linear_map.matrix(models.base)
         tasks = [linear_map.matrix(expert) - base for expert in models.experts]
         if linear_map.weight in models.later:
             found = merge_by_covariance(tasks, ridge)
             solved[linear_map.weight] = linear_map.stored(base + found.change.to(base.dtype))
-            covariances.append(found.covariance)
+            total += found.covariance
         else:
-            covariances += map(covariance, tasks)
-    total = functools.reduce(torch.add, covariances)
+            for task in tasks:
+                total += covariance(task)
     if not total.any():
         return None, solved
     system = with_ridge(total, ridge)

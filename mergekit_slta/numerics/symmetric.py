@@ -38,8 +38,10 @@ def gram(rows: torch.Tensor) -> torch.Tensor:
 
 def with_ridge(matrix: torch.Tensor, ridge: torch.Tensor | float) -> torch.Tensor:
     """Matrices [..., n, n] plus ``ridge`` times the mean of their own diagonal on the diagonal."""
-    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
-    return matrix + torch.diag_embed((ridge * diagonal.mean(-1, keepdim=True)).expand(diagonal.shape))
+    found = matrix.clone()
+    diagonal = found.diagonal(dim1=-2, dim2=-1)
+    diagonal += ridge * diagonal.mean(-1, keepdim=True)
+    return found
 
 
 def times_inverse(target: torch.Tensor, system: torch.Tensor) -> torch.Tensor | None:
