@@ -1,1 +1,1 @@
-"""What can be known to be wrong with a recipe before any weights are read."""
+"""Checks of a recipe before any weights are read."""

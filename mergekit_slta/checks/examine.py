@@ -25,7 +25,7 @@ HALF = ("bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Findings:
-    """What the checks have found, one sentence each.
+    """The findings of the checks, one sentence each.
 
     Attributes:
         problems: what keeps the recipe from being merged.

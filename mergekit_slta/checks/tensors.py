@@ -22,7 +22,7 @@ LAYER_NUMBER = re.compile(r"\.(\d+)\.")
 
 
 def mergeable_tensors(experiment: Experiment) -> None:
-    """Refuse models of which mergekit would miss tensors, or leave some out."""
+    """Refuse models with tensors that mergekit would miss or leave out, or does not merge as the method solves them."""
     models = [experiment.model(reference) for reference in experiment.recipe.references]
     no_missing_tensors(models)
     no_dropped_tensors(models[0])
@@ -55,7 +55,7 @@ def no_missing_tensors(models: Sequence[Model]) -> None:
 
 
 def renamed(base: Model, model: Model, names: Sequence[str]) -> Mapping[str, str]:
-    """What a checkpoint calls tensors that it does not have by these names."""
+    """The names in a checkpoint of tensors that it does not have by these names."""
     return other_names(base.built, model.tensors or (), names) if names and base.built else {}
 
 

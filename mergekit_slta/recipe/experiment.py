@@ -108,7 +108,7 @@ class Experiment:
         return [self._checkpoint(expert.reference) for expert in self.recipe.experts]
 
     def padded_tensors(self, reference: ModelReference) -> Mapping[str, int]:
-        """The tensors of which rows are left out that stand for no token, with how many are left."""
+        """The model's tensors with rows that stand for no token and are left out, each with the number of rows kept."""
         if self.recipe.tokenizer_source:
             return {}  # mergekit aligns the rows
         return padded_tensors(self.model(self.recipe.base), self.model(reference))

@@ -70,7 +70,7 @@ def new_recipe(base: str, experts: Sequence[str]) -> str:
 
 
 def _local(name: str) -> str:
-    """A model's name; a relative path to a folder that is there begins with a dot, so that it is no Hub id."""
+    """A model's name; a relative path to an existing folder begins with a dot, so that it is no Hub id."""
     parts = name.split("+")
     return "+".join(f"./{part}" if part and part[0] not in "./~" and os.path.isdir(part) else part for part in parts)
 

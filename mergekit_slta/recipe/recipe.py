@@ -228,7 +228,7 @@ class Recipe:
 
     @property
     def tokenizer_source(self) -> Any:
-        """What mergekit makes the merged model's tokenizer from; None if it only copies that of the base model."""
+        """The source of the merged model's tokenizer for mergekit; None if it only copies that of the base model."""
         made = self.config.tokenizer
         return made.source if made else self.config.tokenizer_source or None
 
