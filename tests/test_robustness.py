@@ -354,7 +354,7 @@ MERGE_ALL = """
 import sys, pathlib
 sys.meta_path[:] = [finder for finder in sys.meta_path if "mergekit_slta" not in type(finder).__module__]
 if sys.argv[1] == "with":
-    from mergekit_slta import startup
+    import _mergekit_slta_startup as startup
     startup.install()
 import yaml
 from mergekit.config import MergeConfiguration

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import click
 
@@ -17,6 +17,7 @@ from mergekit_slta.errors import SltaError, all_of
 from mergekit_slta.featcal.solvable import require_solvable
 from mergekit_slta.layers.submodules import fallbacks
 from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.recipe.options import ModelOptions
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.recipe.settings import CalibrationSettings, FeatcalSettings, SltaSettings
 
@@ -61,14 +62,13 @@ class Findings:
             click.echo(f"Note: {note}", err=True)
 
 
-def check(recipe: Recipe, out_path: str | os.PathLike[str] | None = None, **options: Any) -> Findings:
+def check(recipe: Recipe, out_path: str | os.PathLike[str] | None = None, **options: Unpack[ModelOptions]) -> Findings:
     """Find out what is wrong with a recipe; read configurations, file headers and calibration data, but no weights.
 
     Args:
         recipe: a recipe for ``slta``, ``featcal``, ``actmat`` or ``sftm``.
         out_path: the folder of the merged model, to check that there is room for it.
-        options: ``device`` ("cpu"), ``trust_remote_code`` (False), ``lora_merge_cache`` (None), ``transformers_cache``
-            (None), ``quiet`` (False), and whatever else mergekit has options for.
+        options: where to compute, and how to get models; see ``ModelOptions``.
 
     Returns:
         Problems, which keep the recipe from being merged, and notes; ``print`` shows them as sentences.

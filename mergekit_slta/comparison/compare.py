@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import transformers
@@ -21,6 +21,7 @@ from mergekit_slta.comparison.scores import Group, Sample, Score, score_model
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.recipe.options import ModelOptions
 from mergekit_slta.recipe.recipe import Expert, Recipe, published_name, require_calibration
 from mergekit_slta.recipe.settings import CalibrationSettings
 from mergekit_slta.tables import Paragraphs, Table, as_json, as_percentage
@@ -134,7 +135,7 @@ class Comparison(Paragraphs):
 
 
 def evaluate(
-    recipe: Recipe | Experiment, merged: str | os.PathLike[str], samples: int = 100, **options: Any
+    recipe: Recipe | Experiment, merged: str | os.PathLike[str], samples: int = 100, **options: Unpack[ModelOptions]
 ) -> Comparison:
     """Compare one merged model with the base model and with each expert on that expert's task; see ``compare``."""
     return compare(recipe, [merged], samples, **options)
@@ -145,7 +146,7 @@ def compare(
     merged: Sequence[str | os.PathLike[str]],
     samples: int = 100,
     text: str | os.PathLike[str] | None = None,
-    **options: Any,
+    **options: Unpack[ModelOptions],
 ) -> Comparison:
     """Compare merged models with the base model, with each expert on that expert's task, and with each other.
 
@@ -159,8 +160,7 @@ def compare(
         merged: the folders that merges were written to, at least one.
         samples: how many records per task.
         text: a UTF-8 text file whose perplexity is measured, in pieces of the recipe's ``max_tokens``.
-        options: ``device`` ("cpu"), ``trust_remote_code`` (False), ``lora_merge_cache`` (None), ``transformers_cache``
-            (None), ``quiet`` (False), and whatever else mergekit has options for.
+        options: where to compute, and how to get models; see ``ModelOptions``.
 
     Raises:
         SltaError: an expert has no calibration source or no record is left in it, a folder is given twice, or a model

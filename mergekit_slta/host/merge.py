@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import transformers
 from mergekit.merge import run_merge
@@ -19,12 +19,13 @@ from mergekit_slta.checks.space import full_disk_said
 from mergekit_slta.engine.ranks import Ranks, join, leave
 from mergekit_slta.host import patches, registry
 from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.recipe.options import MergeOptions
 from mergekit_slta.recipe.recipe import Recipe
 
 _ONE_AT_A_TIME = threading.RLock()  # mergekit keeps one loader of each model for the whole process
 
 
-def merge(recipe: Recipe, out: str | os.PathLike[str], **options: Any) -> Path:
+def merge(recipe: Recipe, out: str | os.PathLike[str], **options: Unpack[MergeOptions]) -> Path:
     """Merge a recipe's models, as mergekit-yaml does, with a check first that names all problems at once.
 
     Takes recipes for mergekit's other methods too. Under torchrun all processes calibrate, and the first one merges.
@@ -33,8 +34,7 @@ def merge(recipe: Recipe, out: str | os.PathLike[str], **options: Any) -> Path:
     Args:
         recipe: the recipe.
         out: the folder to write to.
-        options: ``device`` ("cpu"), ``trust_remote_code`` (False), ``lora_merge_cache`` (None), ``transformers_cache``
-            (None), ``quiet`` (False), and mergekit's other options except ``num_threads`` and ``verbosity``.
+        options: mergekit-yaml's options by their names, but for logging and threads; see ``MergeOptions``.
 
     Returns:
         The folder of the merged model.

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, product
-from typing import Any
+from typing import Unpack
 
 import torch
 from tqdm import tqdm
@@ -27,6 +27,7 @@ from mergekit_slta.layers.trace import on_device
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.nonlinearity.interpolation import Grams, Study, count_passes, measure
 from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.recipe.options import ModelOptions
 from mergekit_slta.recipe.recipe import Recipe, published_name, require_calibration
 
 LOG = logging.getLogger(__name__)
@@ -257,7 +258,7 @@ def linearity(
     samples: int = 5,
     pairs: bool = True,
     triples: bool = False,
-    **options: Any,
+    **options: Unpack[ModelOptions],
 ) -> Linearity:
     """Measure how linear a recipe's models are in their weights; the number of forward passes is logged first.
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import torch
 from mergekit.architecture import WeightInfo, get_architecture_info
@@ -29,6 +29,7 @@ from mergekit_slta.models.spellings import adapt_loaders
 from mergekit_slta.output.finite import is_finite
 from mergekit_slta.recipe.configuration import expert_references
 from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.recipe.options import ModelOptions
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.recipe.settings import SETTINGS, FeatcalSettings, SltaSettings
 from mergekit_slta.slta.measure import measured_statistics
@@ -71,7 +72,7 @@ class Verification:
         return "\n- ".join([f"{count} problem{'s' * (count > 1)} found. {read}.", *self.problems])
 
 
-def verify(recipe: Recipe, merged: str | os.PathLike[str], **options: Any) -> Verification:
+def verify(recipe: Recipe, merged: str | os.PathLike[str], **options: Unpack[ModelOptions]) -> Verification:
     """Re-read a merged model tensor by tensor, and compare it with what its recipe says.
 
     Names, shapes, data types and finiteness are compared for every method. The values are compared with theta_0 +
@@ -83,8 +84,7 @@ def verify(recipe: Recipe, merged: str | os.PathLike[str], **options: Any) -> Ve
     Args:
         recipe: the recipe that was merged.
         merged: the folder that the merge was written to.
-        options: ``trust_remote_code`` (False), ``lora_merge_cache`` (None), ``transformers_cache`` (None), ``quiet``
-            (False), and whatever else mergekit has options for.
+        options: where to compute, and how to get models; see ``ModelOptions``.
 
     Returns:
         The differences: values differ that are farther apart than the rounding of the merge allows.

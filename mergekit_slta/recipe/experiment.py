@@ -34,8 +34,7 @@ class Experiment:
     Args:
         recipe: the recipe.
         ranks: the processes that share the work.
-        options: mergekit's options by their names, above all ``device`` ("cpu"), ``trust_remote_code`` (False),
-            ``lora_merge_cache`` (None), ``transformers_cache`` (None) and ``quiet`` (False).
+        options: mergekit's options by their names; see ``recipe.options``.
 
     Attributes:
         device: where the layers run.
@@ -49,7 +48,8 @@ class Experiment:
         self.ranks = ranks or Ranks()
         if unknown := sorted(options.keys() - MergeOptions.model_fields.keys()):
             raise TypeError(f"mergekit has no option {', '.join(unknown)}.")
-        self.options = MergeOptions(**{**options, "device": str(options.get("device", "cpu"))})
+        device = options.get("device")
+        self.options = MergeOptions(**{**options, "device": device and str(device)})
         on_all_gpus = self.options.multi_gpu and self.options.device == "cpu"
         self.device = "cuda" if on_all_gpus else str(self.options.device)
         self._models: dict[ModelReference, Model | SltaError] = {}

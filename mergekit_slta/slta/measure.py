@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import torch
 from tqdm import tqdm
@@ -23,6 +23,7 @@ from mergekit_slta.layers.submodules import fallbacks
 from mergekit_slta.layers.trace import on_device
 from mergekit_slta.levels import LEVELS
 from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.recipe.options import ModelOptions
 from mergekit_slta.recipe.recipe import Recipe, published_name, published_names, require_calibration
 from mergekit_slta.recipe.settings import SltaSettings
 from mergekit_slta.slta.calibrate import calibrate
@@ -37,7 +38,7 @@ def measure(
     recipe: Recipe,
     levels: Sequence[str] | None = None,
     path: str | os.PathLike[str] | None = None,
-    **options: Any,
+    **options: Unpack[ModelOptions],
 ) -> Statistics:
     """Measure the Gram matrices that the closed form needs, of a recipe's models on its calibration data.
 
@@ -51,8 +52,7 @@ def measure(
         path: the statistics file, which is created if it does not exist; or a published one,
             ``hf:ORG/REPO/FILE[@REVISION]``. By default the recipe's ``statistics``, or a file per level in the cache
             folder.
-        options: ``device`` ("cpu"), ``trust_remote_code`` (False), ``lora_merge_cache`` (None), ``transformers_cache``
-            (None), ``quiet`` (False), and whatever else mergekit has options for.
+        options: where to compute, and how to get models; see ``ModelOptions``.
 
     Returns:
         Per submodule the Gram matrices [N, T, T] float64 of N samples and T experts, in the recipe's order.

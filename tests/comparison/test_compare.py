@@ -18,13 +18,13 @@ from support import families
 from support.families import Family
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import mergekit_slta
 from mergekit_slta.cli.commands import main
 from mergekit_slta.comparison import compare as module
 from mergekit_slta.comparison.compare import Comparison, TaskComparison, TaskScore, compare, evaluate
 from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
+from mergekit_slta.reports.comparison import write_comparison
 
 RECORDS = 8
 SAMPLES = 2  # of each task for calibration
@@ -213,7 +213,7 @@ def test_a_comparison_shows_itself(tmp_path: Path) -> None:
     assert written["tasks"][1]["merged"]["a"]["kept"] is None and written["perplexity"] == {"base": 3.0}
     assert "&lt;b&gt;math" in found._repr_html_() and "no separate short answer" not in text
     assert str(Comparison(("a", "b"), tasks[1:])).endswith("would be scored by exact matches too.")
-    assert mergekit_slta.write_comparison(found, tmp_path / "figure.png") == tmp_path / "figure.png"
+    assert write_comparison(found, tmp_path / "figure.png") == tmp_path / "figure.png"
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 

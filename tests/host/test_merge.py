@@ -96,7 +96,7 @@ def test_a_merge_into_the_same_folder_hides_the_weights_of_the_one_before(llama:
 
 def test_importing_merge_leaves_the_methods_known_to_stock_mergekit(forks: ForkServerContext) -> None:
     code = (
-        "from mergekit_slta import startup; startup.install()\n"
+        "import _mergekit_slta_startup as startup; startup.install()\n"
         "import mergekit_slta; mergekit_slta.merge\n"
         "from mergekit.merge import run_merge\n"
         "from mergekit import merge_methods\n"

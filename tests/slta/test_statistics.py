@@ -14,7 +14,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support import synthetic
 
-import mergekit_slta
 from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.recipe import published_name
 from mergekit_slta.slta.statistics import Statistics
@@ -61,8 +60,8 @@ def same(first: Statistics, second: Statistics) -> bool:
 )
 def test_what_is_written_is_what_is_read(levels: list[str], tmp_path: Path) -> None:
     written = uneven(*levels)
-    file = mergekit_slta.save(written, f"{tmp_path}/stats.safetensors")
-    assert same(mergekit_slta.load(str(file)), written)
+    file = written.save(f"{tmp_path}/stats.safetensors")
+    assert same(Statistics.load(str(file)), written)
     written.save(tmp_path / "again.safetensors")
     assert (tmp_path / "again.safetensors").read_bytes() == file.read_bytes()
 

@@ -21,8 +21,8 @@ PICTURE = Path(__file__).parents[2] / "docs" / "rooms.svg"
 LEAVES = ("errors", "files", "levels", "tables")  # for every room; their arrows would hide the others
 WORDS = {
     "cli": "the command",
-    "startup": "mergekit's start-up",
-    "methods": "what mergekit calls; card, publish, verify",
+    "host": "what mergekit calls",
+    "output": "card, verify, publish",
     "checks": "what is wrong with a recipe",
     "reports": "figures, tables, pages",
     "featcal": "every map by least squares",
