@@ -6,24 +6,37 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from mergekit_slta import __version__, files
 from mergekit_slta.cli.options import (
+    EDGES,
+    EDGES_HELP,
+    INPUT,
     LEVELS_HELP,
+    MODEL_HELP,
+    TASK_WEIGHT_HELP,
+    TOWERS_HELP,
     MergeCommand,
     ModelCommand,
     applied,
+    download_folder,
     held_out_records,
     measured_levels,
     merged_folder,
     numbers_file,
     output_folder,
+    quiet,
     recipe_path,
+    trusted_code,
 )
 from mergekit_slta.errors import SltaError, files_named
+
+if TYPE_CHECKING:
+    from mergekit_slta.comparison.compare import Comparison
+    from mergekit_slta.slta.solution import Solution
 
 INTERRUPTED = 130
 
@@ -35,9 +48,6 @@ class _Commands(click.Group):
         try:
             with files_named():
                 return super().invoke(ctx)
-        except UnicodeEncodeError as error:  # an escape such as \\ud800 is half a character
-            spoilt = error.object[max(0, error.start - 20) : error.end + 20]
-            raise SltaError(f"{spoilt!r} is not valid UTF-8 text: correct it where it comes from.") from error
         except click.UsageError as error:
             if "TORCHELASTIC_RUN_ID" not in os.environ:
                 raise
@@ -45,10 +55,6 @@ class _Commands(click.Group):
 
             with joined_ranks() as ranks:  # only one of torchrun's processes says it
                 ranks.refuse_together(error)
-
-
-def _say(text: object, err: bool = False) -> None:
-    click.echo(str(text), err=err)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -92,7 +98,7 @@ def new(base: str, experts: tuple[str, ...], file: Path | None) -> None:
     if file.exists():
         raise SltaError(f"{file} is there already: name another file.")
     files.write(file, text.encode())
-    _say(f"{file} written: fill in the calibration sources, then run 'mergekit-slta check {file}'.")
+    click.echo(f"{file} written: fill in the calibration sources, then run 'mergekit-slta check {file}'.")
 
 
 @main.command(cls=ModelCommand, short_help="Say everything that is wrong with a recipe.")
@@ -109,9 +115,9 @@ def check(recipe: Path, **options: Any) -> None:
     if not options["quiet"]:
         found.say_notes()
     if not found.problems:
-        _say(f"{recipe}: no problem found.")
+        click.echo(f"{recipe}: no problem found.")
         return
-    _say(f"{recipe}: {found.listed_problems}", err=True)
+    click.echo(f"{recipe}: {found.listed_problems}", err=True)
     raise click.exceptions.Exit(1)
 
 
@@ -143,87 +149,44 @@ def calibrate(recipe: Path, stats: str, levels: list[str], **options: Any) -> No
             ranks.together(lambda: _refuse_output(str(path)))
             loaded = ranks.together(lambda: Recipe.load(recipe).with_statistics(str(path), *levels[:1]))
             experiment = sound_experiment(loaded, ranks, **merge_options)
-            before = _identity(path)
+            finished = path.is_file()
             statistics = measured_statistics(experiment, levels, path)
     except KeyboardInterrupt:
         raise click.exceptions.Exit(INTERRUPTED) from None
     if ranks.first:
-        found = "fits already and was not touched" if before and before == _identity(path) else "written"
-        _say(f"{path} {found}: {as_size(path.stat().st_size)}, {statistics}")
+        found = "fits already and was not touched" if finished else "written"
+        click.echo(f"{path} {found}: {as_size(path.stat().st_size)}, {statistics}")
 
 
 @main.command(short_help="Get merging weights and recipes from a statistics file.")
 @click.argument("stats")
 @click.option("--level", metavar="LEVEL", help=f"{LEVELS_HELP}.  [default: attn_mlp if STATS has it]")
 @click.option("--models", metavar="A,B", help="Merge only these experts, named as in STATS.  [default: all]")
-@click.option(
-    "--task-weight",
-    "task_weights",
-    multiple=True,
-    metavar="A=2.0",
-    help="How much an expert's task counts against the others', 1.0 by default. May be given several times.",
-)
-@click.option(
-    "--ridge", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Draws the weights towards zero."
-)
+@click.option("--task-weight", "task_weights", multiple=True, metavar="A=2.0", help=TASK_WEIGHT_HELP)
+@click.option("--ridge", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Draws weights to zero.")
 @click.option("--balance/--no-balance", default=True, show_default=True, help="Give every sample the same influence.")
 @click.option("--samples", type=click.IntRange(min=1), metavar="K", help="Use the first K samples of each task only.")
-@click.option(
-    "--bootstrap",
-    type=click.IntRange(min=2),
-    metavar="R",
-    help="Also the weights' standard errors, from R draws of the samples.",
-)
+@click.option("--bootstrap", type=click.IntRange(min=2), metavar="R", help="Standard errors, from R draws of samples.")
 @click.option("--json", "json_file", metavar="FILE", help="Write the solution as JSON; '-' for standard output.")
 @click.option("--recipe", "recipe_file", metavar="FILE", help="Write a mergekit recipe that runs without this package.")
-@click.option(
-    "--model",
-    "paths",
-    multiple=True,
-    metavar="NAME=PATH",
-    help="Path or Hub id to write in the recipe for a model, the base model included, that STATS calls NAME. "
-    "May be given several times.",
-)
-@click.option(
-    "--edges",
-    type=click.Choice(["base", "mean"]),
-    default="base",
-    show_default=True,
-    help="In the recipe, embeddings, final norm and output head: the base model's, or merged with the mean weights.",
-)
-@click.option(
-    "--towers",
-    type=click.Choice(["base", "mean"]),
-    default="base",
-    show_default=True,
-    help="In the recipe, a multimodal model's other towers than the one for language: as for --edges.",
-)
+@click.option("--model", "paths", multiple=True, metavar="NAME=PATH", help=MODEL_HELP)
+@click.option("--edges", type=EDGES, default="base", show_default=True, help=EDGES_HELP)
+@click.option("--towers", type=EDGES, default="base", show_default=True, help=TOWERS_HELP)
 @click.option("--tokenizer-source", metavar="X", help="mergekit's tokenizer_source, for the recipe.")
-@click.option(
-    "--trust-remote-code/--no-trust-remote-code",
-    default=False,
-    help="For --recipe: run the Python code that comes with the base model (dangerous).",
-)
-@click.option("--transformers-cache", help="Folder for downloaded files.")
-@click.option("--quiet/--no-quiet", default=False, help="No table.")
+@trusted_code
+@download_folder
+@quiet
 def solve(
     stats: str,
     level: str | None,
     models: str | None,
     task_weights: tuple[str, ...],
-    ridge: float,
-    balance: bool,
-    samples: int | None,
     bootstrap: int | None,
     json_file: str | None,
     recipe_file: str | None,
-    paths: tuple[str, ...],
-    edges: str,
-    towers: str,
-    tokenizer_source: str | None,
-    trust_remote_code: bool,
     transformers_cache: str | None,
     quiet: bool,
+    **options: Any,
 ) -> None:
     """Solve for the merging weights from the statistics file STATS.
 
@@ -236,35 +199,32 @@ def solve(
     with _one_thread():
         measured = Statistics.load(stats, transformers_cache)
         chosen = measured if models is None else measured.select(*map(str.strip, models.split(",")))
-        solution = chosen.solve(
-            level,
-            balance=balance,
-            ridge=ridge,
-            task_weights=_task_weights(task_weights, chosen.info.models),
-            samples=samples,
-        )
+        weights = _task_weights(task_weights, chosen.info.models)
+        given = {name: options.pop(name) for name in ("balance", "ridge", "samples")}
+        solution = chosen.solve(level, task_weights=weights, **given)
         errors = solution.bootstrap(bootstrap) if bootstrap else None
     _show(None if quiet else solution.text(errors), lambda: solution.to_json(errors), json_file)
     if json_file and json_file != "-":
-        _say(f"{json_file} written.")
+        click.echo(f"{json_file} written.")
     if recipe_file:
-        from mergekit.common import ModelReference
+        option = _write_recipe(solution, recipe_file, (measured.info.base_model, *measured.info.models), **options)
+        done = f"{recipe_file} written: run it with 'mergekit-yaml {recipe_file} OUT{option}'."
+        click.echo(done, err=json_file == "-")
 
-        from mergekit_slta.models.merged_adapters import adapter_option
 
-        known = (measured.info.base_model, *measured.info.models)
-        renamed = dict(_assignment(entry, known, "--model") for entry in paths)
-        solution.save_recipe(
-            recipe_file,
-            models={name: path for name, path in renamed.items() if name in (known[0], *solution.models)},
-            edges=edges,
-            towers=towers,
-            tokenizer_source=tokenizer_source or "",
-            trust_remote_code=trust_remote_code,
-        )
-        named = [renamed.get(name, name) for name in (known[0], *solution.models)]
-        option = adapter_option(map(ModelReference.parse, named))
-        _say(f"{recipe_file} written: run it with 'mergekit-yaml {recipe_file} OUT{option}'.", err=json_file == "-")
+def _write_recipe(
+    solution: Solution, file: str, known: Sequence[str], paths: Sequence[str], tokenizer_source: str | None, **more: Any
+) -> str:
+    """Write a plain recipe and return the option that mergekit-yaml needs to run it, if any."""
+    from mergekit.common import ModelReference
+
+    from mergekit_slta.models.merged_adapters import adapter_option
+
+    used = (known[0], *solution.models)
+    renamed = dict(_assignment(entry, known, "--model") for entry in paths)
+    models = {name: path for name, path in renamed.items() if name in used}
+    solution.save_recipe(file, models=models, tokenizer_source=tokenizer_source or "", **more)
+    return adapter_option(ModelReference.parse(renamed.get(name, name)) for name in used)
 
 
 @main.command(cls=ModelCommand, short_help="Measure how well a merged model does each task.")
@@ -278,29 +238,14 @@ def evaluate(recipe: Path, out: Path, samples: int, json_file: str | None, **opt
     `compare` with one merged model: for each task, its likelihood on records that calibration did not use, beside that
     of the base model and of the task's expert, the share of the expert's gain that the merge keeps, and short answers.
     """
-    import transformers
-
-    from mergekit_slta.checks.examine import sound_experiment
-    from mergekit_slta.comparison.compare import evaluate as evaluate_merge
-    from mergekit_slta.recipe.recipe import Recipe
-
-    experiment = sound_experiment(Recipe.load(recipe), **applied(options))
-    transformers.utils.logging.disable_progress_bar()  # a bar of its own for every model
-    found = evaluate_merge(experiment, out, samples)
-    _show(found, found.to_json, json_file)
+    _compare(recipe, [out], samples, None, json_file, options)
 
 
 @main.command(cls=ModelCommand, short_help="Compare several merged models.")
 @recipe_path
 @click.argument("out", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
 @held_out_records
-@click.option(
-    "--text",
-    "text_file",
-    metavar="FILE",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Also each model's perplexity on this text.",
-)
+@click.option("--text", "text_file", metavar="FILE", type=INPUT, help="Also each model's perplexity on this text.")
 @numbers_file
 @click.option("--figure", "figure_file", metavar="FILE", type=click.Path(path_type=Path), help="Draw them, as PNG.")
 def compare(
@@ -319,6 +264,16 @@ def compare(
     the records have short answers, the share of them that greedy decoding gives exactly. Each model is run once, one
     layer in memory at a time, in float32; one whose scores are in the cache folder is not run again.
     """
+    found = _compare(recipe, out, samples, text_file, json_file, options)
+    if figure_file:
+        from mergekit_slta.reports.comparison import write_comparison
+
+        write_comparison(found, figure_file)
+
+
+def _compare(
+    recipe: Path, out: Sequence[Path], samples: int, text: Path | None, json_file: str | None, options: dict[str, Any]
+) -> Comparison:
     import transformers
 
     from mergekit_slta.checks.examine import sound_experiment
@@ -327,12 +282,9 @@ def compare(
 
     experiment = sound_experiment(Recipe.load(recipe), **applied(options))
     transformers.utils.logging.disable_progress_bar()  # a bar of its own for every model that is loaded whole
-    found = compare_merges(experiment, out, samples, text_file)
+    found = compare_merges(experiment, out, samples, text)
     _show(found, found.to_json, json_file)
-    if figure_file:
-        from mergekit_slta.reports.comparison import write_comparison
-
-        write_comparison(found, figure_file)
+    return found
 
 
 @main.command(cls=ModelCommand, short_help="Measure how linear a recipe's models are in their weights.")
@@ -365,17 +317,17 @@ def linearity(
             folder.mkdir(parents=True, exist_ok=True)
         plan = plan_linearity(experiment, levels or DEFAULT_LEVELS, samples=samples, pairs=pairs, triples=triples)
         if ranks.first:
-            _say(f"{plan}.")
+            click.echo(f"{plan}.")
         result = plan.measure(experiment.quiet)
     if ranks.first:
         path = write_linearity(result, folder)
-        _say(f"{score_table(result)}\n\n{path} written")
+        click.echo(f"{score_table(result)}\n\n{path} written")
 
 
 @main.command(short_help="Show what a merge keeps and how sure its weights are.")
 @click.argument("stats")
 @output_folder
-@click.option("--transformers-cache", help="Folder for downloaded files.")
+@download_folder
 def report(stats: str, folder: Path, transformers_cache: str | None) -> None:
     """Write a page with figures (report.html) on the merge that the statistics file STATS gives.
 
@@ -389,7 +341,7 @@ def report(stats: str, folder: Path, transformers_cache: str | None) -> None:
     with _one_thread():
         page = report_page(Statistics.load(stats, transformers_cache))
         path = page.write(folder, "report.html")
-    _say(f"{page.verdict[0]}\n\n{path} written")
+    click.echo(f"{page.verdict[0]}\n\n{path} written")
 
 
 @main.command(cls=MergeCommand, short_help="Merge, as mergekit-yaml does.")
@@ -419,11 +371,12 @@ def verify(recipe: Path, out: Path, **options: Any) -> None:
     recipes that `solve` wrote; for the other methods the tensors that they leave as they are. Says the largest
     difference and where it is. Exit code 1 if something differs by more than rounding.
     """
+    import mergekit_slta.host.patches  # noqa: F401 - mergekit must know the methods where start-up files are off
     from mergekit_slta.output.verify import verify as verify_merge
     from mergekit_slta.recipe.recipe import Recipe
 
     found = verify_merge(Recipe.load(recipe), out, **applied(options))
-    _say(f"{out}: {found}", err=bool(found.problems))
+    click.echo(f"{out}: {found}", err=bool(found.problems))
     if found.problems:
         raise click.exceptions.Exit(1)
 
@@ -433,13 +386,9 @@ def verify(recipe: Path, out: Path, **options: Any) -> None:
 @click.argument("repository", metavar="ORG/NAME")
 @click.option("--private", is_flag=True, help="Make the repository private.")
 @click.option("--dry-run", is_flag=True, help="Check, and show what would be uploaded; write and upload nothing.")
-@click.option(
-    "--trust-remote-code/--no-trust-remote-code",
-    default=False,
-    help="Run the Python code that comes with the model (dangerous).",
-)
-@click.option("--quiet/--no-quiet", default=False, help="No progress bars.")
-def publish(out: Path, repository: str, private: bool, dry_run: bool, trust_remote_code: bool, quiet: bool) -> None:
+@trusted_code
+@quiet
+def publish(out: Path, repository: str, **options: bool) -> None:
     """Check the merged model in OUT, bring its model card up to date, and upload it to ORG/NAME on the Hub.
 
     Uploads weights, configuration, tokenizer, card, recipe and statistics, and shows which files these are; never
@@ -447,14 +396,11 @@ def publish(out: Path, repository: str, private: bool, dry_run: bool, trust_remo
     """
     import transformers
 
+    import mergekit_slta.host.patches  # noqa: F401 - mergekit must know the methods where start-up files are off
     from mergekit_slta.output.publish import publish as publish_merge
 
     transformers.utils.logging.disable_progress_bar()
-    _say(
-        publish_merge(
-            out, repository, private=private, dry_run=dry_run, trust_remote_code=trust_remote_code, quiet=quiet
-        )
-    )
+    click.echo(publish_merge(out, repository, **options))
 
 
 # From the command line to what the package takes
@@ -509,11 +455,6 @@ def _show(found: object, to_json: Callable[[], str], json_file: str | None) -> N
         click.echo(to_json(), nl=False)
         return
     if found is not None:
-        _say(found)
+        click.echo(found)
     if json_file:
         files.write(Path(json_file), to_json().encode())
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    """Two numbers that change when a file is written again."""
-    return (path.stat().st_ino, path.stat().st_mtime_ns) if path.is_file() else None

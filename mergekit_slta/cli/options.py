@@ -12,6 +12,15 @@ import click
 from mergekit_slta.levels import LEVELS
 
 LEVELS_HELP = f"{', '.join(LEVELS[:-1])} or {LEVELS[-1]}"
+TASK_WEIGHT_HELP = "How much an expert's task counts against the others', 1.0 by default. May be given several times."
+MODEL_HELP = (
+    "Path or Hub id to write in the recipe for a model, the base model included, that STATS calls NAME. "
+    "May be given several times."
+)
+EDGES = click.Choice(["base", "mean"])
+EDGES_HELP = "In the recipe, embeddings, final norm and output head: the base model's, or merged with the mean weights."
+TOWERS_HELP = "In the recipe, a multimodal model's other towers than the one for language: as for --edges."
+INPUT = click.Path(exists=True, dir_okay=False, path_type=Path)
 # mergekit's options that say where to compute and how to get models.
 MODEL_OPTIONS = {"device", "cuda", "trust_remote_code", "lora_merge_cache", "transformers_cache", "quiet", "verbosity"}
 
@@ -52,7 +61,7 @@ def applied(options: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-recipe_path = click.argument("recipe", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+recipe_path = click.argument("recipe", type=INPUT)
 merged_folder = click.argument("out", type=click.Path(exists=True, file_okay=False, path_type=Path))
 output_folder = click.option(
     "-o",
@@ -63,6 +72,13 @@ output_folder = click.option(
     type=click.Path(file_okay=False, path_type=Path),
     help="Folder to write to.",
 )
+trusted_code = click.option(
+    "--trust-remote-code/--no-trust-remote-code",
+    default=False,
+    help="Run the Python code that comes with the model (dangerous).",
+)
+download_folder = click.option("--transformers-cache", help="Folder for downloaded files.")
+quiet = click.option("--quiet/--no-quiet", default=False, help="No table and no progress bars.")
 held_out_records = click.option(
     "--samples", type=click.IntRange(min=1), default=100, show_default=True, help="Held-out records of each task."
 )
