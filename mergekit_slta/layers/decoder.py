@@ -138,6 +138,11 @@ class Decoder:
         return {name: first.setdefault(parameter, name) for name, parameter in named}
 
     @functools.cached_property
+    def shared_tensors(self) -> frozenset[str]:
+        """The first names of the parameters that several layers, or other parts of the model, share."""
+        return frozenset(first for name, first in self.first_names.items() if name != first)
+
+    @functools.cached_property
     def language_tensors(self) -> frozenset[str]:
         """The model's names of the tensors of its language tower and its output head, tied ones by all their names."""
         parts = [self.tower, self.model.get_output_embeddings()]

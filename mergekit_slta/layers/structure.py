@@ -30,6 +30,9 @@ def find_structure(decoder: Decoder, layer: int) -> LayerStructure | None:
     run = zero_run(decoder, layer)
     module = decoder.layers[layer]
     owners = frozenset(child_of(module, name) for name in module.state_dict())
+    # A list may hold several attentions, and a module that layers share may work differently in each of them.
+    if any("." in child for child in owners) or decoder.shared_tensors & {*decoder.layer_tensors(layer).values()}:
+        return None
     # Only one call of a child is recorded, and none where the layer calls the child's parts one by one.
     if (run.repeated | run.opened - run.reads.keys()) & owners:
         return None
@@ -108,8 +111,6 @@ def _branches(run: LayerRun, mixers: Nodes) -> LayerStructure | None:
         mlp = {node for node in live & after if before[node] & merged} | parallel
         attention = leading | (live & after - mlp)
         mlp |= set().union(*(before[node] for node in parallel)) - {INPUT}
-    if mixers & mlp - attention:
-        return None  # such as a second attention
     branches = {"attn": frozenset(attention), "mlp": frozenset(mlp)}
     return LayerStructure(branches, frozenset(first), boundary)
 

@@ -39,7 +39,7 @@ class Split:
         adding: the children that add to the residual stream by themselves; in place of what they return in the base
             model, their modules in it are taken.
         stacked: whether a layer's hidden states are [n, B, S, D].
-        unsplit: a child whose layers have no branches, because they mix tokens twice.
+        unsplit: a child whose layers are not split: a list of modules, or one that several layers share.
     """
 
     attn: tuple[str, ...] = ("input_layernorm", "self_attn", "mamba", "linear_attn")
