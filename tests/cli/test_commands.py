@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 import pytest
+import safetensors.torch
 import torch
 import yaml
 from click.testing import CliRunner, Result
@@ -624,7 +625,7 @@ def test_merge_says_which_disk_is_full_and_what_it_lacks(
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     recipe = write_recipe(llama, "task_arithmetic", calibration=False, weight=0.5)
-    monkeypatch.setattr("safetensors.torch.save_file", fill_disk)
+    monkeypatch.setattr(safetensors.torch, "save_file", fill_disk)
     out = tmp_path / "out"
     text = run("merge", recipe, out, "--quiet", "--no-write-model-card", code=1).output
     assert text.startswith(f"Error: The disk with {out} is full: the merged model takes about 109 KB, of which 1 MB")

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from mergekit_slta.data import draw
 from mergekit_slta.host.merge import merge
-from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers import trace
 from mergekit_slta.models import headers
 from mergekit_slta.models.headers import WEIGHT_FILES, weight_map
 from mergekit_slta.recipe.recipe import Recipe
@@ -47,7 +47,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Counts:
     count(ModelReference, "config", "configuration", own=False)
     count(headers, "folder_headers", "header")
     count(draw, "read_records", "data")
-    count(Decoder, "__init__", "decoder")
+    count(trace, "trace_model", "decoder")
     count(AutoTokenizer, "from_pretrained", "tokenizer", own=False)
     return counts
 

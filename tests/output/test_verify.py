@@ -21,6 +21,7 @@ from support.families import Family
 
 from mergekit_slta.cli.commands import main
 from mergekit_slta.errors import SltaError
+from mergekit_slta.layers import parts
 from mergekit_slta.output.verify import Verification, verify
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.slta.measure import measure
@@ -100,7 +101,7 @@ def test_every_level_is_compared(llama: Family, tmp_path: Path, level: str, dtyp
 def test_the_experts_of_a_mixture_are_compared_each_with_its_own_weights(
     make_family: MakeFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mergekit_slta.layers.parts.CACHED", 20_000)  # an expert of the mixture at once
+    monkeypatch.setattr(parts, "CACHED", 20_000)  # an expert of the mixture at once
     content = families.recipe(make_family("mixtral"), level="linear", statistics=str(tmp_path / "stats"))
     out = families.merge(content, tmp_path / "out")
     found = check(content, out)
@@ -217,7 +218,7 @@ def test_what_is_wrong_is_named(
 def test_values_are_compared_part_by_part(copied: tuple[dict[str, Any], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     content, out = copied
     whole = check(content, out)
-    monkeypatch.setattr("mergekit_slta.layers.parts.CACHED", 100)
+    monkeypatch.setattr(parts, "CACHED", 100)
     assert check(content, out) == whole
     change(out, lambda tensors: tensors[QUERY][31].mul_(1.05))
     assert len(check(content, out).problems) == 1
