@@ -26,6 +26,8 @@ class Reader:
     def __init__(self, decoder: Decoder, models: Sequence[Checkpoint]) -> None:
         self._decoder = decoder
         self._models = models
+        for model in models:
+            model.open()  # not in the other thread: mergekit keeps its options apart for each thread
         self._thread = ThreadPoolExecutor(1)
         on_gpu = decoder.device.type == "cuda"
         self._target = decoder.device if on_gpu else torch.device("cpu")

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import logging
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Unpack
@@ -18,11 +17,10 @@ from mergekit_slta.checks import examine
 from mergekit_slta.checks.space import full_disk_said
 from mergekit_slta.engine.ranks import Ranks, join, leave
 from mergekit_slta.host import patches, registry
+from mergekit_slta.models.spellings import ONE_AT_A_TIME
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.options import MergeOptions
 from mergekit_slta.recipe.recipe import Recipe
-
-_ONE_AT_A_TIME = threading.RLock()  # mergekit keeps one loader of each model for the whole process
 
 
 def merge(recipe: Recipe, out: str | os.PathLike[str], **options: Unpack[MergeOptions]) -> Path:
@@ -45,7 +43,7 @@ def merge(recipe: Recipe, out: str | os.PathLike[str], **options: Unpack[MergeOp
     patches.install()
     method = registry.METHODS.get(recipe.config.merge_method)
     found = examine.Findings([], [])
-    with _ONE_AT_A_TIME, joined_ranks() as ranks:
+    with ONE_AT_A_TIME, joined_ranks() as ranks:
         experiment = Experiment(recipe, ranks=ranks, **options)
         if method is not None:
             found = ranks.together(lambda: examine.examine(experiment, out_path=out).refuse_problems())

@@ -150,7 +150,11 @@ class PrepareMerge(Task[Merge]):
         return True
 
     def execute(self, **_: Any) -> Merge:
-        self.adapt()  # again: another plan may have been made since
+        experiment = self.merge.recipe_models
+        LoaderCache().setup(experiment.options)  # another plan may have been made since, with other options
+        for model in (experiment.base, *experiment.experts):
+            model.open()  # from now on changes of its files are noticed
+        self.adapt()
         if self.aligned is not None:  # it fails, if it does, before the models run
             for _result in Executor([self.aligned]).run(quiet=True):
                 pass

@@ -6,6 +6,7 @@ has none. transformers loads them all; mergekit asks for one name.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
@@ -52,6 +53,10 @@ def unread(model: transformers.PreTrainedModel, stored: Iterable[str]) -> list[s
         return any(model_tensor_name(own, names, model.base_model_prefix) for own in (name, renamed))
 
     return [name for name in stored if not is_read(name)]
+
+
+# mergekit keeps one loader of each model for the whole process: whoever merges or verifies holds this lock.
+ONE_AT_A_TIME = threading.RLock()
 
 
 class RenamingLoader(LazyTensorLoader):

@@ -139,7 +139,8 @@ def published_card(folder: Path, recipe: Recipe, solution: Solution | None) -> s
     path = folder / CARD
     with reading(path, fix="save it as UTF-8 text, its header as valid YAML"):
         text = path.read_text(encoding="utf-8") if path.is_file() else f"# {folder.resolve().name}\n"
-        text = text.replace(recipe.text.strip(), published_recipe(recipe))  # mergekit shows it with its comments
+        shown = recipe.text.replace("\r\n", "\n").strip()  # reading a text changes line ends
+        text = text.replace(shown, published_recipe(recipe))  # mergekit shows it with its comments
         card = ModelCard(without_private_paths(text, recipe), ignore_metadata_errors=True)
     return _completed(card, folder, recipe, solution) if recipe.config.merge_method in SETTINGS else str(card)
 

@@ -25,7 +25,7 @@ from mergekit_slta.layers.ends import output_head
 from mergekit_slta.layers.parts import parts
 from mergekit_slta.layers.submodules import resolve_name
 from mergekit_slta.models.headers import folder_headers
-from mergekit_slta.models.spellings import adapt_loaders
+from mergekit_slta.models.spellings import ONE_AT_A_TIME, adapt_loaders, renew_loaders
 from mergekit_slta.output.finite import is_finite
 from mergekit_slta.recipe.configuration import expert_references
 from mergekit_slta.recipe.experiment import Experiment
@@ -93,9 +93,12 @@ def verify(recipe: Recipe, merged: str | os.PathLike[str], **options: Unpack[Mod
         SltaError: the recipe or one of its models cannot be opened, the merged model's files cannot be read, or
             there are no statistics of an ``slta`` merge.
     """
-    folder = Path(merged).expanduser()
+    with ONE_AT_A_TIME:
+        return _verified(Experiment(recipe, **options), Path(merged).expanduser())
+
+
+def _verified(experiment: Experiment, folder: Path) -> Verification:
     stored = folder_headers(folder)
-    experiment = Experiment(recipe, **options)
     experiment.open()
     expected = _Expected(experiment, folder)
     problems, compared, largest, where, dtype = [], 0, 0.0, "", ""
@@ -131,6 +134,7 @@ def _plan(experiment: Experiment, folder: Path) -> list[SaveTensor]:
     config = copy.deepcopy(recipe.config)  # the planner rewrites it
     base = config.base_model or config.referenced_models()[0]
     architecture = get_architecture_info(config, options)
+    renew_loaders(())  # those of earlier merges may map files that were replaced
     if config.merge_method in SETTINGS:
         rows = {reference: experiment.padded_tensors(reference) for reference in recipe.references}
         adapt_loaders(experiment.model(recipe.base), rows, architecture)

@@ -245,6 +245,8 @@ def _plain_values(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """A value as YAML writes it: paths and data types as strings, scalars of numpy and torch as numbers."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
     if isinstance(value, (os.PathLike, torch.dtype)):
         return str(value).removeprefix("torch.")
     return value.item() if hasattr(value, "item") else value

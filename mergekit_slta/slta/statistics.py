@@ -182,7 +182,7 @@ class Statistics:
         most = int(self.task.bincount().max())
         if count not in range(1, most + 1):
             raise SltaError(f"The statistics hold {most} samples per task: the first {count} of them cannot be used.")
-        rows = torch.cat([(self.task == task).nonzero().flatten()[:count] for task in self.task.unique()])
+        rows = torch.cat([(self.task == task).nonzero().flatten()[: int(count)] for task in self.task.unique()])
         return replace(
             self,
             grams={name: gram[rows] for name, gram in self.grams.items()},

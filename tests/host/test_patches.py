@@ -32,8 +32,9 @@ from mergekit_slta.recipe.recipe import Recipe
 State = dict[str, torch.Tensor]
 
 
-def plan(content: dict[str, Any], out: Path) -> list[Task[Any]]:
-    config, options = MergeConfiguration.model_validate(content), MergeOptions(quiet=True)
+def plan(content: dict[str, Any], out: Path, **given: Any) -> list[Task[Any]]:
+    config, options = MergeConfiguration.model_validate(content), MergeOptions(quiet=True, **given)
+    LoaderCache().setup(options)
     planner = MergePlanner(config, get_architecture_info(config, options), options, config.base_model.config())
     return planner.plan_to_disk(str(out))
 
@@ -154,6 +155,17 @@ def test_an_adapter_that_is_trained_again_between_two_merges_is_merged_anew(llam
     found = weights(families.merge(content, tmp_path / "after", **options))
     assert_equal(found, alone(content, tmp_path / "alone", **options))
     assert any(not torch.equal(found[name], tensor) for name, tensor in before.items())
+
+
+def test_a_plan_merges_adapters_by_its_own_options(llama: Family, tmp_path: Path) -> None:
+    content = families.recipe(llama, "actmat", experts=[0, 1], calibration=False)
+    content["models"][0]["model"] = f"{llama.base}+{write_adapter(llama.base, tmp_path / 'adapter', seed=0)}"
+    options = {"lora_merge_cache": str(tmp_path / "merged")}
+    expected = alone(content, tmp_path / "alone", **options)
+    tasks = plan(content, tmp_path / "first", **options)
+    plan(content, tmp_path / "second", **options, lora_merge_dtype="bfloat16")
+    execute(tasks)
+    assert_equal(weights(tmp_path / "first"), expected)
 
 
 @pytest.mark.parametrize("method", ["actmat", "task_arithmetic"])

@@ -12,7 +12,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 from conftest import WriteRecipe
+from mergekit.config import MergeConfiguration
 from support import families
+from support.adapters import write_adapter
 from support.families import Family
 from support.linearity_values import assert_same, plan_of
 
@@ -32,6 +34,7 @@ from mergekit_slta.nonlinearity.scores import (
     pooled,
     projection_and_cosine,
 )
+from mergekit_slta.recipe.recipe import Recipe
 
 
 def random_features(*shape: int) -> torch.Tensor:
@@ -143,3 +146,11 @@ def test_the_command_says_the_passes_first(llama: Family, write_recipe: WriteRec
     assert json.loads((tmp_path / "new" / "linearity.json").read_text())["non_linearity"].keys() == {"model", "layer"}
     wrong = CliRunner().invoke(main, [*arguments, "--level", "heads"])
     assert wrong.exit_code == 2
+
+
+def test_an_adapter_is_merged_before_its_layers_are_read(llama: Family, tmp_path: Path) -> None:
+    content = families.recipe(llama, samples=1)
+    content["models"][0]["model"] = f"{llama.base}+{write_adapter(llama.base, tmp_path / 'adapter', seed=0)}"
+    recipe = Recipe.from_config(MergeConfiguration.model_validate(content))
+    found = linearity(recipe, levels=["layer"], samples=1, pairs=False, quiet=True, lora_merge_cache=str(tmp_path))
+    assert found

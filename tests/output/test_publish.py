@@ -104,11 +104,12 @@ def test_a_dry_run_writes_and_uploads_nothing(out: Path) -> None:
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 
-def test_a_recipe_is_published_as_it_was_understood(out: Path, hub: UploadHub) -> None:
+@pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["unix", "windows"])
+def test_a_recipe_is_published_as_it_was_understood(out: Path, hub: UploadHub, end: str) -> None:
     """mergekit alone writes the recipe into its card word for word, with its comments."""
     recipe, card = out / "mergekit_config.yml", out / "README.md"
     commented = f"# my token is hf_secret\n{recipe.read_text()}"
-    recipe.write_text(commented)
+    recipe.write_text(commented, newline=end)
     card.write_text(f"---\ntags: []\n---\n# out\n\n```yaml\n{commented}\n```\n")
     assert upload(out, "org/model").exit_code == 0
     assert b"hf_secret" not in hub.committed["README.md"] + hub.committed["mergekit_config.yml"]

@@ -170,6 +170,20 @@ def test_methods_of_mergekit_are_looked_at_without_their_values(llama: Family, t
     assert found.problems == () and found.compared == 0 and found.tensors > 0
 
 
+def test_models_are_read_as_they_are_now(make_family: MakeFamily, tmp_path: Path) -> None:
+    family = make_family()
+    content = families.recipe(family, "task_arithmetic", calibration=False, per_expert={"weight": 0.5})
+    out = families.merge(content, tmp_path / "out")
+    file = family.experts[0] / "model.safetensors"
+    replaced = {name: 2 * tensor for name, tensor in load_file(file).items()}
+    file.unlink()
+    shard = "model-00001-of-00001.safetensors"
+    save_file(replaced, file.with_name(shard), metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(replaced, shard)}
+    file.with_name("model.safetensors.index.json").write_text(json.dumps(index))
+    assert check(content, out).problems
+
+
 def test_a_vocabulary_that_mergekit_aligned_is_not_compared(llama: Family, tmp_path: Path) -> None:
     content = families.recipe(llama, samples=2, statistics=str(tmp_path / "stats")) | {"tokenizer_source": "base"}
     found = check(content, families.merge(content, tmp_path / "out"))

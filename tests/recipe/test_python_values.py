@@ -52,3 +52,14 @@ def test_one_level_may_be_a_name(llama: Family) -> None:
     experts = {entry["model"]: entry["parameters"]["calibration"] for entry in content["models"]}
     found = measure(Recipe(content["base_model"], experts, samples=1), "layer", quiet=True)
     assert found.info.levels == ("layer",)
+
+
+def test_a_whole_number_may_be_a_float() -> None:
+    statistics = synthetic.statistics(["a", "b"], ["layer"])
+    found = statistics.solve(samples=1.0)  # type: ignore[arg-type]
+    assert found.to_json() == statistics.solve(samples=1).to_json()
+
+
+def test_scalars_in_a_list_are_numbers() -> None:
+    made = Recipe("org/base", {"org/math": {"density": (np.float64(0.1), torch.tensor(0.5))}}, "sftm")
+    assert made.config.models and made.config.models[0].parameters == {"density": [0.1, 0.5]}
