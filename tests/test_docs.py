@@ -13,7 +13,7 @@ from typing import Any, get_args
 import click
 import pytest
 import yaml
-from support import recipe_page, rooms_picture
+from support import recipe_page
 from support.commands_page import PAGE, commands_page
 from test_public_names import PROMISED
 from test_rooms import FLOORS
@@ -158,16 +158,16 @@ def test_python_in_the_docs_uses_public_names(page: str) -> None:
         assert {node.attr for node in used if ast.unparse(node.value) == "slta"} <= set(PROMISED)
 
 
-# The picture of the rooms
+# The rooms
 
 
-def test_the_picture_of_the_rooms_shows_the_rooms_and_imports_that_there_are() -> None:
-    rooms, found = rooms_picture.drawn(rooms_picture.PICTURE.read_text(encoding="utf-8"))
-    assert found == rooms_picture.arrows(), "run python tests/support/rooms_picture.py"
-    assert rooms == {*rooms_picture.WORDS, "leaves"}
-    everything = {room for floor in FLOORS for room in floor if not room.startswith("__")}
-    assert everything == {*rooms_picture.WORDS, *rooms_picture.LEAVES}
-    assert f"]({rooms_picture.PICTURE.name})" in TEXTS["architecture.md"]
+def test_the_table_of_rooms_names_each_on_its_floor() -> None:
+    table = TEXTS["architecture.md"].split("\n\n## ", 1)[0]
+    named = [tuple(re.findall(r"`(\w+)`", row.split("|")[1])) for row in table.splitlines() if row.startswith("| `")]
+    hidden = ("__main__", "__init__")
+    expected = [tuple(room for room in floor if room not in hidden) for floor in FLOORS]
+    order = [room for floor in named for room in floor]
+    assert order == [room for floor in expected for room in floor]
 
 
 # Links, files and tables
