@@ -192,8 +192,8 @@ def test_mergekit_yaml_in_a_process_of_its_own(
 ) -> None:
     found = case("mixtral")
     recipe = families.write_recipe(tmp_path / "recipe.yml", families.recipe(found.family, samples=RECORDS))
-    # What the start-up file does wherever the package is installed.
-    command = "from mergekit_slta.startup import install; install(); from mergekit.scripts.run_yaml import main; main()"
+    # The start-up file does this import wherever the package is installed.
+    command = "import mergekit_slta.host.patches; from mergekit.scripts.run_yaml import main; main()"
     run_afresh(forks, command, recipe, tmp_path / "merged", "--no-copy-tokenizer")
     assert_tensors_equal(loaded(tmp_path / "merged"), found.merged("attn_mlp", "base"))
 

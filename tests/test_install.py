@@ -30,7 +30,7 @@ SCRIPTS = Path(sysconfig.get_path("scripts"))
 UV = shutil.which("uv", path=os.pathsep.join([str(SCRIPTS), os.environ["PATH"]]))
 
 # What the package holds beside Python: templates, and the mark that tells type checkers to read its types.
-TEMPLATES = {f"mergekit_slta/reports/{name}.html.jinja" for name in ("frame", "index", "page")}
+TEMPLATES = {"mergekit_slta/reports/page.html.jinja"}
 DATA = {*TEMPLATES, "mergekit_slta/py.typed"}
 
 WAITS = """

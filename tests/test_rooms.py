@@ -11,7 +11,7 @@ import mergekit_slta
 PACKAGE = Path(mergekit_slta.__file__).parent
 # From the top. A module imports from the floors below its own, and from its own room.
 FLOORS = (
-    ("__init__", "__main__", "startup"),
+    ("__init__", "__main__"),
     ("cli",),
     ("host",),
     ("output",),

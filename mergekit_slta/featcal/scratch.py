@@ -92,18 +92,15 @@ class SolvedModel:
         return found
 
     def remove(self) -> None:
+        """Delete the folder."""
         remove(self._partial.folder)
-        self.release()
-
-    def release(self) -> None:
-        """Unlock the folder for other processes."""
-        self._partial.release()
 
 
 def solve_model(experiment: Experiment, settings: FeatcalSettings) -> SolvedModel:
     """Solve a recipe's feature merge; resume an unfinished one, and reuse a finished one.
 
-    The folder is locked for other processes until the solved model is removed or released.
+    The folder is locked while it is solved. Two merges of one recipe may read it at the same time: the one that ends
+    first deletes it, and the other ends with an error that names the file.
 
     Raises:
         SltaError: something about models or data is wrong, memory does not suffice, or another process is solving it.
@@ -126,9 +123,8 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings) -> SolvedMode
         experiment.ranks.require_equal(complete, partial.folder)
         if not complete:
             _solve(experiment, settings, decoder, tasks, weights, partial)
-    except BaseException:
+    finally:
         partial.release()
-        raise
     return SolvedModel(decoder, partial)
 
 

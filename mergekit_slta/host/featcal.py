@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from mergekit.merge_methods import TensorGroup
 
-from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.merge import ANCHOR, ERRORS
 from mergekit_slta.featcal.passage import MERGED
 from mergekit_slta.featcal.scratch import SolvedModel, solve_model
@@ -33,11 +32,7 @@ class FeatcalMerge(Merge):
             models = [published_name(expert.reference) for expert in experiment.recipe.experts]
             merged, anchor = errors[ERRORS[MERGED]], errors[ERRORS[ANCHOR]]
             page = drift_page(merged, anchor, models, settings, solved.routing())
-            try:
-                write_report(settings.report, "featcal.html", page)
-            except SltaError:
-                solved.release()
-                raise
+            write_report(settings.report, "featcal.html", page)
         self._solved = solved
 
     def tensor(self, group: TensorGroup, **parameters: object) -> torch.Tensor:
@@ -57,7 +52,7 @@ class FeatcalMerge(Merge):
     def share(self) -> None:
         """Solve with all processes."""
         experiment = self.recipe_models
-        solve_model(experiment, experiment.recipe.settings_of(FeatcalSettings)).release()
+        solve_model(experiment, experiment.recipe.settings_of(FeatcalSettings))
 
     def finish(self) -> None:
         """Delete the scratch folder, which resumes a merge that was not written."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from mergekit.common import dtype_from_name
+from mergekit.common import ModelReference, dtype_from_name
 from mergekit.merge_methods import GroupMergeMethod, InputContract, MergeMethodSpec, TensorGroup
 from mergekit.merge_methods.base import BasePolicy, OptionalTensorPolicy
 
@@ -21,13 +21,18 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.models.roles import Role, dotted_tails, model_roles, role_by_shape
 from mergekit_slta.output.finite import is_finite
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.settings import MethodSettings, parameter_specs
+from mergekit_slta.recipe.settings import SETTINGS, MethodSettings, parameter_specs
 
 if TYPE_CHECKING:
     from mergekit_slta.reports.page import Page
     from mergekit_slta.slta.solution import Solution
 
 LOG = logging.getLogger(__name__)
+
+WHOLE_MODELS = (
+    "'{method}' measures whole models, so it runs in mergekit-yaml on model folders or Hub ids; mergekit-pytorch and "
+    "tensor-level calls name checkpoint files or tensors only."
+)
 
 
 def method_spec(settings: type[MethodSettings], pretty_name: str, paper: str) -> MergeMethodSpec:
@@ -70,10 +75,7 @@ class Merge:
             SltaError: mergekit merges tensors that belong to no recipe of models.
         """
         if self.experiment is None:
-            raise SltaError(
-                f"'{self.spec.name}' measures whole models, so it runs in mergekit-yaml on model folders or Hub ids; "
-                "mergekit-pytorch and tensor-level calls name checkpoint files or tensors only."
-            )
+            raise SltaError(WHOLE_MODELS.format(method=self.spec.name))
         return self.experiment
 
     def share(self) -> None:
@@ -97,6 +99,20 @@ class Method(GroupMergeMethod):
         self.spec = kind.spec
         self.merge = kind
         self._without_recipe = kind(None)
+
+    def validate_inputs(
+        self, input_ids: Sequence[Hashable], base_id: Hashable | None = None, *, group_name: str | None = None
+    ) -> None:
+        """Refuse tensors that belong to no whole models before anything is computed.
+
+        Raises:
+            SltaError: the method runs whole models, but mergekit-pytorch or a tensor-level call, which give the tensors
+                no group, names files or tensors.
+        """
+        tensors = group_name is None or not all(isinstance(model, ModelReference) for model in input_ids)
+        if SETTINGS[self.spec.name].runs_models and tensors:
+            raise SltaError(WHOLE_MODELS.format(method=self.spec.name))
+        super().validate_inputs(input_ids, base_id, group_name=group_name)
 
     def merge_group(self, group: TensorGroup, /, merge: Merge | None = None, **parameters: Any) -> torch.Tensor:
         """Merge one tensor for the plan that it belongs to.

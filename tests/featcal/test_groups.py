@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from conftest import MakeFamily
 from support import families
-from support.examining import feature_recipe, problems
 
-from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.groups import MapGroup, find_groups, groups_by_layer, listed, solved_in
 from mergekit_slta.layers.children import child_of, is_inside
 from mergekit_slta.layers.decoder import Decoder
@@ -326,29 +322,3 @@ def test_a_mixture_of_another_layout_keeps_its_experts_and_its_router() -> None:
         f"{', '.join(sorted(routers))} (choosing a mixture's experts); "
         f"{', '.join(stacks)} (in a module that is not given the experts of each token)"
     )
-
-
-@pytest.mark.xfail(
-    strict=True, raises=SltaError, reason="featcal solves AFMoE's layers before mergekit asks for each expert by itself"
-)
-def test_a_mixture_whose_experts_cannot_be_written_is_refused_before_anything_is_solved(
-    make_family: MakeFamily, tmp_path: Path
-) -> None:
-    """Or its experts are written."""
-    sizes: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "moe_intermediate_size": 16,
-        "num_hidden_layers": 2,
-    }
-    heads: dict[str, Any] = {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "num_experts": 4,
-        "num_dense_layers": 1,
-    }
-    config = transformers.AfmoeConfig(**sizes, **heads, num_experts_per_tok=2, vocab_size=families.VOCABULARY)
-    content = feature_recipe(make_family(config))
-    if not problems(content):
-        families.merge(content, tmp_path / "out")

@@ -349,7 +349,7 @@ def uninterrupted(deep: Family, tmp_path_factory: pytest.TempPathFactory) -> dic
     """The content of the finished folder."""
     folder = tmp_path_factory.mktemp("whole")
     LoaderCache.loaders.clear()
-    solve(deep_recipe(deep, folder)).release()
+    solve(deep_recipe(deep, folder))
     LoaderCache.loaders.clear()
     return contents(scratch_folders(folder)[0])
 
@@ -364,7 +364,7 @@ def test_a_killed_merge_goes_on(
     (folder,) = scratch_folders(tmp_path)
     finished = {file: file.stat().st_mtime_ns for file in folder.glob("layer-*")}
     assert len(finished) == layer + 1
-    solve(deep_recipe(deep, tmp_path)).release()
+    solve(deep_recipe(deep, tmp_path))
     assert contents(folder) == uninterrupted
     assert finished == {file: file.stat().st_mtime_ns for file in finished}
 
@@ -389,11 +389,11 @@ def test_finished_layers_are_repeated_to_the_last_bit(
 def test_a_finished_merge_computes_a_damaged_file_again(
     damage: Callable[[Path], None], name: str, deep: Family, uninterrupted: dict[str, bytes], tmp_path: Path
 ) -> None:
-    solve(deep_recipe(deep, tmp_path)).release()
+    solve(deep_recipe(deep, tmp_path))
     (folder,) = scratch_folders(tmp_path)
     damage(folder / name)
     LoaderCache.loaders.clear()
-    solve(deep_recipe(deep, tmp_path)).release()
+    solve(deep_recipe(deep, tmp_path))
     assert contents(folder) == uninterrupted
 
 
@@ -410,15 +410,14 @@ def test_a_full_disk_loses_nothing(
         with pytest.raises(SltaError, match="layer-0002.safetensors cannot be written .*No space left.*: make room"):
             solve(deep_recipe(deep, tmp_path))
     LoaderCache.loaders.clear()
-    solve(deep_recipe(deep, tmp_path)).release()
+    solve(deep_recipe(deep, tmp_path))
     assert contents(scratch_folders(tmp_path)[0]) == uninterrupted
 
 
-def test_a_solved_model_is_kept_for_its_merge(llama: Family, tmp_path: Path) -> None:
+def test_a_solved_model_that_another_merge_has_deleted_ends_in_an_error(llama: Family, tmp_path: Path) -> None:
     content = recipe(llama, scratch=str(tmp_path))
-    first = solve(content)
-    with pytest.raises(SltaError, match="Another process is at work in .*featcal-"):
-        solve(content)
-    first.release()
-    solve(content).remove()
+    first, second = solve(content), solve(content)
+    first.remove()
     assert not scratch_folders(tmp_path)
+    with pytest.raises(FileNotFoundError, match="layer-0000"):
+        second.tensor("model.layers.0.mlp.up_proj.weight")
