@@ -102,7 +102,10 @@ def _last_turn(turns: Turns, text: str, render_chat: Callable[[Turns], str]) -> 
     if last["role"] != "assistant" or not "".join(spoken).strip():
         return None
     marked = [part | {"text": MARK} if _holds_text(part) else part for part in parts]
-    rendered = render_chat([*turns[:-1], last | {"content": marked if parts is content else MARK}])
+    try:
+        rendered = render_chat([*turns[:-1], last | {"content": marked if parts is content else MARK}])
+    except Exception:  # the template takes the content apart, which the mark does not survive
+        return None
     if rendered.count(MARK) != len(spoken):  # the template leaves the turn out, or repeats it
         return None
     begin = _shared(text, rendered[: rendered.index(MARK)])
@@ -180,10 +183,12 @@ def _fill(template: str, record: Record, where: object) -> Text:
         raise SltaError(
             f"{where} does not fit the template {template!r} ({one_line(error)}): correct the template."
         ) from error
-    *_, (_, last, _, _) = formatter.parse(template)
+    ended = template.rstrip()  # a block of YAML ends with a newline
+    *_, (_, last, _, _) = formatter.parse(ended)
     if len(fields) < 2 or last is None:  # the template ends with words of its own
         return Text(text)
-    return Text(text, answer=_without_blanks(text, len(text) - len(formatter.last), len(text)))
+    end = len(text) - (len(template) - len(ended))
+    return Text(text, answer=_without_blanks(text, end - len(formatter.last), end))
 
 
 def _turns(value: Any, what: str) -> Turns:

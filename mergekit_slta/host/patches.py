@@ -189,6 +189,7 @@ class FinishMerge(Task[None]):
         folder, experiment = Path(self.weights.writer_task.out_path), self.merge.experiment
         name = WEIGHT_FILES[0 if writer.safe_serialization else 1]
         set_aside(folder, name if writer.shards_written == 1 else f"{name}.index.json")
+        card.clear_beside(folder, self.merge.solution)
         copy_companions(experiment, folder)
         renew_loaders(())  # what was adapted is of this merge alone
         for model in (experiment.base, *experiment.experts):

@@ -91,8 +91,9 @@ def source_folders(reference: ModelReference, cache_dir: str | None = None) -> t
 
 
 def source_files(folder: Path, adapter: Path | None) -> list[Path]:
-    """The files that decide a model's tensors; some need not exist, see ``weight_files``."""
-    return [*weight_files(folder), *([adapter / ADAPTER_CONFIG, adapter_weights(adapter)] if adapter else [])]
+    """The files that decide a model's tensors, and its own code; some need not exist, see ``weight_files``."""
+    code = sorted(folder.glob("*.py"))
+    return [*weight_files(folder), *code, *([adapter / ADAPTER_CONFIG, adapter_weights(adapter)] if adapter else [])]
 
 
 def tokenizer_folder(path: ModelPath, cache_dir: str | None = None) -> Path | None:

@@ -38,6 +38,7 @@ UNREADABLE_CARD = "README.old{}.md"  # with a number where that name is taken
 RECIPE = "mergekit_config.yml"  # what mergekit calls the recipe beside its card
 ALPHA_FIGURE = "mergekit-slta/alpha.png"
 PLAIN_RECIPE = "mergekit-slta/plain.yml"
+BESIDE = (STATISTICS_OF_MERGE, ALPHA_FIGURE, PLAIN_RECIPE)  # of an ``slta`` merge
 _OURS = ("<!-- mergekit-slta: begin -->", "<!-- mergekit-slta: end -->")
 _MERGEKITS = ("<!-- mergekit: begin -->", "<!-- mergekit: end -->")
 # What each method does, as a card goes on after its name and a colon.
@@ -57,13 +58,12 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 def write_beside(folder: Path, recipe: Recipe, solution: Solution | None, plain: bool) -> None:
     """Write what the card of an ``slta`` merge shows and links: statistics, the weights' figure, the plain recipe.
 
-    Those of an earlier merge are removed. The plain recipe is written if ``plain`` says that mergekit alone can run it.
+    Those of an earlier merge go. The plain recipe is written if ``plain`` says that mergekit alone can run it.
 
     Raises:
         OSError: a file cannot be written.
     """
-    for name in (STATISTICS_OF_MERGE, ALPHA_FIGURE, PLAIN_RECIPE):
-        (folder / name).unlink(missing_ok=True)
+    clear_beside(folder, solution)
     if solution is None:
         return
     from mergekit_slta.reports.merge import alpha_map  # which imports matplotlib
@@ -84,6 +84,15 @@ def write_beside(folder: Path, recipe: Recipe, solution: Solution | None, plain:
         LOG.warning("No plain recipe is written beside the merge: %s", error)
         return
     files.write(folder / PLAIN_RECIPE, without_private_paths(text, recipe).encode())
+
+
+def clear_beside(folder: Path, solution: Solution | None) -> None:
+    """Remove what an earlier ``slta`` merge has written beside weights that are another merge's now.
+
+    With a solution the statistics stay until new ones replace them: the recipe may have named this file.
+    """
+    for name in BESIDE if solution is None else BESIDE[1:]:
+        (folder / name).unlink(missing_ok=True)
 
 
 def _output(config: MergeConfiguration) -> dict[str, Any]:

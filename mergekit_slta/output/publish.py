@@ -189,6 +189,8 @@ def _contents(folder: Path, recipe: Recipe) -> dict[str, Path | bytes]:
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         patterns = [pattern for pattern in PUBLISHED if pattern.count("/") == name.count("/")]
+        if name in card.BESIDE and recipe.config.merge_method != SltaSettings.method:
+            continue  # of an earlier merge into the same folder
         if path.is_file() and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
             contents[name] = path
             if name == card.RECIPE:

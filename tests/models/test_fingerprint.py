@@ -152,3 +152,15 @@ def test_a_pickled_checkpoint_without_the_bytes_of_a_tensor(family: Family, tmp_
                 cut.writestr(name, source.read(name))
     with pytest.raises(SltaError, match=r"pytorch_model.bin cannot be read \(.*data/3.*\): get a sound copy"):
         fingerprint_of(folder)
+
+
+def test_a_models_own_code_has_a_stamp(llama: Family, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(llama.base, tmp_path / "model"))
+    code = folder / "modeling_own.py"
+    code.write_text("scale = 1\n")
+    before, model = opened(folder).stamps, opened(folder)
+    model.open()
+    code.write_text("scale = 20\n")
+    assert opened(folder).stamps != before
+    with pytest.raises(SltaError, match="have changed while they were read"):
+        model.refuse_changes()

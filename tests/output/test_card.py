@@ -158,6 +158,13 @@ def test_without_a_card_nothing_is_written(llama: Family, tmp_path: Path) -> Non
     assert not (out / "README.md").exists() and not (out / "mergekit-slta").exists()
 
 
+def test_statistics_of_an_earlier_merge_do_not_stay_beside_another(llama: Family, tmp_path: Path) -> None:
+    out = families.merge(families.recipe(llama, samples=2), tmp_path / "out", **OPTIONS)
+    assert (out / module.STATISTICS_OF_MERGE).is_file()
+    families.merge(families.recipe(llama, "actmat", calibration=False), out)
+    assert not any((out / name).exists() for name in module.BESIDE)
+
+
 def test_a_card_that_cannot_be_told_more_is_mergekits(
     llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

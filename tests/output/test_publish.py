@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from click.testing import CliRunner, Result
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
@@ -114,6 +115,17 @@ def test_a_recipe_is_published_as_it_was_understood(out: Path, hub: UploadHub, e
     assert upload(out, "org/model").exit_code == 0
     assert b"hf_secret" not in hub.committed["README.md"] + hub.committed["mergekit_config.yml"]
     assert b"merge_method: slta" in hub.committed["README.md"]
+
+
+def test_statistics_of_an_earlier_merge_stay_here(out: Path, hub: UploadHub) -> None:
+    """mergekit's own methods write into the same folder, and leave them there."""
+    recipe = yaml.safe_load((out / "mergekit_config.yml").read_text())
+    plain = {"merge_method": "linear", "dtype": "float32", "parameters": {"weight": 1.0}}
+    models = [{"model": entry["model"]} for entry in recipe["models"]]
+    (out / "mergekit_config.yml").write_text(yaml.safe_dump({**plain, "models": models}))
+    done = upload(out, "org/model")
+    assert done.exit_code == 0, done.output
+    assert not any(name.startswith("mergekit-slta/") for name in hub.committed)
 
 
 def test_what_a_user_wrote_is_published(out: Path) -> None:
