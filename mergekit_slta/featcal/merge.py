@@ -215,9 +215,12 @@ class _FeatureMerge(Accumulator[Tensors]):
             report(len(batch.rows) * len(self.maps[layer].groups))
 
     def _known(self, layer: int) -> dict[str, torch.Tensor]:
-        """The merged tensors that the layer shares with earlier ones."""
-        names = self.decoder.layer_tensors(layer)
-        return {key: tensor for key, name in names.items() if (tensor := self.shared.get(name)) is not None}
+        """The merged tensors that the layer shares with earlier ones; none of a run that ran out of memory after it."""
+        written, found = written_in(self.decoder), dict[str, torch.Tensor]()
+        for key, name in self.decoder.layer_tensors(layer).items():
+            if written[name] < layer and (tensor := self.shared.get(name)) is not None:
+                found[key] = tensor
+        return found
 
     def finish(self, streams: Streams, report: Progress) -> Tensors:
         """The output head's tensors by the model's names; none if it stays the anchor's."""

@@ -34,7 +34,7 @@ class ExpertRun:
     """Runs of a layer with other weights than the base model's, on the base model's inputs.
 
     Attributes:
-        weights: the layer's tensors.
+        weights: those of the layer's tensors that are needed to tell the heads' features apart.
         runs: the run of the whole layer by ``WHOLE``, where its output is wanted, and by branch the run in which all
             other branches return what they return in the base model.
     """
@@ -166,7 +166,7 @@ class LayerFeatures:
             runs[branch] = self.decoder.run(self.layer, held, hidden, call, replay=replay, capture=capture)
             if whole is not None and branch == "attn":
                 runs[branch].inputs.update(whole.inputs)
-        return ExpertRun(weights, runs)
+        return ExpertRun({self.heads.output.weight: weights[self.heads.output.weight]} if self.heads else {}, runs)
 
     def _head_modules(self) -> set[str]:
         return {self.heads.output.module} if self.heads is not None else set()

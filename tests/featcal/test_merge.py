@@ -27,6 +27,7 @@ from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.groups import solved_in
 from mergekit_slta.featcal.layer import ENOUGH_TOKENS, Coverage
 from mergekit_slta.featcal.merge import stages
+from mergekit_slta.featcal.passage import LayerPassage
 from mergekit_slta.featcal.regression import RidgeRegression, Solver
 from mergekit_slta.layers.calls import LayerCall
 from mergekit_slta.layers.decoder import Decoder
@@ -581,6 +582,25 @@ def test_batches_are_halved_until_they_fit(small_memory: list[int], llama: Famil
     )
     assert worst(tensors, expected) < TOLERANCE
     assert sum(halved) == sum(small)
+
+
+def test_out_of_memory_forgets_what_layers_share(
+    make_family: MakeFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory runs out once a layer's maps are solved, which later layers share: the solution is no anchor of itself."""
+    family, finish = make_family("zamba2"), LayerPassage.finish
+    expected = merged_tensors(family, tmp_path / "expected", ridge=1.0)
+    failed: list[int] = []
+
+    def once(self: LayerPassage, number: int, merged: Any) -> dict[int, torch.Tensor]:
+        if self.layer == 1 and not failed:
+            failed.append(number)
+            raise torch.OutOfMemoryError("no memory left")
+        return finish(self, number, merged)
+
+    monkeypatch.setattr(LayerPassage, "finish", once)
+    assert worst(merged_tensors(family, tmp_path / "halved", ridge=1.0), expected) < TOLERANCE
+    assert failed
 
 
 def test_batches_that_a_recipe_asks_for_are_not_halved(small_memory: list[int], llama: Family, tmp_path: Path) -> None:
