@@ -2,7 +2,8 @@
 
 1. Embed all samples: ``Streams`` is the cache of their hidden states before the next layer.
 2. For each layer, wait until a thread has read it of each model, and let the thread read the next one.
-   - A layer that an earlier run has finished: load its file, and run the streams through the layer with it.
+   - A layer that an earlier run has finished: load its file, which is not written again, and set its output on every
+     stream.
    - Any other layer: measure or solve it on every batch, set its output on every stream, and write its file.
    Then the layer's outputs take the place of its inputs in the cache.
 3. Finish with the hidden states after the last layer, for the output head.

@@ -11,17 +11,17 @@ model's, and expert t's own. The engine's loop brings both to a layer; then
 The output head comes last. A map of a group, with inputs x of the merged stream and x_t of expert t's, anchor W_a, and
 expert t's own W_t and b_t, becomes
 
-    W = argmin  sum_t s_t sum_x w_x |W x - W_t x_t|^2 + ridge * K(W - W_a)
-    b = the mean of b_t + W_t x_t - W x over all tokens, weighted by s_t w_x (``regression.Change.offset``)
+    W = argmin  sum_t s_t sum_x w_x |W x - W_t x_t|^2 + ridge * trace(D H D^T),   D = W - W_a
+    b = the mean of b_t + W_t x_t - W x over all tokens, weighted by s_t w_x; near the anchor's for a large ridge
 
-with s_t and K as ``regression.py`` says, and the weights w_x of ``answers.py``. Where the anchor is the merge of
-``actmat``, K takes the matrix of the system that ``actmat`` solves: W then minimizes the sums over tokens plus
-``ridge`` times the sums that ``actmat`` minimizes over the rows of the task vectors, so that a few prompts correct only
-where they show a need. Unless a recipe gives the ridge, left-out samples choose it for every group.
+``regression.py`` defines s_t, H and the bias (``Change.offset``), ``answers.py`` the weights w_x. Where the anchor is
+the merge of ``actmat``, H is built from the matrix of the system that ``actmat`` solves, so that a few prompts change a
+map mostly in directions that their tokens cover. Unless a recipe gives the ridge, left-out samples choose it for every
+group.
 
-This differs from FeatCal in that the maps of one layer see each other's solutions, in the weights of tasks and answers,
-in the choice of the ridge, and in that the output head is solved too. Norms, embeddings, convolutions and routers are
-the anchor's.
+This differs from FeatCal in four points: a map is solved on inputs that are computed with the maps already solved in
+its layer; tasks and answers have weights; left-out samples choose the ridge; the output head is solved, too. Norms,
+embeddings, convolutions and routers are the anchor's.
 """
 
 from __future__ import annotations
@@ -149,7 +149,9 @@ class _FeatureMerge(Accumulator[Tensors]):
         anchor, later = self._anchor_of(layer, weights)
         base, *experts = weights
         for key, stack in anchor.items():
-            if isinstance(stack, ExpertStack) and stack is not base[key]:  # which is computed whenever it is used
+            if (
+                isinstance(stack, ExpertStack) and stack is not base[key]
+            ):  # a lazy stack is computed at every use: put it in a file
                 anchor[key] = stack_of(in_a_file(stack, self.setting.folder), stack.device)
         passage = LayerPassage(self.decoder, layer, maps, experts, streams)
         solver = LayerMerge(passage, LayerTensors(base, experts, anchor, later), self.setting, self._known(layer))
@@ -233,8 +235,8 @@ class _FeatureMerge(Accumulator[Tensors]):
 
 @functools.lru_cache(maxsize=1)
 def written_in(decoder: Decoder) -> dict[str, int]:
-    """By the model's names of the layers' tensors, the layer whose file holds each: the one that solves it, or the
-    first that has it.
+    """For each layer tensor, by the model's name, the layer whose file holds it: the layer that solves it, else the
+    first that uses it.
     """
     first: dict[str, int] = {}
     for layer in range(len(decoder)):

@@ -22,7 +22,7 @@ class FeatcalMerge(Merge):
 
     def prepare(self) -> None:
         """Solve the merged model's tensors into the scratch folder."""
-        experiment = self.recipe_models
+        experiment = self.opened
         settings = experiment.recipe.settings_of(FeatcalSettings)
         solved = solve_model(experiment, settings)
         if settings.report:
@@ -37,7 +37,7 @@ class FeatcalMerge(Merge):
 
     def tensor(self, group: TensorGroup, **parameters: object) -> torch.Tensor:
         """Return the solved tensor; outside the layers, the base model's or the experts' average."""
-        experiment = self.recipe_models
+        experiment = self.opened
         assert self._solved is not None and group.base is not None and group.metadata.name
         base, name = group.base.tensor, group.metadata.name
         tensor = self._solved.tensor(name)
@@ -51,7 +51,7 @@ class FeatcalMerge(Merge):
 
     def share(self) -> None:
         """Solve with all processes."""
-        experiment = self.recipe_models
+        experiment = self.opened
         solve_model(experiment, experiment.recipe.settings_of(FeatcalSettings))
 
     def finish(self) -> None:

@@ -68,7 +68,7 @@ class Merge:
         self.experiment = experiment
 
     @property
-    def recipe_models(self) -> Experiment:
+    def opened(self) -> Experiment:
         """The opened recipe.
 
         Raises:

@@ -1,9 +1,9 @@
 """Every place where mergekit is reached into: what is replaced, why, and how it was.
 
-mergekit 0.1.5 has a table of merge methods and no other way in: a method sees one tensor at a time, and neither the
+mergekit 0.1.5 has a table of merge methods and no other way in: a method sees one tensor at a time; it sees neither the
 recipe nor the output folder. So each function below that is marked with `replaces` replaces one function of mergekit's,
 which it gets as ``stock``; its docstring says why. A merge's plan gets two tasks of ours besides (`PrepareMerge`,
-`FinishMerge`), and the tasks of its tensors carry the merge among their parameters: a result belongs to one plan.
+`FinishMerge`), and each tensor's task carries its `Merge`, so that two plans of a process never share a result.
 
 All was read from the source of mergekit 0.1.5. When this module is imported, the parameters of each function that it
 replaces are compared with those expected here; if they differ, the import fails with one sentence, and mergekit works
@@ -150,12 +150,12 @@ class PrepareMerge(Task[Merge]):
         return True
 
     def execute(self, **_: Any) -> Merge:
-        experiment = self.merge.recipe_models
+        experiment = self.merge.opened
         LoaderCache().setup(experiment.options)  # another plan may have been made since, with other options
         for model in (experiment.base, *experiment.experts):
             model.open()  # from now on changes of its files are noticed
         self.adapt()
-        if self.aligned is not None:  # it fails, if it does, before the models run
+        if self.aligned is not None:  # so that an unusable tokenizer is said before the models run
             for _result in Executor([self.aligned]).run(quiet=True):
                 pass
             LoaderCache().flush_all()  # a pickled shard stays in memory whole
@@ -215,7 +215,7 @@ def plan(stock: Callable[..., Any], self: MergePlanner) -> None:
     if context is not None:
         context.with_resource(files_named("mend that and run the command again"))
     merge = registry.begin(self.config, self.options)
-    experiment = merge.recipe_models
+    experiment = merge.opened
     if context is not None and (out := context.params.get("out_path")):
         context.with_resource(full_disk_said(experiment, Path(out)))
     base = experiment.model(experiment.recipe.base)
@@ -270,7 +270,7 @@ def generate_card(
         return stock(config, config_yaml, name)
     merge, folder = written
     try:
-        recipe = merge.recipe_models.recipe
+        recipe = merge.opened.recipe
         card.write_beside(folder, recipe, merge.solution, plain=not merge.adapted)
         return card.merge_card(stock(config, card.published_recipe(recipe), name), folder, recipe, merge.solution)
     except Exception as error:  # the model is written: nothing about its card may make the merge fail

@@ -25,7 +25,7 @@ class SltaMerge(Merge):
 
     def prepare(self) -> None:
         """Measure the models unless the statistics exist, and solve for the merging weights of every tensor."""
-        experiment = self.recipe_models
+        experiment = self.opened
         settings = experiment.recipe.settings_of(SltaSettings)
         experiment.check_edges(experts=settings.edges == "mean" or settings.level == "model")
         statistics = measured_statistics(experiment)
@@ -44,13 +44,13 @@ class SltaMerge(Merge):
 
     def tensor(self, group: TensorGroup, **parameters: object) -> torch.Tensor:
         """The base model's tensor plus the weighted task vectors."""
-        assert self.recipe_models and self._weights is not None and group.base is not None and group.metadata.name
+        assert self.opened and self._weights is not None and group.base is not None and group.metadata.name
         alpha = self._weights[group.metadata.name]
         experts = [(entry.tensor, alpha[self._position[entry.id]]) for entry in group.non_base]
         return weighted_sum(group.base.tensor, experts)
 
     def share(self) -> None:
         """Measure with all processes, unless a published file is used."""
-        experiment = self.recipe_models
+        experiment = self.opened
         if not experiment.recipe.settings_of(SltaSettings).statistics.startswith(PUBLISHED_PREFIX):
             measured_statistics(experiment)

@@ -6,7 +6,7 @@ For a submodule with input features x, gathered by running the base model on a s
     G_x[b, c]  = sum over tokens and dimensions of Delta_b(x) Delta_c(x)     the sample's Gram matrix [T, T] (Eq. 14)
 
 The paper runs the base model through all layers, keeps each submodule's inputs, and then goes over the submodules. The
-engine's loop does both in one layer after the other, so that no inputs are kept. Everything after the Gram matrices is
+engine's loop does both layer by layer, so that no inputs are stored. Everything after the Gram matrices is
 arithmetic on them (``solver.py``).
 
 Shapes: ``N`` samples of all tasks, ``T`` experts, ``S`` tokens, ``D`` dimensions. There may be more tasks than experts.

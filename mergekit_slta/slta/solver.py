@@ -7,10 +7,12 @@ Symbols, for one submodule with ``N`` calibration samples and ``T`` experts:
     B_a  [T, T]     mean over task a's samples of w_x G_x (Eq. 14, 34)
     A    [T, T]     sum_a c_a B_a, c_a the weight of task a, and b_j = sum_{a < T} c_a B_a[j, a] (Eq. 13)
     alpha [T]       A^-1 b (Eq. 12, 32)
+    J_a(alpha)      alpha^T B_a alpha - 2 alpha^T B_a[:, a] + B_a[a, a], the squared distance of the merge's feature
+                    change from expert a's on task a
 
-Expert a was trained for task a. A task without an expert (a >= T) has zero for its target: it adds to A and not to b,
-which holds the merge to what the base model does on its samples. The functions of means and weights work on leading
-batch dimensions too, which is how the bootstrap runs.
+Expert a was trained for task a. The target of a task without an expert (a >= T) is no change: it adds to A and not to
+b, which pulls the merge towards the base model on its samples. The functions of means and weights work on leading batch
+dimensions too, which is how the bootstrap runs.
 """
 
 from collections.abc import Sequence
@@ -167,7 +169,7 @@ def bootstrap(
 ) -> torch.Tensor:
     """Merging weights of ``repeats`` bootstrap samples, [repeats, T]; tasks keep their number of samples.
 
-    NaN where a task has one sample, which can only be drawn again. Many draws of many experts are solved in parts.
+    All are NaN if a task has one sample, which can only be drawn again. Many draws of many experts are solved in parts.
     """
     found = []
     for counts in bootstrap_counts(task, repeats, seed).split(max(1, MOST_NUMBERS // grams.shape[-1] ** 3)):
