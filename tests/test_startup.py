@@ -240,16 +240,18 @@ def test_a_lazily_loaded_host(host: Path, calls: list[str]) -> None:
     assert calls == ["hook"]
 
 
-def test_a_module_of_this_package_may_be_imported_first(forks: ForkServerContext) -> None:
+@pytest.mark.parametrize("module", ["slta.measure", "output.verify"])
+def test_a_module_of_this_package_may_be_imported_first(module: str, forks: ForkServerContext) -> None:
     """It imports mergekit, whose import would register, which needs the module that is not complete yet."""
-    code = """
+    code = f"""
 import warnings
 import _mergekit_slta_startup as startup
 startup.install()
 warnings.simplefilter("error", RuntimeWarning)
-import mergekit_slta.slta.measure
+import mergekit_slta.{module}
 import mergekit.plan
 from mergekit import merge_methods
+assert hasattr(mergekit.plan.MergePlanner._plan, "__wrapped__")
 assert merge_methods.get("slta").spec.name == "slta"
 """
     run_afresh(forks, code)

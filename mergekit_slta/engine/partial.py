@@ -67,7 +67,7 @@ class Partial:
             try:
                 self._lock.acquire()
             except filelock.Timeout:
-                refusal = SltaError(f"Another process is at work in {self.folder}: wait until it has ended.")
+                refusal = SltaError(f"Another process or thread is at work in {self.folder}: wait until it has ended.")
             except (OSError, NotImplementedError):  # some file systems have no locks
                 LOG.debug("%s cannot be locked", self.folder, exc_info=True)
             if refusal is None:

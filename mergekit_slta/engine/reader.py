@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
 import torch
@@ -32,7 +32,7 @@ class Reader:
         on_gpu = decoder.device.type == "cuda"
         self._target = decoder.device if on_gpu else torch.device("cpu")
         self._stream = torch.cuda.Stream(decoder.device) if on_gpu else None
-        self._ahead = self._thread.submit(self._fetch, 0)
+        self._ahead: Future[list[dict[str, torch.Tensor]]] | None = self._thread.submit(self._fetch, 0)
 
     def __enter__(self) -> Reader:
         return self
@@ -48,14 +48,16 @@ class Reader:
         Raises:
             SltaError: a tensor is missing, or holds NaN or Inf, or the model's files have changed.
         """
+        assert self._ahead is not None, "no layer follows the last one"
         names, stacks = self._decoder.layer_tensors(layer), self._stacks(layer)
         prefix, device = self._decoder.base_model_prefix, self._decoder.device
         weights = [
             model.read(names, prefix, device, fetched, stacks)
             for model, fetched in zip(self._models, self._ahead.result(), strict=True)
         ]
-        if layer + 1 < len(self._decoder):
-            self._ahead = self._thread.submit(self._fetch, layer + 1)
+        more = layer + 1 < len(self._decoder)
+        # The last layer's tensors must not wait in memory beside the output head.
+        self._ahead = self._thread.submit(self._fetch, layer + 1) if more else None
         return weights
 
     def _fetch(self, layer: int) -> list[dict[str, torch.Tensor]]:

@@ -16,7 +16,6 @@ from mergekit.architecture import WeightInfo, get_architecture_info
 from mergekit.common import dtype_from_name
 from mergekit.io.lazy_tensor_loader import LazyTensorLoader
 from mergekit.io.tasks import GatherTensors, LoaderCache, LoadTensor, SaveTensor
-from mergekit.plan import MergePlanner
 from tqdm import tqdm
 
 from mergekit_slta.errors import reading
@@ -138,6 +137,8 @@ def _plan(experiment: Experiment, folder: Path) -> list[SaveTensor]:
     if config.merge_method in SETTINGS:
         rows = {reference: experiment.padded_tensors(reference) for reference in recipe.references}
         adapt_loaders(experiment.model(recipe.base), rows, architecture)
+    from mergekit.plan import MergePlanner  # not above: the start-up hook waits for a program to import it
+
     planner = MergePlanner(config, architecture, options, base.config(trust_remote_code=options.trust_remote_code))
     planner._plan = functools.partial(inspect.unwrap(MergePlanner._plan), planner)
     return [task for task in planner.plan_to_disk(str(folder)) if isinstance(task, SaveTensor)]

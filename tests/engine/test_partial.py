@@ -143,7 +143,7 @@ def test_only_the_first_rank_keeps_others_out(
     second.enter(Ranks(1, 2))
     with pytest.raises(click.exceptions.Exit):
         Partial(tmp_path / "partial", {}).enter(Ranks(0, 2))
-    assert "Error: Another process is at work in" in capsys.readouterr().err
+    assert "Error: Another process or thread is at work in" in capsys.readouterr().err
     first.release()
 
 
@@ -199,7 +199,7 @@ def test_killed_after_a_layer(
     assert sorted(file.name for file in before) == sorted(
         [LOCK, RUN, *(f"layer-{number:04d}.safetensors" for number in range(layer + 1))]
     )
-    with pytest.raises(SltaError, match="Another process is at work in .*partial: wait until it has ended"):
+    with pytest.raises(SltaError, match="Another process or thread is at work in .*partial: wait until it has ended"):
         measure(recipe(family), path)
     assert {file: file.read_bytes() for file in partial_of(path).iterdir()} == before
     process.kill()
