@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from conftest import MakeFamily
 from mergekit.io.tasks import LoaderCache
+from mergekit.options import MergeOptions
 from support import copies, families
 from support.families import Family
 
 from mergekit_slta.errors import SltaError
+from mergekit_slta.recipe import options
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.slta.matching import fingerprint
@@ -23,6 +25,12 @@ def test_as_many_samples_as_the_recipe_says_or_as_asked(llama: Family) -> None:
     experiment = families.experiment(families.recipe(llama, samples=4))
     for count, asked in ((4, None), (2, 2)):
         assert [len(data.token_ids) for data in experiment.load_data(experiment.recipe.experts, asked)] == [count] * 3
+
+
+def test_every_option_of_functions_in_python_is_one_of_mergekits_and_does_what_it_does_there(llama: Family) -> None:
+    assert set(get_type_hints(options.MergeOptions)) <= set(MergeOptions.model_fields)
+    assert families.experiment(families.recipe(llama), cuda=True).device == "cuda"
+    assert families.experiment(families.recipe(llama)).device == "cpu"
 
 
 def test_the_same_data_for_two_experts_is_refused(llama: Family, tmp_path: Path) -> None:
