@@ -28,7 +28,7 @@ import torch
 from mergekit_slta.models.roles import Role
 from mergekit_slta.numerics.symmetric import gram, times_inverse, with_ridge
 
-SMALLEST_RIDGE = 1e-8  # for a ridge of zero; with less, rounding decides in directions that no expert changed
+SMALLEST_ACTMAT_RIDGE = 1e-8  # for a ridge of zero; with less, rounding decides in directions that no expert changed
 
 
 class MergedMatrix(NamedTuple):
@@ -78,7 +78,7 @@ def merge_by_covariance(
             target.addmm_(exact, own)
     if len(tasks) == 1 or not total.any():
         return MergedMatrix(mean, total)
-    ridge = max(ridge, SMALLEST_RIDGE)
+    ridge = max(ridge, SMALLEST_ACTMAT_RIDGE)
     target.add_(mean, alpha=ridge * float(total.diagonal().mean()))
     change = times_inverse(target, with_ridge(total, ridge))
     assert change is not None  # a Gram matrix of finite numbers, with a ridge, is positive definite

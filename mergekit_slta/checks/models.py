@@ -14,7 +14,7 @@ from mergekit_slta.models.padding import both_have, is_vocabulary
 from mergekit_slta.models.skeleton import computation
 from mergekit_slta.recipe.experiment import Experiment
 
-SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+SAME_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
 def one_model(experiment: Experiment, reference: ModelReference) -> None:
@@ -51,7 +51,7 @@ def one_family(experiment: Experiment, reference: ModelReference) -> None:
     base, expert = experiment.model(experiment.recipe.base), experiment.model(reference)
     if not (experiment.options.allow_crimes and not experiment.recipe.method.runs_models):
         _same_architecture(base, expert)
-    sizes = [(name, expert.size(name), base.size(name)) for name in SIZES]
+    sizes = [(name, expert.size(name), base.size(name)) for name in SAME_SIZES]
     sizes = [entry for entry in sizes if None not in entry]  # a configuration may leave a default size out
     if differing := [f"{name} {own} instead of {wanted}" for name, own, wanted in sizes if own != wanted]:
         raise SltaError(

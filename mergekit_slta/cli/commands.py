@@ -14,7 +14,7 @@ from mergekit_slta import __version__, files
 from mergekit_slta.cli.options import (
     EDGES,
     EDGES_HELP,
-    INPUT,
+    INPUT_FILE,
     LEVELS_HELP,
     MODEL_HELP,
     TASK_WEIGHT_HELP,
@@ -245,7 +245,7 @@ def evaluate(recipe: Path, out: Path, samples: int, json_file: str | None, **opt
 @recipe_path
 @click.argument("out", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
 @held_out_records
-@click.option("--text", "text_file", metavar="FILE", type=INPUT, help="Also each model's perplexity on this text.")
+@click.option("--text", "text_file", metavar="FILE", type=INPUT_FILE, help="Also each model's perplexity on this text.")
 @numbers_file
 @click.option("--figure", "figure_file", metavar="FILE", type=click.Path(path_type=Path), help="Draw them, as PNG.")
 def compare(

@@ -126,7 +126,7 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
     return LayerMaps(tuple(groups), kept, run.changed)
 
 
-def listed(kept: Mapping[str, str]) -> str:
+def kept_in_words(kept: Mapping[str, str]) -> str:
     """The maps that are not solved, those of one reason together, and the reason."""
     names: dict[str, list[str]] = {}
     for name, why in kept.items():

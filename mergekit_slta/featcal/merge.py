@@ -41,7 +41,7 @@ from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams
 from mergekit_slta.featcal.anchor import ActmatAnchor
-from mergekit_slta.featcal.groups import groups_by_layer, listed, solved_in
+from mergekit_slta.featcal.groups import groups_by_layer, kept_in_words, solved_in
 from mergekit_slta.featcal.head import HeadSolver
 from mergekit_slta.featcal.layer import LayerMerge, in_a_file
 from mergekit_slta.featcal.passage import EXPERT, MERGED, LayerPassage
@@ -134,7 +134,7 @@ class _FeatureMerge(Accumulator[Tensors]):
             name for layer in range(len(self.decoder)) for name in self.decoder.layer_tensors(layer).values()
         )
         self.shared: dict[str, torch.Tensor | None] = {name: None for name, count in every.items() if count > 1}
-        for words, kept in {listed(maps.kept): maps.kept for maps in self.maps if maps.kept}.items():
+        for words, kept in {kept_in_words(maps.kept): maps.kept for maps in self.maps if maps.kept}.items():
             numbered = any(part.isdigit() for name in kept for part in name.split("."))  # most of a mixture's weights
             LOG.log(logging.WARNING if numbered else logging.INFO, "Not solved, so they stay the anchor's: %s", words)
 

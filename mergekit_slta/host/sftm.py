@@ -18,7 +18,7 @@ from mergekit_slta.recipe.settings import SftmSettings
 from mergekit_slta.sftm.superpose import merge_task_matrices, trim
 
 
-def merged_task(role: Role, tasks: Iterable[torch.Tensor], density: Sequence[float], rank: int) -> torch.Tensor:
+def superpose_task(role: Role, tasks: Iterable[torch.Tensor], density: Sequence[float], rank: int) -> torch.Tensor:
     """Trim the experts' task vectors and merge them by their role, before the scaling factor γ (Algorithm 2).
 
     A stack [..., m, n] of linear maps is trimmed and merged matrix by matrix, as if the checkpoint stored them apart.
@@ -27,7 +27,9 @@ def merged_task(role: Role, tasks: Iterable[torch.Tensor], density: Sequence[flo
     if role in (Role.LINEAR, Role.TRANSPOSED):
         stacks = list(tasks)
         if stacks[0].ndim > 2:
-            return torch.stack([merged_task(role, matrices, density, rank) for matrices in zip(*stacks, strict=True)])
+            return torch.stack(
+                [superpose_task(role, matrices, density, rank) for matrices in zip(*stacks, strict=True)]
+            )
         return merge_task_matrices([trim(task, share) for task, share in zip(stacks, density, strict=True)], rank)
     trimmed = (trim(task, share) for task, share in zip(tasks, density, strict=True))
     if role is Role.CONVOLUTION:
@@ -53,5 +55,5 @@ class SftmMerge(DataFreeMerge):
         """Superpose the experts' features (Algorithm 2)."""
         weights = parameters["weight"].values_for(group.non_base)
         weighted = (task.mul_(weight) for task, weight in zip(tasks, weights, strict=True))
-        merged = merged_task(role, weighted, parameters["density"].values_for(group.non_base), parameters["rank"])
+        merged = superpose_task(role, weighted, parameters["density"].values_for(group.non_base), parameters["rank"])
         return merged, 1.0 if role is Role.NORM else parameters["lambda"]

@@ -152,7 +152,7 @@ def local_folder(path: ModelPath, cache_dir: str | None = None) -> Path | None:
             path.path, revision=path.revision, cache_dir=cache_dir, local_files_only=True
         )
         weight_map(Path(folder))
-    except (*hub.ERRORS, SltaError):
+    except (*hub.HUB_ERRORS, SltaError):
         return None
     return Path(folder)
 

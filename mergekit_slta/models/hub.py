@@ -15,7 +15,7 @@ from mergekit_slta.errors import SltaError, first_line
 if TYPE_CHECKING:  # importing mergekit takes seconds, which the command solve does not need
     from mergekit.common import ModelPath
 
-ERRORS = (OSError, ValueError, hub.HTTPError, hub.EntryNotFoundError)
+HUB_ERRORS = (OSError, ValueError, hub.HTTPError, hub.EntryNotFoundError)
 _UNREACHABLE = "the Hub cannot be reached"
 # The first kind that fits is reported, so special kinds stand before general ones.
 _REASONS: tuple[tuple[type[Exception], str], ...] = (
@@ -31,7 +31,7 @@ _MISSING = (hub.RepositoryNotFoundError, hub.LocalEntryNotFoundError, hub.Offlin
 
 
 def reason(error: Exception) -> str:
-    """Why a request failed with one of ``ERRORS``, without a full stop."""
+    """Why a request failed with one of ``HUB_ERRORS``, without a full stop."""
     return next((words for kind, words in _REASONS if isinstance(error, kind)), first_line(error))
 
 
@@ -44,7 +44,7 @@ def asking(path: ModelPath) -> Iterator[None]:
     """
     try:
         yield
-    except ERRORS as error:
+    except HUB_ERRORS as error:
         words = reason(error)
         if isinstance(error, hub.HFValidationError):
             words = "there is no such folder here"

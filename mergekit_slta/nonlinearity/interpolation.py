@@ -80,7 +80,7 @@ def _runs(levels: Sequence[str]) -> int:
     return ("layer" in levels) + bool({"attn_mlp", "head_mlp"} & {*levels})
 
 
-def measure(
+def measure_studies(
     decoder: Decoder,
     models: Sequence[Checkpoint],
     tasks: Tasks,

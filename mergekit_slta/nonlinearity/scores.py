@@ -25,7 +25,7 @@ from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.layers.trace import on_device
 from mergekit_slta.models.checkpoint import Checkpoint
-from mergekit_slta.nonlinearity.interpolation import Grams, Study, count_passes, measure
+from mergekit_slta.nonlinearity.interpolation import Grams, Study, count_passes, measure_studies
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.options import ModelOptions
 from mergekit_slta.recipe.recipe import Recipe, published_name, require_calibration
@@ -146,7 +146,7 @@ class Value:
         return Value(float(found.mean()), float(found.std(correction=0)), len(found))
 
 
-def pooled(values: Sequence[Value]) -> Value:
+def pool_values(values: Sequence[Value]) -> Value:
     """Mean and standard deviation of the numbers behind several values together."""
     found = [value for value in values if value.n]
     n = sum(value.n for value in found)
@@ -241,7 +241,7 @@ class Plan:
             disable=quiet or not self.ranks.first,
         ) as bar:
             inputs = self.decoder, self.models, self.tasks, self.levels, self.studies
-            measured = measure(*inputs, self.batch_tokens, self.ranks, bar.update)
+            measured = measure_studies(*inputs, self.batch_tokens, self.ranks, bar.update)
         members = [tuple(self.names[expert] for expert in study.experts) for study in self.studies]
         groups = dict(zip(map("+".join, members), members, strict=True))
         samples = tuple(map(len, self.tasks))

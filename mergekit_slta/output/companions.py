@@ -23,7 +23,7 @@ LOG = logging.getLogger(__name__)
 
 PROCESSOR = ("*processor_config.json", "audio_tokenizer_config.json")  # of images, video and sound
 GENERATION = ("generation_config.json",)  # names tokens by their ids
-TOKENIZER = ("chat_template.jinja", "additional_chat_templates/*.jinja", "tekken.json")
+TOKENIZER_FILES = ("chat_template.jinja", "additional_chat_templates/*.jinja", "tekken.json")
 CODE = ("*.py",)
 
 
@@ -36,12 +36,12 @@ def copy_companions(experiment: Experiment, folder: Path) -> None:
     if tokenizer in (None, "base"):
         patterns += GENERATION
     if tokenizer is None and not config.chat_template and experiment.options.copy_tokenizer:
-        patterns += TOKENIZER
+        patterns += TOKENIZER_FILES
     path = experiment.recipe.base.model
     wanted = [*patterns, *CODE]
     try:
         source = hub.folder_with(wanted, path, LoaderCache().hf_cache_dir)
-    except hub.ERRORS as error:
+    except hub.HUB_ERRORS as error:
         LOG.warning("Copy %s from %s yourself: %s", ", ".join(wanted), path, hub.reason(error))
         return
     patterns += CODE if _names_code(source) else ()

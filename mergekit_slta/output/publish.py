@@ -128,7 +128,7 @@ def publish(
         api = HfApi()
         api.create_repo(repository, private=private, exist_ok=True)
         done = api.create_commit(repository, operations, commit_message="Upload a merged model")
-    except (*hub.ERRORS, RuntimeError) as error:
+    except (*hub.HUB_ERRORS, RuntimeError) as error:
         raise SltaError(f"{repository} cannot be published: {hub.reason(error)}.") from error
     return replace(found, address=done.repo_url.url)
 

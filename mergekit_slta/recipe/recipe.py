@@ -24,7 +24,7 @@ from mergekit_slta.recipe.settings import SETTINGS, MethodSettings, Parameters
 from mergekit_slta.recipe.text import faults
 
 MOST_SAID = 3  # of the places where mergekit cannot read a recipe
-Table = TypeVar("Table", bound=Parameters)
+Given = TypeVar("Given", bound=Parameters)
 Kind = TypeVar("Kind", bound=MethodSettings)
 
 
@@ -252,7 +252,7 @@ def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value
 
 
-def _table(kind: type[Table], given: Mapping[str, Any]) -> Table:
+def _table(kind: type[Given], given: Mapping[str, Any]) -> Given:
     """A table of parameters; a gradient or filters, which only mergekit evaluates, leave a default."""
     names = {field.alias or name for name, field in kind.model_fields.items()}
     values = {name: value for name, value in given.items() if isinstance(value, (str, int, float, bool))}

@@ -16,7 +16,7 @@ from mergekit_slta.reports.page import Chart, Page, Section
 from mergekit_slta.reports.words import enumerated, plain_number, possessive
 from mergekit_slta.tables import Table, short_names
 
-MEANING = (
+ERRORS_MEANING = (
     "The error of a layer is the distance between the merged model's output and the expert's output, relative to the "
     "size of the expert's output, on average over the tokens of the expert's calibration samples. The merge was fitted "
     "to these samples, so the distance is larger on others. It is a distance of features, not accuracy."
@@ -52,7 +52,7 @@ def drift_page(
     ridge = "a ridge chosen by left-out samples" if chosen else f"ridge {plain_number(float(settings.ridge))}"
     return Page(
         title=f"How close a merge of {enumerated(names)} comes to each",
-        verdict=[_verdict(merged, anchor, names, anchor_name), MEANING],
+        verdict=[_verdict(merged, anchor, names, anchor_name), ERRORS_MEANING],
         facts={
             "Experts": ", ".join(models),
             "Samples": f"{settings.samples} of each task, seed {settings.seed}, at most {settings.max_tokens} tokens",
@@ -70,7 +70,7 @@ def _coverage(routing: Routing, names: Sequence[str]) -> Section:
     rows = []
     for module, (tokens, solved, agreement) in routing.items():
         counts = [int(tokens.min()), int(tokens.median()), int(tokens.max()), int(solved.sum()), int((~solved).sum())]
-        rows.append([module, *map(str, counts), *map(percent, agreement.tolist())])
+        rows.append([module, *map(str, counts), *map(error_percent, agreement.tolist())])
     header = ["Mixture", "fewest tokens", "in the middle", "most", "solved", "kept", *(f"as {name}" for name in names)]
     return Section(
         "Routed experts",
@@ -83,7 +83,7 @@ def _coverage(routing: Routing, names: Sequence[str]) -> Section:
     )
 
 
-def percent(error: float) -> str:
+def error_percent(error: float) -> str:
     """A relative error in percent; below 1 % with three digits, and a dash where the expert's features are all zero."""
     if not math.isfinite(error):
         return "–"
@@ -91,7 +91,7 @@ def percent(error: float) -> str:
 
 
 def _verdict(merged: torch.Tensor, anchor: torch.Tensor, names: Sequence[str], anchor_name: str) -> str:
-    after, before = (list(map(percent, errors[-1].tolist())) for errors in (merged, anchor))
+    after, before = (list(map(error_percent, errors[-1].tolist())) for errors in (merged, anchor))
     clauses = [
         f"{after[index]} away from {possessive(name)} ({anchor_name}: {before[index]})"
         for index, name in enumerate(names)
@@ -108,7 +108,7 @@ def _chart(merged: torch.Tensor, anchor: torch.Tensor, names: Sequence[str], anc
     for name, before, after in zip(names, anchor.T.tolist(), merged.T.tolist(), strict=True):
         lines = [Line(f"before: {anchor_name}", layers, before), Line("after: the merged model", layers, after)]
         panels.append(Panel(f"On {possessive(name)} samples", lines))
-        said.append(f"{name} {percent(before[-1])} before and {percent(after[-1])} after")
+        said.append(f"{name} {error_percent(before[-1])} before and {error_percent(after[-1])} after")
     columns = [f"{name}, {when}" for name in names for when in ("before", "after")]
     pairs = torch.stack([anchor, merged], 2).flatten(1).tolist()
     return Chart(
@@ -118,5 +118,5 @@ def _chart(merged: torch.Tensor, anchor: torch.Tensor, names: Sequence[str], anc
         "from) and after. Lower is better.",
         alt=f"Two lines per expert over the decoder layers, before and after. After the last layer: {'; '.join(said)}.",
         picture=line_chart(panels, x_label="decoder layer", y_label="relative error", y_percent=True, lines_at=(0.0,)),
-        table=Table(["layer", *columns], [[str(layer), *map(percent, row)] for layer, row in enumerate(pairs)]),
+        table=Table(["layer", *columns], [[str(layer), *map(error_percent, row)] for layer, row in enumerate(pairs)]),
     )

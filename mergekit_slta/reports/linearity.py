@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mergekit_slta import files
 from mergekit_slta.levels import place_of
-from mergekit_slta.nonlinearity.scores import STEPS, Linearity, Value, distance_metric, pooled
+from mergekit_slta.nonlinearity.scores import STEPS, Linearity, Value, distance_metric, pool_values
 from mergekit_slta.reports.analysis import kinds_of
 from mergekit_slta.reports.figures import Bar, Matrix, bar_chart, heat_map
 from mergekit_slta.reports.page import Chart, Page, Section
@@ -19,8 +19,8 @@ LINEAR_MAPS = "linear map"
 MAPPED_LEVELS = ("model", "layer", "attn_mlp")  # the levels in Figure 6
 STEP_NAMES = [f"{step / STEPS:.1f}" for step in range(STEPS + 1)]
 BARS = "A bar is the mean, and the thin line at its end reaches one standard deviation to both sides, over "
-SETTINGS = {2: "25 settings of two weights from 0.2 to 1", 3: "27 settings of three weights from 0.3 to 0.7"}
-MEANING = (
+SETTINGS_OF = {2: "25 settings of two weights from 0.2 to 1", 3: "27 settings of three weights from 0.3 to 0.7"}
+SCORES_MEANING = (
     f"The non-linearity score sums {(STEPS + 1) ** 2} squared deviations between points on the way from the base model "
     "to an expert. It is 0 if features change in proportion to the weights; 1.21 means a root mean square deviation of "
     "10 % of the expert's feature change. Linear experts can be merged by adding their task vectors. Whether the "
@@ -41,7 +41,7 @@ def write_linearity(result: Linearity, folder: Path) -> Path:
 def linearity_page(result: Linearity) -> Page:
     """The report on linearity."""
     experts = short_names(result.experts)
-    sizes = {size: found for size in SETTINGS if (found := _merges(result, size))}
+    sizes = {size: found for size in SETTINGS_OF if (found := _merges(result, size))}
     own = {short: ("non_linearity", [name]) for short, name in zip(experts, result.experts, strict=True)}
     score = _bars(
         result,
@@ -62,7 +62,7 @@ def linearity_page(result: Linearity) -> Page:
     sentences = [_merge_sentence(result, size, merges) for size, merges in sizes.items()]
     return Page(
         title=f"Linearity of {enumerated(experts)} in their weights",
-        verdict=[score_sentence(result), *sentences, MEANING],
+        verdict=[score_sentence(result), *sentences, SCORES_MEANING],
         facts=_facts(result),
         sections=sections,
     )
@@ -119,7 +119,9 @@ def _pooled(result: Linearity, metric: str, group: str, names: Sequence[str]) ->
     """A metric over all submodules of a group, of experts or merges."""
     level = _groups(result)[group]
     found = result.metrics[metric][level]
-    return pooled([value for who in names for name, value in found[who].items() if _group_of(level, name) == group])
+    return pool_values(
+        [value for who in names for name, value in found[who].items() if _group_of(level, name) == group]
+    )
 
 
 def _merges(result: Linearity, size: int) -> list[str]:
@@ -144,7 +146,7 @@ def _table(
 
 
 def _merge_charts(result: Linearity, sizes: Mapping[int, Sequence[str]]) -> list[Chart]:
-    settings = f"{BARS}{' and '.join(SETTINGS[size] for size in sizes)}"
+    settings = f"{BARS}{' and '.join(SETTINGS_OF[size] for size in sizes)}"
     short = dict(zip(result.experts, short_names(result.experts), strict=True))
     merges = [merge for found in sizes.values() for merge in found]
     columns = [" + ".join(short[name] for name in result.members[merge]) for merge in merges]

@@ -9,7 +9,7 @@ import torch
 
 from mergekit_slta.layers.parts import parts
 
-CACHED = 2**17  # elements of the features that are multiplied at once, in float64 and with the memory for copies
+MULTIPLIED = 2**17  # elements of the features that are multiplied at once, in float64 and with the memory for copies
 
 
 def sample_grams(deltas: Sequence[torch.Tensor], lengths: Sequence[int]) -> torch.Tensor:
@@ -28,7 +28,7 @@ def sample_grams(deltas: Sequence[torch.Tensor], lengths: Sequence[int]) -> torc
     grams = []
     for row, length in enumerate(lengths):
         total = torch.zeros(len(deltas), len(deltas), dtype=torch.float64, device=deltas[0].device)
-        for own in parts(*(delta[row, :length].reshape(-1) for delta in deltas), elements=CACHED):
+        for own in parts(*(delta[row, :length].reshape(-1) for delta in deltas), elements=MULTIPLIED):
             features = torch.stack(own).double()
             total += features @ features.T
         grams.append(total)

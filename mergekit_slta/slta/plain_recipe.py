@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # Ten digits: two orders of magnitude below float32's rounding, and still readable.
 DIGITS = 10
-TOLERANCE = 1e-9
+WEIGHT_TOLERANCE = 1e-9
 MULTIMODAL = WRITERS[-1]  # how the name of a class ends that may take more than text
 
 
@@ -244,7 +244,7 @@ def _verify(content: dict[str, Any], planned: Sequence[PlannedTensor]) -> None:
         t = 0.0 if tensor.layer is None else tensor.layer / depth if depth else 1.0
         for model, wanted in zip(recipe.models or [], tensor.alpha, strict=True):
             found = evaluate_setting(tensor.name, (model.parameters or {})["weight"], t, validate=float)
-            if found is None or abs(found - wanted) > TOLERANCE * max(1.0, abs(wanted)):
+            if found is None or abs(found - wanted) > WEIGHT_TOLERANCE * max(1.0, abs(wanted)):
                 raise SltaError(
                     f"Filters cannot give {tensor.name} a weight of its own: use 'merge_method: slta' with these "
                     "statistics."

@@ -313,7 +313,7 @@ def resolve_statistics(source: str, cache_dir: str | None = None) -> Path:
                 parts["repo"], parts["file"], revision=parts["revision"], cache_dir=cache_dir
             )
         )
-    except hub.ERRORS as error:
+    except hub.HUB_ERRORS as error:
         raise SltaError(f"Statistics '{source}' cannot be fetched: {hub.reason(error)}.") from error
 
 

@@ -224,7 +224,9 @@ def linearity_grams(family: Family, ranks: Ranks) -> list[dict[str, torch.Tensor
     studies = [merge_study((0, 2), 3), path_study(1, 3)]
     tasks = [samples[:2] for samples in family.token_ids()]
     models, levels = families.checkpoints(family.folders), ("model", "layer", "linear")
-    return interpolation.measure(trace(family.config), models, tasks, levels, studies, 0, ranks, lambda samples: None)
+    return interpolation.measure_studies(
+        trace(family.config), models, tasks, levels, studies, 0, ranks, lambda samples: None
+    )
 
 
 def test_every_process_ends_up_with_the_linearity_that_one_alone_measures(

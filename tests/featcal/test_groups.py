@@ -10,7 +10,7 @@ import torch
 import transformers
 from support import families
 
-from mergekit_slta.featcal.groups import MapGroup, find_groups, groups_by_layer, listed, solved_in
+from mergekit_slta.featcal.groups import MapGroup, find_groups, groups_by_layer, kept_in_words, solved_in
 from mergekit_slta.layers.children import child_of, is_inside
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import LinearMap, is_fused, linear_maps
@@ -318,7 +318,7 @@ def test_a_mixture_of_another_layout_keeps_its_experts_and_its_router() -> None:
         [f"{mixture}.{name}" for mixture in ("mlp", "self_attention.experts") for name in names]
         for names in (["router.layer"], ["input_linear.weight", "output_linear.weight"])
     )
-    assert listed(found.kept) == (
+    assert kept_in_words(found.kept) == (
         f"{', '.join(sorted(routers))} (choosing a mixture's experts); "
         f"{', '.join(stacks)} (in a module that is not given the experts of each token)"
     )

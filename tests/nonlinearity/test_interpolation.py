@@ -218,6 +218,6 @@ def test_the_passes_that_are_announced_are_made(levels: Sequence[str], llama: Fa
     planned = plan_of(llama, levels, studies, [samples[:1] for samples in llama.token_ids()])
     done: list[int] = []
     inputs = planned.decoder, planned.models, planned.tasks, levels, studies
-    interpolation.measure(*inputs, 0, Ranks(), done.append)
+    interpolation.measure_studies(*inputs, 0, Ranks(), done.append)
     assert sum(done) == planned.passes * LAYERS
     assert str(planned.passes) in str(planned)

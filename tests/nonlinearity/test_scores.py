@@ -31,7 +31,7 @@ from mergekit_slta.nonlinearity.scores import (
     path_study,
     plan_linearity,
     plan_studies,
-    pooled,
+    pool_values,
     projection_and_cosine,
 )
 from mergekit_slta.recipe.recipe import Recipe
@@ -86,11 +86,11 @@ def test_the_baseline_is_the_mean_over_all_pairs() -> None:
 def test_pooled_values_are_those_of_all_numbers() -> None:
     parts = [random_features(4), random_features(9) + 2, torch.full((2,), math.nan).double()]
     everything = torch.cat(parts[:2])
-    found = pooled([Value.of(part) for part in parts])
+    found = pool_values([Value.of(part) for part in parts])
     assert found.n == 13
     assert found.mean == pytest.approx(everything.mean().item())
     assert found.std == pytest.approx(everything.std(correction=0).item())
-    assert math.isnan(pooled([Value.of(parts[2])]).mean)
+    assert math.isnan(pool_values([Value.of(parts[2])]).mean)
 
 
 def test_settings_are_the_papers() -> None:

@@ -9,7 +9,7 @@ import torch
 from support.html_elements import Elements, assert_self_contained
 
 from mergekit_slta.recipe.settings import FeatcalSettings
-from mergekit_slta.reports.featcal import ANCHORS, MEANING, drift_page
+from mergekit_slta.reports.featcal import ANCHORS, ERRORS_MEANING, drift_page
 from mergekit_slta.reports.page import Page
 from mergekit_slta.reports.words import percent
 
@@ -28,7 +28,7 @@ def test_it_opens_with_how_far_the_last_layers_features_are() -> None:
     assert page().verdict == [
         "After the last layer the merged model's features are 42 % away from math's (the base model: 85 %) and "
         "35 % away from code's (the base model: 71 %); the distance grows most in layer 2.",
-        MEANING,
+        ERRORS_MEANING,
     ]
 
 

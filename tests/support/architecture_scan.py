@@ -36,7 +36,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from mergekit_slta.errors import first_line
-from mergekit_slta.featcal.groups import groups_by_layer, listed, solved_in
+from mergekit_slta.featcal.groups import groups_by_layer, kept_in_words, solved_in
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import linear_maps
 from mergekit_slta.layers.submodules import fallbacks
@@ -222,7 +222,7 @@ def scan(model_type: str, images: bool) -> Row:
             row.reasons += list(map(str, found))
         row.works["featcal"] = _solves_most(decoder)
         if not row.works["featcal"]:
-            kept = dict.fromkeys(listed(maps.kept) for maps in groups_by_layer(decoder))
+            kept = dict.fromkeys(kept_in_words(maps.kept) for maps in groups_by_layer(decoder))
             row.reasons.append(f"featcal keeps the anchor in most linear maps: {'; '.join(kept)}.")
     except Exception as error:
         row.reasons.append(first_line(error))
