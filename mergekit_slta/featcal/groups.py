@@ -29,14 +29,12 @@ class MapGroup:
         module: the path of the first module in the group that the layer calls.
         maps: the maps, in the order in which the layer calls them.
         fused: whether the maps are routed experts in one module, each with its own input.
-        at_once: whether that module is given the tokens once for each routed expert, and multiplies by all at once.
     """
 
     child: str
     module: str
     maps: tuple[LinearMap, ...]
     fused: bool = False
-    at_once: bool = False
 
     @property
     def modules(self) -> list[str]:
@@ -119,7 +117,7 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
         if groups and same and same == previous:
             groups[-1] = replace(groups[-1], maps=groups[-1].maps + maps)
         else:
-            groups.append(MapGroup(child, module, maps, fused, fused and len(given) == 1))
+            groups.append(MapGroup(child, module, maps, fused))
         previous = same
     known = {linear_map.weight for maps in by_module.values() for linear_map in maps}
     kept |= {name: NO_ROUTES for name in _stacks(own) if name not in known}

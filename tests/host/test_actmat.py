@@ -13,16 +13,9 @@ from mergekit.merge_methods import merge_state_dicts
 from support.actmat_reference import merged_tensor
 from support.small_models import config_of, load, recipe, role_by_hand, run, write_family
 
-from mergekit_slta.host import patches
 from mergekit_slta.host.registry import METHODS
 from mergekit_slta.models.roles import Role, tensor_roles
 from mergekit_slta.models.skeleton import meta_model
-
-
-@pytest.fixture(autouse=True)
-def known() -> None:
-    """The method as the plugin makes it known, which is done once."""
-    patches.install()
 
 
 @pytest.mark.parametrize("key", ["llama", "t5", "clip_vision", "mixtral", "gpt2"])

@@ -18,7 +18,6 @@ from support.sftm_reference import merged_tensor
 from support.small_models import MODELS, config_of, load, recipe, role_by_hand, run, write_family
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.host import patches
 from mergekit_slta.host.method import Method
 from mergekit_slta.host.registry import METHODS
 from mergekit_slta.host.sftm import SftmMerge
@@ -27,12 +26,6 @@ from mergekit_slta.models.roles import Role, role_by_shape, tensor_roles
 from mergekit_slta.models.skeleton import meta_model
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
-
-
-@pytest.fixture(autouse=True)
-def known() -> None:
-    """The method as the plugin makes it known, which is done once."""
-    patches.install()
 
 
 @pytest.mark.parametrize("key", ["llama", "t5", "clip_vision", "mixtral", "gpt2"])

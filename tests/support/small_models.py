@@ -13,6 +13,7 @@ import yaml
 from click.testing import CliRunner, Result
 from mergekit.scripts.run_yaml import main as mergekit_yaml
 
+from mergekit_slta.host import patches
 from mergekit_slta.models.roles import Role
 
 Config = transformers.PretrainedConfig
@@ -105,6 +106,7 @@ def recipe(method: str, family: Family, *own: dict[str, Any], **parameters: Any)
 
 def run(content: dict[str, Any], folder: Path) -> Result:
     """The stock ``mergekit-yaml`` command in this process, its output in ``folder / "merged"``."""
+    patches.install()  # as the start-up file does in a process of its own
     file = folder / "recipe.yml"
     file.write_text(yaml.safe_dump(content))
     options = ["--no-write-model-card", "--no-copy-tokenizer", "--quiet"]
