@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
-CHARACTERS_PER_TOKEN = 64  # more than tokens have but for long runs of blanks
+CHARACTERS_PER_TOKEN = 64  # more than the tokens of any text have on average
 # Chat templates that ask for the date get this one, so that the tokens are the same every day. It is the date that
 # Llama 3.2's chat template writes when it is given none.
 CHAT_DATE = datetime.datetime(2024, 7, 26)
@@ -45,7 +45,6 @@ class CalibrationData:
         records: each row's index in the source.
         answers: the place of the record's answer in each row: the index of its first token, and of the one after its
             last, which is beyond the row if the answer is cut off. None for a record without a known answer.
-        skipped: how many empty records were skipped.
     """
 
     source: str
@@ -53,7 +52,6 @@ class CalibrationData:
     token_ids: tuple[tuple[int, ...], ...]
     records: tuple[int, ...]
     answers: tuple[Span | None, ...]
-    skipped: int
 
     @property
     def sha256(self) -> str:
@@ -85,38 +83,26 @@ class CalibrationSource:
     max_tokens: int
     seed: int
 
-    def draw(self, samples: int) -> CalibrationData:
-        """Draw calibration samples: records in the seed's order, without the empty ones, until there are enough.
+    def draw(self, samples: int, used: CalibrationData | None = None) -> CalibrationData:
+        """Draw samples: records in the seed's order, without the empty ones, until there are enough.
 
         If there are fewer than ``samples``, a warning is logged.
+
+        Args:
+            samples: how many.
+            used: samples drawn before; records with the same tokens as one of them are left out.
 
         Raises:
             SltaError: the source cannot be read, a record cannot be turned into text, or no record is usable.
         """
-        return self._draw(samples)
-
-    def held_out(self, samples: int, used: CalibrationData) -> CalibrationData:
-        """Draw the next records in the seed's order that calibration did not use.
-
-        A record with the same tokens as a calibration sample is skipped too. If there are fewer than ``samples``, a
-        warning is logged.
-
-        Raises:
-            SltaError: as for ``draw``, or calibration left no usable record.
-        """
-        return self._draw(samples, used)
-
-    def _draw(self, samples: int, used: CalibrationData | None = None) -> CalibrationData:
         records = read_records(self.source)
-        passed, repeated = (set(used.records), set(used.token_ids)) if used else (set(), set())
+        repeated = set(used.token_ids) if used else set()
         rows: dict[int, tuple[int, ...]] = {}
         answers = []
         skipped = 0
         for index in random.Random(self.seed).sample(range(len(records)), len(records)):
             if len(rows) == samples:
                 break
-            if index in passed:
-                continue
             where = f"Record {index + 1} of calibration source {self.source!r}"
             text = record_text(records[index], self.template, where=where, render_chat=self._render_chat)
             row, answer = self._encode(text)
@@ -125,68 +111,49 @@ class CalibrationSource:
             elif row not in repeated:
                 rows[index] = row
                 answers.append(answer)
-        if used and not rows:
-            raise SltaError(
-                f"Calibration source {self.source!r} has no record to hold out: calibration used every usable one. "
-                "Add records to it, or calibrate with fewer 'samples'."
-            )
         if not rows:
             raise SltaError(
-                f"Calibration source {self.source!r} has no usable record: all {len(records)} are empty, or the "
-                f"tokenizer of {self.tokenizer.name_or_path} makes no token of their text; name another source, or a "
-                "'template' of fields with text."
+                f"Calibration source {self.source!r} has no record to hold out: calibration used every usable one. Add "
+                "records to it, or calibrate with fewer 'samples'."
+                if used
+                else f"Calibration source {self.source!r} has no usable record: all {len(records)} are empty. Name "
+                "another source, or a 'template' of fields with text."
             )
         if skipped and not used:
             LOG.warning("Calibration source %r: skipped %d empty records.", self.source, skipped)
         if len(rows) < samples:
             which = "records that calibration did not use" if used else "usable records that 'samples' asks for"
             LOG.warning("Calibration source %r has only %d of the %d %s.", self.source, len(rows), samples, which)
-        token_ids, indices = tuple(rows.values()), tuple(rows)
-        return CalibrationData(self.source, self.template, token_ids, indices, tuple(answers), skipped)
+        return CalibrationData(self.source, self.template, tuple(rows.values()), tuple(rows), tuple(answers))
 
     def _encode(self, text: Text) -> tuple[tuple[int, ...], Span | None]:
         """A text's token ids, none if all are special, and which of them are its answer."""
         if not text.text.strip():
             return (), None
-        shown = self._prefix(text.text)
-        # A chat template writes the special tokens itself; the tokenizer would write the first one again.
-        ids, places = self._tokenize(shown, special=not text.is_chat)
+        prefix = text.text[: CHARACTERS_PER_TOKEN * self.max_tokens]  # a book would take minutes to tokenize
+        with reading(f"The tokenizer of {self.tokenizer.name_or_path}", f"fails at calibration source {self.source!r}"):
+            encoding = self.tokenizer(
+                prefix,
+                add_special_tokens=not text.is_chat,  # a chat template writes them itself
+                padding=False,
+                truncation=False,  # which may cut at the beginning
+                return_offsets_mapping=self.tokenizer.is_fast,
+                verbose=False,
+            )
+        ids: list[int] = encoding["input_ids"]
+        places: list[Span] = encoding.get("offset_mapping", [])  # a slow tokenizer does not tell each token's place
         special = 0 if text.is_chat else self.tokenizer.num_special_tokens_to_add()
         begins = ids[:2] == [self.tokenizer.bos_token_id] * 2
         ends = ids[-2:] == [self.tokenizer.eos_token_id] * 2
-        if special and (begins or ends):  # the text already holds a token that the tokenizer adds
-            own, _ = self._tokenize(shown, special=False)
-            begins = begins and ids[1 : 1 + len(own)] == own
-            ends = ends and ids[-1 - len(own) : -1] == own
+        if special:  # the text may already hold a token that the tokenizer adds
             ids, places = ids[begins : len(ids) - ends], places[begins:]
         if len(ids) <= special:
             return (), None
-        row = tuple(ids[: self.max_tokens])  # the tokenizer's own truncation may cut at the beginning
+        row = tuple(ids[: self.max_tokens])
         first, last = text.answer or (0, 0)
         inside = [i for i, (begin, end) in enumerate(places) if max(begin, first) < min(end, last)]
         # Its first token must be predicted from another, and be in the row.
         return row, (inside[0], inside[-1] + 1) if inside and 0 < inside[0] < len(row) else None
-
-    def _prefix(self, text: str) -> str:
-        """A prefix long enough to hold ``max_tokens`` tokens: a book would take minutes to tokenize."""
-        length = CHARACTERS_PER_TOKEN * self.max_tokens
-        while len(text) > length and len(self._tokenize(text[:length], special=False)[0]) < 2 * self.max_tokens:
-            length *= 4
-        return text[:length]
-
-    def _tokenize(self, text: str, special: bool) -> tuple[list[int], list[Span]]:
-        """A text's token ids, and the characters that each stands for, which a slow tokenizer does not tell."""
-        fast = self.tokenizer.is_fast
-        with reading(f"The tokenizer of {self.tokenizer.name_or_path}", f"fails at calibration source {self.source!r}"):
-            encoding = self.tokenizer(
-                text,
-                add_special_tokens=special,
-                padding=False,
-                truncation=False,
-                return_offsets_mapping=fast,
-                verbose=False,
-            )
-            return list(encoding["input_ids"]), list(encoding["offset_mapping"]) if fast else []
 
     def _render_chat(self, turns: list[dict[str, Any]]) -> str:
         template = self._chat_template
@@ -201,16 +168,11 @@ class CalibrationSource:
         Raises:
             SltaError: neither has one.
         """
-        template, why = _chat_template_of(self.tokenizer), ""
-        if template is None:
-            try:
-                template = _chat_template_of(self.expert_tokenizer())
-            except SltaError as error:
-                why = f" ({error.message.rstrip('.')})"
+        template = _chat_template_of(self.tokenizer) or _chat_template_of(self.expert_tokenizer())
         if template is None:
             raise SltaError(
                 f"Calibration source {self.source!r} holds conversations, but neither the base model's tokenizer nor "
-                f"the expert's has a chat template{why}: give the expert a 'template'."
+                "the expert's has a chat template: give the expert a 'template'."
             )
         return template
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Callable, Iterable, Mapping
+from itertools import takewhile
 from typing import Any, NamedTuple
 
-from mergekit_slta.errors import SltaError, one_line
+from mergekit_slta.errors import SltaError, reading
 
 Record = Mapping[str, Any]
 
@@ -22,7 +23,7 @@ TEXT_FIELDS = (
     ("instruction", "output"),
 )
 # A template reads no attribute of a value: through these the template of somebody else could read more than a record.
-_FIELD = re.compile(r"[^.\[\]]+(\[[^\[\]]+\])*")
+_FIELD = re.compile(r"(?!\d+(\[|$))[^.\[\]]+(\[[^\[\]]+\])*")
 ROLES = {"human": "user", "gpt": "assistant"}
 MARK = "\ue000"  # a character for private use, which chat templates neither strip nor write themselves
 
@@ -67,15 +68,9 @@ def record_text(record: Record, template: str, *, where: object, render_chat: Ca
     for field in chats:
         turns = _turns(record[field], f"{where}: {field!r}")
         if not all(_is_blank(turn.get("content")) for turn in turns):
-            try:
+            with reading(where, "does not fit the chat template", "give the expert a 'template'"):
                 text = render_chat(turns)
-                return Text(text, True, _last_turn(turns, text, render_chat))
-            except SltaError:
-                raise
-            except Exception as error:  # a chat template is a program that came with the model
-                raise SltaError(
-                    f"{where} does not fit the chat template ({one_line(error)}): give the expert a 'template'."
-                ) from error
+            return Text(text, True, _last_turn(turns, text, render_chat))
     groups = [fields for fields in TEXT_FIELDS if all(field in record for field in fields)]
     for fields in groups:
         parts = [_plain_text(record[field], f"{where}: {field!r}") for field in fields]
@@ -97,33 +92,30 @@ def _last_turn(turns: Turns, text: str, render_chat: Callable[[Turns], str]) -> 
     mark is the template's; the content is between.
     """
     last, content = turns[-1], turns[-1].get("content")
-    parts = content if isinstance(content, list) else [{"text": content}]
-    spoken = [str(part["text"]) for part in parts if _holds_text(part)]
-    if last["role"] != "assistant" or not "".join(spoken).strip():
+    mark: Any = MARK
+    if isinstance(content, list):
+        content = "".join(str(part["text"]) for part in content if isinstance(part, dict) and part.get("text"))
+        mark = [{"type": "text", "text": MARK}]
+    if last["role"] != "assistant" or _is_blank(content):
         return None
-    marked = [part | {"text": MARK} if _holds_text(part) else part for part in parts]
     try:
-        rendered = render_chat([*turns[:-1], last | {"content": marked if parts is content else MARK}])
+        rendered = render_chat([*turns[:-1], last | {"content": mark}])
     except Exception:  # the template takes the content apart, which the mark does not survive
         return None
-    if rendered.count(MARK) != len(spoken):  # the template leaves the turn out, or repeats it
+    if rendered.count(MARK) != 1:  # the template leaves the turn out, or repeats it
         return None
-    begin = _shared(text, rendered[: rendered.index(MARK)])
-    end = len(text) - _shared(text[begin:][::-1], rendered[rendered.rindex(MARK) + 1 :][::-1])
+    before, after = rendered.split(MARK)
+    begin = _shared(text, before)
+    end = len(text) - _shared(text[begin:][::-1], after[::-1])
     # A template may write the beginning of the content itself, such as the tag before a chain of thought, or leave it
     # out. More than the content shows that the template depends on the content elsewhere.
-    is_content = "".join("".join(spoken).split()).endswith("".join(text[begin:end].split()))
+    is_content = "".join(str(content).split()).endswith("".join(text[begin:end].split()))
     return _without_blanks(text, begin, end) if is_content else None
-
-
-def _holds_text(part: Any) -> bool:
-    return isinstance(part, dict) and isinstance(part.get("text"), str)
 
 
 def _shared(first: str, second: str) -> int:
     """How many characters two texts share at their beginnings."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 def _without_blanks(text: str, begin: int, end: int) -> Span | None:
@@ -145,15 +137,12 @@ def template_fields(template: str) -> list[str]:
         raise SltaError(
             f"The template {template!r} is not a valid format string ({error}): write a brace as '{{{{'."
         ) from error
-    fields = [re.split(r"[.\[]", name, maxsplit=1)[0] for name, _ in named]
-    if not fields or any(not field or field.isdigit() for field in fields):
-        raise SltaError(f"The template {template!r} must name fields of a record, such as '{{question}} {{answer}}'.")
-    if wrong := [name for name, form in named if not _FIELD.fullmatch(name) or "{" in (form or "")]:
+    if not named or any(not _FIELD.fullmatch(name) or "{" in (form or "") for name, form in named):
         raise SltaError(
-            f"The template {template!r} asks for {wrong[0]!r} in a way that is not known: write '{{field}}', "
-            "'{field[key]}' for a part of a field, or '{field:format}'."
+            f"The template {template!r} must name fields of a record, each as '{{field}}', '{{field[key]}}' for a part "
+            "of a field, or '{field:format}'."
         )
-    return fields
+    return [name.split("[")[0] for name, _ in named]
 
 
 class _Formatter(string.Formatter):
@@ -177,12 +166,8 @@ def _fill(template: str, record: Record, where: object) -> Text:
     if all(_is_blank(record[field]) for field in fields):
         return Text("")
     formatter = _Formatter()
-    try:
+    with reading(where, f"does not fit the template {template!r}", "correct the template"):
         text = formatter.vformat(template, (), {name: "" if value is None else value for name, value in record.items()})
-    except (LookupError, AttributeError, TypeError, ValueError) as error:
-        raise SltaError(
-            f"{where} does not fit the template {template!r} ({one_line(error)}): correct the template."
-        ) from error
     ended = template.rstrip()  # a block of YAML ends with a newline
     *_, (_, last, _, _) = formatter.parse(ended)
     if len(fields) < 2 or last is None:  # the template ends with words of its own
@@ -195,8 +180,6 @@ def _turns(value: Any, what: str) -> Turns:
     """The turns of a conversation, each with ``role`` and ``content``."""
     if value is None:
         return []
-    if isinstance(value, dict):  # datasets returns a sequence of structures by columns
-        value = rows(value)
     if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
         raise SltaError(f"{what} is not a list of turns: give the expert a 'template'.")
     turns = []
@@ -222,14 +205,6 @@ def _plain_text(value: Any, what: str) -> str:
 
 def _is_blank(value: Any) -> bool:
     return value is None or (isinstance(value, str) and not value.strip()) or (isinstance(value, list) and not value)
-
-
-def rows(columns: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """The records of a table given by its columns; None if the columns are not lists of one length."""
-    lengths = {len(column) if isinstance(column, list) else None for column in columns.values()}
-    if len(lengths) != 1 or None in lengths:
-        return None
-    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 def joined(names: Iterable[Any]) -> str:

@@ -8,16 +8,15 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TextIO
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
-from mergekit_slta.data.records import Record, joined, rows
-from mergekit_slta.errors import SltaError, one_line
+from mergekit_slta.data.records import Record, joined
+from mergekit_slta.errors import SltaError, one_line, reading
 from mergekit_slta.files import published_path
 
 DATASET_PREFIX = "hf:"
-# The csv module refuses fields over 128 KiB by default, which a document may well have.
-CSV_FIELD_LIMIT = 2**31 - 1
 
 
 def is_dataset(source: str) -> bool:
@@ -42,9 +41,9 @@ def read_records(source: str) -> Sequence[Record]:
 
 
 def check_source(source: str) -> None:
-    """Raise an SltaError if a file cannot be read or a dataset's name is wrong; datasets are not downloaded."""
+    """Raise an SltaError if a file cannot be read or a dataset's query is malformed; datasets are not downloaded."""
     if is_dataset(source):
-        _find_dataset(source)
+        _parse_dataset(source)
     else:
         read_records(source)
 
@@ -57,9 +56,9 @@ def source_key(source: str) -> tuple[str, ...]:
     """
     if not is_dataset(source):
         return ("file", os.path.realpath(os.path.expanduser(source)))
-    dataset = _parse_dataset(source)
-    name = os.path.realpath(dataset.folder) if os.path.isdir(dataset.folder) else dataset.name.lower()
-    return ("dataset", name, dataset.config or "default", dataset.split or "train")
+    name, config, split = _parse_dataset(source)
+    name = os.path.realpath(name) if os.path.isdir(name) else name.lower()
+    return ("dataset", name, config or "default", split or "train")
 
 
 def source_name(source: str) -> str:
@@ -82,50 +81,39 @@ def _read_file(source: str) -> Sequence[Record]:
         )
     if not os.path.exists(path):
         raise SltaError(f"Calibration file {source!r} does not exist (the current directory is {os.getcwd()!r}).")
-    try:
+    with reading(f"Calibration file {source!r}", fix="write it anew, its text as UTF-8"):
         return READERS[extension](path)
-    except UnicodeDecodeError as error:
-        raise SltaError(f"Calibration file {source!r} is not UTF-8 text: save it as UTF-8.") from error
-    except _BrokenFile as error:
-        raise SltaError(f"Calibration file {source!r} {error}.") from error
-    except OSError as error:
-        raise SltaError(
-            f"Calibration file {source!r} cannot be read ({one_line(error)}): check its permissions and its disk."
-        ) from error
 
 
-class _BrokenFile(Exception):
-    """A file cannot be parsed; the text completes a sentence that begins with the file's name."""
+def _text(path: str) -> str:
+    return Path(path).read_text(encoding="utf-8-sig")
 
 
 def _read_json_lines(path: str) -> list[Record]:
-    with _open_text(path, newline="\n") as file:
-        return _parse_json_lines(file)
-
-
-def _parse_json_lines(lines: Iterable[str]) -> list[Record]:
     records: list[Record] = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(_text(path).split("\n"), 1):
         if line.strip():
             try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:  # broken, or a number of thousands of digits, or brackets
-                raise _BrokenFile(f"has broken JSON in line {number} ({one_line(error)})") from error
-            if not isinstance(record, dict):
-                raise _BrokenFile(f"has no JSON object in line {number}")
-            records.append(record)
-    return records
+                records.append(json.loads(line))
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"broken JSON in line {number}: {error}") from error
+    return _require_records(records)
+
+
+def _require_records(content: Any) -> list[Record]:
+    if not isinstance(content, list) or not all(isinstance(record, dict) for record in content):
+        raise ValueError("it must hold JSON objects: one per line, or a list of them, also under 'data'")
+    return content
 
 
 def _read_text(path: str) -> list[Record]:
-    with _open_text(path) as file:
-        return [{"text": line.rstrip("\n")} for line in file if line.strip()]
+    return [{"text": line} for line in _text(path).split("\n") if line.strip()]
 
 
 def _read_csv(path: str) -> list[Record]:
+    csv.field_size_limit(2**31 - 1)  # the default is 128 KiB, and a document may be longer
     records: list[Record] = []
-    previous = csv.field_size_limit(CSV_FIELD_LIMIT)
-    with _open_text(path, newline="") as file:
+    with open(path, encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
         try:
             for record in reader:
@@ -133,51 +121,24 @@ def _read_csv(path: str) -> list[Record]:
                     raise csv.Error("more fields than the first line names")
                 records.append(record)
         except csv.Error as error:
-            raise _BrokenFile(f"has broken CSV in line {reader.reader.line_num} ({error})") from error
-        finally:
-            csv.field_size_limit(previous)
+            raise ValueError(f"broken CSV in line {reader.reader.line_num}: {error}") from error
     return records
 
 
 def _read_json(path: str) -> list[Record]:
-    with _open_text(path) as file:
-        text = file.read()
-    if not text.strip():
-        return []
     try:
-        content = json.loads(text)
+        content = json.loads(_text(path))
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":  # JSON lines are often named .json
-            return _parse_json_lines(text.split("\n"))
-        raise _BrokenFile(f"has broken JSON in line {error.lineno} ({error.msg})") from error
-    except (ValueError, RecursionError) as error:
-        raise _BrokenFile(f"has broken JSON ({one_line(error)})") from error
-    if isinstance(content, dict):
-        data = content.get("data")
-        content = data if _is_list_of_records(data) else rows(content)
-    if not _is_list_of_records(content):
-        raise _BrokenFile(
-            "must hold a list of records, an object with that list under 'data', or an object with one list per field, "
-            "all of one length"
-        )
-    return content
-
-
-def _is_list_of_records(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(record, dict) for record in value)
+            return _read_json_lines(path)
+        raise
+    return _require_records(content.get("data") if isinstance(content, dict) else content)
 
 
 def _read_parquet(path: str) -> list[Record]:
     import pyarrow.parquet  # comes with datasets; slow to import
 
-    try:
-        return list(pyarrow.parquet.read_table(path).to_pylist())
-    except (pyarrow.ArrowException, OSError) as error:
-        raise _BrokenFile(f"is broken Parquet ({one_line(error)})") from error
-
-
-def _open_text(path: str, newline: str | None = None) -> TextIO:
-    return open(path, encoding="utf-8-sig", newline=newline)
+    return list(pyarrow.parquet.read_table(path).to_pylist())
 
 
 READERS: dict[str, Callable[[str], list[Record]]] = {
@@ -189,19 +150,8 @@ READERS: dict[str, Callable[[str], list[Record]]] = {
 }
 
 
-class _Dataset(NamedTuple):
-    """The parts of ``hf:NAME[?config=...&split=...]``; the name may be the path of a folder."""
-
-    name: str
-    config: str | None = None
-    split: str | None = None
-
-    @property
-    def folder(self) -> str:
-        return os.path.expanduser(self.name)
-
-
-def _parse_dataset(source: str) -> _Dataset:
+def _parse_dataset(source: str) -> tuple[str, str | None, str | None]:
+    """The name, configuration and split in ``hf:NAME[?config=...&split=...]``; the name may be a folder's path."""
     name, _, query = source.removeprefix(DATASET_PREFIX).partition("?")
     settings: dict[str, str] = {}
     # urllib's parser would read the plus sign that a split may hold as a space.
@@ -215,42 +165,22 @@ def _parse_dataset(source: str) -> _Dataset:
         settings[key] = value
     if not name:
         raise SltaError(f"Calibration source {source!r} names no dataset: write '{DATASET_PREFIX}DATASET'.")
-    return _Dataset(name, **settings)
-
-
-def _find_dataset(source: str) -> _Dataset:
-    """Parse a dataset's source; a name that can only be a path must be an existing folder."""
-    dataset = _parse_dataset(source)
-    is_path = dataset.name.startswith((".", "~")) or os.path.isabs(dataset.name)
-    if is_path and not os.path.isdir(dataset.folder):
-        raise SltaError(f"Calibration source {source!r}: there is no folder {dataset.name!r}, correct the path.")
-    return dataset
+    return os.path.expanduser(name), settings.get("config"), settings.get("split")
 
 
 def _read_dataset(source: str) -> Sequence[Record]:
-    dataset = _find_dataset(source)
-    try:
-        loaded = _load_dataset(dataset)
-    except Exception as error:  # datasets lets the errors of its readers and of the Hub pass
-        raise SltaError(f"Calibration source {source!r} cannot be read ({one_line(error)}).") from error
-    if not isinstance(loaded, dict):
-        return loaded
-    split = dataset.split or ("train" if len(loaded) > 1 else next(iter(loaded)))
-    if split not in loaded:
-        raise SltaError(
-            f"Calibration source {source!r} has no split {split!r}: choose one with '?split=', from {joined(loaded)}."
-        )
-    return loaded[split]
-
-
-def _load_dataset(dataset: _Dataset) -> Any:
-    """The split that the source names, or all splits by name."""
     import datasets  # slow to import
 
-    saved = (datasets.config.DATASET_STATE_JSON_FILENAME, datasets.config.DATASETDICT_JSON_FILENAME)
-    if not any(os.path.isfile(os.path.join(dataset.folder, file)) for file in saved):
-        return datasets.load_dataset(dataset.folder, dataset.config, split=dataset.split)
-    if dataset.config:
-        raise ValueError("a folder that save_to_disk wrote has no configurations")
-    loaded = datasets.load_from_disk(dataset.folder)
-    return loaded if isinstance(loaded, dict) else {str(loaded.split or "train"): loaded}
+    name, config, split = _parse_dataset(source)
+    try:
+        loaded = datasets.load_dataset(name, config, split=split)
+    except Exception as error:  # datasets lets the errors of its readers and of the Hub pass
+        raise SltaError(f"Calibration source {source!r} cannot be read ({one_line(error)}).") from error
+    if split:
+        return loaded
+    chosen = "train" if len(loaded) > 1 else next(iter(loaded))
+    if chosen not in loaded:
+        raise SltaError(
+            f"Calibration source {source!r} has several splits: choose one with '?split=', from {', '.join(loaded)}."
+        )
+    return loaded[chosen]

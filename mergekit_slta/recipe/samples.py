@@ -53,7 +53,7 @@ class Samples:
         Raises:
             SltaError: calibration left none.
         """
-        return self._source(expert).held_out(count, self.of(expert))
+        return self._source(expert).draw(count, self.of(expert))
 
     def tokenizer(self, reference: ModelReference) -> PreTrainedTokenizerBase:
         """A model's tokenizer; for an adapter its own, or else that of its base model.

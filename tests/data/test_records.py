@@ -55,7 +55,6 @@ def test_shapes_without_a_chat(record: dict[str, Any], text: str) -> None:
         ({"conversations": TURNS, "prompt": "other", "completion": "other"}, "<user>hi<assistant>ho"),
         ({"conversations": SHAREGPT}, "<system>be kind<user>hi<assistant>ho<tool>42"),
         ({"messages": [{"role": None, "content": None, "from": "gpt", "value": "ho"}]}, "<assistant>ho"),
-        ({"messages": {"role": ["user", "assistant"], "content": ["hi", "ho"]}}, "<user>hi<assistant>ho"),
     ],
 )
 def test_chat_shapes(record: dict[str, Any], text: str) -> None:

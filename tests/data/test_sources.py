@@ -42,17 +42,10 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
     "blank_lines.jsonl": lambda path: path.write_text("\n \n".join(json.dumps(record) for record in RECORDS)),
     "list.json": lambda path: path.write_text(json.dumps(RECORDS, indent=1)),
     "data.json": lambda path: path.write_text(json.dumps({"version": 1, "data": RECORDS})),
-    "columns.json": lambda path: path.write_text(
-        json.dumps({field: [record[field] for record in RECORDS] for field in RECORDS[0]})
-    ),
     "lines.json": lambda path: write_jsonl(path, RECORDS),
     "table.csv": write_csv,
     "table.parquet": lambda path: datasets.Dataset.from_list(RECORDS).to_parquet(str(path)),
     "hf:folder": write_folder,
-    "hf:saved": lambda path: datasets.Dataset.from_list(RECORDS).save_to_disk(str(path)),
-    "hf:saved_splits?split=train": lambda path: datasets.DatasetDict(
-        {"test": datasets.Dataset.from_list(RECORDS[:1]), "train": datasets.Dataset.from_list(RECORDS)}
-    ).save_to_disk(str(path)),
 }
 
 
@@ -77,14 +70,10 @@ def test_text_file_is_one_sample_per_line_without_blank_lines(tmp_path: Path) ->
     assert list(read_records(str(path))) == [{"text": "one"}, {"text": "  two\x0b\u2028still two "}, {"text": "three"}]
 
 
-def test_csv_takes_long_fields_and_leaves_the_global_limit(tmp_path: Path) -> None:
+def test_csv_takes_long_fields(tmp_path: Path) -> None:
     path = tmp_path / "long.csv"
-    limit = csv.field_size_limit()
-    path.write_text("text\n" + "a" * (limit + 1) + "\n")
-    records = read_records(str(path))
-    assert csv.field_size_limit() == limit
-    assert list(records) == [{"text": "a" * (limit + 1)}]
-    assert csv.field_size_limit() == limit
+    path.write_text("text\n" + "a" * 200_000 + "\n")
+    assert list(read_records(str(path))) == [{"text": "a" * 200_000}]
 
 
 ROWS = st.lists(st.fixed_dictionaries({"a": st.text(), "é\n": st.text()}), min_size=1, max_size=5)
@@ -116,25 +105,19 @@ def test_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 BROKEN_FILES: dict[str, tuple[bytes, list[str]]] = {
     "empty.jsonl": (b"", ["has no records"]),
-    "blank.json": (b" \n", ["has no records"]),
     "blank.txt": (b"\n \n", ["has no records"]),
-    "empty.csv": (b"", ["has no records"]),
     "header.csv": (b"text\n", ["has no records"]),
-    "deep.jsonl": (b'{"text": "a"}\n{"text": ' + b"[" * 100_000, ["line 2", "broken JSON"]),
-    "deep.json": (b"[" * 100_000, ["broken JSON"]),
-    "utf16.jsonl": ('{"text": "a"}\n'.encode("utf-16"), ["UTF-8"]),
     "empty_list.json": (b"[]", ["has no records"]),
-    "broken.jsonl": (b'{"text": "a"}\n\n{"text": \n', ["line 3", "broken JSON"]),
-    "list.jsonl": (b'{"text": "a"}\n["b"]\n', ["line 2", "no JSON object"]),
-    "broken.json": (b'[{"text": "a"},\n{"text": }]', ["line 2", "broken JSON"]),
-    "broken_lines.json": (b'{"text": "a"}\n{"text": \n', ["line 2", "broken JSON"]),
-    "strings.json": (b'["a", "b"]', ["list of records"]),
-    "ragged.json": (b'{"a": [1, 2], "b": [1]}', ["list of records"]),
-    "one.json": (b'{"text": "a"}', ["list of records"]),
+    "broken.jsonl": (b'{"text": "a"}\n\n{"text": \n', ["broken JSON in line 3"]),
+    "deep.jsonl": (b'{"text": "a"}\n{"text": ' + b"[" * 100_000, ["broken JSON in line 2"]),
+    "list.jsonl": (b'{"text": "a"}\n["b"]\n', ["must hold JSON objects"]),
+    "broken.json": (b'[{"text": "a"},\n{"text": }]', ["line 2"]),
+    "broken_lines.json": (b'{"text": "a"}\n{"text": \n', ["broken JSON in line 2"]),
+    "one.json": (b'{"text": "a"}', ["must hold JSON objects"]),
     "wide.csv": (b"a,b\n1,2\n1,2,3\n", ["line 3", "more fields"]),
-    "quote.csv": (b'text\n"never closed\n', ["line 2", "broken CSV"]),
+    "quote.csv": (b'text\n"never closed\n', ["broken CSV in line 2"]),
     "latin.txt": ("café".encode("latin-1"), ["UTF-8"]),
-    "broken.parquet": (b"not parquet at all", ["broken Parquet"]),
+    "broken.parquet": (b"not parquet at all", ["cannot be read"]),
     "table.tsv": (b"a\tb\n", ["extension", ".csv, ", ".json, ", ".jsonl, ", ".parquet, ", ".txt", "hf:DATASET"]),
 }
 
@@ -155,15 +138,14 @@ def test_broken_files_are_named(name: str, tmp_path: Path) -> None:
         ("org/dataset", ["hf:DATASET"]),
         ("", ["''"]),
         ("hf:", ["names no dataset"]),
-        ("hf:./missing", ["no folder './missing'"]),
+        ("hf:./missing", []),
         ("hf:folder?revision=main", ["revision=main", "config=NAME", "split=NAME"]),
         ("hf:folder?split=", ["'split='"]),
         ("hf:folder?split=train&split=test", ["'split=test'"]),
         ("folder", ["is a folder", "hf:folder"]),
         ("hf:folder?split=nope", ["nope", "train"]),
         ("hf:folder?config=nope", ["nope"]),
-        ("hf:saved?split=nope", ["'nope'", "from train"]),
-        ("hf:saved?config=nope", ["no configurations"]),
+        ("hf:saved", ["load_from_disk"]),
         ("hf:void", []),
     ],
 )
@@ -184,7 +166,7 @@ def test_a_check_finds_what_is_wrong_without_reading_a_dataset(tmp_path: Path) -
     (tmp_path / "folder" / "train.jsonl").write_text("{")
     check_source(f"hf:{tmp_path}/folder")
     check_source("hf:org/data?config=main&split=train[:5]")
-    for source in (f"{tmp_path}/folder/train.jsonl", f"{tmp_path}/folder", "hf:", "hf:./missing", "hf:folder?split="):
+    for source in (f"{tmp_path}/folder/train.jsonl", f"{tmp_path}/folder", "hf:", "hf:folder?split="):
         assert refused(check_source, source) == refused(read_records, source)
 
 
@@ -219,17 +201,12 @@ def test_splits_of_a_dataset_folder(splits: dict[str, int], query: str, expected
     assert [record["text"] for record in records] == expected
 
 
-@pytest.mark.parametrize("saved", [False, True])
-def test_several_splits_without_train_need_a_choice(saved: bool, tmp_path: Path) -> None:
+def test_several_splits_without_train_need_a_choice(tmp_path: Path) -> None:
     write_splits(tmp_path / "folder", test=1, validation=1)
     source = f"hf:{tmp_path / 'folder'}"
-    if saved:
-        datasets.load_dataset(str(tmp_path / "folder")).save_to_disk(str(tmp_path / "saved"))
-        source = f"hf:{tmp_path / 'saved'}"
     message = refused(read_records, source)
     assert source in message
     assert "test" in message and "validation" in message and "?split=" in message
-    assert [record["text"] for record in read_records(source + "?split=validation")] == ["validation 0"]
 
 
 def test_configurations_of_a_dataset_folder(tmp_path: Path) -> None:

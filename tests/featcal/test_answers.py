@@ -9,7 +9,7 @@ W = ANSWER_WEIGHT
 def task(*rows: tuple[int, tuple[int, int] | None]) -> CalibrationData:
     """Samples of some lengths, with the places of their answers."""
     token_ids = tuple(tuple(range(length)) for length, _ in rows)
-    return CalibrationData("a.jsonl", "", token_ids, tuple(range(len(rows))), tuple(span for _, span in rows), 0)
+    return CalibrationData("a.jsonl", "", token_ids, tuple(range(len(rows))), tuple(span for _, span in rows))
 
 
 def weights(*tasks: CalibrationData) -> list[list[float]]:
