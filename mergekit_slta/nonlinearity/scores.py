@@ -20,15 +20,14 @@ from tqdm import tqdm
 
 from mergekit_slta.engine.batches import Tasks
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.layers.trace import on_device
 from mergekit_slta.models.checkpoint import Checkpoint
-from mergekit_slta.nonlinearity.interpolation import Grams, Study, count_passes, measure_studies
+from mergekit_slta.nonlinearity.interpolation import Grams, measure_settings, passes_per_sample
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.options import ModelOptions
-from mergekit_slta.recipe.recipe import Recipe, published_name, require_calibration
+from mergekit_slta.recipe.recipe import Recipe, published_names, require_calibration
 
 LOG = logging.getLogger(__name__)
 
@@ -66,18 +65,20 @@ def non_linearity(ratios: torch.Tensor) -> torch.Tensor:
 
 
 def projection_and_cosine(grams: torch.Tensor, alpha: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How a merge's feature delta lies to the experts' weighted sum.
+    """How the feature deltas of merges lie to the experts' weighted sums.
 
     Args:
-        grams: [..., 1 + g, 1 + g], Gram matrices of the merge's feature delta and the experts'.
-        alpha: [..., g], the merging weights.
+        grams: [n, g + K, g + K], Gram matrices of the feature deltas of the experts, then of their merges.
+        alpha: [K, g], the merging weights.
 
     Returns:
-        The delta projected on the sum, relative to the sum (the fraction in Eq. 8), and their cosine similarity (Eq. 7,
-        15), both [...]; NaN where either is zero.
+        The merge's delta projected on the sum, relative to the sum (the fraction in Eq. 8), and their cosine similarity
+        (Eq. 7, 15), both [n, K]; NaN where either is zero.
     """
-    merged, along = grams[..., 0, 0], (grams[..., 0, 1:] * alpha).sum(-1)
-    planned = torch.einsum("...b,...bc,...c->...", alpha, grams[..., 1:, 1:], alpha)
+    experts = alpha.shape[-1]
+    merged = grams.diagonal(dim1=1, dim2=2)[:, experts:]
+    along = (grams[:, experts:, :experts] * alpha).sum(-1)
+    planned = torch.einsum("kb,nbc,kc->nk", alpha, grams[:, :experts, :experts], alpha)
     defined = (merged > 0) & (planned > 0)
     cosine = along / (merged * planned).sqrt()
     return torch.where(defined, along / planned, torch.nan), torch.where(defined, cosine, torch.nan)
@@ -101,11 +102,23 @@ def pair_cosine(grams: torch.Tensor) -> torch.Tensor:
 # Studies
 
 
+@dataclass(frozen=True)
+class Study:
+    """Settings [K, T] whose features are compared, on the data of the experts in them.
+
+    Attributes:
+        experts: one expert, and the points on the way to it; or several, each of them alone, then their merges.
+        settings: [K, T].
+    """
+
+    experts: tuple[int, ...]
+    settings: torch.Tensor
+
+
 def path_study(expert: int, experts: int) -> Study:
     """The way from the base model to one of ``experts`` experts, in ``N`` = 10 steps (A.2)."""
     steps = torch.arange(1, STEPS + 1, dtype=torch.float64) / STEPS
-    direction = torch.eye(experts, dtype=torch.float64)[expert]
-    return Study((expert,), steps[:, None] * direction, torch.zeros(0, experts, dtype=torch.float64))
+    return Study((expert,), steps[:, None] * torch.eye(experts, dtype=torch.float64)[expert])
 
 
 def merge_study(group: Sequence[int], experts: int) -> Study:
@@ -113,7 +126,7 @@ def merge_study(group: Sequence[int], experts: int) -> Study:
     weights = PAIR_WEIGHTS if len(group) == 2 else TRIPLE_WEIGHTS
     unit = torch.eye(experts, dtype=torch.float64)[list(group)]
     grid = torch.tensor(list(product(weights, repeat=len(group))), dtype=torch.float64)
-    return Study(tuple(group), unit, grid @ unit)
+    return Study(tuple(group), torch.cat([unit, grid @ unit]))
 
 
 def plan_studies(experts: int, pairs: bool = True, triples: bool = False) -> list[Study]:
@@ -208,11 +221,14 @@ class Plan:
     @property
     def passes(self) -> int:
         """How many forward passes of one sample it takes."""
-        return count_passes(self.studies, self.tasks, self.levels)
+        return sum(
+            sum(map(len, self._tasks_of(study))) * passes_per_sample(len(study.settings), self.levels)
+            for study in self.studies
+        )
 
     def __str__(self) -> str:
         experts, samples = len(self.names), sum(map(len, self.tasks))
-        merges = sum(len(study.others) for study in self.studies if len(study.experts) > 1)
+        merges = sum(len(study.settings) - len(study.experts) for study in self.studies if len(study.experts) > 1)
         subject = f"{experts} expert{'s' * (experts > 1)}" + (f" and {merges} merges of them" if merges else "")
         return (
             f"Linearity of {subject} at {', '.join(self.levels)}: {self.passes} forward passes of one sample, where "
@@ -220,18 +236,13 @@ class Plan:
         )
 
     def measure(self, quiet: bool = True) -> Linearity:
-        """Measure; a progress bar shows the passes of this process, unless ``quiet``.
+        """Measure one study after the other; a progress bar shows the passes of this process, unless ``quiet``.
 
         Raises:
             SltaError: a level does not apply to the models, or one sample does not fit into memory.
         """
         layers = range(len(self.decoder))
-        submodules = {
-            level: ["model"]
-            if level == "model"
-            else [name for layer in layers for name in layer_submodules(self.decoder, level, layer)]
-            for level in self.levels
-        }
+        result = Linearity(tuple(self.names), tuple(self.levels), tuple(map(len, self.tasks)), {}, {}, {}, {})
         with tqdm(
             desc="Measuring linearity",
             total=self.passes * len(layers) // self.ranks.count,
@@ -240,16 +251,27 @@ class Plan:
             leave=False,
             disable=quiet or not self.ranks.first,
         ) as bar:
-            inputs = self.decoder, self.models, self.tasks, self.levels, self.studies
-            measured = measure_studies(*inputs, self.batch_tokens, self.ranks, bar.update)
-        members = [tuple(self.names[expert] for expert in study.experts) for study in self.studies]
-        groups = dict(zip(map("+".join, members), members, strict=True))
-        samples = tuple(map(len, self.tasks))
-        result = Linearity(tuple(self.names), tuple(self.levels), samples, {}, {}, {}, groups)
-        for level, names in submodules.items():
-            for group, study, grams in zip(groups, self.studies, measured, strict=True):
-                _add_scores(result, level, group, study, {name: grams[name] for name in names})
+            for study in self.studies:
+                grams = measure_settings(
+                    self.decoder,
+                    self.models,
+                    self._tasks_of(study),
+                    self.levels,
+                    study.settings,
+                    batch_tokens=self.batch_tokens,
+                    ranks=self.ranks,
+                    progress=bar.update,
+                )
+                members = tuple(self.names[expert] for expert in study.experts)
+                group = "+".join(members)
+                result.members[group] = members
+                for level in self.levels:
+                    names = [name for layer in layers for name in layer_submodules(self.decoder, level, layer)]
+                    _add_scores(result, level, group, study, {name: grams[name] for name in names or ["model"]})
         return result
+
+    def _tasks_of(self, study: Study) -> Tasks:
+        return [samples if task in study.experts else [] for task, samples in enumerate(self.tasks)]
 
 
 def linearity(
@@ -271,7 +293,7 @@ def linearity(
         options: how a recipe is opened, as for ``Experiment``.
 
     Raises:
-        SltaError: an expert has no usable calibration data, two experts have the same name, a level does not apply to
+        SltaError: an expert has no usable calibration data, two models have the same name, a level does not apply to
             the models, or one sample does not fit into memory.
     """
     experiment = recipe if isinstance(recipe, Experiment) else Experiment(recipe, **options)
@@ -284,45 +306,37 @@ def linearity(
 def plan_linearity(
     experiment: Experiment, levels: Sequence[str], *, samples: int = 5, pairs: bool = True, triples: bool = False
 ) -> Plan:
-    """Plan to measure how linear a recipe's models are, on ``samples`` records of each expert's calibration data.
-
-    Raises:
-        SltaError: an expert has no usable calibration data, two experts have the same name, or the models cannot be
-            compared at a level.
-    """
-    batch_tokens = experiment.settings.batch_tokens
+    """Open the models and draw the samples for ``linearity``; the arguments and errors are the same."""
     require_calibration(experiment.recipe)
-    names = [published_name(expert.reference) for expert in experiment.recipe.experts]
-    if len(set(names)) < len(names):
-        raise SltaError(f"Two experts would get the same name ({', '.join(names)}): rename a folder.")
+    names = published_names(experiment.recipe)[1:]
     experiment.require_levels(levels)
     models, studies = [experiment.base, *experiment.experts], plan_studies(len(names), pairs, triples)
     tasks = [data.token_ids for data in experiment.load_data(experiment.recipe.experts, samples)]
     decoder = on_device(experiment.decoder, experiment.device)
-    return Plan(decoder, models, names, tasks, levels, studies, batch_tokens, experiment.ranks)
+    return Plan(decoder, models, names, tasks, levels, studies, experiment.settings.batch_tokens, experiment.ranks)
 
 
 def _add_scores(result: Linearity, level: str, group: str, study: Study, grams: Grams) -> None:
     """Score one study at one level; scores over several settings average over the samples first."""
-    skipped = 0
+    result.skipped.setdefault(level, {})[group] = 0
     for name, gram in grams.items():
-        if len(study.experts) == 1:
-            ratios = distances(gram[:, 0])
+        count = len(study.experts)
+        if count == 1:
+            ratios = distances(gram)
+            usable = ~ratios[:, 0, 0].isnan()
             scores = {distance_metric(step): Value.of(ratios[:, step, -1]) for step in range(STEPS + 1)}
             scores = {"non_linearity": Value.of(non_linearity(ratios)), **scores}
             result.maps.setdefault(level, {}).setdefault(group, {})[name] = ratios.nanmean(0)
-            skipped += int(ratios[:, 0, 0].isnan().sum())
         else:
             # Skip samples on which the merge or one of the experts changes nothing.
-            usable = (gram.diagonal(dim1=-2, dim2=-1) > 0).all(-1).all(-1)
+            usable = (gram.diagonal(dim1=1, dim2=2) > 0).all(-1)
             gram = gram[usable]
-            projection, cosine = projection_and_cosine(gram, study.others[:, list(study.experts)])
+            projection, cosine = projection_and_cosine(gram, study.settings[count:, list(study.experts)])
             scores = {
                 "projection_distance": Value.of((1 - projection.mean(0)).abs()),
                 "cosine_merge": Value.of(cosine.mean(0)),
-                "cosine_base": Value.of(pair_cosine(gram[:, 0, 1:, 1:])),
+                "cosine_base": Value.of(pair_cosine(gram[:, :count, :count])),
             }
-            skipped += int((~usable).sum())
+        result.skipped[level][group] += int((~usable).sum())
         for metric, value in scores.items():
             result.metrics.setdefault(metric, {}).setdefault(level, {}).setdefault(group, {})[name] = value
-    result.skipped.setdefault(level, {})[group] = skipped

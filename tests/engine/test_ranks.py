@@ -27,7 +27,7 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.scratch import SolvedModel
 from mergekit_slta.layers.trace import trace
-from mergekit_slta.nonlinearity import interpolation
+from mergekit_slta.nonlinearity.interpolation import measure_settings
 from mergekit_slta.nonlinearity.scores import merge_study, path_study
 from mergekit_slta.slta.calibrate import _Calibration
 from mergekit_slta.slta.measure import measured_statistics
@@ -224,9 +224,11 @@ def linearity_grams(family: Family, ranks: Ranks) -> list[dict[str, torch.Tensor
     studies = [merge_study((0, 2), 3), path_study(1, 3)]
     tasks = [samples[:2] for samples in family.token_ids()]
     models, levels = families.checkpoints(family.folders), ("model", "layer", "linear")
-    return interpolation.measure_studies(
-        trace(family.config), models, tasks, levels, studies, 0, ranks, lambda samples: None
-    )
+    decoder, found = trace(family.config), []
+    for study in studies:
+        own = [samples if task in study.experts else [] for task, samples in enumerate(tasks)]
+        found.append(measure_settings(decoder, models, own, levels, study.settings, ranks=ranks))
+    return found
 
 
 def test_every_process_ends_up_with_the_linearity_that_one_alone_measures(

@@ -65,14 +65,13 @@ def test_an_expert_that_changes_nothing_has_no_score() -> None:
 
 @pytest.mark.parametrize("experts", [2, 3])
 def test_merges_are_compared_with_the_weighted_sum(experts: int) -> None:
-    features = random_features(1 + experts, 9)
-    alpha = torch.linspace(0.2, 0.7, experts, dtype=torch.float64)
-    merged, planned = features[0], (alpha[:, None] * features[1:]).sum(0)
-    grams = features @ features.T
-    cosine = torch.nn.functional.cosine_similarity(merged, planned, dim=0)
-    found = projection_and_cosine(grams, alpha)
-    assert found[0].item() == pytest.approx((merged.norm() * cosine / planned.norm()).item())
-    assert found[1].item() == pytest.approx(cosine.item())
+    features = random_features(experts + 4, 9)
+    alpha = torch.linspace(0.2, 0.7, 4 * experts, dtype=torch.float64).view(4, experts)
+    merged, planned = features[experts:], alpha @ features[:experts]
+    cosine = torch.nn.functional.cosine_similarity(merged, planned)
+    projection, found = projection_and_cosine((features @ features.T)[None], alpha)
+    assert torch.allclose(projection[0], merged.norm(dim=1) * cosine / planned.norm(dim=1))
+    assert torch.allclose(found[0], cosine)
 
 
 def test_the_baseline_is_the_mean_over_all_pairs() -> None:
@@ -94,16 +93,16 @@ def test_pooled_values_are_those_of_all_numbers() -> None:
 
 
 def test_settings_are_the_papers() -> None:
-    way, pair, triple = path_study(1, 3), merge_study((0, 2), 3), merge_study((0, 1, 2), 3)
-    assert torch.allclose(way.settings[:, 1], torch.arange(1, 11).double() / 10)
-    assert not way.settings[:, [0, 2]].any()
-    grid = pair.others
-    assert len(grid) == len(grid.unique(dim=0)) == 25
-    assert torch.allclose(grid[:, 0].unique(), torch.tensor([0.2, 0.4, 0.6, 0.8, 1.0]).double())
-    assert not grid[:, 1].any()
-    grid = triple.others
-    assert len(grid) == len(grid.unique(dim=0)) == 27
-    assert torch.allclose(grid.unique(), torch.tensor([0.3, 0.5, 0.7]).double())
+    way, pair, triple = (
+        study.settings for study in (path_study(1, 3), merge_study((0, 2), 3), merge_study((0, 1, 2), 3))
+    )
+    assert torch.allclose(way[:, 1], torch.arange(1, 11).double() / 10)
+    assert not way[:, [0, 2]].any() and not pair[:, 1].any()
+    for settings, experts, weights in ((pair, 2, [0.2, 0.4, 0.6, 0.8, 1.0]), (triple, 3, [0.3, 0.5, 0.7])):
+        merges = settings[experts:]
+        assert torch.equal(settings[:experts], torch.eye(3).double()[[0, 2] if experts == 2 else [0, 1, 2]])
+        assert len(merges) == len(merges.unique(dim=0)) == len(weights) ** experts
+        assert torch.allclose(merges[:, 0].unique(), torch.tensor(weights).double())
     assert [study.experts for study in plan_studies(3, pairs=True, triples=True)] == [
         (0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2),
     ]  # fmt: skip

@@ -10,8 +10,7 @@ from support import families
 from support.families import Family
 
 from mergekit_slta.layers.trace import trace
-from mergekit_slta.nonlinearity.interpolation import Study
-from mergekit_slta.nonlinearity.scores import Linearity, Plan, Value
+from mergekit_slta.nonlinearity.scores import Linearity, Plan, Study, Value
 
 NAMES = ("one", "two", "three")
 
