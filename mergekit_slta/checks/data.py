@@ -16,7 +16,7 @@ from mergekit_slta.errors import SltaError, all_of
 from mergekit_slta.models.fingerprint import fingerprint_of
 from mergekit_slta.models.skeleton import hashed_computation
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.recipe import Expert, published_names, require_calibration
+from mergekit_slta.recipe.recipe import Task, published_names, require_calibration
 from mergekit_slta.recipe.settings import SltaSettings
 from mergekit_slta.slta.matching import match
 from mergekit_slta.slta.statistics import BaseContent, Statistics, resolve_statistics
@@ -40,31 +40,31 @@ def calibration(experiment: Experiment, drawing: bool) -> None:
                 f"The statistics file {file} cannot be created: {parent} is not a writable folder, name another."
             )
     there = file is not None and file.exists()
-    experts = [expert for expert in experiment.recipe.experts if expert.calibration]
-    checks: list[Callable[[], object]] = [partial(_source, experiment, expert, drawing) for expert in experts]
+    tasks = [task for task in experiment.recipe.tasks if task.calibration]
+    checks: list[Callable[[], object]] = [partial(_source, experiment, task, drawing) for task in tasks]
     checks.append(partial(require_calibration, experiment.recipe, statistics=there))
     if isinstance(settings, SltaSettings) and not there:
         checks.append(partial(published_names, experiment.recipe))
     all_of(checks)
     if not drawing:
         return
-    local = [expert for expert in experts if not is_dataset(expert.calibration)]
+    local = [task for task in tasks if not is_dataset(task.calibration)]
     drawn = dict(zip(local, experiment.load_data(local), strict=True))
     if there and file is not None:
         _fits(experiment, file, drawn)
 
 
-def _source(experiment: Experiment, expert: Expert, drawing: bool) -> None:
+def _source(experiment: Experiment, task: Task, drawing: bool) -> None:
     """Refuse a source that gives no samples that the models can read, or a dataset that is misspelt."""
-    if drawing and not is_dataset(expert.calibration):
-        experiment.load_data([expert])
+    if drawing and not is_dataset(task.calibration):
+        experiment.load_data([task])
         return
-    if expert.template:
-        template_fields(expert.template)
-    check_source(expert.calibration)
+    if task.template:
+        template_fields(task.template)
+    check_source(task.calibration)
 
 
-def _fits(experiment: Experiment, file: Path, drawn: dict[Expert, CalibrationData]) -> None:
+def _fits(experiment: Experiment, file: Path, drawn: dict[Task, CalibrationData]) -> None:
     """Refuse a statistics file that does not fit the recipe, as far as it can be known without a download."""
     recipe, base = experiment.recipe, experiment.model(experiment.recipe.base)
     found, content = Statistics.load(file), _content(experiment, recipe.base)
@@ -74,7 +74,7 @@ def _fits(experiment: Experiment, file: Path, drawn: dict[Expert, CalibrationDat
         recipe,
         None if content is None else BaseContent(tensors=content, config=hashed_computation(base.config)),
         [_content(experiment, expert.reference) for expert in recipe.experts],
-        [drawn.get(expert) for expert in recipe.experts],
+        [drawn.get(task) for task in recipe.tasks],
         [experiment.settings.measured_level],
     )
 

@@ -20,6 +20,7 @@ from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.options import ModelOptions
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.recipe.settings import CalibrationSettings, FeatcalSettings, SltaSettings
+from mergekit_slta.recipe.text import ignored
 
 HALF = ("bfloat16", "float16")
 
@@ -122,7 +123,8 @@ def examine(
             passes(partial(data.calibration, experiment, drawing))
     if said:
         return Findings(list(said), [])
-    notes = [note for kind in (NOTES + MERGE_NOTES if merging else NOTES) for note in kind(experiment)]
+    notes = list(ignored(recipe.config, method))
+    notes += [note for kind in (NOTES + MERGE_NOTES if merging else NOTES) for note in kind(experiment)]
     seen = all(experiment.model(reference).tensors is not None for reference in recipe.references)
     return Findings([], notes, seen)
 

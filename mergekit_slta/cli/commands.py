@@ -15,6 +15,7 @@ from mergekit_slta.cli.options import (
     EDGES,
     EDGES_HELP,
     INPUT_FILE,
+    KEEP_WEIGHT_HELP,
     LEVELS_HELP,
     MODEL_HELP,
     TASK_WEIGHT_HELP,
@@ -163,6 +164,7 @@ def calibrate(recipe: Path, stats: str, levels: list[str], **options: Any) -> No
 @click.option("--level", metavar="LEVEL", help=f"{LEVELS_HELP}.  [default: attn_mlp if STATS has it]")
 @click.option("--models", metavar="A,B", help="Merge only these experts, named as in STATS.  [default: all]")
 @click.option("--task-weight", "task_weights", multiple=True, metavar="A=2.0", help=TASK_WEIGHT_HELP)
+@click.option("--keep-weight", type=click.FloatRange(min=0), metavar="κ", help=KEEP_WEIGHT_HELP)
 @click.option("--ridge", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Draws weights to zero.")
 @click.option("--balance/--no-balance", default=True, show_default=True, help="Give every sample the same influence.")
 @click.option("--samples", type=click.IntRange(min=1), metavar="K", help="Use the first K samples of each task only.")
@@ -200,7 +202,7 @@ def solve(
         measured = Statistics.load(stats, transformers_cache)
         chosen = measured if models is None else measured.select(*map(str.strip, models.split(",")))
         weights = _task_weights(task_weights, chosen.info.models)
-        given = {name: options.pop(name) for name in ("balance", "ridge", "samples")}
+        given = {name: options.pop(name) for name in ("balance", "ridge", "samples", "keep_weight")}
         solution = chosen.solve(level, task_weights=weights, **given)
         errors = solution.bootstrap(bootstrap) if bootstrap else None
     _show(None if quiet else solution.text(errors), lambda: solution.to_json(errors), json_file)

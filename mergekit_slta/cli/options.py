@@ -13,6 +13,7 @@ from mergekit_slta.levels import LEVELS
 
 LEVELS_HELP = f"{', '.join(LEVELS[:-1])} or {LEVELS[-1]}"
 TASK_WEIGHT_HELP = "How much an expert's task counts against the others', 1.0 by default. May be given several times."
+KEEP_WEIGHT_HELP = "How much the base model's prompts count, if STATS has any; 0 leaves them out.  [default: 1.0]"
 MODEL_HELP = (
     "Path or Hub id to write in the recipe for a model, the base model included, that STATS calls NAME. "
     "May be given several times."

@@ -22,7 +22,7 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.options import ModelOptions
-from mergekit_slta.recipe.recipe import Expert, Recipe, published_name, require_calibration
+from mergekit_slta.recipe.recipe import Recipe, Task, published_name, require_calibration
 from mergekit_slta.recipe.settings import CalibrationSettings
 from mergekit_slta.tables import Paragraphs, Table, as_json, as_percentage
 
@@ -212,7 +212,7 @@ def compare(
     return Comparison(names, compared, tuple(perplexity))
 
 
-def _held_out(experiment: Experiment, expert: Expert, samples: int) -> Group:
+def _held_out(experiment: Experiment, expert: Task, samples: int) -> Group:
     data = experiment.samples.held_out(expert, samples)
     found = [
         Sample(row, answer if answer and answer[1] <= min(len(row), answer[0] + SHORT_ANSWER) else None)

@@ -31,8 +31,8 @@ class HeadSolver:
     Attributes:
         head: the head's map, by the model's names.
         anchor: the model that the solution stays near.
-        experts: the expert of each task.
-        streams: the merged model's stream and the experts' own, after the last layer.
+        experts: the model of each task, an expert or the base model.
+        streams: the merged model's stream and the tasks' own models', after the last layer.
         setting: how maps are solved; the head has no prior.
         report: called with the number of samples that have passed.
     """

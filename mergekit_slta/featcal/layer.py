@@ -173,7 +173,7 @@ class LayerMerge:
     def _solve(self, maps: Sequence[LinearMap], tasks: Iterable[Iterable[Tokens]], expected: int) -> bool:
         """Put new tensors of maps of one input in place; returns whether there are any."""
         names, layer = ", ".join(linear_map.name for linear_map in maps), self.passage.layer
-        prior, anchors = prior_of(maps, self.models) if self.setting.by_tasks else (None, {})
+        prior, anchors = prior_of(maps, self.models, self.setting.counts) if self.setting.by_tasks else (None, {})
         self.models.anchor.update(anchors)
         self.merged.update(anchors)
         matrix, expert = torch.cat([linear_map.matrix(self.merged) for linear_map in maps]), maps[0].expert

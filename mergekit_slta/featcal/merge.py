@@ -14,6 +14,9 @@ expert t's own W_t and b_t, becomes
     W = argmin  sum_t s_t sum_x w_x |W x - W_t x_t|^2 + ridge * trace(D H D^T),   D = W - W_a
     b = the mean of b_t + W_t x_t - W x over all tokens, weighted by s_t w_x; near the anchor's for a large ridge
 
+The base model may have a task too, whose prompts are to be answered as it does: it is one more expert, whose task
+vector is zero and whose influence is multiplied by kappa, in s_t as in every mean over the experts.
+
 ``regression.py`` defines s_t, H and the bias (``Change.offset``), ``answers.py`` the weights w_x. Where the anchor is
 the merge of ``actmat``, H is built from the matrix of the system that ``actmat`` solves, so that a few prompts change a
 map mostly in directions that their tokens cover. Unless a recipe gives the ridge, left-out samples choose it for every
@@ -31,6 +34,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -57,6 +61,7 @@ LOG = logging.getLogger(__name__)
 
 ANCHOR = 2  # the stream of the anchor's own, for the report only
 ROUTING = "routing"  # what the names of the coverage of routed experts begin with
+Model = TypeVar("Model")
 COVERAGE = ("tokens", "solved", "agreement")
 ERRORS = {MERGED: "error.merged", ANCHOR: "error.anchor"}
 
@@ -68,6 +73,7 @@ def feature_merge(
     tasks: Tasks,
     partial: Partial,
     *,
+    keep_weight: float = 0.0,
     weights: Sequence[torch.Tensor] | None = None,
     ridge: float | None = None,
     head: bool = True,
@@ -83,8 +89,9 @@ def feature_merge(
         anchor: the model that the solution stays near: the base model, or the merge of ``actmat``, whose system then
             says in which directions of the input a map stays nearer.
         experts: the ``T`` experts.
-        tasks: the token ids of each expert's calibration samples.
+        tasks: the token ids of each expert's calibration samples, and last of the base model's if it has a task.
         partial: where the layers are written; what is finished there is not computed again.
+        keep_weight: how much the base model's task counts, kappa; 0 if it has none.
         weights: the weights [S] of the tokens of every sample, task after task; by default all are 1.
         ridge: how strongly the solution is drawn towards the anchor; None to choose it by left-out samples.
         head: solve the output head too.
@@ -99,7 +106,8 @@ def feature_merge(
     ranks = ranks or Ranks()
     models = [anchor.models[0], *experts]
     weights = weights or [torch.ones(len(row)) for task in tasks for row in task]
-    setting = Setting(ridge, isinstance(anchor, ActmatAnchor), weights, ranks, partial.folder)
+    counts = [1.0] * len(experts) + [keep_weight] * bool(keep_weight)
+    setting = Setting(ridge, isinstance(anchor, ActmatAnchor), counts, weights, ranks, partial.folder)
     merge = _FeatureMerge(decoder, models, tasks, ranks, anchor, setting, head, compare)
     tensors = pass_layers(
         merge,
@@ -127,7 +135,8 @@ class _FeatureMerge(Accumulator[Tensors]):
     compare: bool
 
     def __post_init__(self) -> None:
-        self.experts = self.models[1:]
+        base, *experts = self.models
+        self.owners = self._owners(base, experts)
         self.stage = "embeddings"
         self.maps = groups_by_layer(self.decoder)
         every = Counter(
@@ -138,23 +147,28 @@ class _FeatureMerge(Accumulator[Tensors]):
             numbered = any(part.isdigit() for name in kept for part in name.split("."))  # most of a mixture's weights
             LOG.log(logging.WARNING if numbered else logging.INFO, "Not solved, so they stay the anchor's: %s", words)
 
+    def _owners(self, base: Model, experts: Sequence[Model]) -> list[Model]:
+        """The model of each task: the experts, and the base model if it has a task."""
+        return [*experts, base][: len(self.tasks)]
+
     def sources(self) -> list[Sequence[Source]]:
-        """The streams of the merged model, of the experts, each with its own samples, and of the anchor."""
+        """The streams of the merged model, of each task's own model, and of the anchor."""
         anchors = [self.anchor] * len(self.tasks)
-        return [anchors, self.experts, anchors] if self.compare else [anchors, self.experts]
+        return [anchors, self.owners, anchors] if self.compare else [anchors, self.owners]
 
     def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
         """The merged layer's tensors by the model's names, and how far its output is from the experts'."""
         names, maps = self.decoder.layer_tensors(layer), self.maps[layer]
         anchor, later = self._anchor_of(layer, weights)
         base, *experts = weights
+        owners = self._owners(base, experts)
         for key, stack in anchor.items():
             if (
                 isinstance(stack, ExpertStack) and stack is not base[key]
             ):  # a lazy stack is computed at every use: put it in a file
                 anchor[key] = stack_of(in_a_file(stack, self.setting.folder), stack.device)
-        passage = LayerPassage(self.decoder, layer, maps, experts, streams)
-        solver = LayerMerge(passage, LayerTensors(base, experts, anchor, later), self.setting, self._known(layer))
+        passage = LayerPassage(self.decoder, layer, maps, owners, streams)
+        solver = LayerMerge(passage, LayerTensors(base, owners, anchor, later), self.setting, self._known(layer))
         for group in maps.groups:
             self.stage = f"layer {layer} of {len(self.decoder)}, {group}"
             solver.solve(group, report)
@@ -180,7 +194,7 @@ class _FeatureMerge(Accumulator[Tensors]):
     def _advance_streams(self, solver: LayerMerge, streams: Streams) -> Tensors:
         """Set what the layer makes of every stream; returns each stream's mean relative error by task [T]."""
         compared = [MERGED, ANCHOR] if self.compare else [MERGED]
-        sums = torch.zeros(len(compared) + 1, len(self.experts), dtype=torch.float64)
+        sums = torch.zeros(len(compared) + 1, len(self.tasks), dtype=torch.float64)
         for number, batch in enumerate(streams.batches):
             outputs = solver.passage.finish(number, solver.merged)
             if self.compare:
@@ -211,7 +225,7 @@ class _FeatureMerge(Accumulator[Tensors]):
         anchor = self.anchor.of(names, weights) if self.compare else {}
         for number, batch in enumerate(streams.batches):
             streams.run_layer(MERGED, number, merged)
-            streams.run_layer(EXPERT, number, experts[batch.task])
+            streams.run_layer(EXPERT, number, self._owners(base, experts)[batch.task])
             if self.compare:
                 streams.run_layer(ANCHOR, number, anchor)
             report(len(batch.rows) * len(self.maps[layer].groups))
@@ -230,7 +244,7 @@ class _FeatureMerge(Accumulator[Tensors]):
         if head is None:
             return {}
         self.stage = "output head"
-        return HeadSolver(head, self.anchor, self.experts, streams, self.setting, report).solve()
+        return HeadSolver(head, self.anchor, self.owners, streams, self.setting, report).solve()
 
 
 @functools.lru_cache(maxsize=1)

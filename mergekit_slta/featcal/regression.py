@@ -3,7 +3,9 @@
 Symbols, as in ``merge.py``: inputs x [d_in] of the merged model with weights w_x, residuals r = y - W_a x [d_out]
 against the anchor's map W_a, tasks t with weights s_t, and the change D = W - W_a [d_out, d_in], which minimizes
 
-    sum_t s_t sum_x w_x |D x - r|^2 + ridge * trace(D H D^T),     s_t = 1 / |sum_x w_x x x^T|_F
+    sum_t s_t sum_x w_x |D x - r|^2 + ridge * trace(D H D^T),     s_t = c_t / |sum_x w_x x x^T|_F
+
+where c_t says how much the task counts: 1, or kappa for the base model's.
 
 With A = sum_t s_t sum_x w_x x x^T and C = sum_t s_t sum_x w_x r x^T, that is D = C (A + ridge H)^-1. H [d_in, d_in]
 says how strongly each direction of the input is held:
@@ -184,15 +186,15 @@ class RidgeRegression:
             add_gram(inputs[own], moments)
             predicted.addmm_(combined[own].T, inputs[own])
 
-    def finish_task(self) -> None:
-        """Weight the current task's tokens and go on to the next task."""
+    def finish_task(self, count: float = 1.0) -> None:
+        """Weight the current task's tokens, by how much it counts (c_t), and go on to the next task."""
         task = self._task
         for part in vars(task).values():
             self._ranks.sum(part)
         self._halved &= bool(task.tokens.all() or not task.tokens.any())
         self.tokens += int(task.tokens.sum())
         norm = self._norm_of_task()
-        weight = torch.where(norm > 0, 1 / norm, 0.0)  # a task none of whose tokens came here has no say
+        weight = torch.where(norm > 0, count / norm, 0.0)  # a task none of whose tokens came here has no say
         self._masses.append(weight * task.mass)
         for total, part in zip(vars(self._all).values(), vars(task).values(), strict=True):
             total.addcmul_(part, weight)

@@ -64,9 +64,9 @@ class SolvedModel:
         return self.decoder.is_language(resolve_name(self.decoder, name)[0])
 
     def errors(self) -> dict[str, torch.Tensor]:
-        """The errors [layers, T] of the merged model's and the anchor's layer outputs on each task.
+        """The errors [layers, tasks] of the merged model's and the anchor's layer outputs on each task.
 
-        An error is the mean over the task's tokens of |h - h_t| / |h_t|, where h_t is expert t's own output. The
+        An error is the mean over the task's tokens of |h - h_t| / |h_t|, where h_t is the task's own model's. The
         anchor's errors are measured only for a report.
         """
         found: dict[str, list[torch.Tensor]] = {name: [] for name in ERRORS.values()}
@@ -108,12 +108,13 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings) -> SolvedMode
     require_calibration(experiment.recipe)
     require_solvable(experiment)
     decoder = on_device(experiment.decoder, experiment.device)
-    data = experiment.load_data(experiment.recipe.experts)
+    data = experiment.load_data(experiment.recipe.tasks)
     tasks = [samples.token_ids for samples in data]
     weights = token_weights(data)
     content = local_identity(experiment, fingerprint(experiment, data))
     asked = settings.model_dump(include={"ridge", "anchor", "head"})
     asked |= {"compare": bool(settings.report), "format": FORMAT}
+    asked |= {"keep_weight": experiment.recipe.keep_weight} if experiment.recipe.keep else {}
     asked |= {"anchor_settings": ActmatSettings().model_dump()} if settings.anchor == "actmat" else {}
     content |= asked | {"weights": digest([row.tolist() for row in weights])}
     partial = Partial(scratch_root(settings.scratch) / f"featcal-{digest(content)}", content)
@@ -154,6 +155,7 @@ def _solve(
             experiment.experts,
             tasks,
             partial,
+            keep_weight=experiment.recipe.keep_weight,
             weights=weights,
             ridge=None if settings.ridge == "auto" else settings.ridge,
             head=settings.head,
@@ -166,7 +168,9 @@ def _solve(
 
 def _anchor(experiment: Experiment, settings: FeatcalSettings, decoder: Decoder) -> Blend:
     models = [experiment.base, *experiment.experts]
-    return ActmatAnchor(models, decoder) if settings.anchor == "actmat" else Blend(models)
+    if settings.anchor != "actmat":
+        return Blend(models)
+    return ActmatAnchor(models, decoder, experiment.recipe.keep_weight)
 
 
 def scratch_root(scratch: str) -> Path:

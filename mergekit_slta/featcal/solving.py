@@ -41,6 +41,7 @@ class Setting:
         ridge: how strongly the solution is drawn towards the anchor; None to choose it by left-out samples.
         by_tasks: whether it is drawn the more in a direction of the input the larger the task vectors are there, as in
             ``actmat``, so that the sums over tokens add to those that ``actmat`` takes for them.
+        counts: how much each task counts: 1 for an expert's, kappa for the base model's.
         weights: the weights [S] of the tokens of every sample.
         ranks: the processes that share the batches.
         folder: where the matrices of a mixture's experts are while they are solved.
@@ -48,6 +49,7 @@ class Setting:
 
     ridge: float | None
     by_tasks: bool
+    counts: Sequence[float]
     weights: Sequence[torch.Tensor]
     ranks: Ranks
     folder: Path
@@ -59,7 +61,7 @@ class LayerTensors:
 
     Attributes:
         base: the base model's.
-        experts: those of the ``T`` experts.
+        experts: those of each task's own model, an expert or the base model.
         anchor: the anchor's.
         later: the weights that the anchor still has to solve as ``actmat`` does, when their group is solved.
     """
@@ -93,11 +95,11 @@ def solve(
     regression = RidgeRegression(
         inputs, outputs, setting.ridge, matrix.device, prior=prior, tokens=expected, ranks=setting.ranks
     )
-    for task in tasks:
+    for task, count in zip(tasks, setting.counts, strict=True):
         for tokens in task:
             residuals = torch.addmm(tokens.outputs, tokens.inputs, matrix.T, alpha=-1)
             regression.add(tokens.inputs, residuals, tokens.samples, tokens.weights)
-        regression.finish_task()
+        regression.finish_task(count)
     return regression.solve() if regression.tokens >= least else regression.tokens
 
 
@@ -117,8 +119,15 @@ def changed(
     return found
 
 
-def prior_of(maps: Sequence[LinearMap], models: LayerTensors) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
+def prior_of(
+    maps: Sequence[LinearMap], models: LayerTensors, counts: Sequence[float]
+) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
     """The system of ``actmat`` for maps of one input, and the anchor's tensors that are solved with it.
+
+    Args:
+        maps: the maps.
+        models: the layer's tensors.
+        counts: how much each task counts.
 
     Returns:
         The system [in, in] with a unit mean diagonal, None if no expert changed the maps; and the tensors of
@@ -130,7 +139,7 @@ def prior_of(maps: Sequence[LinearMap], models: LayerTensors) -> tuple[torch.Ten
         base = linear_map.matrix(models.base)
         tasks = [linear_map.matrix(expert) - base for expert in models.experts]
         if linear_map.weight in models.later:
-            found = merge_by_covariance(tasks, ridge)
+            found = merge_by_covariance(tasks, ridge, counts)
             solved[linear_map.weight] = linear_map.stored(base + found.change.to(base.dtype))
             total += found.covariance
         else:

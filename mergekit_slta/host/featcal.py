@@ -29,7 +29,7 @@ class FeatcalMerge(Merge):
             from mergekit_slta.reports.featcal import drift_page  # imports matplotlib, which takes a second
 
             errors = solved.errors()
-            models = [published_name(expert.reference) for expert in experiment.recipe.experts]
+            models = [published_name(task.reference) for task in experiment.recipe.tasks]
             merged, anchor = errors[ERRORS[MERGED]], errors[ERRORS[ANCHOR]]
             page = drift_page(merged, anchor, models, settings, solved.routing())
             write_report(settings.report, "featcal.html", page)
@@ -46,7 +46,7 @@ class FeatcalMerge(Merge):
         settings = experiment.recipe.settings_of(FeatcalSettings)
         if not (settings.averages_edges if self._solved.is_language(name) else settings.towers == "mean"):
             return base
-        equal = torch.tensor(1 / len(group.non_base))
+        equal = torch.tensor(1 / (len(group.non_base) + experiment.recipe.keep_weight))
         return weighted_sum(base, [(entry.tensor, equal) for entry in group.non_base])
 
     def share(self) -> None:

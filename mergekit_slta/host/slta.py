@@ -29,7 +29,12 @@ class SltaMerge(Merge):
         settings = experiment.recipe.settings_of(SltaSettings)
         experiment.check_edges(experts=settings.edges == "mean" or settings.level == "model")
         statistics = measured_statistics(experiment)
-        self.solution = solution = statistics.solve(settings.level, balance=settings.balance, ridge=settings.ridge)
+        self.solution = solution = statistics.solve(
+            settings.level,
+            balance=settings.balance,
+            ridge=settings.ridge,
+            keep_weight=experiment.recipe.keep_weight,
+        )
         for note in solution.notes():
             LOG.warning("%s", note)
         if settings.report:

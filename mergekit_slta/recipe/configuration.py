@@ -43,6 +43,12 @@ def expert_parameters(config: MergeConfiguration) -> dict[ModelReference, dict[s
     return {model: {**shared_parameters(config), **own[model]} for model in expert_references(config)}
 
 
+def base_parameters(config: MergeConfiguration) -> dict[str, Any]:
+    """The base model's own parameters, of which mergekit takes none; none if it is not listed, or without any."""
+    given = (entry.parameters for entry in model_inputs(config) if entry.model == config.base_model)
+    return dict(next(filter(None, given), {}))
+
+
 @dataclass(frozen=True)
 class ParameterTable:
     """One ``parameters:`` table of a recipe: its place for error messages, and the model that it belongs to, if any."""

@@ -23,7 +23,7 @@ from mergekit_slta.levels import require_levels
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.headers import Model, open_model
 from mergekit_slta.models.padding import padded_tensors, require_equal_logits
-from mergekit_slta.recipe.recipe import EQUAL_DATA, Expert, Recipe
+from mergekit_slta.recipe.recipe import EQUAL_DATA, Recipe, Task
 from mergekit_slta.recipe.samples import Samples
 from mergekit_slta.recipe.settings import CalibrationSettings
 
@@ -177,35 +177,35 @@ class Experiment:
 
     @cached_property
     def samples(self) -> Samples:
-        """Draws the experts' samples."""
+        """Draws the tasks' samples."""
         return Samples(self.recipe.base, self.settings, self.trust_remote_code, self.transformers_cache, self.quiet)
 
-    def load_data(self, experts: Sequence[Expert], count: int | None = None) -> list[CalibrationData]:
-        """The calibration samples of experts that have a source: ``count`` of each, by default the recipe's number.
+    def load_data(self, tasks: Sequence[Task], count: int | None = None) -> list[CalibrationData]:
+        """The calibration samples of tasks that have a source: ``count`` of each, by default the recipe's number.
 
         Raises:
-            SltaError: sources give no samples, the same as another one, or some that a model cannot read.
+            SltaError: sources give no samples, some that a model cannot read, or those of two experts are the same.
         """
-        data = all_of(functools.partial(self._readable, expert, count) for expert in experts)
-        seen: dict[str, Expert] = {}
+        data = all_of(functools.partial(self._readable, task, count) for task in tasks)
+        seen: dict[str, Task] = {}
         refuse(
-            f"'{other.calibration}' of {other} and '{expert.calibration}' of {expert} give the same tokens: give each "
+            f"'{other.calibration}' of {other} and '{task.calibration}' of {task} give the same tokens: give each "
             f"expert the data of its own task, {EQUAL_DATA}."
-            for expert, drawn in zip(experts, data, strict=True)
-            if (other := seen.setdefault(drawn.sha256, expert)) is not expert
+            for task, drawn in zip(tasks, data, strict=True)
+            if task.reference != self.recipe.base and (other := seen.setdefault(drawn.sha256, task)) is not task
         )
         return data
 
-    def _readable(self, expert: Expert, count: int | None) -> CalibrationData:
-        """An expert's samples, which the models that run on them can read."""
-        base, drawn = self.model(self.recipe.base), self.samples.of(expert, count)
+    def _readable(self, task: Task, count: int | None) -> CalibrationData:
+        """A task's samples, which the models that run on them can read."""
+        base, drawn = self.model(self.recipe.base), self.samples.of(task, count)
         highest, longest = max(map(max, drawn.token_ids)), max(map(len, drawn.token_ids))
         if highest >= base.vocabulary:
             raise SltaError(
                 f"The tokenizer of {base} gives the token id {highest}, but the model has only {base.vocabulary} "
                 "embeddings: put the tokenizer that it was trained with into its folder."
             )
-        if self.recipe.method.runs_experts and highest >= (own := self.model(expert.reference)).vocabulary:
+        if self.recipe.method.runs_experts and highest >= (own := self.model(task.reference)).vocabulary:
             raise SltaError(
                 f"The tokenizer of the base model gives the token id {highest}, but the expert {own} has only "
                 f"{own.vocabulary} embeddings: choose an expert with the base model's vocabulary."

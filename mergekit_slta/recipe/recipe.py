@@ -19,8 +19,13 @@ from pydantic import ValidationError
 from mergekit_slta.data.sources import source_key
 from mergekit_slta.errors import SltaError, one_line, refuse
 from mergekit_slta.files import published_path
-from mergekit_slta.recipe.configuration import expert_parameters, expert_references, shared_parameters
-from mergekit_slta.recipe.settings import SETTINGS, MethodSettings, Parameters
+from mergekit_slta.recipe.configuration import (
+    base_parameters,
+    expert_parameters,
+    expert_references,
+    shared_parameters,
+)
+from mergekit_slta.recipe.settings import SETTINGS, CalibrationSettings, KeptBase, MethodSettings, Parameters
 from mergekit_slta.recipe.text import faults
 
 MOST_SAID = 3  # of the places where mergekit cannot read a recipe
@@ -29,12 +34,19 @@ Kind = TypeVar("Kind", bound=MethodSettings)
 
 
 @dataclass(frozen=True)
-class Expert:
-    """A fine-tuned model and the task data that it is calibrated on."""
+class Task:
+    """A model, and prompts on which the merge should do what that model does.
+
+    Attributes:
+        reference: an expert; or the base model, whose abilities on these prompts are to be kept.
+        calibration, template: where the prompts come from, and how a record becomes text.
+        weight: how much the base model's prompts count, κ; 1 for an expert.
+    """
 
     reference: ModelReference
     calibration: str = ""
     template: str = ""
+    weight: float = 1.0
 
     def __str__(self) -> str:
         return str(self.reference)
@@ -47,7 +59,8 @@ class Recipe:
         base: the base model, a folder or a Hub id.
         experts: the experts, each with its calibration source or with a table of its parameters, such as
             ``{"org/math": "math.jsonl", "org/code": {"calibration": "code.jsonl", "template": "{prompt}"}}``; for a
-            method without data a list of names, or one name.
+            method without data a list of names, or one name. The base model among them, with prompts of its own, is a
+            task too: what it does there is to be kept.
         method: ``slta``, ``featcal``, ``actmat`` or ``sftm``.
         dtype: the data type to merge in.
         out_dtype: the data type to write; by default ``dtype``.
@@ -176,27 +189,46 @@ class Recipe:
         return self._sound[0]
 
     @property
-    def experts(self) -> tuple[Expert, ...]:
-        """The experts in the recipe's order; an SltaError if the recipe is wrong."""
+    def experts(self) -> tuple[Task, ...]:
+        """The experts in the recipe's order, each with its own task; an SltaError if the recipe is wrong."""
         return self._sound[1]
+
+    @property
+    def keep(self) -> Task | None:
+        """The base model's task, None without one or with weight 0; an SltaError if the recipe is wrong."""
+        return self._sound[2]
+
+    @property
+    def keep_weight(self) -> float:
+        """How much the base model's task counts, κ; 0 without one. An SltaError if the recipe is wrong."""
+        return self.keep.weight if self.keep else 0.0
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """The experts' tasks, then the base model's if it has one; an SltaError if the recipe is wrong."""
+        return (*self.experts, *([self.keep] if self.keep else []))
 
     @property
     def settings(self) -> MethodSettings:
         """The method's parameters for the whole merge; an SltaError if the recipe is wrong."""
-        return self._sound[2]
+        return self._sound[3]
 
     @cached_property
-    def _sound(self) -> tuple[ModelReference, tuple[Expert, ...], MethodSettings]:
+    def _sound(self) -> tuple[ModelReference, tuple[Task, ...], Task | None, MethodSettings]:
         self.require_sound()
         assert self.config.base_model is not None
-        own = {
-            reference: _table(self.method.expert, given) for reference, given in expert_parameters(self.config).items()
-        }
         experts = tuple(
-            Expert(reference, **table.model_dump(include={"calibration", "template"}))
-            for reference, table in own.items()
+            Task(reference, **_table(self.method.expert, given).model_dump(include={"calibration", "template"}))
+            for reference, given in expert_parameters(self.config).items()
         )
-        return self.config.base_model, experts, _table(self.method, shared_parameters(self.config))
+        given = base_parameters(self.config) if issubclass(self.method, CalibrationSettings) else {}
+        keep = Task(self.config.base_model, **_table(KeptBase, given).model_dump()) if given else None
+        return (
+            self.config.base_model,
+            experts,
+            keep if keep and keep.weight else None,
+            _table(self.method, shared_parameters(self.config)),
+        )
 
     def settings_of(self, kind: type[Kind]) -> Kind:
         """The recipe's settings, if its method has settings of that kind.
@@ -284,11 +316,11 @@ EQUAL_DATA = "because with equal data every merging weight of slta is one over t
 
 
 def require_calibration(recipe: Recipe, statistics: bool = False) -> None:
-    """Refuse experts without data, and experts that name the same data, with which every merging weight would be 1/T.
+    """Refuse tasks without data, and experts that name the same data, with which every merging weight would be 1/T.
 
     Args:
         recipe: the recipe.
-        statistics: whether a statistics file is used, with which either all experts or none need data.
+        statistics: whether a statistics file is used, with which either all tasks or none need data.
 
     Raises:
         SltaError: everything that is wrong; malformed sources are not compared.
@@ -297,18 +329,21 @@ def require_calibration(recipe: Recipe, statistics: bool = False) -> None:
 
 
 def _calibration_faults(recipe: Recipe, statistics: bool) -> Iterator[str]:
-    without = [str(expert) for expert in recipe.experts if not expert.calibration]
-    if statistics and 0 < len(without) < len(recipe.experts):
+    without = [str(task) for task in recipe.tasks if not task.calibration]
+    if statistics and 0 < len(without) < len(recipe.tasks):
         yield (
-            f"Some experts have a 'calibration', but not {', '.join(without)}: give it to all, to compare the "
+            f"Some models have a 'calibration', but not {', '.join(without)}: give it to all, to compare the "
             "statistics file with the data, or to none, to use the file unchecked."
         )
     for name in without if not statistics else ():
+        role, prompts = ("base model", "on which its abilities are to be kept")
+        if name != str(recipe.base):
+            role, prompts = "expert", "of its task"
         yield (
-            f"The expert {name} has no 'calibration': give it a file or dataset with a few prompts of its task "
+            f"The {role} {name} has no 'calibration': give it a file or dataset with a few prompts {prompts} "
             "(parameters: {calibration: prompts.jsonl})."
         )
-    seen: dict[Any, Expert] = {}
+    seen: dict[Any, Task] = {}
     for expert in recipe.experts:
         with contextlib.suppress(SltaError):  # reading a malformed source says what is wrong with it
             other = seen.setdefault(source_key(expert.calibration), expert) if expert.calibration else expert

@@ -1,4 +1,4 @@
-"""Draw the samples of a recipe's experts, and load the tokenizers for them; each is done once."""
+"""Draw the samples of a recipe's tasks, and load the tokenizers for them; each is done once."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from mergekit_slta.data.draw import CalibrationData, CalibrationSource
 from mergekit_slta.data.sources import is_dataset
 from mergekit_slta.errors import reading
 from mergekit_slta.models.adapters import adapter_chat_template, tokenizer_folder
-from mergekit_slta.recipe.recipe import Expert
+from mergekit_slta.recipe.recipe import Task
 from mergekit_slta.recipe.settings import CalibrationSettings
 
 
 @dataclass
 class Samples:
-    """Draws the samples of a recipe's experts.
+    """Draws the samples of a recipe's tasks.
 
     Args:
         base: the base model, whose tokenizer tokenizes everything.
@@ -33,27 +33,27 @@ class Samples:
     quiet: bool = False
 
     def __post_init__(self) -> None:
-        self._drawn: dict[tuple[Expert, int], CalibrationData] = {}
+        self._drawn: dict[tuple[Task, int], CalibrationData] = {}
         self._tokenizers: dict[ModelReference, PreTrainedTokenizerBase] = {}
 
-    def of(self, expert: Expert, count: int | None = None) -> CalibrationData:
-        """An expert's calibration samples: ``count`` of them, by default the settings' number.
+    def of(self, task: Task, count: int | None = None) -> CalibrationData:
+        """A task's calibration samples: ``count`` of them, by default the settings' number.
 
         Raises:
             SltaError: the source gives no sample, or a tokenizer is missing.
         """
-        key = expert, count or self.settings.samples
+        key = task, count or self.settings.samples
         if key not in self._drawn:
-            self._drawn[key] = self._source(expert).draw(key[1])
+            self._drawn[key] = self._source(task).draw(key[1])
         return self._drawn[key]
 
-    def held_out(self, expert: Expert, count: int) -> CalibrationData:
-        """The expert's next ``count`` records after its calibration samples.
+    def held_out(self, task: Task, count: int) -> CalibrationData:
+        """The task's next ``count`` records after its calibration samples.
 
         Raises:
             SltaError: calibration left none.
         """
-        return self._source(expert).draw(count, self.of(expert))
+        return self._source(task).draw(count, self.of(task))
 
     def tokenizer(self, reference: ModelReference) -> PreTrainedTokenizerBase:
         """A model's tokenizer; for an adapter its own, or else that of its base model.
@@ -76,16 +76,16 @@ class Samples:
             self._tokenizers[reference] = tokenizer
             return tokenizer
 
-    def _source(self, expert: Expert) -> CalibrationSource:
-        if self.quiet and is_dataset(expert.calibration):
+    def _source(self, task: Task) -> CalibrationSource:
+        if self.quiet and is_dataset(task.calibration):
             import datasets  # slow to import, and most recipes name files
 
             datasets.disable_progress_bars()
         return CalibrationSource(
-            expert.calibration,
-            expert.template,
+            task.calibration,
+            task.template,
             self.tokenizer(self.base),
-            lambda: self.tokenizer(expert.reference),
+            lambda: self.tokenizer(task.reference),
             self.settings.max_tokens,
             self.settings.seed,
         )

@@ -40,6 +40,17 @@ class CalibratedExpert(Parameters):
     )
 
 
+class KeptBase(CalibratedExpert):
+    """The parameters of the base model where it is a task of its own: what it does on these prompts is to be kept."""
+
+    calibration: str = Field(
+        default="", description="prompts on which the merge should do what the base model does, as an expert's"
+    )
+    weight: Annotated[FiniteFloat, Field(ge=0)] = Field(
+        default=1.0, description="how much the base model's prompts count against the experts', κ; at least 0"
+    )
+
+
 class MethodSettings(Parameters):
     """The parameters of a merge method for the whole merge.
 
@@ -195,6 +206,12 @@ def parameter_specs(settings: type[MethodSettings]) -> tuple[ParameterSpec, ...]
         for table, scope in scopes
         for name, field in table.model_fields.items()
     )
+
+
+def base_specs(settings: type[MethodSettings]) -> tuple[ParameterSpec, ...]:
+    """The parameters that the base model may have under ``models``, which mergekit itself does not read."""
+    fields = KeptBase.model_fields if settings.runs_models else {}
+    return tuple(_spec(name, field, ParameterScope.NON_BASE) for name, field in fields.items())
 
 
 def _spec(name: str, field: FieldInfo, scope: ParameterScope) -> ParameterSpec:

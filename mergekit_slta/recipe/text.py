@@ -22,8 +22,14 @@ from mergekit.merge_methods.base import ParameterScope, ParameterSpec
 from pydantic import BaseModel
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.recipe.configuration import ParameterTable, expert_references, model_inputs, parameter_tables
-from mergekit_slta.recipe.settings import MethodSettings, parameter_specs
+from mergekit_slta.recipe.configuration import (
+    ParameterTable,
+    base_parameters,
+    expert_references,
+    model_inputs,
+    parameter_tables,
+)
+from mergekit_slta.recipe.settings import MethodSettings, base_specs, parameter_specs
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 SHORTEST_TEMPLATE = 20  # mergekit takes a shorter text for a name
@@ -44,10 +50,13 @@ def faults(config: MergeConfiguration, content: Any, settings: type[MethodSettin
     if settings.runs_models:
         yield from _structure(config, method)
     yield from _inputs(config)
-    specs = {spec.name: spec for spec in parameter_specs(settings)}
+    own, of_base = ({spec.name: spec for spec in found(settings)} for found in (parameter_specs, base_specs))
     for table in parameter_tables(config):
         if table.model is not None:
-            yield from _placement(table, specs)
+            yield from _placement(table, own)
+        if table.is_base and not settings.runs_models:
+            continue  # the method ignores the base model's entry, as ``ignored`` says
+        specs = {**own, **of_base} if table.is_base else own  # a shared one is said above
         yield from _parameters(table, specs, one_value=settings.runs_models)
     yield from _data_types(config)
     yield from _chat_template(config)
@@ -91,14 +100,27 @@ def _placement(table: ParameterTable, specs: Mapping[str, ParameterSpec]) -> Ite
                 f"'{name}' in {table.where} has no effect: it is one value for the whole merge, so move it to the "
                 "'parameters' of the recipe."
             )
-        elif table.is_base:
-            yield f"'{name}' in {table.where} has no effect: move it to an expert."
+
+
+def ignored(config: MergeConfiguration, settings: type[MethodSettings]) -> Iterator[str]:
+    """The base model's prompts or weight in a recipe for a method without data, as a note."""
+    given = base_parameters(config) if not settings.runs_models else {}
+    if given:
+        yield (
+            f"'{settings.method}' ignores {', '.join(given)} of the base model under 'models': "
+            "'featcal' and 'slta' keep what the base model does on prompts."
+        )
 
 
 def _parameters(table: ParameterTable, specs: Mapping[str, ParameterSpec], one_value: bool) -> Iterator[str]:
     """Unknown names (with the closest known one), wrong values, and lists where one value is needed."""
     for name, setting in table.parameters.items():
-        if name not in specs:
+        if name == "weight" and name not in specs:
+            yield (
+                f"'weight' in {table.where} has no effect: the method solves the experts' weights, so leave it out "
+                "(the base model's own entry under 'models' takes a 'weight')."
+            )
+        elif name not in specs:
             near = difflib.get_close_matches(name.lower(), specs, n=1)
             hint = f", did you mean '{near[0]}'?" if near else f"; the known ones are {', '.join(sorted(specs))}."
             yield f"Unknown parameter '{name}' in {table.where}{hint}"
@@ -151,7 +173,7 @@ def _keys(content: Any, settings: type[MethodSettings]) -> Iterator[str]:
     for output in _entries(content, "slices"):
         tables.append((output, OutputSliceDefinition))
         tables += [(entry, InputSliceDefinition) for entry in _entries(output, "sources")]
-    parameters = {spec.name for spec in parameter_specs(settings)}
+    parameters = {spec.name for spec in (*parameter_specs(settings), *base_specs(settings))}
     for table, model in tables:
         places = {MergeConfiguration: "the recipe", OutputSliceDefinition: "a slice"}
         where = places.get(model) or f"the entry of {table.get('model', 'a model')}"

@@ -42,7 +42,7 @@ def match(
         recipe: the recipe.
         base: the base model's content; None if only a download would show it.
         experts: the experts' fingerprints in the recipe's order; None likewise.
-        data: the experts' samples; None for samples that are not drawn.
+        data: the samples of the recipe's tasks; None for samples that are not drawn.
         levels: the levels that the recipe needs.
 
     Returns:
@@ -54,7 +54,7 @@ def match(
     problems = list(_base_problems(info, path, recipe, base)) if base else []
     unused = dict(enumerate(info.fingerprint.experts))
     order: list[int | None] = []
-    for expert, content, samples in zip(recipe.experts, experts, data, strict=True):
+    for expert, content, samples in zip(recipe.experts, experts, data, strict=False):  # the base model's come last
         equal = [index for index, known in unused.items() if known == content]
         same_data = [i for i in equal if samples is not None and info.calibration[i].sha256 == samples.sha256]
         order.append(next(iter(same_data or equal), None))
@@ -65,7 +65,12 @@ def match(
                 f"The expert {expert} is not one of the models that {path} was measured on "
                 f"({', '.join(info.models)}; other content): use those, or measure into another file."
             )
-    if all(expert.calibration for expert in recipe.experts):
+    if recipe.keep and info.keep is None:
+        problems.append(
+            f"{path} was measured without prompts of the base model, which the recipe lists with its own: measure into "
+            "another file, or leave the base model out of 'models'."
+        )
+    if all(task.calibration for task in recipe.tasks):
         settings = [
             f"The recipe has {name} {getattr(recipe.settings, name)}, but {path} was measured with "
             f"{getattr(info, name)}: set that value, or measure into another file."
@@ -73,12 +78,13 @@ def match(
             if getattr(recipe.settings, name) != getattr(info, name)
         ]
         # Other settings draw other samples, so the data can be compared only if the settings are equal.
+        known = [None if index is None else info.calibration[index] for index in order]
         problems += settings or [
-            f"The calibration data '{expert.calibration}' of {expert} gives other tokens than "
-            f"'{info.calibration[index].source}', on which {path} was measured: use that data, leave 'calibration' "
+            f"The calibration data '{task.calibration}' of {task} gives other tokens than "
+            f"'{measured.source}', on which {path} was measured: use that data, leave 'calibration' "
             "out to use the file as it is, or measure into another file."
-            for expert, index, samples in zip(recipe.experts, order, data, strict=True)
-            if index is not None and samples is not None and samples.sha256 != info.calibration[index].sha256
+            for task, measured, samples in zip(recipe.tasks, [*known, info.keep], data, strict=False)
+            if measured is not None and samples is not None and samples.sha256 != measured.sha256
         ]
     if missing := [level for level in levels if level not in info.levels]:
         asked = " ".join(f"--level {level}" for level in (*info.levels, *missing))

@@ -87,7 +87,7 @@ def measured_statistics(
             remove(partial_folder(file))  # of a run that was killed after it had written the file
         return statistics
     require_calibration(experiment.recipe)
-    data = experiment.load_data(experiment.recipe.experts)
+    data = experiment.load_data(experiment.recipe.tasks)
     info = _info(experiment, data)
     identity = local_identity(experiment, info.fingerprint)
     cached = {level: cache_folder() / f"{digest([identity, level])}.safetensors" for level in LEVELS if level in asked}
@@ -142,21 +142,21 @@ def _together(measured: Iterable[Statistics], info: Info) -> Statistics:
 
 
 def _matched(experiment: Experiment, path: Path, levels: Sequence[str]) -> Statistics:
-    """Compare a file with the recipe, and select the recipe's experts under the recipe's names.
+    """Compare a file with the recipe, and select the recipe's experts and tasks under the recipe's names.
 
     Raises:
         SltaError: the file does not fit, or lacks a level.
     """
     found, recipe = Statistics.load(path), experiment.recipe
     require_calibration(recipe, statistics=True)
-    given = all(expert.calibration for expert in recipe.experts)
-    data = experiment.load_data(recipe.experts) if given else [None] * len(recipe.experts)
+    given = all(task.calibration for task in recipe.tasks)
+    data = experiment.load_data(recipe.tasks) if given else [None] * len(recipe.tasks)
     base, experts = model_contents(experiment)
     order = match(found.info, path, recipe, base, experts, data, levels)
     for fallback in found.info.fallbacks:
         if fallback.level in levels:
             LOG.warning("%s", fallback)
-    return _named(found.take(order), recipe)
+    return _named(found.take(order, keep=recipe.keep is not None), recipe)
 
 
 def _measured(
@@ -208,15 +208,17 @@ def _info(experiment: Experiment, data: Sequence[CalibrationData]) -> Info:
     """The metadata of a measurement, still without levels."""
     recipe, config = experiment.recipe, experiment.base.config
     names = published_names(recipe)
+    calibration = [
+        CalibrationInfo(source=source_name(samples.source), template=samples.template, sha256=samples.sha256)
+        for samples in data
+    ]
     return Info(
         format_version=2,
         levels=(),
         base_model=names[0],
         models=tuple(names[1:]),
-        calibration=tuple(
-            CalibrationInfo(source=source_name(samples.source), template=samples.template, sha256=samples.sha256)
-            for samples in data
-        ),
+        calibration=tuple(calibration[: len(recipe.experts)]),
+        keep=calibration[-1] if recipe.keep else None,
         samples=experiment.settings.samples,
         max_tokens=experiment.settings.max_tokens,
         seed=experiment.settings.seed,

@@ -37,7 +37,7 @@ class Solution:
         statistics: the statistics of these experts and of the samples that were used.
         level: the submodules' level.
         submodules: the solution of each submodule.
-        balance, ridge, task_weights: the arguments of ``Statistics.solve``.
+        balance, ridge, task_weights, keep_weight: the arguments of ``Statistics.solve``.
     """
 
     statistics: Statistics
@@ -46,6 +46,7 @@ class Solution:
     balance: bool
     ridge: float
     task_weights: tuple[float, ...] | None
+    keep_weight: float = 1.0
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -75,6 +76,25 @@ class Solution:
         shares = [own.share for own in self.submodules.values()]
         return pooled(torch.stack(list(self.retained.values())), torch.stack(shares))
 
+    @property
+    def keeps_base(self) -> bool:
+        """Whether the base model has a task of its own."""
+        return self.statistics.info.keep is not None
+
+    @cached_property
+    def kept_base(self) -> dict[str, float]:
+        """The share of the base model that the merge keeps on the base model's own task, where it has one.
+
+        It is 1 if the merge changes nothing there, and 0 if it changes as much as one expert that is added whole.
+        """
+        return {name: own.kept_base for name, own in self.submodules.items()} if self.keeps_base else {}
+
+    @cached_property
+    def base_kept(self) -> float:
+        """``kept_base`` in all submodules together, each counted by how much the experts change it on that task."""
+        shares = torch.tensor([[own.base_share] for own in self.submodules.values()])
+        return float(pooled(torch.tensor([[own.kept_base] for own in self.submodules.values()]), shares))
+
     @cached_property
     def condition(self) -> dict[str, float]:
         """The condition number of the linear system; NaN where no expert changes anything."""
@@ -88,7 +108,13 @@ class Solution:
     @property
     def settings(self) -> dict[str, Any]:
         """The arguments for ``solver.solve`` and ``solver.bootstrap``."""
-        return {"balance": self.balance, "ridge": self.ridge, "task_weights": self.task_weights}
+        return {
+            "tokens": self.statistics.tokens,
+            "balance": self.balance,
+            "ridge": self.ridge,
+            "task_weights": self.task_weights,
+            "keep_weight": self.keep_weight,
+        }
 
     def bootstrap(self, repeats: int, seed: int = 0) -> dict[str, torch.Tensor]:
         """The standard errors [T] of each submodule's merging weights, from draws of the samples with replacement.
@@ -121,6 +147,8 @@ class Solution:
             "retained": {name: retained.tolist() for name, retained in self.retained.items()},
             "condition": self.condition,
         }
+        if self.keeps_base:
+            content |= {"kept_base": self.kept_base, "keep_weight": self.keep_weight}
         if errors is not None:
             content["alpha_std"] = {name: error.tolist() for name, error in errors.items()}
         return as_json(content)
@@ -133,17 +161,20 @@ class Solution:
         """
         names = short_names(self.models)
         header = [f"alpha {name}" for name in names] + [f"keeps {name}" for name in names]
+        header += ["keeps base"] if self.keeps_base else []
         rows = []
         for name in self.alpha:
             alpha = [f"{without_sign_of_zero(weight):.3f}" for weight in self.alpha[name].tolist()]
             if errors is not None and not errors[name].isnan().any():
                 pairs = zip(alpha, errors[name].tolist(), strict=True)
                 alpha = [f"{weight} ±{error:.3f}" for weight, error in pairs]
-            retained = map(as_percentage, self.retained[name].tolist())
+            retained = [as_percentage(share) for share in self.retained[name].tolist()]
+            retained += [as_percentage(self.kept_base[name])] if self.keeps_base else []
             condition = "-" if math.isnan(self.condition[name]) else f"{self.condition[name]:.3g}"
             rows.append([name, *alpha, *retained, condition])
         if len(rows) > 1:
-            rows.append(["all", *("-" for _ in names), *map(as_percentage, self.kept.tolist()), "-"])
+            shares = [*self.kept.tolist(), *([self.base_kept] if self.keeps_base else [])]
+            rows.append(["all", *("-" for _ in names), *map(as_percentage, shares), "-"])
         return Table(["submodule", *header, "condition"], rows)
 
     def notes(self) -> list[str]:
@@ -192,6 +223,8 @@ class Solution:
         pairs = zip(short_names(self.models), self.models, strict=True)
         parts = [f"{short} is {name}" for short, name in pairs if short != name]
         parts += ["alpha: the merging weight", "keeps: the share of the expert's feature change that the merge keeps"]
+        if self.keeps_base:
+            parts += [f"keeps base: the same for the base model on its own prompts, with weight {self.keep_weight:g}"]
         parts += [f"condition: 1 is ideal, above {MOST_CONDITION:.0f} the samples hardly determine the weights"]
         parts += ["±: the standard error over bootstrap draws"] if with_errors else []
         return "; ".join(parts) + "."

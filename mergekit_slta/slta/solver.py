@@ -1,22 +1,31 @@
 """From Gram matrices to merging weights: the closed form of arXiv 2504.10902 (Eq. 12, 13, 32-34).
 
-Symbols, for one submodule with ``N`` calibration samples and ``T`` experts:
+Symbols, for one submodule with ``N`` calibration samples and ``T`` experts, where sample x has tokens_x tokens:
 
     G_x  [T, T]     Gram matrix of sample x
     w_x             balance of sample x: 1 / mean_t G_x[t, t] (Eq. 33-34), or 1
     B_a  [T, T]     mean over task a's samples of w_x G_x (Eq. 14, 34)
-    A    [T, T]     sum_a c_a B_a, c_a the weight of task a, and b_j = sum_{a < T} c_a B_a[j, a] (Eq. 13)
+    A    [T, T]     sum_a c_a B_a, c_a the weight of task a, and b_j = sum_a c_a B_a[j, a] (Eq. 13)
     alpha [T]       A^-1 b (Eq. 12, 32)
     J_a(alpha)      alpha^T B_a alpha - 2 alpha^T B_a[:, a] + B_a[a, a], the squared distance of the merge's feature
                     change from expert a's on task a
 
-Expert a was trained for task a. The target of a task without an expert (a >= T) is no change: it adds to A and not to
-b, which pulls the merge towards the base model on its samples. The functions of means and weights work on leading batch
-dimensions too, which is how the bootstrap runs.
+Expert a was trained for task a. The base model may be task T, with prompts on which the merge should do what it does:
+their target is no change, so they add to A and not to b. Their influence is measured per token, by one number for the
+submodule, so that one expert gets g / (g + kappa g_0), g and g_0 the sizes of its changes on its own task and on these:
+
+    p_x  [T, T]     G_x / tokens_x
+    g_a             mean over task a's samples of mean_t p_x[t, t]
+    w_0             exp(-mean_a log g_a), over the experts' tasks with g_a > 0; zero without any
+    B_0  [T, T]     s w_0 times the mean over task T's samples of p_x; s = 1 if balanced, else mean_a mean_t B_a[t, t]
+    A               sum_a c_a B_a + kappa B_0, kappa the weight of the base model's task
+
+The functions of means and weights work on leading batch dimensions too, which is how the bootstrap runs.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -36,8 +45,11 @@ class SubmoduleSolution:
         share: [T] float64, the expert's part in the feature change on its own task's data, ``own_share``.
         condition: condition number of the scaled A over its kept eigenvalues; NaN where A is zero.
         rank: number of kept eigenvalues; below T the solution is the minimum-norm one.
-        measured: [T] bool, whether an expert changes the submodule's features on any sample that counts. If not, its
-            weight is zero because nothing is known of it, even where its task vector is not zero.
+        measured: [T] bool, whether an expert changes the submodule's features on any sample of the experts' tasks that
+            counts. If not, its weight is zero because nothing is known of it, even where its task vector is not zero.
+        kept_base: the share of the base model that the merge keeps on its own task, 1 - J_0(alpha) / mean_t J_0(e_t)
+            with J_0(alpha) = alpha^T B_0 alpha and e_t expert t added whole; NaN where no expert changes that task.
+        base_share: mean_t J_0(e_t), the experts' mean change on that task relative to that on their own.
     """
 
     alpha: torch.Tensor
@@ -46,15 +58,19 @@ class SubmoduleSolution:
     condition: float
     rank: int
     measured: torch.Tensor
+    kept_base: float = float("nan")
+    base_share: float = 0.0
 
 
 def solve(
     grams: torch.Tensor,
     task: torch.Tensor,
     *,
+    tokens: torch.Tensor | None = None,
     balance: bool = True,
     ridge: float = 0.0,
     task_weights: Sequence[float] | None = None,
+    keep_weight: float = 1.0,
 ) -> SubmoduleSolution:
     """Merging weights of one submodule from its per-sample Gram matrices (Eq. 12-14, 32-34).
 
@@ -62,22 +78,27 @@ def solve(
 
     Args:
         grams: [N, T, T] float64, one Gram matrix per calibration sample.
-        task: [N] int64, the task of each sample.
+        task: [N] int64, the task of each sample; T for the base model's.
+        tokens: [N] int64, the tokens of each sample; needed where the base model has a task.
         balance: give every sample the same influence (Eq. 33-34).
-        ridge: adds ridge * trace(A) / T to A's diagonal.
-        task_weights: the weight c_a of each task; one each by default.
+        ridge: adds ridge * trace(A) / T to A's diagonal, A without B_0.
+        task_weights: the weight c_a of each expert's task; one each by default.
+        keep_weight: the weight kappa of the base model's task.
     """
     means = task_means(grams, task, balance)
-    matrix, right = equations(means, task_weights)
-    alpha, kept = solve_semidefinite(with_ridge(matrix, ridge), right)
-    used = kept[kept > 0]
+    changes = base_changes(grams, task, tokens)
+    matrix, right = equations(means, changes, balance, ridge, task_weights, keep_weight)
+    alpha, kept = solve_semidefinite(matrix, right)
+    used, whole = kept[kept > 0], float(changes.diagonal().mean())
     return SubmoduleSolution(
         alpha=alpha,
         retained=retained_share(means, alpha),
         share=own_share(means),
         condition=float(used.max() / used.min()) if used.numel() else float("nan"),
         rank=used.numel(),
-        measured=matrix.diagonal() != 0,
+        measured=_measured(means, task_weights),
+        kept_base=1 - float(alpha @ changes @ alpha) / whole if whole else float("nan"),
+        base_share=whole,
     )
 
 
@@ -92,7 +113,7 @@ def sample_weights(grams: torch.Tensor, balance: bool) -> torch.Tensor:
 def task_means(
     grams: torch.Tensor, task: torch.Tensor, balance: bool, counts: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """B_a of every task, [..., tasks, T, T]; zero for a task without a usable sample.
+    """B_a of every expert's task, [..., T, T, T]; zero for a task without a usable sample.
 
     Args:
         grams, task, balance: as for ``solve``.
@@ -101,39 +122,85 @@ def task_means(
     experts, weights = grams.shape[-1], sample_weights(grams, balance)
     usable = (weights > 0).to(weights.dtype)
     counts = usable if counts is None else counts * usable
-    means = []
-    for index in range(max(experts, int(task.max()) + 1)):
-        own = task == index
-        drawn = counts[..., own].sum(-1, keepdim=True).clamp_min(1)
-        mean = (counts[..., own] * weights[own] / drawn) @ grams[own].flatten(1)
-        means.append(mean.unflatten(-1, (experts, experts)))
-    return torch.stack(means, -3)
+    return torch.stack([_mean(grams, task == index, counts, weights) for index in range(experts)], -3)
 
 
-def equations(means: torch.Tensor, task_weights: Sequence[float] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """A [..., T, T] and b [..., T] (Eq. 13) from the B_a [..., tasks, T, T] and the tasks' weights c_a."""
-    count, experts = means.shape[-3:-1]
-    weights = means.new_tensor([1.0] * count if task_weights is None else task_weights)
-    matrix = torch.einsum("a,...abc->...bc", weights, means)
-    return matrix, _own(means) @ weights[:experts]
+def base_changes(
+    grams: torch.Tensor, task: torch.Tensor, tokens: torch.Tensor | None, counts: torch.Tensor | None = None
+) -> torch.Tensor:
+    """w_0 times the mean of p_x over the base model's task, [..., T, T]; zero without such a task.
+
+    Args:
+        grams, task, tokens: as for ``solve``.
+        counts: as for ``task_means``; w_0 is always that of all samples.
+    """
+    experts = grams.shape[-1]
+    if int(task.max()) < experts:
+        return torch.zeros_like(grams[0])
+    assert tokens is not None
+    sizes = grams.diagonal(dim1=-2, dim2=-1).mean(-1) / tokens
+    of_tasks = torch.stack([sizes[task == index].mean() for index in range(experts)])
+    weight = (-of_tasks[of_tasks > 0].log().mean()).exp() if bool((of_tasks > 0).any()) else sizes.new_zeros(())
+    counts = torch.ones_like(sizes) if counts is None else counts
+    return _mean(grams, task == experts, counts, weight / tokens)
+
+
+def _mean(grams: torch.Tensor, own: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The mean over some samples ``own`` of each one's weight times its Gram matrix, [..., T, T]; zero without any."""
+    drawn = counts[..., own].sum(-1, keepdim=True).clamp_min(1)
+    mean = (counts[..., own] * weights[own] / drawn) @ grams[own].flatten(1)
+    return mean.unflatten(-1, grams.shape[-2:])
+
+
+def equations(
+    means: torch.Tensor,
+    changes: torch.Tensor,
+    balance: bool,
+    ridge: float = 0.0,
+    task_weights: Sequence[float] | None = None,
+    keep_weight: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A [..., T, T] with its ridge, and b [..., T] (Eq. 13).
+
+    Args:
+        means: [..., T, T, T], the B_a of ``task_means``.
+        changes: [..., T, T], those of ``base_changes``.
+        balance, ridge, task_weights, keep_weight: as for ``solve``.
+    """
+    weights = _weights(means, task_weights)
+    matrix = with_ridge(torch.einsum("a,...abc->...bc", weights, means), ridge)
+    if keep_weight:
+        scale = 1.0 if balance else means.diagonal(dim1=-2, dim2=-1).mean((-1, -2))[..., None, None]
+        measured = _measured(means, task_weights)  # an expert that the other tasks do not show is left out
+        matrix = matrix + keep_weight * scale * changes * (measured[..., :, None] & measured[..., None, :])
+    return matrix, _own(means) @ weights
+
+
+def _weights(means: torch.Tensor, task_weights: Sequence[float] | None) -> torch.Tensor:
+    return means.new_tensor([1.0] * means.shape[-1] if task_weights is None else task_weights)
+
+
+def _measured(means: torch.Tensor, task_weights: Sequence[float] | None) -> torch.Tensor:
+    """Which experts [..., T] change the submodule on a task that counts."""
+    return torch.einsum("a,...abb->...b", _weights(means, task_weights), means) != 0
 
 
 def _own(means: torch.Tensor) -> torch.Tensor:
     """[..., T, T], whose column a is B_a[:, a]: how each expert's change agrees with expert a's on task a."""
-    return means[..., : means.shape[-1], :, :].diagonal(dim1=-3, dim2=-1)
+    return means.diagonal(dim1=-3, dim2=-1)
 
 
 def retained_share(means: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
     """Share of each expert's feature change that is kept, 1 - J_a(alpha) / J_a(0), [..., T]; NaN where J_a(0) is 0.
 
     Args:
-        means: [..., tasks, T, T], the B_a of ``task_means``.
+        means: [..., T, T, T], the B_a of ``task_means``.
         alpha: [..., T], the merging weights.
     """
-    own, experts = _own(means), means.shape[-1]
+    own = _own(means)
     power = own.diagonal(dim1=-2, dim2=-1)
     cross = torch.einsum("...b,...ba->...a", alpha, own)
-    square = torch.einsum("...b,...abc,...c->...a", alpha, means[..., :experts, :, :], alpha)
+    square = torch.einsum("...b,...abc,...c->...a", alpha, means, alpha)
     return torch.where(power > 0, (2 * cross - square) / power, torch.nan)
 
 
@@ -142,7 +209,7 @@ def own_share(means: torch.Tensor) -> torch.Tensor:
 
     It is 1 if all experts change the features on task a's data equally, T if only task a's own expert does.
     """
-    power = means.diagonal(dim1=-2, dim2=-1)[..., : means.shape[-1], :]
+    power = means.diagonal(dim1=-2, dim2=-1)
     own = power.diagonal(dim1=-2, dim2=-1)
     return torch.where(own > 0, own / power.mean(-1).clamp_min(torch.finfo(own.dtype).tiny), 0.0)
 
@@ -163,18 +230,19 @@ def bootstrap(
     repeats: int,
     *,
     seed: int = 0,
+    tokens: torch.Tensor | None = None,
     balance: bool = True,
-    ridge: float = 0.0,
-    task_weights: Sequence[float] | None = None,
+    **settings: Any,
 ) -> torch.Tensor:
     """Merging weights of ``repeats`` bootstrap samples, [repeats, T]; tasks keep their number of samples.
 
     All are NaN if a task has one sample, which can only be drawn again. Many draws of many experts are solved in parts.
+    The arguments are those of ``solve``.
     """
     found = []
     for counts in bootstrap_counts(task, repeats, seed).split(max(1, MOST_NUMBERS // grams.shape[-1] ** 3)):
-        matrix, right = equations(task_means(grams, task, balance, counts), task_weights)
-        found.append(solve_semidefinite(with_ridge(matrix, ridge), right).solution)
+        means, changes = task_means(grams, task, balance, counts), base_changes(grams, task, tokens, counts)
+        found.append(solve_semidefinite(*equations(means, changes, balance, **settings)).solution)
     alpha = torch.cat(found)
     return alpha if int(task.bincount().min()) > 1 else torch.full_like(alpha, torch.nan)
 

@@ -86,7 +86,9 @@ class Info(BaseModel):
     dtype: str
     versions: dict[str, str]
     fingerprint: Fingerprint
-    fallbacks: tuple[Fallback, ...] = ()  # the file has the entry only where a layer is measured at a coarser level
+    # The file has these entries only where the base model has a task, and where a layer is measured at a coarser level.
+    keep: CalibrationInfo | None = None
+    fallbacks: tuple[Fallback, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,8 @@ class Statistics:
 
     Attributes:
         grams: submodule name to [N, T, T] float64.
-        task: [N] int64, the index of the task that the sample came from; task t is that of expert t.
+        task: [N] int64, the index of the task that the sample came from; task t is that of expert t, task T the base
+            model's, if it has one.
         tokens: [N] int64, the number of tokens of the sample.
         info: the file's metadata.
     """
@@ -107,7 +110,7 @@ class Statistics:
 
     def __repr__(self) -> str:
         submodules = ", ".join(f"{len(self.submodules(level))} at {level}" for level in self.info.levels)
-        samples, tasks = len(self.task), len(self.info.models)
+        samples, tasks = len(self.task), int(self.task.max()) + 1
         drawn = f"{samples} sample{'s' * (samples > 1)} of {tasks} task{'s' * (tasks > 1)}"
         return f"{drawn} ({int(self.tokens.sum())} tokens), submodules: {submodules}"
 
@@ -126,6 +129,8 @@ class Statistics:
     def select(self, *names: str) -> Statistics:
         """The statistics of some of the experts in the given order, as if only they had been measured.
 
+        The base model's task stays.
+
         Args:
             names: the experts' names, as in ``info.models``.
 
@@ -142,23 +147,26 @@ class Statistics:
             raise SltaError(f"No expert is named: name some of {', '.join(known)}.")
         return self.take([known.index(name) for name in names])
 
-    def take(self, experts: Sequence[int]) -> Statistics:
-        """``select`` by the experts' positions in ``info.models``."""
-        chosen = torch.tensor(list(experts))
-        rows = torch.cat([(self.task == expert).nonzero().flatten() for expert in experts])
-        info, calibration = self.info, tuple(self.info.calibration[expert] for expert in experts)
+    def take(self, experts: Sequence[int], keep: bool = True) -> Statistics:
+        """``select`` by the experts' positions in ``info.models``; with the base model's task only if ``keep``."""
+        chosen, info = torch.tensor(list(experts)), self.info
+        kept = info.keep if keep else None
+        tasks = [*experts, *([len(info.models)] if kept else [])]
+        rows = torch.cat([(self.task == task).nonzero().flatten() for task in tasks])
+        calibration = tuple(info.calibration[expert] for expert in experts)
         fingerprint = {
             "experts": tuple(info.fingerprint.experts[expert] for expert in experts),
-            "tokens": tokens_fingerprint([entry.sha256 for entry in calibration]),
+            "tokens": tokens_fingerprint([entry.sha256 for entry in (*calibration, *([kept] if kept else []))]),
         }
         described = {
             "models": tuple(info.models[expert] for expert in experts),
             "calibration": calibration,
+            "keep": kept,
             "fingerprint": info.fingerprint.model_copy(update=fingerprint),
         }
         return Statistics(
             grams={name: gram[rows][:, chosen][:, :, chosen] for name, gram in self.grams.items()},
-            task=torch.tensor([list(experts).index(task) for task in self.task[rows].tolist()]),
+            task=torch.tensor([tasks.index(task) for task in self.task[rows].tolist()]),
             tokens=self.tokens[rows],
             info=info.model_copy(update=described),
         )
@@ -198,6 +206,7 @@ class Statistics:
         ridge: float = 0.0,
         task_weights: Mapping[str, float] | Sequence[float] | None = None,
         samples: int | None = None,
+        keep_weight: float | None = None,
     ) -> Solution:
         """Solve for the merging weights of every submodule of a level.
 
@@ -208,20 +217,38 @@ class Statistics:
             task_weights: how much each expert's task counts relative to the others: ``T`` numbers, or a number by the
                 expert's name, 1 by default.
             samples: how many of each task's first samples to use; all by default.
+            keep_weight: how much the base model's task counts, κ; 1 by default, 0 leaves it out.
 
         Raises:
-            SltaError: the level was not measured, or an argument is out of its range.
+            SltaError: the level was not measured, an argument is out of its range, or the base model has no task to
+                weight.
         """
         level = level or ("attn_mlp" if "attn_mlp" in self.info.levels else self.info.levels[0])
         if not 0 <= ridge < math.inf:
             raise SltaError(f"'ridge' is {ridge}: give a number of at least zero.")
+        if keep_weight is not None and not 0 <= keep_weight < math.inf:
+            raise SltaError(f"'keep_weight' is {keep_weight}: give a number of at least zero.")
+        if keep_weight and self.info.keep is None:
+            raise SltaError(
+                "The statistics were measured without prompts of the base model, so there is nothing to keep: list the "
+                "base model with a 'calibration' under the recipe's 'models', and measure again."
+            )
         weights = self._task_weights(task_weights) if task_weights is not None else None
         used = self if samples is None else self.first_samples(samples)
+        kept = 1.0 if keep_weight is None else float(keep_weight)
         submodules = {
-            name: solve(used.grams[name], used.task, balance=balance, ridge=ridge, task_weights=weights)
+            name: solve(
+                used.grams[name],
+                used.task,
+                tokens=used.tokens,
+                balance=balance,
+                ridge=ridge,
+                task_weights=weights,
+                keep_weight=kept,
+            )
             for name in used.submodules(level)
         }
-        return Solution(used, level, submodules, balance, ridge, weights)
+        return Solution(used, level, submodules, balance, ridge, weights, kept)
 
     def _task_weights(self, given: Mapping[str, float] | Sequence[float]) -> tuple[float, ...]:
         names = self.info.models
@@ -345,8 +372,9 @@ def _problem(statistics: Statistics) -> str | None:
         return "it does not describe all of its models"
     if not info.levels or info.num_layers < 1:
         return "it names no level or no layer"
-    if task.dtype != torch.int64 or task.ndim != 1 or task.unique_consecutive().tolist() != list(range(experts)):
-        return "'task' does not name every expert in order"
+    tasks = experts + (info.keep is not None)
+    if task.dtype != torch.int64 or task.ndim != 1 or task.unique_consecutive().tolist() != list(range(tasks)):
+        return "'task' does not name every task in order"
     if tokens.dtype != torch.int64 or tokens.shape != task.shape or bool((tokens < 1).any()):
         return "'tokens' does not fit"
     for name in statistics.grams:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from dataclasses import replace
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,23 @@ def test_few_different_tokens_cost_no_digits(ridge: float, make_family: MakeFami
         key = f"model.layers.0.self_attn.{name}.weight"
         change = expected[key] - before[key]
         assert (found[key] - expected[key]).norm() < 1e-5 * change.norm()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "copies", "by_tasks"),
+    [("llama", 1, True), ("llama", 2, True), ("llama", 1, False), ("gpt2", 1, True), ("mixtral", 1, True)],
+)
+def test_the_base_models_task_is_that_of_as_many_copies_of_it_as_it_counts(
+    architecture: str, copies: int, by_tasks: bool, make_family: MakeFamily, tmp_path: Path
+) -> None:
+    whole = make_family(architecture, experts=3, records=4)
+    tasks, family = whole.token_ids(), replace(whole, experts=whole.experts[:2])
+    copied = replace(whole, experts=(*family.experts, *[whole.base] * copies))
+    settings: dict[str, Any] = {"by_tasks": by_tasks, "ridge": 0.1, "batch_tokens": 50}
+    expected = merged_tensors(copied, tmp_path / "copied", tasks=[*tasks[:2], *[tasks[2]] * copies], **settings)
+    found = merged_tensors(family, tmp_path / "kept", tasks=tasks, keep_weight=float(copies), **settings)
+    assert found.keys() == expected.keys()
+    assert worst(found, expected) < 1e-6
 
 
 # Limits

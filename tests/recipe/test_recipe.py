@@ -12,7 +12,7 @@ from mergekit.config import MergeConfiguration
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.configuration import expert_parameters
-from mergekit_slta.recipe.recipe import Expert, Recipe, require_calibration
+from mergekit_slta.recipe.recipe import Recipe, Task, require_calibration
 from mergekit_slta.recipe.settings import SETTINGS, FeatcalSettings, SltaSettings
 
 
@@ -66,7 +66,7 @@ def test_reads_what_the_recipe_names(recipe: dict[str, Any]) -> None:
     found = read(recipe | {"parameters": {"template": "{q}", "samples": "7"}})
     assert found.base == ModelReference.parse("org/base")
     assert found.experts == tuple(
-        Expert(ModelReference.parse(f"org/{task}"), f"{task}.jsonl", "{q}") for task in ("math", "code")
+        Task(ModelReference.parse(f"org/{task}"), f"{task}.jsonl", "{q}") for task in ("math", "code")
     )
     assert found.settings == SltaSettings(samples=7)
 
@@ -190,11 +190,9 @@ def test_wrong_parameters_of_a_feature_merge(parameters: dict[str, Any], sentenc
 def test_misplaced_parameters_of_a_feature_merge() -> None:
     recipe = content("featcal")
     recipe["models"][0]["parameters"]["ridge"] = 0.5
-    recipe["models"].append({"model": "org/base", "parameters": {"template": "{text}"}})
     assert problems(recipe) == [
         "'ridge' in the parameters of org/math has no effect: it is one value for the whole merge, so move it to the "
         "'parameters' of the recipe.",
-        "'template' in the parameters of org/base has no effect: move it to an expert.",
     ]
     assert problems(content("featcal", anchor="base")) == [
         "'anchor' in the recipe has no effect: put it under 'parameters'."
@@ -235,12 +233,6 @@ def test_wrong_parameters_of_an_expert(parameters: dict[str, Any], sentence: str
 
 def test_an_experts_parameter_may_stand_among_the_shared_ones() -> None:
     assert problems(content(parameters={"template": "{question}"})) == []
-
-
-def test_an_experts_parameter_under_the_base_model() -> None:
-    recipe = content()
-    recipe["models"].append({"model": "org/base", "parameters": {"calibration": "base.jsonl"}})
-    assert problems(recipe) == ["'calibration' in the parameters of org/base has no effect: move it to an expert."]
 
 
 def test_a_method_without_calibration_takes_gradients_and_filters() -> None:

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from mergekit_slta.data.draw import CalibrationData, CalibrationSource
 from mergekit_slta.errors import SltaError
-from mergekit_slta.recipe.recipe import Expert
+from mergekit_slta.recipe.recipe import Task
 from mergekit_slta.recipe.samples import Samples
 from mergekit_slta.recipe.settings import CalibrationSettings
 
@@ -26,9 +26,9 @@ def samples_of(base: Path) -> Samples:
     return Samples(ModelReference.parse(str(base)), SETTINGS)
 
 
-def experts_of(family: Family) -> list[Expert]:
+def experts_of(family: Family) -> list[Task]:
     pairs = zip(family.experts, family.data, strict=True)
-    return [Expert(ModelReference.parse(str(folder)), str(file)) for folder, file in pairs]
+    return [Task(ModelReference.parse(str(folder)), str(file)) for folder, file in pairs]
 
 
 def test_samples_are_drawn_once(llama: Family, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +73,7 @@ def test_an_adapters_own_chat_template_is_used(brings: str, llama: Family, tmp_p
     else:
         (tmp_path / "chat_template.jinja").write_text(CHAT)
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "abc"}]}))
-    expert = Expert(ModelReference.parse(f"{llama.base}+{tmp_path}"), str(tmp_path / "chats.jsonl"))
+    expert = Task(ModelReference.parse(f"{llama.base}+{tmp_path}"), str(tmp_path / "chats.jsonl"))
     (row,) = samples_of(llama.base).of(expert).token_ids
     assert row == tuple(AutoTokenizer.from_pretrained(llama.base)("abc.", add_special_tokens=False)["input_ids"])
 

@@ -204,7 +204,7 @@ def change_setting(name: str, value: int) -> Callable[[dict[str, Any], Family, P
     [
         (change_base, r"base model .*expert0 is not the one"),
         (change_configuration, r"stretched is not the one .* \(other rms_norm_eps, rope_parameters\.rope_theta\)"),
-        (leave_out_a_calibration, r"Some experts have a 'calibration', but not .*expert1: "),
+        (leave_out_a_calibration, r"Some models have a 'calibration', but not .*expert1: "),
         (change_expert, r"expert .*retrained is not one of the models"),
         (change_records, r"other\.jsonl' of .*expert2 gives other tokens than 'task2\.jsonl'"),
         (change_setting("samples", 4), r"samples 4, but .* 5"),

@@ -1,6 +1,7 @@
 """The closed form against dense least squares over all features, and where it is singular."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -169,20 +170,82 @@ def test_ridge_shrinks_the_weights_to_nothing() -> None:
     assert norms[-1] < 1e-5
 
 
-def test_a_task_without_an_expert_holds_the_merge_to_the_base_model() -> None:
-    """Its samples ask for no change: rows of the design whose target is zero."""
-    deltas = random_deltas(samples=(4, 5, 3, 6))
-    solution = solve(deltas.grams(), tasks(deltas), task_weights=[1.0, 1.0, 1.0, 0.5])
-    rows, targets = [], []
-    for task, weight in enumerate([1.0, 1.0, 1.0, 0.5]):
-        own = [found for found, number in zip(deltas.samples, deltas.task, strict=True) if number == task]
-        for found in own:
-            root = (weight / len(own) / found.square().sum(1).mean()).sqrt()
-            rows.append(root * found.T)
-            targets.append(root * found[task] if task < EXPERTS else 0 * found[0])
-    expected = torch.linalg.lstsq(torch.cat(rows), torch.cat(targets)).solution
+def with_base_task(experts: int = EXPERTS) -> tuple[reference.Deltas, torch.Tensor]:
+    """Feature deltas whose last task is the base model's, and each sample's tokens."""
+    deltas = random_deltas(samples=(*(4, 5, 3)[:experts], 6), experts=experts)
+    return deltas, torch.tensor([1 + row % 4 for row in range(len(deltas.task))])
+
+
+@pytest.mark.parametrize("balance", [True, False])
+@pytest.mark.parametrize("weight", [0.3, 2.0])
+def test_the_base_models_prompts_are_rows_whose_target_is_no_change(balance: bool, weight: float) -> None:
+    deltas, tokens = with_base_task()
+    solution = solve(deltas.grams(), tasks(deltas), tokens=tokens, balance=balance, keep_weight=weight)
+    own, count = [i for i, task in enumerate(deltas.task) if task < EXPERTS], deltas.task.count(EXPERTS)
+    experts = reference.Deltas([deltas.samples[i] for i in own], [deltas.task[i] for i in own])
+    design, target = reference.stacked(experts, balance)
+    per_token = [found.square().sum(1).mean() / n for found, n in zip(deltas.samples, tokens, strict=True)]
+    sizes = [torch.stack([per_token[i] for i in own if deltas.task[i] == task]).mean() for task in range(EXPERTS)]
+    scale = weight * torch.stack(sizes).log().mean().neg().exp() / count
+    scale = scale if balance else scale * design.square().sum() / EXPERTS**2
+    kept = [(scale / n).sqrt() * found.T for found, n, task in rows_of(deltas, tokens) if task == EXPERTS]
+    base = torch.cat(kept)
+    expected = torch.linalg.lstsq(
+        torch.cat([design, base]), torch.cat([target, torch.zeros(len(base)).double()])
+    ).solution
     assert close(solution.alpha, expected)
-    assert close(solution.retained, reference.retained(deltas, solution.alpha, True)[:EXPERTS])
+    assert solution.kept_base == pytest.approx(
+        float(1 - (base @ expected).square().sum() / base.square().sum(0).mean()), rel=1e-9
+    )
+
+
+def rows_of(deltas: reference.Deltas, tokens: torch.Tensor) -> list[tuple[torch.Tensor, int, int]]:
+    return list(zip(deltas.samples, tokens.tolist(), deltas.task, strict=True))
+
+
+@pytest.mark.parametrize("balance", [True, False])
+def test_one_expert_and_the_base_models_prompts_have_a_closed_form(balance: bool) -> None:
+    """Contract: alpha = g / (g + kappa g_0)."""
+    deltas, tokens = with_base_task(experts=1)
+    found = torch.stack([delta.square().sum() / n for delta, n, _ in rows_of(deltas, tokens)])
+    own, base = (found[tasks(deltas) == task].mean() for task in (0, 1))
+    alpha = solve(deltas.grams(), tasks(deltas), tokens=tokens, balance=balance, keep_weight=3.0).alpha
+    assert close(alpha, (own / (own + 3 * base))[None])
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_a_weight_of_zero_leaves_the_base_models_prompts_out(settings: dict[str, Any]) -> None:
+    deltas, tokens = with_base_task()
+    own = tasks(deltas) < EXPERTS
+    without = solve(deltas.grams()[own], tasks(deltas)[own], **settings)
+    found = solve(deltas.grams(), tasks(deltas), tokens=tokens, keep_weight=0.0, **settings)
+    assert torch.equal(found.alpha, without.alpha)
+
+
+def test_an_expert_that_only_the_base_models_prompts_show_is_not_measured() -> None:
+    deltas, tokens = with_base_task()
+    for sample, task in zip(deltas.samples, deltas.task, strict=True):
+        sample[0] *= task == EXPERTS
+    solution = solve(deltas.grams(), tasks(deltas), tokens=tokens)
+    assert solution.measured.tolist() == [False, True, True]
+    assert solution.alpha[0] == 0
+    for sample in deltas.samples:
+        sample[0] = 0
+    assert close(solve(deltas.grams(), tasks(deltas), tokens=tokens).alpha, solution.alpha)
+
+
+def test_the_bootstrap_draws_the_base_models_prompts_and_keeps_their_scale() -> None:
+    deltas, tokens = with_base_task()
+    grams, task = deltas.grams(), tasks(deltas)
+    counts = bootstrap_counts(task, 5, seed=3)
+    found = bootstrap(grams, task, 5, seed=3, tokens=tokens, keep_weight=2.0)
+    for drawn, alpha in zip(counts, found, strict=True):
+        means = solver.task_means(grams, task, True, drawn)
+        kept = task == EXPERTS
+        of_base = (drawn[kept, None, None] * grams[kept] / tokens[kept, None, None]).mean(0)
+        scale = solver.base_changes(grams, task, tokens) / (grams[kept] / tokens[kept, None, None]).mean(0)
+        expected = torch.linalg.solve(means.sum(0) + 2 * scale * of_base, means.diagonal(dim1=0, dim2=2).sum(1))
+        assert close(alpha, expected)
 
 
 def test_the_weight_of_a_task_does_not_depend_on_its_number_of_samples() -> None:

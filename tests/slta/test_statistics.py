@@ -151,7 +151,7 @@ TAMPERED: dict[str, tuple[Edit, str]] = {
     "a task without samples": (lambda tensors, info: tensors["task"].clamp_(max=1), "'task' does not name every"),
     "tasks in disorder": (
         lambda tensors, info: tensors.update(task=tensors["task"].flip(0)),
-        "'task' does not name every expert in order",
+        "'task' does not name every task in order",
     ),
     "no tokens": (lambda tensors, info: tensors["tokens"].zero_(), "'tokens' does not fit"),
     "tokens of fewer samples": (

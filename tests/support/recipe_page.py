@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mergekit_slta.recipe.settings import SETTINGS, MethodSettings, Parameters
+from mergekit_slta.recipe.settings import SETTINGS, KeptBase, MethodSettings, Parameters
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipe.md"
 HEAD = "| where | parameter | default | meaning |\n|---|---|---|---|\n"
@@ -27,7 +27,9 @@ def with_tables(page: str) -> str:
 
 
 def _rows(settings: type[MethodSettings]) -> Iterator[str]:
-    tables: tuple[tuple[str, type[Parameters]], ...] = (("expert", settings.expert), ("shared", settings))
+    tables: list[tuple[str, type[Parameters]]] = [("expert", settings.expert), ("shared", settings)]
+    if settings.runs_models:
+        tables.insert(1, ("base model", KeptBase))
     for where, table in tables:
         own = table.__annotations__  # the method's own parameters stand before those that it shares
         for name, field in sorted(table.model_fields.items(), key=lambda item: item[0] not in own):

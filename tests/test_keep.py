@@ -1,0 +1,163 @@
+"""The base model as a task: what it does on prompts of its own is kept, by stock merges and from statistics files."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support import families, reference
+from support.examining import problems
+from support.families import Family, recipe
+
+from mergekit_slta.checks.examine import check
+from mergekit_slta.errors import SltaError
+from mergekit_slta.levels import LEVELS
+from mergekit_slta.recipe.recipe import Recipe
+from mergekit_slta.slta.measure import measured_statistics
+from mergekit_slta.slta.statistics import Statistics
+
+
+@pytest.fixture
+def family(llama: Family) -> Family:
+    """Two experts to merge; the third one's prompts are the base model's task."""
+    return llama
+
+
+def keeping(family: Family, method: str = "slta", *experts: int, weight: float | None = None, **shared: Any) -> Any:
+    """A recipe that lists the base model with the third expert's prompts."""
+    content = recipe(family, method, experts=experts or (0, 1), **shared)
+    own = {"calibration": str(family.data[2])} | ({} if weight is None else {"weight": weight})
+    content["models"].append({"model": str(family.base), "parameters": own})
+    return content
+
+
+def merged(content: dict[str, Any], out: Path) -> dict[str, torch.Tensor]:
+    return load_file(families.merge(content, out) / "model.safetensors")
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_one_expert_takes_its_closed_form_at_every_level(level: str, family: Family, tmp_path: Path) -> None:
+    """alpha = g / (g + kappa g_0), the sizes of the change per token measured on whole models in float64."""
+    content = keeping(family, "slta", 0, weight=2.0, level=level)
+    models, tasks = family.models()[:2], family.token_ids()
+    found = measured_statistics(families.experiment(content), [level], tmp_path / "stats.safetensors")
+    solution = found.solve(level, keep_weight=2.0)
+    measured = reference.deltas(models, [tasks[0], tasks[2]], level, reference.SPLITS["llama"])
+    assert set(measured) == set(solution.alpha)
+    for name, deltas in measured.items():
+        sizes = [[], []]  # type: list[list[torch.Tensor]]
+        lengths = [len(ids) for ids in (*tasks[0], *tasks[2])]
+        for delta, task, tokens in zip(deltas.samples, deltas.task, lengths, strict=True):
+            sizes[task].append(delta.square().sum() / tokens)
+        own, base = (torch.stack(found).mean() for found in sizes)
+        assert torch.allclose(solution.alpha[name], own / (own + 2 * base), atol=1e-5, rtol=0), name
+        assert solution.kept_base[name] == pytest.approx(1 - float(solution.alpha[name]) ** 2)
+
+
+def test_the_file_says_what_is_kept_and_gives_it_up(family: Family, tmp_path: Path) -> None:
+    file = tmp_path / "stats.safetensors"
+    content = keeping(family, weight=0.5, statistics=str(file))
+    merged(content, tmp_path / "merged")
+    statistics = Statistics.load(file)
+    assert statistics.info.keep is not None
+    assert statistics.info.keep.source == family.data[2].name
+    assert statistics.task.unique().tolist() == [0, 1, 2]
+    assert statistics.grams["layer.0.attn"].shape[1:] == (2, 2)
+    written = json.loads(statistics.solve(keep_weight=0.5).to_json())
+    assert written["keep_weight"] == 0.5
+    assert written["kept_base"].keys() == written["alpha"].keys()
+    # A subset keeps the base model's task, under the next number.
+    part = statistics.select(statistics.info.models[1])
+    assert part.task.unique().tolist() == [0, 1]
+    alone = measured_statistics(families.experiment(keeping(family, "slta", 1)), ["attn_mlp"], tmp_path / "alone")
+    for name, alpha in part.solve().alpha.items():
+        assert torch.allclose(alpha, alone.solve().alpha[name], atol=1e-6, rtol=0)
+    # The recipe without the base model reads the same file.
+    plain = recipe(family, experts=(0, 1), statistics=str(file))
+    without = merged(recipe(family, experts=(0, 1)), tmp_path / "without")
+    assert equal(merged(plain, tmp_path / "plain"), without)
+    assert equal(merged(keeping(family, weight=0.0), tmp_path / "zero"), without)
+    # A recipe that only weights the base model takes the file's prompts.
+    unnamed = recipe(family, experts=(0, 1), calibration=False, statistics=str(file))
+    unnamed["models"].append({"model": str(family.base), "parameters": {"weight": 0.5}})
+    assert equal(merged(unnamed, tmp_path / "unnamed"), load_file(tmp_path / "merged" / "model.safetensors"))
+
+
+def test_a_file_without_the_base_models_task_is_refused(family: Family, tmp_path: Path) -> None:
+    file = tmp_path / "stats.safetensors"
+    measured_statistics(families.experiment(recipe(family, experts=(0, 1))), ["attn_mlp"], file)
+    with pytest.raises(SltaError, match="without prompts of the base model"):
+        Statistics.load(file).solve(keep_weight=1.0)
+    content = keeping(family, statistics=str(file))
+    assert "was measured without prompts of the base model" in problems(content)[0]
+
+
+@pytest.mark.parametrize("anchor", ["actmat", "base"])
+def test_a_copy_of_the_base_model_as_an_expert_gives_the_same_feature_merge(
+    anchor: str, family: Family, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(family.base, copy)
+    copied = recipe(family, "featcal", experts=(0, 1), anchor=anchor)
+    copied["models"].append({"model": str(copy), "parameters": {"calibration": str(family.data[2])}})
+    found = merged(keeping(family, "featcal", anchor=anchor), tmp_path / "kept")
+    expected = merged(copied, tmp_path / "copied")
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert torch.allclose(tensor, expected[name], atol=1e-6, rtol=1e-5), name
+
+
+def test_a_weight_of_zero_is_a_feature_merge_without_the_base_models_task(family: Family, tmp_path: Path) -> None:
+    without = merged(recipe(family, "featcal", experts=(0, 1)), tmp_path / "without")
+    assert equal(merged(keeping(family, "featcal", weight=0.0), tmp_path / "zero"), without)
+
+
+def test_the_base_model_without_parameters_is_ignored(family: Family, tmp_path: Path) -> None:
+    content = recipe(family, experts=(0, 1))
+    content["models"].append({"model": str(family.base)})
+    without = merged(recipe(family, experts=(0, 1)), tmp_path / "without")
+    assert equal(merged(content, tmp_path / "listed"), without)
+
+
+@pytest.mark.parametrize("method", ["actmat", "sftm"])
+def test_a_method_without_data_ignores_it_and_says_so(
+    method: str, family: Family, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    content = recipe(family, method, experts=(0, 1), calibration=False)
+    without = merged(content, tmp_path / "without")
+    content["models"].append({"model": str(family.base), "parameters": {"calibration": "a.jsonl", "weight": 1.0}})
+    found = check(Recipe.parse(json.dumps(content), "recipe"))
+    assert not found.problems
+    assert f"'{method}' ignores calibration, weight of the base model" in "".join(found.notes)
+    with caplog.at_level(logging.WARNING):
+        assert equal(merged(content, tmp_path / "listed"), without)
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters", "words"),
+    [
+        (0, {"weight": 0.5}, "the method solves the experts' weights"),
+        (2, {"weight": -1.0, "calibration": "a.jsonl"}, "'weight' in the parameters of .* greater than or equal to 0"),
+        (2, {"weight": 1.0}, "The base model .* has no 'calibration'"),
+        (2, {"wieght": 1.0}, "did you mean 'weight'"),
+        (2, {"ridge": 1.0, "calibration": "a.jsonl"}, "one value for the whole merge"),
+    ],
+    ids=["expert", "negative", "no prompts", "misspelt", "shared"],
+)
+def test_a_mistake_is_one_sentence(model: int, parameters: dict[str, Any], words: str, family: Family) -> None:
+    content = recipe(family, experts=(0, 1))
+    content["models"].append({"model": str(family.base), "parameters": {}})
+    content["models"][model]["parameters"] |= parameters
+    (said,) = problems(content)
+    assert re.search(words, said), said
