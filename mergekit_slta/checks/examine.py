@@ -163,7 +163,6 @@ NOTES: tuple[Note, ...] = (
     models.unseen_tensors,
     adapters.adapted_ends,
     models.other_configurations,
-    tokenizers.padded_vocabularies,
 )
 MERGE_NOTES: tuple[Note, ...] = (
     tensors.lost_tensors,

@@ -9,8 +9,7 @@ from mergekit.common import ModelReference
 from mergekit_slta.checks.adapters import require_mergeable
 from mergekit_slta.checks.tensors import known_architecture
 from mergekit_slta.errors import SltaError
-from mergekit_slta.models.headers import Model
-from mergekit_slta.models.padding import both_have, is_vocabulary
+from mergekit_slta.models.headers import Model, both_have
 from mergekit_slta.models.skeleton import computation
 from mergekit_slta.recipe.experiment import Experiment
 
@@ -93,7 +92,8 @@ def _same_shapes(base: Model, expert: Model) -> None:
     """Refuse tensors of another shape than the base model's, apart from the vocabulary's size."""
     shapes = [(name, stored.shape, other.shape) for name, stored, other in both_have(base, expert)]
     unequal = [(name, own, others) for name, own, others in shapes if own != others]
-    unequal = [entry for entry in unequal if not is_vocabulary(base, expert, *entry[1:])]
+    sizes = (base.vocabulary, expert.vocabulary)
+    unequal = [entry for entry in unequal if (*entry[1][:1], *entry[2][:1]) != sizes or entry[1][1:] != entry[2][1:]]
     if unequal:
         name, own, others = unequal[0]
         more = f", and so do {len(unequal) - 1} more" if len(unequal) > 1 else ""

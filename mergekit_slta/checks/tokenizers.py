@@ -15,10 +15,10 @@ from mergekit.architecture.auto import infer_vocabulary_axes
 from mergekit.common import ModelReference
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.models.headers import Model, listed
-from mergekit_slta.models.padding import TOKENIZER, both_have, padded_tensors, tokens_of
+from mergekit_slta.models.headers import Model, both_have, listed
 from mergekit_slta.recipe.experiment import Experiment
 
+TOKENIZER = "tokenizer.json"
 NOT_ALIGNED = (
     "mergekit reads only the tokenizer of the adapter's base model, so merge the adapter into that model yourself and "
     "save the result with the adapter's tokenizer."
@@ -71,22 +71,12 @@ def no_tokenizer(experiment: Experiment) -> Iterator[str]:
         yield f"{base} has no tokenizer, so the merged model gets none: mergekit prints a harmless traceback about it."
 
 
-def padded_vocabularies(experiment: Experiment) -> Iterator[str]:
-    """Experts whose embeddings have rows beyond the base model's that stand for no token."""
-    for base, expert in experiment.pairs:
-        if experiment.padded_tensors(expert.reference):
-            yield (
-                f"The expert {expert} has {expert.vocabulary} embedding rows, the base model {base} "
-                f"{base.vocabulary}: the rows beyond stand for no token of its tokenizer and are left out."
-            )
-
-
 # Two models
 
 
 def other_size(base: Model, expert: Model) -> str | None:
     """How the sizes of the vocabularies of an expert and the base model differ."""
-    if expert.vocabulary == base.vocabulary or padded_tensors(base, expert):
+    if expert.vocabulary == base.vocabulary:
         return None
     return (
         f"The expert {expert} has a vocabulary of {expert.vocabulary} tokens, the base model {base} one of "
@@ -150,6 +140,7 @@ def brings_tokenizer(model: Model) -> bool:
 def known_tokens(file: Path) -> dict[str, int]:
     """The vocabulary in a ``tokenizer.json``; empty if the file is damaged, which loading the tokenizer reports."""
     try:
-        return tokens_of(json.loads(file.read_text(encoding="utf-8")))
+        tokens = json.loads(file.read_text(encoding="utf-8"))["model"]["vocab"]
+        return tokens if isinstance(tokens, dict) else {token: index for index, (token, *_) in enumerate(tokens)}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}

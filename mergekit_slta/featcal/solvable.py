@@ -5,7 +5,7 @@ from __future__ import annotations
 from mergekit_slta.errors import SltaError, refuse
 from mergekit_slta.featcal.groups import groups_by_layer
 from mergekit_slta.layers.ends import output_head
-from mergekit_slta.models.padding import other_vocabularies
+from mergekit_slta.models.headers import other_vocabularies
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.settings import FeatcalSettings
 
@@ -25,7 +25,7 @@ def require_solvable(experiment: Experiment) -> None:
     aligned = experiment.recipe.tokenizer_source is not None
     if solves_head or settings.averages_edges:
         fix = "set 'anchor: base'" if settings.averages_edges else "set 'head: false'"
-        refuse(f"The {other}: {fix}." for other in other_vocabularies(experiment.pairs, aligned))
+        refuse(f"The {other}: {fix}." for other in other_vocabularies(experiment.pairs))
     if solves_head and aligned and _changes_rows(experiment):
         raise SltaError(
             "mergekit changes the rows of the output head to those of the recipe's 'tokenizer': set 'head: false', or "

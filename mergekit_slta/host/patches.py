@@ -219,8 +219,7 @@ def plan(stock: Callable[..., Any], self: MergePlanner) -> None:
     if context is not None and (out := context.params.get("out_path")):
         context.with_resource(full_disk_said(experiment, Path(out)))
     base = experiment.model(experiment.recipe.base)
-    rows = {reference: experiment.padded_tensors(reference) for reference in experiment.recipe.references}
-    adapt = functools.partial(adapt_loaders, base, rows, self.arch_info)
+    adapt = functools.partial(adapt_loaders, base, experiment.recipe.references, self.arch_info)
     merge.adapted = adapt()
     self._tensors = []  # mergekit keeps those of a plan that the same planner made before
     recipe, self.config = self.config, copy.deepcopy(self.config)  # mergekit rewrites it

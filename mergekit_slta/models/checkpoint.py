@@ -31,14 +31,12 @@ class Checkpoint:
         trust_remote_code: mergekit's flag of that name.
 
     Attributes:
-        rows: how many rows of a stored tensor to read, where not all.
         bytes_read: how many bytes of tensors have been read, in the checkpoint's own dtype.
     """
 
     def __init__(self, reference: ModelReference, trust_remote_code: bool = False) -> None:
         self.reference = reference
         self.trust_remote_code = trust_remote_code
-        self.rows: Mapping[str, int] = {}
         self.bytes_read = 0
 
     def __str__(self) -> str:
@@ -173,7 +171,6 @@ class Checkpoint:
                 tensor = self._converted(name, sources)
         if tensor is None:
             raise SltaError(f"{self} lacks the tensor {name}: its checkpoint is incomplete or of another architecture.")
-        tensor = tensor[: self.rows[stored]] if stored is not None and stored in self.rows else tensor
         self.bytes_read += tensor.nbytes
         return tensor
 

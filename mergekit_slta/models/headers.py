@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -104,6 +104,23 @@ class Model:
         """A tensor by its name, with or without the base model's prefix."""
         stored = self.stored_name(name)
         return (self.tensors or {})[stored] if stored else None
+
+
+def both_have(base: Model, expert: Model) -> Iterator[tuple[str, TensorHeader, TensorHeader]]:
+    """The base model's tensors that an expert has too: name, the base model's and the expert's."""
+    for name, stored in (base.tensors or {}).items():
+        other = expert.tensor(name)
+        if other is not None:
+            yield name, stored, other
+
+
+def other_vocabularies(pairs: Iterable[tuple[Model, Model]]) -> list[str]:
+    """One clause for each expert whose vocabulary size differs from its base model's."""
+    return [
+        f"expert {expert} has a vocabulary of {expert.vocabulary} tokens and the base model one of {base.vocabulary}"
+        for base, expert in pairs
+        if expert.vocabulary != base.vocabulary
+    ]
 
 
 def open_model(reference: ModelReference, trust_remote_code: bool = False, cache_dir: str | None = None) -> Model:

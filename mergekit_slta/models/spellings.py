@@ -60,27 +60,24 @@ ONE_AT_A_TIME = threading.RLock()
 
 
 class RenamingLoader(LazyTensorLoader):
-    """mergekit's loader of a checkpoint that knows some of its tensors by other names too, and leaves out some rows.
+    """mergekit's loader of a checkpoint that knows some of its tensors by other names too.
 
     Args:
         loader: the loader.
         names: the stored tensor for each of the other names.
-        rows: how many rows of a stored tensor to load.
     """
 
-    def __init__(self, loader: LazyTensorLoader, names: Mapping[str, str], rows: Mapping[str, int]) -> None:
+    def __init__(self, loader: LazyTensorLoader, names: Mapping[str, str]) -> None:
         stored = loader.index.tensor_paths
         paths = {**stored, **{name: stored[other] for name, other in names.items()}}
         super().__init__(replace(loader.index, tensor_paths=paths), loader.lazy_unpickle)
-        self._names, self._rows = names, rows
+        self._names = names
 
     def get_tensor(
         self, key: str, device: str = "cpu", aliases: list[str] | None = None, raise_on_missing: bool = True
     ) -> torch.Tensor | None:
         """The tensor that is stored by that name, or by the one that it stands for."""
-        stored = self._names.get(key, key)
-        tensor = super().get_tensor(stored, device, aliases, raise_on_missing)
-        return tensor[: self._rows.get(stored)] if stored in self._rows and tensor is not None else tensor
+        return super().get_tensor(self._names.get(key, key), device, aliases, raise_on_missing)
 
 
 def renew_loaders(references: Collection[ModelReference]) -> None:
@@ -95,27 +92,25 @@ def renew_loaders(references: Collection[ModelReference]) -> None:
         LoaderCache().get(reference)
 
 
-def adapt_loaders(
-    base: Model, rows: Mapping[ModelReference, Mapping[str, int]], architecture: ModelArchitecture
-) -> bool:
-    """Let mergekit find tensors that checkpoints store under other names, and leave out the rows of no token.
+def adapt_loaders(base: Model, references: Collection[ModelReference], architecture: ModelArchitecture) -> bool:
+    """Let mergekit find tensors that checkpoints store under other names.
 
     Args:
         base: the recipe's base model.
-        rows: how many rows of its tensors to load, for each of the recipe's models.
+        references: the recipe's models.
         architecture: the tensors that mergekit asks for.
 
     Returns:
-        Whether there was anything to rename or to leave out.
+        Whether there was anything to rename.
     """
-    renew_loaders(rows.keys())
+    renew_loaders(references)
     asked = {weight.name for weight in architecture.all_weights(base.config)}
     adapted = False
-    for reference, kept in rows.items():
+    for reference in references:
         loader = LoaderCache().get(reference)
         missing = [name for name in asked if name not in loader.index.tensor_paths]
         names = other_names(base.built, loader.index.tensor_paths, missing) if missing and base.built else {}
-        if names or kept:
-            LoaderCache.loaders[reference] = RenamingLoader(loader, names, kept)
+        if names:
+            LoaderCache.loaders[reference] = RenamingLoader(loader, names)
             adapted = True
     return adapted

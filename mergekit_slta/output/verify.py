@@ -135,8 +135,7 @@ def _plan(experiment: Experiment, folder: Path) -> list[SaveTensor]:
     architecture = get_architecture_info(config, options)
     renew_loaders(())  # those of earlier merges may map files that were replaced
     if config.merge_method in SETTINGS:
-        rows = {reference: experiment.padded_tensors(reference) for reference in recipe.references}
-        adapt_loaders(experiment.model(recipe.base), rows, architecture)
+        adapt_loaders(experiment.model(recipe.base), recipe.references, architecture)
     from mergekit.plan import MergePlanner  # not above: the start-up hook waits for a program to import it
 
     planner = MergePlanner(config, architecture, options, base.config(trust_remote_code=options.trust_remote_code))

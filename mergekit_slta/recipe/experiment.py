@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -21,8 +21,7 @@ from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.layers.trace import trace
 from mergekit_slta.levels import require_levels
 from mergekit_slta.models.checkpoint import Checkpoint
-from mergekit_slta.models.headers import Model, open_model
-from mergekit_slta.models.padding import padded_tensors, require_equal_logits
+from mergekit_slta.models.headers import Model, open_model, other_vocabularies
 from mergekit_slta.recipe.recipe import EQUAL_DATA, Recipe, Task
 from mergekit_slta.recipe.samples import Samples
 from mergekit_slta.recipe.settings import CalibrationSettings
@@ -107,16 +106,9 @@ class Experiment:
         """The experts' weights, in the recipe's order."""
         return [self._checkpoint(expert.reference) for expert in self.recipe.experts]
 
-    def padded_tensors(self, reference: ModelReference) -> Mapping[str, int]:
-        """The model's tensors with rows that stand for no token and are left out, each with the number of rows kept."""
-        if self.recipe.tokenizer_source:
-            return {}  # mergekit aligns the rows
-        return padded_tensors(self.model(self.recipe.base), self.model(reference))
-
     def _checkpoint(self, reference: ModelReference) -> Checkpoint:
         checkpoint = Checkpoint(reference, self.trust_remote_code)
         checkpoint.config = self.model(reference).config
-        checkpoint.rows = self.padded_tensors(reference)
         return checkpoint
 
     @cached_property
@@ -169,7 +161,8 @@ class Experiment:
         """
         require_levels(levels)
         if "model" in levels:
-            require_equal_logits(self.pairs, self.recipe.tokenizer_source is not None)
+            others = other_vocabularies(self.pairs)
+            refuse(f"'level: model' compares logits, but the {other}: choose another level." for other in others)
         for layer in self.decoder.one_of_each_kind():
             all_of(functools.partial(layer_submodules, self.decoder, level, layer) for level in levels)
 

@@ -12,7 +12,6 @@ from conftest import MakeFamily
 from safetensors.torch import load_file
 from support import families
 from support.examining import (
-    add_token,
     feature_recipe,
     larger_vocabulary,
     look,
@@ -80,6 +79,14 @@ def test_rows_that_mergekit_is_told_to_cut(family: Family, tmp_path: Path) -> No
     assert {own.shape[0] for name, own in merged.items() if "embed" in name or "head" in name} == {families.VOCABULARY}
 
 
+def test_cutting_the_base_models_rows_is_refused(family: Family, tmp_path: Path) -> None:
+    recipe = families.recipe(family, "sftm", experts=[0], calibration=False)
+    recipe["base_model"] = str(larger_vocabulary(tmp_path / "larger"))
+    problem = only(recipe, options=CUT)
+    assert "cuts the merged embeddings to the 64 rows" in problem
+    assert "would not load" in problem
+
+
 def test_rows_of_other_tokens_must_not_be_cut(family: Family) -> None:
     swap_ids(family.experts[0])
     problem = only(families.recipe(family), options=CUT)
@@ -92,7 +99,6 @@ def test_embeddings_of_tokens_that_mergekit_does_not_know_as_such(make_family: M
     size, aligned = families.VOCABULARY + 2, {"tokenizer": {"source": "base"}}
     config = families.config_of("gemma4", vocab_size=size, vocab_size_per_layer_input=size)
     recipe = with_expert(family, save_random(config, tmp_path / "other"), "sftm")
-    add_token(tmp_path / "other", size - 1)
     for content, options in ((recipe, {}), (recipe, CUT), (recipe | aligned, {})):
         problem = only(content, options=options)
         assert "has a vocabulary of 66 tokens" in problem
