@@ -13,7 +13,7 @@ from mergekit_slta.cli.commands import main
 from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.new import new_recipe
 from mergekit_slta.recipe.recipe import Recipe
-from mergekit_slta.recipe.settings import SltaSettings
+from mergekit_slta.recipe.settings import FeatcalSettings, SltaSettings
 
 
 def run(*arguments: str | Path, code: int = 0) -> str:
@@ -32,14 +32,22 @@ def test_the_recipe_names_the_models_and_the_defaults() -> None:
 
 
 def test_every_commented_line_is_right_when_it_is_used(tmp_path: Path) -> None:
-    text = new_recipe("org/base", ["org/math"])
-    for name in ("template", "statistics", "report"):
-        text = text.replace(f"# {name}:", f"{name}:")
-    recipe = Recipe.parse(text.replace('calibration: ""', "calibration: math.jsonl"), "this")
-    recipe.require_sound()
-    (expert,) = recipe.experts
-    assert (expert.calibration, expert.template) == ("math.jsonl", "{question} {answer}")
+    for experts in (["org/math"], ["org/math", "org/code"]):
+        text = new_recipe("org/base", experts)
+        for name in ("template", "statistics", "report"):
+            text = text.replace(f"# {name}:", f"{name}:")
+        recipe = Recipe.parse(text.replace('calibration: ""', "calibration: math.jsonl"), "this")
+        recipe.require_sound()
+        expert = recipe.experts[0]
+        assert (expert.calibration, expert.template) == ("math.jsonl", "{question} {answer}")
     assert recipe.settings_of(SltaSettings).statistics == "merge.slta.safetensors"
+
+
+def test_one_expert_comes_with_prompts_of_the_base_model() -> None:
+    recipe = Recipe.parse(new_recipe("org/base", ["org/chat"]), "this")
+    assert recipe.settings_of(FeatcalSettings) == FeatcalSettings()
+    assert [str(task) for task in recipe.tasks] == ["org/chat", "org/base"]
+    assert recipe.keep_weight == 1.0
 
 
 def test_check_says_what_is_missing_until_it_is_filled_in(family: Family, tmp_path: Path) -> None:
