@@ -8,11 +8,11 @@ from pathlib import Path
 
 from mergekit.common import ModelReference
 
-from mergekit_slta.checks.space import unwritable_folder
+from mergekit_slta.checks.space import require_writable
 from mergekit_slta.data.draw import CalibrationData
 from mergekit_slta.data.records import template_fields
 from mergekit_slta.data.sources import check_source, is_dataset
-from mergekit_slta.errors import SltaError, all_of
+from mergekit_slta.errors import all_of
 from mergekit_slta.models.fingerprint import fingerprint_of
 from mergekit_slta.models.skeleton import hashed_computation
 from mergekit_slta.recipe.experiment import Experiment
@@ -22,54 +22,44 @@ from mergekit_slta.slta.matching import match
 from mergekit_slta.slta.statistics import BaseContent, Statistics, resolve_statistics
 
 
-def calibration(experiment: Experiment, drawing: bool) -> None:
+def calibration(experiment: Experiment) -> None:
     """Refuse data that cannot be used, or a statistics file that cannot be used or written.
 
     Datasets of the Hub are not asked for: only the spelling of their names is checked.
-
-    Args:
-        experiment: the opened recipe.
-        drawing: whether to draw samples, for which the base model must be there.
     """
-    settings = experiment.settings
-    file = None
-    if isinstance(settings, SltaSettings) and settings.statistics:
-        file = resolve_statistics(settings.statistics, experiment.transformers_cache)
-        if not file.exists() and (parent := unwritable_folder(file)):
-            raise SltaError(
-                f"The statistics file {file} cannot be created: {parent} is not a writable folder, name another."
-            )
-    there = file is not None and file.exists()
-    tasks = [task for task in experiment.recipe.tasks if task.calibration]
-    checks: list[Callable[[], object]] = [partial(_source, experiment, task, drawing) for task in tasks]
-    checks.append(partial(require_calibration, experiment.recipe, statistics=there))
-    if isinstance(settings, SltaSettings) and not there:
-        checks.append(partial(published_names, experiment.recipe))
-    all_of(checks)
-    if not drawing:
-        return
+    recipe, settings = experiment.recipe, experiment.settings
+    given = settings.statistics if isinstance(settings, SltaSettings) else ""
+    file = resolve_statistics(given, experiment.transformers_cache) if given else None
+    found = file is not None and file.exists()
+    if file is not None and not found:
+        require_writable(f"The statistics file {file}", file)
+    tasks = [task for task in recipe.tasks if task.calibration]
     local = [task for task in tasks if not is_dataset(task.calibration)]
+    checks: list[Callable[[], object]] = [partial(_source, experiment, task) for task in tasks]
+    checks.append(partial(require_calibration, recipe, statistics=found))
+    if isinstance(settings, SltaSettings) and not found:
+        checks.append(partial(published_names, recipe))
+    all_of(checks)
     drawn = dict(zip(local, experiment.load_data(local), strict=True))
-    if there and file is not None:
+    if file is not None and found:
         _fits(experiment, file, drawn)
 
 
-def _source(experiment: Experiment, task: Task, drawing: bool) -> None:
-    """Refuse a source that gives no samples that the models can read, or a dataset that is misspelt."""
-    if drawing and not is_dataset(task.calibration):
-        experiment.load_data([task])
-        return
+def _source(experiment: Experiment, task: Task) -> None:
+    """Refuse a file that gives no samples that the models can read, a dataset that is misspelt, or a wrong template."""
     if task.template:
         template_fields(task.template)
-    check_source(task.calibration)
+    check_source(task.calibration)  # known without the base model's tokenizer
+    if not is_dataset(task.calibration):
+        experiment.load_data([task])
 
 
 def _fits(experiment: Experiment, file: Path, drawn: dict[Task, CalibrationData]) -> None:
     """Refuse a statistics file that does not fit the recipe, as far as it can be known without a download."""
     recipe, base = experiment.recipe, experiment.model(experiment.recipe.base)
-    found, content = Statistics.load(file), _content(experiment, recipe.base)
+    content = _content(experiment, recipe.base)
     match(
-        found.info,
+        Statistics.load(file).info,
         file,
         recipe,
         None if content is None else BaseContent(tensors=content, config=hashed_computation(base.config)),

@@ -1,19 +1,23 @@
-"""Check a recipe for everything that can be known to be wrong before weights are read."""
+"""Check a recipe for everything that can be known to be wrong before weights are read.
+
+A check is a function that raises an ``SltaError``; here they are called, and their sentences collected.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
-import click
+from mergekit.common import ModelReference
 
-from mergekit_slta.checks import adapters, data, models, space, tensors, tokenizers
+from mergekit_slta.checks import data, models, space, tensors, tokenizers
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, all_of
+from mergekit_slta.featcal.scratch import scratch_root
 from mergekit_slta.featcal.solvable import require_solvable
 from mergekit_slta.layers.submodules import fallbacks
 from mergekit_slta.recipe.experiment import Experiment
@@ -21,6 +25,7 @@ from mergekit_slta.recipe.options import ModelOptions
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.recipe.settings import CalibrationSettings, FeatcalSettings, SltaSettings
 from mergekit_slta.recipe.text import ignored
+from mergekit_slta.tables import as_size
 
 HALF = ("bfloat16", "float16")
 
@@ -31,36 +36,16 @@ class Findings:
 
     Attributes:
         problems: what keeps the recipe from being merged.
-        notes: what the user should know before the merge.
-        seen: whether the tensors of all models could be checked without a download.
+        notes: what the user should know before the merge; none if there are problems.
     """
 
     problems: list[str]
     notes: list[str]
-    seen: bool = True
-
-    @property
-    def listed_problems(self) -> str:
-        count = len(self.problems)
-        return "\n- ".join([f"{count} problem{'s' * (count > 1)} found.", *self.problems])
 
     def __str__(self) -> str:
-        found = self.listed_problems if self.problems else "No problem found."
-        return "\n".join([found, *(f"Note: {note}" for note in self.notes)])
-
-    def refuse_problems(self) -> Findings:
-        """Return these findings if they hold no problem.
-
-        Raises:
-            SltaError: all problems.
-        """
-        if self.problems:
-            raise SltaError(*self.problems)
-        return self
-
-    def say_notes(self) -> None:
-        for note in self.notes:
-            click.echo(f"Note: {note}", err=True)
+        count = len(self.problems)
+        found = f"{count} problem{'s' * (count > 1)} found." if count else "No problem found."
+        return "\n".join([found, *(f"- {said}" for said in self.problems), *(f"Note: {note}" for note in self.notes)])
 
 
 def check(recipe: Recipe, out_path: str | os.PathLike[str] | None = None, **options: Unpack[ModelOptions]) -> Findings:
@@ -73,127 +58,134 @@ def check(recipe: Recipe, out_path: str | os.PathLike[str] | None = None, **opti
 
     Returns:
         Problems, which keep the recipe from being merged, and notes; ``print`` shows them as sentences.
-
-    Raises:
-        SltaError: the recipe is for another method.
     """
     experiment = Experiment(recipe, **options)
-    found = examine(experiment, out_path=out_path)
-    if not found.problems and isinstance(recipe.settings, SltaSettings):  # a run logs it when it measures
-        coarser = fallbacks(experiment.decoder, recipe.settings.level)
-        found = replace(found, notes=[*map(str, coarser), *found.notes])
-    return found
+    try:
+        notes = examine(experiment, out_path=out_path)
+    except SltaError as error:
+        return Findings(list(error.sentences), [])
+    settings = recipe.settings
+    coarser = fallbacks(experiment.decoder, settings.level) if isinstance(settings, SltaSettings) else []
+    return Findings([], [*map(str, coarser), *notes])  # a run logs the coarser levels when it measures
 
 
 def examine(
     experiment: Experiment, *, out_path: str | os.PathLike[str] | None = None, merging: bool = True
-) -> Findings:
-    """Run all checks of a recipe, and collect the sentences of the errors that they raise.
-
-    If the recipe's text is wrong, nothing else is looked at. Models are compared only if each can be merged, and notes
-    are taken only if there is no problem.
+) -> list[str]:
+    """Run all checks of a recipe: first those of its text, then all of its models, data, folders and disks.
 
     Args:
         experiment: the opened recipe; a run after the checks need not open it again.
         out_path: the folder of the merged model, to check that there is room for it.
         merging: whether the recipe is to be merged, not only measured.
 
+    Returns:
+        Notes: sentences about something that is no mistake.
+
     Raises:
-        SltaError: the recipe is for another method.
+        SltaError: everything that is wrong, a sentence each.
     """
-    recipe, out = experiment.recipe, None if out_path is None else Path(out_path)
-    method, said = recipe.method, dict[str, None]()
+    recipe, out = experiment.recipe, Path(out_path) if out_path is not None and merging else None
+    recipe.require_sound()
+    checks: list[Callable[[], object]] = [
+        partial(_check_models, experiment, out, merging),
+        partial(space.device, experiment.device),
+        partial(space.folders, recipe.settings, out),
+    ]
+    all_of([*checks, partial(data.calibration, experiment)] if recipe.method.runs_models else checks)
+    return [*ignored(recipe.config, recipe.method), *_notes(experiment, merging)]
 
-    def passes(*checks: Callable[[], object]) -> bool:
-        try:
-            all_of(checks)
-        except SltaError as error:
-            said.update(dict.fromkeys(error.sentences))
-            return False
-        return True
 
-    if passes(recipe.require_sound):
-        experts = [expert.reference for expert in recipe.experts]
-        each = [partial(models.one_model, experiment, reference) for reference in recipe.references]
-        if passes(*each, *(partial(models.one_family, experiment, expert) for expert in experts)):
-            passes(*_of_all_models(experiment, out, merging))
-        passes(partial(space.device, experiment), partial(space.folders, experiment, out if merging else None))
-        if method.runs_models:
-            drawing = passes(partial(experiment.model, recipe.base))
-            passes(partial(data.calibration, experiment, drawing))
-    if said:
-        return Findings(list(said), [])
-    notes = list(ignored(recipe.config, method))
-    notes += [note for kind in (NOTES + MERGE_NOTES if merging else NOTES) for note in kind(experiment)]
-    seen = all(experiment.model(reference).tensors is not None for reference in recipe.references)
-    return Findings([], notes, seen)
+def _check_models(experiment: Experiment, out: Path | None, merging: bool) -> None:
+    """Check each model and whether it is of the base model's family; if all are, check them together."""
+    recipe, options = experiment.recipe, experiment.options
+    any_architecture = options.allow_crimes and not recipe.method.runs_models
+
+    def alone(reference: ModelReference) -> None:
+        models.one_model(experiment.model(reference), options.lora_merge_cache)
+
+    def related(reference: ModelReference) -> None:
+        models.same_family(experiment.model(recipe.base), experiment.model(reference), any_architecture)
+
+    experts = [expert.reference for expert in recipe.experts]
+    all_of([*(partial(alone, model) for model in recipe.references), *(partial(related, model) for model in experts)])
+    all_of(_of_all_models(experiment, out, merging))
 
 
 def _of_all_models(experiment: Experiment, out: Path | None, merging: bool) -> Iterator[Callable[[], object]]:
-    """The checks that need all models, and that each of these can be merged by itself."""
-    settings = experiment.recipe.settings
+    """The checks of models that can each be opened and are of one family."""
+    recipe, settings = experiment.recipe, experiment.recipe.settings
     if isinstance(settings, SltaSettings):
         yield partial(experiment.require_levels, [settings.level])
     if isinstance(settings, FeatcalSettings):
         yield partial(require_solvable, experiment)
-    if merging:
-        yield partial(tensors.mergeable_tensors, experiment)
-        for expert in experiment.recipe.experts:
-            yield partial(tokenizers.vocabularies, experiment, expert.reference)
-        yield partial(space.disk_space, experiment, out)
-
-
-def _half_precision(experiment: Experiment) -> Iterator[str]:
-    """Merges in half precision, unless the method solves its tensors in float32 beforehand."""
-    config, method = experiment.recipe.config, experiment.recipe.method
-    given = (config.dtype or "").removeprefix("torch.")
-    opened = map(experiment.model, experiment.recipe.references)
-    stored = {str(getattr(model.config, "dtype", None)).removeprefix("torch.") for model in opened}
-    half = next((name for name in HALF if name == given or (not given and name in stored)), None)
-    if half and not method.solves_layers:
-        yield (
-            f"Merging in {half} rounds at every step: set 'dtype: float32' and 'out_dtype: {config.out_dtype or half}' "
-            "to round only once."
+    if not merging:
+        return
+    base = experiment.model(recipe.base)
+    opened = [experiment.model(reference) for reference in recipe.references]
+    yield partial(tensors.mergeable_tensors, opened)
+    if settings.solves_layers:
+        yield lambda: tensors.whole_mixtures(base, experiment.decoder)
+    aligned, cut = recipe.tokenizer_source is not None, experiment.options.unsafe_truncate_embeddings
+    for _, expert in experiment.pairs:
+        yield partial(
+            tokenizers.same_vocabulary, base, expert, aligned=aligned, cut=cut, runs_experts=settings.runs_experts
         )
+    if out is not None:
+        yield partial(space.not_overwritten, opened, out)
+    yield lambda: space.disk_space(_written(experiment, out))
 
 
-# A note is a sentence about something that is no mistake.
-Note = Callable[[Experiment], Iterator[str]]
-NOTES: tuple[Note, ...] = (
-    models.unseen_tensors,
-    adapters.adapted_ends,
-    models.other_configurations,
-)
-MERGE_NOTES: tuple[Note, ...] = (
-    tensors.lost_tensors,
-    space.solving,
-    _half_precision,
-    tokenizers.no_tokenizer,
-)
+def _written(experiment: Experiment, out: Path | None) -> list[tuple[Path, str, int]]:
+    """What a merge writes: the folder, the thing, and its bytes."""
+    config, settings = experiment.recipe.config, experiment.recipe.settings
+    written = []
+    if out is not None:
+        nbytes = space.stored_bytes(experiment.model(experiment.recipe.base), config.out_dtype or config.dtype)
+        written.append((out, "the merged model", nbytes))
+    if isinstance(settings, FeatcalSettings):
+        _, nbytes = space.solving_needs(experiment.decoder, len(experiment.recipe.experts))
+        written.append((scratch_root(settings.scratch), "the solved layers", nbytes))
+    return written
+
+
+def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
+    recipe, settings = experiment.recipe, experiment.recipe.settings
+    base, config = experiment.model(recipe.base), recipe.config
+    for reference in recipe.references:
+        yield from models.unseen_tensors(experiment.model(reference))
+    for _, expert in experiment.pairs:
+        yield from models.other_computation(base, expert, settings.runs_models)
+    if not merging:
+        return
+    yield from tensors.lost_tensors(base)
+    if isinstance(settings, FeatcalSettings):
+        memory, disk = space.solving_needs(experiment.decoder, len(recipe.experts))
+        yield (
+            f"'{settings.method}' takes up to {as_size(memory)} of memory while it solves (the largest layer of all "
+            f"models and the sums of its widest map), and {as_size(disk)} on the disk with "
+            f"{scratch_root(settings.scratch)} until the output is written."
+        )
+    dtype = (config.dtype or str(getattr(base.config, "dtype", None))).removeprefix("torch.")
+    if dtype in HALF and not settings.solves_layers:
+        yield (
+            f"Merging in {dtype} rounds at every step: set 'dtype: float32' and 'out_dtype: "
+            f"{config.out_dtype or dtype}' to round only once."
+        )
 
 
 def sound_experiment(recipe: Recipe, ranks: Ranks | None = None, **options: Any) -> Experiment:
     """Check a recipe for a measurement and download its models; all processes wait until each has checked it.
 
     Raises:
-        SltaError: everything that is wrong with the recipe.
+        SltaError: everything that is wrong with the recipe, or a model cannot be opened.
     """
     experiment = Experiment(recipe, ranks=ranks, **options)
 
-    def checked() -> Findings:
+    def checked() -> None:
         recipe.method_of(CalibrationSettings)  # for another method there is nothing to measure
-        return examine(experiment, merging=False).refuse_problems()
+        examine(experiment, merging=False)
 
-    open_models(experiment, experiment.ranks.together(checked))
-    return experiment
-
-
-def open_models(experiment: Experiment, found: Findings) -> None:
-    """Download the models of a checked recipe, and check what only their download shows.
-
-    Raises:
-        SltaError: a model cannot be opened, or has a problem.
-    """
+    experiment.ranks.together(checked)
     experiment.open()
-    if not found.seen:
-        experiment.ranks.together(lambda: examine(experiment, merging=False).refuse_problems())
+    return experiment

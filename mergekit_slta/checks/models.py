@@ -1,54 +1,68 @@
-"""Whether models can be merged with each other, judged by their configurations and file headers."""
+"""Checks of models by their configurations and file headers: whether each can be merged, and with the base model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from mergekit.common import ModelReference
+from mergekit.common import ModelPath
 
-from mergekit_slta.checks.adapters import require_mergeable
 from mergekit_slta.checks.tensors import known_architecture
 from mergekit_slta.errors import SltaError
-from mergekit_slta.models.headers import Model, both_have
-from mergekit_slta.models.skeleton import computation
-from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.models.adapters import adapter_headers
+from mergekit_slta.models.headers import Model, both_have, listed
+from mergekit_slta.models.merged_adapters import NO_FOLDER
+from mergekit_slta.models.skeleton import computation, model_tensor_name
 
 SAME_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
-def one_model(experiment: Experiment, reference: ModelReference) -> None:
-    """Refuse a model that cannot be opened, is quantized, or is an adapter that mergekit cannot merge."""
-    model = experiment.model(reference)
-    not_quantized(model)
-    if reference.lora is not None:
-        require_mergeable(model, reference.lora, experiment.options.lora_merge_cache)
-
-
-def not_quantized(model: Model) -> None:
-    """Refuse a quantized model: its tensors hold codes, which cannot be averaged."""
-    quantization = getattr(model.config, "quantization_config", None)
-    if quantization:
+def one_model(model: Model, lora_merge_cache: str | None) -> None:
+    """Refuse a quantized model, and an adapter that has no folder to be merged in or is not of its model."""
+    for name, stored in (model.tensors or {}).items():
+        if name.endswith("weight") and len(stored.shape) > 1 and stored.nbytes < 2 * stored.count:
+            raise SltaError(
+                f"{model} stores {name} in 8 bits or fewer, so it is quantized: name the original checkpoint, or "
+                "dequantize it first."
+            )
+    if quantization := getattr(model.config, "quantization_config", None):
         given = quantization if isinstance(quantization, Mapping) else vars(quantization)
         raise SltaError(
             f"{model} is quantized ({given.get('quant_method', 'quantization_config')}): "
             "name the original checkpoint, or dequantize it first."
         )
-    weights = {name: stored for name, stored in (model.tensors or {}).items() if name.endswith("weight")}
-    for name, stored in weights.items():
-        if len(stored.shape) > 1 and stored.nbytes < 2 * stored.count:
-            raise SltaError(
-                f"{model} stores {name} in 8 bits or fewer, so it is quantized: name the original checkpoint, or "
-                "dequantize it first."
-            )
+    if model.reference.lora is not None:
+        _adapter_of(model, model.reference.lora)
+        if not lora_merge_cache:
+            raise SltaError(NO_FOLDER.format(model=model))
 
 
-def one_family(experiment: Experiment, reference: ModelReference) -> None:
-    """Refuse an expert that was not fine-tuned from the base model, by its architecture, sizes and shapes.
+def _adapter_of(model: Model, adapter: ModelPath) -> None:
+    """Refuse a LoRA adapter whose modules the model does not have, or has in other sizes: peft may ignore these."""
+    headers = adapter_headers(adapter) or {}  # nothing is known of an adapter that is pickled on the Hub
+    modules = dict(model.built.named_modules()) if model.built else {}
+    unknown, fitting, wrong = list[str](), list[str](), list[str]()
+    for name, down in headers.items():
+        up = headers.get(name.replace(".lora_A.", ".lora_B."))
+        if not name.endswith(".lora_A.weight") or up is None:
+            continue
+        target = name.removeprefix("base_model.model.").partition(".lora_")[0]
+        # peft wraps a module once for each of its parameters, and calls the module inside a wrapper "base_layer".
+        found = model_tensor_name(target.replace(".base_layer", ""), modules, model.prefix)
+        own = modules[found].parameters(recurse=False) if found else ()
+        sizes = [set(parameter.shape[-2:]) for parameter in own if parameter.ndim > 1]  # of one expert, if fused
+        fits = {up.shape[0], down.shape[1]} in sizes
+        (unknown if found is None else fitting if fits else wrong).append(target)
+    if modules and (wrong or (unknown and not fitting)):
+        reason = f"its matrices for {listed(wrong)} have other sizes" if wrong else f"it adapts {listed(unknown)}"
+        raise SltaError(
+            f"The adapter {adapter} was not trained on {model.reference.model} ({reason}): name the model "
+            "that it was trained on."
+        )
 
-    --allow-crimes allows another architecture if no model has to be run.
-    """
-    base, expert = experiment.model(experiment.recipe.base), experiment.model(reference)
-    if not (experiment.options.allow_crimes and not experiment.recipe.method.runs_models):
+
+def same_family(base: Model, expert: Model, any_architecture: bool) -> None:
+    """Refuse an expert that was not fine-tuned from the base model, by its architecture, sizes and shapes."""
+    if not any_architecture:
         _same_architecture(base, expert)
     sizes = [(name, expert.size(name), base.size(name)) for name in SAME_SIZES]
     sizes = [entry for entry in sizes if None not in entry]  # a configuration may leave a default size out
@@ -57,53 +71,14 @@ def one_family(experiment: Experiment, reference: ModelReference) -> None:
             f"The expert {expert} has {', '.join(differing)}: it was not fine-tuned from the base model {base}, "
             "leave it out."
         )
-    _same_shapes(base, expert)
-    _both_tied(base, expert)
-
-
-def _same_architecture(base: Model, expert: Model) -> None:
-    if (expert.architecture, expert.config.model_type) == (base.architecture, base.config.model_type):
-        return
-    kinds = (
-        f"The expert {expert} is a {expert.architecture} ({expert.config.model_type}), the base model {base} a "
-        f"{base.architecture} ({base.config.model_type})"
-    )
-    if language_type(expert) != language_type(base) or is_multimodal(expert) == is_multimodal(base):
-        raise SltaError(f"{kinds}: only models of one architecture can be merged.")
-    if known_architecture(expert) and known_architecture(base):
-        raise SltaError(
-            f"{kinds}: mergekit defines the two apart and cannot plan a merge of both, although one is the "
-            f"language tower of the other. Save the expert as a {base.architecture}, its tensors in the place of "
-            "the base model's."
-        )
-
-
-def language_type(model: Model) -> str:
-    """The type of the language model, which may be a part of the model."""
-    return str(model.config.get_text_config().model_type)
-
-
-def is_multimodal(model: Model) -> bool:
-    """Whether the language model is a part of the model."""
-    return model.config.get_text_config() is not model.config
-
-
-def _same_shapes(base: Model, expert: Model) -> None:
-    """Refuse tensors of another shape than the base model's, apart from the vocabulary's size."""
-    shapes = [(name, stored.shape, other.shape) for name, stored, other in both_have(base, expert)]
-    unequal = [(name, own, others) for name, own, others in shapes if own != others]
-    sizes = (base.vocabulary, expert.vocabulary)
-    unequal = [entry for entry in unequal if (*entry[1][:1], *entry[2][:1]) != sizes or entry[1][1:] != entry[2][1:]]
-    if unequal:
-        name, own, others = unequal[0]
-        more = f", and so do {len(unequal) - 1} more" if len(unequal) > 1 else ""
-        raise SltaError(
-            f"The tensor {name} of the expert {expert} has the shape {list(others)} instead of {list(own)}{more}: "
-            f"it was not fine-tuned from the base model {base}, leave it out."
-        )
-
-
-def _both_tied(base: Model, expert: Model) -> None:
+    vocabularies = base.vocabulary, expert.vocabulary
+    for name, stored, other in both_have(base, expert):
+        is_vocabulary = (*stored.shape[:1], *other.shape[:1]) == vocabularies and stored.shape[1:] == other.shape[1:]
+        if stored.shape != other.shape and not is_vocabulary:
+            raise SltaError(
+                f"The tensor {name} of the expert {expert} has the shape {list(other.shape)} instead of "
+                f"{list(stored.shape)}: it was not fine-tuned from the base model {base}, leave it out."
+            )
     tied = [model for model in (base, expert) if getattr(model.config, "tie_word_embeddings", False)]
     if len(tied) == 1:
         untied = expert if tied[0] is base else base
@@ -113,23 +88,35 @@ def _both_tied(base: Model, expert: Model) -> None:
         )
 
 
+def _same_architecture(base: Model, expert: Model) -> None:
+    """Refuse another architecture, apart from the language tower of a multimodal model where mergekit finds both."""
+    if (expert.architecture, expert.config.model_type) == (base.architecture, base.config.model_type):
+        return
+    texts = [model.config.get_text_config() for model in (base, expert)]
+    one_is_tower = (texts[0] is base.config) != (texts[1] is expert.config)
+    defined_apart = known_architecture(expert) and known_architecture(base)
+    if texts[0].model_type != texts[1].model_type or not one_is_tower or defined_apart:
+        raise SltaError(
+            f"The expert {expert} is a {expert.architecture} ({expert.config.model_type}), the base model {base} a "
+            f"{base.architecture} ({base.config.model_type}): only models of one architecture can be merged."
+        )
+
+
 # Notes
 
 
-def unseen_tensors(experiment: Experiment) -> Iterator[str]:
-    """Models whose tensors can be checked only after a download."""
-    for model in map(experiment.model, experiment.recipe.references):
-        if model.tensors is None:
-            yield f"The weights of {model} are pickled on the Hub: they can be checked only after their download."
+def unseen_tensors(model: Model) -> Iterator[str]:
+    """A model whose tensors nothing here can check."""
+    if model.tensors is None:
+        yield f"The weights of {model} are pickled on the Hub: its tensors are not checked before their download."
 
 
-def other_configurations(experiment: Experiment) -> Iterator[str]:
-    """Experts whose configuration makes them compute something else from the same weights."""
-    measured = ", and the expert is measured with it too" if experiment.recipe.method.runs_models else ""
-    for base, expert in experiment.pairs:
-        own, theirs = computation(base.config), computation(expert.config)
-        if names := sorted(name for name in own.keys() & theirs.keys() if own[name] != theirs[name]):
-            yield (
-                f"The configuration of the expert {expert} differs from that of the base model {base} in "
-                f"{', '.join(names)}: the merged model gets the base model's configuration{measured}."
-            )
+def other_computation(base: Model, expert: Model, runs_models: bool) -> Iterator[str]:
+    """An expert whose configuration makes it compute something else from the same weights."""
+    measured = ", and the expert is measured with it too" if runs_models else ""
+    own, theirs = computation(base.config), computation(expert.config)
+    if names := sorted(name for name in own.keys() & theirs.keys() if own[name] != theirs[name]):
+        yield (
+            f"The configuration of the expert {expert} differs from that of the base model {base} in "
+            f"{', '.join(names)}: the merged model gets the base model's configuration{measured}."
+        )

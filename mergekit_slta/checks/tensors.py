@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
 from collections import Counter
@@ -12,27 +11,19 @@ from mergekit.architecture import ModelArchitecture, WeightInfo, arch_info_for_c
 from mergekit.architecture.conversion import can_convert_checkpoint_keys
 
 from mergekit_slta.errors import SltaError, refuse
+from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.submodules import resolve_name
 from mergekit_slta.models.headers import Model, listed
 from mergekit_slta.models.skeleton import converted_as, model_tensor_name
-from mergekit_slta.models.spellings import other_names, unread
-from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.models.spellings import other_names
 
 LAYER_NUMBER = re.compile(r"\.(\d+)\.")
 
 
-def mergeable_tensors(experiment: Experiment) -> None:
-    """Refuse models with tensors that mergekit would miss or leave out, or does not merge as the method solves them."""
-    models = [experiment.model(reference) for reference in experiment.recipe.references]
+def mergeable_tensors(models: Sequence[Model]) -> None:
+    """Refuse the base model and experts with tensors that mergekit would miss, or leave out of the merged model."""
     no_missing_tensors(models)
     no_dropped_tensors(models[0])
-    if experiment.recipe.method.solves_layers:
-        for weight in defined(models[0]):
-            if resolve_name(experiment.decoder, weight.name)[1] is not None:
-                raise SltaError(
-                    f"'{experiment.recipe.method.method}' solves the experts of a mixture together, but mergekit "
-                    f"merges those of {models[0]} one by one: use 'merge_method: slta' or 'actmat'."
-                )
 
 
 def no_missing_tensors(models: Sequence[Model]) -> None:
@@ -78,18 +69,14 @@ def defined(model: Model) -> list[WeightInfo]:
 
 def no_dropped_tensors(model: Model) -> None:
     """Refuse a checkpoint with tensors that the model needs and that mergekit would leave out of the merged model."""
-    written = {name for weight in defined(model) for name in names_of(weight)}
-    left_out = [name for name in model.tensors or {} if not model_tensor_name(name, written, model.prefix)]
-    asked = [name for name in written if name not in (model.tensors or {})]
-    found = set(renamed(model, model, asked).values())
-    left_out = [name for name in left_out if name not in found]
-    if not left_out or model.built is None:
-        return
-    parameters = dict(model.built.named_parameters())
-    if not written:
+    parameters = dict(model.built.named_parameters()) if model.built else {}
+    if written := {name for weight in defined(model) for name in names_of(weight)}:
+        asked = [name for name in written if name not in (model.tensors or {})]
+        found = {*renamed(model, model, asked).values()}
+        left_out = [name for name in model.tensors or {} if not model_tensor_name(name, written, model.prefix)]
+        dropped = [name for name in left_out if name not in found and model_tensor_name(name, parameters, model.prefix)]
+    else:
         dropped = unconverted(model, parameters)
-    else:  # the buffers of old checkpoints do not count
-        dropped = [name for name in left_out if model_tensor_name(name, parameters, model.prefix)]
     if dropped:
         raise SltaError(
             f"mergekit leaves {listed(dropped)} of {model} out of what it writes, so the merged model would get random "
@@ -97,36 +84,34 @@ def no_dropped_tensors(model: Model) -> None:
         )
 
 
-def lost_tensors(experiment: Experiment) -> Iterator[str]:
-    """Tensors of the base model that the merged model will not have, because transformers does not know them."""
-    base = experiment.model(experiment.recipe.base)
-    if lost := unknown_tensors(base):
+def whole_mixtures(base: Model, decoder: Decoder) -> None:
+    """Refuse a mixture whose experts mergekit merges one by one, for a method that solves them together."""
+    if any(resolve_name(decoder, weight.name)[1] is not None for weight in defined(base)):
+        raise SltaError(
+            f"'featcal' solves the experts of a mixture together, but mergekit merges those of {base} one by one: use "
+            "'merge_method: slta' or 'actmat'."
+        )
+
+
+def lost_tensors(base: Model) -> Iterator[str]:
+    """The weights of the base model that the merged model will not have, because transformers ignores them."""
+    ignored = getattr(base.built, "_keys_to_ignore_on_load_unexpected", None) or ()
+    weights = [name for name in base.tensors or {} if name.endswith(".weight")]  # old checkpoints hold buffers too
+    if lost := [name for name in weights if any(re.search(pattern, name) for pattern in ignored)]:
         yield (
             f"{listed(lost)} of {base} will be missing from the merged model, because mergekit writes only tensors "
             "that transformers knows: copy them yourself if a program needs them, such as for multi-token prediction."
         )
 
 
-def unknown_tensors(model: Model) -> list[str]:
-    """The weights of a checkpoint that neither transformers' model nor mergekit's definition of it has.
-
-    Buffers that old checkpoints hold, such as rotary frequencies and causal masks, do not count.
-    """
-    if model.built is None or not model.tensors:
-        return []
-    written = {name for weight in defined(model) for name in names_of(weight)}
-    stored = [
-        name
-        for name, header in model.tensors.items()
-        if name.endswith(".weight") or (name.endswith("bias") and len(header.shape) == 1)
-    ]
-    return [name for name in unread(model.built, stored) if not model_tensor_name(name, written, model.prefix)]
-
-
 def known_architecture(model: Model) -> ModelArchitecture | None:
     """mergekit's definition of a model's architecture; None if it has none, about which it logs a message."""
-    with silenced("mergekit.architecture"):
+    log = logging.getLogger("mergekit.architecture")
+    log.disabled = True
+    try:
         return arch_info_for_config(model.config)
+    finally:
+        log.disabled = False
 
 
 def unconverted(model: Model, parameters: Iterable[str]) -> list[str]:
@@ -170,13 +155,3 @@ def can_load(model: Model, weight: WeightInfo, conversions: Iterable[str] = ()) 
     sources = {name for name in tensors if layers <= set(name.split("."))}
     keys = list(conversions) or [model.config.model_type]
     return any(can_convert_checkpoint_keys(key, sources, name) for key in keys for name in names)
-
-
-@contextlib.contextmanager
-def silenced(name: str) -> Iterator[None]:
-    logger = logging.getLogger(name)
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before

@@ -113,13 +113,12 @@ def check(recipe: Path, **options: Any) -> None:
     from mergekit_slta.recipe.recipe import Recipe
 
     found = examine.check(Recipe.load(recipe), **applied(options))
-    if not options["quiet"]:
-        found.say_notes()
-    if not found.problems:
-        click.echo(f"{recipe}: no problem found.")
-        return
-    click.echo(f"{recipe}: {found.listed_problems}", err=True)
-    raise click.exceptions.Exit(1)
+    if found.problems:
+        click.echo(f"{recipe}: {found}", err=True)
+        raise click.exceptions.Exit(1)
+    for note in found.notes if not options["quiet"] else ():
+        click.echo(f"Note: {note}", err=True)
+    click.echo(f"{recipe}: no problem found.")
 
 
 @main.command(cls=ModelCommand, short_help="Measure a recipe's models, write a statistics file.")

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Unpack
 
+import click
 import transformers
 from mergekit.merge import run_merge
 
 from mergekit_slta.checks import examine
-from mergekit_slta.checks.space import full_disk_said
 from mergekit_slta.engine.ranks import Ranks, join, leave
 from mergekit_slta.host import patches, registry
 from mergekit_slta.models.spellings import ONE_AT_A_TIME
@@ -42,19 +42,18 @@ def merge(recipe: Recipe, out: str | os.PathLike[str], **options: Unpack[MergeOp
     """
     patches.install()
     method = registry.METHODS.get(recipe.config.merge_method)
-    found = examine.Findings([], [])
     with ONE_AT_A_TIME, joined_ranks() as ranks:
         experiment = Experiment(recipe, ranks=ranks, **options)
         if method is not None:
-            found = ranks.together(lambda: examine.examine(experiment, out_path=out).refuse_problems())
-            if not experiment.quiet:
-                found.say_notes()
+            notes = ranks.together(lambda: examine.examine(experiment, out_path=out))
+            for note in notes if not experiment.quiet else ():
+                click.echo(f"Note: {note}", err=True)
             if ranks.count > 1:
-                examine.open_models(experiment, found)
+                experiment.open()
                 method.merge(experiment).share()
         if ranks.first:
             experiment.ranks = Ranks()
-            with full_disk_said(experiment, Path(out)), registry.examined(experiment, found):
+            with registry.examined(experiment):
                 experiment.open()
                 config = copy.deepcopy(recipe.config)  # mergekit's planner rewrites it
                 run_merge(config, str(out), options=experiment.options, config_source=recipe.text)

@@ -36,7 +36,6 @@ from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.options import MergeOptions
 from mergekit.plan import MergePlanner
 
-from mergekit_slta.checks.space import full_disk_said
 from mergekit_slta.errors import files_named, one_line
 from mergekit_slta.host import registry
 from mergekit_slta.host.method import Merge
@@ -216,8 +215,6 @@ def plan(stock: Callable[..., Any], self: MergePlanner) -> None:
         context.with_resource(files_named("mend that and run the command again"))
     merge = registry.begin(self.config, self.options)
     experiment = merge.opened
-    if context is not None and (out := context.params.get("out_path")):
-        context.with_resource(full_disk_said(experiment, Path(out)))
     base = experiment.model(experiment.recipe.base)
     adapt = functools.partial(adapt_loaders, base, experiment.recipe.references, self.arch_info)
     merge.adapted = adapt()

@@ -36,16 +36,13 @@ def register() -> None:
             merge_methods.register(method)
 
 
-_EXAMINED: ContextVar[tuple[Experiment, examine.Findings] | None] = ContextVar("examined", default=None)
+_EXAMINED: ContextVar[Experiment | None] = ContextVar("examined", default=None)
 
 
 @contextlib.contextmanager
-def examined(experiment: Experiment, findings: examine.Findings) -> Iterator[None]:
-    """Let this thread's plan of a recipe use the opened one, and repeat no notes.
-
-    The recipe is checked again only if a model's tensors could not be seen before its download.
-    """
-    token = _EXAMINED.set((experiment, findings))
+def examined(experiment: Experiment) -> Iterator[None]:
+    """Let this thread's plan of a recipe use the opened and checked one."""
+    token = _EXAMINED.set(experiment)
     try:
         yield
     finally:
@@ -59,17 +56,14 @@ def opened(config: MergeConfiguration, options: MergeOptions) -> Experiment:
         SltaError: everything that is wrong with it.
     """
     known = _EXAMINED.get()
-    if known and known[0].recipe.config == config:
-        experiment, said = known
-        if not said.seen:
-            examine.examine(experiment).refuse_problems()
-        return experiment
+    if known and known.recipe.config == config:
+        return known
     experiment = Experiment(Recipe.from_config(config), **options.model_dump())
     context = click.get_current_context(silent=True)
     # mergekit-multi, which has folders between its steps, names only the folder of its last one.
     given = context.params if context and "intermediate_dir" not in context.params else {}
-    found = examine.examine(experiment, out_path=given.get("out_path")).refuse_problems()
-    for note in found.notes if not options.quiet else ():
+    notes = examine.examine(experiment, out_path=given.get("out_path"))
+    for note in notes if not options.quiet else ():
         LOG.warning(note)
     return experiment
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import glob
 import os
 import shutil
 from collections.abc import Iterable
@@ -75,9 +74,3 @@ def merged_name(reference: ModelReference) -> str:
     """mergekit's name for the folder of a merged adapter, which depends only on the paths."""
     assert reference.lora is not None
     return f"{reference.model._unique_id()}_{reference.lora._unique_id()}"
-
-
-def merged_folders(reference: ModelReference, cache: str) -> list[Path]:
-    """All folders that an adapter at these paths has been merged into, also before its files changed."""
-    found = sorted(Path(cache).glob(f"{glob.escape(merged_name(reference))}*"))
-    return [folder for folder in found if folder.is_dir() and folder.suffix != ".partial"]

@@ -17,7 +17,7 @@ from mergekit.common import ModelReference
 from mergekit.io.lazy_tensor_loader import LazyTensorLoader
 from mergekit.io.tasks import LoaderCache
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_renamings, rename_source_key
+from transformers.core_model_loading import WeightRenaming, apply_renamings
 
 from mergekit_slta.models.headers import Model
 from mergekit_slta.models.skeleton import model_tensor_name
@@ -39,20 +39,6 @@ def other_names(
     known = {own(name): name for name in stored}
     found = {name: known.get(own(name)) for name in asked if own(name)}
     return {name: other for name, other in found.items() if other}
-
-
-def unread(model: transformers.PreTrainedModel, stored: Iterable[str]) -> list[str]:
-    """The stored tensors that transformers does not load into ``model``, nor into a part of one of its tensors."""
-    transforms = get_model_conversion_mapping(model)
-    renamings = [found for found in transforms if isinstance(found, WeightRenaming)]
-    converters = [found for found in transforms if isinstance(found, WeightConverter)]
-    names = set(model.state_dict())
-
-    def is_read(name: str) -> bool:
-        renamed, _ = rename_source_key(name, renamings, converters)
-        return any(model_tensor_name(own, names, model.base_model_prefix) for own in (name, renamed))
-
-    return [name for name in stored if not is_read(name)]
 
 
 # mergekit keeps one loader of each model for the whole process: whoever merges or verifies holds this lock.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from conftest import MakeFamily
 from support import families
 from support.adapters import write_adapter
-from support.examining import adapted, look, only, problems, save_random, swap_ids
+from support.examining import adapted, only, problems, save_random
 from support.families import Family
 
 
@@ -82,54 +81,3 @@ def test_an_adapter_of_a_router_that_checkpoints_call_otherwise(make_family: Mak
     family = make_family("mixtral")
     adapter = write_adapter(family.base, tmp_path / "adapter", parameters=["mlp.gate.weight"])
     assert problems(adapted(family, adapter), options={"lora_merge_cache": str(tmp_path / "cache")}) == []
-
-
-@pytest.mark.parametrize("kind", ["PROMPT_TUNING", "PREFIX_TUNING", "POLY", "NEW"])
-def test_an_adapter_that_cannot_become_part_of_the_weights(
-    kind: str, family: Family, adapter: Path, tmp_path: Path
-) -> None:
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(json.dumps(config | {"peft_type": kind}))
-    problem = only(adapted(family, adapter), options={"lora_merge_cache": str(tmp_path / "cache")})
-    assert problem.startswith(f"The adapter {adapter} is of the type {kind}, which cannot become part of a model's")
-
-
-@pytest.mark.parametrize("biased", [False, True])
-def test_biases_of_an_adapter_need_biases_of_the_model(biased: bool, make_family: MakeFamily, tmp_path: Path) -> None:
-    family = make_family(families.config_of("qwen2"))  # queries have a bias, outputs have none
-    adapter = write_adapter(family.base, tmp_path / "adapter", "q_proj" if biased else "o_proj", lora_bias=True)
-    found = problems(adapted(family, adapter), options={"lora_merge_cache": str(tmp_path / "cache")}, merging=False)
-    said = f"The adapter {adapter} has biases (lora_bias) for model.layers.0.self_attn.o_proj"
-    assert (found == []) if biased else (len(found) == 1 and found[0].startswith(said))
-
-
-@pytest.mark.parametrize(
-    ("architecture", "target", "end"),
-    [
-        ("gpt2", "wte", "transformer.wte"),
-        ("gemma", "lm_head", "lm_head"),
-        ("llama", "lm_head", ""),
-        ("gpt2", "c_fc", ""),
-    ],
-)
-def test_an_adapter_of_one_end_of_a_tied_model(
-    architecture: str, target: str, end: str, make_family: MakeFamily, tmp_path: Path
-) -> None:
-    """peft adds the change to the one tensor that both ends share."""
-    family = make_family(architecture, experts=2)
-    adapter = write_adapter(family.base, tmp_path / "adapter", target)
-    notes = look(adapted(family, adapter), options={"lora_merge_cache": str(tmp_path / "cache")}).notes
-    said = f"The adapter {adapter} changes {end} of {family.base}, whose embedding and output head are one tensor"
-    assert any(note.startswith(said) for note in notes) == bool(end)
-
-
-def test_an_adapter_whose_own_tokenizer_has_other_ids(family: Family, adapter: Path, tmp_path: Path) -> None:
-    """mergekit aligns by the tokenizer of the adapter's base model alone."""
-    families.write_tokenizer(adapter)
-    recipe, options = adapted(family, adapter), {"lora_merge_cache": str(tmp_path / "cache")}
-    assert problems(recipe, options=options) == []
-    swap_ids(adapter)
-    for aligned in ({}, {"tokenizer": {"source": "base"}}):
-        problem = only(recipe | aligned, options=options)
-        assert problem.startswith(f"The tokenizer of the expert {family.base}+{adapter} has other ids than that of")
-        assert "merge the adapter into that model yourself" in problem

@@ -88,7 +88,7 @@ def test_a_tensor_of_another_shape(family: Family) -> None:
     edit_tensors(family.experts[0], shorten)
     problem = only(families.recipe(family))
     assert problem.startswith(f"The tensor model.layers.1.mlp.up_proj.weight of the expert {family.experts[0]} has")
-    assert "the shape [47, 32] instead of [48, 32], and so do 1 more: " in problem
+    assert "the shape [47, 32] instead of [48, 32]: " in problem
 
 
 @pytest.mark.parametrize("method", ["slta", "sftm"])
@@ -217,8 +217,9 @@ def test_every_tensor_of_a_sound_checkpoint_is_known(architecture: str, make_fam
 
 
 @pytest.fixture
-def predicting(family: Family) -> Family:
-    """A family whose checkpoints hold a head for multi-token prediction, which transformers does not know."""
+def predicting(make_family: MakeFamily) -> Family:
+    """A family whose checkpoints hold a head for multi-token prediction, which transformers ignores."""
+    family = make_family("qwen3_5")
     head = {"mtp.fc.weight": torch.randn(8, 16), "mtp.norm.weight": torch.ones(8)}
     for folder in family.folders:
         edit_tensors(folder, lambda tensors: tensors.update(head))

@@ -14,7 +14,6 @@ from support import families
 from support.examining import (
     feature_recipe,
     larger_vocabulary,
-    look,
     only,
     problems,
     save_random,
@@ -25,16 +24,6 @@ from support.examining import (
 from support.families import Family
 
 from mergekit_slta.host import patches
-
-
-def test_a_base_model_without_tokenizer_to_copy(family: Family) -> None:
-    for file in family.base.glob("tokenizer*"):
-        file.unlink()
-    recipe = families.recipe(family, "sftm", calibration=False)
-    assert problems(recipe) == []
-    (note,) = look(recipe).notes
-    assert note.startswith(f"{family.base} has no tokenizer, so the merged model gets none")
-    assert look(recipe, options={"copy_tokenizer": False}).notes == []
 
 
 def test_a_tokenizer_with_more_tokens_than_embeddings(family: Family, tmp_path: Path) -> None:
@@ -82,33 +71,13 @@ def test_rows_that_mergekit_is_told_to_cut(family: Family, tmp_path: Path) -> No
 def test_cutting_the_base_models_rows_is_refused(family: Family, tmp_path: Path) -> None:
     recipe = families.recipe(family, "sftm", experts=[0], calibration=False)
     recipe["base_model"] = str(larger_vocabulary(tmp_path / "larger"))
-    problem = only(recipe, options=CUT)
-    assert "cuts the merged embeddings to the 64 rows" in problem
-    assert "would not load" in problem
+    assert "add 'tokenizer: {source: base}'" in only(recipe, options=CUT)
 
 
 def test_rows_of_other_tokens_must_not_be_cut(family: Family) -> None:
     swap_ids(family.experts[0])
     problem = only(families.recipe(family), options=CUT)
-    assert "for 2 tokens (such as 'a'): --unsafe-truncate-embeddings needs the same ids, add 'tokenizer: " in problem
-
-
-def test_embeddings_of_tokens_that_mergekit_does_not_know_as_such(make_family: MakeFamily, tmp_path: Path) -> None:
-    """Gemma 4's for each layer, of which mergekit knows no vocabulary axis."""
-    family = make_family("gemma4", experts=2)
-    size, aligned = families.VOCABULARY + 2, {"tokenizer": {"source": "base"}}
-    config = families.config_of("gemma4", vocab_size=size, vocab_size_per_layer_input=size)
-    recipe = with_expert(family, save_random(config, tmp_path / "other"), "sftm")
-    for content, options in ((recipe, {}), (recipe, CUT), (recipe | aligned, {})):
-        problem = only(content, options=options)
-        assert "has a vocabulary of 66 tokens" in problem
-        assert "but not model.embed_tokens_per_layer.weight, whose rows it does not know to be tokens" in problem
-    for entry in recipe["models"]:
-        entry["parameters"] = {"weight": 0.5}
-    with pytest.raises(ValueError, match="mismatch for model.embed_tokens_per_layer"):
-        families.merge(recipe | aligned | {"merge_method": "task_arithmetic"}, tmp_path / "merged")  # mergekit alone
-    swap_ids(family.experts[1])
-    assert "but not model.embed_tokens_per_layer" in only(families.recipe(family, experts=[1]) | aligned)
+    assert "for 2 tokens (such as 'a'): add 'tokenizer: {source: base}'" in problem
 
 
 def test_logits_of_different_sizes(family: Family, tmp_path: Path) -> None:

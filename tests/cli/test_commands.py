@@ -14,14 +14,12 @@ from typing import Any
 
 import click
 import pytest
-import safetensors.torch
 import torch
 import yaml
 from click.testing import CliRunner, Result
 from conftest import MakeFamily, WriteRecipe
 from mergekit.config import MergeConfiguration
 from mergekit.scripts.run_yaml import main as mergekit_yaml
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from support import families
 from support.families import Family
@@ -30,7 +28,6 @@ from support.processes import ROOT, command_together, run_python
 
 from mergekit_slta import __version__
 from mergekit_slta.checks import examine
-from mergekit_slta.checks.examine import Findings
 from mergekit_slta.cli.commands import main
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.slta import measure
@@ -613,31 +610,12 @@ def test_merge_checks_the_recipe_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_merge_says_which_disk_is_full_and_what_it_lacks(
-    llama: Family, write_recipe: WriteRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """safetensors says so in words alone, and mergekit ends in its error."""
-
-    def fill_disk(tensors: dict[str, torch.Tensor], path: str, **rest: Any) -> None:
-        Path(path).write_bytes(bytes(1_000_000))
-        usage = shutil.disk_usage(path)._replace(free=0)
-        monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-
-    recipe = write_recipe(llama, "task_arithmetic", calibration=False, weight=0.5)
-    monkeypatch.setattr(safetensors.torch, "save_file", fill_disk)
-    out = tmp_path / "out"
-    text = run("merge", recipe, out, "--quiet", "--no-write-model-card", code=1).output
-    assert text.startswith(f"Error: The disk with {out} is full: the merged model takes about 109 KB, of which 1 MB")
-    assert "make room" in text
-
-
 @pytest.fixture
 def examinations(monkeypatch: pytest.MonkeyPatch) -> list[Experiment]:
     """What is examined, in that order."""
     original, seen = examine.examine, []
 
-    def look(experiment: Experiment, **purpose: Any) -> Findings:
+    def look(experiment: Experiment, **purpose: Any) -> list[str]:
         seen.append(experiment)
         return original(experiment, **purpose)
 

@@ -293,9 +293,8 @@ def refuse_on_the_second(index: int) -> None:
     original = examine.examine
 
     def full(*arguments: Any, **purpose: Any) -> Any:
-        found = original(*arguments, **purpose)
-        found.problems.append("the disk of rank 1 is full")
-        return found
+        original(*arguments, **purpose)
+        raise SltaError("the disk of rank 1 is full")
 
     if index == 1:
         examine.examine = full

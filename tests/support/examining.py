@@ -11,11 +11,16 @@ from support import families
 from support.families import Family
 
 from mergekit_slta.checks.examine import Findings, examine
+from mergekit_slta.errors import SltaError
 
 
 def look(recipe: dict[str, Any], **arguments: Any) -> Findings:
     """Examine a recipe; ``options`` are those of ``MergeOptions``."""
-    return examine(families.experiment(recipe, **arguments.pop("options", {})), **arguments)
+    experiment = families.experiment(recipe, **arguments.pop("options", {}))
+    try:
+        return Findings([], examine(experiment, **arguments))
+    except SltaError as error:
+        return Findings(list(error.sentences), [])
 
 
 def problems(recipe: dict[str, Any], **arguments: Any) -> list[str]:
