@@ -326,8 +326,8 @@ def linearity(
 def report(stats: str, folder: Path, transformers_cache: str | None) -> None:
     """Write a page with figures (report.html) on the merge that the statistics file STATS gives.
 
-    What it keeps of each expert, layer by layer, the merging weights with their intervals, and where they are
-    unreliable, at every level that STATS holds.
+    What it keeps of each expert, layer by layer, and the merging weights with their intervals, at every level that
+    STATS holds.
     STATS is a file that `calibrate` wrote, or hf:ORG/REPO/FILE[@REVISION] on the Hugging Face Hub.
     """
     from mergekit_slta.reports.merge import report_page

@@ -14,15 +14,11 @@ from dataclasses import dataclass
 import torch
 
 from mergekit_slta.engine.accumulator import Accumulator, Progress, Tensors
-from mergekit_slta.engine.batches import Tasks
-from mergekit_slta.engine.loop import pass_layers
-from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams, read_edges
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers import ends
 from mergekit_slta.layers.blend import Blend, blend
 from mergekit_slta.layers.calls import Weights
-from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import linear_maps
 from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.models.checkpoint import Checkpoint
@@ -37,51 +33,24 @@ Grams = dict[str, torch.Tensor]
 
 
 def passes_per_sample(settings: int, levels: Sequence[str]) -> int:
-    """How many forward passes ``measure_settings`` takes; all layers, or all branches, count as one."""
+    """How many forward passes ``Interpolation`` takes; all layers, or all branches, count as one."""
     runs = ("model" in levels) + ("layer" in levels) + bool({"attn_mlp", "head_mlp"} & {*levels})
     return 1 + settings * runs
 
 
-def measure_settings(
-    decoder: Decoder,
-    models: Sequence[Checkpoint],
-    tasks: Tasks,
-    levels: Sequence[str],
-    settings: torch.Tensor,
-    *,
-    batch_tokens: int = 0,
-    ranks: Ranks | None = None,
-    progress: Progress = lambda samples: None,
-) -> Grams:
-    """Measure the Gram matrices of the settings' feature deltas on every submodule and sample.
+@dataclass
+class Interpolation(Accumulator[Grams]):
+    """Measures the Gram matrices of the settings' feature deltas on every submodule and sample.
 
     Memory holds one layer of the base model, of each expert and of one setting, and the features of all settings on
     one batch. At level ``model`` each setting has its own stream of hidden states.
 
-    Args:
-        decoder: the models' common decoder.
+    Attributes:
         models: the base model, then the ``T`` experts.
-        tasks: the token ids of each task's samples.
         levels: the levels to measure.
         settings: [K, T] float64.
-        batch_tokens: as for ``pass_layers``.
-        ranks: the processes that share the batches.
-        progress: called with the number of this process's samples that have passed another layer; the numbers add up
-            to ``passes_per_sample`` times the layers and the samples.
-
-    Returns:
-        Submodule name to [N, K, K] float64, rows ordered by task, then by sample.
-
-    Raises:
-        SltaError: a level does not apply to the models, features are not finite, or a sample does not fit into memory.
+        grams: submodule name to [N, K, K] float64, rows ordered by task, then by sample.
     """
-    measurement = _Interpolation(decoder, models, tasks, ranks or Ranks(), levels, settings)
-    return pass_layers(measurement, batch_tokens=batch_tokens, progress=progress)
-
-
-@dataclass
-class _Interpolation(Accumulator[Grams]):
-    """The Gram matrices of the layers so far; see ``measure_settings``."""
 
     levels: Sequence[str]
     settings: torch.Tensor

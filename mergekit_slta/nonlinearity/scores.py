@@ -19,12 +19,13 @@ import torch
 from tqdm import tqdm
 
 from mergekit_slta.engine.batches import Tasks
+from mergekit_slta.engine.loop import pass_layers
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.layers.trace import on_device
 from mergekit_slta.models.checkpoint import Checkpoint
-from mergekit_slta.nonlinearity.interpolation import Grams, measure_settings, passes_per_sample
+from mergekit_slta.nonlinearity.interpolation import Grams, Interpolation, passes_per_sample
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.options import ModelOptions
 from mergekit_slta.recipe.recipe import Recipe, published_names, require_calibration
@@ -227,12 +228,10 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        experts, samples = len(self.names), sum(map(len, self.tasks))
-        merges = sum(len(study.settings) - len(study.experts) for study in self.studies if len(study.experts) > 1)
-        subject = f"{experts} expert{'s' * (experts > 1)}" + (f" and {merges} merges of them" if merges else "")
+        calibrating = sum(map(len, self.tasks)) * len(self.models)
         return (
-            f"Linearity of {subject} at {', '.join(self.levels)}: {self.passes} forward passes of one sample, where "
-            f"calibrating on the same {samples} sample{'s' * (samples > 1)} takes {samples * len(self.models)}"
+            f"Linearity at {', '.join(self.levels)}: {self.passes} forward passes of one sample, where calibrating on "
+            f"the same samples takes {calibrating}"
         )
 
     def measure(self, quiet: bool = True) -> Linearity:
@@ -252,16 +251,8 @@ class Plan:
             disable=quiet or not self.ranks.first,
         ) as bar:
             for study in self.studies:
-                grams = measure_settings(
-                    self.decoder,
-                    self.models,
-                    self._tasks_of(study),
-                    self.levels,
-                    study.settings,
-                    batch_tokens=self.batch_tokens,
-                    ranks=self.ranks,
-                    progress=bar.update,
-                )
+                inputs = self.decoder, self.models, self._tasks_of(study), self.ranks, self.levels, study.settings
+                grams = pass_layers(Interpolation(*inputs), batch_tokens=self.batch_tokens, progress=bar.update)
                 members = tuple(self.names[expert] for expert in study.experts)
                 group = "+".join(members)
                 result.members[group] = members

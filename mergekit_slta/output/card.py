@@ -25,7 +25,6 @@ from mergekit_slta.errors import SltaError, one_line, reading
 from mergekit_slta.models.merged_adapters import adapter_option
 from mergekit_slta.recipe.recipe import Recipe, published_name
 from mergekit_slta.recipe.settings import SETTINGS, SltaSettings
-from mergekit_slta.reports.analysis import LevelAnalysis
 from mergekit_slta.slta.plain_recipe import plain_recipe
 from mergekit_slta.slta.solution import Solution
 from mergekit_slta.slta.statistics import STATISTICS_OF_MERGE, versions
@@ -69,7 +68,7 @@ def write_beside(folder: Path, recipe: Recipe, solution: Solution | None, plain:
     from mergekit_slta.reports.merge import alpha_map  # which imports matplotlib
 
     solution.statistics.save(folder / STATISTICS_OF_MERGE)
-    files.write(folder / ALPHA_FIGURE, alpha_map(LevelAnalysis(solution)).picture.png())
+    files.write(folder / ALPHA_FIGURE, alpha_map(solution).picture.png())
     base = recipe.config.base_model
     assert base is not None
     if not plain:
@@ -183,7 +182,7 @@ def _section(around: str, folder: Path, recipe: Recipe, solution: Solution | Non
         from mergekit_slta.reports.merge import verdict
 
         paragraphs += [
-            f"{verdict(LevelAnalysis(solution))} This is a share of feature change, not accuracy.",
+            f"{verdict(solution)} This is a share of feature change, not accuracy.",
             f"![The merging weight of each expert in each layer]({ALPHA_FIGURE})",
         ]
     if not _part(around, _MERGEKITS):

@@ -15,13 +15,10 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from mergekit_slta.reports.words import plain_number
 
@@ -30,18 +27,16 @@ INK, AXIS, GRID, MISSING = "#1a1a1a", "#555555", "#e4e4e4", "#dcdcdc"
 DARK = {INK: "#e6e6e6", AXIS: "#a0a5ac", GRID: "#2e3237", MISSING: "#3a3f46"}
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", INK)
 MARKERS = "osD^vPX*"
-HATCHES = ("", "///", "...", "\\\\\\", "xxx", "---", "++")
 WIDTH = 4.6  # inches
 PANEL_HEIGHT = 1.75
 LINE_HEIGHT = 0.21
 DOTS_PER_INCH = 170
 # Lengths of names in characters; longer ones lose their middle, because their ends tell experts apart.
-TITLE_LENGTH = 48
-LEGEND_LENGTH = 30
+NAME_LENGTH = 30
 CELL_NAME_LENGTH = 14
-COLUMN_NAMES_LENGTH = 36  # columns whose names are longer together have them rotated
+LEGEND_LENGTH = 48  # of a row of the legend
 MOST_NAMES = 16  # along an axis of a heat map; of more rows or columns, every second or third is named
-NUMBERED_LENGTH = 56  # cells show their numbers if a row of them and its name have at most this many characters
+MOST_NUMBERS = 8  # cells show their numbers if there are at most so many columns
 STYLE: Any = {
     "axes.axisbelow": True,
     "axes.edgecolor": AXIS,
@@ -69,14 +64,13 @@ STYLE: Any = {
 
 @dataclass(frozen=True)
 class Picture:
-    """A chart, which is drawn in the form that the place needs; ``empty`` if no value in it is a number."""
+    """A chart, which is drawn in the form that the place needs."""
 
     figure: Figure
-    empty: bool = False
 
     def png(self) -> bytes:
         """The chart on a white ground."""
-        return self._drawn("png", pil_kwargs={"optimize": True})
+        return self._drawn("png")
 
     def svg(self) -> bytes:
         """The chart without a ground, sharp at any size; it turns dark with the page that shows it."""
@@ -127,13 +121,12 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Bar:
-    """A bar: the value of one series in one group, and its standard deviation."""
+class Bars:
+    """A series: its name in the legend, and in each group a value with its standard deviation."""
 
-    group: str
-    series: str
-    value: float
-    deviation: float
+    label: str
+    values: Sequence[float]
+    deviations: Sequence[float]
 
 
 def line_chart(
@@ -148,38 +141,32 @@ def line_chart(
     """Panels of lines below each other.
 
     Args:
-        panels: the panels; a label means the same series in all of them.
+        panels: the panels, each with the same series in the same order.
         x_label, y_label: the axes' names with their units.
         y_percent: whether the vertical axis shows shares as percentages.
         y_range: values outside of it are drawn at its ends.
         lines_at: values to mark with a thin horizontal line.
     """
-    labels = list(dict.fromkeys(line.label for panel in panels for line in panel.lines))
-    looks: list[dict[str, Any]] = [
-        {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]} for i in range(len(labels))
-    ]
     with matplotlib.rc_context(STYLE):
-        figure, axes = _panels([PANEL_HEIGHT] * len(panels), labels)
+        figure, axes = _figure([PANEL_HEIGHT] * len(panels), [line.label for line in panels[0].lines])
         for panel, ax in zip(panels, axes, strict=True):
-            ax.set_title(_short(panel.title, TITLE_LENGTH))
+            ax.set_title(_short(panel.title))
             ax.set_ylabel(y_label)
-            for line in panel.lines:
-                _draw_line(ax, line, looks[labels.index(line.label)], y_range)
+            for i, line in enumerate(panel.lines):
+                colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+                ax.plot(line.x, np.clip(line.y, *y_range), color=colour, marker=marker, label=_short(line.label))
+                if line.low is not None and line.high is not None:
+                    low, high = np.clip(line.low, *y_range), np.clip(line.high, *y_range)
+                    ax.fill_between(line.x, low, high, fc=(colour, 0.15), ec=(colour, 0.5), linewidth=0.6)
             for value in lines_at:
                 ax.axhline(value, color="#888888", linewidth=0.8, zorder=1)
             ax.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
-            ax.yaxis.set_major_formatter(
-                FuncFormatter(lambda value, _: f"{plain_number(100 * value)} %" if y_percent else plain_number(value))
-            )
-            positions = sorted({x for line in panel.lines for x in line.x})
-            if len(positions) == 1:
-                ax.set_xlim(positions[0] - 1, positions[0] + 1)
-                ax.set_xticks(positions)
-            elif all(float(x).is_integer() for x in positions):
-                ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+            if y_percent:
+                ax.yaxis.set_major_formatter(PercentFormatter(1, symbol=" %"))
+            ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes[-1].set_xlabel(x_label)
-        _legend(figure, [Line2D([], [], **look) for look in looks], labels)
-        return Picture(figure, not any(math.isfinite(y) for panel in panels for line in panel.lines for y in line.y))
+        _legend(figure, axes[0])
+        return Picture(figure)
 
 
 def heat_map(
@@ -200,57 +187,53 @@ def heat_map(
         numbers: formats the values that are written into the cells if there is room.
     """
     with matplotlib.rc_context({**STYLE, "axes.grid": False, "axes.facecolor": MISSING}):
-        figure, axes = _panels([0.55 + min(max(0.28 * len(matrix.rows), 0.8), 2.6) for matrix in matrices])
+        figure, axes = _figure([0.55 + min(max(0.28 * len(matrix.rows), 0.8), 2.6) for matrix in matrices])
         colours = matplotlib.colormaps["viridis"].with_extremes(bad="none", under="#f4a6d7", over="#d7301f")
         for matrix, ax in zip(matrices, axes, strict=True):
             values = np.ma.masked_invalid(np.asarray(matrix.values, dtype=float))
             image = ax.imshow(values, cmap=colours, norm=Normalize(*limits), aspect="auto", interpolation="none")
-            ax.set_title(_short(matrix.title, LEGEND_LENGTH))
+            ax.set_title(_short(matrix.title))
             ax.set_ylabel(y_label)
-            longest = max(map(len, _name_cells(ax, matrix)))
-            if 5 * len(matrix.columns) + longest <= NUMBERED_LENGTH and len(matrix.rows) <= MOST_NAMES:
+            _name_cells(ax, matrix)
+            if len(matrix.columns) <= MOST_NUMBERS and len(matrix.rows) <= MOST_NAMES:
                 _number_cells(ax, image, values, numbers)
         axes[-1].set_xlabel(x_label)
-        everything = [value for matrix in matrices for row in matrix.values for value in row]
-        under, over = any(value < limits[0] for value in everything), any(value > limits[1] for value in everything)
-        bar = figure.colorbar(
-            image, ax=list(axes), orientation="horizontal", aspect=30, pad=0.02,
-            extend=("neither", "min", "max", "both")[under + 2 * over], ticks=MaxNLocator(5, steps=[1, 2, 5, 10]),
-        )  # fmt: skip
+        bar = figure.colorbar(image, ax=list(axes), orientation="horizontal", aspect=30, pad=0.02, extend="both")
         bar.set_label(value_label)
-        return Picture(figure, not any(map(math.isfinite, everything)))
+        return Picture(figure)
 
 
-def bar_chart(bars: Sequence[Bar], *, x_label: str) -> Picture:
-    """Grouped horizontal bars with their deviations and values."""
-    groups = list(dict.fromkeys(bar.group for bar in bars))
-    series = list(dict.fromkeys(bar.series for bar in bars))
-    looks: list[dict[str, Any]] = [
-        {"fc": COLOURS[i % len(COLOURS)], "hatch": HATCHES[i % len(HATCHES)], "ec": "white"} for i in range(len(series))
-    ]
-    ends = [bar.value + bar.deviation for bar in bars if math.isfinite(bar.value)]
-    places: dict[str, list[float]] = {group: [] for group in groups}
+def bar_chart(groups: Sequence[str], series: Sequence[Bars], *, x_label: str) -> Picture:
+    """Horizontal bars with their deviations and values, those of a group of ``groups`` together."""
+    step = len(series) + 0.7
     with matplotlib.rc_context({**STYLE, "axes.grid.axis": "x"}):
-        figure, (ax,) = _panels([LINE_HEIGHT * (len(bars) + 0.7 * len(groups))], series)
-        for number, bar in enumerate(bars):
-            place = number + 0.7 * groups.index(bar.group)
-            places[bar.group].append(place)
-            ax.barh(place, bar.value, height=0.9, **looks[series.index(bar.series)])
-            ax.errorbar(bar.value, place, xerr=bar.deviation, color=INK, linewidth=1, capsize=2)
-            end = bar.value + bar.deviation if math.isfinite(bar.value) else 0.0
-            text = f"{plain_number(bar.value)} ± {plain_number(bar.deviation)}"
-            ax.annotate(text, (end, place), (3, 0), textcoords="offset points", va="center", fontsize=8)
-        ax.set_xlim(0, 1.45 * max([*ends, 1e-12]))
-        ax.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))  # room for numbers such as 0.0025
-        ax.set_yticks([sum(own) / len(own) for own in places.values()], _distinct(groups, CELL_NAME_LENGTH))
+        figure, (ax,) = _figure([LINE_HEIGHT * step * len(groups)], [bars.label for bars in series])
+        for i, bars in enumerate(series):
+            drawn = ax.barh(
+                [i + step * group for group in range(len(groups))],
+                bars.values,
+                height=0.9,
+                color=COLOURS[i % len(COLOURS)],
+                label=_short(bars.label),
+                xerr=bars.deviations,
+                error_kw={"ecolor": INK, "elinewidth": 1, "capsize": 2},
+            )
+            pairs = zip(bars.values, bars.deviations, strict=True)
+            said = [f"{plain_number(value)} ± {plain_number(deviation)}" for value, deviation in pairs]
+            ax.bar_label(drawn, said, padding=3, fontsize=8)
+        ax.margins(x=0.45)  # room for the numbers
+        ax.set_xlim(left=0)
+        ax.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))  # room for ticks such as 0.0025
+        middles = [(len(series) - 1) / 2 + step * group for group in range(len(groups))]
+        ax.set_yticks(middles, [_short(group, CELL_NAME_LENGTH) for group in groups])
         ax.tick_params(axis="y", length=0)
         ax.invert_yaxis()
         ax.set_xlabel(x_label)
-        _legend(figure, [Patch(**look) for look in looks], series)
-        return Picture(figure, not ends)
+        _legend(figure, ax)
+        return Picture(figure)
 
 
-def _panels(heights: Sequence[float], legend: Sequence[str] = ()) -> tuple[Figure, list[Axes]]:
+def _figure(heights: Sequence[float], legend: Sequence[str] = ()) -> tuple[Figure, list[Axes]]:
     """A figure with room for panels of these heights in inches, for axis labels and for a legend."""
     rows = math.ceil(len(legend) / _legend_columns(legend)) if legend else 0
     height = sum(heights) + LINE_HEIGHT * (rows + 4)
@@ -259,56 +242,34 @@ def _panels(heights: Sequence[float], legend: Sequence[str] = ()) -> tuple[Figur
     return figure, list(axes[:, 0])
 
 
-def _draw_line(ax: Axes, line: Line, look: dict[str, Any], limits: tuple[float, float]) -> None:
-    if line.low is not None and line.high is not None:
-        low, high = np.clip(line.low, *limits), np.clip(line.high, *limits)
-        ax.fill_between(line.x, low, high, color=look["color"], alpha=0.15, linewidth=0)
-        for edge in (low, high):
-            ax.plot(line.x, edge, color=look["color"], alpha=0.5, linewidth=0.6)
-        if len(line.x) == 1:  # a band has no width at a single point
-            ax.vlines(line.x, low, high, color=look["color"])
-    ax.plot(line.x, np.clip(line.y, *limits), **look)
-
-
-def _legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str]) -> None:
-    figure.legend(
-        handles, _distinct(labels, LEGEND_LENGTH), loc="outside upper left", ncols=_legend_columns(labels),
-        handlelength=1.6, columnspacing=1.0,
-    )  # fmt: skip
+def _legend(figure: Figure, ax: Axes) -> None:
+    """The legend of an axes' series, above the figure's panels."""
+    handles, labels = ax.get_legend_handles_labels()
+    columns = _legend_columns(labels)
+    figure.legend(handles, labels, loc="outside upper left", ncols=columns, handlelength=1.6, columnspacing=1.0)
 
 
 def _legend_columns(labels: Sequence[str]) -> int:
-    longest = min(max(map(len, labels)), LEGEND_LENGTH)
-    return max(1, min(len(labels), TITLE_LENGTH // (longest + 6)))
+    longest = min(max(map(len, labels)), NAME_LENGTH)
+    return max(1, min(len(labels), LEGEND_LENGTH // (longest + 6)))
 
 
-def _short(label: str, length: int) -> str:
+def _short(label: str, length: int = NAME_LENGTH) -> str:
     """A label cut to a length, with a space before a leading underscore, because matplotlib hides such labels."""
     if len(label) > length:
         label = f"{label[: length // 2 - 1]}…{label[-(length // 2) :]}"
     return f" {label}" if label.startswith("_") else label
 
 
-def _distinct(names: Sequence[str], length: int) -> list[str]:
-    """Short names, with their numbers where some are equal."""
-    short = [_short(name, length) for name in names]
-    return [f"{index + 1}: {name}" if short.count(name) > 1 else name for index, name in enumerate(short)]
-
-
-def _name_cells(ax: Axes, matrix: Matrix) -> list[str]:
-    """Name rows and columns; returns the names of the rows."""
-    shown = []
+def _name_cells(ax: Axes, matrix: Matrix) -> None:
     for axis, names in ((ax.xaxis, matrix.columns), (ax.yaxis, matrix.rows)):
         step = math.ceil(len(names) / MOST_NAMES)
-        shown.append(_distinct(names[::step], CELL_NAME_LENGTH))
-        axis.set_ticks(range(0, len(names), step), shown[-1])
-    columns, rows = shown
-    if sum(map(len, columns)) > COLUMN_NAMES_LENGTH:
+        axis.set_ticks(range(0, len(names), step), [_short(name, CELL_NAME_LENGTH) for name in names[::step]])
+    if max(map(len, matrix.columns)) > 3:  # longer than the number of a layer
         for label in ax.get_xticklabels():
             label.set(rotation=30, ha="right", rotation_mode="anchor")
     ax.tick_params(length=0, labelsize=9)
     ax.spines[:].set_visible(False)
-    return rows
 
 
 def _number_cells(ax: Axes, image: Any, values: Any, numbers: Callable[[float], str]) -> None:

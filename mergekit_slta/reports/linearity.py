@@ -10,11 +10,12 @@ from mergekit_slta import files
 from mergekit_slta.levels import place_of
 from mergekit_slta.nonlinearity.scores import STEPS, Linearity, Value, distance_metric, pool_values
 from mergekit_slta.reports.analysis import kinds_of
-from mergekit_slta.reports.figures import Bar, Matrix, bar_chart, heat_map
+from mergekit_slta.reports.figures import Bars, Matrix, bar_chart, heat_map
 from mergekit_slta.reports.page import Chart, Page, Section
 from mergekit_slta.reports.words import counted, enumerated, kind_name, plain_number
 from mergekit_slta.tables import Table, as_json, short_names
 
+METRIC, SCORE = "non_linearity", "Non-linearity score"
 LINEAR_MAPS = "linear map"
 MAPPED_LEVELS = ("model", "layer", "attn_mlp")  # the levels in Figure 6
 STEP_NAMES = [f"{step / STEPS:.1f}" for step in range(STEPS + 1)]
@@ -41,42 +42,35 @@ def write_linearity(result: Linearity, folder: Path) -> Path:
 def linearity_page(result: Linearity) -> Page:
     """The report on linearity."""
     experts = short_names(result.experts)
-    sizes = {size: found for size in SETTINGS_OF if (found := _merges(result, size))}
-    own = {short: ("non_linearity", [name]) for short, name in zip(experts, result.experts, strict=True)}
-    score = _bars(
-        result,
-        "non-linearity",
-        "Non-linearity score",
-        f"Like Figures 1a and 2 and Table 17 of the paper. Lower is more linear. {BARS}samples and submodules.",
-        own,
-        score_table(result),
-    )
-    sections = [Section("Single experts", charts=[score])]
-    if sizes:
-        sections.append(Section("Merges", charts=_merge_charts(result, sizes)))
+    single = {short: [name] for short, name in zip(experts, result.experts, strict=True)}
+    sizes = [size for size in SETTINGS_OF if _merges(result, size)]
     mapped = enumerate(result.experts) if {*result.maps} & {*MAPPED_LEVELS} else ()
     maps = [_distance_map(result, index, expert, experts[index]) for index, expert in mapped]
     way = "Like Table 18 of the paper: how far the features still are from the expert's when this share α of the task "
     way += "vector is added to the base model, relative to the whole way. Of a linear expert it is 1 − α."
-    sections.append(Section("On the way to an expert", [way], maps, _distance_table(result)))
-    sentences = [_merge_sentence(result, size, merges) for size, merges in sizes.items()]
+    score = "Like Figures 1a and 2 and Table 17 of the paper. Lower is more linear."
+    score += f" {BARS}samples and submodules."
     return Page(
         title=f"Linearity of {enumerated(experts)} in their weights",
-        verdict=[score_sentence(result), *sentences, SCORES_MEANING],
+        verdict=[score_sentence(result), *(_merge_sentence(result, size) for size in sizes), SCORES_MEANING],
         facts=_facts(result),
-        sections=sections,
+        sections=[
+            Section("Single experts", charts=[_bars(result, "non-linearity", SCORE, score, {METRIC: ""}, single)]),
+            *([Section("Merges", charts=_merge_charts(result, sizes))] if sizes else []),
+            Section("On the way to an expert", [way], maps, _distance_table(result)),
+        ],
     )
 
 
 def score_table(result: Linearity) -> Table:
     """Mean and standard deviation of the Non-linearity Score over samples and submodules, as in Table 17."""
-    return _table(result, "Non-linearity score", {"non_linearity": ""}, result.experts, short_names(result.experts))
+    return _table(result, SCORE, {METRIC: ""}, result.experts)
 
 
 def score_sentence(result: Linearity) -> str:
     """A sentence on how linear the submodules are, compared with whole models."""
     experts = enumerated(short_names(result.experts))
-    means = {group: _pooled(result, "non_linearity", group, result.experts).mean for group in _groups(result)}
+    means = _means(result, METRIC, result.experts)
     scores = f"the non-linearity score (0 is linear) is {_listed(means)}, on average over experts and samples."
     model = means.pop("model", math.nan)
     if math.isnan(model) or not means:
@@ -86,8 +80,8 @@ def score_sentence(result: Linearity) -> str:
     return f"The submodules of {experts} are more linear than the whole models: {scores}"
 
 
-def _merge_sentence(result: Linearity, size: int, merges: Sequence[str]) -> str:
-    means = {group: _pooled(result, "projection_distance", group, merges).mean for group in _groups(result)}
+def _merge_sentence(result: Linearity, size: int) -> str:
+    means = _means(result, "projection_distance", _merges(result, size))
     return (
         f"When {'two' if size == 2 else 'three'} of them are merged, the projection distance (0 means that feature "
         f"changes add up) is {_listed(means)}."
@@ -105,7 +99,7 @@ def _listed(means: Mapping[str, float]) -> str:
 def _groups(result: Linearity) -> dict[str, str]:
     """The kinds of submodules, each with the first level that has such submodules."""
     groups: dict[str, str] = {}
-    for level, by_expert in result.metrics["non_linearity"].items():
+    for level, by_expert in result.metrics[METRIC].items():
         for name in next(iter(by_expert.values())):
             groups.setdefault(_group_of(level, name), level)
     return groups
@@ -115,62 +109,62 @@ def _group_of(level: str, name: str) -> str:
     return LINEAR_MAPS if level == "linear" else kind_name(place_of(name).kind)
 
 
-def _pooled(result: Linearity, metric: str, group: str, names: Sequence[str]) -> Value:
-    """A metric over all submodules of a group, of experts or merges."""
-    level = _groups(result)[group]
-    found = result.metrics[metric][level]
-    return pool_values(
-        [value for who in names for name, value in found[who].items() if _group_of(level, name) == group]
-    )
+def _pooled(result: Linearity, metric: str, names: Sequence[str]) -> dict[str, Value]:
+    """A metric of experts or merges over all submodules of each group."""
+    return {
+        group: pool_values(
+            [
+                value
+                for who in names
+                for name, value in result.metrics[metric][level][who].items()
+                if _group_of(level, name) == group
+            ]
+        )
+        for group, level in _groups(result).items()
+    }
+
+
+def _means(result: Linearity, metric: str, names: Sequence[str]) -> dict[str, float]:
+    return {group: value.mean for group, value in _pooled(result, metric, names).items()}
 
 
 def _merges(result: Linearity, size: int) -> list[str]:
     """The names of the merges of ``size`` experts."""
-    by_level = result.metrics.get("projection_distance", {})
-    return [name for name in next(iter(by_level.values()), {}) if len(result.members[name]) == size]
+    return [name for name, members in result.members.items() if len(members) == size]
 
 
-def _table(
-    result: Linearity, quantity: str, metrics: Mapping[str, str], names: Sequence[str], columns: Sequence[str]
-) -> Table:
+def _table(result: Linearity, quantity: str, metrics: Mapping[str, str], names: Sequence[str]) -> Table:
     """Mean and standard deviation of metrics, each with words for its rows, by groups and by experts or merges."""
-    rows = []
-    for group in _groups(result):
-        for metric, words in metrics.items():
-            values = [_pooled(result, metric, group, [name]) for name in names]
-            rows.append([group + words, *(f"{plain_number(v.mean)} ± {plain_number(v.std)}" for v in values)])
+    short = dict(zip(result.experts, short_names(result.experts), strict=True))
+    columns = [" + ".join(short[own] for own in result.members.get(name, [name])) for name in names]
+    values = {metric: [_pooled(result, metric, [name]) for name in names] for metric in metrics}
+    rows = [
+        [group + words, *(f"{plain_number(v[group].mean)} ± {plain_number(v[group].std)}" for v in values[metric])]
+        for group in _groups(result)
+        for metric, words in metrics.items()
+    ]
     return Table([quantity, *columns], rows)
 
 
 # Charts
 
 
-def _merge_charts(result: Linearity, sizes: Mapping[int, Sequence[str]]) -> list[Chart]:
+def _merge_charts(result: Linearity, sizes: Sequence[int]) -> list[Chart]:
     settings = f"{BARS}{' and '.join(SETTINGS_OF[size] for size in sizes)}"
-    short = dict(zip(result.experts, short_names(result.experts), strict=True))
-    merges = [merge for found in sizes.values() for merge in found]
-    columns = [" + ".join(short[name] for name in result.members[merge]) for merge in merges]
-    distance, cosine = {"projection_distance": ""}, {"cosine_merge": ", merged", "cosine_base": ", baseline"}
+    distance = (
+        "Like Figures 1b and 3 of the paper (Eq. 8): how far a merge's feature change is from the weighted sum of the "
+        f"experts' changes, along that sum. At 0 the changes add up. {settings}."
+    )
+    cosine = (
+        "Like Figure 4 of the paper: 1 − cosine similarity of a merge's feature change and the weighted sum of the "
+        "experts' changes (merged, Eq. 16), and of the experts' changes with each other (baseline, Eq. 17). The "
+        f"changes of a merge well below its baseline add up. {settings} (merged) or samples (baseline)."
+    )
+    merges = {f"{size} experts": _merges(result, size) for size in sizes}
+    cosines = {"cosine_merge": ", merged", "cosine_base": ", baseline"}
     return [
-        _bars(
-            result,
-            "projection-distance",
-            "Projection distance",
-            "Like Figures 1b and 3 of the paper (Eq. 8): how far a merge's feature change is from the weighted sum of "
-            f"the experts' changes, along that sum. At 0 the changes add up. {settings}.",
-            {f"{size} experts{words}": (metric, sizes[size]) for size in sizes for metric, words in distance.items()},
-            _table(result, "Projection distance", distance, merges, columns),
-        ),
-        _bars(
-            result,
-            "cosine",
-            "1 − cosine similarity",
-            "Like Figure 4 of the paper: 1 − cosine similarity of a merge's feature change and the weighted sum of the "
-            "experts' changes (merged, Eq. 16), and of the experts' changes with each other (baseline, Eq. 17). The "
-            f"changes of a merge well below its baseline add up. {settings} (merged) or samples (baseline).",
-            {f"{size} experts{words}": (metric, sizes[size]) for size in sizes for metric, words in cosine.items()},
-            _table(result, "Cosine similarity", cosine, merges, columns),
-        ),
+        _bars(result, "projection-distance", "Projection distance", distance, {"projection_distance": ""}, merges),
+        _bars(result, "cosine", "1 − cosine similarity", cosine, cosines, merges),
     ]
 
 
@@ -179,28 +173,36 @@ def _bars(
     name: str,
     quantity: str,
     caption: str,
-    series: Mapping[str, tuple[str, Sequence[str]]],
-    table: Table,
+    metrics: Mapping[str, str],
+    series: Mapping[str, Sequence[str]],
 ) -> Chart:
-    """Bars of series, each the mean of a metric over some experts or merges, for every group of submodules."""
+    """Bars for every group of submodules: the means of metrics over each series' experts or merges."""
     bars = []
-    for group in _groups(result):
-        for label, (metric, names) in series.items():
-            value = _pooled(result, metric, group, names)
-            mean = 1 - value.mean if metric.startswith("cosine") else value.mean
-            bars.append(Bar(group, label, mean, value.std))
-    said = [f"{bar.group}, {bar.series}: {plain_number(bar.value)} ± {plain_number(bar.deviation)}" for bar in bars]
-    alt = f"Bars, mean ± standard deviation: {'; '.join(said)}."
-    return Chart(name, quantity, caption, alt, bar_chart(bars, x_label=quantity.lower()), table)
+    for label, names in series.items():
+        for metric, words in metrics.items():
+            values = list(_pooled(result, metric, names).values())
+            means = [1 - value.mean if metric.startswith("cosine") else value.mean for value in values]
+            bars.append(Bars(label + words, means, [value.std for value in values]))
+    return Chart(
+        name=name,
+        title=quantity,
+        caption=caption,
+        alt=f"Bars of the {quantity.lower()}, mean ± standard deviation, of {', '.join(_groups(result))}.",
+        picture=bar_chart(list(_groups(result)), bars, x_label=quantity.lower()),
+        table=_table(
+            result, quantity.removeprefix("1 − "), metrics, [own for names in series.values() for own in names]
+        ),
+    )
 
 
 def _distance_table(result: Linearity) -> Table:
     """Table 18: the mean distance to each expert after every step."""
     rows = []
     for expert, short in zip(result.experts, short_names(result.experts), strict=True):
-        for group in _groups(result):
-            curve = [_pooled(result, distance_metric(step), group, [expert]).mean for step in range(STEPS + 1)]
-            rows.append([f"{group}, {short}", *(plain_number(distance, ".3f") for distance in curve)])
+        curves = [_means(result, distance_metric(step), [expert]) for step in range(STEPS + 1)]
+        rows += [
+            [f"{group}, {short}", *(plain_number(curve[group], ".3f") for curve in curves)] for group in _groups(result)
+        ]
     return Table(["Distance", *(f"α = {step}" for step in STEP_NAMES)], rows)
 
 

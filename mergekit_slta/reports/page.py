@@ -73,7 +73,6 @@ class Page:
             The page's path.
         """
         for chart in (chart for section in self.sections for chart in section.charts):
-            if not chart.picture.empty:
-                files.write(folder / f"{chart.name}.png", chart.picture.png())
+            files.write(folder / f"{chart.name}.png", chart.picture.png())
         files.write(folder / name, self.html().encode())
         return folder / name

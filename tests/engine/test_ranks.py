@@ -22,12 +22,13 @@ from support.processes import TIMEOUT, command_together, torchrun
 from mergekit_slta.checks import examine
 from mergekit_slta.engine import ranks
 from mergekit_slta.engine.batches import make_batches
+from mergekit_slta.engine.loop import pass_layers
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.scratch import SolvedModel
 from mergekit_slta.layers.trace import trace
-from mergekit_slta.nonlinearity.interpolation import measure_settings
+from mergekit_slta.nonlinearity.interpolation import Interpolation
 from mergekit_slta.nonlinearity.scores import merge_study, path_study
 from mergekit_slta.slta.calibrate import _Calibration
 from mergekit_slta.slta.measure import measured_statistics
@@ -227,7 +228,7 @@ def linearity_grams(family: Family, ranks: Ranks) -> list[dict[str, torch.Tensor
     decoder, found = trace(family.config), []
     for study in studies:
         own = [samples if task in study.experts else [] for task, samples in enumerate(tasks)]
-        found.append(measure_settings(decoder, models, own, levels, study.settings, ranks=ranks))
+        found.append(pass_layers(Interpolation(decoder, models, own, ranks, levels, study.settings)))
     return found
 
 

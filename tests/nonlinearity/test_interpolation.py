@@ -16,6 +16,8 @@ from support import reference
 from support.families import LAYERS, Family
 from support.linearity_values import NAMES, all_values, assert_same, plan_of
 
+from mergekit_slta.engine.loop import pass_layers
+from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.nonlinearity import interpolation
 from mergekit_slta.nonlinearity.scores import STEPS, Study, distance_metric, merge_study, path_study, plan_studies
 from mergekit_slta.reports.linearity import linearity_page
@@ -207,8 +209,7 @@ def test_the_passes_that_are_announced_are_made(levels: Sequence[str], llama: Fa
     done: list[int] = []
     for study in studies:
         tasks = [own if task in study.experts else [] for task, own in enumerate(planned.tasks)]
-        interpolation.measure_settings(
-            planned.decoder, planned.models, tasks, levels, study.settings, progress=done.append
-        )
+        inputs = planned.decoder, planned.models, tasks, Ranks(), levels, study.settings
+        pass_layers(interpolation.Interpolation(*inputs), progress=done.append)
     assert sum(done) == planned.passes * LAYERS
     assert str(planned.passes) in str(planned)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support import reference, synthetic
 
-from mergekit_slta.reports.analysis import LevelAnalysis, kinds_of
+from mergekit_slta.reports.analysis import intervals, kept_by_layer, kinds_of
 from mergekit_slta.slta.solver import pooled
 from mergekit_slta.slta.statistics import Statistics
 
@@ -54,17 +54,17 @@ def test_what_is_kept_is_the_share_of_the_squared_feature_change(
     measured: tuple[Statistics, dict[str, reference.Deltas]],
 ) -> None:
     statistics, deltas = measured
-    found = LevelAnalysis(statistics.solve("attn_mlp"))
-    kept = found.solution.kept
+    solution = statistics.solve("attn_mlp")
     alpha = {name: reference.merging_weights(own) for name, own in deltas.items()}
+    by_layer = kept_by_layer(solution)
+    assert list(by_layer) == [0, 1, 2]
     for task in range(3):
         expected = dense_kept(list(deltas.values()), list(alpha.values()), task)
-        assert kept[task].item() == pytest.approx(expected, abs=1e-9)
-        for layer, of_layer in found.kept_by_layer().items():
+        assert solution.kept[task].item() == pytest.approx(expected, abs=1e-9)
+        for layer, of_layer in by_layer.items():
             names = [f"layer.{layer}.attn", f"layer.{layer}.mlp"]
             expected = dense_kept([deltas[name] for name in names], [alpha[name] for name in names], task)
             assert of_layer[task].item() == pytest.approx(expected, abs=1e-9)
-    assert list(found.kept_by_layer()) == [0, 1, 2]
 
 
 def test_the_scale_of_a_submodule_does_not_matter_without_balance() -> None:
@@ -83,56 +83,13 @@ def test_a_submodule_that_an_expert_hardly_changes_counts_for_little() -> None:
 
 def test_equal_samples_leave_no_doubt_about_the_weights() -> None:
     gram = synthetic.random_grams(3, 1).sum(0)
-    statistics = synthetic.statistics(grams=lambda name, number: gram.expand(12, 3, 3))
-    found = LevelAnalysis(statistics.solve("attn_mlp"))
-    assert all(torch.allclose(end, found.alpha) for end in found.intervals)
+    solution = synthetic.statistics(grams=lambda name, number: gram.expand(12, 3, 3)).solve("attn_mlp")
+    alpha = torch.stack(list(solution.alpha.values()))
+    assert torch.allclose(intervals(solution), alpha.expand(2, -1, -1))
 
 
 def test_intervals_hold_the_weights_and_narrow_with_more_samples() -> None:
-    few, many = (LevelAnalysis(synthetic.statistics(samples=samples).solve("attn_mlp")) for samples in (5, 60))
-    low, high = few.intervals
-    assert ((low <= few.alpha) & (few.alpha <= high)).double().mean() > 0.9
-    assert (many.intervals[1] - many.intervals[0]).mean() < 0.6 * (high - low).mean()
-
-
-# Doubts
-
-
-def doubts_of(gram: torch.Tensor) -> str:
-    """The doubts about a merge of two experts whose only submodule has these Gram matrices [2 * samples, 2, 2]."""
-    statistics = synthetic.statistics(
-        ["math", "code"], ["layer"], layers=1, samples=len(gram) // 2, grams=lambda name, number: gram
-    )
-    return "; ".join(LevelAnalysis(statistics.solve("layer")).doubts.get("layer.0", []))
-
-
-def gram_of(first: tuple[float, ...], second: tuple[float, ...]) -> torch.Tensor:
-    deltas = torch.tensor([first, second], dtype=torch.float64)
-    return deltas @ deltas.T
-
-
-OPPOSED = torch.stack([gram_of((1, 0), (0.9, 0.5)), gram_of((1, 0), (-0.9, 0.5))]).repeat(2, 1, 1)
-FAR = torch.cat([gram_of(*pair).expand(10, 2, 2) for pair in (((1, 0), (-2, 0.5)), ((-3, 0), (0.1, 1)))])
-
-
-def alike(angle: float) -> torch.Tensor:
-    """A cosine of 0.98, an angle of 0.2, is a condition number of 100."""
-    return gram_of((1, 0), (math.cos(angle), math.sin(angle))).expand(20, 2, 2)
-
-
-@pytest.mark.parametrize(
-    ("gram", "doubt"),
-    [
-        (gram_of((1, 0), (0.3, 1)).expand(20, 2, 2), ""),
-        (alike(0.22), ""),
-        (alike(0.18), "condition number"),
-        (OPPOSED, "interval"),
-        (FAR, "weight −"),
-        (gram_of((1, 2), (1, 2)).expand(20, 2, 2), "linearly dependent"),
-        (gram_of((1, 2), (0, 0)).expand(20, 2, 2), ""),
-        (torch.zeros(20, 2, 2).double(), "no expert changes"),
-    ],
-)
-def test_weights_are_doubted_for_a_reason(gram: torch.Tensor, doubt: str) -> None:
-    found = doubts_of(gram)
-    assert doubt in found if doubt else not found
+    few, many = (synthetic.statistics(samples=samples).solve("attn_mlp") for samples in (5, 60))
+    alpha, (low, high) = torch.stack(list(few.alpha.values())), intervals(few)
+    assert ((low <= alpha) & (alpha <= high)).double().mean() > 0.9
+    assert intervals(many).diff(dim=0).mean() < 0.6 * (high - low).mean()

@@ -13,9 +13,7 @@ from support.families import Family
 from support.html_elements import Elements, assert_self_contained
 
 from mergekit_slta.cli.commands import main
-from mergekit_slta.errors import SltaError
-from mergekit_slta.reports.analysis import MOST_CONDITION, PLAUSIBLE_ALPHA, WIDEST_INTERVAL, LevelAnalysis
-from mergekit_slta.reports.merge import reliability, report, report_page, verdict
+from mergekit_slta.reports.merge import report, report_page, verdict
 from mergekit_slta.reports.words import percent, plain_number
 from mergekit_slta.slta.statistics import Statistics
 
@@ -39,7 +37,7 @@ def kept_share(powers: Sequence[float]) -> float:
 
 
 def sentence(powers: Sequence[float]) -> str:
-    return verdict(LevelAnalysis(interfering(powers).solve("layer")))
+    return verdict(interfering(powers).solve("layer"))
 
 
 def test_the_verdict_states_what_is_kept() -> None:
@@ -80,8 +78,8 @@ def test_the_verdict_when_nothing_is_kept() -> None:
     statistics = synthetic.statistics(
         ["math", "code"], ["layer"], layers=1, samples=5, grams=lambda name, number: grams.double()
     )
-    found = LevelAnalysis(statistics.solve("layer"))
-    kept = float(found.solution.kept[0])
+    found = statistics.solve("layer")
+    kept = float(found.kept[0])
     assert kept < 0
     assert f"keeps nothing of math's feature change ({percent(kept)});" in verdict(found)
 
@@ -91,30 +89,18 @@ def test_the_verdict_on_an_expert_that_changes_nothing() -> None:
     statistics = synthetic.statistics(
         ["math", "code"], ["layer"], layers=2, samples=5, grams=lambda name, number: grams
     )
-    text = verdict(LevelAnalysis(statistics.solve("layer")))
+    text = verdict(statistics.solve("layer"))
     assert "has nothing of math to keep" in text
     assert "keeps 75 % of code's feature change" in text  # half a weight serves its own data and the other alike
     assert report_page(statistics).verdict[0] == text
 
 
-def test_unreliable_submodules_are_counted_and_listed_with_the_thresholds() -> None:
-    alike = torch.tensor([[1.0, 0.999], [0.999, 1.0]]).double()
+def test_weights_that_the_samples_do_not_determine_are_said() -> None:
     statistics = interfering([0.1, 0.1, 0.1])
-    statistics.grams["layer.1"] = alike.expand(12, 2, 2)
-    said = reliability(LevelAnalysis(statistics.solve("layer")))
-    assert said.startswith("The merging weights of 1 of 3 submodules are")
-    page = report_page(statistics)
-    (section,) = (section for section in page.sections if section.title.startswith("Unreliable"))
-    assert section.table is not None
-    assert [row[0] for row in section.table.rows] == ["layer.1"]
-    for threshold in (MOST_CONDITION, WIDEST_INTERVAL, *PLAUSIBLE_ALPHA):
-        assert plain_number(threshold) in section.paragraphs[0]
-    assert "all 3 submodules look reliable." in reliability(LevelAnalysis(interfering([0.1, 0.1, 0.1]).solve("layer")))
-
-
-def test_few_samples_are_not_called_reliable() -> None:
-    found = LevelAnalysis(interfering([0.1], samples=1).solve("layer"))
-    assert reliability(found) == "The merging weights look reliable, as far as 1 sample per task can tell."
+    statistics.grams["layer.1"] = torch.ones(12, 2, 2).double()
+    (section,) = (section for section in report_page(statistics).sections if section.title == "Merging weights")
+    assert section.paragraphs == statistics.solve("layer").notes()
+    assert "In 1 of 3 submodules (layer.1 ...) experts are linearly dependent" in section.paragraphs[0]
 
 
 ALL_LEVELS = ("model", "layer", "attn_mlp", "head_mlp", "linear")
@@ -135,7 +121,7 @@ def test_the_page_opens_with_the_verdict_on_the_default_level_and_needs_nothing_
     statistics, path = everything
     assert_self_contained(path.read_text())
     text = " ".join(Elements(path.read_text()).text.split())
-    said = verdict(LevelAnalysis(statistics.solve("attn_mlp")))
+    said = verdict(statistics.solve("attn_mlp"))
     assert said in text
     assert (
         text.index(said)
@@ -169,15 +155,12 @@ def test_the_tables_hold_the_solution(everything: tuple[Statistics, Path]) -> No
             assert f'<th scope="row">{name}</th>{cells}</tr>' in text
 
 
-def test_only_the_levels_and_the_solution_that_are_asked_for() -> None:
-    statistics = synthetic.statistics(levels=("layer", "attn_mlp"), layers=2)
-    page = report_page(statistics, levels="layer", balance=False, ridge=0.5)
-    assert page.verdict[0] == verdict(LevelAnalysis(statistics.solve("layer", balance=False, ridge=0.5)))
-    assert page.verdict[0] != verdict(LevelAnalysis(statistics.solve("layer")))
+def test_a_solution_has_a_page_of_its_own() -> None:
+    solution = synthetic.statistics(levels=("layer", "attn_mlp"), layers=2).solve("layer", balance=False, ridge=0.5)
+    page = report_page(solution)
+    assert page.verdict[0] == verdict(solution)
     assert all(chart.name.endswith("-layer") for section in page.sections for chart in section.charts)
     assert page.facts["Solved with"] == "samples are not balanced, ridge 0.5"
-    with pytest.raises(SltaError, match="'head_mlp'"):
-        report_page(statistics, levels=["head_mlp"])
 
 
 def test_what_was_measured_is_said() -> None:
@@ -186,17 +169,10 @@ def test_what_was_measured_is_said() -> None:
     assert facts["Expert code"] == "org/llama-code, measured on 4 samples (28 tokens) of task1.jsonl"
 
 
-def test_one_expert_and_one_sample() -> None:
-    page = report_page(synthetic.statistics(["org/math"], ["attn_mlp"], layers=1, samples=1))
-    assert "keeps 100 % of math's feature change." in page.verdict[0]
-
-
-def test_rows_are_complete_without_intervals() -> None:
-    """The whole model's table has a column for intervals, which one sample per task does not give."""
-    page = report_page(synthetic.statistics(["org/math", "org/code"], ["model"], samples=1))
-    (table,) = (section.table for section in page.sections if section.title == "Share kept")
-    assert table is not None
-    assert [len(row) for row in table.rows] == [len(table.header)] * 2
+def test_one_expert_and_one_sample(tmp_path: Path) -> None:
+    statistics = synthetic.statistics(["org/math"], ["model", "attn_mlp"], layers=1, samples=1)
+    assert "keeps 100 % of math's feature change." in report_page(statistics).verdict[0]
+    assert report(statistics, tmp_path).is_file()
 
 
 @pytest.mark.parametrize("samples", [1, 4])
@@ -218,7 +194,7 @@ def test_the_command_writes_the_report_and_says_the_verdict(tmp_path: Path) -> N
     statistics.save(tmp_path / "stats.safetensors")
     result = CliRunner().invoke(main, ["report", str(tmp_path / "stats.safetensors"), "-o", str(tmp_path / "new")])
     assert result.exit_code == 0, result.output
-    assert verdict(LevelAnalysis(statistics.solve("layer"))) in result.output
+    assert verdict(statistics.solve("layer")) in result.output
     assert (tmp_path / "new" / "report.html").is_file()
     wrong = CliRunner().invoke(main, ["report", str(tmp_path / "none"), "-o", str(tmp_path / "other")])
     assert wrong.exit_code == 1
@@ -233,5 +209,5 @@ def test_a_recipe_writes_the_report_of_its_merge(llama: Family, tmp_path: Path) 
     families.merge(recipe, tmp_path / "out")
     measured = Statistics.load(tmp_path / "s.safetensors")
     text = " ".join(Elements((tmp_path / "report" / "report.html").read_text()).text.split())
-    assert verdict(LevelAnalysis(measured.solve("layer", ridge=0.2))) in text
+    assert verdict(measured.solve("layer", ridge=0.2)) in text
     assert "ridge 0.2" in text

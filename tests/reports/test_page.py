@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import base64
-import math
 from pathlib import Path
 
 from support.html_elements import Elements, assert_self_contained
 
-from mergekit_slta.reports.figures import Bar, Line, Matrix, Panel, bar_chart, heat_map, line_chart
+from mergekit_slta.reports.figures import Matrix, heat_map
 from mergekit_slta.reports.page import Chart, Page, Section
 from mergekit_slta.tables import Table
 
@@ -58,16 +57,3 @@ def test_a_page_suits_dark_screens_and_phones() -> None:
     for tag, attributes in before_tables:  # a wide table scrolls inside its own box, with the keyboard too
         assert (tag, attributes["tabindex"]) == ("div", "0")
         assert "table" in str(attributes["class"]).split()
-
-
-def test_a_picture_without_numbers_is_not_drawn(tmp_path: Path) -> None:
-    """Its table still says that there are none."""
-    for empty in (
-        heat_map([Matrix("", [[math.nan]], ["a"], ["b"])], x_label="", y_label="", value_label="", limits=(0.0, 1.0)),
-        line_chart([Panel("", [Line("a", [0, 1], [math.nan, math.nan])])], x_label="x", y_label="y"),
-        bar_chart([Bar("a", "b", math.nan, math.nan)], x_label="x"),
-    ):
-        chart = Chart("chart", "title", "caption", "alt", empty, Table(["header"], [["–"]]))
-        path = Page("title", ["verdict"], {}, [Section("section", charts=[chart])]).write(tmp_path, "report.html")
-        assert not {"img"} & {tag for tag, _ in Elements(path.read_text()).found}
-        assert [file.name for file in tmp_path.iterdir()] == ["report.html"] and "header" in path.read_text()

@@ -430,4 +430,4 @@ def test_a_coarser_level_is_written_down_with_the_reason_and_kept(
     shown = {level: [found.solve(level).text(), found.solve(level)._repr_html_()] for level in found.info.levels}
     assert [all(sentence in text for text in texts) for texts in shown.values()] == [False, True, False]
     assert report_page(found).facts["Coarser levels"] == sentence
-    assert "Coarser levels" not in report_page(found, levels=["linear"]).facts
+    assert "Coarser levels" not in report_page(found.solve("linear")).facts
