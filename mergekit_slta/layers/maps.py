@@ -160,57 +160,26 @@ def _only_scales(module: torch.nn.Module) -> bool:
 class MapDeltas:
     """A map's change from the base model to each expert, and the Gram matrices of its output's change.
 
-    The output changes by exactly x (W_t - W_0)^T, so no expert has to run. With many tokens per input dimension, the
-    inputs' second moments C = sum x x^T are cheaper: G[b, c] = <C, (W_b - W_0)^T (W_c - W_0)>.
+    The output changes by exactly x (W_t - W_0)^T, so no expert has to run.
 
     Args:
         linear_map: the map.
         weights: the layer's tensors of the base model, then of each of the ``T`` experts.
-        tokens: the number of tokens in all samples, which decides between the two ways.
     """
 
-    def __init__(self, linear_map: LinearMap, weights: Sequence[Weights], tokens: int) -> None:
-        base = linear_map.matrix(weights[0])
+    def __init__(self, linear_map: LinearMap, weights: Sequence[Weights]) -> None:
+        base, offset = linear_map.matrix(weights[0]), linear_map.offset(weights[0])
         self.matrices = [linear_map.matrix(expert) - base for expert in weights[1:]]
-        offset = linear_map.offset(weights[0])
         offsets = [linear_map.offset(expert) for expert in weights[1:]]
         self.biases = [None if offset is None or own is None else own - offset for own in offsets]
-        self.products: torch.Tensor | None = None
-        if self._moments_are_cheaper(tokens):
-            self.products = _products(self.matrices)
-            self.matrices = []  # the products replace them
-
-    def _moments_are_cheaper(self, tokens: int) -> bool:
-        """Compare multiplications; the second moments need float64, which counts twice."""
-        out_features, in_features = self.matrices[0].shape
-        experts = len(self.matrices)
-        pairs = experts * (experts + 1) // 2
-        moments = 2 * in_features**2 * (tokens + pairs * out_features)
-        return moments < experts * tokens * in_features * out_features and not any(b is not None for b in self.biases)
 
     def gram(self, inputs: torch.Tensor) -> torch.Tensor:
         """The Gram matrix [T, T] float64 of one sample, from the map's inputs [S, D]; exactly symmetric."""
-        if self.products is not None:
-            moments = inputs.double().T @ inputs.double()
-            gram = torch.einsum("ij,bcij->bc", moments, self.products)
-        else:
-            deltas = [inputs @ matrix.T for matrix in self.matrices]
-            pairs = zip(deltas, self.biases, strict=True)
-            deltas = [(delta if bias is None else delta + bias).flatten().double() for delta, bias in pairs]
-            features = torch.stack(deltas)
-            gram = features @ features.T
+        pairs = zip((inputs @ matrix.T for matrix in self.matrices), self.biases, strict=True)
+        deltas = [(delta if bias is None else delta + bias).flatten().double() for delta, bias in pairs]
+        features = torch.stack(deltas)
+        gram = features @ features.T
         return (gram + gram.T) / 2
-
-
-def _products(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
-    """(W_b - W_0)^T (W_c - W_0) for all pairs, [T, T, D, D] float64."""
-    width = matrices[0].shape[1]
-    products = matrices[0].new_empty(len(matrices), len(matrices), width, width, dtype=torch.float64)
-    for b, left in enumerate(matrices):
-        for c, right in enumerate(matrices[: b + 1]):
-            product = left.double().T @ right.double()
-            products[b, c], products[c, b] = product, product.T
-    return products
 
 
 def routed_tensors(layer: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -69,9 +69,8 @@ class Interpolation(Accumulator[Grams]):
         """Measure the layer's submodules with every setting, on the base model's inputs."""
         # A linear map's output is linear in its weights: its Gram matrices follow from the experts', without a run.
         no_runs = {"linear"} if linear_maps(self.decoder.layers[layer]) else set()
-        tokens = sum(len(token_ids) for samples in self.tasks for token_ids in samples)
         features, maps = (
-            LayerFeatures(self.decoder, layer, weights, [level for level in self.levels if level in own], tokens)
+            LayerFeatures(self.decoder, layer, weights, [level for level in self.levels if level in own])
             for own in ({*self.levels} - no_runs, no_runs)
         )
         names = [name for level in self.levels for name in layer_submodules(self.decoder, level, layer)]

@@ -96,7 +96,7 @@ class _Calibration(Accumulator[Grams]):
 
     def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
         """Measure the layer's submodules on every sample, with the base model's inputs."""
-        features = LayerFeatures(self.decoder, layer, weights, self.levels, sum(self.tokens))
+        features = LayerFeatures(self.decoder, layer, weights, self.levels)
         measured = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in self.shapes(layer).items()}
         for number, batch in enumerate(streams.batches):
             hidden, call = streams.hidden(BASE, number), streams.call(BASE, number)

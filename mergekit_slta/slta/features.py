@@ -51,12 +51,9 @@ class LayerFeatures:
         layer: the layer's index.
         weights: the layer's tensors of the base model, then of each of the ``T`` experts.
         levels: the levels whose submodules are wanted.
-        tokens: how many tokens the batches have in all.
     """
 
-    def __init__(
-        self, decoder: Decoder, layer: int, weights: Sequence[Weights], levels: Sequence[str], tokens: int
-    ) -> None:
+    def __init__(self, decoder: Decoder, layer: int, weights: Sequence[Weights], levels: Sequence[str]) -> None:
         self.decoder = decoder
         self.layer = layer
         self.weights = weights
@@ -71,7 +68,7 @@ class LayerFeatures:
         self.maps: dict[LinearMap, MapDeltas | None] = {}
         for linear_map in linear_maps(decoder.layers[layer]) if "linear" in levels else ():
             routed = linear_map.expert is not None  # there may be too many of these to keep
-            self.maps[linear_map] = None if routed else MapDeltas(linear_map, weights, tokens)
+            self.maps[linear_map] = None if routed else MapDeltas(linear_map, weights)
 
     def run_base(self, hidden: torch.Tensor, call: LayerCall) -> LayerRun:
         """Run the base model's layer on a batch [B, S, D], and record what linear maps and heads get."""
@@ -101,8 +98,8 @@ class LayerFeatures:
         for linear_map, known in self.maps.items():
             given = list(self._inputs(linear_map, base, routed, lengths))
             grams = torch.zeros(len(given), len(runs), len(runs), dtype=torch.float64)
-            if tokens := sum(map(len, given)):
-                of_map = known or MapDeltas(linear_map, self.weights, tokens)
+            if any(map(len, given)):
+                of_map = known or MapDeltas(linear_map, self.weights)
                 grams = torch.stack([of_map.gram(inputs) for inputs in given]).cpu()
             yield submodule_name(self.layer, linear_map.name), grams
 
