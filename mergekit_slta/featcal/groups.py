@@ -53,12 +53,10 @@ class LayerMaps:
     Attributes:
         groups: the maps to solve, in the order in which they feed each other.
         kept: why maps stay the anchor's, by their names; tensors that hold several matrices in an unknown way too.
-        changed: the modules whose outputs the layer changes in place.
     """
 
     groups: tuple[MapGroup, ...]
     kept: Mapping[str, str]
-    changed: frozenset[str]
 
 
 def groups_by_layer(decoder: Decoder) -> list[LayerMaps]:
@@ -97,7 +95,7 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
     for linear_map in linear_maps(own):
         by_module.setdefault(linear_map.module, []).append(linear_map)
     with torch.no_grad():
-        run = zero_run(decoder, layer, watch=by_module)
+        run = made_up_run(decoder, layer, watch=by_module)
     groups: list[MapGroup] = []
     never_called = "not used by calling the module"
     kept = {m.name: SOME_TOKENS if _is_numbered(m.module) else never_called for m in linear_maps(own)}
@@ -121,7 +119,7 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
         previous = same
     known = {linear_map.weight for maps in by_module.values() for linear_map in maps}
     kept |= {name: NO_ROUTES for name in _stacks(own) if name not in known}
-    return LayerMaps(tuple(groups), kept, run.changed)
+    return LayerMaps(tuple(groups), kept)
 
 
 def kept_in_words(kept: Mapping[str, str]) -> str:

@@ -104,7 +104,6 @@ class LayerPassage:
             self.streams.call(EXPERT, number),
             capture=mixtures,
             keep=self._modules,
-            copy=self.maps.changed,
         )
         for module in self._modules:
             mixture = mixtures.get(module)
@@ -124,7 +123,6 @@ class LayerPassage:
             until=until,
             replay=self._back(passing.outputs),
             keep=self._modules,
-            copy=self.maps.changed,
         )
         passing.state |= self._wait(dict(run.state))  # a child that is replayed later passes nothing on again
         finished = self._children & set(run.outputs)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from mergekit_slta.layers.calls import State, hidden_of
 from mergekit_slta.layers.children import children
@@ -33,7 +34,6 @@ class LayerRun:
     Attributes:
         replay: the outputs of modules that need not run again.
         capture, keep: the modules whose inputs, or outputs, are recorded; the children's outputs always are.
-        copy: the modules whose outputs are copied for other modules, which change them in place.
         until: the module at whose call the run ends.
         unmix: find the children that let tokens see each other. The batch is two samples of two tokens, the second
             token the same in both: where a child's outputs for it differ, the child has seen the first token, and the
@@ -57,7 +57,6 @@ class LayerRun:
     replay: Mapping[str, Any] = field(default_factory=dict)
     capture: Collection[str] = ()
     keep: Collection[str] = ()
-    copy: Collection[str] = ()
     until: str | None = None
     unmix: bool = False
 
@@ -74,7 +73,6 @@ class LayerRun:
     mixers: set[str] = field(default_factory=set)
     state: State = field(default_factory=dict)
     _running: str = ""
-    _versions: dict[str, int] = field(default_factory=dict)
 
     def finish(self, output: torch.Tensor) -> None:
         """Record the layer's output and its summands."""
@@ -84,11 +82,6 @@ class LayerRun:
             for term in output.terms:
                 known = self.terms.get(term.source)
                 self.terms[term.source] = term.value if known is None else known + term.value
-
-    @property
-    def changed(self) -> frozenset[str]:
-        """The modules in ``keep`` whose outputs other modules have changed in place."""
-        return frozenset(name for name, version in self._versions.items() if self.outputs[name]._version != version)
 
     def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record a module's arguments, and end the run if it is to end here."""
@@ -107,11 +100,9 @@ class LayerRun:
         if child != self._running:
             self.opened.add(child)
         output = self.replay[name] if name in self.replay else forward(*args, **kwargs)
-        if name in self.keep:
-            self.outputs[name] = output
-            if isinstance(output, torch.Tensor):
-                self._versions[name] = output._version
-        return output.clone() if name in self.copy else output
+        if name in self.keep:  # other modules may change the output in place
+            self.outputs[name] = tree_map_only(torch.Tensor, torch.clone, output)
+        return output
 
     def run_child(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a child: it sees plain tensors, and what it returns enters the residual stream under its name.
