@@ -12,7 +12,7 @@ from torch.nn.modules.conv import _ConvNd
 from mergekit_slta.layers.children import child_of, is_inside
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import LinearMap, is_fused, linear_maps
-from mergekit_slta.layers.probe import zero_run
+from mergekit_slta.layers.probe import made_up_run
 from mergekit_slta.layers.recording import LayerRun
 
 # Why maps are not solved.

@@ -46,15 +46,14 @@ class LayerCall:
         for argument, value in arguments.items():
             if isinstance(value, MutableMapping):
                 arguments[argument] = copy.copy(value)
-        for path in sorted(state, key=lambda path: path[2:]):
-            argument, *rest = path
-            if not rest:
-                if arguments[argument] is not None:
-                    arguments[argument] = state[path]
-                continue
-            key, *index = rest
-            before = arguments[argument].get(key, ())[: index[0]] if index else ()
-            arguments[argument][key] = (*before, state[path]) if index else state[path]
+        for (argument, *rest), tensor in state.items():
+            value = arguments[argument]
+            if len(rest) == 2:  # the parts of a tuple, in their order
+                value[rest[0]] = (*value.get(rest[0], ())[: rest[1]], tensor)
+            elif rest:
+                value[rest[0]] = tensor
+            elif value is not None:
+                arguments[argument] = tensor
         args = tuple(arguments.pop(position) for position in range(len(self.args)))
         return LayerCall(args, arguments)
 
@@ -70,18 +69,16 @@ class LayerCall:
             if not isinstance(value, MutableMapping):
                 continue
             for key, entry in value.items():
-                if key in earlier[argument] and earlier[argument][key] is entry:
+                if earlier[argument].get(key) is entry:
                     continue
-                parts: dict[tuple[Any, ...], Any] = {(argument, key): entry}
-                if isinstance(entry, tuple):
-                    parts = {(argument, key, index): part for index, part in enumerate(entry)}
-                for path, part in parts.items():
+                parts = [((n,), part) for n, part in enumerate(entry)] if isinstance(entry, tuple) else [((), entry)]
+                for rest, part in parts:
                     if not isinstance(part, torch.Tensor):
                         raise SltaError(
                             f"A layer passes a {type(part).__name__} to later layers in '{argument}', which cannot be "
                             "kept between layers, so no level applies: use 'merge_method: actmat'."
                         )
-                    found[path] = plain(part)
+                    found[argument, key, *rest] = plain(part)
         return found
 
 

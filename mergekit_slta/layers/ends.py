@@ -14,9 +14,8 @@ import torch
 from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.layers.calls import LayerCall, Weights, returned_like, stand_ins
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.forms import capture, edge_state
+from mergekit_slta.layers.forms import capture, edge_state, random_numbers
 from mergekit_slta.layers.maps import LinearMap
-from mergekit_slta.layers.placeholders import zeros
 from mergekit_slta.layers.recording import Reached
 
 
@@ -36,8 +35,8 @@ def embed(decoder: Decoder, token_ids: torch.Tensor, edges: Weights) -> tuple[to
     Raises:
         SltaError: the layers need more than the hidden states of the layer before.
     """
-    captured = capture(decoder, token_ids, edges, lambda layer, hidden, call: decoder.form.returned[layer])
-    return decoder.tokens_first(captured.hidden), captured.calls
+    hidden, calls, _ = capture(decoder, token_ids, edges, lambda layer, hidden, call: decoder.form.returned[layer])
+    return decoder.tokens_first(hidden), calls
 
 
 def logits(decoder: Decoder, hidden: torch.Tensor, edges: Weights) -> torch.Tensor:
@@ -93,7 +92,7 @@ def head_input(decoder: Decoder, hidden: torch.Tensor, edges: Weights) -> torch.
         edges: the tensors that ``tail_tensors`` names.
 
     Raises:
-        SltaError: the head is not called, or its input depends on more than the last layer's output.
+        SltaError: the head is not called.
     """
     head = decoder.model.get_output_embeddings()
     given: list[torch.Tensor] = []
@@ -105,36 +104,30 @@ def head_input(decoder: Decoder, hidden: torch.Tensor, edges: Weights) -> torch.
     head.forward = stop
     try:
         _run_tail(decoder, hidden, edges)
+        raise SltaError(f"{decoder.name} does not call its output head.")
     except Reached:
-        pass
-    else:
-        raise SltaError(f"{decoder.name} does not call its output head: set 'head: false'.")
+        return given[0]
     finally:
         del head.forward
-    if given[0].isnan().any() and not hidden.isnan().any():
-        raise SltaError(
-            f"'level: model' does not apply to {decoder.name}: it computes its logits from more than the output of its "
-            "last decoder layer. Use 'level: layer', or 'head: false' for featcal."
-        )
-    return given[0]
 
 
 def tail_problem(decoder: Decoder) -> str | None:
     """Why the logits cannot be computed from the last layer's output alone, if they cannot."""
     if decoder.model.get_output_embeddings() is None:
         return None
-    edges = zeros(edge_state(decoder), decoder.device)
+    edges = random_numbers(edge_state(decoder), decoder.device)
     inputs, _ = embed(decoder, torch.zeros(1, 2, dtype=torch.int64), edges)
     try:
-        head_input(decoder, inputs, {name: edges[name] for name in tail_tensors(decoder)})
-    except SltaError as error:
-        return error.message
+        given = head_input(decoder, inputs, {name: edges[name] for name in tail_tensors(decoder)})
+        if not given.isnan().any():
+            return None
+        why = "it needs those of earlier layers too"
     except Exception as error:  # a model's own code may raise anything
-        return (
-            f"'level: model' does not apply to {decoder.name}: it cannot compute its logits from the output of its "
-            f"last decoder layer alone ({first_line(error)}). Use 'level: layer', or 'head: false' for featcal."
-        )
-    return None
+        why = first_line(error)
+    return (
+        f"'level: model' does not apply to {decoder.name}: it cannot compute its logits from the output of its last "
+        f"decoder layer alone ({why}). Use 'level: layer', or 'head: false' for featcal."
+    )
 
 
 def _run_tail(decoder: Decoder, hidden: torch.Tensor, edges: Weights) -> Any:

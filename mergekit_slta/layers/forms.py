@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,12 +24,40 @@ from mergekit_slta.layers.calls import (
     stand_ins,
 )
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.placeholders import SmallProducts, random_numbers, zeros
 from mergekit_slta.layers.recording import LayerRun
 from mergekit_slta.layers.residual import plain
 
+# The number of different values in a made-up tensor; it has no small divisors.
+RANDOM_NUMBERS = 1_000_003
+# Made-up tensors up to this many elements do not overlap in memory.
+SMALL = 2**16
 # How much rounding may change a token's hidden state, relative to the largest value.
 CAUSAL_TOLERANCE = 1e-3
+
+
+def random_numbers(state: Weights, device: torch.device, seed: int = 0) -> Weights:
+    """Random numbers in place of a model's tensors.
+
+    The rows of a large matrix overlap in memory, and so do the matrices of a stack, each of which lies in one piece: no
+    product copies more than one matrix.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def numbers(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+        columns = tensor.shape[-1] if tensor.ndim > 1 else 1
+        strides = list(torch.empty(tensor.shape, device="meta").stride())
+        if tensor.numel() > SMALL:
+            overlapping = tensor.ndim - (2 if tensor.ndim > 2 else 1)
+            strides[:overlapping] = [16] * overlapping
+        size = 1 + sum(stride * (length - 1) for stride, length in zip(strides, tensor.shape, strict=True))
+        found = torch.randn(min(size, RANDOM_NUMBERS), generator=generator)
+        found = found / columns**0.5 if tensor.ndim > 1 else 1 + found / 10
+        found = found.repeat(-(-size // len(found))).to(device)
+        return found.as_strided(tensor.shape, strides)
+
+    return {name: numbers(tensor) for name, tensor in state.items()}
 
 
 def edge_state(decoder: Decoder) -> Weights:
@@ -44,22 +71,9 @@ def embedding_tensors(decoder: Decoder) -> list[str]:
     return [name for name in decoder.edge_tensors if name.startswith(decoder.body_path)]
 
 
-@dataclass(frozen=True)
-class Captured:
-    """How a model calls its layers for some tokens.
-
-    Attributes:
-        hidden: the first layer's input, as the model's own code gives it.
-        calls: each layer's other arguments.
-        handed: as in ``LayerForm``.
-    """
-
-    hidden: torch.Tensor
-    calls: list[LayerCall]
-    handed: dict[int | str, int]
-
-
-def capture(decoder: Decoder, token_ids: torch.Tensor, edges: Weights, returned: LayerForward) -> Captured:
+def capture(
+    decoder: Decoder, token_ids: torch.Tensor, edges: Weights, returned: LayerForward
+) -> tuple[torch.Tensor, list[LayerCall], dict[int | str, int]]:
     """Run everything before the first layer, and capture how the model calls each layer.
 
     Args:
@@ -67,6 +81,10 @@ def capture(decoder: Decoder, token_ids: torch.Tensor, edges: Weights, returned:
         token_ids: [B, S] int64.
         edges: tensors outside the layers, by the model's names.
         returned: gives what a layer returns, whose form its stand-in then returns with other values.
+
+    Returns:
+        The first layer's input as the model's own code gives it, each layer's other arguments, and what layers hand
+        on as in ``LayerForm``.
 
     Raises:
         SltaError: the layers need more than the hidden states of the layer before.
@@ -112,7 +130,7 @@ def capture(decoder: Decoder, token_ids: torch.Tensor, edges: Weights, returned:
         raise _refused(decoder, "hands its decoder layers more of earlier layers than what the layer before returns")
     if not all(torch.equal(given, handed[0]) for given in inputs[1:]):
         raise _refused(decoder, "changes the hidden states between its decoder layers")
-    return Captured(inputs[0], calls, taken[-1])
+    return inputs[0], calls, taken[-1]
 
 
 def _refused(decoder: Decoder, problem: str) -> SltaError:
@@ -128,38 +146,29 @@ def with_form(decoder: Decoder) -> Decoder:
         SltaError: the model's layers cannot be run one at a time.
     """
     try:
-        decoder = replace(decoder, form=_try_layers(decoder, torch.zeros(1, 2, dtype=torch.int64), zeros))
+        decoder = replace(decoder, form=_try_layers(decoder))
     except SltaError:
         raise
     except Exception:  # a model's own code may raise anything where it is not given images
         if decoder.tower in (decoder.model, decoder.body):
             raise
         return with_form(replace(decoder, body=decoder.tower))
-    causal = _is_causal(decoder) or _attend_causally(decoder)
-    return replace(decoder, form=replace(decoder.form, causal=causal))
+    return decoder if decoder.form.causal else _attending_causally(decoder)
 
 
-def _attend_causally(decoder: Decoder) -> bool:
-    """Use the attention that is given a mask, if no token sees a later one by it; by torch's own, the default, some do.
+def _attending_causally(decoder: Decoder) -> Decoder:
+    """The decoder with the attention that is given a mask, if no token sees a later one by it; by torch's own some do.
 
     torch's own is given none for text alone. It then takes from a flag of the module whether it is causal, and where
     prompts may be seen as a whole beside images (PaliGemma's), that flag says no.
     """
     default = decoder.model.config._attn_implementation
     decoder.model.set_attn_implementation("eager")
-    if _is_causal(decoder):
-        return True
+    masked = replace(decoder, form=_try_layers(decoder))
+    if masked.form.causal:
+        return masked
     decoder.model.set_attn_implementation(default)
-    return False
-
-
-def _is_causal(decoder: Decoder) -> bool:
-    """Whether no token sees a later one; compares two samples that differ in the second of two tokens."""
-    first, second, other = some_tokens(decoder)
-    with torch.no_grad():
-        tried = _try_layers(decoder, torch.tensor([[first, second], [first, other]]), random_numbers)
-    pairs = [decoder.tokens_first(plain(hidden_of(returned)))[:, 0] for returned in tried.returned]
-    return all(bool((one - two).abs().max() <= CAUSAL_TOLERANCE * one.abs().max()) for one, two in pairs)
+    return decoder
 
 
 def some_tokens(decoder: Decoder) -> list[int]:
@@ -168,35 +177,40 @@ def some_tokens(decoder: Decoder) -> list[int]:
     return [token for token in range(4) if token != padding][:3]
 
 
-def _try_layers(
-    decoder: Decoder, token_ids: torch.Tensor, fill: Callable[[Weights, torch.device], Weights]
-) -> LayerForm:
-    """Run the first layer of each type on the embedded tokens [B, 2], with weights from ``fill``."""
+def _try_layers(decoder: Decoder) -> LayerForm:
+    """Run the first layer of each type with made-up weights; two samples differ in the second of two tokens alone."""
+    first, second, other = some_tokens(decoder)
+    # Three samples of two tokens: the dimensions have different sizes.
+    token_ids = torch.tensor([[first, second], [first, other], [second, other]])
     types = _types(decoder)
     found: dict[Any, Any] = {}
     state: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def run(layer: int, hidden: torch.Tensor, call: LayerCall) -> Any:
         if types[layer] not in found:
-            weights, run = fill(decoder.layers[layer].state_dict(), decoder.device), LayerRun()
+            weights, run = random_numbers(decoder.layers[layer].state_dict(), decoder.device), LayerRun()
             found[types[layer]] = decoder.call(run, layer, weights, hidden, call.own(state))
             state.update(run.state)
         return found[types[layer]]
 
-    with SmallProducts():
-        captured = capture(decoder, token_ids, fill(edge_state(decoder), decoder.device), run)
-    state.update(handed_on(found[types[0]], captured.handed))
+    hidden, _, handed = capture(decoder, token_ids, random_numbers(edge_state(decoder), decoder.device), run)
+    state.update(handed_on(found[types[0]], handed))
     if any(tensor.shape[:1] != token_ids.shape[:1] for tensor in state.values()):
         raise SltaError(
             f"The layers of {decoder.name} pass something to later layers that is not of single samples, so no level "
             "applies to it; it can be merged with 'merge_method: actmat'."
         )
-    shape = captured.hidden.shape
+    shape = hidden.shape
+    stacked = len(shape) == 4 and shape[:2] != token_ids.shape == shape[1:3]
+    # Each layer's output for the first token of the two samples that share it; rounding may differ.
+    pairs = [plain(hidden_of(returned)) for returned in found.values()]
+    pairs = [(pair.movedim(0, 2) if stacked else pair)[:2, 0] for pair in pairs]
     return LayerForm(
-        stacked=len(shape) == 4 and shape[:2] != token_ids.shape == shape[1:3],
-        handed=captured.handed,
-        returned=[found.get(kind) for kind in types],
+        stacked=stacked,
+        handed=handed,
+        returned=[found[kind] for kind in types],
         state={path: tensor[:1] for path, tensor in state.items()},
+        causal=all(bool((one - two).abs().max() <= CAUSAL_TOLERANCE * one.abs().max()) for one, two in pairs),
     )
 
 

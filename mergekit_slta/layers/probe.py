@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from itertools import zip_longest
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -12,37 +10,29 @@ from torch.utils._pytree import tree_leaves
 from mergekit_slta.layers.calls import LayerCall, Weights
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.ends import embed
-from mergekit_slta.layers.forms import edge_state, some_tokens
-from mergekit_slta.layers.placeholders import SmallProducts, random_numbers, zeros
+from mergekit_slta.layers.forms import edge_state, random_numbers, some_tokens
 from mergekit_slta.layers.recording import LayerRun
 
 # How much rounding may change a rotary frequency.
 PREFIX_TOLERANCE = 1e-5
 
 
-def zero_run(decoder: Decoder, layer: int, watch: Collection[str] = ()) -> LayerRun:
-    """Run a layer on two tokens with weights that are all zero, to see how its modules call each other.
-
-    Values that earlier layers hand to the layer, such as keys, are random, so that heads depend on their queries.
+def made_up_run(decoder: Decoder, layer: int, watch: Collection[str] = ()) -> LayerRun:
+    """Run a layer with made-up weights on two samples of two tokens, to see how its modules call each other.
 
     Args:
         decoder: the layer's decoder.
         layer: the layer's index.
         watch: paths of the modules inside the layer whose inputs and outputs are recorded.
     """
-    handed = decoder.form.state
-    floats = {str(path): tensor for path, tensor in handed.items() if tensor.is_floating_point()}
-    numbers = random_numbers(floats, decoder.device)  # indices stay what they are: they choose tokens
-    with SmallProducts():
-        edges = zeros(edge_state(decoder), decoder.device)
-        hidden, calls = embed(decoder, torch.zeros(1, 2, dtype=torch.int64), edges)
-        call = calls[layer].own({path: numbers.get(str(path), tensor) for path, tensor in handed.items()})
-        weights = zeros(decoder.layers[layer].state_dict(), decoder.device)
-        return decoder.run(layer, weights, hidden, call, capture=watch, keep=watch)
+    return decoder.run(layer, *made_up_layer(decoder, layer), capture=watch, keep=watch)
 
 
-def random_layer(decoder: Decoder, layer: int) -> tuple[Weights, torch.Tensor, LayerCall]:
-    """Random weights of a layer, and its input and call for two samples that differ in the first of two tokens."""
+def made_up_layer(decoder: Decoder, layer: int) -> tuple[Weights, torch.Tensor, LayerCall]:
+    """Made-up weights of a layer, and its input and call for two samples that differ in the first of two tokens.
+
+    Values that earlier layers hand to the layer, such as keys, are random too; indices stay, since they choose tokens.
+    """
     first, other, last = some_tokens(decoder)
     edges = random_numbers(edge_state(decoder), decoder.device)
     hidden, calls = embed(decoder, torch.tensor([[first, last], [other, last]]), edges)
@@ -70,28 +60,26 @@ def padding_matters(decoder: Decoder, lengths: Collection[int]) -> bool:
         return True
     # Frequencies that depend on the length change at some length. Comparing the longest sample with the second
     # longest and the shortest shows whether that length lies between them.
-    with SmallProducts():
-        return any(_length_matters(decoder, short, ordered[-1]) for short in {ordered[0], ordered[-2]})
+    return any(_length_matters(decoder, short, ordered[-1]) for short in {ordered[0], ordered[-2]})
 
 
 def _length_matters(decoder: Decoder, short: int, long: int) -> bool:
     """Whether the calls of the layers differ where a short and a long sample have the same tokens."""
     token_ids, edges = torch.zeros(1, long, dtype=torch.int64), random_numbers(edge_state(decoder), decoder.device)
-    calls = [embed(decoder, token_ids[:, :length], edges)[1] for length in (short, long)]
-    values = [tree_leaves([(call.args, call.kwargs) for call in own]) for own in calls]
-    pairs = {(id(own), id(other)): (own, other) for own, other in zip_longest(*values)}
-    return not all(_is_prefix(own, other) for own, other in pairs.values())
+    own, other = (_numbers(embed(decoder, token_ids[:, :length], edges)[1]) for length in (short, long))
+    return len(own) != len(other) or not all(map(_is_prefix, own, other))
 
 
-def _is_prefix(own: Any, other: Any) -> bool:
-    """Whether a tensor equals the beginning of another one in each dimension.
+def _numbers(calls: Sequence[LayerCall]) -> list[torch.Tensor]:
+    """The tensors in the calls that are neither masks, which may be missing or larger than needed, nor indices."""
+    leaves = tree_leaves([(call.args, call.kwargs) for call in calls])
+    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    return [tensor for tensor in tensors.values() if tensor.is_floating_point() or tensor.is_complex()]
 
-    Values other than floating-point tensors count as equal, such as masks, which may be missing or larger than needed.
-    """
-    whole = (torch.bool, torch.int32, torch.int64)
-    if not any(isinstance(value, torch.Tensor) and value.dtype not in whole for value in (own, other)):
-        return True
-    if not isinstance(own, torch.Tensor) or not isinstance(other, torch.Tensor) or own.ndim != other.ndim:
+
+def _is_prefix(own: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a tensor equals the beginning of another one in each dimension."""
+    if own.ndim != other.ndim:
         return False
     other = other[tuple(map(slice, own.shape))]
     return own.shape == other.shape and torch.allclose(own, other, rtol=PREFIX_TOLERANCE, atol=PREFIX_TOLERANCE)

@@ -55,6 +55,9 @@ class ResidualStream(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        in_place = func.__name__ in _IN_PLACE
+        # A branch's own value must not change under the stream that refers to it.
+        func = getattr(torch.Tensor, _IN_PLACE[func.__name__]) if in_place else func
         streams = list(_streams((*args, *kwargs.values())))
         terms = _terms_after(func, args, kwargs)
         made_from = frozenset().union(*(stream.sources for stream in streams))
@@ -65,9 +68,8 @@ class ResidualStream(torch.Tensor):
                 changed[args[1]] = args[2]
                 _replace(args[0], changed, None, made_from)
                 return None
-            # A branch's own value must not change under the stream that refers to it.
-            result = _plainly(_IN_PLACE.get(func, func)(*args, **kwargs))
-            if func in _IN_PLACE and isinstance(args[0], ResidualStream):
+            result = _each(func(*args, **kwargs), plain)
+            if in_place and isinstance(args[0], ResidualStream):
                 return _replace(args[0], result, terms, made_from)
             if terms is None and (inside is not None or not streams):
                 return result
@@ -105,10 +107,6 @@ def _streams(values: Sequence[Any]) -> Iterator[ResidualStream]:
             yield from _streams(value)
 
 
-def _plainly(result: Any) -> Any:
-    return _each(result, lambda tensor: tensor.as_subclass(torch.Tensor))
-
-
 def _each(result: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """A tensor, or the tensors of a tuple or list, changed; anything else as it is."""
     if isinstance(result, torch.Tensor):
@@ -118,66 +116,36 @@ def _each(result: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return result
 
 
-_IN_PLACE: dict[Any, Any] = {
-    torch.Tensor.add_: torch.Tensor.add,
-    torch.Tensor.__iadd__: torch.Tensor.add,
-    torch.Tensor.sub_: torch.Tensor.sub,
-    torch.Tensor.__isub__: torch.Tensor.sub,
-    torch.Tensor.mul_: torch.Tensor.mul,
-    torch.Tensor.__imul__: torch.Tensor.mul,
-    torch.Tensor.div_: torch.Tensor.div,
-    torch.Tensor.__itruediv__: torch.Tensor.div,
-}
-_ADD = {torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__}
-_ADD |= {torch.Tensor.add_, torch.Tensor.__iadd__}
-_MULTIPLY = {torch.mul, torch.multiply, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__}
-_MULTIPLY |= {torch.Tensor.mul_, torch.Tensor.__imul__}
-_DIVIDE = {torch.div, torch.Tensor.div, torch.Tensor.__truediv__, torch.Tensor.div_, torch.Tensor.__itruediv__}
+# torch's functions are told by their names: most exist as a function, a method and an operator.
+_ADD = {"add", "__add__", "__radd__"}
+_MULTIPLY = {"mul", "multiply", "__mul__", "__rmul__"}
+_DIVIDE = {"div", "__truediv__"}
+_IN_PLACE = {form: name for name in ("add", "sub", "mul", "div") for form in (f"{name}_", f"__i{name}__")}
 # A function that moves a tensor's elements, or changes their type, does the same to each summand.
 _MOVE = {
-    torch.clone,
-    torch.flatten,
-    torch.permute,
-    torch.reshape,
-    torch.squeeze,
-    torch.transpose,
-    torch.unsqueeze,
-    torch.Tensor.__getitem__,
-    torch.Tensor.clone,
-    torch.Tensor.contiguous,
-    torch.Tensor.double,
-    torch.Tensor.expand,
-    torch.Tensor.flatten,
-    torch.Tensor.float,
-    torch.Tensor.permute,
-    torch.Tensor.reshape,
-    torch.Tensor.squeeze,
-    torch.Tensor.to,
-    torch.Tensor.transpose,
-    torch.Tensor.type_as,
-    torch.Tensor.unflatten,
-    torch.Tensor.unsqueeze,
-    torch.Tensor.view,
+    *("__getitem__", "clone", "contiguous", "double", "expand", "flatten", "float", "permute", "reshape", "squeeze"),
+    *("to", "transpose", "type_as", "unflatten", "unsqueeze", "view"),
 }
 
 
 def _terms_after(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Term, ...] | None:
     """The summands of what ``func`` returns, or None where it is no longer a sum of them."""
-    if func in _ADD and not kwargs:
+    name = func.__name__
+    if name in _ADD and not kwargs:
         return _sum(args)
     if func is torch.nn.functional.dropout:
         return None if _training(*args, **kwargs) else args[0].terms
-    if not args or (kwargs and func in _MULTIPLY | _DIVIDE):
+    if not args or (kwargs and name in _MULTIPLY | _DIVIDE):
         return None
     stream, *others = args
-    if func in _MULTIPLY and not isinstance(stream, ResidualStream):
+    if name in _MULTIPLY and not isinstance(stream, ResidualStream):
         others, stream = [stream, *others[1:]], others[0]
     if not isinstance(stream, ResidualStream) or stream.terms is None or list(_streams((others, *kwargs.values()))):
         return None
-    if func in _MULTIPLY | _DIVIDE:
-        change = torch.div if func in _DIVIDE else torch.mul
+    if name in _MULTIPLY | _DIVIDE:
+        change = torch.div if name in _DIVIDE else torch.mul
         return tuple(Term(term.source, change(term.value, *others)) for term in stream.terms)
-    if func in _MOVE and all(term.value.shape == stream.shape for term in stream.terms):
+    if name in _MOVE and all(term.value.shape == stream.shape for term in stream.terms):
         return tuple(Term(term.source, func(term.value, *others, **kwargs)) for term in stream.terms)
     return None
 

@@ -15,8 +15,8 @@ from mergekit_slta.layers.branches import LayerStructure, Nodes
 from mergekit_slta.layers.calls import LayerCall, Weights
 from mergekit_slta.layers.children import child_of
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.placeholders import random_numbers
-from mergekit_slta.layers.probe import random_layer, zero_run
+from mergekit_slta.layers.forms import random_numbers
+from mergekit_slta.layers.probe import made_up_layer
 from mergekit_slta.layers.recording import LayerRun
 from mergekit_slta.layers.residual import INPUT, plain
 
@@ -27,7 +27,8 @@ OUTPUT = "<output>"
 @torch.no_grad()
 def find_structure(decoder: Decoder, layer: int) -> LayerStructure | None:
     """How the layer splits into branches, None where the trace does not show it."""
-    run = zero_run(decoder, layer)
+    made_up = made_up_layer(decoder, layer)
+    run = decoder.run(layer, *made_up, unmix=True)
     module = decoder.layers[layer]
     owners = frozenset(child_of(module, name) for name in module.state_dict())
     # A list may hold several attentions, and a module that layers share may work differently in each of them.
@@ -36,8 +37,7 @@ def find_structure(decoder: Decoder, layer: int) -> LayerStructure | None:
     # Only one call of a child is recorded, and none where the layer calls the child's parts one by one.
     if (run.repeated | run.opened - run.reads.keys()) & owners:
         return None
-    made_up = random_layer(decoder, layer)
-    found = _branches(run, frozenset(decoder.run(layer, *made_up, unmix=True).mixers))
+    found = _branches(run, frozenset(run.mixers))
     if found is None:
         return None
     # Children whose tensors the layer uses by itself, or never, and its own tensors.

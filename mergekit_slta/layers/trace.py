@@ -16,18 +16,14 @@ from mergekit_slta.layers.ends import tail_problem
 from mergekit_slta.layers.forms import with_form
 from mergekit_slta.layers.fresh import Fresh
 from mergekit_slta.layers.heads import find_heads
-from mergekit_slta.layers.placeholders import SmallProducts
 from mergekit_slta.layers.recording import Watch
 from mergekit_slta.layers.structure import find_structure
 from mergekit_slta.models.skeleton import meta_model
-from mergekit_slta.tables import as_size
 
 Found = TypeVar("Found")
 
 # The ends of the names of classes that make text from text; the last one's may take more than text.
 WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-# Bytes of the buffers that no checkpoint holds, of the whole model; those of released models take a few megabytes.
-MOST_BUFFERS = 2**31
 
 
 def trace(
@@ -62,11 +58,10 @@ def trace_model(
         model, tower, model.base_model, layers, device, trust_remote_code, watch=Watch(layers), fresh=Fresh(model)
     )
     try:
-        with SmallProducts():
-            decoder = with_form(decoder)
-            decoder = replace(decoder, structures=_of_each_kind(decoder, lambda layer: find_structure(decoder, layer)))
-            heads = _of_each_kind(decoder, lambda layer: find_heads(decoder, layer, decoder.structures[layer]))
-            return replace(decoder, heads=heads, tail_problem=tail_problem(decoder))
+        decoder = with_form(decoder)
+        decoder = replace(decoder, structures=_of_each_kind(decoder, lambda layer: find_structure(decoder, layer)))
+        heads = _of_each_kind(decoder, lambda layer: find_heads(decoder, layer, decoder.structures[layer]))
+        return replace(decoder, heads=heads, tail_problem=tail_problem(decoder))
     except SltaError:
         raise
     except Exception as error:  # a model's own code may raise anything
@@ -133,13 +128,6 @@ def _give_buffers(model: transformers.PreTrainedModel, device: torch.device) -> 
     accelerate's ``init_empty_weights`` would fill them too, but it makes every parameter on the host before it drops
     it: one fused tensor of a large mixture is more than the memory of many machines.
     """
-    size = sum(buffer.nbytes for _, buffer in model.named_non_persistent_buffers())
-    if size > MOST_BUFFERS:
-        source = model.config._name_or_path or type(model).__name__
-        raise SltaError(
-            f"The config.json of {source} describes rotary frequencies and the like of {as_size(size)}: correct "
-            "its sizes, such as head_dim and max_position_embeddings."
-        )
     for name, buffer in list(model.named_non_persistent_buffers()):
         owner, _, leaf = name.rpartition(".")
         model.get_submodule(owner)._buffers[leaf] = torch.empty_like(buffer, device="cpu")

@@ -9,6 +9,7 @@ import transformers
 from support import families, reference
 from support.architecture_scan import small_decoder
 from support.families import LAYERS, PAD
+from support.processes import run_python
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.calls import LayerCall
@@ -309,6 +310,22 @@ def test_a_config_without_architectures_is_refused() -> None:
         trace(transformers.LlamaConfig(architectures=None))
 
 
-def test_a_config_whose_buffers_would_fill_the_memory_is_refused() -> None:
-    with pytest.raises(SltaError, match=r"The config.json of .* of 16 GB: correct its sizes, such as head_dim"):
-        trace(families.config_of("llama", architectures=["LlamaForCausalLM"], head_dim=4 * 10**9))
+DEEPSEEK = """
+import transformers
+from support.memory import memory_of_this_process
+from mergekit_slta.layers.trace import trace
+from mergekit_slta.layers.probe import padding_matters
+from mergekit_slta.featcal.groups import groups_by_layer
+
+decoder = trace(transformers.DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"]))
+padding_matters(decoder, (3, 20))
+groups_by_layer(decoder)
+print(memory_of_this_process("VmHWM"))
+"""
+
+
+@pytest.mark.slow
+def test_the_full_deepseek_v3_is_traced_in_the_memory_of_a_few_matrices() -> None:
+    done = run_python("-c", DEEPSEEK)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) < 1.5 * 2**30

@@ -49,7 +49,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
         "Inkling2TextConfig",
         SMALL | {"num_experts": 4, "moe_intermediate_size": 16, "swa_num_key_value_heads": 2, "swa_head_dim": 8},
         ("model",),
-        "Inkling2ForCausalLM: it computes its logits from more than the output of its last decoder layer. Use 'level",
+        "Inkling2ForCausalLM: it cannot compute its logits from .* alone .it needs those of earlier layers too.. Use",
     ),
 }
 

@@ -21,6 +21,6 @@ UNMERGED = (
 )
 # Some layers mix tokens by something that has no heads: at level head_mlp they fall back to their branches.
 HEADLESS = (
-    *("jamba_dense", "lfm2", "granite_moe_hybrid", "granite_hybrid_dense", "bamba", "falcon_h1", "minimax", "zamba2"),
+    *("jamba_dense", "lfm2", "granite_moe_hybrid", "granite_hybrid_dense", "bamba", "falcon_h1", "zamba2"),
     *("mamba", "nemotron_h", "zaya"),
 )

@@ -33,7 +33,7 @@ class Split:
         queries, keys: the tensors whose rows come from query heads and from key/value heads.
         fused: a tensor whose rows come from both, and how: ``blocks`` (all q, all k, all v), ``interleaved`` (q, k, v
             of each head) or ``grouped`` (the queries of a group, its k, its v).
-        output: the map after the heads.
+        output: the map after the heads; several names where layers differ.
         language: what the names of the tensors of the language tower and its head begin with.
         boundary: the child whose output is the residual stream between the branches.
         adding: the children that add to the residual stream by themselves; in place of what they return in the base
@@ -147,6 +147,9 @@ SPLITS: dict[str, Split] = {
     "minimax": Split(
         attn=("input_layernorm", "self_attn", "post_attention_layernorm"),
         mlp=("mlp",),
+        queries=("self_attn.q_proj", "self_attn.output_gate"),
+        fused=("self_attn.qkv_proj", "interleaved"),
+        output="self_attn.o_proj self_attn.out_proj",
         boundary="post_attention_layernorm",
     ),
     "zamba2": Split(
@@ -459,21 +462,22 @@ def kind_of(layer: Any) -> str:
     return "attn" if layer.block_type in ("linear_attention", "full_attention") else "mlp"
 
 
-def has_heads(layer: torch.nn.Module, split: Split) -> bool:
-    """Whether attention alone mixes the layer's tokens."""
+def output_map(layer: torch.nn.Module, split: Split) -> str:
+    """The map after a layer's heads; empty unless attention alone mixes the layer's tokens."""
     mixers = [name for name, child in layer.named_children() if name in ("mamba", "conv", "self_attn")]
-    return bool(split.output) and split.output in dict(layer.named_modules()) and len(mixers) < 2
+    names = [name for name in split.output.split() if name in dict(layer.named_modules())]
+    return names[0] if names and len(mixers) < 2 else ""
 
 
 def head_features(layers: Layers, call: Call, split: Split, config: Any) -> Features:
     """The output map restricted to each head's columns, applied to that head's output; branches without heads."""
-    if not has_heads(layers[0], split):
+    if not output_map(layers[0], split):
         yield from branch_features(layers, call, split, config)
         return
     heads = config.num_attention_heads
     per_head: list[list[torch.Tensor]] = [[] for _ in range(heads)]
     for layer in layers:
-        output = layer.get_submodule(split.output)
+        output = layer.get_submodule(output_map(layer, split))
         with recorded_inputs({"o": output}) as inputs:
             call(layer)
         read = inputs["o"][0][0]
@@ -722,7 +726,7 @@ def head_rows(
 ) -> torch.Tensor | None:
     """At level ``head_mlp``: the weights of a projection's rows (of the output map's columns); None for the rest."""
     owner, _, leaf = inside.rpartition(".")
-    if owner == split.output and leaf == "weight":
+    if owner in split.output.split() and leaf == "weight":
         columns = heads.repeat_interleave(as_linear(layer.get_submodule(owner)).shape[1] // len(heads), dim=0)
         return columns[:, None] if isinstance(layer.get_submodule(owner), Conv1D) else columns
     units = head_units(owner, split, len(heads), key_value_heads(config))
@@ -750,6 +754,6 @@ def head_units(owner: str, split: Split, heads: int, groups: int) -> list[Sequen
         if split.fused[1] == "interleaved":
             return [unit for unit in query for _ in range(3)]
         return [unit for group in shared for unit in (*((head,) for head in group), group, group)]
-    if owner in split.queries and not split.fused:
+    if owner in split.queries:
         return query
-    return shared if owner in split.keys and not split.fused else None
+    return shared if owner in split.keys else None
