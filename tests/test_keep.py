@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shutil
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import families, reference
+from support.adapters import write_adapter
 from support.examining import problems
 from support.families import Family, recipe
 
@@ -20,6 +22,7 @@ from mergekit_slta.checks.examine import check
 from mergekit_slta.errors import SltaError
 from mergekit_slta.levels import LEVELS
 from mergekit_slta.recipe.recipe import Recipe
+from mergekit_slta.slta.calibrate import _Calibration
 from mergekit_slta.slta.measure import measured_statistics
 from mergekit_slta.slta.statistics import Statistics
 
@@ -30,12 +33,10 @@ def family(llama: Family) -> Family:
     return llama
 
 
-def keeping(family: Family, method: str = "slta", *experts: int, weight: float | None = None, **shared: Any) -> Any:
-    """A recipe that lists the base model with the third expert's prompts."""
-    content = recipe(family, method, experts=experts or (0, 1), **shared)
-    own = {"calibration": str(family.data[2])} | ({} if weight is None else {"weight": weight})
-    content["models"].append({"model": str(family.base), "parameters": own})
-    return content
+def keeping(family: Family, method: str = "slta", *experts: int, **shared: Any) -> dict[str, Any]:
+    """A recipe of two experts, or those that are given, that lists the base model with the third one's prompts."""
+    keep = {"weight": shared.pop("weight")} if "weight" in shared else {}
+    return recipe(family, method, experts=experts or (0, 1), keep=keep, **shared)
 
 
 def merged(content: dict[str, Any], out: Path) -> dict[str, torch.Tensor]:
@@ -92,6 +93,38 @@ def test_the_file_says_what_is_kept_and_gives_it_up(family: Family, tmp_path: Pa
     unnamed = recipe(family, experts=(0, 1), calibration=False, statistics=str(file))
     unnamed["models"].append({"model": str(family.base), "parameters": {"weight": 0.5}})
     assert equal(merged(unnamed, tmp_path / "unnamed"), load_file(tmp_path / "merged" / "model.safetensors"))
+
+
+def test_a_killed_measurement_of_an_adapter_goes_on_to_the_same_file(
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = write_adapter(family.base, tmp_path / "adapter", "q_proj", "down_proj")
+    content = keeping(family, "slta", 0)
+    content["models"][0]["model"] = f"{family.base}+{adapter}"
+
+    def measured(name: str) -> bytes:
+        experiment = families.experiment(content, lora_merge_cache=str(tmp_path / "cache"))
+        experiment.open()
+        measured_statistics(experiment, ["layer"], tmp_path / name)
+        return (tmp_path / name).read_bytes()
+
+    take = _Calibration.take_layer
+
+    def killed(self: _Calibration, layer: int, *rest: Any) -> Any:
+        if layer == 1:
+            raise KeyboardInterrupt
+        return take(self, layer, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Calibration, "take_layer", killed)
+        with pytest.raises(KeyboardInterrupt):
+            measured("resumed")
+    assert (tmp_path / "resumed.partial" / "layer-0000.safetensors").exists()
+    resumed = measured("resumed")
+    shutil.rmtree(Path(os.environ["XDG_CACHE_HOME"]))
+    assert resumed == measured("at once")
+    alpha = Statistics.load(tmp_path / "resumed").solve("layer").alpha
+    assert all(0 < float(weight) < 1 for weight in alpha.values())
 
 
 def test_a_file_without_the_base_models_task_is_refused(family: Family, tmp_path: Path) -> None:

@@ -152,8 +152,14 @@ def test_processes_that_share_a_feature_merge_write_what_one_alone_writes(
 def test_processes_together_merge_to_the_same_tensors(
     llama: Family, forks: ForkServerContext, write_recipe: WriteRecipe, tmp_path: Path
 ) -> None:
-    """Also where one process alone has begun, and several finish."""
-    settings: dict[str, Any] = {"samples": 6, "batch_tokens": BATCH_TOKENS, "scratch": str(tmp_path / "scratch")}
+    """Also where one process alone has begun, and several finish; the base model has a task."""
+    settings: dict[str, Any] = {
+        "experts": (0, 1),
+        "keep": {},
+        "samples": 6,
+        "batch_tokens": BATCH_TOKENS,
+        "scratch": str(tmp_path / "scratch"),
+    }
     content = families.recipe(llama, "featcal", **settings)
     alone = load_file(families.merge(content, tmp_path / "alone") / "model.safetensors")
     LoaderCache.loaders.clear()
@@ -247,12 +253,12 @@ def test_every_process_ends_up_with_the_linearity_that_one_alone_measures(
 # The command itself
 
 
-def test_torchrun_calibrate_writes_the_same_file(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
-    recipe = write_recipe(llama, samples=6, batch_tokens=BATCH_TOKENS)
+def test_torchrun_calibrate_writes_the_same_file(llama: Family, tmp_path: Path) -> None:
+    """Of two experts and the base model, whose task is the third one."""
+    content = families.recipe(llama, experts=(0, 1), keep={}, samples=6, batch_tokens=BATCH_TOKENS)
+    recipe = families.write_recipe(tmp_path / "recipe.yml", content)
     alone, together = tmp_path / "alone.safetensors", tmp_path / "together.safetensors"
-    measured_statistics(
-        families.experiment(families.recipe(llama, samples=6, batch_tokens=BATCH_TOKENS)), ["attn_mlp"], alone
-    )
+    measured_statistics(families.experiment(content), ["attn_mlp"], alone)
     done = torchrun(2, "-m", "mergekit_slta", "calibrate", recipe, "-o", together)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(str(together)) == 1

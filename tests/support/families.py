@@ -531,6 +531,7 @@ def recipe(
     experts: Sequence[int] | None = None,
     calibration: bool = True,
     per_expert: dict[str, Any] | None = None,
+    keep: dict[str, Any] | None = None,
     dtype: str = "float32",
     out_dtype: str | None = None,
     **parameters: Any,
@@ -543,6 +544,7 @@ def recipe(
         experts: which of the family's experts, in the recipe's order; all by default.
         calibration: whether each expert names its data.
         per_expert: further parameters of every expert.
+        keep: parameters of the base model, whose task has the last expert's data; by default it has no task.
         dtype, out_dtype: mergekit's.
         parameters: the shared parameters.
     """
@@ -550,6 +552,8 @@ def recipe(
     for index in experts if experts is not None else range(len(family.experts)):
         own = {"calibration": str(family.data[index])} if calibration else {}
         models.append({"model": str(family.experts[index]), "parameters": own | (per_expert or {})})
+    if keep is not None:
+        models.append({"model": str(family.base), "parameters": {"calibration": str(family.data[-1])} | keep})
     content = {
         "merge_method": method,
         "base_model": str(family.base),
