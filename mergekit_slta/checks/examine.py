@@ -152,8 +152,6 @@ def _written(experiment: Experiment, out: Path | None) -> list[tuple[Path, str, 
 def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
     recipe, settings = experiment.recipe, experiment.recipe.settings
     base, config = experiment.model(recipe.base), recipe.config
-    for reference in recipe.references:
-        yield from models.unseen_tensors(experiment.model(reference))
     for _, expert in experiment.pairs:
         yield from models.other_computation(base, expert, settings.runs_models)
     if not merging:

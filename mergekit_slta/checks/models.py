@@ -18,7 +18,7 @@ SAME_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_ke
 
 def one_model(model: Model, lora_merge_cache: str | None) -> None:
     """Refuse a quantized model, and an adapter that has no folder to be merged in or is not of its model."""
-    for name, stored in (model.tensors or {}).items():
+    for name, stored in model.tensors.items():
         if name.endswith("weight") and len(stored.shape) > 1 and stored.nbytes < 2 * stored.count:
             raise SltaError(
                 f"{model} stores {name} in 8 bits or fewer, so it is quantized: name the original checkpoint, or "
@@ -38,7 +38,7 @@ def one_model(model: Model, lora_merge_cache: str | None) -> None:
 
 def _adapter_of(model: Model, adapter: ModelPath) -> None:
     """Refuse a LoRA adapter whose modules the model does not have, or has in other sizes: peft may ignore these."""
-    headers = adapter_headers(adapter) or {}  # nothing is known of an adapter that is pickled on the Hub
+    headers = adapter_headers(adapter)
     modules = dict(model.built.named_modules()) if model.built else {}
     unknown, fitting, wrong = list[str](), list[str](), list[str]()
     for name, down in headers.items():
@@ -103,12 +103,6 @@ def _same_architecture(base: Model, expert: Model) -> None:
 
 
 # Notes
-
-
-def unseen_tensors(model: Model) -> Iterator[str]:
-    """A model whose tensors nothing here can check."""
-    if model.tensors is None:
-        yield f"The weights of {model} are pickled on the Hub: its tensors are not checked before their download."
 
 
 def other_computation(base: Model, expert: Model, runs_models: bool) -> Iterator[str]:

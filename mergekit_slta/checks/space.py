@@ -81,7 +81,7 @@ def solving_needs(decoder: Decoder, experts: int) -> tuple[int, int]:
 
 def stored_bytes(model: Model, dtype: str | None) -> int:
     """The bytes that a model's tensors take in a data type, or in their own without one."""
-    tensors = (model.tensors or {}).values()
+    tensors = model.tensors.values()
     kind = getattr(torch, (dtype or "").removeprefix("torch."), None)
     return sum(stored.count * kind.itemsize if kind else stored.nbytes for stored in tensors)
 

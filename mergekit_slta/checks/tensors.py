@@ -47,16 +47,14 @@ def no_missing_tensors(models: Sequence[Model]) -> None:
 
 def renamed(base: Model, model: Model, names: Sequence[str]) -> Mapping[str, str]:
     """The names in a checkpoint of tensors that it does not have by these names."""
-    return other_names(base.built, model.tensors or (), names) if names and base.built else {}
+    return other_names(base.built, model.tensors, names) if names and base.built else {}
 
 
 def planned_tensors(model: Model, models: Sequence[Model]) -> list[WeightInfo]:
     """The tensors that mergekit needs of a model: those that it defines for the architecture, or all of any model."""
-    if model.tensors is None:
-        return []
     if known := defined(model):
         return [weight for weight in known if not weight.optional]
-    stored = dict.fromkeys(name for other in models for name in other.tensors or {})
+    stored = dict.fromkeys(name for other in models for name in other.tensors)
     own = model.built.state_dict() if model.built else stored  # old checkpoints hold buffers too
     return [WeightInfo(name=name) for name in stored if model_tensor_name(name, own, model.prefix)]
 
@@ -71,9 +69,9 @@ def no_dropped_tensors(model: Model) -> None:
     """Refuse a checkpoint with tensors that the model needs and that mergekit would leave out of the merged model."""
     parameters = dict(model.built.named_parameters()) if model.built else {}
     if written := {name for weight in defined(model) for name in names_of(weight)}:
-        asked = [name for name in written if name not in (model.tensors or {})]
+        asked = [name for name in written if name not in model.tensors]
         found = {*renamed(model, model, asked).values()}
-        left_out = [name for name in model.tensors or {} if not model_tensor_name(name, written, model.prefix)]
+        left_out = [name for name in model.tensors if not model_tensor_name(name, written, model.prefix)]
         dropped = [name for name in left_out if name not in found and model_tensor_name(name, parameters, model.prefix)]
     else:
         dropped = unconverted(model, parameters)
@@ -96,7 +94,7 @@ def whole_mixtures(base: Model, decoder: Decoder) -> None:
 def lost_tensors(base: Model) -> Iterator[str]:
     """The weights of the base model that the merged model will not have, because transformers ignores them."""
     ignored = getattr(base.built, "_keys_to_ignore_on_load_unexpected", None) or ()
-    weights = [name for name in base.tensors or {} if name.endswith(".weight")]  # old checkpoints hold buffers too
+    weights = [name for name in base.tensors if name.endswith(".weight")]  # old checkpoints hold buffers too
     if lost := [name for name in weights if any(re.search(pattern, name) for pattern in ignored)]:
         yield (
             f"{listed(lost)} of {base} will be missing from the merged model, because mergekit writes only tensors "
@@ -124,7 +122,7 @@ def unconverted(model: Model, parameters: Iterable[str]) -> list[str]:
     layers = Counter(template for name, template in templates.items() if template != name)
     partial = {template for template, count in layers.items() if count < max(layers.values())}
     missing: dict[str, str] = {}
-    for name in (name for name in templates if name not in (model.tensors or {})):
+    for name in (name for name in templates if name not in model.tensors):
         missing.setdefault(templates[name], name)
     return [
         name
@@ -148,7 +146,7 @@ def can_load(model: Model, weight: WeightInfo, conversions: Iterable[str] = ()) 
         conversions: the keys of transformers' conversions to try; by default the one that mergekit tries.
     """
     names = [weight.name, *(weight.aliases or ())]
-    tensors = model.tensors or {}
+    tensors = model.tensors
     if any(name in tensors for name in names_of(weight)):
         return True
     layers = {part for part in weight.name.split(".") if part.isdigit()}

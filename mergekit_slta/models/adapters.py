@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 from mergekit.common import ModelPath, ModelReference
 
 from mergekit_slta.errors import SltaError, reading
 from mergekit_slta.models import hub
-from mergekit_slta.models.headers import (
-    ADAPTER_CONFIG,
-    Headers,
-    file_headers,
-    hub_file_headers,
-    listed,
-    weight_files,
-)
+from mergekit_slta.models.headers import ADAPTER_CONFIG, Headers, file_headers, weight_files
 
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")  # the first one is preferred
 
-CHAT_TEMPLATE = "chat_template.jinja"
 # A folder with one of the first three holds a tokenizer.
 TOKENIZER_FILES = (
     "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
@@ -31,57 +21,34 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 
 
-def adapter_headers(path: ModelPath) -> Headers | None:
-    """The tensors of an adapter; None if only a download would show them.
+def adapter_headers(path: ModelPath) -> Headers:
+    """The tensors of an adapter; an adapter on the Hub is downloaded.
 
     Raises:
         SltaError: files are missing or damaged, or the Hub cannot be asked.
     """
-    folder = Path(path.path) if os.path.isdir(path.path) else None
-    files = [file.name for file in folder.iterdir()] if folder else hub.file_names(path)
-    weights = next((name for name in ADAPTER_FILES if name in files), ADAPTER_FILES[0])
-    if missing := [name for name in (ADAPTER_CONFIG, weights) if name not in files]:
-        raise SltaError(f"{path} is not a LoRA adapter: it lacks {listed(missing)}.")
-    if folder:
-        return file_headers(folder / weights)
-    if not weights.endswith(".safetensors"):
-        return None
-    with hub.asking(path):
-        return hub_file_headers(
-            huggingface_hub.parse_safetensors_file_metadata(path.path, weights, revision=path.revision)
-        )
-
-
-def adapter_config(path: ModelPath) -> dict[str, Any]:
-    """The configuration of an adapter, such as its ``peft_type``; from the Hub only this small file is downloaded.
-
-    Raises:
-        SltaError: it is missing or damaged, or the Hub cannot be asked.
-    """
-    file = Path(path.path, ADAPTER_CONFIG)
-    if not os.path.isdir(path.path):
-        with hub.asking(path):
-            file = Path(huggingface_hub.hf_hub_download(path.path, ADAPTER_CONFIG, revision=path.revision))
-    with reading(file):
-        content = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError("it is not a JSON object")
-        return content
+    return file_headers(adapter_weights(adapter_folder(path)))
 
 
 def adapter_settings(folder: Path) -> dict[str, Any]:
     """The configuration of an adapter without the paths; names, which peft writes in any order, are sorted."""
-    content = adapter_config(ModelPath(path=str(folder))).items()
-    return {
-        key: sorted(value) if isinstance(value, list) and all(isinstance(name, str) for name in value) else value
-        for key, value in content
-        if key not in ("base_model_name_or_path", "revision")
-    }
+    file = folder / ADAPTER_CONFIG
+    with reading(file):
+        return {
+            key: sorted(value) if isinstance(value, list) and all(isinstance(name, str) for name in value) else value
+            for key, value in json.loads(file.read_text(encoding="utf-8")).items()
+            if key not in ("base_model_name_or_path", "revision")
+        }
 
 
 def adapter_folder(path: ModelPath, cache_dir: str | None = None) -> Path:
-    """The folder with an adapter's files; an adapter on the Hub is downloaded."""
-    return hub.folder_with([*ADAPTER_FILES, ADAPTER_CONFIG], path, cache_dir)
+    """The folder with an adapter's files; an adapter on the Hub is downloaded.
+
+    Raises:
+        SltaError: the Hub cannot be asked.
+    """
+    with hub.asking(path):
+        return hub.folder_with([*ADAPTER_FILES, ADAPTER_CONFIG], path, cache_dir)
 
 
 def source_folders(reference: ModelReference, cache_dir: str | None = None) -> tuple[Path, Path | None]:
@@ -100,12 +67,6 @@ def tokenizer_folder(path: ModelPath, cache_dir: str | None = None) -> Path | No
     """The folder with an adapter's own tokenizer; None if the adapter has none."""
     folder = hub.folder_with(TOKENIZER_FILES, path, cache_dir)
     return folder if any((folder / name).exists() for name in TOKENIZER_FILES[:3]) else None
-
-
-def adapter_chat_template(path: ModelPath, cache_dir: str | None = None) -> str | None:
-    """The chat template that an adapter has in a file of its own."""
-    file = hub.folder_with(TOKENIZER_FILES, path, cache_dir) / CHAT_TEMPLATE
-    return file.read_text(encoding="utf-8") if file.exists() else None
 
 
 def adapter_weights(folder: Path) -> Path:

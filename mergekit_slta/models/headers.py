@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -19,7 +18,6 @@ import safetensors
 import torch
 import transformers
 from huggingface_hub.errors import NotASafetensorsRepoError
-from huggingface_hub.utils import SafetensorsFileMetadata
 from mergekit.common import ModelPath, ModelReference
 
 from mergekit_slta.errors import SltaError, first_line, reading
@@ -28,7 +26,6 @@ from mergekit_slta.models.skeleton import meta_model, model_tensor_name
 
 # In mergekit's order of preference.
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
-LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")  # in configurations
 ADAPTER_CONFIG = "adapter_config.json"  # tells an adapter from a model
 _LFS_POINTER = b"version https://git-lfs"
 
@@ -55,14 +52,14 @@ class Model:
     Attributes:
         reference: the model as the recipe names it.
         config: its configuration.
-        tensors: its checkpoint's tensors by name; None if only a download would show them.
+        tensors: its checkpoint's tensors by name.
         folder: the folder with its files; None for a model on the Hub that has not been downloaded.
         trust_remote_code: mergekit's flag of that name.
     """
 
     reference: ModelReference
     config: transformers.PretrainedConfig
-    tensors: Headers | None
+    tensors: Headers
     folder: Path | None
     trust_remote_code: bool
 
@@ -96,19 +93,15 @@ class Model:
         """How many token ids the model knows; None if it is no language model."""
         return self.size("vocab_size")
 
-    def stored_name(self, name: str) -> str | None:
-        """The checkpoint's name of a tensor, by its name with or without the base model's prefix."""
-        return model_tensor_name(name, self.tensors or {}, self.prefix)
-
     def tensor(self, name: str) -> TensorHeader | None:
         """A tensor by its name, with or without the base model's prefix."""
-        stored = self.stored_name(name)
-        return (self.tensors or {})[stored] if stored else None
+        stored = model_tensor_name(name, self.tensors, self.prefix)
+        return self.tensors[stored] if stored else None
 
 
 def both_have(base: Model, expert: Model) -> Iterator[tuple[str, TensorHeader, TensorHeader]]:
     """The base model's tensors that an expert has too: name, the base model's and the expert's."""
-    for name, stored in (base.tensors or {}).items():
+    for name, stored in base.tensors.items():
         other = expert.tensor(name)
         if other is not None:
             yield name, stored, other
@@ -124,7 +117,7 @@ def other_vocabularies(pairs: Iterable[tuple[Model, Model]]) -> list[str]:
 
 
 def open_model(reference: ModelReference, trust_remote_code: bool = False, cache_dir: str | None = None) -> Model:
-    """Read a model's configuration and the headers of its weight files.
+    """Read a model's configuration and the headers of its weight files; pickled weights on the Hub are downloaded.
 
     Args:
         reference: a local folder or a model on the Hub; its adapter is ignored.
@@ -136,23 +129,16 @@ def open_model(reference: ModelReference, trust_remote_code: bool = False, cache
     """
     path = reference.model
     folder = local_folder(path, cache_dir)
-    if folder is None:
-        with hub.asking(path):
-            file = Path(huggingface_hub.hf_hub_download(path.path, "config.json", revision=path.revision))
-    elif (folder / "config.json").is_file():
-        file = folder / "config.json"
-    elif (folder / ADAPTER_CONFIG).is_file():
-        raise SltaError(f"{folder} is a LoRA adapter: write 'BASE+{folder}', with the model that it adapts as BASE.")
-    else:
-        raise SltaError(f"{folder} has no config.json: name a model's folder, or complete the download.")
-    tensors = folder_headers(folder) if folder else hub_headers(path)
-    with reading(file):
-        layers = _layers(file)
-    if tensors is not None and layers > len(tensors):  # transformers would build them all
-        raise SltaError(
-            f"The config.json of {path} names {layers} layers, but its checkpoint has {len(tensors)} tensors: "
-            "get sound copies of both."
-        )
+    tensors = hub_headers(path) if folder is None else None
+    if tensors is None:
+        if folder is None:
+            with hub.asking(path):
+                folder = Path(ModelReference(model=path).local_path(cache_dir=cache_dir))
+        if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
+            raise SltaError(
+                f"{folder} is a LoRA adapter: write 'BASE+{folder}', with the model that it adapts as BASE."
+            )
+        tensors = folder_headers(folder)
     return Model(reference, _config(reference, trust_remote_code), tensors, folder, trust_remote_code)
 
 
@@ -160,10 +146,6 @@ def local_folder(path: ModelPath, cache_dir: str | None = None) -> Path | None:
     """The folder with a model's files, also that of an earlier download; None if the model was not downloaded."""
     if os.path.isdir(path.path):
         return Path(path.path)
-    if os.path.exists(path.path):
-        raise SltaError(f"{path} is a file: name the model's folder.")
-    if path.path.startswith("~"):
-        raise SltaError(f"{path}: mergekit does not know '~', write the whole path.")
     try:
         folder = huggingface_hub.snapshot_download(
             path.path, revision=path.revision, cache_dir=cache_dir, local_files_only=True
@@ -172,17 +154,6 @@ def local_folder(path: ModelPath, cache_dir: str | None = None) -> Path | None:
     except (*hub.HUB_ERRORS, SltaError):
         return None
     return Path(folder)
-
-
-def _layers(config: Path) -> int:
-    """The largest number of layers in the text of a configuration, for any part of the model."""
-    counts: list[object] = []
-    with contextlib.suppress(ValueError, RecursionError):  # transformers reports what is wrong with the file
-        json.loads(
-            config.read_text(encoding="utf-8"),
-            object_pairs_hook=lambda pairs: counts.extend(count for name, count in pairs if name in LAYER_COUNTS),
-        )
-    return max((count for count in counts if isinstance(count, int)), default=0)
 
 
 def _config(reference: ModelReference, trust_remote_code: bool) -> transformers.PretrainedConfig:
@@ -204,8 +175,8 @@ def _config(reference: ModelReference, trust_remote_code: bool) -> transformers.
 # The headers of weight files
 
 
-def weight_map(folder: Path) -> dict[str, list[str] | None]:
-    """The weight files that mergekit reads from a folder, with their tensors' names if there is an index.
+def weight_map(folder: Path) -> dict[str, list[str]]:
+    """The weight files that mergekit reads from a folder, each with its tensors' names if there is an index.
 
     Raises:
         SltaError: the folder has no weights, or the index cannot be read or names missing files.
@@ -215,7 +186,7 @@ def weight_map(folder: Path) -> dict[str, list[str] | None]:
         if index.is_file():
             return _indexed_files(index)
         if (folder / name).is_file():
-            return {name: None}
+            return {name: []}
     raise SltaError(f"{folder} has no weights: mergekit needs {' or '.join(WEIGHT_FILES)}, whole or with an index.")
 
 
@@ -229,12 +200,10 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in dict.fromkeys([*chosen, *weight_map(folder)])]
 
 
-def _indexed_files(index: Path) -> dict[str, list[str] | None]:
+def _indexed_files(index: Path) -> dict[str, list[str]]:
     files: defaultdict[str, list[str]] = defaultdict(list)
     with reading(index):
         for tensor, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
-            if not isinstance(file, str):
-                raise ValueError(f"it says that {tensor} is in {file!r}, which is not the name of a file")
             if Path(file).name != file:
                 raise ValueError(f"it says that {tensor} is in {file!r}, which is not in the model's folder")
             files[file].append(tensor)
@@ -252,10 +221,9 @@ def folder_headers(folder: Path) -> Headers:
     tensors: dict[str, TensorHeader] = {}
     for file, names in weight_map(folder).items():
         found = file_headers(folder / file)
-        lost = [name for name in names or [] if name not in found]
-        if lost:
+        if lost := [name for name in names if name not in found]:
             raise SltaError(f"{folder / file} lacks {listed(lost)}, which the index expects there: get a sound copy.")
-        tensors.update(found if names is None else {name: found[name] for name in names})
+        tensors.update({name: found[name] for name in names or found})
     return tensors
 
 
@@ -288,24 +256,18 @@ def _header(shape: list[int], dtype: str) -> TensorHeader:
 
 
 def hub_headers(path: ModelPath) -> Headers | None:
-    """The tensors of a model on the Hub, read by requests for parts of its files; None if its weights are pickled.
+    """The tensors of a model on the Hub, read by requests for parts of its files; None if it has no safetensors files.
 
     Raises:
-        SltaError: the Hub cannot be asked, or the repository has no weights.
+        SltaError: the Hub cannot be asked.
     """
     try:
         with hub.asking(path):
             files = huggingface_hub.get_safetensors_metadata(path.path, revision=path.revision).files_metadata
     except NotASafetensorsRepoError:
-        if any(name.startswith(WEIGHT_FILES[1]) for name in hub.file_names(path)):
-            return None
-        raise SltaError(f"{path} has no weights: mergekit needs {' or '.join(WEIGHT_FILES)}.") from None
-    return {name: header for file in files.values() for name, header in hub_file_headers(file).items()}
-
-
-def hub_file_headers(file: SafetensorsFileMetadata) -> Headers:
-    """The tensors of a file on the Hub."""
-    return {name: _header(tensor.shape, tensor.dtype) for name, tensor in file.tensors.items()}
+        return None
+    stored = {name: tensor for file in files.values() for name, tensor in file.tensors.items()}
+    return {name: _header(tensor.shape, tensor.dtype) for name, tensor in stored.items()}
 
 
 def listed(names: Iterable[str]) -> str:

@@ -16,18 +16,16 @@ if TYPE_CHECKING:  # importing mergekit takes seconds, which the command solve d
     from mergekit.common import ModelPath
 
 HUB_ERRORS = (OSError, ValueError, hub.HTTPError, hub.EntryNotFoundError)
-_UNREACHABLE = "the Hub cannot be reached"
 # The first kind that fits is reported, so special kinds stand before general ones.
 _REASONS: tuple[tuple[type[Exception], str], ...] = (
     (hub.GatedRepoError, "the repository is gated; ask for access on its page, then run 'hf auth login'"),
     (hub.RepositoryNotFoundError, "there is no such repository, or it is private; check the name or 'hf auth login'"),
     (hub.RevisionNotFoundError, "the repository has no such revision"),
-    (hub.LocalEntryNotFoundError, _UNREACHABLE),
-    (hub.OfflineModeIsEnabled, _UNREACHABLE),
+    (hub.LocalEntryNotFoundError, "the Hub cannot be reached"),
+    (hub.OfflineModeIsEnabled, "the Hub cannot be reached"),
     (hub.EntryNotFoundError, "the repository has no such file"),
+    (hub.HFValidationError, "it is not the name of a repository"),
 )
-# After these errors the name may have been meant as a folder's.
-_MISSING = (hub.RepositoryNotFoundError, hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled)
 
 
 def reason(error: Exception) -> str:
@@ -45,22 +43,7 @@ def asking(path: ModelPath) -> Iterator[None]:
     try:
         yield
     except HUB_ERRORS as error:
-        words = reason(error)
-        if isinstance(error, hub.HFValidationError):
-            words = "there is no such folder here"
-        elif isinstance(error, _MISSING) and not isinstance(error, hub.GatedRepoError):
-            words = f"there is no such folder here, and {words}"
-        raise SltaError(f"{path} cannot be used: {words}.") from error
-
-
-def file_names(path: ModelPath) -> list[str]:
-    """The names of a repository's files.
-
-    Raises:
-        SltaError: the request failed.
-    """
-    with asking(path):
-        return huggingface_hub.list_repo_files(path.path, revision=path.revision)
+        raise SltaError(f"{path} cannot be used: there is no such folder here, and {reason(error)}.") from error
 
 
 def folder_with(files: Sequence[str], path: ModelPath, cache_dir: str | None) -> Path:

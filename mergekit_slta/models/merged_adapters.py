@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import shutil
@@ -48,10 +47,11 @@ def merge_adapter(
         return _MERGED(self, cache_dir, trust_remote_code, lora_merge_dtype)
     if not cache_dir:
         raise SltaError(NO_FOLDER.format(model=self))
-    folder = Path(cache_dir) / f"{merged_name(self)}_{_merged_content(self, lora_merge_dtype)[:16]}"
+    paths = f"{self.model._unique_id()}_{self.lora._unique_id()}"  # mergekit's name
+    folder = Path(cache_dir) / f"{paths}_{_merged_content(self, lora_merge_dtype)[:16]}"
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(lock := f"{folder}.lock"):
+        with FileLock(f"{folder}.lock"):
             if not folder.exists():
                 part = folder.with_name(f"{folder.name}.partial")
                 shutil.rmtree(part, ignore_errors=True)  # of a merge that was killed
@@ -59,8 +59,6 @@ def merge_adapter(
                     os.replace(_MERGED(self, str(part), trust_remote_code, lora_merge_dtype).model.path, folder)
                 finally:
                     shutil.rmtree(part, ignore_errors=True)
-            with contextlib.suppress(OSError):  # Windows keeps a file that is open
-                os.unlink(lock)
     return ModelReference(model=ModelPath(path=str(folder)))
 
 
@@ -68,9 +66,3 @@ def _merged_content(reference: ModelReference, dtype: str | None) -> str:
     """Identify everything that a merged adapter depends on: the base model, the adapter and the dtype."""
     folders = source_folders(reference, LoaderCache().hf_cache_dir)
     return digest([fingerprint_of(*folders, dtype), sorted(stamps(source_files(*folders)).values())])
-
-
-def merged_name(reference: ModelReference) -> str:
-    """mergekit's name for the folder of a merged adapter, which depends only on the paths."""
-    assert reference.lora is not None
-    return f"{reference.model._unique_id()}_{reference.lora._unique_id()}"

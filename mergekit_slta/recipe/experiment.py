@@ -129,15 +129,10 @@ class Experiment:
         return decoder
 
     def open(self) -> None:
-        """Have mergekit download all models and merge adapters; only the first process merges adapters.
-
-        Models whose tensors were unknown before the download are opened again when they are used.
-        """
+        """Have mergekit download all models and merge adapters; only the first process merges adapters."""
         if self.ranks.count > 1 and any(reference.lora for reference in self.recipe.references):
             self.ranks.together(lambda: self._open_all() if self.ranks.first else None)
         self.ranks.together(self._open_all)
-        known = {name: model for name, model in self._models.items() if isinstance(model, Model)}
-        self._models = {name: model for name, model in known.items() if model.tensors is not None}
 
     def _open_all(self) -> None:
         for reference in self.recipe.references:

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mergekit_slta.data.draw import CalibrationData, CalibrationSource
 from mergekit_slta.data.sources import is_dataset
 from mergekit_slta.errors import reading
-from mergekit_slta.models.adapters import adapter_chat_template, tokenizer_folder
+from mergekit_slta.models.adapters import tokenizer_folder
 from mergekit_slta.recipe.recipe import Task
 from mergekit_slta.recipe.settings import CalibrationSettings
 
@@ -71,8 +71,6 @@ class Samples:
                 trust_remote_code=self.trust_remote_code,
                 cache_dir=self.cache_dir,
             )
-            if reference.lora and (template := adapter_chat_template(reference.lora, self.cache_dir)):
-                tokenizer.chat_template = template
             self._tokenizers[reference] = tokenizer
             return tokenizer
 

@@ -31,7 +31,10 @@ from mergekit_slta.models.headers import folder_headers
 
 def test_models_that_are_not_there(family: Family) -> None:
     recipe = with_expert(family, family.base / "none")
-    assert only(recipe) == f"{family.base}/none cannot be used: there is no such folder here."
+    assert (
+        only(recipe)
+        == f"{family.base}/none cannot be used: there is no such folder here, and it is not the name of a repository."
+    )
     recipe["base_model"] = "org/none"
     assert [problem.split(" cannot")[0] for problem in problems(recipe)] == ["org/none", f"{family.base}/none"]
 

@@ -65,13 +65,8 @@ def test_a_model_with_an_adapter_has_its_own_tokenizer(llama: Family, tmp_path: 
 CHAT = "{% for turn in messages %}{{ turn['content'] }}.{% endfor %}"
 
 
-@pytest.mark.parametrize("brings", ["tokenizer", "template"])
-def test_an_adapters_own_chat_template_is_used(brings: str, llama: Family, tmp_path: Path) -> None:
-    """It was saved beside the adapter, with the tokenizer that it was trained with or alone."""
-    if brings == "tokenizer":
-        families.write_tokenizer(tmp_path, CHAT)
-    else:
-        (tmp_path / "chat_template.jinja").write_text(CHAT)
+def test_an_adapters_own_chat_template_is_used(llama: Family, tmp_path: Path) -> None:
+    families.write_tokenizer(tmp_path, CHAT)
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "abc"}]}))
     expert = Task(ModelReference.parse(f"{llama.base}+{tmp_path}"), str(tmp_path / "chats.jsonl"))
     (row,) = samples_of(llama.base).of(expert).token_ids

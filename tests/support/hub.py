@@ -120,6 +120,9 @@ class Handler(BaseHTTPRequestHandler):
         if len(what) > 2:  # a folder, and the repositories have none
             self.send(404, error="EntryNotFound")
             return
+        if len(what) == 2 and what[1] not in (self.hub.revision, COMMIT):  # revision/NAME or tree/NAME
+            self.send(404, error="RevisionNotFound")
+            return
         names = [file.name for file in repository.iterdir()]
         siblings = [{"rfilename": name} for name in names]
         answer: Any = {"id": repository.name, "tags": [], "siblings": siblings, "sha": COMMIT}
