@@ -9,7 +9,7 @@ from mergekit.common import ModelPath
 from mergekit_slta.checks.tensors import known_architecture
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models.adapters import adapter_headers
-from mergekit_slta.models.headers import Model, both_have, listed
+from mergekit_slta.models.headers import Model, listed
 from mergekit_slta.models.merged_adapters import NO_FOLDER
 from mergekit_slta.models.skeleton import computation, model_tensor_name
 
@@ -72,7 +72,8 @@ def same_family(base: Model, expert: Model, any_architecture: bool) -> None:
             "leave it out."
         )
     vocabularies = base.vocabulary, expert.vocabulary
-    for name, stored, other in both_have(base, expert):
+    for name, stored in base.tensors.items():
+        other = expert.tensor(name) or stored
         is_vocabulary = (*stored.shape[:1], *other.shape[:1]) == vocabularies and stored.shape[1:] == other.shape[1:]
         if stored.shape != other.shape and not is_vocabulary:
             raise SltaError(

@@ -109,11 +109,10 @@ class Checkpoint:
             SltaError: a tensor is missing, or holds NaN or Inf, or the files have changed since it was opened.
         """
         tensors: dict[str, torch.Tensor] = {}
-        ends: dict[str, torch.Tensor] = {}
         for key, name in names.items():
             shape = (stacks or {}).get(key)
-            if shape and (part := self._parts(name, base_model_prefix, shape[0])):
-                tensors[key] = self._stack(name, shape, part, device)
+            if shape and (stack := self._stack(name, base_model_prefix, shape, device)) is not None:
+                tensors[key] = stack
                 continue
             stored = (fetched or {}).get(key)
             if stored is None:
@@ -122,9 +121,8 @@ class Checkpoint:
                 stored.record_stream(torch.cuda.current_stream(stored.device))  # it is of another stream's memory
             tensors[key] = stored.to(device)
             if stored.is_floating_point():
-                ends[name] = _ends(tensors[key])
+                self._refuse_broken(name, tensors[key])
                 tensors[key] = tensors[key].float()
-        self._refuse_broken(ends)
         self._loader.flush()
         self.refuse_changes()
         return tensors
@@ -175,9 +173,34 @@ class Checkpoint:
         return tensor
 
     def _stack(
-        self, name: str, shape: Sequence[int], part: Callable[[int], torch.Tensor], device: torch.device | str
-    ) -> ExpertStack:
-        """A mixture's experts: each is read once now, to check it, and again whenever it is used."""
+        self, name: str, base_model_prefix: str, shape: Sequence[int], device: torch.device | str
+    ) -> ExpertStack | None:
+        """A mixture's experts: each is read once now, to check it, and again whenever it is used.
+
+        On the CPU the stored tensors are mapped from the file, so they take no memory of the process.
+
+        Returns:
+            None if the experts' parts cannot be told apart in the checkpoint.
+        """
+        part: Callable[[int], torch.Tensor]
+        with reading(f"The tensor {name} of {self}"):
+            stored = model_tensor_name(name, self.tensor_names, base_model_prefix)
+            if stored is not None:
+                part = self._loader.get_tensor(stored).__getitem__
+            else:
+                mapped: list[dict[str, torch.Tensor]] = [{} for _ in range(shape[0])]
+                for key in self._sources(name):
+                    numbers = [int(own) for own in key.split(".") if own.isdigit()]
+                    if len(numbers) == 2 and numbers[1] < len(mapped):
+                        mapped[numbers[1]][key] = self._loader.get_tensor(key)
+                first = self._converted(name, mapped[0]) if all(mapped) else None
+                if first is None or len(first) != 1:
+                    return None
+
+                def part(expert: int) -> torch.Tensor:
+                    found = self._converted(name, mapped[expert])
+                    assert found is not None
+                    return found[0]
 
         def again(expert: int) -> torch.Tensor:
             self.refuse_changes()
@@ -186,43 +209,15 @@ class Checkpoint:
         for expert in range(shape[0]):
             tensor = part(expert)
             self.bytes_read += tensor.nbytes
-            self._refuse_broken({name: _ends(tensor)})
+            self._refuse_broken(name, tensor)
         return ExpertStack(shape, device, again)
 
-    def _parts(self, name: str, base_model_prefix: str, experts: int) -> Callable[[int], torch.Tensor] | None:
-        """Reads one expert's part of a tensor in the checkpoint's dtype; None if the parts cannot be told apart there.
-
-        On the CPU the stored tensors are mapped from the file, so they take no memory of the process.
-        """
-        with reading(f"The tensor {name} of {self}"):
-            stored = model_tensor_name(name, self.tensor_names, base_model_prefix)
-            if stored is not None:
-                whole = self._loader.get_tensor(stored)
-                return lambda expert: whole[expert]
-            sources = self._sources(name)
-            numbers = {key: [part for part in key.split(".") if part.isdigit()][1:] for key in sources}
-            by_expert = [[key for key in sources if numbers[key] == [str(expert)]] for expert in range(experts)]
-            if not all(by_expert):
-                return None
-            mapped = {key: self._loader.get_tensor(key) for keys in by_expert for key in keys}
-        first = self._converted(name, {key: mapped[key] for key in by_expert[0]})
-        if first is None or len(first) != 1:
-            return None
-
-        def part(expert: int) -> torch.Tensor:
-            found = self._converted(name, {key: mapped[key] for key in by_expert[expert]})
-            assert found is not None
-            return found[0]
-
-        return part
-
-    def _refuse_broken(self, ends: Mapping[str, torch.Tensor]) -> None:
-        """Refuse tensors with NaN or Inf, given the ``_ends`` of each by its name."""
-        for name, found in ends.items():
-            if not found.isfinite().all():
-                raise SltaError(
-                    f"{self} holds NaN or Inf in the tensor {name}: the checkpoint is broken, get a sound copy."
-                )
+    def _refuse_broken(self, name: str, tensor: torch.Tensor) -> None:
+        """Refuse a tensor with NaN or Inf: its smallest or its largest element is one then."""
+        if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
+            raise SltaError(
+                f"{self} holds NaN or Inf in the tensor {name}: the checkpoint is broken, get a sound copy."
+            )
 
     def _sources(self, name: str) -> list[str]:
         """The checkpoint's tensors of the same layer."""
@@ -246,8 +241,3 @@ class Checkpoint:
         found = fingerprint_of(*source_folders(self.reference, cache.hf_cache_dir), cache.lora_merge_dtype)
         self.refuse_changes()
         return found
-
-
-def _ends(tensor: torch.Tensor) -> torch.Tensor:
-    """The smallest and the largest element of a tensor [2]: one is NaN or infinite if any element is."""
-    return torch.stack(tensor.aminmax()) if tensor.numel() else tensor.flatten()

@@ -63,31 +63,24 @@ def _digest(entries: Iterable[_Entry]) -> str:
 
 def _sampled(path: Path) -> Iterator[_Entry]:
     """Every tensor in a file with a few bytes from evenly spread places."""
-    for name, dtype, shape, content in _tensors(path):
+    for name, tensor in _tensors(path):
+        content = tensor.contiguous().flatten().view(torch.uint8).numpy().data
         step = max(1, (len(content) - SAMPLED_BYTES) // (SAMPLED_SPOTS - 1))
         starts = range(0, max(1, len(content) - SAMPLED_BYTES + 1), step)
-        yield name, dtype, shape, b"".join(content[start : start + SAMPLED_BYTES] for start in starts)
+        sample = b"".join(content[start : start + SAMPLED_BYTES] for start in starts)
+        yield name, _dtype_name(tensor.dtype), list(tensor.shape), sample
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, str, list[int], memoryview]]:
-    """Every tensor in a file with its bytes, which are read from the disk when they are used.
-
-    Like mergekit's own loader, this maps the file into memory. The system refuses files larger than its memory.
-    """
+def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in a file, mapped from it: the disk is read where a tensor is used."""
     if path.suffix == ".safetensors":
         with safetensors.safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
-                header = file.get_slice(name)
-                yield name, header.get_dtype(), header.get_shape(), _bytes(file.get_tensor(name))
+                yield name, file.get_tensor(name)
     else:
         with reading(path):
             content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        for name, tensor in content.get("state_dict", content).items():
-            yield name, _dtype_name(tensor.dtype), list(tensor.shape), _bytes(tensor)
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().data
+        yield from content.get("state_dict", content).items()
 
 
 @cache

@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -97,14 +97,6 @@ class Model:
         """A tensor by its name, with or without the base model's prefix."""
         stored = model_tensor_name(name, self.tensors, self.prefix)
         return self.tensors[stored] if stored else None
-
-
-def both_have(base: Model, expert: Model) -> Iterator[tuple[str, TensorHeader, TensorHeader]]:
-    """The base model's tensors that an expert has too: name, the base model's and the expert's."""
-    for name, stored in base.tensors.items():
-        other = expert.tensor(name)
-        if other is not None:
-            yield name, stored, other
 
 
 def other_vocabularies(pairs: Iterable[tuple[Model, Model]]) -> list[str]:

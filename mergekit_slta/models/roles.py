@@ -38,9 +38,8 @@ class Role(Enum):
 def tensor_role(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> Role:
     """The role of a module's own parameter or buffer.
 
-    The normalizations, embeddings and fused experts [experts, ...] of transformers share no base class, so they are
-    recognized by their class names. In every other module a matrix named ``weight`` is a linear map (``Linear``, the
-    transposed ``Conv1D``, routers); other matrices act element by element (Mamba's ``A_log``, tables of positions).
+    The normalizations, embeddings and fused experts [experts, ...] of transformers share no base class but parts of
+    their names. In other modules a matrix named ``weight`` is a linear map; others, such as Mamba's ``A_log``, are not.
     """
     kind = type(module).__name__
     if isinstance(module, torch.nn.Embedding) or "Embedding" in kind:
@@ -59,8 +58,8 @@ def tensor_role(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> Rol
 def has_transposed_experts(module: torch.nn.Module) -> bool:
     """Whether a mixture's fused experts are stored as [experts, in, out].
 
-    transformers says so on most of these modules. On the others the shapes show it if the first projection computes
-    both the gate and the input of the second one: only one of its dimensions is then the hidden size.
+    transformers notes it on most of these modules. On the others the shapes show it if the first projection computes
+    the gate too: only one of its dimensions is then the hidden size.
     """
     noted = getattr(module, "is_transposed", None)
     if noted is not None:
@@ -70,12 +69,7 @@ def has_transposed_experts(module: torch.nn.Module) -> bool:
 
 
 def role_by_shape(tensor: torch.Tensor, vocabulary_axis: int | None) -> Role:
-    """Guess the role of a tensor whose module is unknown from its shape.
-
-    A matrix is a linear map unless one of its axes is the vocabulary, and a tensor of four or more dimensions is a
-    convolution kernel. Vectors may be biases or norms, and tensors of three dimensions kernels, fused experts or
-    tables of positions; they all count as biases.
-    """
+    """Guess the role of a tensor whose module is unknown from its shape; what may be several kinds counts as a bias."""
     if tensor.ndim == 2 and vocabulary_axis is None:
         return Role.LINEAR
     return Role.CONVOLUTION if tensor.ndim >= 4 else Role.OTHER
@@ -91,9 +85,7 @@ def dotted_tails(name: str) -> Iterator[str]:
 def tensor_roles(model: transformers.PreTrainedModel) -> dict[str, Role]:
     """The roles of a model's tensors by name, and by every ending of a name that has only one role.
 
-    Endings serve checkpoints whose names begin differently than the model's (with or without the base model's prefix,
-    ``language_model.model.`` for ``model.language_model.``), and sliced recipes, whose output has more layers than the
-    base model.
+    Endings serve checkpoints whose names begin otherwise, and sliced recipes, whose output may have more layers.
     """
     head = model.get_output_embeddings()
     head_parameters = {id(parameter) for parameter in head.parameters()} if head is not None else set()

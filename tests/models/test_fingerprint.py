@@ -3,11 +3,9 @@
 import json
 import os
 import shutil
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-import peft
 import pytest
 import torch
 from mergekit.common import ModelReference
@@ -109,20 +107,11 @@ def test_a_lora_is_known_by_its_base_and_its_adapter(llama: Family, tmp_path: Pa
     assert len(set(found)) == len(found)
 
 
-@pytest.mark.parametrize(
-    ("kind", "entry"),
-    [(peft.LoraConfig(r=2, lora_alpha=8), "lora_alpha"), (peft.LoHaConfig(r=2, alpha=8), "alpha")],
-    ids=["LoRA", "LoHa"],
-)
-def test_an_adapter_of_another_scale_is_another_model(
-    kind: peft.PeftConfig, entry: str, llama: Family, tmp_path: Path
-) -> None:
-    found = []
+def test_an_adapter_of_another_scale_is_another_model(llama: Family, tmp_path: Path) -> None:
+    folder, found = write_adapter(llama.base, tmp_path / "adapter"), []
+    config = folder / "adapter_config.json"
     for scale in (8, 40):
-        folder = write_adapter(llama.base, tmp_path / str(scale))
-        kind.base_model_name_or_path = str(llama.base)
-        content = kind.to_dict() | {entry: scale}
-        (folder / "adapter_config.json").write_text(json.dumps(content, default=list))
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": scale}))
         found.append(opened(f"{llama.base}+{folder}").fingerprint())
     assert found[0] != found[1]
 
@@ -134,24 +123,6 @@ def test_an_adapter_merged_in_another_type_is_another_model(
     before = opened(name).fingerprint()
     monkeypatch.setattr(LoaderCache(), "lora_merge_dtype", "bfloat16")
     assert opened(name).fingerprint() != before
-
-
-def test_a_folder_without_an_adapter_is_refused(llama: Family, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(SltaError, match="not a LoRA adapter"):
-        opened(f"{llama.base}+{tmp_path / 'empty'}").fingerprint()
-
-
-def test_a_pickled_checkpoint_without_the_bytes_of_a_tensor(family: Family, tmp_path: Path) -> None:
-    folder = pickled(family.base, tmp_path / "copy")
-    whole = folder / "whole.bin"
-    (folder / "pytorch_model.bin").rename(whole)
-    with zipfile.ZipFile(whole) as source, zipfile.ZipFile(folder / "pytorch_model.bin", "w") as cut:
-        for name in source.namelist():
-            if not name.endswith("data/3"):
-                cut.writestr(name, source.read(name))
-    with pytest.raises(SltaError, match=r"pytorch_model.bin cannot be read \(.*data/3.*\): get a sound copy"):
-        fingerprint_of(folder)
 
 
 def test_a_models_own_code_has_a_stamp(llama: Family, tmp_path: Path) -> None:
