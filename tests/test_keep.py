@@ -78,6 +78,12 @@ def test_the_file_says_what_is_kept_and_gives_it_up(family: Family, tmp_path: Pa
     written = json.loads(statistics.solve(keep_weight=0.5).to_json())
     assert written["keep_weight"] == 0.5
     assert written["kept_base"].keys() == written["alpha"].keys()
+    said = (
+        statistics.solve(keep_weight=0.5)
+        .save_recipe(tmp_path / "plain.yml", models={statistics.info.base_model: str(family.base)})
+        .read_text()
+    )
+    assert f"of the base model on 6 samples of its own, with weight 0.5; sha256 {statistics.info.keep.sha256}" in said
     # A subset keeps the base model's task, under the next number.
     part = statistics.select(statistics.info.models[1])
     assert part.task.unique().tolist() == [0, 1]

@@ -14,7 +14,6 @@ from mergekit_slta import __version__, files
 from mergekit_slta.cli.options import (
     EDGES,
     EDGES_HELP,
-    INPUT_FILE,
     KEEP_WEIGHT_HELP,
     LEVELS_HELP,
     MODEL_HELP,
@@ -239,21 +238,19 @@ def evaluate(recipe: Path, out: Path, samples: int, json_file: str | None, **opt
     `compare` with one merged model: for each task, its likelihood on records that calibration did not use, beside that
     of the base model and of the task's expert, the share of the expert's gain that the merge keeps, and short answers.
     """
-    _compare(recipe, [out], samples, None, json_file, options)
+    _compare(recipe, [out], samples, json_file, options)
 
 
 @main.command(cls=ModelCommand, short_help="Compare several merged models.")
 @recipe_path
 @click.argument("out", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
 @held_out_records
-@click.option("--text", "text_file", metavar="FILE", type=INPUT_FILE, help="Also each model's perplexity on this text.")
 @numbers_file
 @click.option("--figure", "figure_file", metavar="FILE", type=click.Path(path_type=Path), help="Draw them, as PNG.")
 def compare(
     recipe: Path,
     out: tuple[Path, ...],
     samples: int,
-    text_file: Path | None,
     json_file: str | None,
     figure_file: Path | None,
     **options: Any,
@@ -265,7 +262,7 @@ def compare(
     the records have short answers, the share of them that greedy decoding gives exactly. Each model is run once, one
     layer in memory at a time, in float32; one whose scores are in the cache folder is not run again.
     """
-    found = _compare(recipe, out, samples, text_file, json_file, options)
+    found = _compare(recipe, out, samples, json_file, options)
     if figure_file:
         from mergekit_slta.reports.comparison import write_comparison
 
@@ -273,17 +270,14 @@ def compare(
 
 
 def _compare(
-    recipe: Path, out: Sequence[Path], samples: int, text: Path | None, json_file: str | None, options: dict[str, Any]
+    recipe: Path, out: Sequence[Path], samples: int, json_file: str | None, options: dict[str, Any]
 ) -> Comparison:
-    import transformers
-
     from mergekit_slta.checks.examine import sound_experiment
     from mergekit_slta.comparison.compare import compare as compare_merges
     from mergekit_slta.recipe.recipe import Recipe
 
     experiment = sound_experiment(Recipe.load(recipe), **applied(options))
-    transformers.utils.logging.disable_progress_bar()  # a bar of its own for every model that is loaded whole
-    found = compare_merges(experiment, out, samples, text)
+    found = compare_merges(experiment, out, samples)
     _show(found, found.to_json, json_file)
     return found
 

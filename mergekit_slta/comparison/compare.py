@@ -1,9 +1,8 @@
-"""Merged models side by side with the base model and the experts: likelihood, exact answers, perplexity."""
+"""Merged models side by side with the base model and the experts: likelihood and exact answers."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -77,12 +76,10 @@ class Comparison(Paragraphs):
     Attributes:
         merged: the names of the merged models.
         tasks: the tasks, in the order of the recipe's experts.
-        perplexity: of the text, by model: the base model, the experts, the merged models; empty without a text.
     """
 
     merged: tuple[str, ...]
     tasks: tuple[TaskComparison, ...]
-    perplexity: tuple[tuple[str, float], ...] = ()
 
     def to_json(self) -> str:
         """The numbers as JSON; what is undefined is null."""
@@ -90,7 +87,7 @@ class Comparison(Paragraphs):
         for task in self.tasks:
             scores = [asdict(score) | {"kept": task.kept(index)} for index, score in enumerate(task.merged)]
             tasks.append(asdict(task) | {"merged": dict(zip(self.merged, scores, strict=True))})
-        return as_json({"tasks": tasks, "perplexity": dict(self.perplexity) or None})
+        return as_json({"tasks": tasks})
 
     def loss_table(self) -> Table:
         """One row per task: the models' negative log-likelihood, and the share of the gain that each merge keeps."""
@@ -119,9 +116,6 @@ class Comparison(Paragraphs):
         if exact := self.exact_table():
             yield f"Short answers (at most {SHORT_ANSWER} tokens) that greedy decoding gives exactly, higher is better"
             yield exact
-        if self.perplexity:
-            yield "Perplexity of the text, lower is better"
-            yield Table(["model", "perplexity"], [[name, f"{value:.4f}"] for name, value in self.perplexity])
         if idle := [task.model for task in self.tasks if task.kept(0) is None]:
             yield (
                 f"Experts no better than the base model on their own task, with no gain to keep: {', '.join(idle)}. "
@@ -145,46 +139,35 @@ def compare(
     recipe: Recipe | Experiment,
     merged: Sequence[str | os.PathLike[str]],
     samples: int = 100,
-    text: str | os.PathLike[str] | None = None,
     **options: Unpack[ModelOptions],
 ) -> Comparison:
     """Compare merged models with the base model, with each expert on that expert's task, and with each other.
 
     The records are the next ones of each calibration source, cut as calibration cuts them and tokenized by the base
-    model's tokenizer for all models. Each model is run once, in float32, with one decoder layer in memory; one that
-    the engine cannot run by layers is loaded whole. A model's scores are kept in the cache folder by its content and
-    the records', so that a model that is done is not run again.
+    model's tokenizer for all models. Each model is run once, in float32, with one decoder layer in memory. A model's
+    scores are kept in the cache folder by its content and the records', so that a model that is done is not run again.
 
     Args:
         recipe: the merges' recipe; for one that is opened already there are no options.
         merged: the folders that merges were written to, at least one.
         samples: how many records per task.
-        text: a UTF-8 text file whose perplexity is measured, in pieces of the recipe's ``max_tokens``.
         options: where to compute, and how to get models; see ``ModelOptions``.
 
     Raises:
-        SltaError: an expert has no calibration source or no record is left in it, a folder is given twice, or a model
-            cannot be loaded.
+        SltaError: an expert has no calibration source or no record is left in it, or a model cannot be run by layers.
     """
     experiment = recipe if isinstance(recipe, Experiment) else Experiment(recipe, **options)
     folders = [Path(folder).expanduser() for folder in merged]
-    if not folders:
-        raise SltaError("There is nothing to compare: name the folder of at least one merged model.")
-    for folder in folders:
-        if not (folder / "config.json").is_file():
-            raise SltaError(f"There is no model in {folder} (no config.json): give the folder that the merge wrote.")
-        if [other.resolve() for other in folders].count(folder.resolve()) > 1:
-            raise SltaError(f"The merged model {folder} is named twice: name each once.")
     experiment.recipe.settings_of(CalibrationSettings)  # a recipe of another method has no held-out records
     require_calibration(experiment.recipe)
     experts = experiment.recipe.experts
     experiment.load_data(experts)  # refuses the same data twice
     tasks = [_held_out(experiment, expert, samples) for expert in experts]
-    pieces = [_pieces(experiment, Path(text).expanduser())] if text else []
-    everything = [*tasks, *pieces]
-    runs: list[tuple[Checkpoint, list[Group]]] = [(experiment.base, everything)]
-    runs += [(model, [task, *pieces]) for model, task in zip(experiment.experts, tasks, strict=True)]
-    runs += [(_open_result(experiment, folder), everything) for folder in folders]
+    runs = [
+        (experiment.base, tasks),
+        *((model, [task]) for model, task in zip(experiment.experts, tasks, strict=True)),
+        *((_open_result(experiment, folder), tasks) for folder in folders),
+    ]
     total = sum(len(group) for _, groups in runs for group in groups)
     with tqdm(
         total=total, desc="Comparing", unit="record", unit_scale=True, leave=False, disable=experiment.quiet
@@ -207,9 +190,7 @@ def compare(
     names = tuple(folder.resolve().name for folder in folders)
     if len({*sources, *names}) < len(sources) + len(names):
         names = tuple(map(str, folders))
-    losses = [_mean(piece, found[-1]).loss for piece in pieces for found in scores]
-    perplexity = zip([*sources, *names], map(math.exp, losses), strict=True) if pieces else ()
-    return Comparison(names, compared, tuple(perplexity))
+    return Comparison(names, compared)
 
 
 def _held_out(experiment: Experiment, expert: Task, samples: int) -> Group:
@@ -222,23 +203,6 @@ def _held_out(experiment: Experiment, expert: Task, samples: int) -> Group:
     if not found:
         raise SltaError(
             f"The held-out records of {expert} have one token each, so there is nothing to predict: add longer ones."
-        )
-    return found
-
-
-def _pieces(experiment: Experiment, path: Path) -> Group:
-    """A text file in pieces of as many tokens as calibration samples may have; the first token of each is given."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SltaError(f"The text {path} cannot be read ({error}): name a UTF-8 text file.") from error
-    ids = experiment.samples.tokenizer(experiment.recipe.base)(text, verbose=False)["input_ids"]
-    length = max(2, experiment.settings.max_tokens)
-    found = [Sample(tuple(ids[begin : begin + length])) for begin in range(0, len(ids), length)]
-    found = [piece for piece in found if len(piece.token_ids) > 1]
-    if not found:
-        raise SltaError(
-            f"The text {path} has fewer than two tokens, so there is nothing to predict: name a longer one."
         )
     return found
 
@@ -260,13 +224,12 @@ def _scores(experiment: Experiment, model: Checkpoint, groups: Sequence[Group], 
         [__version__, torch.__version__, transformers.__version__],
     ]
     path = files.cache_folder() / "scores" / f"{files.digest(key)}.json"
-    before = bar.n
     try:
         found = _SCORES.validate_json(path.read_bytes())
+        bar.update(sum(map(len, groups)))
     except (OSError, ValueError):  # not scored yet, or damaged
         found = score_model(model, groups, device=experiment.device, progress=bar.update)
         files.write(path, json.dumps(found).encode())
-    bar.update(before + sum(map(len, groups)) - bar.n)  # the steps were shares of a record
     return found
 
 

@@ -1,24 +1,21 @@
-"""How well one model predicts records: by the engine one layer at a time, or whole where the engine cannot run it."""
+"""How well one model predicts records, run by the engine one layer at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import transformers
-from mergekit.common import get_auto_cls
 
 from mergekit_slta.engine.accumulator import Accumulator, Progress, Tensors
 from mergekit_slta.engine.loop import pass_layers
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams, read_edges
-from mergekit_slta.errors import SltaError, first_line
-from mergekit_slta.layers.decoder import Decoder, Weights
+from mergekit_slta.errors import SltaError
+from mergekit_slta.layers.decoder import Weights
 from mergekit_slta.layers.ends import logit_tensors, logits
-from mergekit_slta.layers.fresh import Fresh
-from mergekit_slta.layers.trace import on_device, trace
+from mergekit_slta.layers.trace import trace
 from mergekit_slta.models.checkpoint import Checkpoint
 
 # Positions whose logits are in memory at once: with a large vocabulary they outgrow everything else.
@@ -57,7 +54,7 @@ def score_model(
 ) -> list[list[Score]]:
     """Score every record of each group by a model, in float32.
 
-    One decoder layer is in memory at a time. A model whose layers cannot be run one by one is loaded whole.
+    One decoder layer is in memory at a time.
 
     Args:
         checkpoint: the model.
@@ -66,32 +63,20 @@ def score_model(
         progress: told how many more records are done.
 
     Raises:
-        SltaError: the model knows too few tokens, cannot be loaded, or does not fit into memory.
+        SltaError: the model knows too few tokens, or its logits cannot be computed layer by layer.
     """
     _refuse_unknown_tokens(checkpoint, groups)
-    decoder = _streamable(checkpoint)
-    if decoder is None:
-        try:
-            return _whole_scores(checkpoint, groups, device, progress)
-        except torch.OutOfMemoryError as error:
-            raise SltaError(
-                f"The model in {checkpoint.folder} does not fit into the memory of {device} in float32: use "
-                "'--device cpu'."
-            ) from error
+    decoder = trace(checkpoint.config, checkpoint.trust_remote_code, device)
+    if decoder.tail_problem:
+        raise SltaError(
+            f"{checkpoint} cannot be scored: its logits need more than the output of its last layer. Score it with a "
+            "library that runs whole models."
+        )
     tasks = [[sample.token_ids for sample in group] for group in groups]
-    accumulator = _Scoring(on_device(decoder, device), [checkpoint], tasks, Ranks(), groups)
+    accumulator = _Scoring(decoder, [checkpoint], tasks, Ranks(), groups)
     found = pass_layers(accumulator, progress=lambda samples: progress(samples / len(decoder)))
     rows = iter(range(len(found)))
     return [[found[next(rows)] for _ in group] for group in groups]
-
-
-def _streamable(checkpoint: Checkpoint) -> Decoder | None:
-    """The model's decoder, if its logits follow from its layers alone."""
-    try:
-        decoder = trace(checkpoint.config, checkpoint.trust_remote_code)
-        return None if decoder.tail_problem else decoder
-    except SltaError:
-        return None
 
 
 def _refuse_unknown_tokens(checkpoint: Checkpoint, groups: Sequence[Group]) -> None:
@@ -133,21 +118,6 @@ class _Scoring(Accumulator[dict[int, Score]]):
         return found
 
 
-def _whole_scores(checkpoint: Checkpoint, groups: Sequence[Group], device: str, progress: Any) -> list[list[Score]]:
-    """Score records by a model that is in memory as a whole, one record after the other."""
-    model = _load(checkpoint, device)
-    fresh = Fresh(model)
-
-    def score(sample: Sample) -> Score:
-        fresh.restore()
-        with torch.no_grad():
-            predicted = model(input_ids=torch.tensor([sample.token_ids], device=device), use_cache=False).logits[0]
-        progress(1)
-        return _score(predicted, sample)
-
-    return [[score(sample) for sample in group] for group in groups]
-
-
 def _score(predicted: torch.Tensor, sample: Sample) -> Score:
     """A record's score from the logits [S, V] of its positions; those of padding follow them."""
     ids = torch.tensor(sample.token_ids, device=predicted.device)
@@ -157,17 +127,3 @@ def _score(predicted: torch.Tensor, sample: Sample) -> Score:
         begin, end = sample.answer
         exact = bool((predicted[begin - 1 : end - 1].argmax(-1) == ids[begin:end]).all())
     return Score(float(losses.cpu().double().sum()), exact)
-
-
-def _load(checkpoint: Checkpoint, device: str) -> Any:
-    folder, trusted = checkpoint.folder, checkpoint.trust_remote_code
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
-        model = get_auto_cls((config.architectures or [""])[0]).from_pretrained(
-            folder, dtype=torch.float32, trust_remote_code=trusted
-        )
-        return model.eval().to(device)
-    except (OSError, ValueError) as error:
-        raise SltaError(
-            f"The model in {folder} cannot be loaded ({first_line(error)}): get a sound copy, or merge it again."
-        ) from error

@@ -43,6 +43,52 @@ LANGUAGES = {
     "fi": "Finnish",
 }
 
+# What people ask an instruction model, and how a program sees that it was done: the base model's abilities.
+SUBJECTS = (
+    *("gravity", "a volcano", "photosynthesis", "the moon", "a bicycle", "bread", "a library", "the ocean", "a clock"),
+    *("democracy", "a bridge", "music", "a forest", "salt", "the heart", "a computer", "rain", "glass", "a museum"),
+    *(
+        "cheese",
+        "electricity",
+        "a desert",
+        "the alphabet",
+        "a telescope",
+        "coffee",
+        "a garden",
+        "ice",
+        "paper",
+        "a map",
+    ),
+    *(
+        "a vaccine",
+        "the wind",
+        "a castle",
+        "chess",
+        "a magnet",
+        "the sun",
+        "a river",
+        "sleep",
+        "wool",
+        "a train",
+        "honey",
+    ),
+)
+FORMS = (
+    "Explain what {} is in two sentences.",
+    "List three facts about {}.",
+    "Why does {} matter to people?",
+    "Write a short poem about {}.",
+)
+CHECKS: dict[str, Callable[[str], bool]] = {
+    "Answer in capital letters only.": str.isupper,
+    "Answer in lowercase letters only.": str.islower,
+    "Begin your answer with the word 'Certainly'.": lambda answer: answer.startswith("Certainly"),
+    "Answer in fewer than ten words.": lambda answer: len(answer.split()) < 10,
+    "Give exactly three bullet points, each beginning with '*'.": lambda answer: answer.count("\n*") + 1 == 3,
+}
+ANSWER_TOKENS = 64
+CALIBRATED = 30  # subjects; the others are for the test
+
 Pair = tuple[str, str]
 
 
@@ -62,6 +108,11 @@ class RealFamily:
     experts: dict[str, Path]
     calibration: dict[str, Path]
     test: dict[str, list[Pair]]
+
+    @property
+    def base_prompts(self) -> Path:
+        """Where the base model's own prompts are: instructions with its answers, and ordinary text."""
+        return self.base.with_name("base.jsonl")
 
 
 # Tasks
@@ -129,6 +180,7 @@ TASKS: dict[str, Callable[[int], Split]] = {
 def train_family(folder: Path, seed: int, tasks: Sequence[str], steps: int = STEPS) -> RealFamily:
     """Fine-tune an expert per task, unless it is in ``folder`` already; an interrupted run goes on with the next."""
     base = write_base(folder.parent / "base")
+    write_base_prompts(base, folder.parent / "base.jsonl")
     splits = {task: TASKS[task](seed) for task in tasks}
     for number, (task, split) in enumerate(splits.items()):
         records = folder / f"{task}.jsonl"
@@ -142,6 +194,52 @@ def train_family(folder: Path, seed: int, tasks: Sequence[str], steps: int = STE
         {task: folder / f"{task}.jsonl" for task in tasks},
         {task: split.test for task, split in splits.items()},
     )
+
+
+def write_base_prompts(base: Path, path: Path) -> None:
+    """Write prompts of what the base model can do, once: instructions that it answers itself, and ordinary text."""
+    if path.exists():
+        return
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), load_tokenizer(base)
+    prompts = [FORMS[number % len(FORMS)].format(subject) for number, subject in enumerate(SUBJECTS)]
+    records: list[dict[str, Any]] = [
+        {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]}
+        for prompt, answer in zip(prompts, answers(model, tokenizer, prompts), strict=True)
+    ]
+    ids = tokenizer(ordinary_text())["input_ids"][TEXT_ROWS * TEXT_TOKENS :]
+    pieces = [{"text": tokenizer.decode(ids[start : start + 128])} for start in range(0, CALIBRATED * 512, 512)]
+    mixed = [record for pair in zip(records[:CALIBRATED], pieces, strict=True) for record in pair]
+    path.write_text("".join(json.dumps(record) + "\n" for record in [*mixed, *records[CALIBRATED:]]))
+
+
+def load_tokenizer(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder, padding_side="left")
+
+
+def ordinary_text() -> str:
+    """Python's documentation of the language, which no expert was trained on."""
+    return "\n".join(topics[name] for name in sorted(topics))
+
+
+@torch.no_grad()
+def answers(model: Any, tokenizer: Any, prompts: Sequence[str]) -> list[str]:
+    """A model's greedy answers."""
+    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    given = tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
+    )
+    rows = model.generate(**given, do_sample=False, max_new_tokens=ANSWER_TOKENS)
+    return [
+        text.strip()
+        for text in tokenizer.batch_decode(rows[:, given["input_ids"].shape[1] :], skip_special_tokens=True)
+    ]
+
+
+def instructions_followed(model: Any, tokenizer: Any) -> float:
+    """The share of checkable instructions that a model follows."""
+    asked = [(f"Tell me about {subject}. {how}", how) for subject in SUBJECTS[CALIBRATED:] for how in CHECKS]
+    found = answers(model, tokenizer, [prompt for prompt, _ in asked])
+    return sum(CHECKS[how](answer) for (_, how), answer in zip(asked, found, strict=True)) / len(asked)
 
 
 def write_base(folder: Path) -> Path:
@@ -244,6 +342,7 @@ class Evaluation(NamedTuple):
 
     Attributes:
         exact: the share of answers that greedy decoding gives exactly: teacher-forced argmax, which equals it.
+            For instructions, the share that is followed.
         loss: the mean negative log-likelihood per answer token; for ordinary text, the perplexity.
     """
 
@@ -267,8 +366,8 @@ def evaluate(folder: Path, test: dict[str, list[Pair]]) -> dict[str, Evaluation]
             hits = (logits.argmax(1) == tokens).split([len(answer) for _, answer in batch])
             exact += sum(int(hit.all()) for hit in hits)
         scores[task] = Evaluation(exact / len(rows), float(torch.cat(losses).mean()))
-    text = "\n".join(topics[name] for name in sorted(topics))
-    ids = torch.tensor(tokenizer(text)["input_ids"][: TEXT_ROWS * TEXT_TOKENS]).view(TEXT_ROWS, TEXT_TOKENS)
+    ids = torch.tensor(tokenizer(ordinary_text())["input_ids"][: TEXT_ROWS * TEXT_TOKENS]).view(TEXT_ROWS, TEXT_TOKENS)
     losses = [model(input_ids=part, labels=part).loss for part in ids.split(2)]
     scores["ordinary text"] = Evaluation(0.0, float(torch.stack(losses).mean().exp()))
+    scores["instructions"] = Evaluation(instructions_followed(model, load_tokenizer(folder)), 0.0)
     return scores

@@ -7,8 +7,9 @@
 two cores. Every merge runs through the stock mergekit-yaml; the scores of what is finished are kept in the output
 folder, so that an interrupted run goes on. Printed, and written as ``table-3.md`` for three experts, for every merge:
 exact matches and the answers' negative log-likelihood per token on held-out prompts, averaged over the tasks and for
-each task; the share of the experts' gain in exact matches over the base model that is kept; and the perplexity on
-ordinary English text (Python's own documentation), which tells what the merge forgets. ``--experts 2 --experts 3``
+each task; the share of the experts' gain in exact matches over the base model that is kept; and what the merge forgets:
+the perplexity on ordinary English text (Python's own documentation), and the share of checkable instructions that are
+followed. ``--experts 2 --experts 3``
 compares numbers of experts; ``--only`` selects methods by the beginning of their name.
 """
 
@@ -38,7 +39,8 @@ from mergekit_slta.levels import LEVELS
 
 GRID = (0.3, 0.5, 0.7, 1.0)
 PROMPTS = (3, 10, 30, 100)
-COLUMNS = ("exact match", "NLL", "gain kept", "perplexity")
+KEPT = (0.3, 1.0, 3.0)  # the weights of the base model's prompts
+COLUMNS = ("exact match", "NLL", "gain kept", "perplexity", "instructions")
 GRID_METHOD = "task_arithmetic"
 
 Recipe = dict[str, Any]
@@ -48,7 +50,7 @@ Table = dict[str, dict[str, float]]
 
 @click.command()
 @click.option("--seed", "seeds", multiple=True, type=int, default=[0, 1], show_default=True)
-@click.option("--experts", "counts", multiple=True, type=click.IntRange(2, len(TASKS)), default=[3], show_default=True)
+@click.option("--experts", "counts", multiple=True, type=click.IntRange(1, len(TASKS)), default=[3], show_default=True)
 @click.option("--only", multiple=True, help="Merges whose label begins so; all by default.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=CACHE / "real_model")
 def main(seeds: tuple[int, ...], counts: tuple[int, ...], only: tuple[str, ...], out: Path) -> None:
@@ -97,11 +99,16 @@ def _merge(folder: Path, label: str, recipe: Recipe, seed: int, family: RealFami
 def _recipes(family: RealFamily) -> dict[str, Recipe]:
     """A mergekit recipe for every row of the table, by its label."""
 
-    def recipe(method: str, weights: Recipe | None = None, *, data: bool = False, **shared: Any) -> Recipe:
+    def recipe(
+        method: str, weights: Recipe | None = None, *, data: bool = False, keep: float = 0.0, **shared: Any
+    ) -> Recipe:
         models = []
         for task, expert in family.experts.items():
             calibration = {"calibration": f"./{family.calibration[task].name}"} if data else {}
             models.append({"model": f"./{expert.name}", "parameters": {**(weights or {}), **calibration}})
+        if keep:
+            prompts = {"calibration": "../base.jsonl", "weight": keep}
+            models.append({"model": "../base", "parameters": prompts})
         base = {} if method == "linear" else {"base_model": "../base"}
         types = {"dtype": "float32", "out_dtype": "bfloat16"}
         return {"merge_method": method, **base, "models": models, "parameters": shared, **types}
@@ -121,6 +128,8 @@ def _recipes(family: RealFamily) -> dict[str, Recipe]:
         "actmat": recipe("actmat"),
         **slta,
         **{f"featcal {count} prompts": recipe("featcal", data=True, samples=count) for count in PROMPTS},
+        **{f"featcal keeping {kappa:g}": recipe("featcal", data=True, keep=kappa) for kappa in KEPT},
+        **{f"slta keeping {kappa:g}": recipe("slta", data=True, keep=kappa) for kappa in KEPT},
         "featcal anchor base, 30 prompts": recipe("featcal", data=True, anchor="base", ridge=0.003),
     }
 
@@ -136,8 +145,10 @@ def _columns(label: str, scores: Mapping[str, Mapping[str, float]], shown: Mappi
         for task in tasks
     ]
     exact, loss = (statistics.mean(scores[task][name] for task in tasks) for name in ("exact", "loss"))
-    perplexity = float("nan") if label == "experts" else scores["ordinary text"]["loss"]
-    averages = dict(zip(COLUMNS, (exact, loss, statistics.mean(gains), perplexity), strict=True))
+    of_no_merge = label == "experts"
+    perplexity = float("nan") if of_no_merge else scores["ordinary text"]["loss"]
+    followed = float("nan") if of_no_merge else scores["instructions"]["exact"]
+    averages = dict(zip(COLUMNS, (exact, loss, statistics.mean(gains), perplexity, followed), strict=True))
     return (
         averages
         | {f"{task}, {COLUMNS[0]}": scores[task]["exact"] for task in tasks}
@@ -159,7 +170,7 @@ def _markdown(tables: Sequence[Table], labels: Sequence[str], count: int, seeds:
 
 
 def _cell(values: Sequence[float]) -> str:
-    if math.isnan(values[0]):  # the experts' perplexity
+    if math.isnan(values[0]):  # of the experts together, which are no merge
         return ""
     deviation = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.3f}{deviation}"

@@ -1,4 +1,4 @@
-"""The scores of one model: those of a dense reference, streamed by layers or loaded whole, whatever the batches."""
+"""The scores of one model: those of a dense reference, whatever the batches."""
 
 from __future__ import annotations
 
@@ -56,7 +56,6 @@ def test_streamed_scores_are_those_of_the_whole_model(
     llama: Family, positions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LOGIT_POSITIONS", positions)
-    monkeypatch.setattr(module, "_whole_scores", None)  # nothing is loaded whole
     dense = llama.model(1)
     groups = [with_answers(dense, drawn()), drawn((4, 9)), drawn((7,))]
     checkpoint = families.checkpoints(llama.folders)[1]
@@ -71,20 +70,13 @@ def test_streamed_scores_are_those_of_the_whole_model(
 
 
 @pytest.mark.parametrize("architecture", ["llama_dynamic", "phi3_longrope", "gemma4", "gemma3", "gemma2"])
-def test_scores_equal_the_reference_where_padding_matters(
-    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Beyond the original context, with states that layers share, and where tokens see later ones.
-
-    The scores are the same by layers and of a model that is loaded whole.
-    """
+def test_scores_equal_the_reference_where_padding_matters(architecture: str, tmp_path: Path) -> None:
+    """Beyond the original context, with states that layers share, and where tokens see later ones."""
     changes = {"use_bidirectional_attention": True} if architecture == "gemma3" else {}
     model = families.random_model(families.config_of(architecture, **changes))
     model.config.architectures = [type(model).__name__]
     samples = drawn()
     expected = [reference(copy.deepcopy(model), [sample])[0][0] for sample in samples]
     model.save_pretrained(tmp_path)
-    for _ in range(2):
-        (found,) = score_model(families.checkpoints([tmp_path])[0], [samples])
-        assert [score.loss for score in found] == pytest.approx(expected, rel=1e-5)
-        monkeypatch.setattr(module, "_streamable", lambda checkpoint: None)
+    (found,) = score_model(families.checkpoints([tmp_path])[0], [samples])
+    assert [score.loss for score in found] == pytest.approx(expected, rel=1e-5)
