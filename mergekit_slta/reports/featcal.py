@@ -21,11 +21,7 @@ ERRORS_MEANING = (
     "size of the expert's output, on average over the tokens of the expert's calibration samples. The merge was fitted "
     "to these samples, so the distance is larger on others. It is a distance of features, not accuracy."
 )
-ANCHORS = {
-    "base": "the base model",
-    "actmat": "the actmat merge",
-}
-
+ANCHORS = {"base": "the base model", "actmat": "the actmat merge"}
 
 # By the module that holds them: tokens for each routed expert and whether it is solved [E], the routers' agreement [T].
 Routing = Mapping[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -104,11 +100,10 @@ def _verdict(merged: torch.Tensor, anchor: torch.Tensor, names: Sequence[str], a
 
 
 def _chart(merged: torch.Tensor, anchor: torch.Tensor, names: Sequence[str], anchor_name: str) -> Chart:
-    layers, panels, said = list(range(len(merged))), [], []
+    layers, panels = list(range(len(merged))), []
     for name, before, after in zip(names, anchor.T.tolist(), merged.T.tolist(), strict=True):
         lines = [Line(f"before: {anchor_name}", layers, before), Line("after: the merged model", layers, after)]
         panels.append(Panel(f"On {possessive(name)} samples", lines))
-        said.append(f"{name} {error_percent(before[-1])} before and {error_percent(after[-1])} after")
     columns = [f"{name}, {when}" for name in names for when in ("before", "after")]
     pairs = torch.stack([anchor, merged], 2).flatten(1).tolist()
     return Chart(
@@ -116,7 +111,6 @@ def _chart(merged: torch.Tensor, anchor: torch.Tensor, names: Sequence[str], anc
         title="Relative error of the features by layer",
         caption="How far the output of each layer is from that of the expert, before (the model that the merge started "
         "from) and after. Lower is better.",
-        alt=f"Two lines per expert over the decoder layers, before and after. After the last layer: {'; '.join(said)}.",
         picture=line_chart(panels, x_label="decoder layer", y_label="relative error", y_percent=True, lines_at=(0.0,)),
         table=Table(["layer", *columns], [[str(layer), *map(error_percent, row)] for layer, row in enumerate(pairs)]),
     )

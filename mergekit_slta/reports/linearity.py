@@ -187,7 +187,6 @@ def _bars(
         name=name,
         title=quantity,
         caption=caption,
-        alt=f"Bars of the {quantity.lower()}, mean ± standard deviation, of {', '.join(_groups(result))}.",
         picture=bar_chart(list(_groups(result)), bars, x_label=quantity.lower()),
         table=_table(
             result, quantity.removeprefix("1 − "), metrics, [own for names in series.values() for own in names]
@@ -223,7 +222,6 @@ def _distance_map(result: Linearity, index: int, expert: str, short: str) -> Cha
         caption="Like Figure 6 of the paper, mean over samples: the distance between the features at two points on the "
         "way from the base model to the expert. For a linear expert the stripes along the diagonal are even. "
         "Distances above 1 are red.",
-        alt=f"Heat maps of distances, 0 along the diagonal, of {', '.join(matrix.title for matrix in matrices)}.",
         picture=heat_map(
             matrices,
             x_label="share of the task vector α",

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
-from mergekit_slta.levels import place_of
-from mergekit_slta.reports.analysis import DRAWS, INTERVAL, intervals, kept_by_layer, kinds_of
+from mergekit_slta.reports.analysis import DRAWS, intervals, kept_by_layer, kinds_of
 from mergekit_slta.reports.figures import Line, Matrix, Panel, heat_map, line_chart
 from mergekit_slta.reports.page import Chart, Page, Section
-from mergekit_slta.reports.words import counted, enumerated, extent, kind_name, percent, plain_number, possessive
+from mergekit_slta.reports.words import counted, enumerated, kind_name, percent, plain_number, possessive
 from mergekit_slta.slta.solution import Solution
 from mergekit_slta.slta.solver import pooled
 from mergekit_slta.slta.statistics import Statistics
@@ -42,32 +42,16 @@ def verdict(solution: Solution) -> str:
     clauses = []
     for index, name in enumerate(short_names(solution.models)):
         losing = [layer for layer, kept in by_layer.items() if float(kept[index]) < LOSES_MOST]
-        worst = min(losing, key=lambda layer: float(by_layer[layer][index]), default=0)
-        clauses.append(_clause(name, float(solution.kept[index]), _where(losing, len(by_layer), worst)))
-    said = "; ".join([*clauses[:-1], f"and {clauses[-1]}"] if len(clauses) > 1 else clauses)
-    return f"Merged at level {solution.level}, the result {said}."
+        clause = f"{percent(float(solution.kept[index]))} of {possessive(name)} feature change"
+        clauses.append(clause + (f" (less than half of it in {_where(losing, len(by_layer))})" if losing else ""))
+    return f"Merged at level {solution.level}, the result keeps {enumerated(clauses)}."
 
 
-def _clause(name: str, kept: float, where: str) -> str:
-    change = f"{possessive(name)} feature change"
-    if math.isnan(kept):
-        return f"has nothing of {name} to keep, because {name} changes no feature on its own data"
-    if kept <= 0:
-        return f"keeps nothing of {change} ({percent(kept)})"
-    if kept < LOSES_MOST:
-        return f"keeps only {percent(kept)} of {change}" + (f" (less than half of it in {where})" if where else "")
-    return f"keeps {percent(kept)} of {change}" + (f" but loses most of it in {where}" if where else "")
-
-
-def _where(layers: Sequence[int], depth: int, worst: int) -> str:
-    """Layers in words: "every layer", up to three runs of layers, or their number."""
-    if not layers:
-        return ""
+def _where(layers: Sequence[int], depth: int) -> str:
+    """Layers in words: "every layer", or their runs, as in "layers 0, 3-4 and 7"."""
     if len(layers) == depth > 1:
         return "every layer"
     runs = [[layer for _, layer in run] for _, run in groupby(enumerate(layers), lambda pair: pair[1] - pair[0])]
-    if len(runs) > 3:
-        return f"{len(layers)} of {depth} layers, above all in layer {worst}"
     words = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
     return f"layer{'s' * (len(layers) > 1)} {enumerated(words)}"
 
@@ -132,9 +116,6 @@ def _facts(solution: Solution, levels: Collection[str]) -> dict[str, str]:
     facts["Solved with"] = f"{balanced}, ridge {plain_number(solution.ridge)}"
     if solution.task_weights:
         facts["Solved with"] += f", task weights {', '.join(map(plain_number, solution.task_weights))}"
-    facts["Intervals"] = (
-        f"from the {INTERVAL[0]:.0%} to the {INTERVAL[1]:.0%} quantile of {DRAWS} bootstrap draws of the samples"
-    )
     if coarser := [str(own) for own in info.fallbacks if own.level in levels]:
         facts["Coarser levels"] = " ".join(coarser)
     facts["Versions"] = ", ".join(f"{name} {version}" for name, version in info.versions.items())
@@ -159,13 +140,11 @@ def _level_sections(solution: Solution) -> Iterator[Section]:
 def _retained_chart(solution: Solution) -> Chart:
     retained = torch.stack(list(solution.retained.values()))
     shares = torch.stack([own.share for own in solution.submodules.values()])
-    by_layer = torch.stack(list(kept_by_layer(solution).values()))
     return Chart(
         name=f"retained-{solution.level}",
         title="Share of each expert's feature change that the merge keeps",
         caption="Measured on each expert's own data, for every layer from layer 0 on. Thin lines mark 0 % and 50 %. "
         "Values below −100 % are drawn at −100 %.",
-        alt=f"Lines over the decoder layers, one per expert. By layer, {_extents(solution, by_layer, percent)}.",
         picture=line_chart(
             _lines_by_kind(solution, retained, shares),
             x_label="decoder layer",
@@ -174,7 +153,7 @@ def _retained_chart(solution: Solution) -> Chart:
             y_range=(-1.0, 1.0),
             lines_at=(0.0, LOSES_MOST),
         ),
-        table=_submodule_table(solution, retained, percent),
+        table=_table(solution, [map(percent, row) for row in retained.tolist()]),
     )
 
 
@@ -184,14 +163,11 @@ def _alpha_chart(solution: Solution, ends: torch.Tensor) -> Chart:
         "The band around a line is a 90 % bootstrap interval: it leaves out the lowest and the highest 5 % of the "
         f"weights that {DRAWS} draws of the samples, with replacement, give. "
     )
-    rows = [[name, *weights] for name, weights in zip(solution.alpha, _weights(solution, ends), strict=True)]
     return Chart(
         name=f"alpha-{solution.level}",
         title="Merging weights by layer",
         caption=f"At 1 the merge takes all of an expert's change, at 0 none of it. {bands if known else ''}"
         "Values below −2 or above 3 are drawn at these limits.",
-        alt=f"Lines over the decoder layers, one per expert{', in bands of 90 % bootstrap intervals' if known else ''}."
-        f" {_extents(solution, alpha)}.",
         picture=line_chart(
             _lines_by_kind(solution, alpha, torch.ones_like(alpha), ends if known else None),
             x_label="decoder layer",
@@ -199,38 +175,34 @@ def _alpha_chart(solution: Solution, ends: torch.Tensor) -> Chart:
             lines_at=(0.0, 1.0),
             y_range=(-2.0, 3.0),
         ),
-        table=Table(["Submodule", *short_names(solution.models)], rows),
+        table=_table(solution, _weights(solution, ends)),
     )
 
 
 def alpha_map(solution: Solution) -> Chart:
     """Figure 5 of the paper: experts by layers for each branch; heads by layers for each expert."""
-    matrices, experts, names = [], short_names(solution.models), list(solution.alpha)
+    matrices, experts = [], short_names(solution.models)
     alpha = torch.stack(list(solution.alpha.values()))
-    for kind, layers in kinds_of(names).items():
-        rows = [row for rows in layers.values() for row in rows]
-        places = [place_of(names[row]) for row in rows]
-        members = sorted({place.member or 0 for place in places})
-        grid = torch.full((len(experts), len(members), len(layers)), torch.nan, dtype=torch.float64)
-        for row, place in zip(rows, places, strict=True):
-            grid[:, members.index(place.member or 0), list(layers).index(place.layer or 0)] = alpha[row]
-        columns = [str(layer) for layer in layers]
-        if len(members) == 1:
-            matrices.append(Matrix(kind_name(kind), grid[:, 0].tolist(), experts, columns))
+    for kind, layers in kinds_of(solution.alpha).items():
+        # [members, layers, experts]; a layer may have fewer members of a kind than another one
+        grid = pad_sequence([alpha[rows] for rows in layers.values()], padding_value=math.nan)
+        columns = list(map(str, layers))
+        if len(grid) == 1:
+            matrices.append(Matrix(kind_name(kind), grid[0].T.tolist(), experts, columns))
         else:
+            members = list(map(str, range(len(grid))))
             matrices += [
-                Matrix(f"{kind_name(kind)}, {name}", grid[i].tolist(), list(map(str, members)), columns)
-                for i, name in enumerate(experts)
+                Matrix(f"{kind_name(kind)}, {name}", own.tolist(), members, columns)
+                for name, own in zip(experts, grid.unbind(2), strict=True)
             ]
     return Chart(
         name=f"alpha-map-{solution.level}",
         title="Merging weights at a glance",
         caption="Drawn like Figure 5 of the paper. Weights below 0 are pink, weights above 1 are red.",
-        alt=f"Heat maps, layers from left to right. Merging weights of {_extents(solution, alpha)}.",
         picture=heat_map(
             matrices, x_label="decoder layer", y_label="", value_label="merging weight α", limits=(0.0, 1.0)
         ),
-        table=_submodule_table(solution, alpha, plain_number),
+        table=_table(solution, [map(plain_number, row) for row in alpha.tolist()]),
     )
 
 
@@ -268,13 +240,7 @@ def _weights(solution: Solution, ends: torch.Tensor) -> list[list[str]]:
     ]
 
 
-def _extents(solution: Solution, values: torch.Tensor, written: Callable[[float], str] = plain_number) -> str:
-    """The smallest and the largest value [..., T] of each expert in words."""
-    columns = zip(short_names(solution.models), values.T.tolist(), strict=True)
-    return "; ".join(f"{name}: {extent(column, written)}" for name, column in columns)
-
-
-def _submodule_table(solution: Solution, values: torch.Tensor, written: Callable[[float], str]) -> Table:
-    """A table with one row per submodule of values [S, T]."""
-    rows = zip(solution.alpha, values.tolist(), strict=True)
-    return Table(["Submodule", *short_names(solution.models)], [[name, *map(written, row)] for name, row in rows])
+def _table(solution: Solution, cells: Iterable[Iterable[str]]) -> Table:
+    """A table with a row for each submodule and a column for each expert."""
+    rows = [[name, *row] for name, row in zip(solution.alpha, cells, strict=True)]
+    return Table(["Submodule", *short_names(solution.models)], rows)

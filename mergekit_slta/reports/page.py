@@ -22,15 +22,13 @@ class Chart:
         name: the picture's file name without ``.png``.
         title: what the picture shows, in a few words.
         caption: how to read the picture.
-        alt: the picture's content, for readers who cannot see it.
         picture: the picture, as SVG in the page and as PNG beside it.
-        table: the numbers in the picture.
+        table: the numbers in the picture, which stand below it.
     """
 
     name: str
     title: str
     caption: str
-    alt: str
     picture: Picture
     table: Table
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 
 def plain_number(number: float, form: str = ".3g") -> str:
@@ -31,12 +31,6 @@ def counted(number: int, noun: str) -> str:
 def possessive(name: str) -> str:
     """A name's possessive form, as in "math's" and "words'"."""
     return f"{name}'{'s' * (not name.endswith('s'))}"
-
-
-def extent(values: Iterable[float], written: Callable[[float], str]) -> str:
-    """The smallest and the largest value, as in "1 to 5"; NaN is left out."""
-    found = [value for value in values if not math.isnan(value)]
-    return f"{written(min(found))} to {written(max(found))}" if found else "none"
 
 
 def kind_name(kind: str) -> str:

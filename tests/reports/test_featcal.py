@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.html_elements import Elements, assert_self_contained
+from support.html_elements import assert_self_contained
 
 from mergekit_slta.recipe.settings import FeatcalSettings
 from mergekit_slta.reports.featcal import ANCHORS, ERRORS_MEANING, drift_page
@@ -70,13 +70,6 @@ def test_the_routed_experts_of_mixtures_have_a_table() -> None:
     assert table is not None
     assert list(table.header)[1:] == ["fewest tokens", "in the middle", "most", "solved", "kept", "as math", "as code"]
     assert [list(row) for row in table.rows] == [["layer.2.mlp.experts", "0", "5", "90", "2", "1", "91 %", "100 %"]]
-
-
-def test_the_picture_is_told_in_words() -> None:
-    ((_, attributes),) = [found for found in Elements(page().html()).found if found[0] == "img"]
-    assert "After the last layer: math 85 % before and 42 % after; code 71 % before and 35 % after." in str(
-        attributes["alt"]
-    )
 
 
 def test_names_are_escaped_and_nothing_comes_from_outside() -> None:

@@ -74,7 +74,7 @@ def test_the_figures_are_files_and_in_the_page(written: tuple[Linearity, Path]) 
     }  # fmt: skip
     images = [image for tag, image in Elements(text).found if tag == "img"]
     assert all(str(image["src"]).startswith("data:image/svg+xml;base64,") for image in images)
-    assert [image["alt"] for image in images] == [chart.alt for chart in charts]
+    assert len(images) == len(charts)
 
 
 @pytest.mark.parametrize(

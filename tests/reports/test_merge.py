@@ -43,7 +43,7 @@ def sentence(powers: Sequence[float]) -> str:
 def test_the_verdict_states_what_is_kept() -> None:
     powers = [0.1] * 4
     assert percent(kept_share(powers)) == "91 %"
-    said = "keeps 91 % of math's feature change; and keeps 91 % of code's feature change"
+    said = "keeps 91 % of math's feature change and 91 % of code's feature change"
     assert sentence(powers) == f"Merged at level layer, the result {said}."
 
 
@@ -53,26 +53,16 @@ def test_the_verdict_states_what_is_kept() -> None:
         ([3, 4, 5], "layers 3-5"),
         ([2], "layer 2"),
         ([0, 3, 4, 7], "layers 0, 3-4 and 7"),
-        ([0, 2, 4, 6], "4 of 8 layers, above all in layer 4"),
+        (list(range(8)), "every layer"),
     ],
 )
 def test_the_verdict_names_the_layers_where_most_is_lost(losing: list[int], where: str) -> None:
     powers = [1.5 if layer in losing else 0.05 for layer in range(8)]
-    powers[4] *= 1.01
-    assert f"keeps {percent(kept_share(powers))} of math's feature change but loses most of it in {where};" in sentence(
-        powers
-    )
+    said = f"{percent(kept_share(powers))} of math's feature change (less than half of it in {where}) and"
+    assert said in sentence(powers)
 
 
-def test_the_verdict_when_most_is_lost_everywhere() -> None:
-    powers = [3.0, 4.0]
-    assert (
-        f"keeps only {percent(kept_share(powers))} of code's feature change (less than half of it in every layer)."
-        in (sentence(powers))
-    )
-
-
-def test_the_verdict_when_nothing_is_kept() -> None:
+def test_the_verdict_when_less_than_nothing_is_kept() -> None:
     """An expert that hardly changes anything is given up for another one."""
     grams = torch.stack([torch.diag(torch.tensor([0.1, 9.0]))] * 5 + [torch.diag(torch.tensor([0.0, 1.0]))] * 5)
     statistics = synthetic.statistics(
@@ -81,18 +71,7 @@ def test_the_verdict_when_nothing_is_kept() -> None:
     found = statistics.solve("layer")
     kept = float(found.kept[0])
     assert kept < 0
-    assert f"keeps nothing of math's feature change ({percent(kept)});" in verdict(found)
-
-
-def test_the_verdict_on_an_expert_that_changes_nothing() -> None:
-    grams = torch.stack([torch.diag(torch.tensor([0.0, 1.0]))] * 10).double()
-    statistics = synthetic.statistics(
-        ["math", "code"], ["layer"], layers=2, samples=5, grams=lambda name, number: grams
-    )
-    text = verdict(statistics.solve("layer"))
-    assert "has nothing of math to keep" in text
-    assert "keeps 75 % of code's feature change" in text  # half a weight serves its own data and the other alike
-    assert report_page(statistics).verdict[0] == text
+    assert f"keeps {percent(kept)} of math's feature change (less than half of it in layer 0)" in verdict(found)
 
 
 def test_weights_that_the_samples_do_not_determine_are_said() -> None:
@@ -181,12 +160,8 @@ def test_a_picture_with_bands_says_what_they_are(samples: int) -> None:
     page = report_page(synthetic.statistics(levels=["attn_mlp"], samples=samples))
     charts = {chart.name: chart for section in page.sections for chart in section.charts}
     banded = {name for name, chart in charts.items() if b"FillBetween" in chart.picture.svg()}
-    weights = charts["alpha-attn_mlp"]
-    for text in (weights.caption, weights.alt):
-        assert ("90 % bootstrap interval" in text) == (samples > 1)
-    assert {name for name, chart in charts.items() if "band" in chart.caption and "band" in chart.alt} == (
-        banded if samples > 1 else set()
-    )
+    assert ("90 % bootstrap interval" in charts["alpha-attn_mlp"].caption) == (samples > 1)
+    assert banded == ({"alpha-attn_mlp"} if samples > 1 else set())
 
 
 def test_the_command_writes_the_report_and_says_the_verdict(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from mergekit_slta.reports.words import counted, enumerated, extent, kind_name, percent, plain_number, possessive
+from mergekit_slta.reports.words import counted, enumerated, kind_name, percent, plain_number, possessive
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,5 @@ def test_numbers_counts_and_lists() -> None:
     assert [plain_number(number) for number in (0.12345, -3.0, 1234.5, math.nan)] == ["0.123", "−3", "1.23e+03", "–"]
     assert [enumerated(words) for words in (["a"], ["a", "b"], ["a", "b", "c"])] == ["a", "a and b", "a, b and c"]
     assert [counted(number, "layer") for number in (0, 1, 2)] == ["0 layers", "1 layer", "2 layers"]
-    assert [extent(own, percent) for own in ([math.nan, 0.2, 0.1], [math.nan])] == ["10 % to 20 %", "none"]
     assert [possessive(name) for name in ("math", "words")] == ["math's", "words'"]
     assert [kind_name(kind) for kind in ("attn", "mlp", "head")] == ["attention", "MLP", "head"]
