@@ -257,10 +257,11 @@ def compare(
 ) -> None:
     """Compare merged models, each in a folder OUT, on the tasks of RECIPE's experts.
 
-    Beside the base model and each task's expert: the negative log-likelihood per token (lower is better) on records
-    that calibration did not use, the share of the expert's gain over the base model that each merge keeps, and where
-    the records have short answers, the share of them that greedy decoding gives exactly. Each model is run once, one
-    layer in memory at a time, in float32; one whose scores are in the cache folder is not run again.
+    Beside the base model and each task's expert: the negative log-likelihood per token of the answers, or of all
+    tokens where no answer is known (lower is better), on records that calibration did not use, the share of the
+    expert's gain over the base model that each merge keeps, and where the records have short answers, the share of
+    them that greedy decoding gives exactly. Each model is run once, one layer in memory at a time, in float32; one
+    whose scores are in the cache folder is not run again.
     """
     found = _compare(recipe, out, samples, json_file, options)
     if figure_file:

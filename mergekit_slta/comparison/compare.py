@@ -34,7 +34,7 @@ class TaskScore:
     """How a model does on a task.
 
     Attributes:
-        loss: negative log-likelihood per predicted token, in nats.
+        loss: negative log-likelihood per token of the answers, in nats; where no answer is known, of all tokens.
         exact: the share of the short answers that greedy decoding gives; None where no record has one.
     """
 
@@ -49,7 +49,7 @@ class TaskComparison:
     Attributes:
         model: the expert.
         records: how many held-out records were used.
-        tokens: how many tokens were predicted, which is all but each record's first.
+        tokens: how many tokens were predicted.
         answers: how many of the records have a short answer, of at most ``SHORT_ANSWER`` tokens.
         base, expert: the base model's score, and the expert's.
         merged: the merged models' scores, in the order in which they were given.
@@ -111,16 +111,13 @@ class Comparison(Paragraphs):
 
     def parts(self) -> Iterator[str | Table]:
         """The tables, and sentences that explain them."""
-        yield "Negative log-likelihood per token, lower is better"
+        yield "Negative log-likelihood per token of the answers (of all tokens where none is known), lower is better"
         yield self.loss_table()
         if exact := self.exact_table():
             yield f"Short answers (at most {SHORT_ANSWER} tokens) that greedy decoding gives exactly, higher is better"
             yield exact
         if idle := [task.model for task in self.tasks if task.kept(0) is None]:
-            yield (
-                f"Experts no better than the base model on their own task, with no gain to keep: {', '.join(idle)}. "
-                "The likelihood counts every token of a record, its prompt's too."
-            )
+            yield f"Experts no better than the base model on their own task, with no gain to keep: {', '.join(idle)}."
         if not exact:
             yield (
                 f"The records have no separate short answer (of at most {SHORT_ANSWER} tokens): records with `prompt` "
@@ -180,7 +177,7 @@ def compare(
             model=sources[1 + index],
             records=len(task),
             tokens=_tokens(task),
-            answers=sum(sample.answer is not None for sample in task),
+            answers=sum(sample.short for sample in task),
             base=_mean(task, base[index]),
             expert=_mean(task, own[index][0]),
             merged=tuple(_mean(task, found[index]) for found in after),
@@ -195,16 +192,20 @@ def compare(
 
 def _held_out(experiment: Experiment, expert: Task, samples: int) -> Group:
     data = experiment.samples.held_out(expert, samples)
-    found = [
-        Sample(row, answer if answer and answer[1] <= min(len(row), answer[0] + SHORT_ANSWER) else None)
-        for row, answer in zip(data.token_ids, data.answers, strict=True)
-        if len(row) > 1
-    ]
+    rows = zip(data.token_ids, data.answers, strict=True)
+    found = [_sample(row, answer) for row, answer in rows if len(row) > 1]
     if not found:
         raise SltaError(
             f"The held-out records of {expert} have one token each, so there is nothing to predict: add longer ones."
         )
     return found
+
+
+def _sample(row: tuple[int, ...], answer: tuple[int, int] | None) -> Sample:
+    """A record of which the answer is predicted, as far as it is in the row; all tokens where none is known."""
+    begin, end = answer or (1, len(row))
+    short = answer is not None and end <= min(len(row), begin + SHORT_ANSWER)
+    return Sample(row, begin, min(end, len(row)), short)
 
 
 def _open_result(experiment: Experiment, folder: Path) -> Checkpoint:
@@ -234,7 +235,7 @@ def _scores(experiment: Experiment, model: Checkpoint, groups: Sequence[Group], 
 
 
 def _tokens(group: Group) -> int:
-    return sum(len(sample.token_ids) - 1 for sample in group)
+    return sum(sample.end - sample.begin for sample in group)
 
 
 def _mean(group: Group, scores: Sequence[Score]) -> TaskScore:

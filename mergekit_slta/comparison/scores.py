@@ -23,17 +23,25 @@ LOGIT_POSITIONS = 1024
 
 
 class Sample(NamedTuple):
-    """A record's token ids, at least two, and where its short answer begins and ends, if it has one."""
+    """A record.
+
+    Attributes:
+        token_ids: its tokens, at least two.
+        begin, end: the first token that is predicted, at least 1, and the one after the last.
+        short: whether these tokens are a short answer.
+    """
 
     token_ids: tuple[int, ...]
-    answer: tuple[int, int] | None = None
+    begin: int
+    end: int
+    short: bool = False
 
 
 class Score(NamedTuple):
     """How a model predicts a record.
 
     Attributes:
-        loss: the negative log-likelihood of all its tokens but the first, in nats.
+        loss: the negative log-likelihood of the predicted tokens, in nats.
         exact: whether greedy decoding gives its short answer; None where it has none. With the record's own tokens
             before each position, the likeliest token is the next one everywhere exactly if it is so when decoding.
     """
@@ -121,9 +129,7 @@ class _Scoring(Accumulator[dict[int, Score]]):
 def _score(predicted: torch.Tensor, sample: Sample) -> Score:
     """A record's score from the logits [S, V] of its positions; those of padding follow them."""
     ids = torch.tensor(sample.token_ids, device=predicted.device)
-    losses = torch.nn.functional.cross_entropy(predicted[: len(ids) - 1].float(), ids[1:], reduction="none")
-    exact = None
-    if sample.answer:
-        begin, end = sample.answer
-        exact = bool((predicted[begin - 1 : end - 1].argmax(-1) == ids[begin:end]).all())
+    wanted, before = ids[sample.begin : sample.end], predicted[sample.begin - 1 : sample.end - 1]
+    losses = torch.nn.functional.cross_entropy(before.float(), wanted, reduction="none")
+    exact = bool((before.argmax(-1) == wanted).all()) if sample.short else None
     return Score(float(losses.cpu().double().sum()), exact)

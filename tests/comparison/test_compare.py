@@ -56,13 +56,13 @@ def paired(make_family: MakeFamily) -> Family:
     return family
 
 
-def likelihood(model: torch.nn.Module, rows: list[list[int]]) -> float:
-    """The negative log-likelihood per predicted token, record by record, without padding."""
+def likelihood(model: torch.nn.Module, pairs: list[tuple[list[int], list[int]]]) -> float:
+    """The negative log-likelihood per token of the answers to prompts, record by record, without padding."""
     losses = []
-    for row in rows:
+    for prompt, answer in pairs:
         with torch.no_grad():
-            logs = model(torch.tensor([row])).logits[0].log_softmax(-1)
-        losses += [-float(logs[position, row[position + 1]]) for position in range(len(row) - 1)]
+            logs = model(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
+        losses += [-float(logs[len(prompt) + index - 1, token]) for index, token in enumerate(answer)]
     return sum(losses) / len(losses)
 
 
@@ -82,16 +82,15 @@ def test_all_models_stand_side_by_side(paired: Family) -> None:
     models = {"base": paired.model(0), "expert0": paired.model(1), "expert1": paired.model(2)}
     tokenizer = AutoTokenizer.from_pretrained(paired.base)
     for index, task in enumerate(found.tasks):
-        rows, answers = [], []
+        answers = []
         for record in held_out_records(paired, index)[:4]:
             prompt = tokenizer(record["question"] + "\n")["input_ids"][:-1]
             answer = tokenizer(record["answer"], add_special_tokens=False)["input_ids"]
-            rows.append([*prompt, *answer, families.EOS])
             answers.append((prompt, answer))
         assert (task.model, task.records, task.answers) == (f"expert{index}", 4, 4)
-        assert task.tokens == sum(len(row) - 1 for row in rows)
+        assert task.tokens == sum(len(answer) for _, answer in answers)
         for name, got in {"base": task.base, f"expert{index}": task.expert, "expert1": task.merged[0]}.items():
-            assert got.loss == pytest.approx(likelihood(models[name], rows), rel=1e-5)
+            assert got.loss == pytest.approx(likelihood(models[name], answers), rel=1e-5)
             assert got.exact == sum(decodes(models[name], *pair) for pair in answers) / 4
         assert task.merged[1] == task.base
         assert task.kept(1) in (0, None)
@@ -179,10 +178,12 @@ def test_a_lora_expert_is_merged_first(paired: Family, tmp_path: Path) -> None:
     found = evaluate(recipe, paired.base, quiet=True, lora_merge_cache=str(tmp_path / "cache"))
     tokenizer = AutoTokenizer.from_pretrained(paired.base)
     for index, task in enumerate(found.tasks):
-        texts = [f"{record['question']}\n{record['answer']}" for record in held_out_records(paired, index)]
-        rows = [tokenizer(text)["input_ids"] for text in texts]
+        records = held_out_records(paired, index)
+        prompts = [tokenizer(record["question"] + "\n")["input_ids"][:-1] for record in records]
+        answers = [tokenizer(record["answer"], add_special_tokens=False)["input_ids"] for record in records]
+        pairs = list(zip(prompts, answers, strict=True))
         assert (task.model, task.expert.loss) == (
-            f"base+adapter{index}", pytest.approx(likelihood(whole[index], rows), rel=1e-5),
+            f"base+adapter{index}", pytest.approx(likelihood(whole[index], pairs), rel=1e-5),
         )  # fmt: skip
 
 
@@ -225,9 +226,6 @@ def test_the_commands_write_tables_json_and_figure(command: str, paired: Family,
 
 
 def test_a_folder_without_a_model_is_refused(paired: Family, tmp_path: Path) -> None:
-    with pytest.raises(SltaError, match=r"has no config\.json"):
-        compare(recipe_of(paired), [tmp_path], quiet=True)
-    (tmp_path / "config.json").write_text((paired.base / "config.json").read_text())
     with pytest.raises(SltaError, match="has no weights"):
         compare(recipe_of(paired), [tmp_path], quiet=True)
 

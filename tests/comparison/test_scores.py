@@ -18,16 +18,16 @@ from mergekit_slta.comparison.scores import Sample, score_model
 def reference(model: torch.nn.Module, samples: Sequence[Sample]) -> list[tuple[float, bool | None]]:
     """Loss and exact answer, record by record without padding; answers are decoded greedily, token by token."""
     found: list[tuple[float, bool | None]] = []
-    for row, answer in samples:
+    for row, begin, end, short in samples:
         with torch.no_grad():
             logs = model(torch.tensor([row])).logits[0].log_softmax(-1)
-            loss = -sum(float(logs[position, row[position + 1]]) for position in range(len(row) - 1))
+            loss = -sum(float(logs[position - 1, row[position]]) for position in range(begin, end))
             exact = None
-            if answer:
-                decoded = list(row[: answer[0]])
-                while len(decoded) < answer[1]:
+            if short:
+                decoded = list(row[:begin])
+                while len(decoded) < end:
                     decoded.append(int(model(torch.tensor([decoded])).logits[0, -1].argmax()))
-                exact = decoded == list(row[: answer[1]])
+                exact = decoded == list(row[:end])
         found.append((loss, exact))
     return found
 
@@ -35,19 +35,19 @@ def reference(model: torch.nn.Module, samples: Sequence[Sample]) -> list[tuple[f
 def drawn(lengths: Sequence[int] = (30, 3, 12, 12, 6)) -> list[Sample]:
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(3, families.VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
-    return [Sample(tuple(row)) for row in rows]
+    return [Sample(tuple(row), 1, len(row)) for row in rows]
 
 
 def with_answers(model: torch.nn.Module, samples: Sequence[Sample]) -> list[Sample]:
-    """The records with an answer of three tokens, which every other one gets from the model itself."""
+    """The records with an answer of two tokens, which every other one gets from the model itself."""
     found = []
-    for number, (row, _) in enumerate(samples):
+    for number, (row, *_) in enumerate(samples):
         ids = list(row)
         for position in range(len(ids) - 2, len(ids)):
             if number % 2:
                 with torch.no_grad():
                     ids[position] = int(model(torch.tensor([ids[:position]])).logits[0, -1].argmax())
-        found.append(Sample(tuple(ids), (len(ids) - 2, len(ids))))
+        found.append(Sample(tuple(ids), len(ids) - 2, len(ids), short=True))
     return found
 
 
