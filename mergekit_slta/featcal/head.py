@@ -59,11 +59,9 @@ class HeadSolver:
             change = solve(head.matrix(anchor)[part], tasks, setting, expected=self.streams.tokens)
             assert isinstance(change, Change)  # there are tokens
             if change.ridge is None:
-                LOG.warning("The output head keeps the anchor's weights (no solution at any ridge)")
+                LOG.warning("The output head keeps the anchor's weights (its inputs are not finite)")
                 return {}
             ridge = change.ridge  # the choice of the first part holds for the whole head
-            if change.enlarged:
-                LOG.warning("The output head needed a ridge of %g", change.ridge)
             solved[head.weight][part] += change.matrix
             if head.bias is not None:
                 own = [self._read(expert, [head.bias])[head.bias][part] for expert in self.experts]

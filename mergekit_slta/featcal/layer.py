@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,50 +25,6 @@ LOG = logging.getLogger(__name__)
 ENOUGH_TOKENS = 1 / 16
 
 
-@dataclass
-class Coverage:
-    """How the calibration samples reach the ``E`` routed experts of a mixture, and what was made of them.
-
-    Attributes:
-        tokens: [E] int64, the tokens that the merged model sends to each.
-        solved: [E] bool, which are solved; the others are the anchor's.
-        chosen: [T, 2] int64, for each task the choices of the expert's own router, and how many of them the merged
-            model's router made too.
-    """
-
-    tokens: torch.Tensor
-    solved: torch.Tensor
-    chosen: torch.Tensor
-
-    @classmethod
-    def empty(cls, routed: int, tasks: int) -> Coverage:
-        """Nothing counted yet."""
-        counts = torch.zeros(routed, dtype=torch.int64), torch.zeros(tasks, 2, dtype=torch.int64)
-        return cls(counts[0], torch.zeros(routed, dtype=torch.bool), counts[1])
-
-    def add(self, task: int, merged: RoutedInputs, own: RoutedInputs) -> None:
-        """Count the routed experts that the merged model and the task's expert choose for the same tokens."""
-        count = len(self.tokens)
-        self.tokens += merged.routes.flatten().bincount(minlength=count)[:count].cpu()
-        routes = 1 + int(max(merged.routes.max(), own.routes.max()))  # some may lead to no expert
-        theirs, choices = ((given.tokens[:, None] * routes + given.routes).flatten() for given in (merged, own))
-        self.chosen[task] += torch.tensor([len(choices), int(torch.isin(choices, theirs).sum())])
-
-    @property
-    def agreement(self) -> torch.Tensor:
-        """[T] float64, the share of each expert's own choices that the merged model's router makes too."""
-        return self.chosen[:, 1].double() / self.chosen[:, 0]
-
-    def __str__(self) -> str:
-        solved, count = int(self.solved.sum()), len(self.solved)
-        shares = ", ".join(f"{share:.0%}" for share in self.agreement.tolist())
-        return (
-            f"{int(self.tokens.min())} to {int(self.tokens.max())} tokens for each of {count} routed experts, "
-            f"{int(self.tokens.median())} in the middle; {solved} solved and {count - solved} kept from the anchor; "
-            f"the merged router makes {shares} of the experts' own choices"
-        )
-
-
 class LayerMerge:
     """One layer of a merge in the making.
 
@@ -81,13 +36,11 @@ class LayerMerge:
 
     Attributes:
         merged: the layer's tensors; the anchor's where nothing is solved yet, or ever.
-        coverage: by module of routed experts, how the samples reach them.
     """
 
     def __init__(self, passage: LayerPassage, models: LayerTensors, setting: Setting, known: Weights) -> None:
         self.passage, self.models, self.setting = passage, models, setting
         self.merged = {**models.anchor, **known}
-        self.coverage: dict[str, Coverage] = {}
         self._stacks: dict[str, torch.Tensor] = {}  # the matrices of routed experts, on the host
         self._kept: list[str] = []  # why maps of the group that is being solved keep the anchor's weights
 
@@ -126,11 +79,9 @@ class LayerMerge:
         """Solve a mixture's experts one by one, each on the tokens that the merged model sends to it."""
         passage, given = self.passage, dict[int, tuple[RoutedInputs, torch.Tensor]]()
         routed = sorted({m.expert for m in group.maps if m.expert is not None})
-        coverage = Coverage.empty(len(routed), len(self.models.experts))
         for number, batch in enumerate(passage.streams.batches):
             own: RoutedInputs = passage.targets(group, number)[group.module]
             merged = passage.routed(group, number, passage.inputs(group, number, self.merged))
-            coverage.add(batch.task, merged, own)
             kept = passage.streams.kept
             given[number] = tree_map_only(torch.Tensor, kept, (merged, _at_places_of(merged, own)))
             progress(len(batch.rows))
@@ -141,16 +92,12 @@ class LayerMerge:
             first, down = (m for m in group.maps if m.expert == index)
             # By task: the merged model's inputs, the expert's own, and each token's sample and weight.
             reaching = [list(self._reaching(given, index, task)) for task in range(len(self.models.experts))]
-            solved = self._solve_reached(first, reaching)
+            self._solve_reached(first, reaching)
             hidden = []
             for tokens, expert in zip(reaching, self.models.experts, strict=True):
                 pairs = [(first.apply(self.merged, x), first.apply(expert, own), rest) for x, own, *rest in tokens]
                 hidden.append([(fused_hidden(module, x), fused_hidden(module, own), *rest) for x, own, rest in pairs])
-            coverage.solved[index] = self._solve_reached(down, hidden) & solved
-        self.setting.ranks.sum(coverage.tokens)
-        self.setting.ranks.sum(coverage.chosen)
-        self.coverage[group.module] = coverage
-        LOG.info("Layer %d, %s: %s", passage.layer, group.module, coverage)
+            self._solve_reached(down, hidden)
 
     def _reaching(self, given: Mapping[int, tuple[RoutedInputs, torch.Tensor]], index: int, task: int) -> Iterator[Any]:
         """The merged model's inputs and the expert's own [n, in] that go to a mixture's expert, samples and weights."""
@@ -162,16 +109,16 @@ class LayerMerge:
             weights = batch.join(self.setting.weights)[tokens.cpu()]
             yield values, own_values, batch.samples[tokens.cpu()], weights
 
-    def _solve_reached(self, linear_map: LinearMap, reaching: Sequence[Sequence[Any]]) -> bool:
+    def _solve_reached(self, linear_map: LinearMap, reaching: Sequence[Sequence[Any]]) -> None:
         """Solve one map of a mixture's expert on the tokens of every task that reach it."""
         tasks = [
             [Tokens(x, own @ linear_map.matrix(expert).T, *rest) for x, own, *rest in tokens]
             for tokens, expert in zip(reaching, self.models.experts, strict=True)
         ]
-        return self._solve([linear_map], tasks, sum(len(tokens.inputs) for task in tasks for tokens in task))
+        self._solve([linear_map], tasks, sum(len(tokens.inputs) for task in tasks for tokens in task))
 
-    def _solve(self, maps: Sequence[LinearMap], tasks: Iterable[Iterable[Tokens]], expected: int) -> bool:
-        """Put new tensors of maps of one input in place; returns whether there are any."""
+    def _solve(self, maps: Sequence[LinearMap], tasks: Iterable[Iterable[Tokens]], expected: int) -> None:
+        """Put new tensors of maps of one input in place, if there are any."""
         names, layer = ", ".join(linear_map.name for linear_map in maps), self.passage.layer
         prior, anchors = prior_of(maps, self.models, self.setting.counts) if self.setting.by_tasks else (None, {})
         self.models.anchor.update(anchors)
@@ -181,19 +128,16 @@ class LayerMerge:
         change = solve(matrix, tasks, self.setting, expected=expected, prior=prior, least=least)
         if isinstance(change, int):
             self._kept.append(f"{names} ({change} tokens)")
-            return False
+            return
         LOG.info("Layer %d: %s solved with a ridge of %s", layer, names, change.ridge)
         if change.ridge is None:
-            self._kept.append(f"{names} (no solution at any ridge)")
-            return False
-        if change.enlarged:
-            LOG.warning("Layer %d: %s needed a ridge of %g", layer, names, change.ridge)
+            self._kept.append(f"{names} (their inputs are not finite)")
+            return
         for name, tensor in changed(maps, change, self.merged, self.models.experts).items():
             if expert is None:
                 self.merged[name] = tensor
             else:
                 (self.merged | self._stacks)[name][expert] = tensor
-        return True
 
     def _make_writable(self, name: str) -> None:
         """Copy a tensor of routed experts: matrices one by one to a mapped temporary file."""

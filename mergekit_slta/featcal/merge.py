@@ -60,9 +60,7 @@ from mergekit_slta.models.stacks import ExpertStack, stack_of
 LOG = logging.getLogger(__name__)
 
 ANCHOR = 2  # the stream of the anchor's own, for the report only
-ROUTING = "routing"  # what the names of the coverage of routed experts begin with
 Model = TypeVar("Model")
-COVERAGE = ("tokens", "solved", "agreement")
 ERRORS = {MERGED: "error.merged", ANCHOR: "error.anchor"}
 
 
@@ -175,12 +173,7 @@ class _FeatureMerge(Accumulator[Tensors]):
         written = written_in(self.decoder)
         merged = {names[key]: tensor for key, tensor in solver.tensors().items() if written[names[key]] == layer}
         self.shared |= {name: merged[name] for name in self.shared.keys() & merged.keys()}
-        routing = {
-            f"{ROUTING}.{part}.{module}": tensor
-            for module, coverage in solver.coverage.items()
-            for part, tensor in zip(COVERAGE, (coverage.tokens, coverage.solved, coverage.agreement), strict=True)
-        }
-        return {**merged, **routing, **self._advance_streams(solver, streams)}
+        return {**merged, **self._advance_streams(solver, streams)}
 
     def _anchor_of(self, layer: int, weights: Sequence[Weights]) -> tuple[dict[str, torch.Tensor], set[str]]:
         """The anchor's tensors in a layer, and which maps among them are still to be solved as ``actmat`` does."""

@@ -48,8 +48,6 @@ from mergekit_slta.numerics.symmetric import add_gram, gram, mirror, times_inver
 MASSIVE = 10.0
 # s_t leaves out the dimensions whose sum of squares is this many times the 90 % quantile of all dimensions' sums.
 DECISIVE = 1000.0
-# Where the equations cannot be solved, these multiples of the ridge are tried before the anchor is kept.
-LARGER_RIDGES = (1.0, 10.0, 100.0, 1000.0, 10000.0)
 RIDGES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)
 UNKNOWN_RIDGE = 0.1  # where a task does not have samples in both halves
 PREDICTED = 64  # random combinations of the outputs by which the error on left-out samples is estimated
@@ -67,15 +65,13 @@ class Change:
         matrix: D [d_out, d_in] float64; zero where there is no solution.
         mean: the mean residual [d_out] that is left, weighted as in the regression.
         shares: each task's weight [T] in that mean.
-        ridge: the ridge that was used; None where no ridge made the equations solvable.
-        enlarged: whether that is more than was asked for.
+        ridge: the ridge that was used; None where the equations cannot be solved, as with inputs that are not finite.
     """
 
     matrix: torch.Tensor
     mean: torch.Tensor
     shares: torch.Tensor
     ridge: float | None
-    enlarged: bool
 
     def offset(self, anchor: torch.Tensor, own: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
         """The bias of some rows: the mean residual for any ridge in use, the anchor's for an endless one.
@@ -216,20 +212,19 @@ class RidgeRegression:
         return moments.norm()
 
     def solve(self) -> Change:
-        """Solve for the change, with a larger ridge where the one asked for does not make the equations solvable."""
+        """Solve for the change."""
         del self._task  # its memory is needed
         ridge = self._ridge
         if ridge is None:
             ridge = self._best_ridge() if self._halved else UNKNOWN_RIDGE
         solver, total, masses = self._solver(), self._all, torch.stack(self._masses)
         mass = masses.sum().clamp_min(torch.finfo(torch.float64).tiny)
-        for factor in LARGER_RIDGES:
-            used = max(ridge, SMALLEST_RIDGE) * factor
-            if (matrix := solver(used)) is not None:
-                mean = (total.residuals - matrix @ total.inputs) / mass
-                return Change(matrix, mean, masses / mass, used, factor > 1)
+        ridge = max(ridge, SMALLEST_RIDGE)
+        if (matrix := solver(ridge)) is not None:
+            mean = (total.residuals - matrix @ total.inputs) / mass
+            return Change(matrix, mean, masses / mass, ridge)
         matrix = torch.zeros(len(total.residuals), len(total.inputs), dtype=torch.float64, device=mass.device)
-        return Change(matrix, total.residuals / mass, masses / mass, None, False)
+        return Change(matrix, total.residuals / mass, masses / mass, None)
 
     def _best_ridge(self) -> float:
         """The ridge that predicts each half of the samples best from the other."""

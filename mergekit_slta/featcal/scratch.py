@@ -15,7 +15,7 @@ from mergekit_slta.engine.partial import Partial, remove
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.answers import token_weights
-from mergekit_slta.featcal.merge import COVERAGE, ERRORS, ROUTING, feature_merge, layer_shapes, stages, written_in
+from mergekit_slta.featcal.merge import ERRORS, feature_merge, layer_shapes, stages, written_in
 from mergekit_slta.featcal.solvable import require_solvable
 from mergekit_slta.files import cache_folder, digest
 from mergekit_slta.layers.blend import Blend
@@ -30,7 +30,7 @@ from mergekit_slta.slta.matching import fingerprint, local_identity
 
 LOG = logging.getLogger(__name__)
 
-FORMAT = 10  # changes with the folder's content and with the way that layers are solved
+FORMAT = 11  # changes with the folder's content and with the way that layers are solved
 
 
 class SolvedModel:
@@ -75,21 +75,6 @@ class SolvedModel:
                 for name in set(found) & set(tensors.keys()):
                     found[name].append(tensors.get_tensor(name))
         return {name: torch.stack(errors) for name, errors in found.items() if errors}
-
-    def routing(self) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """How the samples reach routed experts: tokens and whether they are solved [E], and the routers' agreement [T].
-
-        By the layer and the path in it of the module that holds them; see ``featcal.layer.Coverage``.
-        """
-        found = {}
-        for layer in range(len(self.decoder)):
-            with safe_open(self._partial.layer_file(layer), "pt") as tensors:
-                for name in sorted(tensors.keys()):
-                    if name.startswith(f"{ROUTING}.tokens."):
-                        module = name.removeprefix(f"{ROUTING}.tokens.")
-                        parts = [tensors.get_tensor(f"{ROUTING}.{part}.{module}") for part in COVERAGE]
-                        found[f"layer.{layer}.{module}"] = (parts[0], parts[1], parts[2])
-        return found
 
     def remove(self) -> None:
         """Delete the folder."""

@@ -31,7 +31,7 @@ class FeatcalMerge(Merge):
             errors = solved.errors()
             models = [published_name(task.reference) for task in experiment.recipe.tasks]
             merged, anchor = errors[ERRORS[MERGED]], errors[ERRORS[ANCHOR]]
-            page = drift_page(merged, anchor, models, settings, solved.routing())
+            page = drift_page(merged, anchor, models, settings)
             write_report(settings.report, "featcal.html", page)
         self._solved = solved
 

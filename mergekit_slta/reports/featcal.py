@@ -6,7 +6,7 @@ Shapes: ``L`` layers, ``T`` experts, and as many tasks, each named after its exp
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -23,16 +23,12 @@ ERRORS_MEANING = (
 )
 ANCHORS = {"base": "the base model", "actmat": "the actmat merge"}
 
-# By the module that holds them: tokens for each routed expert and whether it is solved [E], the routers' agreement [T].
-Routing = Mapping[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-
 
 def drift_page(
     merged: torch.Tensor,
     anchor: torch.Tensor,
     models: Sequence[str],
     settings: FeatcalSettings,
-    routing: Routing | None = None,
 ) -> Page:
     """The report on a feature merge.
 
@@ -41,7 +37,6 @@ def drift_page(
         anchor: the relative errors [L, T] of the anchor, the model that the ridge pulls the merge towards.
         models: the experts' names.
         settings: the settings of the merge.
-        routing: how the samples reach the routed experts of mixtures.
     """
     names, anchor_name = short_names(models), ANCHORS[settings.anchor]
     chosen = settings.ridge == "auto"
@@ -54,28 +49,7 @@ def drift_page(
             "Samples": f"{settings.samples} of each task, seed {settings.seed}, at most {settings.max_tokens} tokens",
             "Solved with": f"{ridge} towards {anchor_name}, output head {'solved' if settings.head else 'kept'}",
         },
-        sections=[
-            Section("Where the drift is", charts=[_chart(merged, anchor, names, anchor_name)]),
-            *([_coverage(routing, names)] if routing else []),
-        ],
-    )
-
-
-def _coverage(routing: Routing, names: Sequence[str]) -> Section:
-    """Which routed experts the samples reach, and how far the routers agree."""
-    rows = []
-    for module, (tokens, solved, agreement) in routing.items():
-        counts = [int(tokens.min()), int(tokens.median()), int(tokens.max()), int(solved.sum()), int((~solved).sum())]
-        rows.append([module, *map(str, counts), *map(error_percent, agreement.tolist())])
-    header = ["Mixture", "fewest tokens", "in the middle", "most", "solved", "kept", *(f"as {name}" for name in names)]
-    return Section(
-        "Routed experts",
-        paragraphs=[
-            "The tokens that the merged model sends to each routed expert of a mixture, how many of these experts were "
-            "solved and how many keep the anchor's weights, and which share of each expert model's own choices the "
-            "merged model's router makes too."
-        ],
-        table=Table(header, rows),
+        sections=[Section("Where the drift is", charts=[_chart(merged, anchor, names, anchor_name)])],
     )
 
 

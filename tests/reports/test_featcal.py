@@ -58,20 +58,6 @@ def test_the_table_has_both_lines_of_every_task() -> None:
     assert len(chart.table.rows) == len(MERGED)
 
 
-def test_the_routed_experts_of_mixtures_have_a_table() -> None:
-    routing = {
-        "layer.2.mlp.experts": (
-            torch.tensor([5, 0, 90]),
-            torch.tensor([True, False, True]),
-            torch.tensor([0.91, 1.0]).double(),
-        )
-    }
-    table = drift_page(MERGED, ANCHOR, MODELS, FeatcalSettings(), routing).sections[1].table
-    assert table is not None
-    assert list(table.header)[1:] == ["fewest tokens", "in the middle", "most", "solved", "kept", "as math", "as code"]
-    assert [list(row) for row in table.rows] == [["layer.2.mlp.experts", "0", "5", "90", "2", "1", "91 %", "100 %"]]
-
-
 def test_names_are_escaped_and_nothing_comes_from_outside() -> None:
     text = drift_page(MERGED[:1], ANCHOR[:1], ["<b>&", "x"], FeatcalSettings()).html()
     assert_self_contained(text)

@@ -655,7 +655,7 @@ def solved_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor in the scratch folder of a finished feature merge, by the model's names."""
     files = [*sorted(folder.glob("layer-*")), folder / "edges.safetensors"]
     found = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    return {name: tensor for name, tensor in found.items() if not name.startswith(("error.", "routing."))}
+    return {name: tensor for name, tensor in found.items() if not name.startswith("error.")}
 
 
 def experiment(content: dict[str, Any], **arguments: Any) -> Experiment:
