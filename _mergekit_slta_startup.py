@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-# By module of mergekit, a host: the function to call when the host is imported. mergekit.plan imports
-# mergekit.merge_methods, so mergekit.plan is still incomplete when the first hook is called: it needs its own.
+# By module of mergekit, a host: the function to call when the host is imported. mergekit.merge imports
+# mergekit.merge_methods, so mergekit.merge is still incomplete when the first hook is called: it needs its own.
 HOOKS = {
     "mergekit.merge_methods": "mergekit_slta.host.registry.register",
-    "mergekit.plan": "mergekit_slta.host.patches.install",
+    "mergekit.merge": "mergekit_slta.host.patches.install",
 }
 
 
@@ -40,7 +40,7 @@ def install() -> None:
 
 def call(hook: str) -> bool:
     """Call a hook and return whether it worked; a failure is only a warning, because mergekit works without us."""
-    if importing_this_package():  # this package is incomplete now; the hook of mergekit.plan registers the methods too
+    if importing_this_package():  # this package is incomplete now; that of mergekit.merge registers the methods too
         return True
     try:
         from importlib import import_module

@@ -54,8 +54,8 @@ assert waiting() == 1
 import mergekit.merge_methods as host
 assert host.get("slta").spec.name == "slta"
 assert host.get("linear").spec.name == "linear"
-from mergekit.plan import MergePlanner
-assert MergePlanner.plan_to_disk.__wrapped__
+from mergekit.merge import run_merge
+assert run_merge.__wrapped__
 assert waiting() == 0
 startup.install()
 importlib.reload(host)
@@ -64,7 +64,7 @@ for point in entry_points(group="mergekit.merge_methods"):
     point.load()()
 names = [method.spec.name for method in host.registered_methods()]
 assert len(names) == len(set(names)), names
-assert not hasattr(MergePlanner.plan_to_disk.__wrapped__, "__wrapped__")
+assert not hasattr(run_merge.__wrapped__, "__wrapped__")
 assert waiting() == 0
 """
 

@@ -118,7 +118,7 @@ def test_the_host_keeps_its_own_loader(host: Path, calls: list[str]) -> None:
 
 @pytest.fixture
 def other_host(monkeypatch: pytest.MonkeyPatch, host: Path) -> None:
-    """A second host, which imports the first one as mergekit.plan imports mergekit.merge_methods."""
+    """A second host, which imports the first one as mergekit.merge imports mergekit.merge_methods."""
     host.with_name("other_host.py").write_text("import small_host\n")
     monkeypatch.setattr(startup, "HOOKS", {"small_host": "hook", "other_host": "other hook"})
 
@@ -249,9 +249,9 @@ import _mergekit_slta_startup as startup
 startup.install()
 warnings.simplefilter("error", RuntimeWarning)
 import mergekit_slta.{module}
-import mergekit.plan
+import mergekit.merge
 from mergekit import merge_methods
-assert hasattr(mergekit.plan.MergePlanner._plan, "__wrapped__")
+assert hasattr(mergekit.merge.run_merge, "__wrapped__")
 assert merge_methods.get("slta").spec.name == "slta"
 """
     run_afresh(forks, code)

@@ -51,7 +51,7 @@ class _Commands(click.Group):
         except click.UsageError as error:
             if "TORCHELASTIC_RUN_ID" not in os.environ:
                 raise
-            from mergekit_slta.host.merge import joined_ranks
+            from mergekit_slta.host.run import joined_ranks
 
             with joined_ranks() as ranks:  # only one of torchrun's processes says it
                 ranks.refuse_together(error)
@@ -136,7 +136,7 @@ def calibrate(recipe: Path, stats: str, levels: list[str], **options: Any) -> No
     torchrun --nproc-per-node N -m mergekit_slta calibrate RECIPE -o STATS
     """
     from mergekit_slta.checks.examine import sound_experiment
-    from mergekit_slta.host.merge import joined_ranks
+    from mergekit_slta.host.run import joined_ranks
     from mergekit_slta.recipe.recipe import Recipe
     from mergekit_slta.slta.measure import measured_statistics
     from mergekit_slta.tables import as_size
@@ -300,7 +300,7 @@ def linearity(
     first. On several GPUs: torchrun --nproc-per-node N -m mergekit_slta linearity RECIPE -o DIR
     """
     from mergekit_slta.checks.examine import sound_experiment
-    from mergekit_slta.host.merge import joined_ranks
+    from mergekit_slta.host.run import joined_ranks
     from mergekit_slta.nonlinearity.scores import DEFAULT_LEVELS, plan_linearity
     from mergekit_slta.recipe.recipe import Recipe
     from mergekit_slta.reports.linearity import score_table, write_linearity
@@ -349,12 +349,13 @@ def merge(recipe: Path, out: str, **options: Any) -> None:
     Use it where Python's start-up files are off, so that mergekit-yaml does not know our methods. It takes all of
     mergekit-yaml's options. Under torchrun all processes calibrate, and the first one merges.
     """
-    from mergekit_slta.host import merge as methods
+    from mergekit_slta.host.merge import merge as merge_models
+    from mergekit_slta.host.run import joined_ranks
     from mergekit_slta.recipe.recipe import Recipe
 
     merge_options = applied(options)
-    with methods.joined_ranks() as ranks:
-        methods.merge(ranks.together(lambda: Recipe.load(recipe)), out, **merge_options)
+    with joined_ranks() as ranks:
+        merge_models(ranks.together(lambda: Recipe.load(recipe)), out, **merge_options)
 
 
 @main.command(cls=ModelCommand, short_help="Re-read a finished merge and compare it with its recipe.")

@@ -25,7 +25,7 @@ class FeatcalMerge(Merge):
         experiment = self.opened
         settings = experiment.recipe.settings_of(FeatcalSettings)
         solved = solve_model(experiment, settings)
-        if settings.report:
+        if settings.report and experiment.ranks.first:
             from mergekit_slta.reports.featcal import drift_page  # imports matplotlib, which takes a second
 
             errors = solved.errors()
@@ -48,11 +48,6 @@ class FeatcalMerge(Merge):
             return base
         equal = torch.tensor(1 / (len(group.non_base) + experiment.recipe.keep_weight))
         return weighted_sum(base, [(entry.tensor, equal) for entry in group.non_base])
-
-    def share(self) -> None:
-        """Solve with all processes."""
-        experiment = self.opened
-        solve_model(experiment, experiment.recipe.settings_of(FeatcalSettings))
 
     def finish(self) -> None:
         """Delete the scratch folder, which resumes a merge that was not written."""

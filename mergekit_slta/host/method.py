@@ -1,14 +1,15 @@
 """A merge method as mergekit knows it, and one merge by it.
 
-mergekit knows one object per method for the whole process (`Method`). A merge's recipe and results belong to its plan,
-so each plan makes a `Merge`, and each of the plan's tensors carries it among its parameters (`host/patches.py`).
+mergekit knows one object per method for the whole process (`Method`). A merge's recipe and results are in a `Merge`,
+which the method takes its tensors from while that merge runs (`host/run.py`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,7 +22,7 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.models.roles import Role, dotted_tails, model_roles, role_by_shape
 from mergekit_slta.output.finite import is_finite
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.settings import SETTINGS, MethodSettings, parameter_specs
+from mergekit_slta.recipe.settings import MethodSettings, parameter_specs
 
 if TYPE_CHECKING:
     from mergekit_slta.reports.page import Page
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 
 WHOLE_MODELS = (
-    "'{method}' measures whole models, so it runs in mergekit-yaml on model folders or Hub ids; mergekit-pytorch and "
-    "tensor-level calls name checkpoint files or tensors only."
+    "'{method}' measures whole models before it merges their tensors: run it by mergekit-yaml or mergekit's run_merge, "
+    "on model folders or Hub ids."
 )
 
 
@@ -51,18 +52,16 @@ def method_spec(settings: type[MethodSettings], pretty_name: str, paper: str) ->
 
 
 class Merge:
-    """One planned merge of a recipe; a class for each method.
+    """One merge of a recipe; a class for each method.
 
     Attributes:
         spec: the method as mergekit declares it.
         solution: the merging weights, of an ``slta`` merge whose models have run.
-        adapted: whether mergekit alone would not find all tensors, or would read rows that stand for no token.
         experiment: the opened recipe; None where mergekit merges tensors that belong to no recipe of models.
     """
 
     spec: ClassVar[MergeMethodSpec]
     solution: Solution | None = None
-    adapted = False
 
     def __init__(self, experiment: Experiment | None) -> None:
         self.experiment = experiment
@@ -78,11 +77,8 @@ class Merge:
             raise SltaError(WHOLE_MODELS.format(method=self.spec.name))
         return self.experiment
 
-    def share(self) -> None:
-        """Compute with all processes of torchrun what the merge needs before its first tensor."""
-
     def prepare(self) -> None:
-        """Run the models, before mergekit reads the first tensor."""
+        """Run the models, before mergekit reads the first tensor; under torchrun, with all processes."""
 
     def tensor(self, group: TensorGroup, **parameters: Any) -> torch.Tensor:
         """Merge one tensor of all models; ``parameters`` are the recipe's for it."""
@@ -93,34 +89,31 @@ class Merge:
 
 
 class Method(GroupMergeMethod):
-    """A merge method, registered with mergekit once per process: it keeps nothing of a merge."""
+    """A merge method, registered with mergekit once per process."""
 
     def __init__(self, kind: type[Merge]) -> None:
         self.spec = kind.spec
-        self.merge = kind
-        self._without_recipe = kind(None)
+        self.kind = kind
+        self._merge = self._without_recipe = kind(None)
 
-    def validate_inputs(
-        self, input_ids: Sequence[Hashable], base_id: Hashable | None = None, *, group_name: str | None = None
-    ) -> None:
-        """Refuse tensors that belong to no whole models before anything is computed.
+    @contextlib.contextmanager
+    def merging(self, merge: Merge) -> Iterator[None]:
+        """Take the tensors of all models' groups from a merge, also on other threads."""
+        self._merge = merge
+        try:
+            yield
+        finally:
+            self._merge = self._without_recipe
 
-        Raises:
-            SltaError: the method runs whole models, but mergekit-pytorch or a tensor-level call, which give the tensors
-                no group, names files or tensors.
-        """
-        tensors = group_name is None or not all(isinstance(model, ModelReference) for model in input_ids)
-        if SETTINGS[self.spec.name].runs_models and tensors:
-            raise SltaError(WHOLE_MODELS.format(method=self.spec.name))
-        super().validate_inputs(input_ids, base_id, group_name=group_name)
-
-    def merge_group(self, group: TensorGroup, /, merge: Merge | None = None, **parameters: Any) -> torch.Tensor:
-        """Merge one tensor for the plan that it belongs to.
+    def merge_group(self, group: TensorGroup, /, **parameters: Any) -> torch.Tensor:
+        """Merge one tensor.
 
         Raises:
-            SltaError: the merged tensor is not finite in the data type that it is written in.
+            SltaError: the merged tensor is not finite in the data type that it is written in, or the method runs whole
+                models, but mergekit-pytorch or a tensor-level call names files or tensors.
         """
-        merge = merge or self._without_recipe
+        of_models = all(isinstance(entry.id, ModelReference) for entry in group.entries)
+        merge = self._merge if of_models else self._without_recipe
         merged = merge.tensor(group, **parameters)
         out_dtype = merge.experiment.recipe.config.out_dtype if merge.experiment else None
         dtype = dtype_from_name(out_dtype) if out_dtype else merged.dtype
@@ -167,7 +160,7 @@ class DataFreeMerge(Merge):
 
     def _role(self, group: TensorGroup, tensor: torch.Tensor) -> Role:
         assert group.base is not None
-        base = group.base.id if self.experiment else None  # tensors alone belong to no model
+        base = group.base.id if isinstance(group.base.id, ModelReference) else None
         with self._lock:
             if base not in self._roles:
                 trusted = self.experiment is not None and self.experiment.trust_remote_code

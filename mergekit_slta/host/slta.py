@@ -11,7 +11,6 @@ from mergekit_slta.host.method import Merge, method_spec, write_report
 from mergekit_slta.layers.blend import weighted_sum
 from mergekit_slta.recipe.settings import SltaSettings
 from mergekit_slta.slta.measure import measured_statistics
-from mergekit_slta.slta.statistics import PUBLISHED_PREFIX
 from mergekit_slta.slta.weights import TensorWeights
 
 LOG = logging.getLogger(__name__)
@@ -27,7 +26,8 @@ class SltaMerge(Merge):
         """Measure the models unless the statistics exist, and solve for the merging weights of every tensor."""
         experiment = self.opened
         settings = experiment.recipe.settings_of(SltaSettings)
-        experiment.check_edges(experts=settings.edges == "mean" or settings.level == "model")
+        experts = settings.edges == "mean" or settings.level == "model"
+        experiment.ranks.together(lambda: experiment.check_edges(experts))
         statistics = measured_statistics(experiment)
         self.solution = solution = statistics.solve(
             settings.level,
@@ -37,15 +37,14 @@ class SltaMerge(Merge):
         )
         for note in solution.notes():
             LOG.warning("%s", note)
-        if settings.report:
+        if settings.report and experiment.ranks.first:
             from mergekit_slta.reports.merge import report_page  # imports matplotlib, which takes a second
 
             write_report(settings.report, "report.html", report_page(solution))
         self._weights = TensorWeights(
             experiment.decoder, settings.level, solution.submodules, settings.edges, settings.towers
         )
-        experts = [expert.reference for expert in experiment.recipe.experts]
-        self._position = {reference: index for index, reference in enumerate(experts)}
+        self._position = {expert.reference: index for index, expert in enumerate(experiment.recipe.experts)}
 
     def tensor(self, group: TensorGroup, **parameters: object) -> torch.Tensor:
         """The base model's tensor plus the weighted task vectors."""
@@ -53,9 +52,3 @@ class SltaMerge(Merge):
         alpha = self._weights[group.metadata.name]
         experts = [(entry.tensor, alpha[self._position[entry.id]]) for entry in group.non_base]
         return weighted_sum(group.base.tensor, experts)
-
-    def share(self) -> None:
-        """Measure with all processes, unless a published file is used."""
-        experiment = self.opened
-        if not experiment.recipe.settings_of(SltaSettings).statistics.startswith(PUBLISHED_PREFIX):
-            measured_statistics(experiment)

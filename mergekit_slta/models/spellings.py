@@ -66,37 +66,18 @@ class RenamingLoader(LazyTensorLoader):
         return super().get_tensor(self._names.get(key, key), device, aliases, raise_on_missing)
 
 
-def renew_loaders(references: Collection[ModelReference]) -> None:
-    """Let mergekit load models as they are now, those of these references that it has loaded already at once.
-
-    Its own loaders stay from merge to merge in a process: they map a file even after it was replaced, and may be
-    ``RenamingLoader`` objects.
-    """
-    loaded = LoaderCache.loaders.keys() & references
-    LoaderCache.loaders.clear()
-    for reference in loaded:
-        LoaderCache().get(reference)
-
-
-def adapt_loaders(base: Model, references: Collection[ModelReference], architecture: ModelArchitecture) -> bool:
+def adapt_loaders(base: Model, references: Collection[ModelReference], architecture: ModelArchitecture) -> None:
     """Let mergekit find tensors that checkpoints store under other names.
 
     Args:
         base: the recipe's base model.
         references: the recipe's models.
         architecture: the tensors that mergekit asks for.
-
-    Returns:
-        Whether there was anything to rename.
     """
-    renew_loaders(references)
     asked = {weight.name for weight in architecture.all_weights(base.config)}
-    adapted = False
     for reference in references:
         loader = LoaderCache().get(reference)
         missing = [name for name in asked if name not in loader.index.tensor_paths]
         names = other_names(base.built, loader.index.tensor_paths, missing) if missing and base.built else {}
         if names:
             LoaderCache.loaders[reference] = RenamingLoader(loader, names)
-            adapted = True
-    return adapted

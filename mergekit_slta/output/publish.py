@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import transformers
 from huggingface_hub import CommitOperationAdd, HfApi
@@ -17,20 +18,19 @@ from tqdm import tqdm
 
 from mergekit_slta import files
 from mergekit_slta.checks.tensors import no_missing_tensors
-from mergekit_slta.errors import SltaError, first_line
+from mergekit_slta.errors import SltaError, all_of, reading, refuse
 from mergekit_slta.models import hub
 from mergekit_slta.models.headers import listed, open_model, weight_map
 from mergekit_slta.output import card
 from mergekit_slta.output.finite import is_finite
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.recipe.settings import SltaSettings
-from mergekit_slta.slta.solution import Solution
-from mergekit_slta.slta.statistics import STATISTICS_OF_MERGE, Statistics
+from mergekit_slta.slta.statistics import STATISTICS_OF_MERGE
 from mergekit_slta.tables import as_size
 
 # What belongs to a model beside its weights. Anything else in the folder stays where it is.
 PUBLISHED = (
-    *(card.CARD, card.RECIPE, card.ALPHA_FIGURE, card.PLAIN_RECIPE, STATISTICS_OF_MERGE),
+    *(card.CARD, card.RECIPE, card.ALPHA_FIGURE, STATISTICS_OF_MERGE),
     *("config.json", "generation_config.json", "*.safetensors.index.json", "pytorch_model.bin.index.json"),
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "*.tiktoken", "tekken.json", "chat_template.*"),
@@ -38,7 +38,7 @@ PUBLISHED = (
     *("configuration_*.py", "modeling_*.py", "tokenization_*.py", "*processing_*.py", "LICENSE*", "NOTICE*"),
 )
 # The texts that may hold paths of the machine; a tokenizer's vocabulary must stay as it is.
-_TEXTS = (card.CARD, card.PLAIN_RECIPE, "config.json", "tokenizer_config.json")
+_TEXTS = (card.CARD, "config.json", "tokenizer_config.json")
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -99,17 +99,21 @@ def publish(
         raise SltaError(f"'{repository}' is no repository's name on the Hub: write ORG/NAME.")
     if not folder.is_dir():
         raise SltaError(f"There is no folder {folder}: name the one that the merge was written to.")
-    problems, notes = _examine(folder, trust_remote_code, quiet)
-    if problems:
-        raise SltaError(*problems)
-    recipe = Recipe.load(folder / card.RECIPE)
-    paths = dict.fromkeys(path.path for path in card.model_paths(recipe.references))
+    tokenizer, recipe = _checked(folder, trust_remote_code, quiet)
+    notes = []
+    if not tokenizer.chat_template:
+        notes.append(
+            "The model has no chat template, by which chat programs turn a conversation into text. If an expert is "
+            "a chat model, copy the file chat_template.jinja from its folder or Hub page into the folder "
+            f"{folder}; else there is nothing to do."
+        )
+    paths = dict.fromkeys(path.path for path in card.model_paths(recipe.config))
     if local := [path for path in paths if os.path.isabs(path) or os.path.isdir(path)]:
         notes.append(
             f"The recipe names folders of this machine ({listed(local)}), so others cannot run it as it is: write "
             f"their Hub ids in {card.RECIPE}."
         )
-    text = card.published_card(folder, recipe, _solution(folder, recipe))
+    text = card.merge_card(folder, recipe.config, recipe.text)
     contents = dict(sorted({**_contents(folder, recipe), card.CARD: text.encode()}.items()))
     sizes = tuple(
         (name, len(content) if isinstance(content, bytes) else content.stat().st_size)
@@ -133,36 +137,31 @@ def publish(
     return replace(found, address=done.repo_url.url)
 
 
-def _examine(folder: Path, trust_remote_code: bool, quiet: bool) -> tuple[list[str], list[str]]:
-    """What keeps a merged model from being published, and what is worth knowing, one sentence each."""
-    problems, notes = [], []
-    reference = ModelReference(model=ModelPath(path=str(folder)))
-    try:
-        model = open_model(reference, trust_remote_code)
-    except SltaError as error:
-        problems.append(error.message)
-    else:
-        try:
-            no_missing_tensors([model])
-        except SltaError as error:
-            problems += error.sentences
-        problems += _values_that_are_not_finite(folder, quiet)
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
-    except Exception as error:  # tokenizers raise errors of many kinds
-        problems.append(f"{folder} has no usable tokenizer ({first_line(error)}): copy that of the base model.")
-    else:
-        if not tokenizer.chat_template:
-            notes.append(
-                "The model has no chat template, by which chat programs turn a conversation into text. If an expert is "
-                "a chat model, copy the file chat_template.jinja from its folder or Hub page into the folder "
-                f"{folder}; else there is nothing to do."
+def _checked(folder: Path, trust_remote_code: bool, quiet: bool) -> tuple[Any, Recipe]:
+    """A merged model's tokenizer and its recipe, if nothing is wrong with the model.
+
+    Raises:
+        SltaError: everything that keeps it from being published.
+    """
+
+    def weights() -> None:
+        model = open_model(ModelReference(model=ModelPath(path=str(folder))), trust_remote_code)
+        no_missing_tensors([model])
+        refuse(_values_that_are_not_finite(folder, quiet))
+
+    def tokenizer() -> Any:
+        with reading(f"The tokenizer in {folder}", fix="copy that of the base model"):
+            return transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+
+    def recipe() -> Any:
+        if not (folder / card.RECIPE).is_file():
+            raise SltaError(
+                f"{folder} has no {card.RECIPE}: merge without '--no-write-model-card', or copy the recipe there."
             )
-    if not (folder / card.RECIPE).is_file():
-        problems.append(
-            f"{folder} has no {card.RECIPE}: merge without '--no-write-model-card', or copy the recipe there."
-        )
-    return problems, notes
+        return Recipe.load(folder / card.RECIPE)
+
+    _, found, loaded = all_of([weights, tokenizer, recipe])
+    return found, loaded
 
 
 def _values_that_are_not_finite(folder: Path, quiet: bool) -> Iterator[str]:
@@ -171,16 +170,6 @@ def _values_that_are_not_finite(folder: Path, quiet: bool) -> Iterator[str]:
         tensor = loader.get_tensor(name)
         if tensor is not None and not is_finite(tensor, tensor.dtype):
             yield f"The tensor {name} has values that are not finite: merge again, in 'dtype: float32'."
-
-
-def _solution(folder: Path, recipe: Recipe) -> Solution | None:
-    """The merging weights of an ``slta`` merge that has its statistics beside it."""
-    path = folder / STATISTICS_OF_MERGE
-    if recipe.config.merge_method != SltaSettings.method or not path.is_file():
-        return None
-    settings = recipe.settings
-    assert isinstance(settings, SltaSettings)
-    return Statistics.load(path).solve(settings.level, balance=settings.balance, ridge=settings.ridge)
 
 
 def _contents(folder: Path, recipe: Recipe) -> dict[str, Path | bytes]:
@@ -194,9 +183,9 @@ def _contents(folder: Path, recipe: Recipe) -> dict[str, Path | bytes]:
         if path.is_file() and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
             contents[name] = path
             if name == card.RECIPE:
-                contents[name] = f"{card.published_recipe(recipe)}\n".encode()
+                contents[name] = f"{card.published_recipe(recipe.text)}\n".encode()
             elif name in _TEXTS:
                 text = path.read_text(encoding="utf-8")
-                cleaned = card.without_private_paths(text, recipe)
+                cleaned = card.without_private_paths(text, recipe.text)
                 contents[name] = path if cleaned == text else cleaned.encode()
     return contents | {name: folder / name for name in weight_map(folder)}

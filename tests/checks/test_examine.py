@@ -13,7 +13,6 @@ import torch
 import transformers
 from click.testing import CliRunner
 from conftest import MakeFamily
-from mergekit.options import MergeOptions
 from mergekit.scripts.run_yaml import main as mergekit_yaml
 from support import families
 from support.copies import edit_tensors
@@ -21,9 +20,7 @@ from support.examining import feature_recipe, grow, look, only, problems, save_r
 from support.families import Family
 from support.hub import serve
 
-from mergekit_slta.errors import SltaError
 from mergekit_slta.host import patches
-from mergekit_slta.host.registry import examined, opened
 
 # What is sound
 
@@ -131,16 +128,6 @@ def test_mergekit_yaml_says_it_all_and_writes_nothing(family: Family, tmp_path: 
     assert len(said) == 3
     assert not (tmp_path / "out").exists()
     assert not list(Path(os.environ["XDG_CACHE_HOME"]).iterdir())
-
-
-def test_only_the_recipe_that_was_examined_is_merged_without_a_second_look(family: Family) -> None:
-    one, other = (families.experiment(families.recipe(family, sampels=number)) for number in (2, 3))
-    with examined(one):
-        assert opened(one.recipe.config, MergeOptions()) is one
-        with pytest.raises(SltaError, match="sampels"):
-            opened(other.recipe.config, MergeOptions())
-    with pytest.raises(SltaError, match="sampels"):
-        opened(one.recipe.config, MergeOptions())
 
 
 def misspell(recipe: dict[str, Any], family: Family, tmp_path: Path) -> str:

@@ -165,7 +165,7 @@ def test_processes_together_merge_to_the_same_tensors(
     LoaderCache.loaders.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Partial, "finish_layer", interrupt_after_the_second_layer)
-        with pytest.raises(InterruptedError):
+        with pytest.raises(SltaError, match="InterruptedError"):
             families.merge(content, tmp_path / "interrupted")
     assert len(list((tmp_path / "scratch").glob("featcal-*/layer-*"))) == 2
     recipe = write_recipe(llama, "featcal", **settings)

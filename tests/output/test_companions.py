@@ -61,8 +61,8 @@ def test_what_belongs_to_another_tokenizer_stays(
 
 
 def test_programs_of_a_model_without_code_of_its_own_stay(recipe: dict[str, Any], tmp_path: Path) -> None:
-    edit_config(Path(recipe["base_model"]), auto_map={})
-    (Path(recipe["base_model"]) / "odd_config.json").write_text("[" * 100_000)
+    config = Path(recipe["base_model"], "config.json")
+    config.write_text(config.read_text().replace("auto_map", "other"))
     assert "helper.py" not in copied(recipe, tmp_path / "merged")
 
 
@@ -73,7 +73,7 @@ def test_a_file_that_cannot_be_copied_is_named(
     with caplog.at_level(logging.WARNING, "mergekit_slta"):
         copied(recipe, tmp_path / "merged")
     (said,) = [text for text in caplog.messages if "yourself" in text]
-    assert said.startswith(f"Copy helper.py from {recipe['base_model']} yourself: ")
+    assert f"from {recipe['base_model']} yourself: " in said and "helper.py" in said
 
 
 def test_what_mergekit_does_not_download_is_fetched(recipe: dict[str, Any], tmp_path: Path) -> None:

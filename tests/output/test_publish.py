@@ -77,7 +77,7 @@ def test_the_model_is_uploaded_and_nothing_else(out: Path, llama: Family, hub: U
     assert names == weights | {
         *("README.md", "mergekit_config.yml", "config.json", "generation_config.json"),
         *("tokenizer.json", "tokenizer_config.json"),
-        *("mergekit-slta/statistics.safetensors", "mergekit-slta/alpha.png", "mergekit-slta/plain.yml"),
+        *("mergekit-slta/statistics.safetensors", "mergekit-slta/alpha.png"),
     }
     (weight,) = weights
     assert hub.committed[weight] == (out / weight).read_bytes()
@@ -196,7 +196,7 @@ def cut(out: Path) -> None:
         (cut, "truncated"),
         (lambda out: next(iter(out.glob("model*.safetensors"))).unlink(), "has no weights"),
         (lambda out: (out / "config.json").write_text("{"), "config.json"),
-        (lambda out: [file.unlink() for file in out.glob("tokenizer*")], "no usable tokenizer"),
+        (lambda out: [file.unlink() for file in out.glob("tokenizer*")], "The tokenizer in .* cannot be read"),
         (lambda out: (out / "mergekit_config.yml").unlink(), "no mergekit_config.yml"),
         (lambda out: (out / "README.md").write_bytes("Für alle".encode("latin-1")), "README.md .*UTF-8"),
         (lambda out: (out / "README.md").write_text("---\ntags: [x\n---\n"), "README.md .*YAML"),

@@ -83,8 +83,7 @@ def test_a_sound_merge_is_as_near_as_the_dense_sum_says(llama: Family, merged: t
     assert found.largest == pytest.approx(max(errors.values()), rel=1e-6)
     assert found.where == max(errors, key=lambda name: errors[name])
     assert str(found).startswith("No difference beyond rounding.")
-    assert str(found).endswith(f" in {found.where}, within the rounding of {found.dtype}.")
-    assert found.dtype == str(written[found.where].dtype).removeprefix("torch.")
+    assert str(found).endswith(f" in {found.where}.")
 
 
 @pytest.mark.parametrize(
@@ -126,42 +125,6 @@ def test_a_plain_recipe_is_compared_with_its_own_weights(llama: Family, tmp_path
 
     change(out, spoil)
     assert check(content, out).problems[0].startswith(f"The tensor {QUERY} differs from what the recipe gives by up")
-
-
-@pytest.mark.parametrize("method", ["featcal", "actmat", "sftm"])
-def test_other_methods_are_compared_where_they_change_nothing(
-    make_family: MakeFamily, tmp_path: Path, method: str
-) -> None:
-    family = make_family(touch=lambda name: "down_proj" in name)
-    own: dict[str, Any] = {"samples": 2} if method == "featcal" else {}
-    content = families.recipe(family, method, calibration=method == "featcal", **own)
-    out = families.merge(content, tmp_path / "out")
-    found = check(content, out)
-    assert found.problems == () and found.largest == 0
-    unsolved = {EMBEDDING, "model.norm.weight"}
-    unchanged = [name for name in load_file(next(iter(out.glob("*.safetensors")))) if "down_proj" not in name]
-    assert found.compared == (len(unsolved) if method == "featcal" else len(unchanged))
-
-    def spoil(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[EMBEDDING][3, 3] *= 1 + 1e-6
-
-    change(out, spoil)
-    found = check(content, out)
-    assert [EMBEDDING in problem for problem in found.problems] == [True]
-    assert 0 < found.largest < 1e-5 and found.where == EMBEDDING
-
-
-def test_an_average_of_the_edges_is_compared(llama: Family, tmp_path: Path) -> None:
-    content = families.recipe(llama, "featcal", samples=2, anchor="actmat")
-    out = families.merge(content, tmp_path / "out")
-    assert check(content, out).compared == 2
-
-    def spoil(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[EMBEDDING].copy_(llama.model(0).state_dict()[EMBEDDING].float())
-
-    assert check(content, out).problems == ()
-    change(out, spoil)
-    assert len(check(content, out).problems) == 1
 
 
 def test_methods_of_mergekit_are_looked_at_without_their_values(llama: Family, tmp_path: Path) -> None:

@@ -1,0 +1,108 @@
+"""A merge from the check to the model card, of which mergekit's own ``run_merge`` is one step."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+import transformers
+from mergekit.architecture import get_architecture_info
+from mergekit.config import MergeConfiguration
+from mergekit.io.tasks import LoaderCache
+
+from mergekit_slta.checks.examine import examine
+from mergekit_slta.engine.ranks import Ranks, join, leave
+from mergekit_slta.errors import files_named
+from mergekit_slta.host.registry import METHODS
+from mergekit_slta.models.spellings import ONE_AT_A_TIME, adapt_loaders
+from mergekit_slta.output import card
+from mergekit_slta.output.companions import copy_companions, entry_files, set_aside
+from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.recipe.recipe import Recipe
+
+
+def run(
+    stock: Callable[..., None],
+    config: MergeConfiguration,
+    out: str,
+    options: Mapping[str, Any],
+    source: str | None = None,
+    content: Any = None,
+) -> None:
+    """Merge a recipe of any method; for mergekit's own ones only the loaders and the processes are ours.
+
+    One merge runs at a time, and the loaders of an earlier one are forgotten: mergekit keeps them for the whole
+    process, and they go on reading files that were replaced. Under torchrun all processes run the models, and the first
+    one merges.
+
+    Args:
+        stock: mergekit's ``run_merge``.
+        config: the recipe.
+        out: the folder to write to.
+        options: mergekit's options by their names.
+        source: the recipe's YAML, which mergekit copies to the folder.
+        content: the parsed YAML, where it is known.
+
+    Raises:
+        SltaError: the recipe, a model, the data or the disk does not allow the merge.
+    """
+    with ONE_AT_A_TIME, joined_ranks() as ranks:
+        experiment = Experiment(Recipe.from_config(config, content), ranks=ranks, **options)
+        LoaderCache.loaders.clear()
+        if config.merge_method in METHODS:
+            with files_named("mend that and run the command again"):
+                _run(stock, experiment, out, source)
+        elif ranks.first:
+            stock(config, out, experiment.options, source)
+
+
+def _run(stock: Callable[..., None], experiment: Experiment, out: str, source: str | None) -> None:
+    recipe, options, folder = experiment.recipe, experiment.options, Path(out)
+    notes = experiment.ranks.together(lambda: examine(experiment, out_path=out))
+    for note in notes if not experiment.quiet else ():
+        click.echo(f"Note: {note}", err=True)
+    experiment.open()
+    models = (experiment.base, *experiment.experts)
+    for model in models:
+        model.open()  # from now on changes of its files are noticed
+    architecture = get_architecture_info(recipe.config, options)
+    adapt_loaders(experiment.model(recipe.base), recipe.references, architecture)
+    method = METHODS[recipe.config.merge_method]
+    merge = method.kind(experiment)
+    merge.prepare()
+    if not experiment.ranks.first:
+        return
+    before = entry_files(folder)
+    if options.write_model_card:
+        source = source or recipe.text  # as it is before mergekit rewrites it
+        set_aside(folder / card.CARD)
+    with method.merging(merge):
+        stock(copy.deepcopy(recipe.config), out, options, source)
+    LoaderCache.loaders.clear()  # what was adapted is of this merge alone
+    for model in models:
+        model.refuse_changes()
+    for file, _ in before.items() & entry_files(folder).items():
+        set_aside(file)  # programs would read it instead of the weights just written
+    copy_companions(recipe.config, recipe.tokenizer_source, options.copy_tokenizer, folder)
+    card.clear_beside(folder, merge.solution)
+    if source and options.write_model_card:
+        card.write_card(folder, recipe.config, source, merge.solution)
+    merge.finish()
+
+
+@contextlib.contextmanager
+def joined_ranks() -> Iterator[Ranks]:
+    """The processes that torchrun started; all but the first are silent."""
+    ranks = join()
+    if not ranks.first:
+        logging.disable(logging.WARNING)
+        transformers.utils.logging.disable_progress_bar()
+    try:
+        yield ranks
+    finally:
+        leave()

@@ -1,0 +1,160 @@
+"""What the methods refuse inside mergekit, and what they never write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from conftest import MakeFamily
+from mergekit.architecture import get_architecture_info
+from mergekit.config import MergeConfiguration
+from mergekit.graph import Executor
+from mergekit.io.tasks import LoaderCache
+from mergekit.merge_methods import merge_tensors
+from mergekit.options import MergeOptions
+from mergekit.plan import MergePlanner
+from mergekit.scripts import merge_raw_pytorch
+from support import families
+from support.copies import edit_tensors, edited
+from support.families import Family
+from support.merging import State, merged_state, nothing_measured, spoiled
+
+from mergekit_slta.errors import SltaError
+
+
+@pytest.mark.parametrize(
+    ("method", "role", "tensor"),
+    [
+        ("slta", "base", "model.layers.2.mlp.down_proj.weight"),
+        ("slta", "expert", "model.layers.0.input_layernorm.weight"),
+        ("featcal", "expert", "model.embed_tokens.weight"),
+    ],
+)
+def test_what_is_not_finite_is_refused_before_any_output(
+    method: str, role: str, tensor: str, llama: Family, tmp_path: Path
+) -> None:
+    content = families.recipe(llama, method)
+    if role == "base":
+        content["base_model"] = str(spoiled(llama.base, tmp_path / "spoiled", tensor))
+    else:
+        content["models"][1]["model"] = str(spoiled(llama.experts[1], tmp_path / "spoiled", tensor))
+    with pytest.raises(SltaError, match=f"spoiled holds NaN or Inf in the tensor {tensor}"):
+        families.merge(content, tmp_path / "out")
+    assert list((tmp_path / "out").glob("*.safetensors")) == []
+
+
+@pytest.mark.parametrize("edges", ["base", "mean"])
+def test_what_is_not_finite_outside_the_layers_gets_into_no_output(edges: str, llama: Family, tmp_path: Path) -> None:
+    """The experts' heads are not read by the measurement: where they matter, they are refused when they are merged."""
+    content = families.recipe(llama, edges=edges)
+    content["models"][1]["model"] = str(spoiled(llama.experts[1], tmp_path / "spoiled", "lm_head.weight"))
+    out = tmp_path / "out"
+    if edges == "mean":
+        with pytest.raises(SltaError, match=r"lm_head\.weight"):
+            families.merge(content, out)
+        assert list(out.glob("*.safetensors")) == []
+    else:
+        assert torch.equal(
+            merged_state(families.merge(content, out))["lm_head.weight"], merged_state(llama.base)["lm_head.weight"]
+        )
+
+
+# What the base model's output head holds -> what is said of it; no calibration looks at it.
+TOO_LARGE = {
+    "infinite": (torch.inf, r"(?=.*lm_head\.weight)(?=.*base).* NaN or "),
+    "too large for float16": (1e5, "The merged tensor 'lm_head.weight' is not finite as float16.*out_dtype: bfloat16"),
+}
+
+
+@pytest.mark.parametrize("case", TOO_LARGE)
+@pytest.mark.parametrize("method", ["slta", "featcal", "sftm"])
+def test_a_merged_tensor_that_is_not_finite_is_never_written(
+    method: str, case: str, llama: Family, tmp_path: Path
+) -> None:
+    value, words = TOO_LARGE[case]
+
+    def enlarge(tensors: State) -> None:
+        tensors["lm_head.weight"][-1, -1] = value
+
+    settings: dict[str, Any] = {"head": False, "anchor": "base"} if method == "featcal" else {}
+    content = families.recipe(llama, method, calibration=method != "sftm", out_dtype="float16", **settings)
+    content["base_model"] = str(edited(llama.base, tmp_path / "base", enlarge))
+    with pytest.raises(SltaError, match=words):
+        families.merge(content, tmp_path / "out")
+    assert list((tmp_path / "out").glob("*.safetensors")) == []
+
+
+@pytest.mark.parametrize(("method", "settings"), [("actmat", {"scale": 3.0}), ("sftm", {"lambda": 3.0})])
+def test_a_merge_of_float16_checkpoints_that_overflows_float16(
+    method: str, settings: dict[str, Any], make_family: MakeFamily, tmp_path: Path
+) -> None:
+    """Experts that all move a value which is near the largest one of float16 upwards; float32 holds their merge."""
+    family = make_family(experts=3, dtype=torch.float16)
+    edit_tensors(family.base, lambda tensors: tensors["lm_head.weight"].view(-1)[:1].fill_(60000))
+    for folder in family.experts:
+        edit_tensors(folder, lambda tensors: tensors["lm_head.weight"].view(-1)[:1].fill_(65504))
+    exact, *others = (
+        families.recipe(family, method, calibration=False, dtype=dtype, out_dtype=out, **settings)
+        for dtype, out in (("float32", None), ("float32", "float16"), ("float16", None))
+    )
+    head = merged_state(families.merge(exact, tmp_path / "exact"))["lm_head.weight"]
+    assert head.isfinite().all() and head.max() > torch.finfo(torch.float16).max
+    for content in others:
+        with pytest.raises(SltaError, match=TOO_LARGE["too large for float16"][1]):
+            families.merge(content, tmp_path / "out")
+        assert list((tmp_path / "out").glob("*.safetensors")) == []
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "value"),
+    [
+        ("slta", "calibration", ["a.jsonl", "b.jsonl"]),
+        ("slta", "level", [{"filter": "mlp", "value": "layer"}, {"value": "attn_mlp"}]),
+        ("featcal", "ridge", [0.1, 0.5]),
+    ],
+)
+def test_one_value_for_the_whole_merge(method: str, name: str, value: Any, llama: Family, tmp_path: Path) -> None:
+    content = families.recipe(llama, method)
+    target = content["models"][0]["parameters"] if name == "calibration" else content["parameters"]
+    target[name] = value
+    with pytest.raises(SltaError, match=f"'{name}'.* one value for the whole merge"):
+        families.merge(content, tmp_path / "out")
+    assert nothing_measured()
+    assert not (tmp_path / "out").exists()
+
+
+def test_mergekit_pytorch_is_refused_in_words(llama: Family, tmp_path: Path) -> None:
+    content = families.recipe(llama)
+    files = {str(folder): str(folder / "model.safetensors") for folder in llama.folders}
+    content["base_model"] = files[content["base_model"]]
+    for entry in content["models"]:
+        entry["model"] = files[entry["model"]]
+    path = families.write_recipe(tmp_path / "recipe.yml", content)
+    done = CliRunner().invoke(merge_raw_pytorch.main, [str(path), str(tmp_path / "out.safetensors")])
+    assert done.exit_code == 1
+    assert "mergekit-yaml" in done.output
+    assert "Traceback" not in done.output
+    assert nothing_measured()
+    assert not [path for path in (tmp_path / "out.safetensors").rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("method", ["slta", "featcal"])
+def test_single_tensors_are_refused_in_words(method: str) -> None:
+    base, expert = torch.zeros(2, 2), torch.ones(2, 2)
+    with pytest.raises(SltaError, match=f"'{method}' measures whole models.*mergekit-yaml"):
+        merge_tensors([base, expert], method=method, base_index=0, parameters={"calibration": ["a.jsonl"]})
+
+
+def test_tensors_of_a_plan_that_no_merge_has_prepared_are_refused(llama: Family, tmp_path: Path) -> None:
+    """mergekit's planner alone knows no results of the models, and takes none of another merge."""
+    config = MergeConfiguration.model_validate(families.recipe(llama, samples=2))
+    options = MergeOptions(quiet=True)
+    LoaderCache().setup(options)
+    planner = MergePlanner(config, get_architecture_info(config, options), options, config.base_model.config())
+    tasks = planner.plan_to_disk(str(tmp_path / "planned"))
+    families.merge(families.recipe(llama, samples=2), tmp_path / "merged")
+    with pytest.raises(SltaError, match="'slta' measures whole models"):
+        list(Executor(tasks).run(quiet=True))

@@ -1,0 +1,317 @@
+"""A merge from the check to the end: everything once, and nothing of another merge."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import mergekit.merge
+import pytest
+import torch
+import yaml
+from click.testing import CliRunner
+from conftest import MakeFamily, WriteRecipe
+from mergekit.common import ModelReference
+from mergekit.io.tasks import LoaderCache, LoadTensor, SaveTensor
+from mergekit.scripts import multimerge, run_yaml
+from safetensors.torch import load_file, save_file
+from support import families
+from support.adapters import write_adapter
+from support.families import Family
+from support.merging import State, counted, merged_state
+from transformers import AutoTokenizer
+
+from mergekit_slta.data import draw
+from mergekit_slta.errors import SltaError
+from mergekit_slta.featcal import scratch
+from mergekit_slta.files import cache_folder
+from mergekit_slta.host.merge import merge
+from mergekit_slta.layers import trace
+from mergekit_slta.models import headers
+from mergekit_slta.models.headers import WEIGHT_FILES, weight_map
+from mergekit_slta.recipe.recipe import Recipe
+from mergekit_slta.slta import measure
+
+Counts = collections.Counter[tuple[str, str]]
+ENTRIES = [name + index for name in WEIGHT_FILES for index in ("", ".index.json")]  # that programs look for
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Counts:
+    """How often this package, not mergekit itself, has opened what: kind and name."""
+    counts: Counts = collections.Counter()
+
+    def count(owner: Any, name: str, kind: str, own: bool = True) -> None:
+        function = getattr(owner, name)
+
+        def counted(*arguments: Any, **more: Any) -> Any:
+            if own or sys._getframe(1).f_globals["__name__"].startswith("mergekit_slta."):
+                counts[kind, Path(str(arguments[0])).name if kind != "decoder" else ""] += 1
+            return function(*arguments, **more)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(ModelReference, "config", "configuration", own=False)
+    count(headers, "folder_headers", "header")
+    count(draw, "read_records", "data")
+    count(trace, "trace_model", "decoder")
+    count(AutoTokenizer, "from_pretrained", "tokenizer", own=False)
+    return counts
+
+
+@pytest.mark.parametrize("way", ["mergekit-yaml", "python"])
+@pytest.mark.parametrize(("method", "parameters"), [("slta", {}), ("featcal", {"anchor": "actmat"})])
+def test_a_merge_opens_everything_once(
+    method: str, parameters: dict[str, Any], way: str, llama: Family, opened: Counts, tmp_path: Path
+) -> None:
+    content = families.recipe(llama, method, samples=3, **parameters)
+    if way == "python":
+        (tmp_path / "recipe.yml").write_text(json.dumps(content))
+        merge(Recipe.load(tmp_path / "recipe.yml"), tmp_path / "out", quiet=True, write_model_card=False)
+    else:
+        families.merge(content, tmp_path / "out")
+    models = [folder.name for folder in llama.folders]
+    names = {"configuration": models, "header": models, "tokenizer": models[:1]}
+    names |= {"data": [file.name for file in llama.data], "decoder": [""]}
+    assert opened == {(kind, name): 1 for kind, found in names.items() for name in found}
+
+
+@pytest.mark.parametrize("method", ["slta", "featcal"])
+def test_the_models_run_before_mergekit_has_a_tensor_in_memory(
+    method: str, llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first tensors that it reads are the embeddings of all models, the largest tensors."""
+    order: list[str] = []
+    module, name = (measure, "calibrate") if method == "slta" else (scratch, "feature_merge")
+    for where, function in ((module, name), (LoadTensor, "execute")):
+        run = getattr(where, function)
+
+        def noted(*args: Any, said: str = function, run: Callable[..., Any] = run, **kwargs: Any) -> Any:
+            order.append(said)
+            return run(*args, **kwargs)
+
+        monkeypatch.setattr(where, function, noted)
+    families.merge(families.recipe(llama, method, samples=2), tmp_path / "out")
+    assert order[0] == name and order.count(name) == 1 and "execute" in order
+
+
+def test_one_calibration_per_merge_and_none_for_what_is_in_the_cache(
+    llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibrations = counted(monkeypatch, measure, "calibrate")
+    first = merged_state(families.merge(families.recipe(llama), tmp_path / "first"))
+    assert len(calibrations) == 1
+    again = merged_state(families.merge(families.recipe(llama, ridge=0.0), tmp_path / "again"))
+    assert len(calibrations) == 1
+    assert all(torch.equal(again[name], tensor) for name, tensor in first.items())
+    families.merge(families.recipe(llama, seed=1), tmp_path / "other")
+    assert len(calibrations) == 2
+
+
+class ThreadedExecutor:
+    """Merges all tensors at once on many threads, as mergekit's own does under ``--multi-gpu``."""
+
+    merged: dict[str, torch.Tensor]
+
+    def __init__(self, targets: list[Any], **settings: Any) -> None:
+        self.tasks = [task.tensor_task for task in targets if isinstance(task, SaveTensor)]
+
+    def run(self, quiet: bool) -> list[Any]:
+        together = threading.Barrier(len(self.tasks), timeout=300)  # if one fails, all do
+
+        def merge(task: Any) -> torch.Tensor:
+            tensors = task.gather_tensors.execute(
+                **{name: load.execute() for name, load in task.gather_tensors.arguments().items()}
+            )
+            together.wait()
+            merged: torch.Tensor = task.execute(tensors)
+            return merged
+
+        with ThreadPoolExecutor(len(self.tasks)) as pool:
+            found = list(pool.map(merge, self.tasks))
+        names = [task.output_weight.name for task in self.tasks]
+        ThreadedExecutor.merged = dict(zip(names, found, strict=True))
+        return []
+
+
+def assert_equal(found: State, expected: State) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("method", ["slta", "featcal"])
+def test_many_threads_agree_with_one(
+    method: str, llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = families.recipe(llama, method, samples=2)
+    expected = load_file(families.merge(content, tmp_path / "out") / "model.safetensors")
+    monkeypatch.setattr(mergekit.merge, "Executor", ThreadedExecutor)
+    families.merge(content, tmp_path / "threads")
+    assert_equal(ThreadedExecutor.merged, expected)
+
+
+def test_every_merge_of_a_process_has_its_own_weights(llama: Family, tmp_path: Path) -> None:
+    """The models, the level and the failure of an earlier merge are forgotten."""
+    contents = [
+        families.recipe(llama, level="layer"),
+        families.recipe(llama, experts=[2, 0]),
+        families.recipe(llama, experts=[1], edges="mean"),
+        families.recipe(llama, "featcal", experts=[2, 0], head=False),
+    ]
+    alone = []
+    for index, content in enumerate(contents):
+        LoaderCache.loaders.clear()
+        alone.append(merged_state(families.merge(content, tmp_path / f"alone{index}")))
+    broken = families.recipe(llama)
+    broken["models"][0]["parameters"]["template"] = "{nothing}"
+    with pytest.raises(SltaError):
+        families.merge(broken, tmp_path / "broken")
+    for index, content in enumerate(contents):
+        found = merged_state(families.merge(content, tmp_path / f"together{index}"))
+        assert all(torch.equal(found[name], tensor) for name, tensor in alone[index].items())
+
+
+def weights(folder: Path) -> State:
+    return load_file(folder / "model.safetensors")
+
+
+def alone(content: dict[str, Any], out: Path, **options: Any) -> State:
+    """A merge by a process that has merged nothing before, without what earlier ones have measured."""
+    LoaderCache.loaders.clear()
+    shutil.rmtree(cache_folder(), ignore_errors=True)
+    return weights(families.merge(content, out, **options))
+
+
+def test_threads_that_merge_two_recipes_and_stock_methods_in_turn(llama: Family, tmp_path: Path) -> None:
+    stock = families.recipe(llama, "task_arithmetic", calibration=False, per_expert={"weight": 0.5})
+    own = [families.recipe(llama, samples=2, ridge=0.0), families.recipe(llama, samples=2, ridge=5.0)]
+    expected = [alone(content, tmp_path / f"alone{index}") for index, content in enumerate([*own, stock])]
+    failed: list[str] = []
+
+    def work(number: int) -> None:
+        for turn in range(2):
+            for index, content in ((number, own[number]), (2, stock)):
+                out = tmp_path / f"{number}-{turn}-{index}"
+                try:
+                    families.merge(content, out)
+                    assert_equal(weights(out), expected[index])
+                except BaseException as error:
+                    failed.append(f"{number}, {turn}, {index}: {error!r}")
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+
+
+def test_mergekit_multi_runs_several_merges(llama: Family, tmp_path: Path) -> None:
+    """The second merge takes the result of the first as an expert."""
+    first = families.recipe(llama, experts=[0, 1], level="layer") | {"name": "first"}
+    second = families.recipe(llama, experts=[2])
+    own = {"calibration": str(families.write_records(tmp_path / "both.jsonl", task=3))}
+    second["models"].append({"model": "first", "parameters": own})
+    (tmp_path / "recipes.yml").write_text(yaml.safe_dump_all([first, second]))
+    parts = tmp_path / "parts"
+    families.write_tokenizer(parts / "first")
+    arguments = [tmp_path / "recipes.yml", "--intermediate-dir", parts, "--out-path", tmp_path / "out"]
+    done = CliRunner().invoke(multimerge.main, [*map(str, arguments), "--no-write-model-card"])
+    assert done.exit_code == 0, done.output
+    alone = merged_state(families.merge({k: v for k, v in first.items() if k != "name"}, tmp_path / "alone"))
+    found = merged_state(parts / "first")
+    assert all(torch.equal(found[name], tensor) for name, tensor in alone.items())
+    second["models"][1]["model"] = str(parts / "first")
+    expected = merged_state(families.merge(second, tmp_path / "second"))
+    found = merged_state(tmp_path / "out")
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def changed(folder: Path) -> State:
+    """An expert's tensors after another training."""
+    generator = torch.Generator().manual_seed(7)
+    return {
+        name: tensor + 0.05 * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+
+
+def same_name(folder: Path) -> None:
+    """Save the expert again as other programs do: to a new file that gets the old one's name."""
+    save_file(changed(folder), folder / "new.safetensors", {"format": "pt"})
+    (folder / "new.safetensors").replace(folder / "model.safetensors")
+
+
+def shards(folder: Path) -> None:
+    model: Any = families.load_model(folder)
+    model.float().load_state_dict(changed(folder), strict=False)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="30KB")
+    assert not (folder / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("replace", [same_name, shards])
+@pytest.mark.parametrize("method", ["slta", "actmat", "task_arithmetic"])
+def test_an_expert_that_is_replaced_between_two_merges_is_read_anew(
+    method: str, replace: Callable[[Path], None], make_family: MakeFamily, tmp_path: Path
+) -> None:
+    family = make_family()
+    per_expert = {"weight": 0.5} if method == "task_arithmetic" else None
+    content = families.recipe(family, method, calibration=method == "slta", per_expert=per_expert)
+    before = weights(families.merge(content, tmp_path / "before"))
+    replace(family.experts[0])
+    found = weights(families.merge(content, tmp_path / "after"))
+    assert_equal(found, alone(content, tmp_path / "alone"))
+    assert not torch.equal(found["model.layers.0.mlp.up_proj.weight"], before["model.layers.0.mlp.up_proj.weight"])
+
+
+def test_an_adapter_that_is_trained_again_between_two_merges_is_merged_anew(llama: Family, tmp_path: Path) -> None:
+    content = families.recipe(llama, "actmat", experts=[0, 1], calibration=False)
+    adapter = write_adapter(llama.base, tmp_path / "adapter", seed=0)
+    content["models"][0]["model"] = f"{llama.base}+{adapter}"
+    options = {"lora_merge_cache": str(tmp_path / "merged")}
+    before = weights(families.merge(content, tmp_path / "before", **options))
+    shutil.rmtree(adapter)
+    write_adapter(llama.base, adapter, seed=1)
+    found = weights(families.merge(content, tmp_path / "after", **options))
+    assert_equal(found, alone(content, tmp_path / "alone", **options))
+    assert any(not torch.equal(found[name], tensor) for name, tensor in before.items())
+
+
+def test_a_merge_into_the_same_folder_hides_the_weights_of_the_one_before(llama: Family, tmp_path: Path) -> None:
+    """Programs read one of a whole file and an index of several; the time of a file does not say which is new."""
+    out = tmp_path / "out"
+    several, whole = {"out_shard_size": 60_000}, {"safe_serialization": True}
+    for method, options in (("actmat", several), ("sftm", whole), ("actmat", several), ("sftm", whole)):
+        families.merge(families.recipe(llama, method, calibration=False), out, **options)
+        assert len(weight_map(out)) == (2 if options is several else 1)
+        (entry,) = (file for file in out.iterdir() if file.name in ENTRIES)
+        os.utime(entry, (2**32, 2**32))
+    recipe = families.recipe(llama, "sftm", calibration=False)
+    families.merge(recipe, out, safe_serialization=False)
+    assert [file.name for file in out.iterdir() if file.name in ENTRIES] == ["pytorch_model.bin"]
+    assert {file.name for file in out.glob("*.old")} == {"model.safetensors.old", "model.safetensors.index.json.old"}
+
+
+def test_a_model_of_the_recipe_is_not_overwritten(family: Family, write_recipe: WriteRecipe) -> None:
+    file = family.experts[0] / "model.safetensors"
+    before = file.read_bytes()
+    recipe = write_recipe(family, "actmat", calibration=False)
+    result = CliRunner().invoke(run_yaml.main, [str(recipe), str(family.experts[0]), "--quiet"])
+    assert result.exit_code == 1 and "which the merge would overwrite" in result.output
+    assert file.read_bytes() == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_multi_gpu_without_a_gpu_is_refused_before_calibration(llama: Family, tmp_path: Path) -> None:
+    with pytest.raises(SltaError, match="leave --device, --cuda and --multi-gpu out"):
+        families.merge(families.recipe(llama), tmp_path / "out", multi_gpu=True)
+    assert not cache_folder().exists()
