@@ -6,7 +6,7 @@ import filecmp
 import json
 from pathlib import Path
 
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, reading
 from mergekit_slta.models.headers import Model
 
 TOKENIZER = "tokenizer.json"
@@ -57,9 +57,7 @@ def moved_tokens(base: Model, expert: Model) -> str | None:
 
 
 def known_tokens(file: Path) -> dict[str, int]:
-    """The vocabulary in a ``tokenizer.json``; empty if the file is damaged, which loading the tokenizer reports."""
-    try:
+    """The ids of the tokens in a ``tokenizer.json``, without those added later."""
+    with reading(file):
         tokens = json.loads(file.read_text(encoding="utf-8"))["model"]["vocab"]
         return tokens if isinstance(tokens, dict) else {token: index for index, (token, *_) in enumerate(tokens)}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return {}

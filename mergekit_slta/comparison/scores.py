@@ -60,9 +60,7 @@ def score_model(
     device: str = "cpu",
     progress: Callable[[float], object] = lambda records: None,
 ) -> list[list[Score]]:
-    """Score every record of each group by a model, in float32.
-
-    One decoder layer is in memory at a time.
+    """Score every record of each group by a model, in float32, with one decoder layer in memory at a time.
 
     Args:
         checkpoint: the model.
@@ -73,7 +71,12 @@ def score_model(
     Raises:
         SltaError: the model knows too few tokens, or its logits cannot be computed layer by layer.
     """
-    _refuse_unknown_tokens(checkpoint, groups)
+    highest = max(token for group in groups for sample in group for token in sample.token_ids)
+    if highest >= (vocabulary := checkpoint.config.get_text_config().vocab_size):
+        raise SltaError(
+            f"The base model's tokenizer gives the token id {highest}, but {checkpoint} knows only {vocabulary} "
+            "tokens: only models with the base model's vocabulary can be compared."
+        )
     decoder = trace(checkpoint.config, checkpoint.trust_remote_code, device)
     if decoder.tail_problem:
         raise SltaError(
@@ -85,16 +88,6 @@ def score_model(
     found = pass_layers(accumulator, progress=lambda samples: progress(samples / len(decoder)))
     rows = iter(range(len(found)))
     return [[found[next(rows)] for _ in group] for group in groups]
-
-
-def _refuse_unknown_tokens(checkpoint: Checkpoint, groups: Sequence[Group]) -> None:
-    highest = max(token for group in groups for sample in group for token in sample.token_ids)
-    vocabulary = checkpoint.config.get_text_config().vocab_size
-    if highest >= vocabulary:
-        raise SltaError(
-            f"The base model's tokenizer gives the token id {highest}, but {checkpoint} knows only {vocabulary} "
-            "tokens: only models with the base model's vocabulary can be compared."
-        )
 
 
 @dataclass
