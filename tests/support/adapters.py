@@ -26,7 +26,7 @@ def write_adapter(
         seed: decides its matrices, none of which is zero.
         alpha: ``RANK`` times what their product counts by.
         parameters: the last parts of the names of parameters to adapt, such as those of fused experts.
-        more: other settings of the LoRA, such as ``lora_bias``.
+        more: other settings of the LoRA.
     """
     model = model_class(AutoConfig.from_pretrained(base)).from_pretrained(base, dtype=torch.float32)
     modules = list(targets) or ([] if parameters else ["q_proj"])
