@@ -38,20 +38,8 @@ from mergekit_slta.layers.trace import trace
 # Of a tensor's norm; float32 features and products against float64 ones.
 TOLERANCE = 1e-4
 DECODERS = (*ARCHITECTURES, *UNSPLIT, *MULTIMODAL)
-BIASES = ("gpt2", "gpt_neox", "gpt_oss", "opt", "qwen2", "starcoder2")
 # Every input of every map has full rank, so that the calibration data alone decide the maps.
-DETERMINED = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "phi3",
-    "glm4_moe",
-    "mixtral",
-    "gpt_oss",
-    "lfm2",
-    "granite_moe_hybrid",
-    "falcon_h1",
-)
+DETERMINED = ("llama", "qwen2", "phi3", "glm4_moe", "gpt_oss", "lfm2", "granite_moe_hybrid")
 # The maps of a layer that are not solved in what people merge now.
 KEPT = {
     "llama4_vision": ("feed_forward.router",),
@@ -60,8 +48,7 @@ KEPT = {
 }
 # Their linear maps are called as those of another architecture are.
 LIKE_OTHERS = (
-    *("arcee", "gemma", "granite", "llama_dynamic", "olmo", "phi3_longrope", "qwen3"),
-    *("bloom_post", "cohere_without_qk_norm", "cohere2", "gpt_neox_sequential", "opt_post", "stablelm_parallel"),
+    *("gemma", "llama_dynamic", "mistral", "olmo2", "phi3_longrope", "qwen3", "qwen3_moe", "cohere", "cohere2"),
 )
 EXACT = 1e-9  # a ridge that holds nothing
 
@@ -118,11 +105,10 @@ def logits(model: Any, state: State, tasks: Tasks) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("architecture", "settings"),
     [
-        *((name, {}) for name in featcal_reference.GROUPS if name != "gemma3n"),
-        pytest.param("gemma3n", {}, marks=pytest.mark.slow),  # it has the most groups of maps
-        ("gpt_neox", {"ridge": 0.1}),
+        *((name, {}) for name in featcal_reference.GROUPS if name != "longcat_flash"),
+        pytest.param("longcat_flash", {}, marks=pytest.mark.slow),  # it has the most groups of maps
         ("llama", {"head": False}),
-        *((name, {"by_tasks": True, "ridge": 0.1}) for name in ("llama", "mixtral", "gpt2")),
+        *((name, {"by_tasks": True, "ridge": 0.1}) for name in ("mixtral", "gpt2")),
     ],
     ids=str,
 )
@@ -144,7 +130,7 @@ def test_equals_the_reference(
     assert changed == solved_names(trace(family.config)) - (set() if head else {"lm_head.weight"})
 
 
-@pytest.mark.parametrize(("architecture", "by_tasks"), [("gpt2", False), ("mixtral", False), ("mixtral", True)])
+@pytest.mark.parametrize(("architecture", "by_tasks"), [("gpt2", False), ("mixtral", True)])
 def test_fewer_tokens_than_dimensions_give_the_same_merge(
     architecture: str, by_tasks: bool, make_family: MakeFamily, tmp_path: Path
 ) -> None:
@@ -158,9 +144,9 @@ def test_fewer_tokens_than_dimensions_give_the_same_merge(
     assert worst((anchor or dict(base.named_parameters())) | found, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("ridge", [1.1e-4, 0.003])
-def test_few_different_tokens_cost_no_digits(ridge: float, make_family: MakeFamily, tmp_path: Path) -> None:
+def test_few_different_tokens_cost_no_digits(make_family: MakeFamily, tmp_path: Path) -> None:
     """The first layer's inputs then are rank-deficient."""
+    ridge = 1.1e-4
     family = make_family("llama", records=4)
     base, *experts = family.models()
     before, groups = base.state_dict(), featcal_reference.GROUPS["llama"]
@@ -193,7 +179,7 @@ def test_the_base_models_task_is_that_of_as_many_copies_of_it_as_it_counts(
 # Limits
 
 
-@pytest.mark.parametrize("architecture", ["llama", "glm4_moe", *BIASES])
+@pytest.mark.parametrize("architecture", ["gpt2", "glm4_moe"])
 def test_an_endless_ridge_gives_the_anchor(architecture: str, make_family: MakeFamily, tmp_path: Path) -> None:
     family = make_family(architecture, records=3)
     assert worst(merged_tensors(family, tmp_path, ridge=1e12), family.model(0).state_dict()) < 1e-7
@@ -225,7 +211,7 @@ def expert_change_missed(found: State, base: State, expert: State) -> float:
 
 @pytest.mark.parametrize(
     ("architecture", "ridge"),
-    [*((name, EXACT) for name in dict.fromkeys((*DETERMINED, *CURRENT))), ("llama", 0.0), ("mixtral", 0.0)],
+    [*((name, EXACT) for name in (*DETERMINED, *CURRENT)), ("mixtral", 0.0)],
     ids=str,
 )
 def test_one_expert_and_no_ridge_give_that_expert(
@@ -244,7 +230,7 @@ def test_one_expert_and_no_ridge_give_that_expert(
     assert expert_change_missed(found, base, expert) < 1e-3
 
 
-@pytest.mark.parametrize("architecture", ["llama", "phi3", "gpt_oss", "falcon_h1"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt_oss"])
 def test_equal_experts_give_that_expert(architecture: str, make_family: MakeFamily, tmp_path: Path) -> None:
     touched = solved_names(families.skeleton(architecture))
     one = make_family(architecture, experts=1, touch=touched.__contains__)
@@ -259,13 +245,8 @@ def test_equal_experts_give_that_expert(architecture: str, make_family: MakeFami
 
 @pytest.mark.parametrize(
     "architecture",
-    slow_but(  # tests/slta/test_calibrate.py cuts the batches of the others, too
-        ("llama", "mixtral", "falcon_alibi", "llama4"),
-        (
-            *("llama", "mixtral", "falcon_alibi", "llama4", "gemma2"),
-            *("granite_moe_hybrid", "llama_dynamic", "phi3_longrope", "gemma4"),
-        ),
-    ),
+    # tests/slta/test_calibrate.py cuts the batches of the others, too.
+    slow_but(("mixtral", "falcon_alibi"), ("mixtral", "falcon_alibi", "llama4", "granite_moe_hybrid", "gemma4")),
 )
 def test_batches_and_their_padding_do_not_matter(architecture: str, make_family: MakeFamily, tmp_path: Path) -> None:
     family = make_family(architecture, longest=30)
@@ -286,9 +267,8 @@ def test_the_order_of_the_samples_does_not_matter(llama: Family, tmp_path: Path)
     assert worst(merged_tensors(llama, tmp_path / "backwards", tasks=backwards, batch_tokens=60), first) < 1e-5
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mixtral"])
-def test_a_sample_of_weight_two_is_two_samples(architecture: str, make_family: MakeFamily, tmp_path: Path) -> None:
-    family = make_family(architecture)
+def test_a_sample_of_weight_two_is_two_samples(make_family: MakeFamily, tmp_path: Path) -> None:
+    family = make_family("mixtral")
     tasks = family.token_ids()
     weights = [torch.full((len(row),), 1.0 + (number == 0)) for task in tasks for number, row in enumerate(task)]
     weighted = merged_tensors(family, tmp_path / "weighted", tasks=tasks, weights=weights)
@@ -316,7 +296,7 @@ def test_following_the_anchor_changes_nothing(llama: Family, tmp_path: Path) -> 
 
 
 # Every architecture; those that are not quick are solved above, or their maps are called as another's are
-QUICK = ("llama", "gpt2", "mixtral", "gpt_oss", "llama4", "gemma3n", "gemma4_vision", "falcon_h1", "mamba")
+QUICK = ("gemma", "gpt_oss", "gemma4_vision", "mamba")
 
 
 @pytest.mark.parametrize("architecture", slow_but(QUICK, DECODERS))
@@ -339,15 +319,6 @@ def test_every_architecture_gives_finite_tensors_of_its_shapes(
     parameters = dict(model.named_parameters())  # transformers fills some buffers anew when it loads a model
     changed = {name for name in found if name in parameters and not torch.equal(found[name].double(), state[name])}
     assert changed == solved_names(decoder)
-
-
-@pytest.mark.parametrize(("architecture", "head"), [("llama", False), ("gemma", True)])
-def test_a_head_that_is_off_or_tied_is_not_written(
-    architecture: str, head: bool, make_family: MakeFamily, tmp_path: Path
-) -> None:
-    family = make_family(architecture, records=3)
-    found = merged_tensors(family, tmp_path, head=head)
-    assert not [name for name in found if ".layers." not in name]
 
 
 def test_the_head_in_parts_is_the_same(llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,14 +356,6 @@ def test_routed_experts_that_few_tokens_reach_keep_the_anchors_maps_and_are_name
     assert len(kept) < LAYERS * 4 * 2
 
 
-def test_enough_tokens_leave_nothing_to_say(
-    make_family: MakeFamily, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING, logger="mergekit_slta"):
-        merged_tensors(make_family("mixtral"), tmp_path, tasks=families.wide_tasks(2, samples=4))
-    assert not caplog.records
-
-
 # Numerics
 
 
@@ -407,11 +370,10 @@ def with_massive_dimension(family: Family, dimension: int = 5, size: float = 1e3
     return family
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 def test_massive_activations_do_not_make_the_solution_useless(
-    architecture: str, make_family: MakeFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_family: MakeFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    family = with_massive_dimension(make_family(architecture, records=20))
+    family = with_massive_dimension(make_family("llama", records=20))
 
     def share_of_the_anchors_error(folder: Path) -> float:
         errors = families.feature_merge(family, folder, compare=True).errors()
@@ -470,9 +432,8 @@ def errors_by_hand(models: list[Any], state: State, tasks: Tasks) -> torch.Tenso
     return torch.stack(errors, 1)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "mixtral"])
-def test_errors_are_those_of_whole_models(architecture: str, make_family: MakeFamily, tmp_path: Path) -> None:
-    family = make_family(architecture, records=20)
+def test_errors_are_those_of_whole_models(make_family: MakeFamily, tmp_path: Path) -> None:
+    family = make_family("gemma2", records=20)
     errors = families.feature_merge(family, tmp_path, compare=True, batch_tokens=70).errors()
     tasks, state = family.token_ids(), families.solved_tensors(tmp_path)
     assert torch.allclose(errors["error.merged"], errors_by_hand(family.models(), state, tasks), rtol=1e-4)
@@ -480,12 +441,9 @@ def test_errors_are_those_of_whole_models(architecture: str, make_family: MakeFa
     assert (errors["error.merged"] < 0.8 * errors["error.anchor"]).all()
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mixtral"])
-def test_the_errors_of_the_actmat_merge_are_those_of_whole_models(
-    architecture: str, make_family: MakeFamily, tmp_path: Path
-) -> None:
+def test_the_errors_of_the_actmat_merge_are_those_of_whole_models(make_family: MakeFamily, tmp_path: Path) -> None:
     """Although the anchor's maps are solved one group after the other."""
-    family = make_family(architecture, records=4)
+    family = make_family("mixtral", records=4)
     expected = errors_by_hand(family.models(), actmat_state(family), family.token_ids())
     errors = families.feature_merge(family, tmp_path, by_tasks=True, ridge=0.1, compare=True).errors()
     assert torch.allclose(errors["error.anchor"], expected, rtol=1e-4)
@@ -503,18 +461,10 @@ def test_the_actmat_merge_of_a_mixtures_experts_takes_the_memory_of_one_matrix(m
     assert peak_of(lambda: anchor.of(names, tensors)) < 5 * 24 * 400 * 300 * 4
 
 
-def test_without_a_comparison_only_the_merged_models_errors_are_known(llama: Family, tmp_path: Path) -> None:
-    errors = families.feature_merge(llama, tmp_path).errors()
-    assert set(errors) == {"error.merged"}
-    assert errors["error.merged"].shape == (LAYERS, 3)
-
-
 # Progress, interruptions, memory
 
 
-@pytest.mark.parametrize(
-    ("architecture", "head"), [("llama", True), ("llama", False), ("gemma", True), ("mixtral", True)]
-)
+@pytest.mark.parametrize(("architecture", "head"), [("llama", True), ("llama", False), ("gemma", True)])
 def test_progress_counts_every_sample_at_every_stage(
     architecture: str, head: bool, make_family: MakeFamily, tmp_path: Path
 ) -> None:
@@ -626,9 +576,8 @@ def test_tokens_without_features_have_no_relative_error(make_family: MakeFamily,
     assert errors[:, 1].isnan().all()
 
 
-@pytest.mark.parametrize("pad", [None, 2, -1])
-def test_the_head_is_solved_whatever_token_pads(pad: int | None, make_family: MakeFamily, tmp_path: Path) -> None:
-    family = make_family("llama")
+def test_the_head_is_solved_whatever_token_pads(make_family: MakeFamily, tmp_path: Path) -> None:
+    family, pad = make_family("llama"), -1
     for folder in family.folders:  # not before: some versions of transformers save no model with a token below 0
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"pad_token_id": pad}))
@@ -650,10 +599,3 @@ def test_memory_does_not_grow_with_the_number_of_layers(forks: ForkServerContext
         for number, family in enumerate(both)
     ]
     assert peaks[1] < 1.1 * peaks[0]
-
-
-@pytest.mark.slow  # the quick suite holds it for calibration, and for experts that are multiplied at once
-@depths.needs_account
-def test_memory_does_not_grow_with_the_number_of_routed_experts(forks: ForkServerContext, tmp_path: Path) -> None:
-    peaks = depths.peaks_of_mixtures(forks, merge_tasks, tmp_path)
-    assert peaks[1] < peaks[0] + depths.STACK  # all models' experts would add more than three of these

@@ -16,12 +16,10 @@ import torch
 from conftest import MakeFamily
 from mergekit.io.tasks import LoaderCache
 from mergekit.io.tensor_writer import TensorWriter
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from support import damaged_state, families
+from safetensors.torch import load_file
+from support import families
 from support.families import Family
 
-from mergekit_slta.engine import partial
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal import answers, merge, scratch
 from mergekit_slta.featcal.answers import token_weights
@@ -96,17 +94,11 @@ def test_it_is_in_the_cache_folder(llama: Family) -> None:
     assert sorted(contents(folder)) == ["edges.safetensors", *layers, "lock", "run.json"]
 
 
-def test_it_is_where_the_recipe_says(llama: Family, tmp_path: Path) -> None:
-    solve(recipe(llama, scratch=str(tmp_path / "new" / "scratch")))
-    assert len(scratch_folders(tmp_path / "new" / "scratch")) == 1
-    assert not cache().exists()
-
-
 def test_a_finished_merge_is_not_computed_again(llama: Family, merges: list[Path]) -> None:
     solve(recipe(llama))
     LoaderCache.loaders.clear()
     first = contents(scratch_folders()[0])
-    found = solve(recipe(llama, batch_tokens=7))
+    found = solve(recipe(llama, batch_tokens=7, ridge="auto", anchor="actmat", head=True))
     assert len(merges) == 1
     assert contents(scratch_folders()[0]) == first
     assert found.tensor("lm_head.weight") is not None
@@ -124,14 +116,6 @@ def another_base(family: Family, content: Recipe) -> None:
     content["base_model"] = str(family.experts[2])
 
 
-def another_order(family: Family, content: Recipe) -> None:
-    content["models"].reverse()
-
-
-def one_expert(family: Family, content: Recipe) -> None:
-    content["models"].pop()
-
-
 def setting(name: str, value: Any) -> Callable[[Family, Recipe], None]:
     def change(family: Family, content: Recipe) -> None:
         content["parameters"][name] = value
@@ -140,11 +124,7 @@ def setting(name: str, value: Any) -> Callable[[Family, Recipe], None]:
     return change
 
 
-OTHER_MERGES = [
-    another_expert, other_data, another_base, another_order, one_expert,
-    setting("ridge", 0.1), setting("anchor", "base"), setting("head", False),
-    setting("samples", 3), setting("max_tokens", 4), setting("seed", 1),
-]  # fmt: skip
+OTHER_MERGES = [another_expert, other_data, another_base, setting("ridge", 0.1), setting("anchor", "base")]
 
 
 @pytest.mark.parametrize("change", OTHER_MERGES, ids=lambda change: change.__name__)
@@ -201,12 +181,6 @@ def test_another_configuration_is_another_merge(llama: Family, merges: list[Path
     assert len(set(merges)) == 2
 
 
-def test_the_home_folder(llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    solve(recipe(llama, scratch="~/scratch"))
-    assert len(scratch_folders(tmp_path / "scratch")) == 1
-
-
 def test_a_report_follows_the_anchor_too_which_is_another_merge(
     llama: Family, merges: list[Path], tmp_path: Path
 ) -> None:
@@ -217,14 +191,6 @@ def test_a_report_follows_the_anchor_too_which_is_another_merge(
         "error.anchor": (families.LAYERS, 3),
     }
     assert len(set(merges)) == 2
-
-
-def test_what_changes_nothing_is_the_same_merge(llama: Family, merges: list[Path]) -> None:
-    """The number of positions at once, and how a default is written."""
-    solve(recipe(llama))
-    LoaderCache.loaders.clear()
-    solve(recipe(llama, batch_tokens=0, ridge="auto", anchor="actmat", head=True))
-    assert len(merges) == 1
 
 
 # Tensors
@@ -247,24 +213,12 @@ def test_a_mixtures_experts_have_no_tensors_of_their_own(make_family: MakeFamily
         found.tensor("model.layers.0.block_sparse_moe.experts.1.w2.weight")
 
 
-@pytest.mark.parametrize(("architecture", "said"), [("gemma", 1), ("llama", 0)])
-def test_a_tied_head_is_said_once(
-    architecture: str, said: int, make_family: MakeFamily, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tied_head_is_said_once(make_family: MakeFamily, caplog: pytest.LogCaptureFixture) -> None:
+    family = make_family("gemma")
     with caplog.at_level(logging.WARNING, logger="mergekit_slta"):
-        solve(recipe(make_family(architecture)))
-        solve(recipe(make_family(architecture, seed=1), head=False))
-    assert sum("The output head is tied to the embedding" in record.message for record in caplog.records) == said
-
-
-def test_calibration_is_needed(llama: Family) -> None:
-    with pytest.raises(SltaError, match="has no 'calibration'"):
-        solve(recipe(llama, calibration=False))
-    content = recipe(llama, experts=[0, 1])
-    content["models"][1]["parameters"] = content["models"][0]["parameters"]
-    with pytest.raises(SltaError, match="have the same calibration source"):
-        solve(content)
-    assert not cache().exists()
+        solve(recipe(family))
+        solve(recipe(family, head=False))
+    assert sum("The output head is tied to the embedding" in record.message for record in caplog.records) == 1
 
 
 # Removed, or kept
@@ -369,11 +323,11 @@ def test_a_killed_merge_goes_on(
     assert finished == {file: file.stat().st_mtime_ns for file in finished}
 
 
-@pytest.mark.parametrize("architecture", ["mixtral", "zamba2", "gemma4"])
+@pytest.mark.parametrize("architecture", ["mixtral", "gemma4"])
 def test_finished_layers_are_repeated_to_the_last_bit(
     architecture: str, make_family: MakeFamily, tmp_path: Path
 ) -> None:
-    """Routed experts, layers that share maps, and layers that pass more than hidden states to later ones."""
+    """Routed experts, and layers that pass more than hidden states to later ones."""
     family = make_family(architecture, records=3)
     families.feature_merge(family, tmp_path, compare=True, batch_tokens=60)
     before = families.solved_tensors(tmp_path)
@@ -384,34 +338,16 @@ def test_finished_layers_are_repeated_to_the_last_bit(
     assert equal(families.solved_tensors(tmp_path), before)
 
 
-@pytest.mark.parametrize("name", ["layer-0001.safetensors", "edges.safetensors"])
-@pytest.mark.parametrize("damage", [damaged_state.cut, Path.unlink], ids=lambda damage: damage.__name__)
-def test_a_finished_merge_computes_a_damaged_file_again(
-    damage: Callable[[Path], None], name: str, deep: Family, uninterrupted: dict[str, bytes], tmp_path: Path
+def test_a_finished_merge_computes_damaged_files_again(
+    deep: Family, uninterrupted: dict[str, bytes], tmp_path: Path
 ) -> None:
     solve(deep_recipe(deep, tmp_path))
     (folder,) = scratch_folders(tmp_path)
-    damage(folder / name)
+    os.truncate(folder / "layer-0001.safetensors", 1000)
+    (folder / "edges.safetensors").unlink()
     LoaderCache.loaders.clear()
     solve(deep_recipe(deep, tmp_path))
     assert contents(folder) == uninterrupted
-
-
-def test_a_full_disk_loses_nothing(
-    deep: Family, uninterrupted: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def save_until_full(tensors: State, file: Path) -> None:
-        if "layer-0002" in file.name:
-            raise SafetensorError("No space left on device")
-        save_file(tensors, file)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(partial, "save_file", save_until_full)
-        with pytest.raises(SltaError, match="layer-0002.safetensors cannot be written .*No space left.*: make room"):
-            solve(deep_recipe(deep, tmp_path))
-    LoaderCache.loaders.clear()
-    solve(deep_recipe(deep, tmp_path))
-    assert contents(scratch_folders(tmp_path)[0]) == uninterrupted
 
 
 def test_a_solved_model_that_another_merge_has_deleted_ends_in_an_error(llama: Family, tmp_path: Path) -> None:

@@ -15,12 +15,7 @@ CURRENT = (
     *HYBRIDS,
 )
 # mergekit 0.1.5 asks for a tensor that their checkpoints do not have, or leaves some of their tensors out.
-UNMERGED = (
-    *("gpt_neox", "gpt_neox_sequential", "falcon_7b", "falcon_one_norm", "falcon_alibi", "cohere_without_qk_norm"),
-    *("stablelm_parallel", "granite_hybrid_dense", "nemotron_h", "glm_moe_dsa"),
-)
+UNMERGED = ("gpt_neox", "falcon_7b", "falcon_alibi", "nemotron_h", "glm_moe_dsa")
 # Some layers mix tokens by something that has no heads: at level head_mlp they fall back to their branches.
-HEADLESS = (
-    *("jamba_dense", "lfm2", "granite_moe_hybrid", "granite_hybrid_dense", "bamba", "falcon_h1", "zamba2"),
-    *("mamba", "nemotron_h", "zaya"),
-)
+HEADLESS = ("jamba_dense", "lfm2", "granite_moe_hybrid", "falcon_h1", "zamba2", "mamba", "nemotron_h", "zaya")
+

@@ -79,19 +79,6 @@ _LONGROPE = {
 }
 _TOP_2_OF_4 = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _GPT2 = {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 128}
-_GRANITE = {"residual_multiplier": 0.4, "embedding_multiplier": 2.0, "attention_multiplier": 0.3, "logits_scaling": 4.0}
-_GRANITE_HYBRID = {
-    "layer_types": ["mamba", "attention", "mamba"],
-    "shared_intermediate_size": 32,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 8,
-    "mamba_expand": 2,
-    "mamba_d_state": 8,
-    "mamba_n_groups": 1,
-    "mamba_chunk_size": 8,
-}
-
-_BLOOM = {"hidden_size": 32, "n_layer": LAYERS, "n_head": 4, "vocab_size": VOCABULARY}
 
 # Key -> the class of the configuration, and its arguments. Every mechanism that moves a branch has an entry: grouped
 # heads, parallel branches, norms after branches, scaled branches, masks per layer, fused projections and mixtures.
@@ -109,32 +96,16 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3_longrope": ("Phi3Config", _GROUPED | _LONGROPE),
     "gpt2": ("GPT2Config", _GPT2 | {"bos_token_id": BOS, "eos_token_id": EOS}),
     "gpt_neox": ("GPTNeoXConfig", _SMALL),
-    "gpt_neox_sequential": ("GPTNeoXConfig", _SMALL | {"use_parallel_residual": False}),
     "falcon_7b": ("FalconConfig", _FALCON | {"multi_query": True}),
     "falcon_new": (
         "FalconConfig",
         _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "tie_word_embeddings": False},
     ),
-    "falcon_one_norm": (
-        "FalconConfig",
-        _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
-    ),
     "falcon_alibi": ("FalconConfig", _FALCON | {"alibi": True, "parallel_attn": False, "multi_query": False}),
-    "olmo": ("OlmoConfig", _GROUPED),
     "olmo2": ("Olmo2Config", _GROUPED),
     "cohere": ("CohereConfig", _GROUPED | {"use_qk_norm": True}),
-    "cohere_without_qk_norm": ("CohereConfig", _GROUPED),
     "cohere2": ("Cohere2Config", _GROUPED | _SLIDING),
-    "starcoder2": ("Starcoder2Config", _GROUPED | _WINDOW),
-    "stablelm": ("StableLmConfig", _GROUPED),
-    "stablelm_parallel": (
-        "StableLmConfig",
-        _GROUPED | {"use_parallel_residual": True, "qk_layernorm": True, "use_qkv_bias": True},
-    ),
-    "granite": ("GraniteConfig", _GROUPED | _GRANITE),
     "glm4": ("Glm4Config", _GROUPED | {"head_dim": 8}),
-    "arcee": ("ArceeConfig", _GROUPED),
-    "apertus": ("ApertusConfig", _GROUPED),
     "mixtral": ("MixtralConfig", _GROUPED | _WINDOW | {"num_local_experts": 4}),
     "qwen3_moe": (
         "Qwen3MoeConfig",
@@ -163,20 +134,14 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 1, "num_experts_per_tok": 1}
         | {"mamba_d_state": 4, "mamba_dt_rank": 4},
     ),
-    "bamba": (
-        "BambaConfig",
-        _GROUPED
-        | {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
-        | {"mamba_n_groups": 1, "mamba_chunk_size": 8, "attn_rotary_emb": 8},
-    ),
     "lfm2": ("Lfm2Config", _GROUPED | {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16}),
     "granite_moe_hybrid": (
         "GraniteMoeHybridConfig",
-        _GROUPED | _GRANITE | _GRANITE_HYBRID | {"num_local_experts": 4, "num_experts_per_tok": 2},
-    ),
-    "granite_hybrid_dense": (
-        "GraniteMoeHybridConfig",
-        _GROUPED | _GRANITE | _GRANITE_HYBRID | {"num_local_experts": 0, "num_experts_per_tok": 0},
+        _GROUPED
+        | {"residual_multiplier": 0.4, "embedding_multiplier": 2.0, "attention_multiplier": 0.3, "logits_scaling": 4.0}
+        | {"layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"shared_intermediate_size": 32, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2}
+        | {"mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8},
     ),
 }
 
@@ -184,12 +149,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 # sum, inputs for each layer, two mixers side by side, one branch only, several hidden states per token, a value for
 # the next layer beside the hidden states.
 UNSPLIT: dict[str, tuple[str, dict[str, Any]]] = {
-    "bloom": ("BloomConfig", _BLOOM),
-    "bloom_post": ("BloomConfig", _BLOOM | {"apply_residual_connection_post_layernorm": True}),
-    "opt_post": (
-        "OPTConfig",
-        _SMALL | {"ffn_dim": 48, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
-    ),
+    "bloom": ("BloomConfig", {"hidden_size": 32, "n_layer": LAYERS, "n_head": 4, "vocab_size": VOCABULARY}),
     "mamba": (
         "MambaConfig",
         {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": LAYERS, "state_size": 4},

@@ -38,9 +38,9 @@ _LLAMA: Groups = (*_ATTENTION, ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj
 # By the keys of ``families.ARCHITECTURES`` and ``families.UNSPLIT``: the maps of a decoder layer in the order in which
 # they are solved, those with the same input together. The routed experts of a mixture follow (``MIXTURES``).
 GROUPS: dict[str, Groups] = {
-    **dict.fromkeys(("llama", "llama_dynamic", "gemma2", "olmo2"), _LLAMA),
+    **dict.fromkeys(("llama", "gemma2"), _LLAMA),
     "gemma4": (*_LLAMA, ("per_layer_input_gate",), ("per_layer_projection",)),
-    **dict.fromkeys(("mixtral", "qwen3_moe"), _ATTENTION),
+    "mixtral": _ATTENTION,
     "llama4": (
         *_ATTENTION,
         ("feed_forward.shared_expert.gate_proj", "feed_forward.shared_expert.up_proj"),
@@ -55,14 +55,6 @@ GROUPS: dict[str, Groups] = {
             ),
             *_in(f"mlps.{half}", ("gate_proj", "up_proj"), ("down_proj",)),
         )
-    ),
-    "gemma3n": (
-        *_in("altup", ("prediction_coefs",)),
-        *_in("laurel", ("linear_left",), ("linear_right",)),
-        *_LLAMA,
-        *_in("altup", ("correction_coefs",)),
-        ("per_layer_input_gate",),
-        ("per_layer_projection",),
     ),
     # The adapters are those of the first and of the second layer that shares the transformer.
     "zamba2": (
@@ -83,10 +75,7 @@ GROUPS: dict[str, Groups] = {
         ("mlp.dense_h_to_4h",),
         ("mlp.dense_4h_to_h",),
     ),
-    **dict.fromkeys(
-        ("phi3", "phi3_longrope"),
-        (("self_attn.qkv_proj",), ("self_attn.o_proj",), ("mlp.gate_up_proj",), ("mlp.down_proj",)),
-    ),
+    "phi3": (("self_attn.qkv_proj",), ("self_attn.o_proj",), ("mlp.gate_up_proj",), ("mlp.down_proj",)),
     "opt": (
         ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         ("self_attn.out_proj",),

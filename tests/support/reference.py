@@ -64,25 +64,17 @@ _GEMMA2 = Split(
     attn=("input_layernorm", "self_attn", "post_attention_layernorm"),
     mlp=("pre_feedforward_layernorm", "mlp", "post_feedforward_layernorm"),
 )
-_PARALLEL = Split(mlp=("input_layernorm", "mlp"))
 _FALCON: dict[str, Any] = {
     "layers": "transformer.h",
     "output": "self_attention.dense",
-}
-_NEOX: dict[str, Any] = {
-    "attn": ("input_layernorm", "attention"),
-    "layers": "gpt_neox.layers",
-    "fused": ("attention.query_key_value", "interleaved"),
-    "output": "attention.dense",
 }
 
 # By the keys of ``families.ARCHITECTURES``, and of ``families.UNSPLIT`` where only the path of the layers counts.
 SPLITS: dict[str, Split] = {
     **dict.fromkeys(
         (
-            *("llama", "llama_dynamic", "mistral", "qwen2", "qwen3", "gemma", "olmo", "starcoder2", "stablelm"),
-            *("granite", "arcee", "mixtral", "qwen3_moe", "glm4_moe", "gpt_oss", "llama4", "falcon_h1", "jamba_dense"),
-            *("bamba", "granite_moe_hybrid", "granite_hybrid_dense"),
+            *("llama", "llama_dynamic", "mistral", "qwen2", "qwen3", "gemma", "mixtral", "qwen3_moe", "glm4_moe"),
+            *("gpt_oss", "llama4", "falcon_h1", "jamba_dense", "granite_moe_hybrid"),
         ),
         _LLAMA,
     ),
@@ -108,13 +100,6 @@ SPLITS: dict[str, Split] = {
         fused=("self_attention.query_key_value", "interleaved"),
         output="self_attention.dense",
     ),
-    "bloom_post": Split(
-        attn=("input_layernorm", "self_attention"),
-        layers="transformer.h",
-        fused=("self_attention.query_key_value", "interleaved"),
-        output="self_attention.dense",
-        boundary="self_attention",
-    ),
     "openai_gpt": Split(
         attn=("attn", "ln_1"),
         mlp=("mlp", "ln_2"),
@@ -128,13 +113,6 @@ SPLITS: dict[str, Split] = {
         mlp=("final_layer_norm", "fc1", "fc2"),
         layers="model.decoder.layers",
         output="self_attn.out_proj",
-    ),
-    "opt_post": Split(
-        attn=("self_attn_layer_norm", "self_attn"),
-        mlp=("final_layer_norm", "fc1", "fc2"),
-        layers="model.decoder.layers",
-        output="self_attn.out_proj",
-        boundary="self_attn_layer_norm",
     ),
     "mamba": Split(attn=("norm", "mixer"), mlp=(), layers="backbone.layers"),
     "nemotron_h": Split(
@@ -172,7 +150,7 @@ SPLITS: dict[str, Split] = {
     ),
     "glm_moe_dsa": Split(queries=("self_attn.q_b_proj",), keys=("self_attn.kv_b_proj",)),
     **dict.fromkeys(("gemma2", "gemma3"), _GEMMA2),
-    **dict.fromkeys(("cohere", "cohere_without_qk_norm", "cohere2", "stablelm_parallel"), _PARALLEL),
+    **dict.fromkeys(("cohere", "cohere2"), Split(mlp=("input_layernorm", "mlp"))),
     "phi": Split(mlp=("input_layernorm", "mlp"), output="self_attn.dense"),
     "phi3_longrope": Split(fused=("self_attn.qkv_proj", "blocks")),
     "phi3": Split(fused=("self_attn.qkv_proj", "blocks")),
@@ -183,8 +161,12 @@ SPLITS: dict[str, Split] = {
         fused=("attn.c_attn", "blocks"),
         output="attn.c_proj",
     ),
-    "gpt_neox": Split(**_NEOX),
-    "gpt_neox_sequential": Split(**_NEOX),
+    "gpt_neox": Split(
+        attn=("input_layernorm", "attention"),
+        layers="gpt_neox.layers",
+        fused=("attention.query_key_value", "interleaved"),
+        output="attention.dense",
+    ),
     "falcon_7b": Split(
         **_FALCON,
         attn=("input_layernorm", "self_attention"),
@@ -195,12 +177,6 @@ SPLITS: dict[str, Split] = {
         **_FALCON,
         attn=("ln_attn", "self_attention"),
         mlp=("ln_mlp", "mlp"),
-        fused=("self_attention.query_key_value", "grouped"),
-    ),
-    "falcon_one_norm": Split(
-        **_FALCON,
-        attn=("input_layernorm", "self_attention"),
-        mlp=("input_layernorm", "mlp"),
         fused=("self_attention.query_key_value", "grouped"),
     ),
     "falcon_alibi": Split(
@@ -216,7 +192,6 @@ SPLITS: dict[str, Split] = {
         attn=("input_layernorm", "self_attn", "post_self_attn_layernorm"),
         mlp=("post_attention_layernorm", "mlp", "post_mlp_layernorm"),
     ),
-    "apertus": Split(attn=("attention_layernorm", "self_attn"), mlp=("feedforward_layernorm", "mlp")),
     "minicpm3": Split(queries=("self_attn.q_b_proj",), keys=("self_attn.kv_b_proj",)),
     "lfm2": Split(
         attn=("operator_norm", "conv", "self_attn"),
