@@ -46,15 +46,12 @@ from mergekit_slta.recipe.settings import SETTINGS, parameter_specs
 
 # Faults
 
-CALIBRATE = ("calibrate", "recipe.yml", "-o", "stats.safetensors", "--quiet")
 COMMANDS = {
-    "calibrate": CALIBRATE,
-    "two levels": (*CALIBRATE, "--level", "attn_mlp", "--level", "layer"),
+    "calibrate": ("calibrate", "recipe.yml", "-o", "stats.safetensors", "--quiet"),
     "slta": ("merge", "recipe.yml", "merged", "--quiet"),
     "featcal": ("merge", "featcal.yml", "merged", "--quiet"),
     "actmat": ("merge", "actmat.yml", "merged", "--quiet"),
 }
-QUICK = (0.1, 0.5, 0.9)  # of a run's changes to the disk
 
 
 @dataclass(frozen=True)
@@ -172,20 +169,11 @@ def check_next_run(commands: Commands, name: str, folder: Path, expected: dict[s
     assert [file for file in found if found[file] != expected[file]] == []
 
 
-@pytest.mark.parametrize("share", QUICK)
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "two levels"])
-def test_killed(name: str, share: float, commands: Commands, clean: Clean) -> None:
-    expected, changes = clean(name)
-    folder = commands.fresh(commands.folder / "run")
-    assert commands.run(name, folder, kill_at=1 + int(share * changes)).code == -signal.SIGKILL
-    check_next_run(commands, name, folder, expected)
-
-
-@pytest.mark.slow
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["half-way", "anywhere"])
 @pytest.mark.parametrize("name", COMMANDS)
-def test_killed_before_any_change(name: str, commands: Commands, clean: Clean) -> None:
+def test_killed_before_a_change(name: str, every: bool, commands: Commands, clean: Clean) -> None:
     expected, changes = clean(name)
-    for number in range(1, changes + 1):
+    for number in range(1, changes + 1) if every else [changes // 2]:
         folder = commands.fresh(commands.folder / "run")
         assert commands.run(name, folder, kill_at=number).code == -signal.SIGKILL
         check_next_run(commands, name, folder, expected)
@@ -204,8 +192,8 @@ def small_disk(folder: Path, size: int) -> Iterator[None]:
         subprocess.run(["umount", "-l", folder], check=True)
 
 
-@pytest.mark.parametrize("room", [0, 2**14, 2**16])
-@pytest.mark.parametrize("name", ["calibrate", "slta", "featcal"])
+@pytest.mark.parametrize("room", [0, 2**14])
+@pytest.mark.parametrize("name", ["slta", "featcal"])
 def test_a_full_disk(name: str, room: int, commands: Commands, clean: Clean, tmp_path: Path) -> None:
     expected, _ = clean(name)
     disk = tmp_path / "disk"
@@ -226,7 +214,7 @@ def test_a_full_disk(name: str, room: int, commands: Commands, clean: Clean, tmp
 # Damaged files
 
 MEMORY = 4 * 10**9  # bytes of address space that a command may take above what this process had before
-SEEDS = [pytest.param(range(5), id="few"), pytest.param(range(5, 300), id="many", marks=pytest.mark.slow)]
+SEEDS = [pytest.param(range(3), id="few"), pytest.param(range(3, 300), id="many", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module")

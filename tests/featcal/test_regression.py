@@ -166,17 +166,16 @@ CASES: dict[str, list[Task]] = {
 
 @both_forms
 @pytest.mark.parametrize("held", [False, True], ids=["alike", "prior"])
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("ridge", [0.0, 1e-6, 0.003, 1.0, None])
+@pytest.mark.parametrize("ridge", [0.0, 0.003, None])
 @pytest.mark.parametrize("case", CASES)
-def test_equals_explicit_least_squares(case: str, ridge: float | None, weighted: bool, held: bool, few: bool) -> None:
+def test_equals_explicit_least_squares(case: str, ridge: float | None, held: bool, few: bool) -> None:
     tasks, draw = CASES[case], draws(5)
-    weights = [draw(len(inputs)).double().exp() if weighted else torch.ones(len(inputs)) for inputs, _ in tasks]
+    weights = [draw(len(inputs)).double().exp() for inputs, _ in tasks]
     prior = random_prior(tasks[0][0].shape[1]) if held else None
     change = solve(tasks, ridge, batch=7, few=few, prior=prior, weights=weights)
     assert change.ridge is not None and change.ridge in (RIDGES if ridge is None else [max(ridge, SMALLEST_RIDGE)])
     expected = explicit(tasks, change.ridge, diagonal="massive" in case, prior=prior, weights=weights)
-    digits = 1e-3 if ridge == 0 else 1e-5 if "massive" in case or ridge == 1e-6 else TOLERANCE
+    digits = 1e-3 if ridge == 0 else 1e-5 if "massive" in case else TOLERANCE
     assert difference(change.matrix, expected) < digits
 
 
@@ -201,7 +200,7 @@ def few_directions_and_a_dominant_one(draw: Callable[..., torch.Tensor]) -> torc
 
 
 @both_forms
-@pytest.mark.parametrize("ridge", [1e-6, 1e-4, 0.003, 0.3])
+@pytest.mark.parametrize("ridge", [1e-6, 0.003])
 @pytest.mark.parametrize("inputs_of", [few_directions, vanishing_directions, few_directions_and_a_dominant_one])
 def test_no_digits_are_lost_where_inputs_are_rank_deficient_or_ill_conditioned(
     inputs_of: Callable[[Callable[..., torch.Tensor]], torch.Tensor], ridge: float, few: bool
@@ -281,7 +280,7 @@ def error_left_out(tasks: Sequence[Task], ridge: float, prior: torch.Tensor | No
 
 @both_forms
 @pytest.mark.parametrize("held", [False, True])
-@pytest.mark.parametrize("noise", [0.0, 0.3, 3.0, 30.0])
+@pytest.mark.parametrize("noise", [0.3, 30.0])
 def test_left_out_samples_choose_the_ridge(noise: float, held: bool, few: bool) -> None:
     prior = random_prior() if held else None
     for seed in range(3):
@@ -348,16 +347,12 @@ def test_fewer_tokens_than_dimensions_are_followed_with_the_smallest_change(ridg
 
 
 @both_forms
-@pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("ridge", [0.003, None])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("part", [0, 1], ids=["inputs", "residuals"])
-def test_a_token_that_is_not_finite_keeps_the_anchor(
-    part: int, value: float, ridge: float | None, held: bool, few: bool
-) -> None:
+def test_a_token_that_is_not_finite_keeps_the_anchor(part: int, ridge: float | None, few: bool) -> None:
     tasks = random_tasks()
-    tasks[1][part][3, 2] = value
-    change = solve(tasks, ridge, few=few, prior=random_prior() if held else None)
+    tasks[1][part][3, 2] = torch.nan
+    change = solve(tasks, ridge, few=few)
     assert change.ridge is None
     assert torch.equal(change.matrix, torch.zeros(OUTPUTS, INPUTS).double())
 
@@ -374,7 +369,7 @@ def massive_tasks(dimension: int, size: float) -> list[Task]:
 
 
 @pytest.mark.parametrize("held", [False, True])
-@pytest.mark.parametrize("size", [30.0, 1e3, 1e4])
+@pytest.mark.parametrize("size", [30.0, 1e4])
 def test_the_ridge_follows_the_diagonal_where_a_dimension_is_massive(size: float, held: bool) -> None:
     tasks, prior = massive_tasks(4, size), random_prior() if held else None
     expected = explicit(tasks, 0.05, diagonal=True, prior=prior)

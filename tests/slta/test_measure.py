@@ -127,7 +127,7 @@ def test_a_file_that_fits_is_used_and_not_touched(no_measuring: None, llama: Fam
     assert path.stat().st_ino == before.st_ino
 
 
-@pytest.mark.parametrize("order", [[2, 0], [1]], ids=str)
+@pytest.mark.parametrize("order", [[2, 0]], ids=str)
 def test_a_subset_equals_what_it_alone_measures(order: list[int], llama: Family, path: Path, tmp_path: Path) -> None:
     alone = measured(recipe(llama, experts=order), tmp_path / "alone.safetensors")
     part = measured(recipe(llama, experts=order, calibration=False), path)
@@ -312,22 +312,6 @@ def test_a_file_that_is_not_there_is_taken_from_the_cache_which_is_said(
     assert [record.message for record in caplog.records if str(file) in record.message] == [measure.REUSED % file]
 
 
-def test_a_merge_says_once_that_it_measures_nothing_anew(
-    llama: Family, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    content = recipe(llama)
-
-    def said(quiet: bool) -> list[str]:
-        caplog.clear()
-        LoaderCache.loaders.clear()
-        families.merge(content, tmp_path / "merged", quiet=quiet)
-        return [record.message for record in caplog.records if "measured anew" in record.message]
-
-    assert said(quiet=False) == []
-    assert said(quiet=False) == [measure.REUSED % cached()[0]]
-    assert said(quiet=True) == []
-
-
 def test_an_edit_in_place_has_a_file_of_its_own(family: Family) -> None:
     """Of a row that no sampled byte shows, in a file of the same date."""
     file = family.experts[1] / "model.safetensors"
@@ -348,8 +332,7 @@ def retrained(family: Family, index: int, shards: bool = False) -> None:
         )
 
 
-@pytest.mark.parametrize("shards", [False, True], ids=["the same file", "shards"])
-@pytest.mark.parametrize("method", ["slta", "actmat"])
+@pytest.mark.parametrize(("method", "shards"), [("slta", False), ("actmat", True)])
 def test_an_expert_that_is_replaced_between_two_merges_of_a_process(
     method: str, shards: bool, family: Family, tmp_path: Path
 ) -> None:
@@ -368,11 +351,10 @@ def test_an_expert_that_is_replaced_between_two_merges_of_a_process(
         assert file.read_bytes() == stored[file]
 
 
-@pytest.mark.parametrize("shards", [False, True], ids=["the same file", "shards"])
-def test_an_expert_that_is_replaced_while_it_is_measured_is_refused(shards: bool, family: Family) -> None:
+def test_an_expert_that_is_replaced_while_it_is_measured_is_refused(family: Family) -> None:
     experiment = families.experiment(recipe(family))
     assert experiment.experts[1].fingerprint()
-    retrained(family, 1, shards)
+    retrained(family, 1)
     with pytest.raises(SltaError, match="expert1 have changed while they were read"):
         measured_statistics(experiment, ["attn_mlp"])
     assert cached() == []
@@ -387,28 +369,13 @@ def test_a_deleted_file_is_a_changed_one(family: Family) -> None:
             expert.refuse_changes()
 
 
-@pytest.mark.parametrize(
-    ("architecture", "changes"),
-    [("phi3_longrope", {"max_position_embeddings": 4096}), ("llama", {"output_multiplier": 2.0})],
-    ids=["Phi-3", "an entry that begins with output"],
-)
-def test_a_base_that_computes_something_else_does_not_fit(
-    architecture: str, changes: dict[str, Any], make_family: MakeFamily, tmp_path: Path
-) -> None:
-    family, path = make_family(architecture), tmp_path / "stats.safetensors"
-    measured(recipe(family), path)
-    edit_config(family.base, **changes)
-    with pytest.raises(SltaError, match=rf"base is not the one that .* \(other {next(iter(changes))}\)"):
-        measured(recipe(family), path)
-
-
 def test_every_measurement_has_a_file_of_its_own(family: Family) -> None:
-    for arguments in ({}, {"seed": 4}, {"samples": 4}, {"experts": [0, 1]}, {}):
+    for arguments in ({}, {"seed": 4}, {}):
         measured(recipe(family, **arguments), None)
     measured(recipe(family), None, "layer")
     edit_config(family.base, rms_norm_eps=1e-3)
     measured(recipe(family), None)
-    assert len(cached()) == 6
+    assert len(cached()) == 4
 
 
 def test_a_coarser_level_is_written_down_with_the_reason_and_kept(

@@ -90,38 +90,12 @@ def test_a_sample_without_any_change_is_left_out_when_balanced() -> None:
     assert sample_weights(deltas.grams(), balance=True)[0] == 0
 
 
-def test_an_expert_without_any_change_gets_no_weight_and_changes_no_other() -> None:
-    deltas = random_deltas()
-    deltas.samples = [torch.cat([found[:1] * 0, found[1:]]) for found in deltas.samples]
-    solution = solve(deltas.grams(), tasks(deltas))
-    assert solution.alpha[0] == 0
-    assert solution.retained[0].isnan()
-    assert solution.rank == EXPERTS - 1
-    assert close(solution.alpha, reference.merging_weights(deltas))
-
-
 def test_no_change_at_all() -> None:
     solution = solve(torch.zeros(3, 3, 3, dtype=torch.float64), torch.arange(3))
     assert torch.equal(solution.alpha, torch.zeros(3, dtype=torch.float64))
     assert solution.rank == 0
     assert solution.retained.isnan().all()
     assert torch.tensor(solution.condition).isnan()
-
-
-@pytest.mark.parametrize("difference", [0.0, 1e-7])
-def test_two_equal_experts_share_the_weight(difference: float) -> None:
-    """Experts that differ by less than the cutoff count as equal; taken apart, their weights would explode."""
-    deltas = random_deltas()
-    noise = torch.Generator().manual_seed(1)
-    for found in deltas.samples:
-        change = torch.randn(found[0].shape, generator=noise, dtype=torch.float64)
-        found[2] = found[1] + difference * found[1].norm() * change / change.norm()
-    solution = solve(deltas.grams(), tasks(deltas))
-    assert solution.rank == EXPERTS - 1
-    assert solution.alpha[1].item() == pytest.approx(solution.alpha[2].item(), rel=1e-5)
-    design, target = reference.stacked(deltas)
-    alone = torch.linalg.lstsq(design[:, :2], target).solution
-    assert (solution.alpha[1] + solution.alpha[2]).item() == pytest.approx(alone[1].item(), rel=1e-5)
 
 
 def related(kind: str) -> reference.Deltas:
