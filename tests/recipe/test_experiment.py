@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 import pytest
 from conftest import MakeFamily
-from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 from support import copies, families
 from support.families import Family
@@ -17,7 +16,6 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe import options
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
-from mergekit_slta.slta.matching import fingerprint
 from mergekit_slta.slta.measure import measured_statistics
 
 
@@ -39,23 +37,6 @@ def test_the_same_data_for_two_experts_is_refused(llama: Family, tmp_path: Path)
     experiment = families.experiment(families.recipe(family))
     with pytest.raises(SltaError, match="give the same tokens"):
         experiment.load_data(experiment.recipe.experts)
-
-
-def test_the_fingerprint_follows_models_samples_and_settings(llama: Family, make_family: MakeFamily) -> None:
-    def found(family: Family, **settings: Any) -> dict[str, object]:
-        LoaderCache.loaders.clear()
-        experiment = families.experiment(families.recipe(family, **settings))
-        return fingerprint(experiment, experiment.load_data(experiment.recipe.experts)).model_dump()
-
-    first = found(llama, samples=3)
-    assert found(llama, samples=3) == first
-    assert {name for name, value in found(llama, samples=2).items() if value != first[name]} == {
-        "tokens",
-        "settings",
-    }
-    base = make_family(experts=1).experts[0]
-    other = Family(base.rename(base.with_name("other")), llama.experts, llama.data, llama.config)
-    assert {name for name, value in found(other, samples=3).items() if value != first[name]} == {"base"}
 
 
 def test_values_outside_the_layers_are_looked_at(make_family: MakeFamily) -> None:

@@ -63,13 +63,6 @@ def test_check_says_what_is_missing_until_it_is_filled_in(family: Family, tmp_pa
     assert "no problem found" in run("check", file)
 
 
-def test_only_the_first_expert_explains_calibration_data() -> None:
-    text = new_recipe("org/base", ["org/math", "org/code", "org/chat"])
-    assert text.count('calibration: ""') == 3
-    assert text.count("30 prompts") == text.count("# template") == 1
-    assert text.index("org/math") < text.index("30 prompts") < text.index("org/code")
-
-
 def test_folders_that_are_there_are_no_names_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("base", "sums", "adapter"):

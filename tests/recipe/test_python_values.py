@@ -10,7 +10,6 @@ import torch
 from support import synthetic
 from support.families import Family, recipe
 
-from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.recipe.settings import SltaSettings
 from mergekit_slta.slta.measure import measure
@@ -41,23 +40,11 @@ def test_task_weights_may_be_an_array() -> None:
         assert statistics.solve(task_weights=weights).to_json() == statistics.solve(task_weights=[1, 2]).to_json()
 
 
-def test_a_number_of_samples_is_whole() -> None:
-    statistics = synthetic.statistics(["a", "b"], ["layer"])
-    with pytest.raises(SltaError, match="the first 2.5 of them cannot be used"):
-        statistics.solve(samples=2.5)  # type: ignore[arg-type]
-
-
 def test_one_level_may_be_a_name(llama: Family) -> None:
     content = recipe(llama, samples=1)
     experts = {entry["model"]: entry["parameters"]["calibration"] for entry in content["models"]}
     found = measure(Recipe(content["base_model"], experts, samples=1), "layer", quiet=True)
     assert found.info.levels == ("layer",)
-
-
-def test_a_whole_number_may_be_a_float() -> None:
-    statistics = synthetic.statistics(["a", "b"], ["layer"])
-    found = statistics.solve(samples=1.0)  # type: ignore[arg-type]
-    assert found.to_json() == statistics.solve(samples=1).to_json()
 
 
 def test_scalars_in_a_list_are_numbers() -> None:

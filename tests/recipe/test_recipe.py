@@ -137,22 +137,16 @@ def test_the_base_model_among_the_models_is_no_expert() -> None:
     assert len(read(recipe).experts) == 2
 
 
-def test_reading_a_wrong_value_is_no_traceback() -> None:
-    with pytest.raises(SltaError, match="'samples' in the recipe's parameters should be a valid integer"):
-        read(content(parameters={"samples": "many"})).settings  # noqa: B018
-
-
 @pytest.mark.parametrize(
     ("parameters", "sentence"),
     [
         ({"sample": 3}, "Unknown parameter 'sample' in the recipe's parameters, did you mean 'samples'?"),
-        ({"Max_Tokens": 3}, "Unknown parameter 'Max_Tokens' in the recipe's parameters, did you mean 'max_tokens'?"),
         ({"samples": 0}, "'samples' in the recipe's parameters should be greater than or equal to 1, not 0."),
         ({"seed": 1.5}, "'seed' in the recipe's parameters should be a valid integer"),
         ({"samples": True}, "'samples' in the recipe's parameters should be a number, not True."),
-        ({"ridge": False}, "'ridge' in the recipe's parameters should be a number, not False."),
         ({"balance": "perhaps"}, "'balance' in the recipe's parameters should be a valid boolean"),
-        ({"ridge": -1}, "'ridge' in the recipe's parameters should be greater than or equal to 0, not -1."),
+        ({"edges": "all"}, "'edges' in the recipe's parameters should be 'base' or 'mean', not 'all'."),
+        ({"zzz": 1}, "Unknown parameter 'zzz' in the recipe's parameters; the known ones are balance, batch_tokens,"),
         ({"ridge": "nan"}, "'ridge' in the recipe's parameters should be a finite number"),
         ({"samples": [3, 4]}, "'samples' in the recipe's parameters must be one value for the whole merge"),
         ({"level": [{"filter": "mlp", "value": "layer"}]}, "'level' in the recipe's parameters must be one value"),
@@ -166,18 +160,9 @@ def test_wrong_shared_parameters(parameters: dict[str, Any], sentence: str) -> N
 @pytest.mark.parametrize(
     ("parameters", "sentence"),
     [
-        ({"rigde": 1}, "Unknown parameter 'rigde' in the recipe's parameters, did you mean 'ridge'?"),
-        (
-            {"level": "attn_mlp"},
-            "Unknown parameter 'level' in the recipe's parameters; the known ones are anchor, batch_tokens,",
-        ),
         ({"statistics": "x.safetensors"}, "Unknown parameter 'statistics' in the recipe's parameters"),
-        ({"ridge": True}, "'ridge' in the recipe's parameters should be a number, not True."),
         ({"anchor": "foo"}, "'anchor' in the recipe's parameters should be 'base' or 'actmat', not 'foo'."),
         ({"ridge": -1}, "'ridge' in the recipe's parameters should be greater than or equal to 0, not -1."),
-        ({"ridge": "inf"}, "'ridge' in the recipe's parameters should be a finite number"),
-        ({"head": "perhaps"}, "'head' in the recipe's parameters should be a valid boolean"),
-        ({"batch_tokens": -1}, "'batch_tokens' in the recipe's parameters should be greater than or equal to 0"),
         ({"scratch": 3}, "'scratch' in the recipe's parameters should be a valid string, not 3."),
         ({"ridge": [0.1, 0.2]}, "'ridge' in the recipe's parameters must be one value for the whole merge"),
     ],
@@ -197,18 +182,6 @@ def test_misplaced_parameters_of_a_feature_merge() -> None:
     assert problems(content("featcal", anchor="base")) == [
         "'anchor' in the recipe has no effect: put it under 'parameters'."
     ]
-
-
-def test_a_name_that_resembles_none_is_answered_with_all_names() -> None:
-    (problem,) = problems(content(parameters={"zzz": 1}))
-    assert problem.startswith(
-        "Unknown parameter 'zzz' in the recipe's parameters; the known ones are balance, batch_tokens,"
-    )
-
-
-def test_a_wrong_choice_is_answered_with_the_choices() -> None:
-    (problem,) = problems(content(parameters={"edges": "all"}))
-    assert problem == "'edges' in the recipe's parameters should be 'base' or 'mean', not 'all'."
 
 
 @pytest.mark.parametrize(
@@ -231,10 +204,6 @@ def test_wrong_parameters_of_an_expert(parameters: dict[str, Any], sentence: str
     assert problem.startswith(sentence)
 
 
-def test_an_experts_parameter_may_stand_among_the_shared_ones() -> None:
-    assert problems(content(parameters={"template": "{question}"})) == []
-
-
 def test_a_method_without_calibration_takes_gradients_and_filters() -> None:
     density = [{"filter": "mlp", "value": [0.1, 0.3]}, {"value": 0.2}]
     assert problems(content("sftm", parameters={"density": density, "weight": [0.0, 1.0]})) == []
@@ -245,11 +214,6 @@ def test_every_value_of_a_gradient_is_checked() -> None:
     (problem,) = problems(content("sftm", parameters={"density": density}))
     assert "'density'" in problem and "less than or equal to 1" in problem and "not 3" in problem
     assert "the recipe's parameters" in problem
-
-
-def test_true_in_a_gradient_is_not_taken_for_1() -> None:
-    (problem,) = problems(content("sftm", parameters={"density": [1.0, True]}))
-    assert problem == "'density' in the recipe's parameters should be a number, not True."
 
 
 @pytest.mark.parametrize("method", SETTINGS)
@@ -336,10 +300,6 @@ def test_keys_that_mergekit_drops(recipe: dict[str, Any], sentence: str) -> None
     assert problems(recipe) == [sentence]
 
 
-def test_keys_that_mean_nothing_are_left_alone() -> None:
-    assert problems(content(name="mine", description="for the fair")) == []
-
-
 def test_an_expert_without_calibration() -> None:
     recipe = read(content(models=[{"model": "org/math"}]))
     (problem,) = said(lambda: require_calibration(recipe))
@@ -354,12 +314,6 @@ def test_two_experts_with_the_same_source(tmp_path: Path) -> None:
     (problem,) = said(lambda: require_calibration(read(recipe)))
     assert problem.startswith("The experts org/math and org/code have the same calibration source")
     assert problem.endswith("with equal data every merging weight of slta is one over the number of experts.")
-
-
-def test_one_source_for_all_experts() -> None:
-    recipe = content(models=[{"model": "org/math"}, {"model": "org/code"}], parameters={"calibration": "all.jsonl"})
-    (problem,) = said(lambda: require_calibration(read(recipe)))
-    assert "have the same calibration source 'all.jsonl'" in problem
 
 
 def test_of_many_places_that_mergekit_cannot_read_some_are_named() -> None:
@@ -380,12 +334,12 @@ def test_types_that_mergekit_does_not_know() -> None:
     assert second.startswith("'out_dtype: int8'")
 
 
-@pytest.mark.parametrize("template", ["chatml", "auto", "{{ messages[0]['content'] }}", None])
+@pytest.mark.parametrize("template", ["chatml", "{{ messages[0]['content'] }}", None])
 def test_chat_templates_that_mergekit_takes(template: str | None) -> None:
     assert problems(content(chat_template=template)) == []
 
 
-@pytest.mark.parametrize("template", ["chatlm", "./template.jinja", "{{ short }}"])
+@pytest.mark.parametrize("template", ["chatlm", "./template.jinja"])
 def test_chat_templates_that_mergekit_refuses_after_the_merge(template: str) -> None:
     (problem,) = problems(content(chat_template=template))
     assert problem.startswith(f"'chat_template: {template}' is not one that mergekit knows: write auto, alpaca, ")

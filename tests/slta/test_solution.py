@@ -54,13 +54,6 @@ def test_task_weights_by_name_or_in_order(
     assert all(torch.allclose(alpha, expected[name]) for name, alpha in found.items())
 
 
-def test_only_the_first_samples_are_used(statistics: Statistics) -> None:
-    found, expected = statistics.solve(samples=2), statistics.first_samples(2).solve()
-    assert all(torch.equal(alpha, expected.alpha[name]) for name, alpha in found.alpha.items())
-    one, other = found.bootstrap(10), expected.bootstrap(10)
-    assert all(torch.equal(error, other[name]) for name, error in one.items())
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -174,8 +167,3 @@ def test_its_report_is_that_of_its_level_and_settings(statistics: Statistics, tm
     assert "Merged at level layer" in said
     assert "ridge 0.25, task weights 2, 1" in said
     assert "attn_mlp" not in said
-
-
-def test_a_report_where_one_task_counts(statistics: Statistics, tmp_path: Path) -> None:
-    """Without that task's expert there is no merge to compare with."""
-    assert report(statistics.solve("layer", task_weights=[0, 0, 1]), tmp_path).is_file()

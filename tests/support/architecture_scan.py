@@ -4,14 +4,12 @@
 
 writes docs/architectures.md, or prints the rows of the types named. Nothing is downloaded: models are built without
 weights, from each type's own default configuration with small sizes. Each type has a process of its own, which may
-take ``SECONDS`` of a processor. A command that was stopped continues where it was: until the page is written, what is
-known is in the file ``ROWS``.
+take ``SECONDS`` of a processor.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import multiprocessing
 import resource
@@ -20,7 +18,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -45,7 +43,6 @@ from mergekit_slta.layers.trace import trace
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "architectures.md"
 # What is tried of each type.
 LEVELS = ("layer", "attn_mlp", "head_mlp", "linear")
-ROWS = PAGE.with_name("architectures.unfinished.jsonl")
 SECONDS = 120
 PROCESSES = 4
 
@@ -329,17 +326,10 @@ def main() -> None:
     registered = ((False, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), (True, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES))
     every = [(name, images) for images, names in registered for name in sorted(names)]
     chosen = [case for case in every if case[0] in sys.argv[1:] or not sys.argv[1:]]
-    known = [Row(**json.loads(line)) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
-    rows = {(row.model_type, row.images): row for row in known} if not sys.argv[1:] else {}
     with ThreadPoolExecutor(PROCESSES) as pool:
-        for row in pool.map(lambda case: rows.get(case) or scan_in_a_process(*case), chosen):
-            if (row.model_type, row.images) not in rows and not sys.argv[1:]:
-                with ROWS.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(asdict(row)) + "\n")
-            rows[row.model_type, row.images] = row
+        rows = list(pool.map(lambda case: scan_in_a_process(*case), chosen))
     if not sys.argv[1:]:
-        PAGE.write_text(page([rows[case] for case in every]), encoding="utf-8")
-        ROWS.unlink()
+        PAGE.write_text(page(rows), encoding="utf-8")
 
 
 if __name__ == "__main__":
