@@ -21,7 +21,6 @@ from support.processes import TIMEOUT, command_together, torchrun
 
 from mergekit_slta.checks import examine
 from mergekit_slta.engine import ranks
-from mergekit_slta.engine.batches import make_batches
 from mergekit_slta.engine.loop import pass_layers
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
@@ -82,14 +81,6 @@ def test_every_process_ends_up_with_what_one_alone_measures(
     levels = ("model", "attn_mlp", "linear")
     alone = families.measure(llama, *levels, batch_tokens=BATCH_TOKENS)
     for grams in measured_together(forks, llama, levels, BATCH_TOKENS, tmp_path, 3):
-        assert largest_difference(grams, alone) < 1e-8
-
-
-def test_more_processes_than_batches(forks: ForkServerContext, make_family: MakeFamily, tmp_path: Path) -> None:
-    family = make_family(experts=2, records=3)
-    assert len(make_batches(family.token_ids(), 10000)) == 2
-    alone = families.measure(family, *LEVELS, batch_tokens=10000)
-    for grams in measured_together(forks, family, LEVELS, 10000, tmp_path, 4):
         assert largest_difference(grams, alone) < 1e-8
 
 

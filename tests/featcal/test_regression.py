@@ -290,11 +290,6 @@ def test_left_out_samples_choose_the_ridge(noise: float, held: bool, few: bool) 
         assert errors[solve(tasks, None, few=few, prior=prior).ridge or 0.0] < 1.05 * min(errors.values())
 
 
-def test_noise_asks_for_a_larger_ridge() -> None:
-    found = [solve(random_tasks((40,), noise), None).ridge or 0.0 for noise in (0.0, 3.0, 30.0)]
-    assert found == sorted(found) and 0 < found[0] < 0.01 < 0.1 < found[-1]
-
-
 @both_forms
 @pytest.mark.parametrize("tokens", [(TOKENS_PER_SAMPLE, TOKENS_PER_SAMPLE), (40, TOKENS_PER_SAMPLE)])
 def test_a_task_of_one_sample_leaves_none_out(tokens: tuple[int, ...], few: bool) -> None:
@@ -325,12 +320,6 @@ def test_inputs_that_are_all_zero_keep_the_anchor(held: bool, few: bool) -> None
     anchor, own = draw(OUTPUTS), draw(2, OUTPUTS)
     assert not change.matrix.any()
     assert torch.equal(change.offset(anchor, own), anchor)
-
-
-@both_forms
-@pytest.mark.parametrize("ridge", [0.0, 0.003])
-def test_input_dimensions_that_are_always_zero_keep_the_anchors_columns(ridge: float, few: bool) -> None:
-    assert not solve(without_dimensions(random_tasks()), ridge, few=few).matrix[:, [2, 7]].any()
 
 
 @pytest.mark.parametrize("tokens", [INPUTS // 2, INPUTS - 1])

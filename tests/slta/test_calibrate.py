@@ -11,7 +11,7 @@ from conftest import MakeFamily
 from mergekit.io.tasks import LoaderCache
 from safetensors.torch import load_file
 from support import depths, families, reference
-from support.copies import edit_tensors, edited
+from support.copies import edit_tensors
 from support.families import LAYERS, Family
 from support.gram_difference import gram_difference, largest_difference
 from support.slow import slow_but
@@ -51,18 +51,6 @@ def test_equals_the_reference(dtype: torch.dtype, scale: float, make_family: Mak
             alpha = solve(grams[name], task_rows(tasks)).alpha
             assert torch.allclose(alpha, reference.merging_weights(deltas), atol=1e-4, rtol=0), name
             assert gram_difference(grams[name], deltas.grams()) < 1e-3, name
-
-
-def test_both_levels_at_once_or_apart(llama: Family) -> None:
-    together = families.measure(llama, *LEVELS)
-    apart = families.measure(llama, "layer") | families.measure(llama, "attn_mlp")
-    assert largest_difference(together, apart) < 1e-6
-
-
-def test_two_runs_are_identical_bit_for_bit(llama: Family) -> None:
-    first, second = (families.measure(llama, *LEVELS) for _ in range(2))
-    assert list(first) == list(second)
-    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize(
@@ -111,19 +99,6 @@ def test_every_tensor_is_read_once(llama: Family) -> None:
     assert layers + embedding <= models[0].bytes_read <= layers + 2 * embedding
 
 
-def test_a_subset_alone_equals_the_subset_of_all(llama: Family) -> None:
-    """Batches are formed per task, so that leaving an expert out changes no other expert's forward pass."""
-    full = families.measure(llama, *LEVELS)
-    tasks = llama.token_ids()
-    pair = [2, 0]
-    chosen = Family(llama.base, tuple(llama.experts[i] for i in pair), (), llama.config)
-    alone = families.measure(chosen, *LEVELS, tasks=[tasks[i] for i in pair])
-    rows = torch.cat([(task_rows(tasks) == i).nonzero().flatten() for i in pair])
-    part = {name: gram[rows][:, pair][:, :, pair] for name, gram in full.items()}
-    chosen_tasks = [tasks[i] for i in pair]
-    assert (alphas(alone, chosen_tasks) - alphas(part, chosen_tasks)).abs().max() < 1e-8
-
-
 def test_a_task_without_an_expert_has_rows_of_its_own(llama: Family) -> None:
     tasks = llama.token_ids()
     grams = families.measure(llama, "attn_mlp", "model", tasks=tasks[:2])
@@ -133,16 +108,6 @@ def test_a_task_without_an_expert_has_rows_of_its_own(llama: Family) -> None:
         assert gram.shape == (sum(samples) + 1, 3, 3)
         assert torch.equal(gram[: sum(samples[:2])], grams[name])
         assert gram_difference(gram[-1:], gram[:1]) < 1e-5
-
-
-def test_what_is_not_finite_ends_it_when_the_layer_is_read(llama: Family, tmp_path: Path) -> None:
-    def spoil(tensors: Grams) -> None:
-        tensors["model.layers.2.mlp.up_proj.weight"][0, 0] = torch.nan
-
-    broken = edited(llama.experts[1], tmp_path / "broken", spoil)
-    models = families.checkpoints([llama.base, llama.experts[0], broken])
-    with pytest.raises(SltaError, match=r"broken holds NaN or Inf in the tensor model\.layers\.2\.mlp\.up_proj"):
-        calibrate(trace(llama.config), models, llama.token_ids()[:2], LEVELS)
 
 
 def test_features_that_overflow_are_refused(make_family: MakeFamily) -> None:
@@ -157,12 +122,6 @@ def test_features_that_overflow_are_refused(make_family: MakeFamily) -> None:
     for level, name in {"attn_mlp": "layer.1.mlp", "layer": "layer.1", "model": "model"}.items():
         with pytest.raises(SltaError, match=re.escape(f"The features of {family.experts[1]} at {name} are not finite")):
             families.measure(family, level)
-
-
-def test_progress_counts_every_sample_at_every_layer(llama: Family) -> None:
-    seen: list[int] = []
-    families.measure(llama, *LEVELS, progress=seen.append)
-    assert sum(seen) == LAYERS * sum(map(len, llama.token_ids()))
 
 
 @pytest.fixture

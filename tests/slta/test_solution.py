@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 from support import synthetic
-from support.html_elements import Elements, assert_self_contained
+from support.html_elements import Elements
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.reports.merge import report
 from mergekit_slta.slta import solver
 from mergekit_slta.slta.statistics import Statistics
 
@@ -134,14 +133,6 @@ def test_undefined_numbers_are_null_in_json(statistics: Statistics) -> None:
     assert "alpha_std" not in json.loads(solution.to_json())
 
 
-def test_a_recipe_is_written(tmp_path: Path) -> None:
-    solution = synthetic.statistics(["org/math", "org/code"], ["model"]).solve(task_weights={"org/code": 2})
-    solution.save_recipe(tmp_path / "new" / "plain.yml", models={"org/llama": "./base"}, tokenizer_source="base")
-    text = (tmp_path / "new" / "plain.yml").read_text()
-    for said in ("base_model: ./base", "model: org/math", "tokenizer_source: base", "task weights 1.0:2.0"):
-        assert said in text
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -155,15 +146,3 @@ def test_a_recipe_that_nobody_meant_is_refused(
     with pytest.raises(SltaError, match=said):
         statistics.solve().save_recipe(tmp_path / "plain.yml", **arguments)
     assert not list(tmp_path.iterdir())
-
-
-def test_its_report_is_that_of_its_level_and_settings(statistics: Statistics, tmp_path: Path) -> None:
-    solution = statistics.select("org/code", "org/math").solve("layer", ridge=0.25, task_weights={"org/code": 2})
-    path = report(solution, tmp_path / "report")
-    assert path == tmp_path / "report" / "report.html"
-    text = path.read_text()
-    assert_self_contained(text)
-    said = Elements(text).text
-    assert "Merged at level layer" in said
-    assert "ridge 0.25, task weights 2, 1" in said
-    assert "attn_mlp" not in said
