@@ -10,17 +10,20 @@ bytes requested over those of the checkpoints' decoder layers.
 
 from __future__ import annotations
 
-import functools
 import json
+import statistics
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable
+import time
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from common import Setting, load, print_peak_memory, timed, wait_for, with_setting
+from common import CACHE, SHAPES, be_quiet, load, make_family, make_recipe, wait_for
 from mergekit.io.tasks import LoaderCache
+from support.memory import PeakMemory
 
 from mergekit_slta.engine.batches import Batch, fitting_batch, make_batches
 from mergekit_slta.layers.trace import on_device
@@ -30,50 +33,73 @@ from mergekit_slta.slta.measure import measured_statistics
 
 
 @click.command()
-@with_setting(samples=10)
+@click.option("--size", default="60m", show_default=True)
+@click.option("--layers", default=0, help="Another depth than the size's own.")
+@click.option("--experts", default=3, show_default=True)
+@click.option("--samples", default=10, show_default=True)
+@click.option("--tokens", default=128, show_default=True)
+@click.option("--device", default="cpu", show_default=True)
+@click.option("--repeats", default=3, show_default=True)
 @click.option(
     "--level",
     "level_sets",
     multiple=True,
     default=["attn_mlp"],
-    show_default=True,
-    help="Measured in one pass; several with commas; may be given several times.",
+    help="Several with commas; may be given several times.",
 )
 @click.option("--memory", type=click.Choice(["calibration", "naive"]), help="Measure only this, in this process.")
-def main(setting: Setting, level_sets: tuple[str, ...], memory: str | None) -> None:
+def main(repeats: int, level_sets: tuple[str, ...], memory: str | None, **setting: Any) -> None:
     """Compare calibration with its floor on synthetic Llama-shaped checkpoints."""
-    folders, recipe = setting.write("slta")
-    device = setting.device
+    be_quiet()
+    device = setting["device"]
+    folders = make_family(CACHE, setting["size"], setting["experts"], setting["layers"])
+    recipe = make_recipe(folders, "slta", setting["samples"], setting["tokens"])
     if memory:
-        naively = functools.partial(_naive, recipe, folders, device)
-        print_peak_memory(naively if memory == "naive" else lambda: _calibrate(recipe, level_sets[0], device))
+        with PeakMemory() as peak:
+            _naive(recipe, folders, device) if memory == "naive" else _calibrate(recipe, level_sets[0], device)
+        print(peak.bytes)
         return
+
+    def peak_bytes(*options: str) -> int:
+        """The peak memory of a fresh process."""
+        same = [f"--{name}={value}" for name, value in setting.items()]
+        done = subprocess.run([sys.executable, __file__, *same, *options], check=True, capture_output=True, text=True)
+        return int(done.stdout.split()[-1])
+
     models = [load(folder, device) for folder in folders]
     experiment = Experiment(recipe)
     token_ids = [data.token_ids for data in experiment.load_data(recipe.experts)]
     batches = make_batches(token_ids, fitting_batch(on_device(experiment.decoder, device)))
     read: dict[str, int] = {}
-    actions: dict[str, Callable[[], object]] = {"floor": lambda: _forward(models, batches, device)}
-    for levels in level_sets:
-        actions[levels] = functools.partial(_measure, read, recipe, levels, device)
-    times = timed(actions, setting.repeats)
+    times: dict[str, list[float]] = {name: [] for name in ("floor", *level_sets)}
+    for _ in range(repeats):  # in turns, so that all see the same machine
+        for name, seconds in times.items():
+            start = time.perf_counter()
+            if name == "floor":
+                _forward(models, batches, device)
+            else:
+                opened = _calibrate(recipe, name, device)
+                read[name] = sum(checkpoint.bytes_read for checkpoint in (opened.base, *opened.experts))
+            seconds.append(time.perf_counter() - start)
     layer_bytes = sum(
         parameter.numel() * 2 for model in models for parameter in model.base_model.layers.parameters()
     )  # the checkpoints are bfloat16
     models.clear()  # the processes below need the memory
-    naive = setting.peak_memory(__file__, "--memory=naive")
+    naive, floor = peak_bytes("--memory=naive"), statistics.median(times["floor"])
     for levels in level_sets:
-        peak_bytes = setting.peak_memory(__file__, f"--level={levels}", "--memory=calibration")
+        taken, own = peak_bytes(f"--level={levels}", "--memory=calibration"), statistics.median(times[levels])
         result = {
             "benchmark": "calibration",
-            **setting.described(),
+            **setting,
+            "layers": setting["layers"] or SHAPES[setting["size"]][-1],
+            "threads": torch.get_num_threads(),
             "levels": levels,
-            "floor_s": round(times["floor"], 3),
-            "calibration_s": round(times[levels], 3),
-            "time_ratio": round(times[levels] / times["floor"], 3),
-            "memory_mb": round(peak_bytes / 2**20, 1),
+            "floor_s": round(floor, 3),
+            "calibration_s": round(own, 3),
+            "time_ratio": round(own / floor, 3),
+            "memory_mb": round(taken / 2**20, 1),
             "naive_memory_mb": round(naive / 2**20, 1),
-            "memory_ratio": round(peak_bytes / naive, 3),
+            "memory_ratio": round(taken / naive, 3),
             "bytes_ratio": round(read[levels] / layer_bytes, 4),
         }
         print(json.dumps(result), flush=True)
@@ -85,12 +111,6 @@ def _calibrate(recipe: Recipe, levels: str, device: str) -> Experiment:
     with tempfile.TemporaryDirectory() as folder:
         measured_statistics(experiment, levels.split(","), Path(folder) / "statistics.safetensors")
     return experiment
-
-
-def _measure(read: dict[str, int], recipe: Recipe, levels: str, device: str) -> None:
-    """Calibrate, and note how many bytes of tensors that reads."""
-    experiment = _calibrate(recipe, levels, device)
-    read[levels] = sum(checkpoint.bytes_read for checkpoint in (experiment.base, *experiment.experts))
 
 
 @torch.no_grad()
