@@ -269,7 +269,8 @@ def lost_tensor(file: Path) -> None:
 def test_layers_whose_files_are_damaged_are_computed_again(
     family: Family, interrupted: Path, uninterrupted: bytes
 ) -> None:
-    for layer, damage in enumerate((cut, no_header, other_shape, lost_tensor, Path.unlink)):
+    damages: list[Callable[[Path], None]] = [cut, no_header, other_shape, lost_tensor, Path.unlink]
+    for layer, damage in enumerate(damages):
         damage(partial_of(interrupted) / f"layer-{layer:04d}.safetensors")
     measure(recipe(family), interrupted)
     assert interrupted.read_bytes() == uninterrupted
