@@ -110,14 +110,15 @@ class Decoder:
     @functools.cached_property
     def layers_path(self) -> str:
         """The layers' path in the model."""
-        return self._path(self.layers)
+        return self.path(self.layers)
 
     @functools.cached_property
     def body_path(self) -> str:
         """The beginning of the names of the body's tensors in the model."""
-        return _inside(self._path(self.body))
+        return _inside(self.path(self.body))
 
-    def _path(self, part: torch.nn.Module) -> str:
+    def path(self, part: torch.nn.Module) -> str:
+        """The path in the model of a part of it."""
         return next(name for name, module in self.model.named_modules() if module is part)
 
     @functools.cached_property

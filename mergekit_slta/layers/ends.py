@@ -57,7 +57,7 @@ def output_head(decoder: Decoder) -> LinearMap | None:
     embedding = decoder.model.get_input_embeddings()
     if head is None or head.weight is embedding.weight:
         return None
-    path = next(name for name, module in decoder.model.named_modules() if module is head)
+    path = decoder.path(head)
     bias = f"{path}.bias" if getattr(head, "bias", None) is not None else None
     return LinearMap(path, path, f"{path}.weight", bias, transposed=False)
 
@@ -65,16 +65,13 @@ def output_head(decoder: Decoder) -> LinearMap | None:
 def head_tensors(decoder: Decoder) -> list[str]:
     """The model's names of the output head's weight and bias; the weight is the embedding where they are tied."""
     head = decoder.model.get_output_embeddings()
-    own = {id(tensor) for tensor in head.parameters()} if head is not None else set()
-    state = decoder.model.state_dict(keep_vars=True)
-    return [name for name in decoder.edge_tensors if id(state[name]) in own]
+    own = [f"{decoder.path(head)}.{name}" for name, _ in head.named_parameters()] if head is not None else []
+    return [decoder.first_names[name] for name in own]
 
 
 def embedding_tensor(decoder: Decoder) -> str:
     """The model's name of the embedding, whose rows are the tokens'."""
-    embedding = decoder.model.get_input_embeddings().weight
-    name = next(name for name, weight in decoder.model.named_parameters() if weight is embedding)
-    return decoder.first_names.get(name, name)
+    return decoder.first_names[f"{decoder.path(decoder.model.get_input_embeddings())}.weight"]
 
 
 def tail_tensors(decoder: Decoder) -> list[str]:

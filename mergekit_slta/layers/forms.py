@@ -120,23 +120,20 @@ def capture(
     decoder.fresh.restore()
     with stand_ins(decoder.layers, hand_on), torch.no_grad():
         torch.func.functional_call(decoder.body, weights, kwargs=kwargs)
+    problem = None
     if len(calls) != len(decoder):
-        raise _refused(
-            decoder, f"does not call its {len(decoder)} decoder layers one after the other ({len(calls)} calls)"
+        problem = f"does not call its {len(decoder)} decoder layers one after the other ({len(calls)} calls)"
+    elif token_ids.shape not in (inputs[0].shape[:2], inputs[0].shape[1:3]):
+        problem = "hands its decoder layers other positions than the tokens'"
+    elif strange or any(own != taken[-1] for own in taken[1:]):
+        problem = "hands its decoder layers more of earlier layers than what the layer before returns"
+    elif not all(torch.equal(given, handed[0]) for given in inputs[1:]):
+        problem = "changes the hidden states between its decoder layers"
+    if problem:
+        raise SltaError(
+            f"{decoder.name} {problem}, so no level applies to it; it can be merged with 'merge_method: actmat'."
         )
-    if token_ids.shape not in (inputs[0].shape[:2], inputs[0].shape[1:3]):
-        raise _refused(decoder, "hands its decoder layers other positions than the tokens'")
-    if strange or any(own != taken[-1] for own in taken[1:]):
-        raise _refused(decoder, "hands its decoder layers more of earlier layers than what the layer before returns")
-    if not all(torch.equal(given, handed[0]) for given in inputs[1:]):
-        raise _refused(decoder, "changes the hidden states between its decoder layers")
     return inputs[0], calls, taken[-1]
-
-
-def _refused(decoder: Decoder, problem: str) -> SltaError:
-    return SltaError(
-        f"{decoder.name} {problem}, so no level applies to it; it can be merged with 'merge_method: actmat'."
-    )
 
 
 def with_form(decoder: Decoder) -> Decoder:
