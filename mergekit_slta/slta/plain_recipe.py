@@ -7,6 +7,7 @@ outside the layers like those of layer 0, so filters must separate them.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 DIGITS = 10
 WEIGHT_TOLERANCE = 1e-9
 MULTIMODAL = WRITERS[-1]  # how the name of a class ends that may take more than text
+TensorAlpha = tuple[float, ...]  # the ``T`` merging weights of a tensor
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class PlannedTensor:
 
     name: str
     layer: int | None
-    alpha: tuple[float, ...]
+    alpha: TensorAlpha
 
 
 def plain_recipe(
@@ -160,72 +162,49 @@ def weight_settings(planned: Sequence[PlannedTensor]) -> list[Any]:
         return [_rounded(weight) for weight in outside]
     depth = 1 + max(tensor.layer for tensor in planned if tensor.layer is not None)
     settings: list[list[dict[str, Any]]] = [[] for _ in outside]
-    apart = [tensor for tensor in planned if tensor.layer is None and tensor.alpha != outside]
-    named = [(tensor.name, [tensor.alpha]) for tensor in sorted(apart, key=lambda tensor: -len(tensor.name))]
-    for name, values in [*named, *_filters(planned, depth)]:
+    for name, by_layer in _filters(planned, outside).items():
+        missing = next(iter(by_layer.values()))  # of a layer that has no such tensor
         for expert, setting in enumerate(settings):
-            numbers = [_rounded(value[expert]) for value in values]
+            numbers = [_rounded(by_layer.get(layer, missing)[expert]) for layer in range(depth)]
             setting.append({"filter": name, "value": numbers if len(set(numbers)) > 1 else numbers[0]})
     for weight, setting in zip(outside, settings, strict=True):
         setting.append({"value": _rounded(weight)})
     return settings
 
 
-def _filters(planned: Sequence[PlannedTensor], depth: int) -> list[tuple[str, list[tuple[float, ...]]]]:
-    """Filters for the tensors inside the layers, each with the weights [T] of every layer.
+def _filters(planned: Sequence[PlannedTensor], outside: TensorAlpha) -> dict[str, dict[int | None, TensorAlpha]]:
+    """Filters for all tensors whose weights are not ``outside``, each with its weights [T] by layer.
 
-    A filter is the first of these names that no tensor with other weights contains: that of the layers, of a module in
-    a layer, or of a tensor. So the order of these filters does not matter. If there is no such name, the tensor's full
-    name is the filter, which stands before all others.
+    A tensor's filter is the first of its ``_candidates`` whose matches all have that layer's weights, so the order of
+    such filters does not matter. Where there is none, it is the tensor's full name, which stands before the others,
+    longer names first.
     """
-    shared: list[tuple[str, list[tuple[float, ...]]]] = []
-    single: list[tuple[str, list[tuple[float, ...]]]] = []
-    for alpha, names in _groups(planned):
-        members = {tensor.name for tensor in planned if tensor.layer is not None and _inside(tensor) in names}
-        others = [tensor.name for tensor in planned if tensor.name not in members]
-        missing = next(iter(alpha.values()))  # of a layer that has no such tensor
-        values = [alpha.get(layer, missing) for layer in range(depth)]
-        found: list[str] = []
-        for tensor in planned:
-            if tensor.name not in members or any(name in tensor.name for name in found):
-                continue
-            name = next((c for c in _candidates(tensor) if not any(c in other for other in others)), None)
-            if name is None:
-                single.append((tensor.name, [tensor.alpha]))
-            else:
-                found.append(name)
-        shared += [(name, values) for name in found]
-    return sorted(single, key=lambda entry: -len(entry[0])) + shared
+    found: dict[str, dict[int | None, TensorAlpha]] = {}
+    names: dict[str, dict[int | None, TensorAlpha]] = {}
 
+    @functools.cache
+    def weights(candidate: str) -> dict[int | None, TensorAlpha]:
+        """The weights by layer of what a filter matches; none if they differ inside a layer, or outside the layers."""
+        matches = [tensor for tensor in planned if candidate in tensor.name]
+        by_layer = {tensor.layer: tensor.alpha for tensor in matches}
+        alike = all(tensor.alpha == by_layer[tensor.layer] for tensor in matches)
+        return by_layer if alike and None not in by_layer else {}
 
-def _groups(planned: Sequence[PlannedTensor]) -> list[tuple[dict[int, tuple[float, ...]], set[str]]]:
-    """Groups of tensors with equal weights in every layer: the weights by layer, and the names inside a layer."""
-    by_name: dict[str, dict[int, tuple[float, ...]]] = {}
     for tensor in planned:
-        if tensor.layer is not None:
-            by_name.setdefault(_inside(tensor), {})[tensor.layer] = tensor.alpha
-    groups: list[tuple[dict[int, tuple[float, ...]], set[str]]] = []
-    for name, alpha in by_name.items():
-        for shared, names in groups:
-            if all(shared.get(layer, value) == value for layer, value in alpha.items()):
-                shared |= alpha
-                names.add(name)
-                break
-        else:
-            groups.append((dict(alpha), {name}))
-    return groups
-
-
-def _inside(tensor: PlannedTensor) -> str:
-    return tensor.name.partition(f".{tensor.layer}.")[2]
+        if name := next((name for name in _candidates(tensor) if weights(name)), None):
+            found[name] = weights(name)
+        elif tensor.layer is not None or tensor.alpha != outside:
+            names[tensor.name] = {None: tensor.alpha}
+    return dict(sorted(names.items(), key=lambda entry: -len(entry[0]))) | found
 
 
 def _candidates(tensor: PlannedTensor) -> list[str]:
     """Names for a filter, from general to special: the layers, the modules around the tensor, the tensor."""
-    container = tensor.name.partition(f".{tensor.layer}.")[0] + "."
-    parts = _inside(tensor).split(".")
-    modules = ["." + ".".join(parts[:count]) + "." for count in range(1, len(parts))]
-    return [container, *modules, "." + ".".join(parts)]
+    if tensor.layer is None:
+        return []
+    before, _, inside = tensor.name.partition(f".{tensor.layer}.")
+    parts = inside.split(".")
+    return [f"{before}.", *(f".{'.'.join(parts[:count])}." for count in range(1, len(parts))), f".{inside}"]
 
 
 def _rounded(weight: float) -> float:
