@@ -44,6 +44,8 @@ def verdict(solution: Solution) -> str:
         losing = [layer for layer, kept in by_layer.items() if float(kept[index]) < LOSES_MOST]
         clause = f"{percent(float(solution.kept[index]))} of {possessive(name)} feature change"
         clauses.append(clause + (f" (less than half of it in {_where(losing, len(by_layer))})" if losing else ""))
+    if solution.keeps_base:
+        clauses.append(f"{percent(solution.base_kept)} of the base model on its own task")
     return f"Merged at level {solution.level}, the result keeps {enumerated(clauses)}."
 
 
@@ -112,6 +114,8 @@ def _facts(solution: Solution, levels: Collection[str]) -> dict[str, str]:
             f"{info.models[index]}, measured on {counted(samples, 'sample')} ({counted(tokens, 'token')}) of "
             f"{info.calibration[index].source}"
         )
+    if info.keep is not None:
+        facts["Base model's task"] = f"{info.keep.source}, weight {plain_number(solution.keep_weight)}"
     balanced = "every sample has the same influence" if solution.balance else "samples are not balanced"
     facts["Solved with"] = f"{balanced}, ridge {plain_number(solution.ridge)}"
     if solution.task_weights:

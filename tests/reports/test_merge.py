@@ -15,7 +15,7 @@ from support.html_elements import Elements, assert_self_contained
 from mergekit_slta.cli.commands import main
 from mergekit_slta.reports.merge import report, report_page, verdict
 from mergekit_slta.reports.words import percent, plain_number
-from mergekit_slta.slta.statistics import Statistics
+from mergekit_slta.slta.statistics import CalibrationInfo, Statistics
 
 
 def interfering(powers: Sequence[float], samples: int = 6) -> Statistics:
@@ -72,6 +72,15 @@ def test_the_verdict_when_less_than_nothing_is_kept() -> None:
     kept = float(found.kept[0])
     assert kept < 0
     assert f"keeps {percent(kept)} of math's feature change (less than half of it in layer 0)" in verdict(found)
+
+
+def test_the_base_models_own_task_is_said() -> None:
+    keep = CalibrationInfo(source="chat.jsonl", template="", sha256="0" * 64)
+    info = synthetic.info(["math", "code"], ["layer"], 1, 4, keep=keep)
+    task, grams = torch.arange(3).repeat_interleave(4), synthetic.random_grams(3, 4)[:, :2, :2]
+    solution = Statistics({"layer.0": grams}, task, torch.full_like(task, 7), info).solve("layer")
+    assert verdict(solution).endswith(f" and {percent(solution.base_kept)} of the base model on its own task.")
+    assert report_page(solution).facts["Base model's task"] == "chat.jsonl, weight 1"
 
 
 def test_weights_that_the_samples_do_not_determine_are_said() -> None:
