@@ -27,6 +27,10 @@ SCORES_MEANING = (
     "10 % of the expert's feature change. Linear experts can be merged by adding their task vectors. Whether the "
     "experts disturb each other is shown by the report on calibration statistics."
 )
+DISTANCES_MEANING = (
+    "Like Table 18 of the paper: how far the features still are from the expert's when this share α of the task vector "
+    "is added to the base model, relative to the whole way. Of a linear expert it is 1 − α."
+)
 
 
 def write_linearity(result: Linearity, folder: Path) -> Path:
@@ -46,10 +50,7 @@ def linearity_page(result: Linearity) -> Page:
     sizes = [size for size in SETTINGS_OF if _merges(result, size)]
     mapped = enumerate(result.experts) if {*result.maps} & {*MAPPED_LEVELS} else ()
     maps = [_distance_map(result, index, expert, experts[index]) for index, expert in mapped]
-    way = "Like Table 18 of the paper: how far the features still are from the expert's when this share α of the task "
-    way += "vector is added to the base model, relative to the whole way. Of a linear expert it is 1 − α."
-    score = "Like Figures 1a and 2 and Table 17 of the paper. Lower is more linear."
-    score += f" {BARS}samples and submodules."
+    score = f"Like Figures 1a and 2 and Table 17 of the paper. Lower is more linear. {BARS}samples and submodules."
     return Page(
         title=f"Linearity of {enumerated(experts)} in their weights",
         verdict=[score_sentence(result), *(_merge_sentence(result, size) for size in sizes), SCORES_MEANING],
@@ -57,7 +58,7 @@ def linearity_page(result: Linearity) -> Page:
         sections=[
             Section("Single experts", charts=[_bars(result, "non-linearity", SCORE, score, {METRIC: ""}, single)]),
             *([Section("Merges", charts=_merge_charts(result, sizes))] if sizes else []),
-            Section("On the way to an expert", [way], maps, _distance_table(result)),
+            Section("On the way to an expert", [DISTANCES_MEANING], maps, _distance_table(result)),
         ],
     )
 

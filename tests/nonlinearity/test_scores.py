@@ -19,7 +19,6 @@ from support.families import Family
 from support.linearity_values import assert_same, plan_of
 
 from mergekit_slta.cli.commands import main
-from mergekit_slta.errors import SltaError
 from mergekit_slta.nonlinearity.scores import (
     STEPS,
     Value,
@@ -127,12 +126,6 @@ def test_linearity_measures_what_is_planned(llama: Family, caplog: pytest.LogCap
     assert f"{planned} ".strip() in caplog.text
     opened = linearity(experiment.recipe, "layer", samples=1, pairs=False, quiet=True)
     assert_same(found, opened, 0)
-
-
-def test_an_expert_without_data_is_refused(llama: Family) -> None:
-    experiment = families.experiment(families.recipe(llama, calibration=False))
-    with pytest.raises(SltaError, match="calibration"):
-        plan_linearity(experiment, ["layer"])
 
 
 def test_the_command_says_the_passes_first(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
