@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,16 +43,8 @@ class _Commands(click.Group):
     """The commands; errors of files, the Hub and the network end a command with a sentence, not a traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        try:
-            with files_named():
-                return super().invoke(ctx)
-        except click.UsageError as error:
-            if "TORCHELASTIC_RUN_ID" not in os.environ:
-                raise
-            from mergekit_slta.host.run import joined_ranks
-
-            with joined_ranks() as ranks:  # only one of torchrun's processes says it
-                ranks.refuse_together(error)
+        with files_named():
+            return super().invoke(ctx)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -122,11 +112,19 @@ def check(recipe: Path, **options: Any) -> None:
 
 @main.command(cls=ModelCommand, short_help="Measure a recipe's models, write a statistics file.")
 @recipe_path
-@click.option("-o", "--output", "stats", required=True, metavar="STATS", help="The statistics file to write.")
+@click.option(
+    "-o",
+    "--output",
+    "stats",
+    required=True,
+    metavar="STATS",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The statistics file to write.",
+)
 @measured_levels(
     f"What gets a merging weight of its own: {LEVELS_HELP}. May be given several times.  [default: the recipe's]"
 )
-def calibrate(recipe: Path, stats: str, levels: list[str], **options: Any) -> None:
+def calibrate(recipe: Path, stats: Path, levels: list[str], **options: Any) -> None:
     """Measure RECIPE's models on its calibration data, and write the statistics file STATS.
 
     The file is small, holds neither weights nor data, and is all that `solve` needs. After a crash or an
@@ -141,11 +139,10 @@ def calibrate(recipe: Path, stats: str, levels: list[str], **options: Any) -> No
     from mergekit_slta.slta.measure import measured_statistics
     from mergekit_slta.tables import as_size
 
-    path = Path(stats).expanduser()
+    path = stats.expanduser()
     merge_options = applied(options)
     try:
         with joined_ranks() as ranks:
-            ranks.together(lambda: _refuse_output(str(path)))
             loaded = ranks.together(lambda: Recipe.load(recipe).with_statistics(str(path), *levels[:1]))
             experiment = sound_experiment(loaded, ranks, **merge_options)
             finished = path.is_file()
@@ -194,15 +191,17 @@ def solve(
     needs neither models nor data. Prints, for each submodule, the merging weight of each expert and the share of its
     feature change that the merge keeps.
     """
+    import torch
+
     from mergekit_slta.slta.statistics import Statistics
 
-    with _one_thread():
-        measured = Statistics.load(stats, transformers_cache)
-        chosen = measured if models is None else measured.select(*map(str.strip, models.split(",")))
-        weights = _task_weights(task_weights, chosen.info.models)
-        given = {name: options.pop(name) for name in ("balance", "ridge", "samples", "keep_weight")}
-        solution = chosen.solve(level, task_weights=weights, **given)
-        errors = solution.bootstrap(bootstrap) if bootstrap else None
+    torch.set_num_threads(1)  # fastest for many tiny matrices
+    measured = Statistics.load(stats, transformers_cache)
+    chosen = measured if models is None else measured.select(*map(str.strip, models.split(",")))
+    weights = _task_weights(task_weights, chosen.info.models)
+    given = {name: options.pop(name) for name in ("balance", "ridge", "samples", "keep_weight")}
+    solution = chosen.solve(level, task_weights=weights, **given)
+    errors = solution.bootstrap(bootstrap) if bootstrap else None
     _show(None if quiet else solution.text(errors), lambda: solution.to_json(errors), json_file)
     if json_file and json_file != "-":
         click.echo(f"{json_file} written.")
@@ -331,12 +330,14 @@ def report(stats: str, folder: Path, transformers_cache: str | None) -> None:
     STATS holds.
     STATS is a file that `calibrate` wrote, or hf:ORG/REPO/FILE[@REVISION] on the Hugging Face Hub.
     """
+    import torch
+
     from mergekit_slta.reports.merge import report_page
     from mergekit_slta.slta.statistics import Statistics
 
-    with _one_thread():
-        page = report_page(Statistics.load(stats, transformers_cache))
-        path = page.write(folder, "report.html")
+    torch.set_num_threads(1)  # fastest for many tiny matrices
+    page = report_page(Statistics.load(stats, transformers_cache))
+    path = page.write(folder, "report.html")
     click.echo(f"{page.verdict[0]}\n\n{path} written")
 
 
@@ -403,33 +404,13 @@ def publish(out: Path, repository: str, **options: bool) -> None:
 # From the command line to what the package takes
 
 
-def _refuse_output(stats: str) -> None:
-    """Refuse an output that is not the name of a local file."""
-    if stats.startswith("hf:"):
-        raise SltaError(f"-o {stats} is on the Hub: write a local file, then publish it with 'hf upload'.")
-    if Path(stats).is_dir():
-        raise SltaError(f"-o {stats} is a folder: name a file in it, such as {Path(stats) / 'stats.safetensors'}.")
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Compute on one thread, which is fastest for many tiny matrices."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def _assignment(entry: str, names: Sequence[str], option: str) -> tuple[str, str]:
-    """Split NAME=VALUE, where the name itself may hold an equals sign."""
-    for name in sorted(names, key=len, reverse=True):
-        if entry.startswith(f"{name}=") and entry != f"{name}=":
-            return name, entry.removeprefix(f"{name}=")
-    raise SltaError(f"{option} {entry}: write NAME=VALUE, with a name that the statistics hold ({', '.join(names)}).")
+    name, _, value = entry.partition("=")
+    if name not in names or not value:
+        raise SltaError(
+            f"{option} {entry}: write NAME=VALUE, with a name that the statistics hold ({', '.join(names)})."
+        )
+    return name, value
 
 
 def _task_weights(entries: Sequence[str], names: Sequence[str]) -> dict[str, float]:
