@@ -15,7 +15,7 @@ from mergekit.architecture import get_architecture_info
 from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache
 
-from mergekit_slta.checks.examine import examine
+from mergekit_slta.checks import examine
 from mergekit_slta.engine.ranks import Ranks, join, leave
 from mergekit_slta.errors import files_named
 from mergekit_slta.host.registry import METHODS
@@ -63,7 +63,7 @@ def run(
 
 def _run(stock: Callable[..., None], experiment: Experiment, out: str, source: str | None) -> None:
     recipe, options, folder = experiment.recipe, experiment.options, Path(out)
-    notes = experiment.ranks.together(lambda: examine(experiment, out_path=out))
+    notes = experiment.ranks.together(lambda: examine.examine(experiment, out_path=out))
     for note in notes if not experiment.quiet else ():
         click.echo(f"Note: {note}", err=True)
     experiment.open()
