@@ -141,20 +141,20 @@ class LayerRun:
     def _unmixed(self, name: str, output: Any) -> Any:
         first, *rest = output if isinstance(output, (tuple, list)) else [output]
         value = plain(first)
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.numel() % 4:
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return output
+        value = value.clone()
         if value.shape[:2] == (2, 2):
-            pair = value[0, 1], value[1, 1]
-        elif value.ndim and value.shape[0] == 4:
-            pair = value[1], value[3]
+            own, other = value[0, 1], value[1, 1]
+        elif value.shape[:1] == (4,):
+            own, other = value[1], value[3]
         else:
             return output
-        size = max(float(part.abs().max()) for part in pair)
-        if float((pair[0] - pair[1]).abs().max()) <= MIXING_TOLERANCE * size:
+        size = float(torch.maximum(own.abs(), other.abs()).max())
+        if float((own - other).abs().max()) <= MIXING_TOLERANCE * size:
             return output
         self.mixers.add(name)
-        value = value.clone()
-        (value[1, 1] if value.shape[:2] == (2, 2) else value[3]).copy_(pair[0])
+        other.copy_(own)
         if isinstance(first, ResidualStream):
             value = ResidualStream.of(value, first.terms, first.sources, first.inside)
         return type(output)([value, *rest]) if isinstance(output, (tuple, list)) else value
@@ -197,10 +197,9 @@ class Watch:
 
 def _as_made_by(child: str, output: Any) -> Any:
     """A child's return value, its hidden states as its own summand and the rest as made from it."""
-    if isinstance(output, (tuple, list)):
-        rest = (_made_from(child, part) for part in output[1:])
-        return type(output)([*(_as_term(child, part) for part in output[:1]), *rest])
-    return _as_term(child, output)
+    if not isinstance(output, (tuple, list)):
+        return _as_term(child, output)
+    return type(output)(_made_from(child, part) if at else _as_term(child, part) for at, part in enumerate(output))
 
 
 def _as_term(child: str, value: Any) -> Any:
