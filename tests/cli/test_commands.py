@@ -519,7 +519,7 @@ def test_evaluate_is_compare_with_one_merged_model(llama: Family, write_recipe: 
 
 
 def test_evaluate_wants_a_merged_model(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
-    assert "no config.json" in run("evaluate", write_recipe(llama, samples=2), tmp_path, code=1).output
+    assert "has no weights" in run("evaluate", write_recipe(llama, samples=2), tmp_path, code=1).output
     assert "does not exist" in run("evaluate", write_recipe(llama), tmp_path / "none", code=2).output
 
 
