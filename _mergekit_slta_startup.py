@@ -92,8 +92,7 @@ class HostFinder:
             spec = self.ask_others(name, path, target)
         finally:
             self.asking.discard(thread)
-        # Loaders older than PEP 451 have no exec_module, so they cannot be wrapped.
-        if spec is not None and hasattr(spec.loader, "exec_module"):
+        if spec is not None and spec.loader is not None:
             spec.loader = HostLoader(spec.loader, self)  # type: ignore[assignment]
         return spec
 

@@ -61,14 +61,6 @@ def test_filters_and_gradients_set_parameters_by_tensor(tmp_path: Path) -> None:
         assert torch.equal(tensor, start[name]) == ("mlp" in name), name
 
 
-def test_works_on_bfloat16_checkpoints(tmp_path: Path) -> None:
-    content = recipe("actmat", write_family("llama", tmp_path, dtype=torch.bfloat16))
-    del content["dtype"]
-    assert run(content, tmp_path).exit_code == 0
-    merged = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
-    assert merged.dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize(
     ("own", "shared", "words"),
     [

@@ -44,15 +44,6 @@ def test_stock_mergekit_merges_every_tensor_as_the_paper_says(key: str, tmp_path
             torch.testing.assert_close(tensor.double(), wanted, rtol=0, atol=1e-6, msg=name)
 
 
-def test_the_defaults_are_the_paper_s(tmp_path: Path) -> None:
-    family = write_family("llama", tmp_path)
-    assert run(recipe("sftm", family), tmp_path).exit_code == 0
-    name = "model.layers.1.self_attn.q_proj.weight"
-    base, *experts = [load("llama", folder)[name] for folder in (family[0], *family[1])]
-    wanted = merged_tensor(Role.LINEAR, base, experts, [1.0, 1.0], [0.2, 0.2], 0.6)
-    torch.testing.assert_close(load("llama", tmp_path / "merged")[name].double(), wanted, rtol=0, atol=1e-6)
-
-
 def test_one_whole_expert_comes_back(tmp_path: Path) -> None:
     family = write_family("llama", tmp_path, experts=1)
     assert run(recipe("sftm", family, {"density": 1.0}, **{"lambda": 1.0}), tmp_path).exit_code == 0
@@ -76,15 +67,6 @@ def test_filters_and_gradients_set_parameters_by_tensor(tmp_path: Path) -> None:
     family = write_family("llama", tmp_path)
     density = [{"filter": "mlp", "value": [1.0, 0.5]}, {"value": 0.2}]
     assert run(recipe("sftm", family, density=density, rank=3), tmp_path).exit_code == 0
-
-
-def test_works_on_bfloat16_checkpoints(tmp_path: Path) -> None:
-    family = write_family("llama", tmp_path, dtype=torch.bfloat16)
-    content = recipe("sftm", family)
-    del content["dtype"]
-    assert run(content, tmp_path).exit_code == 0
-    merged = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
-    assert merged.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -184,21 +166,6 @@ def test_roles_are_found_for_other_prefixes_and_further_layers() -> None:
     ]:
         group = TensorGroup.from_tensors([torch.zeros(3)] * 2, name=name, base_index=0)
         assert merge._role(group, torch.zeros(3)) is role
-
-
-@pytest.mark.parametrize(
-    ("shape", "axis", "role"),
-    [
-        ((), None, Role.OTHER),
-        ((8,), None, Role.OTHER),
-        ((8, 4), None, Role.LINEAR),
-        ((8, 4), 0, Role.OTHER),
-        ((2, 8, 4), None, Role.OTHER),
-        ((8, 3, 2, 2), None, Role.CONVOLUTION),
-    ],
-)
-def test_shapes_decide_where_no_model_is_known(shape: tuple[int, ...], axis: int | None, role: Role) -> None:
-    assert role_by_shape(torch.zeros(shape), axis) is role
 
 
 @pytest.mark.parametrize("density", [0.01, 0.3, 1.0])
