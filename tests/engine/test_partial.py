@@ -151,7 +151,7 @@ def test_only_the_first_rank_keeps_others_out(
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
     config = families.config_of("llama", num_hidden_layers=DEEP)
-    return families.make_family(tmp_path_factory.mktemp("deep"), config, records=30)
+    return families.make_family(tmp_path_factory.mktemp("deep"), config, records=8)
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +163,7 @@ def uninterrupted(family: Family, tmp_path_factory: pytest.TempPathFactory) -> b
 
 
 def recipe(family: Family, **changes: Any) -> dict[str, Any]:
-    return families.recipe(family, samples=30, batch_tokens=40, **changes)
+    return families.recipe(family, samples=8, batch_tokens=40, **changes)
 
 
 def measure(content: dict[str, Any], path: Path, levels: tuple[str, ...] = LEVELS) -> None:

@@ -119,7 +119,7 @@ def test_processes_that_share_a_feature_merge_write_what_one_alone_writes(
     forks: ForkServerContext, make_family: MakeFamily, tmp_path: Path
 ) -> None:
     """Also with more processes than batches."""
-    family, count, batch_tokens = make_family("mixtral", experts=2), 3, 10000
+    family, count, batch_tokens = make_family("mixtral", experts=2, records=3), 3, 10000
     errors = families.feature_merge(family, tmp_path / "alone", batch_tokens=batch_tokens, compare=True).errors()
     run_together(forks, count, share_features, family, batch_tokens, tmp_path)
     alone, together = (families.solved_tensors(tmp_path / name) for name in ("alone", "state"))
