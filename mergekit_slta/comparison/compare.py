@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,15 +45,16 @@ class TaskScore:
 
 @dataclass(frozen=True)
 class TaskComparison:
-    """How the models do an expert's task.
+    """How the models do an expert's task, or the base model's own.
 
     Attributes:
-        model: the expert.
+        model: the expert, or the base model.
         records: how many held-out records were used.
         tokens: how many tokens were predicted.
         answers: how many of the records have a short answer, of at most ``SHORT_ANSWER`` tokens.
-        base, expert: the base model's score, and the expert's.
+        base, expert: the base model's score, and the expert's; on the base model's own task the experts' mean.
         merged: the merged models' scores, in the order in which they were given.
+        of_base: whether it is the base model's own task, of whose answers only those count that the base model gives.
     """
 
     model: str
@@ -62,11 +64,16 @@ class TaskComparison:
     base: TaskScore
     expert: TaskScore
     merged: tuple[TaskScore, ...]
+    of_base: bool = False
 
     def kept(self, merged: int) -> float | None:
-        """The share of the expert's gain over the base model that a merge keeps; None where there is no gain."""
-        gain = self.base.loss - self.expert.loss
-        return (self.base.loss - self.merged[merged].loss) / gain if gain > 0 else None
+        """The share of the expert's gain over the base model that a merge keeps; None where there is no gain.
+
+        On the base model's own task, the share of its lead over the experts.
+        """
+        worse, better = (self.expert, self.base) if self.of_base else (self.base, self.expert)
+        gain = worse.loss - better.loss
+        return (worse.loss - self.merged[merged].loss) / gain if gain > 0 else None
 
 
 @dataclass(frozen=True)
@@ -76,18 +83,21 @@ class Comparison(Paragraphs):
     Attributes:
         merged: the names of the merged models.
         tasks: the tasks, in the order of the recipe's experts.
+        keep: the base model's own task, if it has one.
     """
 
     merged: tuple[str, ...]
     tasks: tuple[TaskComparison, ...]
+    keep: TaskComparison | None = None
 
     def to_json(self) -> str:
         """The numbers as JSON; what is undefined is null."""
-        tasks = []
-        for task in self.tasks:
-            scores = [asdict(score) | {"kept": task.kept(index)} for index, score in enumerate(task.merged)]
-            tasks.append(asdict(task) | {"merged": dict(zip(self.merged, scores, strict=True))})
-        return as_json({"tasks": tasks})
+        content: dict[str, Any] = {"tasks": [self._content(task) for task in self.tasks]}
+        return as_json(content | ({"keep": self._content(self.keep)} if self.keep else {}))
+
+    def _content(self, task: TaskComparison) -> dict[str, Any]:
+        scores = [asdict(score) | {"kept": task.kept(index)} for index, score in enumerate(task.merged)]
+        return asdict(task) | {"merged": dict(zip(self.merged, scores, strict=True))}
 
     def loss_table(self) -> Table:
         """One row per task: the models' negative log-likelihood, and the share of the gain that each merge keeps."""
@@ -109,6 +119,15 @@ class Comparison(Paragraphs):
         ]
         return Table(["task of", "answers", "base", "expert", *self.merged], rows) if rows else None
 
+    def base_table(self, task: TaskComparison) -> Table:
+        """One row per model: how it does the base model's own task."""
+        shares = [1.0, 0.0, *(task.kept(index) for index in range(len(task.merged)))]
+        scores = zip(["base", "experts", *self.merged], [task.base, task.expert, *task.merged], shares, strict=True)
+        rows = [
+            [name, f"{own.loss:.4f}", as_percentage(share), as_percentage(own.exact)] for name, own, share in scores
+        ]
+        return Table(["model", "likelihood", "kept of the base", "its exact answers"], rows)
+
     def parts(self) -> Iterator[str | Table]:
         """The tables, and sentences that explain them."""
         yield "Negative log-likelihood per token of the answers (of all tokens where none is known), lower is better"
@@ -116,6 +135,12 @@ class Comparison(Paragraphs):
         if exact := self.exact_table():
             yield f"Short answers (at most {SHORT_ANSWER} tokens) that greedy decoding gives exactly, higher is better"
             yield exact
+        if self.keep:
+            yield (
+                f"The base model's own task, {self.keep.records} records: 100 % is kept where a merge does as well as "
+                "it, 0 % where it does as the experts' mean; of short answers count those of the base model."
+            )
+            yield self.base_table(self.keep)
         if idle := [task.model for task in self.tasks if task.kept(0) is None]:
             yield f"Experts no better than the base model on their own task, with no gain to keep: {', '.join(idle)}."
         if not exact:
@@ -159,10 +184,11 @@ def compare(
     require_calibration(experiment.recipe)
     experts = experiment.recipe.experts
     experiment.load_data(experts)  # refuses the same data twice
-    tasks = [_held_out(experiment, expert, samples) for expert in experts]
+    tasks = [_held_out(experiment, task, samples) for task in experiment.recipe.tasks]
+    of_base = tasks[len(experts) :]
     runs = [
         (experiment.base, tasks),
-        *((model, [task]) for model, task in zip(experiment.experts, tasks, strict=True)),
+        *((model, [task, *of_base]) for model, task in zip(experiment.experts, tasks, strict=False)),
         *((_open_result(experiment, folder), tasks) for folder in folders),
     ]
     total = sum(len(group) for _, groups in runs for group in groups)
@@ -182,21 +208,35 @@ def compare(
             expert=_mean(task, own[index][0]),
             merged=tuple(_mean(task, found[index]) for found in after),
         )
-        for index, task in enumerate(tasks)
+        for index, task in enumerate(tasks[: len(experts)])
     )
+    keep = None
+    if of_base:
+        counted = [score.exact is True for score in base[-1]]
+        first, *others = (_mean(of_base[0], found[-1], counted) for found in scores)
+        keep = TaskComparison(
+            model=sources[0],
+            records=len(of_base[0]),
+            tokens=_tokens(of_base[0]),
+            answers=sum(counted),
+            base=first,
+            expert=_average(others[: len(experts)]),
+            merged=tuple(others[len(experts) :]),
+            of_base=True,
+        )
     names = tuple(folder.resolve().name for folder in folders)
     if len({*sources, *names}) < len(sources) + len(names):
         names = tuple(map(str, folders))
-    return Comparison(names, compared)
+    return Comparison(names, compared, keep)
 
 
-def _held_out(experiment: Experiment, expert: Task, samples: int) -> Group:
-    data = experiment.samples.held_out(expert, samples)
+def _held_out(experiment: Experiment, task: Task, samples: int) -> Group:
+    data = experiment.samples.held_out(task, samples)
     rows = zip(data.token_ids, data.answers, strict=True)
     found = [_sample(row, answer) for row, answer in rows if len(row) > 1]
     if not found:
         raise SltaError(
-            f"The held-out records of {expert} have one token each, so there is nothing to predict: add longer ones."
+            f"The held-out records of {task} have one token each, so there is nothing to predict: add longer ones."
         )
     return found
 
@@ -238,7 +278,15 @@ def _tokens(group: Group) -> int:
     return sum(sample.end - sample.begin for sample in group)
 
 
-def _mean(group: Group, scores: Sequence[Score]) -> TaskScore:
-    answered = [score.exact for score in scores if score.exact is not None]
+def _mean(group: Group, scores: Sequence[Score], counted: Sequence[bool] | None = None) -> TaskScore:
+    """A model's score on a task; ``counted`` says whose short answers count, by default all."""
+    given = zip(scores, counted or [True] * len(scores), strict=True)
+    answered = [score.exact for score, counts in given if counts and score.exact is not None]
     loss = sum(score.loss for score in scores) / _tokens(group)
     return TaskScore(loss, sum(answered) / len(answered) if answered else None)
+
+
+def _average(scores: Sequence[TaskScore]) -> TaskScore:
+    """The mean of several models' scores on one task."""
+    exact = [score.exact for score in scores if score.exact is not None]
+    return TaskScore(statistics.mean(score.loss for score in scores), statistics.mean(exact) if exact else None)

@@ -15,7 +15,7 @@ from mergekit_slta.tables import short_names
 
 
 def write_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> Path:
-    """Draw a comparison as PNG: the share of each expert's gain that each merge keeps, and of the short answers.
+    """Draw a comparison as PNG: what each merge keeps of each expert's gain and of the base model, and short answers.
 
     Args:
         comparison: what ``compare`` found.
@@ -31,6 +31,8 @@ def write_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> Pa
     columns = ["base", "expert", *comparison.merged]
     tasks = dict(zip(short_names([task.model for task in comparison.tasks]), comparison.tasks, strict=True))
     kept = {name: [task.kept(index) for index in range(len(task.merged))] for name, task in tasks.items()}
+    if keep := comparison.keep:
+        kept["the base model"] = [keep.kept(index) for index in range(len(keep.merged))]
     exact = {
         name: [score.exact for score in (task.base, task.expert, *task.merged)]
         for name, task in tasks.items()
@@ -38,7 +40,7 @@ def write_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> Pa
     }
     matrices = []
     for title, shares, names in (
-        ("The expert's gain that is kept", kept, comparison.merged),
+        ("What is kept of the experts' gains" + " and of the base model" * bool(keep), kept, comparison.merged),
         ("Short answers given exactly", exact, columns),
     ):
         if any(share is not None for row in shares.values() for share in row):

@@ -98,6 +98,25 @@ def test_all_models_stand_side_by_side(paired: Family) -> None:
         assert task.kept(0) == (pytest.approx((task.base.loss - task.merged[0].loss) / gain) if gain > 0 else None)
 
 
+def test_what_is_kept_of_the_base_model_is_measured_on_its_own_records(paired: Family) -> None:
+    experts = dict(zip(map(str, paired.experts[:1]), paired.data[:1], strict=True))
+    content = Recipe(
+        paired.base, {**experts, str(paired.base): paired.data[1]}, samples=SAMPLES, max_tokens=24, level="layer"
+    )
+    found = compare(content, [paired.experts[0], paired.base, paired.experts[1]], samples=4, quiet=True)
+    whole = compare(recipe_of(paired), [paired.experts[0]], samples=4, quiet=True).tasks[1]
+    keep = found.keep
+    assert keep is not None and len(found.tasks) == 1
+    assert keep.base.loss == pytest.approx(whole.base.loss)
+    assert keep.expert.loss == keep.merged[0].loss == pytest.approx(whole.merged[0].loss)
+    lost = keep.expert.loss - keep.base.loss
+    kept = [0, 1, pytest.approx((keep.expert.loss - keep.merged[2].loss) / lost)] if lost > 0 else [None] * 3
+    assert [keep.kept(index) for index in range(3)] == kept
+    assert keep.base.exact in (1.0, None)  # of the answers that the base model gives
+    assert "kept of the base" in str(found)
+    assert json.loads(found.to_json())["keep"]["records"] == 4
+
+
 def test_an_expert_that_knows_its_records_by_heart_answers_exactly(paired: Family) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(paired.base)
     tokenizer = AutoTokenizer.from_pretrained(paired.base)
