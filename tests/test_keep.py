@@ -69,7 +69,9 @@ def test_one_expert_takes_its_closed_form_at_every_level(level: str, family: Fam
 def test_the_file_says_what_is_kept_and_gives_it_up(family: Family, tmp_path: Path) -> None:
     file = tmp_path / "stats.safetensors"
     content = keeping(family, weight=0.5, statistics=str(file))
-    merged(content, tmp_path / "merged")
+    families.merge(content, tmp_path / "merged", write_model_card=True)
+    card = (tmp_path / "merged" / "README.md").read_text()
+    assert re.search(r"\| Base model \| .*`task2\.jsonl`.*% \|", card)
     statistics = Statistics.load(file)
     assert statistics.info.keep is not None
     assert statistics.info.keep.source == family.data[2].name

@@ -18,7 +18,7 @@ from mergekit_slta import __version__, files
 from mergekit_slta.data.sources import DATASET_PREFIX, is_dataset, source_name
 from mergekit_slta.errors import reading
 from mergekit_slta.models.merged_adapters import adapter_option
-from mergekit_slta.recipe.configuration import expert_parameters
+from mergekit_slta.recipe.configuration import base_parameters, expert_parameters
 from mergekit_slta.recipe.recipe import published_name
 from mergekit_slta.recipe.settings import SETTINGS
 from mergekit_slta.slta.solution import Solution
@@ -94,7 +94,8 @@ def merge_card(folder: Path, config: MergeConfiguration, recipe: str, solution: 
         data.base_model_relation = "merge" if data.base_model else None
         tags = [*(data.tags or []), "mergekit", "merge", "mergekit-slta", config.merge_method]
         data.tags = list(dict.fromkeys(tags))
-        data.datasets = [*(data.datasets or []), *_datasets(own.get("calibration", "") for own in experts.values())]
+        sources = [*(own.get("calibration", "") for own in experts.values()), _kept_prompts(config)]
+        data.datasets = [*(data.datasets or []), *_datasets(sources)]
         data.datasets = list(dict.fromkeys(data.datasets)) or None
         data.library_name = data.library_name or "transformers"
         card.text = f"{card.text.rstrip()}\n\n{_section(config, solution)}\n"
@@ -133,12 +134,20 @@ def _section(config: MergeConfiguration, solution: Solution | None) -> str:
     )
 
 
+def _kept_prompts(config: MergeConfiguration) -> str:
+    """The source of the prompts on which the merge keeps what the base model does; empty without any."""
+    given = base_parameters(config) if SETTINGS[config.merge_method].runs_models else {}
+    return str(given.get("calibration", "")) if given.get("weight", 1.0) else ""
+
+
 def _model_table(config: MergeConfiguration, solution: Solution | None) -> str:
     experts = expert_parameters(config)
     kept = dict(zip(solution.models, solution.kept.tolist(), strict=True)) if solution else {}
     lines = [["", "Model", "Calibration data", "Feature change kept"], ["---"] * 4]
     if config.base_model:
-        lines.append(["Base model", _linked(config.base_model), "", ""])
+        source = _kept_prompts(config)
+        share = as_percentage(solution.base_kept) if solution and solution.keeps_base else ""
+        lines.append(["Base model", _linked(config.base_model), _code(source_name(source)) if source else "", share])
     for expert, own in experts.items():
         source, name = own.get("calibration", ""), published_name(expert)
         share = as_percentage(kept[name]) if name in kept else ""

@@ -134,6 +134,7 @@ def line_chart(
     *,
     x_label: str,
     y_label: str,
+    x_percent: bool = False,
     y_percent: bool = False,
     y_range: tuple[float, float] = (-math.inf, math.inf),
     lines_at: Sequence[float] = (),
@@ -143,7 +144,7 @@ def line_chart(
     Args:
         panels: the panels, each with the same series in the same order.
         x_label, y_label: the axes' names with their units.
-        y_percent: whether the vertical axis shows shares as percentages.
+        x_percent, y_percent: whether an axis shows shares as percentages.
         y_range: values outside of it are drawn at its ends.
         lines_at: values to mark with a thin horizontal line.
     """
@@ -163,7 +164,10 @@ def line_chart(
             ax.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
             if y_percent:
                 ax.yaxis.set_major_formatter(PercentFormatter(1, symbol=" %"))
-            ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+            if x_percent:
+                ax.xaxis.set_major_formatter(PercentFormatter(1, symbol=" %"))
+            else:
+                ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes[-1].set_xlabel(x_label)
         _legend(figure, axes[0])
         return Picture(figure)

@@ -25,6 +25,7 @@ from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.tables import Table, short_names
 
 LOSES_MOST = 0.5
+KEEP_WEIGHTS = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)  # the weights κ of the base model's task in the picture of the trade
 MEANING = (
     "This is a share of feature change, not accuracy. Features are the outputs of the model's parts (submodules). At "
     "100 % every submodule changes the base model's features on the expert's own data exactly as the expert does; at "
@@ -135,6 +136,9 @@ def _level_sections(solution: Solution) -> Iterator[Section]:
         yield Section("Share kept", solution.notes(), table=table)
     else:
         yield Section("Share kept", charts=[_retained_chart(solution)])
+    if solution.keeps_base:
+        yield Section("Kept of the base model", charts=[_trade_chart(solution)])
+    if solution.level != "model":
         yield Section("Merging weights", solution.notes(), [_alpha_chart(solution, ends), alpha_map(solution)])
 
 
@@ -158,6 +162,41 @@ def _retained_chart(solution: Solution) -> Chart:
             lines_at=(0.0, LOSES_MOST),
         ),
         table=_table(solution, [map(percent, row) for row in retained.tolist()]),
+    )
+
+
+def _trade_chart(solution: Solution) -> Chart:
+    """What a merge keeps of the experts against what it keeps of the base model, by the weight of the base's task."""
+    found = [
+        solution.statistics.solve(
+            solution.level,
+            balance=solution.balance,
+            ridge=solution.ridge,
+            task_weights=solution.task_weights,
+            keep_weight=weight,
+        )
+        for weight in KEEP_WEIGHTS
+    ]
+    base, names = [own.base_kept for own in found], short_names(solution.models)
+    kept = torch.stack([own.kept for own in found])  # [weights, T]
+    rows = zip(map(plain_number, KEEP_WEIGHTS), base, kept.tolist(), strict=True)
+    return Chart(
+        name=f"trade-{solution.level}",
+        title="What is gained of each expert against what is kept of the base model",
+        caption="Each point is a weight κ of the base model's prompts, the smallest on the left: "
+        f"{', '.join(map(plain_number, KEEP_WEIGHTS))}. At 100 % the merge changes nothing on these prompts, at 0 % as "
+        "much as one expert that is added whole.",
+        picture=line_chart(
+            [Panel("", [Line(name, base, own) for name, own in zip(names, kept.T.tolist(), strict=True)])],
+            x_label="kept of the base model",
+            x_percent=True,
+            y_label="share kept",
+            y_percent=True,
+            y_range=(-1.0, 1.0),
+        ),
+        table=Table(
+            ["κ", "the base model", *names], [[weight, *map(percent, [own, *row])] for weight, own, row in rows]
+        ),
     )
 
 

@@ -80,7 +80,11 @@ def test_the_base_models_own_task_is_said() -> None:
     task, grams = torch.arange(3).repeat_interleave(4), synthetic.random_grams(3, 4)[:, :2, :2]
     solution = Statistics({"layer.0": grams}, task, torch.full_like(task, 7), info).solve("layer")
     assert verdict(solution).endswith(f" and {percent(solution.base_kept)} of the base model on its own task.")
-    assert report_page(solution).facts["Base model's task"] == "chat.jsonl, weight 1"
+    page = report_page(solution)
+    assert page.facts["Base model's task"] == "chat.jsonl, weight 1"
+    (chart,) = next(section for section in page.sections if section.title == "Kept of the base model").charts
+    assert [row[0] for row in chart.table.rows] == ["0", "0.1", "0.3", "1", "3", "10"]
+    assert list(chart.table.rows[3])[1:] == list(map(percent, [solution.base_kept, *solution.kept.tolist()]))
 
 
 def test_weights_that_the_samples_do_not_determine_are_said() -> None:
