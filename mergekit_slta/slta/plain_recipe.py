@@ -264,5 +264,11 @@ def _header(solution: Solution, edges: Mapping[str, str]) -> str:
             f"Expert {name}: {share}; fingerprint {info.fingerprint.experts[index]}; "
             f"{int((task == index).sum())} samples, sha256 {info.calibration[index].sha256}."
         )
+    if info.keep is not None:
+        count = int((task == len(info.models)).sum())
+        lines.append(
+            f"The merge keeps {solution.base_kept:.1%} of the base model on {count} samples of its own, with weight "
+            f"{solution.keep_weight:g}; sha256 {info.keep.sha256}."
+        )
     # A name from somebody else's statistics must not end the comment.
     return "".join(f"# {' '.join(line.split())}".rstrip() + "\n" for line in lines)
