@@ -31,9 +31,9 @@ from typing import Any
 import click
 import torch
 from common import CACHE, be_quiet, load, make_recipe, wait_for, write_samples, write_tokenizer
+from mergekit import merge as mergekit_merge
 from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache
-from mergekit.merge import run_merge
 from mergekit.options import MergeOptions
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -277,7 +277,7 @@ def _merge(
     }
     with tempfile.TemporaryDirectory(dir=folder) as place:
         options = MergeOptions(quiet=True, write_model_card=False, cuda=device.startswith("cuda"))
-        run_merge(MergeConfiguration.model_validate(recipe), f"{place}/merged", options)
+        mergekit_merge.run_merge(MergeConfiguration.model_validate(recipe), f"{place}/merged", options)
 
 
 def _run(action: Callable[[], object], device: str) -> tuple[float, int, int]:
