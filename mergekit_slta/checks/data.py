@@ -61,7 +61,7 @@ def _fits(experiment: Experiment, file: Path, drawn: dict[Task, CalibrationData]
     match(
         Statistics.load(file).info,
         file,
-        recipe,
+        experiment,
         None if content is None else BaseContent(tensors=content, config=hashed_computation(base.config)),
         [_content(experiment, expert.reference) for expert in recipe.experts],
         [drawn.get(task) for task in recipe.tasks],

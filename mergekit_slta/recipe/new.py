@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import yaml
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.recipe.recipe import Recipe
 
 _HEAD = """\
 # {count}
@@ -74,7 +73,7 @@ def new_recipe(base: str, experts: Sequence[str]) -> str:
         The recipe as YAML. It can be read as it is; ``check`` names the calibration sources that are missing.
 
     Raises:
-        SltaError: there is no expert, one is named twice, or a name cannot be a model's.
+        SltaError: there is no expert, or one is named twice.
     """
     if not experts:
         raise SltaError("A merge needs at least one expert: name the models that were fine-tuned from the base model.")
@@ -91,7 +90,6 @@ def new_recipe(base: str, experts: Sequence[str]) -> str:
     text += "".join(_EXPERT.format(expert=_scalar(expert), source=source) for expert, source in entries)
     text += _BASE.format(base=_scalar(base)) if alone else ""
     text += _SHARED.format(level="" if alone else _LEVEL, statistics="" if alone else _STATISTICS)
-    Recipe.parse(text, "A recipe for these models")
     return text
 
 

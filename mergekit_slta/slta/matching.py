@@ -14,7 +14,6 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.files import digest
 from mergekit_slta.models.skeleton import hashed_computation
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.slta.statistics import (
     BaseContent,
     Fingerprint,
@@ -28,7 +27,7 @@ from mergekit_slta.slta.statistics import (
 def match(
     info: Info,
     path: Path,
-    recipe: Recipe,
+    experiment: Experiment,
     base: BaseContent | None,
     experts: Sequence[str | None],
     data: Sequence[CalibrationData | None],
@@ -39,7 +38,7 @@ def match(
     Args:
         info: the file's metadata.
         path: the file's path.
-        recipe: the recipe.
+        experiment: the opened recipe.
         base: the base model's content; None if only a download would show it.
         experts: the experts' fingerprints in the recipe's order; None likewise.
         data: the samples of the recipe's tasks; None for samples that are not drawn.
@@ -51,7 +50,8 @@ def match(
     Raises:
         SltaError: everything in which the file does not fit, a sentence each.
     """
-    problems = list(_base_problems(info, path, recipe, base)) if base else []
+    recipe = experiment.recipe
+    problems = list(_base_problems(info, path, str(recipe.base), base)) if base else []
     unused = dict(enumerate(info.fingerprint.experts))
     order: list[int | None] = []
     for expert, content, samples in zip(recipe.experts, experts, data, strict=False):  # the base model's come last
@@ -97,7 +97,7 @@ def match(
     return [index for index in order if index is not None]
 
 
-def _base_problems(info: Info, path: Path, recipe: Recipe, base: BaseContent) -> Iterator[str]:
+def _base_problems(info: Info, path: Path, name: str, base: BaseContent) -> Iterator[str]:
     known = info.fingerprint.base
     # Another version of transformers may add or drop entries.
     same_version = info.versions.get("transformers") == versions()["transformers"]
@@ -105,12 +105,12 @@ def _base_problems(info: Info, path: Path, recipe: Recipe, base: BaseContent) ->
     changed = sorted(name for name in names if known.config.get(name) != base.config.get(name))
     if known.tensors != base.tensors:
         yield (
-            f"The base model {recipe.base} is not the one that {path} was measured on ('{info.base_model}', "
+            f"The base model {name} is not the one that {path} was measured on ('{info.base_model}', "
             "other content): use that base model or other statistics."
         )
     elif changed:
         yield (
-            f"The configuration of the base model {recipe.base} is not the one that {path} was measured with (other "
+            f"The configuration of the base model {name} is not the one that {path} was measured with (other "
             f"{', '.join(changed)}): change it back, or measure into another file."
         )
 

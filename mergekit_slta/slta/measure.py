@@ -152,7 +152,7 @@ def _matched(experiment: Experiment, path: Path, levels: Sequence[str]) -> Stati
     given = all(task.calibration for task in recipe.tasks)
     data = experiment.load_data(recipe.tasks) if given else [None] * len(recipe.tasks)
     base, experts = model_contents(experiment)
-    order = match(found.info, path, recipe, base, experts, data, levels)
+    order = match(found.info, path, experiment, base, experts, data, levels)
     for fallback in found.info.fallbacks:
         if fallback.level in levels:
             LOG.warning("%s", fallback)
