@@ -1,15 +1,15 @@
 """The loop over a model's layers that calibration, feature merges, linearity and scores share.
 
 1. Embed all samples: ``Streams`` is the cache of their hidden states before the next layer.
-2. For each layer, wait until a thread has read it of each model, and let the thread read the next one.
-   - A layer that an earlier run has finished: load its file, which is not written again, and set its output on every
-     stream.
+2. For each layer, wait until the reader thread has this layer of every model, and let it read the next one.
+   - A layer that an earlier run has finished: load its file, and set the layer's output on every stream.
    - Any other layer: measure or solve it on every batch, set its output on every stream, and write its file.
    Then the layer's outputs take the place of its inputs in the cache.
 3. Finish with the hidden states after the last layer, for the output head.
 
-One layer of each model is in memory at a time, beside what is read ahead of the next one. When memory runs out, the
-loop begins again with half the token positions in a batch. A method is an ``Accumulator``; the loop knows none of them.
+One layer of each model is in memory at a time, beside what is read ahead of the next one. When the memory of a single
+process runs out, the loop begins again with half the token positions in a batch. A method is an ``Accumulator``; the
+loop knows none of them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def pass_layers(
     Args:
         accumulator: the method.
         batch_tokens: the most token positions in one forward pass; 0 chooses by the device and the layers, and halves
-            the number when memory runs out.
+            the number when the memory of a single process runs out.
         partial: the folder of finished layers, which are not computed again.
         progress: called with the number of this process's samples that have passed another step; negative when all
             steps are repeated with smaller batches.

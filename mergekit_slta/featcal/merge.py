@@ -1,29 +1,33 @@
 """featcal: every linear map by least squares, layer by layer in the order of the forward pass.
 
-After RegMean++ and FeatCal (arXiv 2605.13030). Each sample of task t is in two hidden-state streams: the merged
-model's, and expert t's own. The engine's loop brings both to a layer; then
+After RegMean++ and FeatCal (arXiv 2605.13030). The solution stays near an anchor: the base model, or the merge by
+``actmat``, a method that needs no data (``anchor.py``). The samples' token ids come from ``data/``; ``scratch.py``
+keeps the solved layers in a folder, from which ``host/featcal.py`` gives mergekit each tensor.
 
-1. the layer starts as the anchor's, the model that the solution stays near;
-2. for each group of maps with one input, in the order in which they feed each other: the merged stream runs as far as
-   the group, the group is solved, and the layer takes the solution;
+Each sample of task t is in two hidden-state streams: the merged model's, and expert t's own. The engine's loop brings
+both to a layer; then
+
+1. the merged layer starts as the anchor's;
+2. for each group of maps that read the same input, in the order in which they feed each other: the merged stream runs
+   as far as the group, the group is solved, and the layer takes the solution;
 3. the layer's outputs are set on both streams, and its tensors are written.
 
 The output head comes last. A map of a group, with inputs x of the merged stream and x_t of expert t's, anchor W_a, and
 expert t's own W_t and b_t, becomes
 
     W = argmin  sum_t s_t sum_x w_x |W x - W_t x_t|^2 + ridge * trace(D H D^T),   D = W - W_a
-    b = the mean of b_t + W_t x_t - W x over all tokens, weighted by s_t w_x; near the anchor's for a large ridge
+    b = b_a + (m - b_a) / (1 + ridge^2),  m the mean of b_t + W_t x_t - W x over all tokens, weighted by s_t w_x
 
 The base model may have a task too, whose prompts are to be answered as it does: it is one more expert, whose task
 vector is zero and whose influence is multiplied by kappa, in s_t as in every mean over the experts.
 
 ``regression.py`` defines s_t, H and the bias (``Change.offset``), ``answers.py`` the weights w_x. Where the anchor is
 the merge of ``actmat``, H is built from the matrix of the system that ``actmat`` solves, so that a few prompts change a
-map mostly in directions that their tokens cover. Unless a recipe gives the ridge, left-out samples choose it for every
+map mostly in directions that their tokens cover. Unless a recipe gives the ridge, held-out samples choose it for every
 group.
 
 This differs from FeatCal in four points: a map is solved on inputs that are computed with the maps already solved in
-its layer; tasks and answers have weights; left-out samples choose the ridge; the output head is solved, too. Norms,
+its layer; tasks and answers have weights; held-out samples choose the ridge; the output head is solved, too. Norms,
 embeddings, convolutions and routers are the anchor's.
 """
 
@@ -224,7 +228,10 @@ class _FeatureMerge(Accumulator[Tensors]):
             report(len(batch.rows) * len(self.maps[layer].groups))
 
     def _known(self, layer: int) -> dict[str, torch.Tensor]:
-        """The merged tensors that the layer shares with earlier ones; none of a run that ran out of memory after it."""
+        """The merged tensors of earlier layers' files that this layer uses too.
+
+        Those of later layers, from a pass that ran out of memory, do not count.
+        """
         written, found = written_in(self.decoder), dict[str, torch.Tensor]()
         for key, name in self.decoder.layer_tensors(layer).items():
             if written[name] < layer and (tensor := self.shared.get(name)) is not None:
@@ -259,5 +266,5 @@ def layer_shapes(decoder: Decoder, layer: int) -> dict[str, torch.Size]:
 
 
 def _placed(merged: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """A merged tensor as the base model's is: on its device, or one of a mixture's experts after the other."""
+    """A merged tensor where the base model's is: on its device, or a mixture's stack that is read expert by expert."""
     return stack_of(merged, base.device) if isinstance(base, ExpertStack) else merged.to(base.device)

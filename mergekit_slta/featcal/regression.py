@@ -5,13 +5,13 @@ against the anchor's map W_a, tasks t with weights s_t, and the change D = W - W
 
     sum_t s_t sum_x w_x |D x - r|^2 + ridge * trace(D H D^T),     s_t = c_t / |sum_x w_x x x^T|_F
 
-where c_t says how much the task counts: 1, or kappa for the base model's.
+where c_t says how much the task counts: 1, or the keep weight for the base model's.
 
 With A = sum_t s_t sum_x w_x x x^T and C = sum_t s_t sum_x w_x r x^T, that is D = C (A + ridge H)^-1. H [d_in, d_in]
 says how strongly each direction of the input is held:
 
-- H = kappa I with kappa = trace(A) / d_in. A few dimensions of the input may be so much larger than the others that
-  kappa says nothing about the others: then H = diag(A). Where those few would decide s_t, perhaps by a single token,
+- H = h I with h = trace(A) / d_in. A few dimensions of the input may be so much larger than the others that
+  h says nothing about the others: then H = diag(A). Where those few would decide s_t, perhaps by a single token,
   s_t is computed without them.
 - A prior P [d_in, d_in], whose diagonal has the mean 1, holds some directions more than others: H is then
   p^(1/2) P p^(1/2), where p is the diagonal of the H above.
@@ -74,7 +74,7 @@ class Change:
     ridge: float | None
 
     def offset(self, anchor: torch.Tensor, own: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
-        """The bias of some rows: the mean residual for any ridge in use, the anchor's for an endless one.
+        """The bias of some rows: with the mean residual for a small ridge, the anchor's for an endless one.
 
         Args:
             anchor: the anchor's bias [rows].

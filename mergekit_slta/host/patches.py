@@ -1,12 +1,12 @@
-"""Every place where mergekit is reached into: what is replaced, why, and how it was.
+"""Every function of mergekit's that is replaced, and why.
 
 mergekit 0.1.5 has a table of merge methods and no other way in: a method sees one tensor at a time; it sees neither the
 recipe nor the output folder. So each function below that is marked with `replaces` replaces one function of mergekit's,
 which it gets as ``stock``; its docstring says why.
 
 All was read from the source of mergekit 0.1.5. When this module is imported, the parameters of each function that it
-replaces are compared with those expected here; if they differ, the import fails with one sentence, and mergekit works
-without us. mergekit's loaders are replaced in `models/spellings.py`.
+replaces are compared with those expected here; if they differ, the import fails with one sentence, the start-up hook
+warns, and mergekit works without us. mergekit's loaders are replaced in `models/spellings.py`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def run_merge(
 def referenced_models(stock: Callable[..., Any], self: MergeConfiguration) -> list[ModelReference]:
     """List a recipe's models in the recipe's order.
 
-    mergekit lists a set, whose order changes between processes, and with it cards, and tokenizers made of several.
+    mergekit lists a set, whose order changes between processes, and with that order the card and a merged tokenizer.
     """
     named = [*([self.base_model] if self.base_model else []), *(entry.model for entry in model_inputs(self))]
     return list(dict.fromkeys(named))
@@ -89,9 +89,9 @@ def referenced_models(stock: Callable[..., Any], self: MergeConfiguration) -> li
 
 @replaces(ModelReference, "merged", "self", "cache_dir", "trust_remote_code", "lora_merge_dtype")
 def merged(stock: Callable[..., Any], self: ModelReference, *arguments: Any, **named: Any) -> ModelReference:
-    """Merge an adapter into a folder that is named by content.
+    """Merge an adapter into its base model, in a folder that is named by their content.
 
-    mergekit names it by the two paths, and reuses it when the adapter has been trained again.
+    mergekit names the folder by the two paths, and so reuses a stale one when the adapter has been trained again.
     """
     return merge_adapter(self, *arguments, **named)
 
@@ -110,7 +110,7 @@ def get_model_tensor_names(stock: Callable[..., Any], model: ModelReference, opt
 
 @replaces(card, "is_hf", "path")
 def is_hf(stock: Callable[..., Any], path: str) -> bool:
-    """Take a folder for a folder.
+    """Do not look up an existing folder on the Hub.
 
     mergekit looks a relative path such as ``models/base`` up on the Hub, which fails without a network when the weights
     are written.

@@ -5,11 +5,15 @@ For a submodule with input features x, gathered by running the base model on a s
     Delta_b(x) = f(x; theta_b) - f(x; theta_0)                           the feature delta [S, D], without padding
     G_x[b, c]  = sum over tokens and dimensions of Delta_b(x) Delta_c(x)     the sample's Gram matrix [T, T] (Eq. 14)
 
+A submodule is a part of the model that gets merging weights of its own: at level ``layer`` a decoder layer, at
+``attn_mlp`` its attention or its MLP, and so on (``levels.py``). The samples' token ids come from ``data/``; the
+weights that are solved from the Gram matrices reach the tensors in ``slta/weights.py`` and ``host/slta.py``.
+
 The paper runs the base model through all layers, keeps each submodule's inputs, and then goes over the submodules. The
 engine's loop does both layer by layer, so that no inputs are stored. Everything after the Gram matrices is
 arithmetic on them (``solver.py``).
 
-Shapes: ``N`` samples of all tasks, ``T`` experts, ``S`` tokens, ``D`` dimensions. There may be more tasks than experts.
+Shapes: ``N`` samples of all tasks, ``T`` experts, ``S`` tokens, ``D`` dimensions. Task T may be the base model's.
 """
 
 from __future__ import annotations
@@ -37,8 +41,8 @@ from mergekit_slta.slta.gram import sample_grams
 
 LOG = logging.getLogger(__name__)
 
-BASE = 0  # the base model's stream; at level ``model`` the experts' own follow
-LOGIT_TOKENS = 64  # of one sample are compared at once, because logits are wide
+BASE = 0  # the base model's stream; at level ``model``, streams 1 to T are the experts'
+LOGIT_TOKENS = 64  # tokens of a sample whose logits are held at once, because logits are wide
 
 # Submodule name to [N, T, T] float64.
 Grams = dict[str, torch.Tensor]
@@ -90,7 +94,7 @@ class _Calibration(Accumulator[Grams]):
         self.grams: Grams = {}
 
     def sources(self) -> list[list[Checkpoint]]:
-        """The base model's stream; level ``model`` also needs each expert's own stream."""
+        """[stream][task]: the model that embeds the samples; level ``model`` also needs each expert's own stream."""
         followed = self.models if "model" in self.levels else self.models[:1]
         return [[model] * len(self.tasks) for model in followed]
 
@@ -116,7 +120,7 @@ class _Calibration(Accumulator[Grams]):
     def repeat_layer(
         self, layer: int, weights: Sequence[Weights], found: Tensors, streams: Streams, report: Progress
     ) -> None:
-        """Take over the Gram matrices of a layer's file, and run the layer without its submodules."""
+        """Take over the Gram matrices of a layer's file, and run the layer without measuring its submodules again."""
         self.grams |= found
         for number, batch in enumerate(streams.batches):
             streams.run_layer(BASE, number, weights[BASE])

@@ -10,17 +10,17 @@ Symbols, for one submodule with ``N`` calibration samples and ``T`` experts, whe
     J_a(alpha)      alpha^T B_a alpha - 2 alpha^T B_a[:, a] + B_a[a, a], the squared distance of the merge's feature
                     change from expert a's on task a
 
-Expert a was trained for task a. The base model may be task T, with prompts on which the merge should do what it does:
-their target is no change, so they add to A and not to b. Their influence is measured per token, by one number for the
-submodule, so that one expert gets g / (g + kappa g_0), g and g_0 the sizes of its changes on its own task and on these:
+Expert a was trained for task a. Task T may be the base model's own: prompts on which the merge should do what the base
+model does. Their target is no change, so they add to A and not to b. Their influence is measured per token, by one
+number for the submodule. For T = 1 that gives alpha = g_1 / (g_1 + kappa g_0), g_0 the size of the change on task T:
 
     p_x  [T, T]     G_x / tokens_x
     g_a             mean over task a's samples of mean_t p_x[t, t]
-    w_0             exp(-mean_a log g_a), over the experts' tasks with g_a > 0; zero without any
+    w_0             1 / the geometric mean of the g_a > 0 of the experts' tasks; zero without any
     B_0  [T, T]     s w_0 times the mean over task T's samples of p_x; s = 1 if balanced, else mean_a mean_t B_a[t, t]
     A               sum_a c_a B_a + kappa B_0, kappa the weight of the base model's task
 
-The functions of means and weights work on leading batch dimensions too, which is how the bootstrap runs.
+``task_means``, ``base_changes`` and ``equations`` take leading batch dimensions too, which is how the bootstrap runs.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ import torch
 
 from mergekit_slta.numerics.symmetric import solve_semidefinite, with_ridge
 
-MOST_NUMBERS = 2**20  # of the matrices B_a of draws that are in memory at once
+MOST_NUMBERS = 2**20  # float64 numbers in the matrices B_a of the draws that are solved together
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class SubmoduleSolution:
         alpha: [T] float64, the merging weights.
         retained: [T] float64, the share of each expert's feature change that the merge keeps on that expert's own
             task, 1 - J_a(alpha) / J_a(0); NaN where the expert changes nothing. It may be negative.
-        share: [T] float64, the expert's part in the feature change on its own task's data, ``own_share``.
-        condition: condition number of the scaled A over its kept eigenvalues; NaN where A is zero.
+        share: [T] float64, the expert's change on its own task relative to the experts' mean change, ``own_share``.
+        condition: condition number of A over the eigenvalues that ``solve_semidefinite`` keeps; NaN where A is zero.
         rank: number of kept eigenvalues; below T the solution is the minimum-norm one.
         measured: [T] bool, whether an expert changes the submodule's features on any sample of the experts' tasks that
             counts. If not, its weight is zero because nothing is known of it, even where its task vector is not zero.
         kept_base: the share of the base model that the merge keeps on its own task, 1 - J_0(alpha) / mean_t J_0(e_t)
-            with J_0(alpha) = alpha^T B_0 alpha and e_t expert t added whole; NaN where no expert changes that task.
+            with J_0(alpha) = alpha^T (B_0 / s) alpha, e_t expert t added whole; NaN where no expert changes that task.
         base_share: mean_t J_0(e_t), the experts' mean change on that task relative to that on their own.
     """
 
@@ -81,7 +81,7 @@ def solve(
         task: [N] int64, the task of each sample; T for the base model's.
         tokens: [N] int64, the tokens of each sample; needed where the base model has a task.
         balance: give every sample the same influence (Eq. 33-34).
-        ridge: adds ridge * trace(A) / T to A's diagonal, A without B_0.
+        ridge: adds ridge * trace(A) / T to A's diagonal, before B_0 is added.
         task_weights: the weight c_a of each expert's task; one each by default.
         keep_weight: the weight kappa of the base model's task.
     """
@@ -171,7 +171,7 @@ def equations(
     matrix = with_ridge(torch.einsum("a,...abc->...bc", weights, means), ridge)
     if keep_weight:
         scale = 1.0 if balance else means.diagonal(dim1=-2, dim2=-1).mean((-1, -2))[..., None, None]
-        measured = _measured(means, task_weights)  # an expert that the other tasks do not show is left out
+        measured = _measured(means, task_weights)  # an expert that changes nothing on the experts' tasks is left out
         matrix = matrix + keep_weight * scale * changes * (measured[..., :, None] & measured[..., None, :])
     return matrix, _own(means) @ weights
 
