@@ -42,6 +42,7 @@ def test_there_is_a_recipe_for_whatever_people_merge() -> None:
     assert all(f"/{family}" in bases for family in ("Llama-3", "Qwen2.5", "Qwen3", "Mistral", "gemma", "Mixtral"))
     assert any(all(reference.lora for reference in recipe.references[1:]) for recipe in recipes)
     assert any(len(own) > 1 for own in found.values())
+    assert sum(recipe.config.merge_method == "featcal" and recipe.keep is not None for recipe in recipes) == 2
     assert any(isinstance(own.settings, SltaSettings) and own.settings.statistics for own in recipes)
 
 
@@ -58,12 +59,12 @@ def test_a_recipe_is_sound(path: Path) -> None:
             settings = recipe.settings
             named = isinstance(settings, SltaSettings) and settings.statistics.startswith(DATASET_PREFIX)
             require_calibration(recipe, statistics=named)
-            for expert in recipe.experts:
-                if named and not expert.calibration:
+            for task in recipe.tasks:
+                if named and not task.calibration:
                     continue
-                kind, dataset, *_ = source_key(expert.calibration)
+                kind, dataset, *_ = source_key(task.calibration)
                 assert kind == "dataset" and HUB_NAME.fullmatch(dataset)
-                assert not expert.template or template_fields(expert.template)
+                assert not task.template or template_fields(task.template)
         earlier.add(name)
 
 

@@ -80,7 +80,6 @@ def _run(stock: Callable[..., None], experiment: Experiment, out: str, source: s
     before = entry_files(folder)
     if options.write_model_card:
         source = source or recipe.text  # as it is before mergekit rewrites it
-        set_aside(folder / card.CARD)
     with method.merging(merge):
         stock(copy.deepcopy(recipe.config), out, options, source)
     LoaderCache.loaders.clear()  # what was adapted is of this merge alone

@@ -109,7 +109,7 @@ def other_vocabularies(pairs: Iterable[tuple[Model, Model]]) -> list[str]:
 
 
 def open_model(reference: ModelReference, trust_remote_code: bool = False, cache_dir: str | None = None) -> Model:
-    """Read a model's configuration and the headers of its weight files; pickled weights on the Hub are downloaded.
+    """Read a model's configuration and the headers of its weight files.
 
     Args:
         reference: a local folder or a model on the Hub; its adapter is ignored.
@@ -117,15 +117,14 @@ def open_model(reference: ModelReference, trust_remote_code: bool = False, cache
         cache_dir: mergekit's ``--transformers-cache``.
 
     Raises:
-        SltaError: the model does not exist, its configuration cannot be read, or files are missing or damaged.
+        SltaError: the model does not exist, its configuration cannot be read, files are missing or damaged, or its
+            weights are pickled on the Hub, where they have no headers to ask for.
     """
     path = reference.model
     folder = local_folder(path, cache_dir)
-    tensors = hub_headers(path) if folder is None else None
-    if tensors is None:
-        if folder is None:
-            with hub.asking(path):
-                folder = Path(ModelReference(model=path).local_path(cache_dir=cache_dir))
+    if folder is None:
+        tensors = hub_headers(path)
+    else:
         if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
             raise SltaError(
                 f"{folder} is a LoRA adapter: write 'BASE+{folder}', with the model that it adapts as BASE."
@@ -247,17 +246,22 @@ def _header(shape: list[int], dtype: str) -> TensorHeader:
     return TensorHeader(tuple(shape), math.prod(shape) * (int(bits[0]) if bits else 8) // 8)
 
 
-def hub_headers(path: ModelPath) -> Headers | None:
-    """The tensors of a model on the Hub, read by requests for parts of its files; None if it has no safetensors files.
+def hub_headers(path: ModelPath) -> Headers:
+    """The tensors of a model on the Hub, read by requests for parts of its files.
 
     Raises:
-        SltaError: the Hub cannot be asked.
+        SltaError: the Hub cannot be asked, or the model has no safetensors files there.
     """
     try:
         with hub.asking(path):
             files = huggingface_hub.get_safetensors_metadata(path.path, revision=path.revision).files_metadata
     except NotASafetensorsRepoError:
-        return None
+        with hub.asking(path):  # whether there is such a model at all
+            huggingface_hub.hf_hub_download(path.path, "config.json", revision=path.revision)
+        raise SltaError(
+            f"{path} has no model.safetensors on the Hub: download pickled weights with 'hf download {path.path}' "
+            f"first, and write an adapter behind its base model, 'BASE+{path.path}'."
+        ) from None
     stored = {name: tensor for file in files.values() for name, tensor in file.tensors.items()}
     return {name: _header(tensor.shape, tensor.dtype) for name, tensor in stored.items()}
 

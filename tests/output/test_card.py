@@ -118,13 +118,11 @@ def test_models_and_datasets_of_the_hub_are_linked(tmp_path: Path, monkeypatch: 
     assert "somebody" not in str(found)
 
 
-def test_a_second_merge_sets_the_card_of_the_first_aside(llama: Family, tmp_path: Path) -> None:
+def test_a_second_merge_replaces_the_card_of_the_first(llama: Family, tmp_path: Path) -> None:
     out = families.merge(families.recipe(llama, samples=2), tmp_path / "out", **OPTIONS)
-    (out / "README.md").write_text("My own words.")
     families.merge(families.recipe(llama, "actmat", calibration=False), out, **OPTIONS)
     card: Any = ModelCard.load(out / "README.md")
     assert "actmat" in card.data.tags and "slta" not in card.data.tags and "alpha.png" not in card.text
-    assert (out / "README.md.old").read_text() == "My own words."
     assert not list((out / "mergekit-slta").iterdir())
 
 
