@@ -171,6 +171,13 @@ def test_the_base_model_without_parameters_is_ignored(family: Family, tmp_path: 
     assert equal(merged(content, tmp_path / "listed"), without)
 
 
+def test_a_shared_template_holds_for_the_base_model_too_and_equal_prompts_are_noted(family: Family) -> None:
+    content = recipe(family, experts=(2,), keep={}, template="{text}")
+    found = Recipe.parse(json.dumps(content), "recipe")
+    assert [task.template for task in found.tasks] == ["{text}", "{text}"]
+    assert "The base model has the prompts of" in "".join(check(found).notes)
+
+
 @pytest.mark.parametrize("method", ["actmat", "sftm"])
 def test_a_method_without_data_ignores_it_and_says_so(
     method: str, family: Family, tmp_path: Path, caplog: pytest.LogCaptureFixture

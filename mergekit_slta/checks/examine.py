@@ -102,7 +102,7 @@ def _check_models(experiment: Experiment, out: Path | None, merging: bool) -> No
     any_architecture = options.allow_crimes and not recipe.method.runs_models
 
     def alone(reference: ModelReference) -> None:
-        models.one_model(experiment.model(reference), options.lora_merge_cache)
+        models.one_model(experiment.model(reference), options.lora_merge_cache, options.transformers_cache)
 
     def related(reference: ModelReference) -> None:
         models.same_family(experiment.model(recipe.base), experiment.model(reference), any_architecture)
@@ -154,6 +154,12 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
     base, config = experiment.model(recipe.base), recipe.config
     for _, expert in experiment.pairs:
         yield from models.other_computation(base, expert, settings.runs_models)
+        yield from models.adapted_ends(expert, experiment.transformers_cache)
+    if recipe.keep and (same := [own for own in recipe.experts if own.calibration == recipe.keep.calibration]):
+        yield (
+            f"The base model has the prompts of {same[0]}, on which the merge cannot do what both do (every weight of "
+            "slta is 1 / (1 + κ) with one expert): give it prompts of what is to be kept."
+        )
     if not merging:
         return
     yield from tensors.lost_tensors(base)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from mergekit.common import ModelPath
+from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+from peft.tuners.tuners_utils import BaseTuner
 
 from mergekit_slta.checks.tensors import known_architecture
 from mergekit_slta.errors import SltaError
-from mergekit_slta.models.adapters import adapter_headers
+from mergekit_slta.models.adapters import adapter_folder, adapter_headers, adapter_settings
 from mergekit_slta.models.headers import Model, listed
 from mergekit_slta.models.merged_adapters import NO_FOLDER
 from mergekit_slta.models.skeleton import computation, model_tensor_name
@@ -16,7 +18,7 @@ from mergekit_slta.models.skeleton import computation, model_tensor_name
 SAME_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
-def one_model(model: Model, lora_merge_cache: str | None) -> None:
+def one_model(model: Model, lora_merge_cache: str | None, cache_dir: str | None = None) -> None:
     """Refuse a quantized model, and an adapter that has no folder to be merged in or is not of its model."""
     for name, stored in model.tensors.items():
         if name.endswith("weight") and len(stored.shape) > 1 and stored.nbytes < 2 * stored.count:
@@ -31,21 +33,28 @@ def one_model(model: Model, lora_merge_cache: str | None) -> None:
             "name the original checkpoint, or dequantize it first."
         )
     if model.reference.lora is not None:
-        _adapter_of(model, model.reference.lora)
         if not lora_merge_cache:
             raise SltaError(NO_FOLDER.format(model=model))
+        _adapter_of(model, model.reference.lora, cache_dir)
 
 
-def _adapter_of(model: Model, adapter: ModelPath) -> None:
-    """Refuse a LoRA adapter whose modules the model does not have, or has in other sizes: peft may ignore these."""
-    headers = adapter_headers(adapter)
+def _adapter_of(model: Model, adapter: ModelPath, cache_dir: str | None) -> None:
+    """Refuse an adapter that cannot be merged, and one whose modules the model does not have in these sizes."""
+    headers = adapter_headers(adapter, cache_dir)
+    kind = adapter_settings(adapter_folder(adapter, cache_dir)).get("peft_type")
+    tuners = {str(known.value): tuner for known, tuner in PEFT_TYPE_TO_TUNER_MAPPING.items()}
+    if kind not in tuners or not issubclass(tuners[kind], BaseTuner):
+        raise SltaError(
+            f"The adapter {adapter} is of the type {kind}, which cannot become part of its weights: leave it out, "
+            "or train a LoRA."
+        )
     modules = dict(model.built.named_modules()) if model.built else {}
     unknown, fitting, wrong = list[str](), list[str](), list[str]()
     for name, down in headers.items():
         up = headers.get(name.replace(".lora_A.", ".lora_B."))
         if not name.endswith(".lora_A.weight") or up is None:
             continue
-        target = name.removeprefix("base_model.model.").partition(".lora_")[0]
+        target = target_of(name)
         # peft wraps a module once for each of its parameters, and calls the module inside a wrapper "base_layer".
         found = model_tensor_name(target.replace(".base_layer", ""), modules, model.prefix)
         own = modules[found].parameters(recurse=False) if found else ()
@@ -104,6 +113,32 @@ def _same_architecture(base: Model, expert: Model) -> None:
 
 
 # Notes
+
+
+def adapted_ends(model: Model, cache_dir: str | None) -> Iterator[str]:
+    """A LoRA adapter of the embedding or of the output head, where both are one tensor."""
+    adapter = model.reference.lora
+    if (
+        adapter is None
+        or model.built is None
+        or not getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+    ):
+        return
+    ends = (model.built.get_input_embeddings(), model.built.get_output_embeddings())
+    names = {name for name, module in model.built.named_modules() if module in ends}
+    targets = {target_of(name) for name in adapter_headers(adapter, cache_dir)}
+    tying = adapter_settings(adapter_folder(adapter, cache_dir)).get("ensure_weight_tying")
+    if (adapted := sorted(names & targets)) and not tying:
+        yield (
+            f"The adapter {adapter} changes {listed(adapted)} of {model.reference.model}, whose embedding and output "
+            "head are one tensor: merging the adapter changes both, so the merged expert is not the model that was "
+            "trained. Train it on the decoder layers alone."
+        )
+
+
+def target_of(name: str) -> str:
+    """The module that a tensor of a LoRA adapter changes."""
+    return name.removeprefix("base_model.model.").partition(".lora_")[0]
 
 
 def other_computation(base: Model, expert: Model, runs_models: bool) -> Iterator[str]:

@@ -366,7 +366,7 @@ def verify(recipe: Path, out: Path, **options: Any) -> None:
     """Re-read the merged model in OUT tensor by tensor, and compare it with what RECIPE says.
 
     Names, shapes, data types and finiteness for every method; the values for slta, from its statistics, and for plain
-    recipes that `solve` wrote; for the other methods the tensors that they leave as they are. Says the largest
+    recipes that `solve` wrote. Says the largest
     difference and where it is. Exit code 1 if something differs by more than rounding.
     """
     import mergekit_slta.host.patches  # noqa: F401 - mergekit must know the methods where start-up files are off

@@ -121,12 +121,13 @@ class Comparison(Paragraphs):
 
     def base_table(self, task: TaskComparison) -> Table:
         """One row per model: how it does the base model's own task."""
-        shares = [1.0, 0.0, *(task.kept(index) for index in range(len(task.merged)))]
+        ends = (1.0, 0.0) if task.expert.loss > task.base.loss else (None, None)
+        shares = [*ends, *(task.kept(index) for index in range(len(task.merged)))]
         scores = zip(["base", "experts", *self.merged], [task.base, task.expert, *task.merged], shares, strict=True)
         rows = [
             [name, f"{own.loss:.4f}", as_percentage(share), as_percentage(own.exact)] for name, own, share in scores
         ]
-        return Table(["model", "likelihood", "kept of the base", "its exact answers"], rows)
+        return Table(["model", "negative log-likelihood", "kept of the base", "its exact answers"], rows)
 
     def parts(self) -> Iterator[str | Table]:
         """The tables, and sentences that explain them."""

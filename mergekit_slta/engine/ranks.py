@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -106,7 +107,12 @@ def join() -> Ranks:
     return Ranks(dist.get_rank(), count)
 
 
-def leave() -> None:
-    """Undo ``join``."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+@contextlib.contextmanager
+def joined() -> Iterator[Ranks]:
+    """The processes of ``torchrun``, joined until the end of the block if they were not joined before."""
+    before = dist.is_initialized()
+    try:
+        yield join()
+    finally:
+        if dist.is_initialized() and not before:
+            dist.destroy_process_group()

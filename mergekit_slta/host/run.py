@@ -14,16 +14,19 @@ import transformers
 from mergekit.architecture import get_architecture_info
 from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache
+from mergekit.options import MergeOptions
 
 from mergekit_slta.checks import examine
-from mergekit_slta.engine.ranks import Ranks, join, leave
-from mergekit_slta.errors import files_named
+from mergekit_slta.engine.ranks import Ranks, joined
+from mergekit_slta.errors import files_named, one_line
 from mergekit_slta.host.registry import METHODS
 from mergekit_slta.models.spellings import ONE_AT_A_TIME, adapt_loaders
 from mergekit_slta.output import card
 from mergekit_slta.output.companions import copy_companions, entry_files, set_aside
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
+
+LOG = logging.getLogger(__name__)
 
 
 def run(
@@ -34,7 +37,7 @@ def run(
     source: str | None = None,
     content: Any = None,
 ) -> None:
-    """Merge a recipe of any method; for mergekit's own ones only the loaders and the processes are ours.
+    """Merge a recipe of any method; one for mergekit's own methods is mergekit's affair.
 
     One merge runs at a time, and the loaders of an earlier one are forgotten: mergekit keeps them for the whole
     process, and they go on reading files that were replaced. Under torchrun all processes run the models, and the first
@@ -51,14 +54,13 @@ def run(
     Raises:
         SltaError: the recipe, a model, the data or the disk does not allow the merge.
     """
-    with ONE_AT_A_TIME, joined_ranks() as ranks:
-        experiment = Experiment(Recipe.from_config(config, content), ranks=ranks, **options)
+    with ONE_AT_A_TIME:
         LoaderCache.loaders.clear()
-        if config.merge_method in METHODS:
-            with files_named("mend that and run the command again"):
-                _run(stock, experiment, out, source)
-        elif ranks.first:
-            stock(config, out, experiment.options, source)
+        if config.merge_method not in METHODS:
+            stock(config, out, MergeOptions(**options), source)
+            return
+        with joined_ranks() as ranks, files_named("mend that and run the command again"):
+            _run(stock, Experiment(Recipe.from_config(config, content), ranks=ranks, **options), out, source)
 
 
 def _run(stock: Callable[..., None], experiment: Experiment, out: str, source: str | None) -> None:
@@ -89,19 +91,19 @@ def _run(stock: Callable[..., None], experiment: Experiment, out: str, source: s
         set_aside(file)  # programs would read it instead of the weights just written
     copy_companions(recipe.config, recipe.tokenizer_source, options.copy_tokenizer, folder)
     card.clear_beside(folder, merge.solution)
-    if source and options.write_model_card:
-        card.write_card(folder, recipe.config, source, merge.solution)
     merge.finish()
+    if source and options.write_model_card:
+        try:
+            card.write_card(folder, recipe.config, source, merge.solution)
+        except Exception as error:  # the model is written: nothing about its card may make the merge fail
+            LOG.warning("The model card says only what mergekit knows (%s).", one_line(error))
 
 
 @contextlib.contextmanager
 def joined_ranks() -> Iterator[Ranks]:
     """The processes that torchrun started; all but the first are silent."""
-    ranks = join()
-    if not ranks.first:
-        logging.disable(logging.WARNING)
-        transformers.utils.logging.disable_progress_bar()
-    try:
+    with joined() as ranks:
+        if not ranks.first:
+            logging.disable(logging.WARNING)
+            transformers.utils.logging.disable_progress_bar()
         yield ranks
-    finally:
-        leave()

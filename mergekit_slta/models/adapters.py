@@ -21,13 +21,13 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 
 
-def adapter_headers(path: ModelPath) -> Headers:
+def adapter_headers(path: ModelPath, cache_dir: str | None = None) -> Headers:
     """The tensors of an adapter; an adapter on the Hub is downloaded.
 
     Raises:
         SltaError: files are missing or damaged, or the Hub cannot be asked.
     """
-    return file_headers(adapter_weights(adapter_folder(path)))
+    return file_headers(adapter_weights(adapter_folder(path, cache_dir)))
 
 
 def adapter_settings(folder: Path) -> dict[str, Any]:

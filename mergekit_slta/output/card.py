@@ -18,7 +18,7 @@ from mergekit_slta import __version__, files
 from mergekit_slta.data.sources import DATASET_PREFIX, is_dataset, source_name
 from mergekit_slta.errors import reading
 from mergekit_slta.models.merged_adapters import adapter_option
-from mergekit_slta.recipe.configuration import base_parameters, expert_parameters
+from mergekit_slta.recipe.configuration import base_parameters, expert_parameters, shared_parameters
 from mergekit_slta.recipe.recipe import published_name
 from mergekit_slta.recipe.settings import SETTINGS
 from mergekit_slta.slta.solution import Solution
@@ -87,7 +87,7 @@ def merge_card(folder: Path, config: MergeConfiguration, recipe: str, solution: 
         shown = recipe.replace("\r\n", "\n").strip()  # reading a text changes line ends
         written = written.replace(shown, published_recipe(recipe))  # mergekit shows it with its comments
         card = ModelCard(without_private_paths(written, recipe), ignore_metadata_errors=True)
-    if config.merge_method in SETTINGS and HEADING not in card.text:
+    if config.merge_method in SETTINGS:
         data: Any = card.data
         experts = expert_parameters(config)
         data.base_model = [path.path for path in model_paths(config) if _is_on_hub(path.path)] or None
@@ -98,7 +98,8 @@ def merge_card(folder: Path, config: MergeConfiguration, recipe: str, solution: 
         data.datasets = [*(data.datasets or []), *_datasets(sources)]
         data.datasets = list(dict.fromkeys(data.datasets)) or None
         data.library_name = data.library_name or "transformers"
-        card.text = f"{card.text.rstrip()}\n\n{_section(config, solution)}\n"
+        if HEADING not in card.text:
+            card.text = f"{card.text.rstrip()}\n\n{_section(config, solution)}\n"
     return str(card)
 
 
@@ -119,9 +120,13 @@ def _section(config: MergeConfiguration, solution: Solution | None) -> str:
         ]
         again = (
             f"What was measured is in `{STATISTICS_OF_MERGE}`: name that file under `statistics` among the recipe's "
-            "parameters, leave `calibration` out, and no data are needed. For a recipe that mergekit alone can run: "
-            f"`mergekit-slta solve {STATISTICS_OF_MERGE} --recipe plain.yml`."
+            "parameters, leave `calibration` out, and no data are needed."
         )
+        if solution.level != "head_mlp":  # whose rows of one tensor have different weights
+            command = " ".join(
+                ["mergekit-slta solve", STATISTICS_OF_MERGE, *_solved_with(config, solution), "--recipe plain.yml"]
+            )
+            again += f" For a recipe that mergekit alone can run: `{command}`."
     option = adapter_option([reference for reference in (config.base_model, *expert_parameters(config)) if reference])
     return "\n\n".join(
         [
@@ -134,10 +139,25 @@ def _section(config: MergeConfiguration, solution: Solution | None) -> str:
     )
 
 
+def _solved_with(config: MergeConfiguration, solution: Solution) -> Iterator[str]:
+    """The options of ``solve`` that give the merge's weights again, as far as they are not the defaults."""
+    shared = shared_parameters(config)
+    yield f"--level {solution.level}"
+    if solution.keeps_base and solution.keep_weight != 1:
+        yield f"--keep-weight {solution.keep_weight:g}"
+    if solution.ridge:
+        yield f"--ridge {solution.ridge:g}"
+    if not solution.balance:
+        yield "--no-balance"
+    for name in ("edges", "towers"):
+        if shared.get(name, "base") != "base":
+            yield f"--{name} {shared[name]}"
+
+
 def _kept_prompts(config: MergeConfiguration) -> str:
     """The source of the prompts on which the merge keeps what the base model does; empty without any."""
     given = base_parameters(config) if SETTINGS[config.merge_method].runs_models else {}
-    return str(given.get("calibration", "")) if given.get("weight", 1.0) else ""
+    return str(given.get("calibration", "")) if float(given.get("weight", 1.0)) else ""
 
 
 def _model_table(config: MergeConfiguration, solution: Solution | None) -> str:

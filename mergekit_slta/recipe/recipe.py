@@ -222,7 +222,8 @@ class Recipe:
             for reference, given in expert_parameters(self.config).items()
         )
         given = base_parameters(self.config) if issubclass(self.method, CalibrationSettings) else {}
-        keep = Task(self.config.base_model, **_table(KeptBase, given).model_dump()) if given else None
+        shared = {key: value for key, value in shared_parameters(self.config).items() if key == "template"}
+        keep = Task(self.config.base_model, **_table(KeptBase, shared | given).model_dump()) if given else None
         return (
             self.config.base_model,
             experts,

@@ -83,6 +83,7 @@ def _inputs(config: MergeConfiguration) -> Iterator[str]:
     for model in dict.fromkeys(listed):
         if listed.count(model) > 1:
             yield f"{model} is listed {listed.count(model)} times: list it once."
+    for model in dict.fromkeys(entry.model for entry in model_inputs(config)):
         if config.base_model and model != config.base_model and _same_folder(model, config.base_model):
             yield f"{model} is the base model {config.base_model}: spell it the same way, or leave it out."
 

@@ -28,6 +28,7 @@ from mergekit_slta.layers.trace import WRITERS, trace
 from mergekit_slta.models.skeleton import model_tensor_name
 from mergekit_slta.slta.statistics import Info
 from mergekit_slta.slta.weights import TensorWeights
+from mergekit_slta.tables import as_percentage
 
 if TYPE_CHECKING:
     from mergekit_slta.slta.solution import Solution
@@ -267,8 +268,8 @@ def _header(solution: Solution, edges: Mapping[str, str]) -> str:
     if info.keep is not None:
         count = int((task == len(info.models)).sum())
         lines.append(
-            f"The merge keeps {solution.base_kept:.1%} of the base model on {count} samples of its own, with weight "
-            f"{solution.keep_weight:g}; sha256 {info.keep.sha256}."
+            f"The merge keeps {as_percentage(solution.base_kept)} of the base model on {count} samples of its own, "
+            f"with weight {solution.keep_weight:g}; sha256 {info.keep.sha256}."
         )
     # A name from somebody else's statistics must not end the comment.
     return "".join(f"# {' '.join(line.split())}".rstrip() + "\n" for line in lines)

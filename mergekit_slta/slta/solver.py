@@ -239,6 +239,9 @@ def bootstrap(
     All are NaN if a task has one sample, which can only be drawn again. Many draws of many experts are solved in parts.
     The arguments are those of ``solve``.
     """
+    if settings.get("keep_weight") == 0:  # the base model's task is left out, also where it has one sample
+        rows = task < grams.shape[-1]
+        grams, task, tokens = grams[rows], task[rows], None
     found = []
     for counts in bootstrap_counts(task, repeats, seed).split(max(1, MOST_NUMBERS // grams.shape[-1] ** 3)):
         means, changes = task_means(grams, task, balance, counts), base_changes(grams, task, tokens, counts)

@@ -86,11 +86,10 @@ def test_every_process_ends_up_with_what_one_alone_measures(
 
 def test_alone_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    joined = ranks.join()
-    assert (joined.index, joined.count, joined.first) == (0, 1, True)
-    assert torch.equal(joined.sum(torch.ones(2).double()), torch.ones(2).double())
-    joined.wait()
-    ranks.leave()
+    with ranks.joined() as joined:
+        assert (joined.index, joined.count, joined.first) == (0, 1, True)
+        assert torch.equal(joined.sum(torch.ones(2).double()), torch.ones(2).double())
+        joined.wait()
 
 
 def test_each_process_says_which_gpu_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

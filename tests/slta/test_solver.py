@@ -201,6 +201,14 @@ def test_an_expert_that_only_the_base_models_prompts_show_is_not_measured() -> N
     assert close(solve(deltas.grams(), tasks(deltas), tokens=tokens).alpha, solution.alpha)
 
 
+def test_a_single_sample_that_does_not_count_leaves_the_bootstrap_as_it_is() -> None:
+    deltas, tokens = with_base_task()
+    rows = torch.arange(len(deltas.task))[: -deltas.task.count(EXPERTS) + 1]
+    found = bootstrap(deltas.grams()[rows], tasks(deltas)[rows], 5, tokens=tokens[rows], keep_weight=0.0)
+    own = rows[:-1]
+    assert torch.equal(found, bootstrap(deltas.grams()[own], tasks(deltas)[own], 5))
+
+
 def test_the_bootstrap_draws_the_base_models_prompts_and_keeps_their_scale() -> None:
     deltas, tokens = with_base_task()
     grams, task = deltas.grams(), tasks(deltas)
