@@ -315,3 +315,12 @@ def test_multi_gpu_without_a_gpu_is_refused_before_calibration(llama: Family, tm
     with pytest.raises(SltaError, match="leave --device, --cuda and --multi-gpu out"):
         families.merge(families.recipe(llama), tmp_path / "out", multi_gpu=True)
     assert not cache_folder().exists()
+
+
+def test_a_merge_by_another_method_joins_no_processes(
+    llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training script may have set these variables, and joined its processes itself."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    content = families.recipe(llama, "task_arithmetic", calibration=False, per_expert={"weight": 0.5})
+    assert (families.merge(content, tmp_path / "out") / "model.safetensors").is_file()
