@@ -86,6 +86,8 @@ def _scores(folder: Path, seed: int, tasks: Sequence[str], only: Sequence[str]) 
             measure(label, recipe, partial(_merge, folder, label, recipe, seed, family))
     shown = {label: known[label]["scores"] for label in ("base", *wanted)}
     shown["experts"] = {task: known[f"expert {task}"]["scores"][task] for task in tasks}
+    if len(tasks) == 1:
+        shown["experts"] = known[f"expert {tasks[0]}"]["scores"]
     return {label: _columns(label, scores, shown) for label, scores in shown.items()}
 
 
@@ -138,14 +140,14 @@ def _recipes(family: RealFamily) -> dict[str, Recipe]:
 
 
 def _columns(label: str, scores: Mapping[str, Mapping[str, float]], shown: Mapping[str, Any]) -> dict[str, float]:
-    tasks = list(shown["experts"])
+    tasks = [task for task in shown["experts"] if task in TASKS]
     gains = [
         (scores[task]["exact"] - shown["base"][task]["exact"])
         / (shown["experts"][task]["exact"] - shown["base"][task]["exact"])
         for task in tasks
     ]
     exact, loss = (statistics.mean(scores[task][name] for task in tasks) for name in ("exact", "loss"))
-    of_no_merge = label == "experts"
+    of_no_merge = label == "experts" and len(tasks) > 1
     perplexity = float("nan") if of_no_merge else scores["ordinary text"]["loss"]
     followed = float("nan") if of_no_merge else scores["instructions"]["exact"]
     averages = dict(zip(COLUMNS, (exact, loss, statistics.mean(gains), perplexity, followed), strict=True))
