@@ -109,11 +109,6 @@ class RealFamily:
     calibration: dict[str, Path]
     test: dict[str, list[Pair]]
 
-    @property
-    def base_prompts(self) -> Path:
-        """Where the base model's own prompts are: instructions with its answers, and ordinary text."""
-        return self.base.with_name("base.jsonl")
-
 
 # Tasks
 
@@ -181,6 +176,7 @@ def train_family(folder: Path, seed: int, tasks: Sequence[str], steps: int = STE
     """Fine-tune an expert per task, unless it is in ``folder`` already; an interrupted run goes on with the next."""
     base = write_base(folder.parent / "base")
     write_base_prompts(base, folder.parent / "base.jsonl")
+    write_self_written(base, folder.parent / "written.jsonl")
     splits = {task: TASKS[task](seed) for task in tasks}
     for number, (task, split) in enumerate(splits.items()):
         records = folder / f"{task}.jsonl"
@@ -194,6 +190,18 @@ def train_family(folder: Path, seed: int, tasks: Sequence[str], steps: int = STE
         {task: folder / f"{task}.jsonl" for task in tasks},
         {task: split.test for task, split in splits.items()},
     )
+
+
+def write_self_written(base: Path, path: Path) -> None:
+    """Write chats that the base model makes up alone, the user's turn too, once."""
+    if path.exists():
+        return
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    tokenizer = load_tokenizer(base)
+    start = tokenizer("<|im_start|>user\n", return_tensors="pt")["input_ids"].expand(CALIBRATED, -1)
+    rows = model.generate(start, do_sample=True, max_new_tokens=2 * ANSWER_TOKENS, eos_token_id=-1)
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in tokenizer.batch_decode(rows)))
 
 
 def write_base_prompts(base: Path, path: Path) -> None:

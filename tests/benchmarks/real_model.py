@@ -102,15 +102,21 @@ def _recipes(family: RealFamily) -> dict[str, Recipe]:
     """A mergekit recipe for every row of the table, by its label."""
 
     def recipe(
-        method: str, weights: Recipe | None = None, *, data: bool = False, keep: float = 0.0, **shared: Any
+        method: str,
+        weights: Recipe | None = None,
+        *,
+        data: bool = False,
+        keep: float = 0.0,
+        prompts: str = "base",
+        **shared: Any,
     ) -> Recipe:
         models = []
         for task, expert in family.experts.items():
             calibration = {"calibration": f"./{family.calibration[task].name}"} if data else {}
             models.append({"model": f"./{expert.name}", "parameters": {**(weights or {}), **calibration}})
         if keep:
-            prompts = {"calibration": "../base.jsonl", "weight": keep}
-            models.append({"model": "../base", "parameters": prompts})
+            kept = {"calibration": f"../{prompts}.jsonl", "weight": keep}
+            models.append({"model": "../base", "parameters": kept})
         base = {} if method == "linear" else {"base_model": "../base"}
         types = {"dtype": "float32", "out_dtype": "bfloat16"}
         return {"merge_method": method, **base, "models": models, "parameters": shared, **types}
@@ -131,6 +137,7 @@ def _recipes(family: RealFamily) -> dict[str, Recipe]:
         **slta,
         **{f"featcal {count} prompts": recipe("featcal", data=True, samples=count) for count in PROMPTS},
         **{f"featcal keeping {kappa:g}": recipe("featcal", data=True, keep=kappa) for kappa in KEPT},
+        "featcal keeping 1, self-written": recipe("featcal", data=True, keep=1.0, prompts="written"),
         **{f"slta keeping {kappa:g}": recipe("slta", data=True, keep=kappa) for kappa in KEPT},
         "featcal anchor base, 30 prompts": recipe("featcal", data=True, anchor="base", ridge=0.003),
     }
