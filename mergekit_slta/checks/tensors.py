@@ -34,7 +34,7 @@ def no_missing_tensors(models: Sequence[Model]) -> None:
     """
     lacking: dict[tuple[str, ...], list[str]] = {}
     for model in models:
-        missing = [weight.name for weight in planned_tensors(model, models) if not can_load(model, weight)]
+        missing = [weight.name for weight in planned_weights(model, models) if not can_load(model, weight)]
         found = renamed(models[0], model, missing)
         lacking.setdefault(tuple(name for name in missing if name not in found), []).append(str(model))
     refuse(
@@ -50,7 +50,7 @@ def renamed(base: Model, model: Model, names: Sequence[str]) -> Mapping[str, str
     return other_names(base.built, model.tensors, names) if names and base.built else {}
 
 
-def planned_tensors(model: Model, models: Sequence[Model]) -> list[WeightInfo]:
+def planned_weights(model: Model, models: Sequence[Model]) -> list[WeightInfo]:
     """The tensors that mergekit needs of a model: those that it defines for the architecture, or all of any model."""
     if known := defined(model):
         return [weight for weight in known if not weight.optional]

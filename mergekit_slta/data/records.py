@@ -79,7 +79,7 @@ def record_text(record: Record, template: str, *, where: object, render_chat: Ca
             return Text(text, answer=_without_blanks(text, last, len(text)) if len(parts) > 1 else None)
     if not chats and not groups:
         raise SltaError(
-            f"{where} has none of the known fields: its fields are {joined(record)}. "
+            f"{where} has none of the known fields: its fields are {in_a_list(record)}. "
             "Give the expert a 'template' that names the fields to use, such as '{question} {answer}'."
         )
     return Text("")
@@ -161,7 +161,7 @@ def _fill(template: str, record: Record, where: object) -> Text:
         if field not in record:
             raise SltaError(
                 f"{where} has no field {field!r}, which the template {template!r} names: "
-                f"its fields are {joined(record)}."
+                f"its fields are {in_a_list(record)}."
             )
     if all(_is_blank(record[field]) for field in fields):
         return Text("")
@@ -188,7 +188,7 @@ def _turns(value: Any, what: str) -> Turns:
             if (role := turn.get("from")) is None:
                 raise SltaError(
                     f"{what} has a turn without 'role' and 'content', or 'from' and 'value': "
-                    f"its fields are {joined(turn)}."
+                    f"its fields are {in_a_list(turn)}."
                 )
             turn = {"role": ROLES.get(str(role), role), "content": turn.get("value")}
         turns.append(turn)
@@ -207,5 +207,5 @@ def _is_blank(value: Any) -> bool:
     return value is None or (isinstance(value, str) and not value.strip()) or (isinstance(value, list) and not value)
 
 
-def joined(names: Iterable[Any]) -> str:
+def in_a_list(names: Iterable[Any]) -> str:
     return ", ".join(map(str, names)) or "none"

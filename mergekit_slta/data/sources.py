@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mergekit_slta.data.records import Record, joined
+from mergekit_slta.data.records import Record, in_a_list
 from mergekit_slta.errors import SltaError, one_line, reading
 from mergekit_slta.files import published_path
 
@@ -76,7 +76,7 @@ def _read_file(source: str) -> Sequence[Record]:
         raise SltaError(f"Calibration source {source!r} is a folder: write '{DATASET_PREFIX}{source}' for a dataset.")
     if extension not in READERS:
         raise SltaError(
-            f"Calibration source {source!r} has an unknown extension: it must be {joined(READERS)}, "
+            f"Calibration source {source!r} has an unknown extension: it must be {in_a_list(READERS)}, "
             f"or '{DATASET_PREFIX}DATASET' for a dataset."
         )
     if not os.path.exists(path):

@@ -12,7 +12,7 @@ from mergekit_slta.engine.accumulator import Progress
 from mergekit_slta.engine.streams import Streams, read_edges
 from mergekit_slta.featcal.passage import EXPERT, MERGED
 from mergekit_slta.featcal.regression import Change
-from mergekit_slta.featcal.solving import Setting, Tokens, solve
+from mergekit_slta.featcal.solving import Setting, Tokens, solve_maps
 from mergekit_slta.layers.blend import Blend
 from mergekit_slta.layers.ends import head_input, tail_tensors
 from mergekit_slta.layers.maps import LinearMap
@@ -56,7 +56,7 @@ class HeadSolver:
             part = slice(start, start + step)
             tasks = (self._tokens(expert, task, part) for task, expert in enumerate(self.experts))
             setting = replace(self.setting, ridge=ridge)
-            change = solve(head.matrix(anchor)[part], tasks, setting, expected=self.streams.tokens)
+            change = solve_maps(head.matrix(anchor)[part], tasks, setting, expected=self.streams.tokens)
             assert isinstance(change, Change)  # there are tokens
             if change.ridge is None:
                 LOG.warning("The output head keeps the anchor's weights (its inputs are not finite)")

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from mergekit_slta.engine.accumulator import Progress
 from mergekit_slta.featcal.groups import MapGroup
 from mergekit_slta.featcal.passage import LayerPassage
-from mergekit_slta.featcal.solving import LayerTensors, Setting, Tokens, changed, prior_of, solve
+from mergekit_slta.featcal.solving import LayerTensors, Setting, Tokens, changed, prior_of, solve_maps
 from mergekit_slta.layers.calls import Weights
 from mergekit_slta.layers.maps import LinearMap, RoutedInputs, fused_hidden
 from mergekit_slta.models.stacks import ExpertStack, stack_of
@@ -125,7 +125,7 @@ class LayerMerge:
         self.merged.update(anchors)
         matrix, expert = torch.cat([linear_map.matrix(self.merged) for linear_map in maps]), maps[0].expert
         least = 0 if expert is None else ENOUGH_TOKENS * matrix.shape[1]
-        change = solve(matrix, tasks, self.setting, expected=expected, prior=prior, least=least)
+        change = solve_maps(matrix, tasks, self.setting, expected=expected, prior=prior, least=least)
         if isinstance(change, int):
             self._kept.append(f"{names} ({change} tokens)")
             return

@@ -64,7 +64,7 @@ from mergekit_slta.models.stacks import ExpertStack, stack_of
 LOG = logging.getLogger(__name__)
 
 ANCHOR = 2  # the stream of the anchor's own, for the report only
-Model = TypeVar("Model")
+Owner = TypeVar("Owner")
 ERRORS = {MERGED: "error.merged", ANCHOR: "error.anchor"}
 
 
@@ -149,7 +149,7 @@ class _FeatureMerge(Accumulator[Tensors]):
             numbered = any(part.isdigit() for name in kept for part in name.split("."))  # most of a mixture's weights
             LOG.log(logging.WARNING if numbered else logging.INFO, "Not solved, so they stay the anchor's: %s", words)
 
-    def _owners(self, base: Model, experts: Sequence[Model]) -> list[Model]:
+    def _owners(self, base: Owner, experts: Sequence[Owner]) -> list[Owner]:
         """The model of each task: the experts, and the base model if it has a task."""
         return [*experts, base][: len(self.tasks)]
 

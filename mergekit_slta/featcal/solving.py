@@ -72,7 +72,7 @@ class LayerTensors:
     later: Collection[str] = ()
 
 
-def solve(
+def solve_maps(
     matrix: torch.Tensor,
     tasks: Iterable[Iterable[Tokens]],
     setting: Setting,

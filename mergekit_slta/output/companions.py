@@ -20,7 +20,7 @@ LOG = logging.getLogger(__name__)
 
 PROCESSOR = ("*processor_config.json", "audio_tokenizer_config.json")  # of images, video and sound
 GENERATION = ("generation_config.json",)  # names tokens by their ids
-TOKENIZER_FILES = ("chat_template.jinja", "additional_chat_templates/*.jinja", "tekken.json")
+MORE_TOKENIZER_FILES = ("chat_template.jinja", "additional_chat_templates/*.jinja", "tekken.json")
 CODE = ("*.py",)
 
 
@@ -40,7 +40,7 @@ def copy_companions(config: MergeConfiguration, tokenizer_source: Any, copy_toke
     if tokenizer_source in (None, "base"):
         patterns += GENERATION
     if tokenizer_source is None and not config.chat_template and copy_tokenizer:
-        patterns += TOKENIZER_FILES
+        patterns += MORE_TOKENIZER_FILES
     try:
         source = hub.folder_with(patterns, base, LoaderCache().hf_cache_dir)
         if not any(b'"auto_map"' in file.read_bytes() for file in source.glob("*config.json")):

@@ -34,7 +34,7 @@ from mergekit_slta.slta.weights import TensorWeights
 PLAIN_METHOD = "task_arithmetic"  # of the recipes that 'mergekit-slta solve --recipe' writes
 
 # The experts' merging weights of a planned tensor; None where the recipe does not tell its value.
-Weights = Callable[[SaveTensor], Sequence[torch.Tensor] | None]
+AlphaOfTask = Callable[[SaveTensor], Sequence[torch.Tensor] | None]
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def verify(recipe: Recipe, merged: str | os.PathLike[str], **options: Unpack[Mod
     return Verification(tuple(problems), len(names), len(differences), largest, where)
 
 
-def _weights(experiment: Experiment, folder: Path, experts: Sequence[ModelReference]) -> Weights:
+def _weights(experiment: Experiment, folder: Path, experts: Sequence[ModelReference]) -> AlphaOfTask:
     """The merging weights that a recipe gives to each tensor."""
     recipe = experiment.recipe
     method = recipe.config.merge_method
@@ -157,7 +157,7 @@ def _loaded(load: LoadTensor) -> torch.Tensor | None:
 
 
 def _compared(
-    task: SaveTensor, merged: torch.Tensor, experts: Sequence[ModelReference], weights: Weights
+    task: SaveTensor, merged: torch.Tensor, experts: Sequence[ModelReference], weights: AlphaOfTask
 ) -> tuple[list[str], float | None]:
     """What is wrong with a merged tensor, and its largest difference from its wanted value, if that is known."""
     name, made = task.tensor_name, task.tensor_task

@@ -36,7 +36,7 @@ NAME_LENGTH = 30
 CELL_NAME_LENGTH = 14
 LEGEND_LENGTH = 48  # of a row of the legend
 MOST_NAMES = 16  # along an axis of a heat map; of more rows or columns, every second or third is named
-MOST_NUMBERS = 8  # cells show their numbers if there are at most so many columns
+MOST_NUMBERED = 8  # cells show their numbers if there are at most so many columns
 STYLE: Any = {
     "axes.axisbelow": True,
     "axes.edgecolor": AXIS,
@@ -199,7 +199,7 @@ def heat_map(
             ax.set_title(_short(matrix.title))
             ax.set_ylabel(y_label)
             _name_cells(ax, matrix)
-            if len(matrix.columns) <= MOST_NUMBERS and len(matrix.rows) <= MOST_NAMES:
+            if len(matrix.columns) <= MOST_NUMBERED and len(matrix.rows) <= MOST_NAMES:
                 _number_cells(ax, image, values, numbers)
         axes[-1].set_xlabel(x_label)
         bar = figure.colorbar(image, ax=list(axes), orientation="horizontal", aspect=30, pad=0.02, extend="both")
