@@ -142,6 +142,8 @@ class Comparison(Paragraphs):
                 "it, 0 % where it does as the experts' mean; of short answers count those of the base model."
             )
             yield self.base_table(self.keep)
+            if self.keep.kept(0) is None:
+                yield "The experts do no worse there than the base model, so these records do not tell what is kept of it."
         if idle := [task.model for task in self.tasks if task.kept(0) is None]:
             yield f"Experts no better than the base model on their own task, with no gain to keep: {', '.join(idle)}."
         if not exact:
