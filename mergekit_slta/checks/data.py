@@ -38,7 +38,7 @@ def calibration(experiment: Experiment) -> None:
     checks: list[Callable[[], object]] = [partial(_source, experiment, task) for task in tasks]
     checks.append(partial(require_calibration, recipe, statistics=found))
     if isinstance(settings, SltaSettings) and not found:
-        checks.append(partial(published_names, recipe))
+        checks.append(partial(published_names, recipe.references))
     all_of(checks)
     drawn = dict(zip(local, experiment.load_data(local), strict=True))
     if file is not None and found:

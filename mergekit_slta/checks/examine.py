@@ -22,7 +22,7 @@ from mergekit_slta.featcal.solvable import require_solvable
 from mergekit_slta.layers.submodules import fallbacks
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.options import ModelOptions
-from mergekit_slta.recipe.recipe import Recipe
+from mergekit_slta.recipe.recipe import RecipeOrFile
 from mergekit_slta.recipe.settings import CalibrationSettings, FeatcalSettings, SltaSettings
 from mergekit_slta.recipe.text import ignored
 from mergekit_slta.tables import as_size
@@ -48,11 +48,13 @@ class Findings:
         return "\n".join([found, *(f"- {said}" for said in self.problems), *(f"Note: {note}" for note in self.notes)])
 
 
-def check(recipe: Recipe, out_path: str | os.PathLike[str] | None = None, **options: Unpack[ModelOptions]) -> Findings:
+def check(
+    recipe: RecipeOrFile, out_path: str | os.PathLike[str] | None = None, **options: Unpack[ModelOptions]
+) -> Findings:
     """Find out what is wrong with a recipe; read configurations, file headers and calibration data, but no weights.
 
     Args:
-        recipe: a recipe for ``slta``, ``featcal``, ``actmat`` or ``sftm``.
+        recipe: a recipe for ``slta``, ``featcal``, ``actmat`` or ``sftm``, or its file.
         out_path: the folder of the merged model, to check that there is room for it.
         options: where to compute, and how to get models; see ``ModelOptions``.
 
@@ -64,7 +66,7 @@ def check(recipe: Recipe, out_path: str | os.PathLike[str] | None = None, **opti
         notes = examine(experiment, out_path=out_path)
     except SltaError as error:
         return Findings(list(error.sentences), [])
-    settings = recipe.settings
+    settings = experiment.recipe.settings
     coarser = fallbacks(experiment.decoder, settings.level) if isinstance(settings, SltaSettings) else []
     return Findings([], [*map(str, coarser), *notes])  # a run logs the coarser levels when it measures
 
@@ -178,16 +180,16 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
         )
 
 
-def sound_experiment(recipe: Recipe, ranks: Ranks | None = None, **options: Any) -> Experiment:
+def sound_experiment(recipe: RecipeOrFile, ranks: Ranks | None = None, **options: Any) -> Experiment:
     """Check a recipe for a measurement and download its models; all processes wait until each has checked it.
 
     Raises:
         SltaError: everything that is wrong with the recipe, or a model cannot be opened.
     """
-    experiment = Experiment(recipe, ranks=ranks, **options)
+    experiment = (ranks or Ranks()).together(lambda: Experiment(recipe, ranks=ranks, **options))
 
     def checked() -> None:
-        recipe.method_of(CalibrationSettings)  # for another method there is nothing to measure
+        experiment.recipe.method_of(CalibrationSettings)  # for another method there is nothing to measure
         examine(experiment, merging=False)
 
     experiment.ranks.together(checked)

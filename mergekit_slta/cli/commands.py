@@ -99,9 +99,8 @@ def check(recipe: Path, **options: Any) -> None:
     Reads configurations, file headers and calibration data, no weights. Exit code 1 if something is wrong.
     """
     from mergekit_slta.checks import examine
-    from mergekit_slta.recipe.recipe import Recipe
 
-    found = examine.check(Recipe.load(recipe), **applied(options))
+    found = examine.check(recipe, **applied(options))
     if found.problems:
         click.echo(f"{recipe}: {found}", err=True)
         raise click.exceptions.Exit(1)
@@ -274,9 +273,8 @@ def _compare(
 ) -> Comparison:
     from mergekit_slta.checks.examine import sound_experiment
     from mergekit_slta.comparison.compare import compare as compare_merges
-    from mergekit_slta.recipe.recipe import Recipe
 
-    experiment = sound_experiment(Recipe.load(recipe), **applied(options))
+    experiment = sound_experiment(recipe, **applied(options))
     found = compare_merges(experiment, out, samples)
     _show(found, found.to_json, json_file)
     return found
@@ -301,13 +299,11 @@ def linearity(
     from mergekit_slta.checks.examine import sound_experiment
     from mergekit_slta.host.run import joined_ranks
     from mergekit_slta.nonlinearity.scores import DEFAULT_LEVELS, plan_linearity
-    from mergekit_slta.recipe.recipe import Recipe
     from mergekit_slta.reports.linearity import score_table, write_linearity
 
     merge_options = applied(options)
     with joined_ranks() as ranks:
-        loaded = ranks.together(lambda: Recipe.load(recipe))
-        experiment = sound_experiment(loaded, ranks, **merge_options)
+        experiment = sound_experiment(recipe, ranks, **merge_options)
         if ranks.first:
             folder.mkdir(parents=True, exist_ok=True)
         plan = plan_linearity(experiment, levels or DEFAULT_LEVELS, samples=samples, pairs=pairs, triples=triples)
@@ -371,9 +367,8 @@ def verify(recipe: Path, out: Path, **options: Any) -> None:
     """
     import mergekit_slta.host.patches  # noqa: F401 - mergekit must know the methods where start-up files are off
     from mergekit_slta.output.verify import verify as verify_merge
-    from mergekit_slta.recipe.recipe import Recipe
 
-    found = verify_merge(Recipe.load(recipe), out, **applied(options))
+    found = verify_merge(recipe, out, **applied(options))
     click.echo(f"{out}: {found}", err=bool(found.problems))
     if found.problems:
         raise click.exceptions.Exit(1)

@@ -22,7 +22,7 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.options import ModelOptions
-from mergekit_slta.recipe.recipe import Recipe, Task, published_name, require_calibration
+from mergekit_slta.recipe.recipe import RecipeOrFile, Task, published_name, require_calibration
 from mergekit_slta.recipe.settings import CalibrationSettings
 from mergekit_slta.tables import Paragraphs, Table, as_json, as_percentage
 
@@ -143,7 +143,7 @@ class Comparison(Paragraphs):
             )
             yield self.base_table(self.keep)
             if self.keep.kept(0) is None:
-                yield "The experts do no worse there than the base model, so these records do not tell what is kept of it."
+                yield "The experts do no worse there than it, so these records do not tell what is kept of it."
         if idle := [task.model for task in self.tasks if task.kept(0) is None]:
             yield f"Experts no better than the base model on their own task, with no gain to keep: {', '.join(idle)}."
         if not exact:
@@ -154,14 +154,17 @@ class Comparison(Paragraphs):
 
 
 def evaluate(
-    recipe: Recipe | Experiment, merged: str | os.PathLike[str], samples: int = 100, **options: Unpack[ModelOptions]
+    recipe: RecipeOrFile | Experiment,
+    merged: str | os.PathLike[str],
+    samples: int = 100,
+    **options: Unpack[ModelOptions],
 ) -> Comparison:
     """Compare one merged model with the base model and with each expert on that expert's task; see ``compare``."""
     return compare(recipe, [merged], samples, **options)
 
 
 def compare(
-    recipe: Recipe | Experiment,
+    recipe: RecipeOrFile | Experiment,
     merged: Sequence[str | os.PathLike[str]],
     samples: int = 100,
     **options: Unpack[ModelOptions],
@@ -173,7 +176,7 @@ def compare(
     scores are kept in the cache folder by its content and the records', so that a model that is done is not run again.
 
     Args:
-        recipe: the merges' recipe; for one that is opened already there are no options.
+        recipe: the merges' recipe, or its file; for one that is opened already there are no options.
         merged: the folders that merges were written to, at least one.
         samples: how many records per task.
         options: where to compute, and how to get models; see ``ModelOptions``.

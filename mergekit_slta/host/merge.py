@@ -12,17 +12,17 @@ from mergekit.merge import run_merge
 from mergekit_slta.host import patches  # noqa: F401 - mergekit must know the methods where start-up files are off
 from mergekit_slta.host.run import run
 from mergekit_slta.recipe.options import MergeOptions
-from mergekit_slta.recipe.recipe import Recipe
+from mergekit_slta.recipe.recipe import RecipeOrFile, loaded
 
 
-def merge(recipe: Recipe, out: str | os.PathLike[str], **options: Unpack[MergeOptions]) -> Path:
+def merge(recipe: RecipeOrFile, out: str | os.PathLike[str], **options: Unpack[MergeOptions]) -> Path:
     """Merge a recipe's models, as mergekit-yaml does, with a check first that names all problems at once.
 
     Takes recipes for mergekit's other methods too. Under torchrun all processes calibrate, and the first one merges.
     Threads may call it: one merges at a time, and the others wait.
 
     Args:
-        recipe: the recipe.
+        recipe: the recipe, or its file.
         out: the folder to write to.
         options: mergekit-yaml's options by their names, but for logging and threads; see ``MergeOptions``.
 
@@ -32,5 +32,6 @@ def merge(recipe: Recipe, out: str | os.PathLike[str], **options: Unpack[MergeOp
     Raises:
         SltaError: the recipe, a model, the data or the disk does not allow the merge.
     """
-    run(inspect.unwrap(run_merge), recipe.config, os.fspath(out), options, recipe.text, recipe.content)
+    given = loaded(recipe)
+    run(inspect.unwrap(run_merge), given.config, os.fspath(out), options, given.text, given.content)
     return Path(out)

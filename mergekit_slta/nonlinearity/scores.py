@@ -28,7 +28,7 @@ from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.nonlinearity.interpolation import Grams, Interpolation, passes_per_sample
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.options import ModelOptions
-from mergekit_slta.recipe.recipe import Recipe, published_names, require_calibration
+from mergekit_slta.recipe.recipe import RecipeOrFile, published_names, require_calibration
 
 LOG = logging.getLogger(__name__)
 
@@ -266,7 +266,7 @@ class Plan:
 
 
 def linearity(
-    recipe: Recipe | Experiment,
+    recipe: RecipeOrFile | Experiment,
     levels: str | Sequence[str] | None = None,
     samples: int = 5,
     pairs: bool = True,
@@ -276,7 +276,7 @@ def linearity(
     """Measure how linear a recipe's models are in their weights; the number of forward passes is logged first.
 
     Args:
-        recipe: the recipe, or an opened one.
+        recipe: the recipe, its file, or an opened one.
         levels: one or several; by default ``model``, ``layer`` and ``attn_mlp``.
         samples: how many records of each expert's calibration data are used.
         pairs: compare 25 merges of every two experts with the experts.
@@ -299,7 +299,7 @@ def plan_linearity(
 ) -> Plan:
     """Open the models and draw the samples for ``linearity``; the arguments and errors are the same."""
     require_calibration(experiment.recipe)
-    names = published_names(experiment.recipe)[1:]
+    names = published_names(experiment.recipe.references)[1:]
     experiment.require_levels(levels)
     models, studies = [experiment.base, *experiment.experts], plan_studies(len(names), pairs, triples)
     tasks = [data.token_ids for data in experiment.load_data(experiment.recipe.experts, samples)]

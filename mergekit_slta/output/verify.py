@@ -25,7 +25,7 @@ from mergekit_slta.output.finite import is_finite
 from mergekit_slta.recipe.configuration import expert_references
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.options import ModelOptions
-from mergekit_slta.recipe.recipe import Recipe
+from mergekit_slta.recipe.recipe import RecipeOrFile
 from mergekit_slta.recipe.settings import SETTINGS, SltaSettings
 from mergekit_slta.slta.measure import measured_statistics
 from mergekit_slta.slta.statistics import STATISTICS_OF_MERGE
@@ -67,7 +67,7 @@ class Verification:
         return "\n- ".join([f"{count} problem{'s' * (count > 1)} found. {read}.", *self.problems])
 
 
-def verify(recipe: Recipe, merged: str | os.PathLike[str], **options: Unpack[ModelOptions]) -> Verification:
+def verify(recipe: RecipeOrFile, merged: str | os.PathLike[str], **options: Unpack[ModelOptions]) -> Verification:
     """Re-read a merged model tensor by tensor, and compare it with what its recipe says.
 
     Names, shapes, data types and finiteness are compared for every method. The values are compared with theta_0 +
@@ -75,7 +75,7 @@ def verify(recipe: Recipe, merged: str | os.PathLike[str], **options: Unpack[Mod
     recipe that ``Solution.save_recipe`` wrote. One tensor of each model is in memory at a time.
 
     Args:
-        recipe: the recipe that was merged.
+        recipe: the recipe that was merged, or its file.
         merged: the folder that the merge was written to.
         options: where to compute, and how to get models; see ``ModelOptions``.
 
@@ -90,7 +90,7 @@ def verify(recipe: Recipe, merged: str | os.PathLike[str], **options: Unpack[Mod
         experiment, folder = Experiment(recipe, **options), Path(merged).expanduser()
         stored = folder_headers(folder)
         experiment.open()
-        experts = expert_references(recipe.config)
+        experts = expert_references(experiment.recipe.config)
         weights = _weights(experiment, folder, experts)
         planned = {task.tensor_name: task for task in _plan(experiment, folder)}
         lost = [name for name, task in planned.items() if name not in stored and not task.optional]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-import torch
 from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
@@ -22,7 +20,7 @@ from mergekit_slta.layers.trace import trace
 from mergekit_slta.levels import require_levels
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.headers import Model, open_model, other_vocabularies
-from mergekit_slta.recipe.recipe import EQUAL_DATA, Recipe, Task
+from mergekit_slta.recipe.recipe import EQUAL_DATA, RecipeOrFile, Task, loaded
 from mergekit_slta.recipe.samples import Samples
 from mergekit_slta.recipe.settings import CalibrationSettings
 
@@ -31,7 +29,7 @@ class Experiment:
     """The opened models and data of a recipe.
 
     Args:
-        recipe: the recipe.
+        recipe: the recipe, or its file.
         ranks: the processes that share the work.
         options: mergekit's options by their names; see ``recipe.options``.
 
@@ -39,11 +37,12 @@ class Experiment:
         device: where the layers run.
 
     Raises:
+        SltaError: the file cannot be read.
         TypeError: mergekit has no option of a given name.
     """
 
-    def __init__(self, recipe: Recipe, *, ranks: Ranks | None = None, **options: Any) -> None:
-        self.recipe = recipe
+    def __init__(self, recipe: RecipeOrFile, *, ranks: Ranks | None = None, **options: Any) -> None:
+        self.recipe = loaded(recipe)
         self.ranks = ranks or Ranks()
         if unknown := sorted(options.keys() - MergeOptions.model_fields.keys()):
             raise TypeError(f"mergekit has no option {', '.join(unknown)}.")
@@ -187,7 +186,7 @@ class Experiment:
     def _readable(self, task: Task, count: int | None) -> CalibrationData:
         """A task's samples, which the models that run on them can read."""
         base, drawn = self.model(self.recipe.base), self.samples.of(task, count)
-        highest, longest = max(map(max, drawn.token_ids)), max(map(len, drawn.token_ids))
+        highest = max(map(max, drawn.token_ids))
         if highest >= base.vocabulary:
             raise SltaError(
                 f"The tokenizer of {base} gives the token id {highest}, but the model has only {base.vocabulary} "
@@ -198,17 +197,4 @@ class Experiment:
                 f"The tokenizer of the base model gives the token id {highest}, but the expert {own} has only "
                 f"{own.vocabulary} embeddings: choose an expert with the base model's vocabulary."
             )
-        if longest > (most := self.positions):
-            raise SltaError(
-                f"Calibration source {drawn.source!r} has samples of {longest} tokens, but {base} has {most} "
-                f"positions: set 'max_tokens: {most}' or less."
-            )
         return drawn
-
-    @cached_property
-    def positions(self) -> float:
-        """The rows of the base model's table of positions; infinite if it has none."""
-        embedding = self.decoder.model.get_input_embeddings()
-        others = [module for module in self.decoder.tower.modules() if module is not embedding]
-        tables = [module.num_embeddings for module in others if isinstance(module, torch.nn.Embedding)]
-        return min(tables, default=math.inf)

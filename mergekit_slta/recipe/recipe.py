@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import yaml
@@ -28,7 +28,6 @@ from mergekit_slta.recipe.configuration import (
 from mergekit_slta.recipe.settings import SETTINGS, CalibrationSettings, KeptBase, MethodSettings, Parameters
 from mergekit_slta.recipe.text import faults
 
-MOST_SAID = 3  # of the places where mergekit cannot read a recipe
 Given = TypeVar("Given", bound=Parameters)
 Kind = TypeVar("Kind", bound=MethodSettings)
 
@@ -136,12 +135,7 @@ class Recipe:
         return recipe
 
     def with_statistics(self, file: str, level: str | None = None) -> Recipe:
-        """The same recipe with another statistics file and level, where its method takes a file.
-
-        Args:
-            file: the statistics file.
-            level: the level; by default the recipe's.
-        """
+        """The same recipe with another statistics file and, if one is given, level, where its method takes a file."""
         method = SETTINGS.get(self.config.merge_method)
         if method is None or not method.takes_statistics:
             return self
@@ -156,20 +150,12 @@ class Recipe:
             self.config = MergeConfiguration.model_validate(self.content)
             return
         except ValidationError as error:
-            places = [f"'{'.'.join(map(str, entry['loc']))}': {entry['msg']}" for entry in error.errors()]
-            more = len(places) - MOST_SAID
-            said = "; ".join(places[:MOST_SAID]) + (f"; and {more} more" if more > 0 else "")
+            said = "; ".join(f"'{'.'.join(map(str, entry['loc']))}': {entry['msg']}" for entry in error.errors()[:3])
         except RuntimeError as error:  # from mergekit's own checks
             said = str(error)
         except Exception as error:  # YAML's tags may raise errors of any kind
             said = one_line(error)
-            if "expected a single document" in said:
-                said = "it has several documents, as for mergekit-multi: copy the one you mean to a file of its own"
         raise SltaError(f"{name} is not valid as {kind}: {said}.")
-
-    def __repr__(self) -> str:
-        experts = ", ".join(map(str, expert_references(self.config)))
-        return f"<Recipe: {self.config.merge_method} of {experts} on {self.config.base_model}>"
 
     @cached_property
     def text(self) -> str:
@@ -292,19 +278,28 @@ def _table(kind: type[Given], given: Mapping[str, Any]) -> Given:
     return kind.model_validate({name: value for name, value in values.items() if name in names})
 
 
+# What functions take for a recipe.
+RecipeOrFile: TypeAlias = Recipe | str | os.PathLike[str]
+
+
+def loaded(recipe: RecipeOrFile) -> Recipe:
+    """The recipe, read from its file if that is given."""
+    return recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
+
+
 def published_name(reference: ModelReference) -> str:
     """A model's name for published files: the recipe's spelling, but only the last part of an absolute path."""
     parts = [part for part in (reference.model, reference.lora) if part is not None]
     return "+".join(published_path(part.path) + (f"@{part.revision}" if part.revision else "") for part in parts)
 
 
-def published_names(recipe: Recipe) -> list[str]:
-    """The names of the base model and the experts for published files.
+def published_names(references: Iterable[ModelReference]) -> list[str]:
+    """The models' names for published files.
 
     Raises:
         SltaError: two models would get the same name.
     """
-    names = [published_name(reference) for reference in recipe.references]
+    names = [published_name(reference) for reference in references]
     if len(set(names)) < len(names):
         raise SltaError(
             f"Two models would get the same name in the statistics ({', '.join(names)}): rename a folder, or give "

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import importlib.resources
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from mergekit._data import chat_templates
 from mergekit.common import ModelReference
 from mergekit.config import (
     ConditionalParameter,
@@ -32,7 +29,6 @@ from mergekit_slta.recipe.configuration import (
 from mergekit_slta.recipe.settings import MethodSettings, base_specs, parameter_specs
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
-SHORTEST_TEMPLATE = 20  # mergekit takes a shorter text for a name
 
 
 def faults(config: MergeConfiguration, content: Any, settings: type[MethodSettings]) -> Iterator[str]:
@@ -59,7 +55,6 @@ def faults(config: MergeConfiguration, content: Any, settings: type[MethodSettin
         specs = {**own, **of_base} if table.is_base else own  # a shared one is said above
         yield from _parameters(table, specs, one_value=settings.runs_models)
     yield from _data_types(config)
-    yield from _chat_template(config)
 
 
 def _structure(config: MergeConfiguration, method: str) -> Iterator[str]:
@@ -151,18 +146,6 @@ def _data_types(config: MergeConfiguration) -> Iterator[str]:
     for key, name in (("dtype", config.dtype), ("out_dtype", config.out_dtype)):
         if name is not None and name.removeprefix("torch.") not in FLOATS:
             yield f"'{key}: {name}' is not a data type for a merge: write {', '.join(FLOATS[:-1])} or {FLOATS[-1]}."
-
-
-def _chat_template(config: MergeConfiguration) -> Iterator[str]:
-    """A chat template that mergekit does not know, which it would say only after the merge, without a tokenizer."""
-    given = config.chat_template or "auto"
-    files = (Path(file.name) for file in importlib.resources.files(chat_templates).iterdir())
-    known = ["auto", *sorted(file.stem for file in files if file.suffix == ".jinja")]
-    if given not in known and not (len(given) >= SHORTEST_TEMPLATE and "{" in given):
-        yield (
-            f"'chat_template: {given}' is not one that mergekit knows: write {', '.join(known)}, or a whole template "
-            "in Jinja."
-        )
 
 
 def _keys(content: Any, settings: type[MethodSettings]) -> Iterator[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Unpack
 
 import torch
+from mergekit.common import ModelReference
 from tqdm import tqdm
 
 from mergekit_slta.data.draw import CalibrationData
@@ -24,7 +25,7 @@ from mergekit_slta.layers.trace import on_device
 from mergekit_slta.levels import LEVELS
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.options import ModelOptions
-from mergekit_slta.recipe.recipe import Recipe, published_name, published_names, require_calibration
+from mergekit_slta.recipe.recipe import RecipeOrFile, published_name, published_names, require_calibration
 from mergekit_slta.recipe.settings import SltaSettings
 from mergekit_slta.slta.calibrate import calibrate
 from mergekit_slta.slta.matching import fingerprint, local_identity, match, model_contents
@@ -35,7 +36,7 @@ REUSED = "Nothing is measured anew: %s holds the measurement of the same models,
 
 
 def measure(
-    recipe: Recipe,
+    recipe: RecipeOrFile,
     levels: Sequence[str] | None = None,
     path: str | os.PathLike[str] | None = None,
     **options: Unpack[ModelOptions],
@@ -47,7 +48,7 @@ def measure(
     in float32, with one decoder layer of each model in memory.
 
     Args:
-        recipe: a recipe for ``slta`` or ``featcal`` whose experts have calibration data.
+        recipe: a recipe for ``slta`` or ``featcal`` whose experts have calibration data, or its file.
         levels: ``model``, ``layer``, ``attn_mlp``, ``head_mlp`` or ``linear``; by default the recipe's.
         path: the statistics file, which is created if it does not exist; or a published one,
             ``hf:ORG/REPO/FILE[@REVISION]``. By default the recipe's ``statistics``, or a file per level in the cache
@@ -156,7 +157,7 @@ def _matched(experiment: Experiment, path: Path, levels: Sequence[str]) -> Stati
     for fallback in found.info.fallbacks:
         if fallback.level in levels:
             LOG.warning("%s", fallback)
-    return _named(found.take(order, keep=recipe.keep is not None), recipe)
+    return _named(found.take(order, keep=recipe.keep is not None), recipe.references)
 
 
 def _measured(
@@ -195,9 +196,9 @@ def _measured(
     )
 
 
-def _named(statistics: Statistics, recipe: Recipe) -> Statistics:
+def _named(statistics: Statistics, references: Iterable[ModelReference]) -> Statistics:
     """Statistics under the recipe's names of the models, which may have been measured under others."""
-    names = [published_name(reference) for reference in recipe.references]
+    names = [published_name(reference) for reference in references]
     if len(set(names)) < len(names):
         return statistics
     info = statistics.info.model_copy(update={"base_model": names[0], "models": tuple(names[1:])})
@@ -207,7 +208,7 @@ def _named(statistics: Statistics, recipe: Recipe) -> Statistics:
 def _info(experiment: Experiment, data: Sequence[CalibrationData]) -> Info:
     """The metadata of a measurement, still without levels."""
     recipe, config = experiment.recipe, experiment.base.config
-    names = published_names(recipe)
+    names = published_names(recipe.references)
     calibration = [
         CalibrationInfo(source=source_name(samples.source), template=samples.template, sha256=samples.sha256)
         for samples in data

@@ -165,7 +165,7 @@ def test_check_lists_everything_at_once(llama: Family, write_recipe: WriteRecipe
     ("text", "said"),
     [
         ("a: [", "is not valid as YAML"),
-        ("a: 1\n---\na: 2", "several documents, as for mergekit-multi: copy the one you mean to a file of its own."),
+        ("a: 1\n---\na: 2", "is not valid as YAML: ComposerError: expected a single document"),
         ("merge_method: slta", "is not valid as a mergekit recipe"),
         ("merge_method: [slta]\nmodels: []", "'merge_method'"),
         ("just text", "is not valid as a mergekit recipe"),

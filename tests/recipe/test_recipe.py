@@ -320,26 +320,10 @@ def test_of_many_places_that_mergekit_cannot_read_some_are_named() -> None:
     with pytest.raises(SltaError) as caught:
         Recipe.parse("merge_method: slta\nmodels: [" + "1, " * 1000 + "]", "here")
     assert str(caught.value).startswith("here is not valid as a mergekit recipe: 'models.0': Input should be")
-    assert str(caught.value).endswith("; and 997 more.")
-
-
-def test_a_recipe_shows_what_it_merges() -> None:
-    recipe = Recipe("org/base", {"org/math": "math.jsonl", "org/code": "code.jsonl"}, "featcal")
-    assert repr(recipe) == "<Recipe: featcal of org/math, org/code on org/base>"
+    assert "'models.2'" in str(caught.value) and "'models.3'" not in str(caught.value)
 
 
 def test_types_that_mergekit_does_not_know() -> None:
     first, second = problems(content(dtype="fp32", out_dtype="int8"))
     assert first.startswith("'dtype: fp32' is not a data type for a merge: write bfloat16,")
     assert second.startswith("'out_dtype: int8'")
-
-
-@pytest.mark.parametrize("template", ["chatml", "{{ messages[0]['content'] }}", None])
-def test_chat_templates_that_mergekit_takes(template: str | None) -> None:
-    assert problems(content(chat_template=template)) == []
-
-
-@pytest.mark.parametrize("template", ["chatlm", "./template.jinja"])
-def test_chat_templates_that_mergekit_refuses_after_the_merge(template: str) -> None:
-    (problem,) = problems(content(chat_template=template))
-    assert problem.startswith(f"'chat_template: {template}' is not one that mergekit knows: write auto, alpaca, ")
