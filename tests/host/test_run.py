@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import json
 import os
 import shutil
 import sys
@@ -33,11 +32,9 @@ from mergekit_slta.data import draw
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal import scratch
 from mergekit_slta.files import cache_folder
-from mergekit_slta.host.merge import merge
 from mergekit_slta.layers import trace
 from mergekit_slta.models import headers
 from mergekit_slta.models.headers import WEIGHT_FILES, weight_map
-from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.slta import measure
 
 Counts = collections.Counter[tuple[str, str]]
@@ -67,17 +64,11 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Counts:
     return counts
 
 
-@pytest.mark.parametrize("way", ["mergekit-yaml", "python"])
 @pytest.mark.parametrize(("method", "parameters"), [("slta", {}), ("featcal", {"anchor": "actmat"})])
 def test_a_merge_opens_everything_once(
-    method: str, parameters: dict[str, Any], way: str, llama: Family, opened: Counts, tmp_path: Path
+    method: str, parameters: dict[str, Any], llama: Family, opened: Counts, tmp_path: Path
 ) -> None:
-    content = families.recipe(llama, method, samples=3, **parameters)
-    if way == "python":
-        (tmp_path / "recipe.yml").write_text(json.dumps(content))
-        merge(Recipe.load(tmp_path / "recipe.yml"), tmp_path / "out", quiet=True, write_model_card=False)
-    else:
-        families.merge(content, tmp_path / "out")
+    families.merge(families.recipe(llama, method, samples=3, **parameters), tmp_path / "out")
     models = [folder.name for folder in llama.folders]
     names = {"configuration": models, "header": models, "tokenizer": models[:1]}
     names |= {"data": [file.name for file in llama.data], "decoder": [""]}
@@ -147,11 +138,8 @@ def assert_equal(found: State, expected: State) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize("method", ["slta", "featcal"])
-def test_many_threads_agree_with_one(
-    method: str, llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    content = families.recipe(llama, method, samples=2)
+def test_many_threads_agree_with_one(llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = families.recipe(llama, "featcal", samples=2)
     expected = load_file(families.merge(content, tmp_path / "out") / "model.safetensors")
     monkeypatch.setattr(mergekit.merge, "Executor", ThreadedExecutor)
     families.merge(content, tmp_path / "threads")
@@ -161,10 +149,9 @@ def test_many_threads_agree_with_one(
 def test_every_merge_of_a_process_has_its_own_weights(llama: Family, tmp_path: Path) -> None:
     """The models, the level and the failure of an earlier merge are forgotten."""
     contents = [
-        families.recipe(llama, level="layer"),
-        families.recipe(llama, experts=[2, 0]),
-        families.recipe(llama, experts=[1], edges="mean"),
-        families.recipe(llama, "featcal", experts=[2, 0], head=False),
+        families.recipe(llama, level="layer", samples=2),
+        families.recipe(llama, experts=[2, 0], edges="mean", samples=2),
+        families.recipe(llama, "featcal", experts=[2, 0], head=False, samples=2),
     ]
     alone = []
     for index, content in enumerate(contents):
@@ -188,30 +175,6 @@ def alone(content: dict[str, Any], out: Path, **options: Any) -> State:
     LoaderCache.loaders.clear()
     shutil.rmtree(cache_folder(), ignore_errors=True)
     return weights(families.merge(content, out, **options))
-
-
-def test_threads_that_merge_two_recipes_and_stock_methods_in_turn(llama: Family, tmp_path: Path) -> None:
-    stock = families.recipe(llama, "task_arithmetic", calibration=False, per_expert={"weight": 0.5})
-    own = [families.recipe(llama, samples=2, ridge=0.0), families.recipe(llama, samples=2, ridge=5.0)]
-    expected = [alone(content, tmp_path / f"alone{index}") for index, content in enumerate([*own, stock])]
-    failed: list[str] = []
-
-    def work(number: int) -> None:
-        for turn in range(2):
-            for index, content in ((number, own[number]), (2, stock)):
-                out = tmp_path / f"{number}-{turn}-{index}"
-                try:
-                    families.merge(content, out)
-                    assert_equal(weights(out), expected[index])
-                except BaseException as error:
-                    failed.append(f"{number}, {turn}, {index}: {error!r}")
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failed == []
 
 
 def test_mergekit_multi_runs_several_merges(llama: Family, tmp_path: Path) -> None:
@@ -258,8 +221,9 @@ def shards(folder: Path) -> None:
     assert not (folder / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("replace", [same_name, shards])
-@pytest.mark.parametrize("method", ["slta", "actmat", "task_arithmetic"])
+@pytest.mark.parametrize(
+    ("method", "replace"), [("slta", same_name), ("actmat", shards), ("task_arithmetic", same_name)]
+)
 def test_an_expert_that_is_replaced_between_two_merges_is_read_anew(
     method: str, replace: Callable[[Path], None], make_family: MakeFamily, tmp_path: Path
 ) -> None:

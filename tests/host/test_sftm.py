@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import logging
-import re
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from mergekit.common import ModelReference
 from mergekit.merge_methods import TensorGroup, merge_state_dicts
 from support.sftm_reference import merged_tensor
 from support.small_models import MODELS, config_of, load, recipe, role_by_hand, run, write_family
@@ -24,11 +20,9 @@ from mergekit_slta.host.sftm import SftmMerge
 from mergekit_slta.models import roles
 from mergekit_slta.models.roles import Role, role_by_shape, tensor_roles
 from mergekit_slta.models.skeleton import meta_model
-from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.recipe import Recipe
 
 
-@pytest.mark.parametrize("key", ["llama", "t5", "clip_vision", "mixtral", "gpt2"])
+@pytest.mark.parametrize("key", ["llama", "t5", "mixtral"])
 def test_stock_mergekit_merges_every_tensor_as_the_paper_says(key: str, tmp_path: Path) -> None:
     family = write_family(key, tmp_path)
     own = {"weight": 1.5, "density": 0.5}
@@ -67,65 +61,6 @@ def test_filters_and_gradients_set_parameters_by_tensor(tmp_path: Path) -> None:
     family = write_family("llama", tmp_path)
     density = [{"filter": "mlp", "value": [1.0, 0.5]}, {"value": 0.2}]
     assert run(recipe("sftm", family, density=density, rank=3), tmp_path).exit_code == 0
-
-
-@pytest.mark.parametrize(
-    ("own", "shared", "words"),
-    [
-        ({"density": 0}, {}, r"'density'.*greater than 0, not 0"),
-        ({"density": 1.2}, {}, r"'density'.*not 1\.2"),
-        ({"density": "some"}, {}, r"'density'.*not 'some'"),
-        ({"weight": float("nan")}, {}, r"'weight'.*finite number, not nan"),
-        ({}, {"lambda": float("inf")}, r"'lambda'.*finite number, not inf"),
-        ({}, {"rank": -1}, r"'rank'.*greater than or equal to 0, not -1"),
-        ({}, {"rank": 2.5}, r"'rank'.*integer.*not 2\.5"),
-    ],
-)
-def test_refuses_a_wrong_value_in_one_sentence(
-    own: dict[str, Any], shared: dict[str, Any], words: str, tmp_path: Path
-) -> None:
-    result = run(recipe("sftm", write_family("llama", tmp_path), own, **shared), tmp_path)
-    assert result.exit_code == 1
-    assert re.search(f"^Error: {words}", result.output, re.MULTILINE), result.output
-    assert not list((tmp_path / "merged").glob("*.safetensors"))
-
-
-def test_needs_a_base_model(tmp_path: Path) -> None:
-    content = recipe("sftm", write_family("llama", tmp_path))
-    del content["base_model"]
-    result = run(content, tmp_path)
-    assert result.exit_code == 1 and "no base_model" in result.output
-
-
-def test_names_what_is_not_finite(tmp_path: Path) -> None:
-    base, experts = write_family("llama", tmp_path)
-    model = transformers.LlamaForCausalLM.from_pretrained(experts[1])
-    with torch.no_grad():
-        model.model.norm.weight[3] = float("nan")
-    model.save_pretrained(experts[1])
-    result = run(recipe("sftm", (base, experts)), tmp_path)
-    assert result.exit_code == 1
-    assert f"'model.norm.weight' of {experts[1]} has NaN or infinite values" in result.output
-
-
-def test_refuses_parameters_that_mergekit_would_ignore(tmp_path: Path) -> None:
-    content = recipe("sftm", write_family("llama", tmp_path), {"densty": 0.1}, gamma=0.3)
-    result = run(content, tmp_path)
-    assert result.exit_code == 1
-    assert "'densty'" in result.output and "did you mean 'density'" in result.output
-    assert "'gamma'" in result.output
-
-
-def test_sees_the_parameters_of_slices_and_modules(tmp_path: Path) -> None:
-    base, experts = write_family("llama", tmp_path)
-    sources = [{"model": str(folder), "layer_range": [0, 2]} for folder in (base, *experts)]
-    sources[1]["parameters"] = {"wieght": 2.0}  # type: ignore[assignment]
-    slices = [{"sources": sources, "parameters": {"rnk": 3}}]
-    for content in ({"slices": slices}, {"modules": {"default": {"slices": slices, "parameters": {"lamda": 1.0}}}}):
-        whole = {"merge_method": "sftm", "base_model": str(base), "dtype": "float32"} | content
-        result = run(whole, tmp_path)
-        assert result.exit_code == 1 and "'wieght'" in result.output and "'rnk'" in result.output
-        assert ("'lamda'" in result.output) == ("modules" in content)
 
 
 def test_merges_slices_into_more_layers_than_the_base_model_has(tmp_path: Path) -> None:
@@ -168,18 +103,17 @@ def test_roles_are_found_for_other_prefixes_and_further_layers() -> None:
         assert merge._role(group, torch.zeros(3)) is role
 
 
-@pytest.mark.parametrize("density", [0.01, 0.3, 1.0])
-def test_tensors_without_a_model_merge_by_their_shapes(density: float, caplog: pytest.LogCaptureFixture) -> None:
+def test_tensors_without_a_model_merge_by_their_shapes(caplog: pytest.LogCaptureFixture) -> None:
     """As in mergekit's own functions, and in mergekit-pytorch, which only has checkpoint files."""
     torch.manual_seed(0)
     shapes = {"scale": (), "norm": (5,), "map": (6, 4), "row": (1, 7), "tokens": (1, 1, 4), "kernel": (4, 3, 2, 2)}
     models = [{name: torch.randn(shape) for name, shape in shapes.items()} for _ in range(3)]
     with caplog.at_level(logging.WARNING):
-        merged = merge_state_dicts(models, Method(SftmMerge), parameters={"density": density}, base=0)
+        merged = merge_state_dicts(models, Method(SftmMerge), parameters={"density": 0.3}, base=0)
     assert len([line for line in caplog.messages if "goes by the shapes" in line]) == 1
     for name, tensor in merged.items():
         inputs = [model[name] for model in models]
-        wanted = merged_tensor(role_by_shape(tensor, None), inputs[0], inputs[1:], [1.0, 1.0], [density, density], 0.6)
+        wanted = merged_tensor(role_by_shape(tensor, None), inputs[0], inputs[1:], [1.0, 1.0], [0.3, 0.3], 0.6)
         torch.testing.assert_close(tensor.double(), wanted, rtol=0, atol=1e-5)
 
 
@@ -199,29 +133,6 @@ def test_a_model_that_transformers_cannot_build_merges_by_shapes(
     for name, role in [("model.norm.weight", Role.OTHER), ("model.layers.0.mlp.up_proj.weight", Role.LINEAR)]:
         wanted = merged_tensor(role, base[name], [expert[name] for expert in experts], [1.0, 1.0], [0.2, 0.2], 0.6)
         torch.testing.assert_close(merged[name].double(), wanted, rtol=0, atol=1e-6)
-
-
-def test_threads_share_one_look_at_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    base, experts = write_family("llama", tmp_path)
-    built = []
-
-    def build(*arguments: Any) -> transformers.PreTrainedModel:
-        built.append(threading.get_ident())
-        return meta_model(*arguments)
-
-    monkeypatch.setattr(roles, "meta_model", build)
-    references = [ModelReference.parse(str(folder)) for folder in (base, *experts)]
-    merge = SftmMerge(Experiment(Recipe(base, map(str, experts), "sftm")))
-
-    def role(name: str) -> Role:
-        tensors = [torch.zeros(2, 2) for _ in references]
-        return merge._role(TensorGroup.from_tensors(tensors, ids=references, base_index=0, name=name), tensors[0])
-
-    names = [*load("llama", base)]
-    with ThreadPoolExecutor(4) as pool:
-        found = dict(zip(names, pool.map(role, names), strict=True))
-    assert len(built) == 1
-    assert found["model.norm.weight"] is Role.NORM and found["model.layers.0.mlp.up_proj.weight"] is Role.LINEAR
 
 
 def test_integers_pass_through() -> None:
