@@ -69,11 +69,10 @@ def importing_this_package() -> bool:
 
 
 class HostFinder:
-    """Asks the other finders for a host, and wraps the loader that they name in a `HostLoader`."""
+    """Finds a host as Python does, and wraps its loader in a `HostLoader`."""
 
     def __init__(self) -> None:
         self.waiting = dict(HOOKS)
-        self.asking: set[int] = set()
 
     def find_spec(
         self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
@@ -81,28 +80,12 @@ class HostFinder:
         """Return a host's spec, and None for every other module (the protocol of ``sys.meta_path``)."""
         if name not in self.waiting:
             return None
-        from threading import get_ident
+        from importlib.machinery import PathFinder
 
-        # Another finder may ask all finders, also this one; answering then would make the two call each other for ever.
-        thread = get_ident()
-        if thread in self.asking:
-            return None
-        self.asking.add(thread)
-        try:
-            spec = self.ask_others(name, path, target)
-        finally:
-            self.asking.discard(thread)
+        spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
             spec.loader = HostLoader(spec.loader, self)  # type: ignore[assignment]
         return spec
-
-    def ask_others(self, name: str, path: "Sequence[str] | None", target: "ModuleType | None") -> "ModuleSpec | None":
-        """Return the first spec that another finder has for the module."""
-        for finder in list(sys.meta_path):
-            find_spec = getattr(finder, "find_spec", None)
-            if finder is not self and find_spec is not None and (spec := find_spec(name, path, target)) is not None:
-                return spec
-        return None
 
     def imported(self, host: str) -> None:
         """Call the host's hook once; leave ``sys.meta_path`` when no host is left, or when the hook failed."""

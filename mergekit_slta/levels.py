@@ -18,7 +18,7 @@ has one branch.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
@@ -137,27 +137,3 @@ def _parts(parts: set[str], level: str) -> set[str]:
 def sort_key(name: str) -> tuple[object, ...]:
     """Sorts names by the numbers of layers, heads and experts, and by all else in alphabetical order."""
     return tuple((0, int(part), "") if re.fullmatch("[0-9]{1,9}", part) else (1, 0, part) for part in name.split("."))
-
-
-def covers(names: Collection[str], level: str, num_layers: int) -> bool:
-    """Whether names hold a level's submodules of every layer of a model, and of no other layer.
-
-    Only the model knows which linear maps and branches a layer has, so one for each layer is enough.
-    """
-    if level == "model":
-        return "model" in names
-    layers: dict[int, set[str]] = {}
-    for name in of_level(names, level):
-        _, layer, *part = name.split(".", 2)
-        layers.setdefault(int(layer), set()).update(part)
-    return (
-        len(layers) == num_layers
-        and layers.keys() == set(range(len(layers)))
-        and all(map(_heads_are_whole, layers.values()))
-    )
-
-
-def _heads_are_whole(parts: set[str]) -> bool:
-    """Whether a layer's heads are numbered without a gap."""
-    heads = {part for part in parts if re.fullmatch(r"head\.\d+", part)}
-    return heads == set(map(head_part, range(len(heads))))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mergekit_slta.levels import Place, covers, fused_map_part, head_part, of_level, place_of, submodule_name
+from mergekit_slta.levels import Place, fused_map_part, head_part, of_level, place_of, submodule_name
 
 NAMES = {
     "model": Place(None, "model", None),
@@ -56,21 +56,3 @@ def test_a_level_takes_of_each_layer_its_own_parts_or_the_next_coarser_ones(kind
         names = [submodule_name(2, part) for part in parts] + ["model", submodule_name(11)]
         assert of_level(names, level) == [submodule_name(2, part) for part in own] + [submodule_name(11)]
     assert of_level(["model", "layer.2"], "model") == ["model"]
-
-
-@pytest.mark.parametrize(
-    ("level", "parts", "whole"),
-    [
-        ("attn_mlp", ["attn", "mlp"], True),
-        ("attn_mlp", ["attn"], True),
-        ("attn_mlp", ["mlp.up_proj"], False),
-        ("head_mlp", ["head.0", "head.1", "mlp"], True),
-        ("head_mlp", ["head.0", "head.2", "mlp"], False),
-        ("linear", ["mlp.up_proj"], True),
-    ],
-)
-def test_a_level_covers_every_layer_with_all_its_parts(level: str, parts: list[str], whole: bool) -> None:
-    names = [submodule_name(layer, part) for layer in range(2) for part in parts]
-    assert covers(names, level, 2) == whole
-    assert not covers(names, level, 3)
-    assert not covers(names, level, 1)

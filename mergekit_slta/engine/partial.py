@@ -58,21 +58,22 @@ class Partial:
         """Create the folder when all ranks have read it, and lock it until ``release`` or the end of this process.
 
         Raises:
-            SltaError: another process uses the folder; see ``Ranks.refuse_together`` for several ranks.
+            SltaError: another process uses the folder; see ``Ranks.together`` for several ranks.
         """
         ranks.wait()
         files.make_folder(self.folder)  # by each rank, which may have a disk of its own
-        refusal = None
-        if ranks.first:
-            try:
-                self._lock.acquire()
-            except filelock.Timeout:
-                refusal = SltaError(f"Another process or thread is at work in {self.folder}: wait until it has ended.")
-            except (OSError, NotImplementedError):  # some file systems have no locks
-                LOG.debug("%s cannot be locked", self.folder, exc_info=True)
-            if refusal is None:
-                self.begin()
-        ranks.refuse_together(refusal)
+        ranks.together(lambda: self._take() if ranks.first else None)
+
+    def _take(self) -> None:
+        try:
+            self._lock.acquire()
+        except filelock.Timeout:
+            raise SltaError(
+                f"Another process or thread is at work in {self.folder}: wait until it has ended."
+            ) from None
+        except (OSError, NotImplementedError):  # some file systems have no locks
+            LOG.debug("%s cannot be locked", self.folder, exc_info=True)
+        self.begin()
 
     def begin(self) -> None:
         """Create the folder, and write which run it belongs to."""

@@ -61,31 +61,26 @@ class Ranks:
                 f"The processes see different files in {place}: it must be a folder that all of them share."
             )
 
-    def refuse_together(self, refusal: click.ClickException | None) -> None:
-        """Wait for all ranks, and end them if one refuses to continue; the first that refuses prints its reason.
+    def together(self, work: Callable[[], Result]) -> Result:
+        """Do the same work on every rank, and end all if one refuses; the first that refuses prints its reason.
 
         Raises:
             click.ClickException: the refusal of a single process.
             click.exceptions.Exit: one of several ranks has refused.
         """
-        if self.count == 1 and refusal is not None:
-            raise refusal
-        refusing = self.gather(refusal is not None)
-        if not any(refusing):
-            return
-        if refusal is not None and self.index == refusing.index(True):
-            refusal.show()
-        self.wait()  # torchrun ends the others as soon as one has ended
-        raise click.exceptions.Exit(1)
-
-    def together(self, work: Callable[[], Result]) -> Result:
-        """Do the same work on every rank, and continue only if no rank refuses; see ``refuse_together``."""
+        refusal = None
         try:
             result = work()
         except click.ClickException as error:
-            self.refuse_together(error)
-            raise  # not reached: refuse_together has raised
-        self.refuse_together(None)
+            if self.count == 1:
+                raise
+            refusal = error
+        refusing = self.gather(refusal is not None)
+        if any(refusing):
+            if refusal is not None and self.index == refusing.index(True):
+                refusal.show()
+            self.wait()  # torchrun ends the others as soon as one has ended
+            raise click.exceptions.Exit(1)
         return result
 
     def wait(self) -> None:

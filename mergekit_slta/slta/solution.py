@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 from mergekit_slta import files
 from mergekit_slta.errors import SltaError
 from mergekit_slta.slta.solver import SubmoduleSolution, bootstrap, pooled
-from mergekit_slta.tables import Table, as_json, as_paragraphs, as_percentage, short_names, without_sign_of_zero
+from mergekit_slta.tables import Paragraphs, Table, as_json, as_percentage, short_names, without_sign_of_zero
 
 if TYPE_CHECKING:
     from mergekit_slta.slta.statistics import Statistics
@@ -28,7 +28,7 @@ ILL_CONDITIONED = 1e6
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Solution:
+class Solution(Paragraphs):
     """The merging weights of every submodule of a level, as ``Statistics.solve`` gives them.
 
     Vectors [T] are in the order of ``models``. The mappings are by submodule, in the order of the layers.
@@ -206,31 +206,23 @@ class Solution:
             )
         return notes
 
-    def __str__(self) -> str:
-        return self.text()
+    def parts(self, errors: Mapping[str, torch.Tensor] | None = None) -> Iterator[str | Table]:
+        """The table, how to read it, which layers are measured at a coarser level, and the notes."""
+        yield self.table(errors)
+        pairs = zip(short_names(self.models), self.models, strict=True)
+        legend = [f"{short} is {name}" for short, name in pairs if short != name]
+        legend += ["alpha: the merging weight", "keeps: the share of the expert's feature change that the merge keeps"]
+        if self.keeps_base:
+            legend += [f"keeps base: the same for the base model on its own prompts, with weight {self.keep_weight:g}"]
+        legend += [f"condition: 1 is ideal, above {MOST_CONDITION:.0f} the samples hardly determine the weights"]
+        legend += ["±: the standard error over bootstrap draws"] if errors is not None else []
+        yield "; ".join(legend) + "."
+        yield from (str(own) for own in self.statistics.info.fallbacks if own.level == self.level)
+        yield from self.notes()
 
     def text(self, errors: Mapping[str, torch.Tensor] | None = None) -> str:
-        """The table, aligned, how to read it, and the notes; the argument is that of ``table``."""
-        return "\n\n".join([str(self.table(errors)), self._legend(errors is not None), *self._said()])
-
-    def _said(self) -> list[str]:
-        """What layers are measured at a coarser level, and the notes."""
-        fallbacks = [str(own) for own in self.statistics.info.fallbacks if own.level == self.level]
-        return [*fallbacks, *self.notes()]
-
-    def _legend(self, with_errors: bool) -> str:
-        """What stands in the table."""
-        pairs = zip(short_names(self.models), self.models, strict=True)
-        parts = [f"{short} is {name}" for short, name in pairs if short != name]
-        parts += ["alpha: the merging weight", "keeps: the share of the expert's feature change that the merge keeps"]
-        if self.keeps_base:
-            parts += [f"keeps base: the same for the base model on its own prompts, with weight {self.keep_weight:g}"]
-        parts += [f"condition: 1 is ideal, above {MOST_CONDITION:.0f} the samples hardly determine the weights"]
-        parts += ["±: the standard error over bootstrap draws"] if with_errors else []
-        return "; ".join(parts) + "."
-
-    def _repr_html_(self) -> str:
-        return as_paragraphs(f"Merging weights at level {self.level}", self.table(), self._legend(False), *self._said())
+        """What is printed, with the standard errors of ``bootstrap``."""
+        return "\n\n".join(map(str, self.parts(errors)))
 
     def save_recipe(
         self,

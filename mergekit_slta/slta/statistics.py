@@ -25,7 +25,7 @@ from safetensors.torch import save as serialize
 
 from mergekit_slta import __version__, files
 from mergekit_slta.errors import SltaError, reading
-from mergekit_slta.levels import LEVELS, Fallback, covers, of_level, sort_key
+from mergekit_slta.levels import LEVELS, Fallback, of_level, sort_key
 from mergekit_slta.models import hub
 from mergekit_slta.slta.solution import Solution
 from mergekit_slta.slta.solver import solve
@@ -277,8 +277,7 @@ class Statistics:
         """
         tensors = {_GRAM + name: gram.contiguous() for name, gram in self.grams.items()}
         tensors |= {"task": self.task, "tokens": self.tokens}
-        described = self.info.model_dump(mode="json", exclude_defaults=True)
-        text = json.dumps(described, sort_keys=True)
+        text = json.dumps(self.info.model_dump(mode="json", exclude_defaults=True), sort_keys=True)
         file = Path(path).expanduser()
         files.write(file, serialize(tensors, metadata={METADATA_KEY: text}))
         return file
@@ -320,11 +319,7 @@ class Statistics:
 
 
 def resolve_statistics(source: str, cache_dir: str | None = None) -> Path:
-    """Return the path of a statistics file, after downloading ``hf:ORG/REPO/FILE[@REVISION]`` from the Hub.
-
-    Args:
-        source: a local path or a reference to the Hub.
-        cache_dir: the folder for downloads; the Hub's own cache by default.
+    """The path of a statistics file; ``hf:ORG/REPO/FILE[@REVISION]`` is downloaded from the Hub to ``cache_dir``.
 
     Raises:
         SltaError: the reference is malformed, or the download failed.
@@ -335,22 +330,19 @@ def resolve_statistics(source: str, cache_dir: str | None = None) -> Path:
     if parts is None:
         raise SltaError(f"Statistics '{source}': write hf:ORG/REPO/FILE or hf:ORG/REPO/FILE@REVISION.")
     try:
-        return Path(
-            huggingface_hub.hf_hub_download(
-                parts["repo"], parts["file"], revision=parts["revision"], cache_dir=cache_dir
-            )
-        )
+        repo, file, revision = parts["repo"], parts["file"], parts["revision"]
+        return Path(huggingface_hub.hf_hub_download(repo, file, revision=revision, cache_dir=cache_dir))
     except hub.HUB_ERRORS as error:
         raise SltaError(f"Statistics '{source}' cannot be fetched: {hub.reason(error)}.") from error
 
 
 def settings_fingerprint(samples: int, max_tokens: int, seed: int) -> str:
-    """Identify the settings of a measurement; sha256 in hex."""
+    """Identify the settings of a measurement."""
     return _sha256({"inputs": "base", "max_tokens": max_tokens, "samples": samples, "seed": seed})
 
 
 def tokens_fingerprint(token_hashes: Sequence[str]) -> str:
-    """Identify the token ids of all tasks, from the sha256 of each task's; sha256 in hex."""
+    """Identify the token ids of all tasks, from the sha256 of each task's."""
     return _sha256(list(token_hashes))
 
 
@@ -367,44 +359,21 @@ def _sha256(content: object) -> str:
 def _problem(statistics: Statistics) -> str | None:
     """Why the content cannot be a measurement, as a clause."""
     info, task, tokens = statistics.info, statistics.task, statistics.tokens
-    experts, rows = len(info.models), len(task)
-    if not (len(info.calibration) == len(info.fingerprint.experts) == experts >= 1):
-        return "it does not describe all of its models"
-    if not info.levels or info.num_layers < 1:
-        return "it names no level or no layer"
-    tasks = experts + (info.keep is not None)
+    experts, tasks = len(info.models), len(info.models) + (info.keep is not None)
+    if not (len(info.calibration) == len(info.fingerprint.experts) == experts >= 1) or not info.levels:
+        return "it does not describe all of its models and levels"
     if task.dtype != torch.int64 or task.ndim != 1 or task.unique_consecutive().tolist() != list(range(tasks)):
         return "'task' does not name every task in order"
     if tokens.dtype != torch.int64 or tokens.shape != task.shape or bool((tokens < 1).any()):
         return "'tokens' does not fit"
-    for name in statistics.grams:
+    for name, gram in statistics.grams.items():
         if not _SUBMODULE.fullmatch(name):
             return f"'{name}' is not the name of a submodule"
-    for level in info.levels:
-        if level not in LEVELS:
-            return f"unknown level '{level}'"
-        if not covers(statistics.grams, level, info.num_layers):
-            return f"level '{level}' does not cover the {info.num_layers} layers"
-    if any(fallback.level not in info.levels or not fallback.layers for fallback in info.fallbacks):
-        return "it names fallbacks of a level or of layers that it does not hold"
-    known = {name for level in info.levels for name in of_level(statistics.grams, level)}
-    for name, gram in statistics.grams.items():
-        if name not in known:
-            return f"'{name}' belongs to no level of the file"
-        if gram.dtype != torch.float64 or gram.shape != (rows, experts, experts):
+        if gram.dtype != torch.float64 or gram.shape != (len(task), experts, experts):
             return f"the Gram matrices of '{name}' have the wrong shape or type"
-        if not _is_gram(gram):
+        if not bool(gram.isfinite().all()) or not torch.equal(gram, gram.mT):
             return f"'{name}' holds no Gram matrices"
+    for level in info.levels:
+        if level not in LEVELS or not of_level(statistics.grams, level):
+            return f"it holds no level '{level}'"
     return None
-
-
-def _is_gram(gram: torch.Tensor) -> bool:
-    """Whether matrices are finite, symmetric, and positive semidefinite up to rounding."""
-    if not bool(torch.isfinite(gram).all()) or not torch.equal(gram, gram.mT):
-        return False
-    diagonal = gram.diagonal(dim1=-2, dim2=-1)
-    scale = torch.where(diagonal > 0, diagonal.clamp_min(torch.finfo(gram.dtype).tiny).rsqrt(), 0.0)
-    # An expert of norm zero must have a row of zeros; the other experts are scaled to a unit diagonal.
-    untouched = gram.abs().sum(-1)[diagonal == 0]
-    lowest = torch.linalg.eigvalsh(scale[:, :, None] * gram * scale[:, None, :])[:, 0]
-    return bool((diagonal >= 0).all()) and bool((untouched == 0).all()) and bool((lowest >= -1e-9).all())

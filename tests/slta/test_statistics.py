@@ -113,26 +113,10 @@ def test_files_of_other_kinds(path: Path) -> None:
 Tensors = dict[str, torch.Tensor]
 Edit = Callable[[Tensors, dict[str, Any]], object]
 GRAM = "gram/layer.1.mlp"
-# Every pair of experts is plausible, the three together are not.
-INDEFINITE = torch.tensor([[1.0, 0.9, 0.9], [0.9, 1.0, -0.9], [0.9, -0.9, 1.0]]).double()
-
-
-def fallback(**changes: Any) -> Edit:
-    """As if layers were measured at a coarser level."""
-    entry = {"level": "attn_mlp", "coarser": "layer", "layers": [1], "kind": "Layer", "reason": "it has no branches"}
-    return lambda tensors, info: info.update(fallbacks=[entry | changes])
-
-
 TAMPERED: dict[str, tuple[Edit, str]] = {
     "not a number": (lambda tensors, info: tensors[GRAM][0, 1, 1].fill_(torch.nan), "'layer.1.mlp' holds no Gram"),
-    "indefinite": (lambda tensors, info: tensors[GRAM][0].copy_(INDEFINITE), "no Gram matrices"),
     "single precision": (lambda tensors, info: tensors.update({GRAM: tensors[GRAM].float()}), "wrong shape or type"),
     "a sample less": (lambda tensors, info: tensors.update({GRAM: tensors[GRAM][1:]}), "wrong shape or type"),
-    "a layer less": (lambda tensors, info: tensors.pop("gram/layer.3"), "'layer' does not cover the 4 layers"),
-    "a submodule more": (
-        lambda tensors, info: tensors.update({"gram/layer.1.conv": tensors[GRAM].clone()}),
-        "belongs to no level",
-    ),
     "a tensor more": (lambda tensors, info: tensors.update(x=torch.ones(1)), "entries that a statistics file does not"),
     "no tasks": (lambda tensors, info: tensors.pop("task"), "entries that a statistics file does not have"),
     "a task without samples": (lambda tensors, info: tensors["task"].clamp_(max=1), "'task' does not name every"),
@@ -143,11 +127,9 @@ TAMPERED: dict[str, tuple[Edit, str]] = {
     "no tokens": (lambda tensors, info: tensors["tokens"].zero_(), "'tokens' does not fit"),
     "another version": (lambda tensors, info: info.update(format_version=1), "unusable metadata .format_version."),
     "a field less": (lambda tensors, info: info.pop("seed"), "unusable metadata .seed."),
-    "a model less": (lambda tensors, info: info["models"].pop(), "does not describe all of its models"),
-    "no level": (lambda tensors, info: info.update(levels=[]), "it names no level or no layer"),
-    "an unknown level": (lambda tensors, info: info["levels"].append("tensor"), "unknown level 'tensor'"),
-    "a level less": (lambda tensors, info: info["levels"].pop(), "belongs to no level"),
-    "a fallback of no layer": (fallback(layers=[]), "it names fallbacks of a level or of layers"),
+    "a model less": (lambda tensors, info: info["models"].pop(), "does not describe all of its models and levels"),
+    "no level": (lambda tensors, info: info.update(levels=[]), "does not describe all of its models and levels"),
+    "an unknown level": (lambda tensors, info: info["levels"].append("tensor"), "it holds no level 'tensor'"),
 }
 
 
