@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from mergekit_slta.comparison.compare import Comparison
     from mergekit_slta.slta.solution import Solution
 
-INTERRUPTED = 130
-
 
 class _Commands(click.Group):
     """The commands; errors of files, the Hub and the network end a command with a sentence, not a traceback."""
@@ -140,14 +138,11 @@ def calibrate(recipe: Path, stats: Path, levels: list[str], **options: Any) -> N
 
     path = stats.expanduser()
     merge_options = applied(options)
-    try:
-        with joined_ranks() as ranks:
-            loaded = ranks.together(lambda: Recipe.load(recipe).with_statistics(str(path), *levels[:1]))
-            experiment = sound_experiment(loaded, ranks, **merge_options)
-            finished = path.is_file()
-            statistics = measured_statistics(experiment, levels, path)
-    except KeyboardInterrupt:
-        raise click.exceptions.Exit(INTERRUPTED) from None
+    with joined_ranks() as ranks:
+        loaded = ranks.together(lambda: Recipe.load(recipe).with_statistics(str(path), *levels[:1]))
+        experiment = sound_experiment(loaded, ranks, **merge_options)
+        finished = path.is_file()
+        statistics = measured_statistics(experiment, levels, path)
     if ranks.first:
         found = "fits already and was not touched" if finished else "written"
         click.echo(f"{path} {found}: {as_size(path.stat().st_size)}, {statistics}")
@@ -361,9 +356,8 @@ def merge(recipe: Path, out: str, **options: Any) -> None:
 def verify(recipe: Path, out: Path, **options: Any) -> None:
     """Re-read the merged model in OUT tensor by tensor, and compare it with what RECIPE says.
 
-    Names, shapes, data types and finiteness for every method; the values for slta, from its statistics, and for plain
-    recipes that `solve` wrote. Says the largest
-    difference and where it is. Exit code 1 if something differs by more than rounding.
+    Names, shapes, data types and finiteness for every method; the values for slta, from its statistics. Says the
+    largest difference and where it is. Exit code 1 if something differs by more than rounding.
     """
     import mergekit_slta.host.patches  # noqa: F401 - mergekit must know the methods where start-up files are off
     from mergekit_slta.output.verify import verify as verify_merge

@@ -10,7 +10,7 @@ from mergekit.merge_methods import TensorGroup
 from mergekit_slta.host.method import Merge, method_spec, write_report
 from mergekit_slta.layers.blend import weighted_sum
 from mergekit_slta.recipe.settings import SltaSettings
-from mergekit_slta.slta.measure import measured_statistics
+from mergekit_slta.slta.measure import measured_statistics, solved
 from mergekit_slta.slta.weights import TensorWeights
 
 LOG = logging.getLogger(__name__)
@@ -28,22 +28,13 @@ class SltaMerge(Merge):
         settings = experiment.recipe.settings_of(SltaSettings)
         experts = settings.edges == "mean" or settings.level == "model"
         experiment.ranks.together(lambda: experiment.check_edges(experts))
-        statistics = measured_statistics(experiment)
-        self.solution = solution = statistics.solve(
-            settings.level,
-            balance=settings.balance,
-            ridge=settings.ridge,
-            keep_weight=experiment.recipe.keep_weight,
-        )
-        for note in solution.notes():
+        self.solution, self._weights = solved(experiment, measured_statistics(experiment))
+        for note in self.solution.notes():
             LOG.warning("%s", note)
         if settings.report and experiment.ranks.first:
             from mergekit_slta.reports.merge import report_page  # imports matplotlib, which takes a second
 
-            write_report(settings.report, "report.html", report_page(solution))
-        self._weights = TensorWeights(
-            experiment.decoder, settings.level, solution.submodules, settings.edges, settings.towers
-        )
+            write_report(settings.report, "report.html", report_page(self.solution))
         self._position = {expert.reference: index for index, expert in enumerate(experiment.recipe.experts)}
 
     def tensor(self, group: TensorGroup, **parameters: object) -> torch.Tensor:

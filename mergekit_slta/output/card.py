@@ -18,7 +18,7 @@ from mergekit_slta import __version__, files
 from mergekit_slta.data.sources import DATASET_PREFIX, is_dataset, source_name
 from mergekit_slta.errors import reading
 from mergekit_slta.models.merged_adapters import adapter_option
-from mergekit_slta.recipe.configuration import base_parameters, expert_parameters, shared_parameters
+from mergekit_slta.recipe.configuration import base_parameters, expert_parameters
 from mergekit_slta.recipe.recipe import published_name
 from mergekit_slta.recipe.settings import SETTINGS
 from mergekit_slta.slta.solution import Solution
@@ -122,11 +122,6 @@ def _section(config: MergeConfiguration, solution: Solution | None) -> str:
             f"What was measured is in `{STATISTICS_OF_MERGE}`: name that file under `statistics` among the recipe's "
             "parameters, leave `calibration` out, and no data are needed."
         )
-        if solution.level != "head_mlp":  # whose rows of one tensor have different weights
-            command = " ".join(
-                ["mergekit-slta solve", STATISTICS_OF_MERGE, *_solved_with(config, solution), "--recipe plain.yml"]
-            )
-            again += f" For a recipe that mergekit alone can run: `{command}`."
     option = adapter_option([reference for reference in (config.base_model, *expert_parameters(config)) if reference])
     return "\n\n".join(
         [
@@ -137,21 +132,6 @@ def _section(config: MergeConfiguration, solution: Solution | None) -> str:
             "Made with " + ", ".join(f"{name} {version}" for name, version in versions().items()) + ".",
         ]
     )
-
-
-def _solved_with(config: MergeConfiguration, solution: Solution) -> Iterator[str]:
-    """The options of ``solve`` that give the merge's weights again, as far as they are not the defaults."""
-    shared = shared_parameters(config)
-    yield f"--level {solution.level}"
-    if solution.keeps_base and solution.keep_weight != 1:
-        yield f"--keep-weight {solution.keep_weight:g}"
-    if solution.ridge:
-        yield f"--ridge {solution.ridge:g}"
-    if not solution.balance:
-        yield "--no-balance"
-    for name in ("edges", "towers"):
-        if shared.get(name, "base") != "base":
-            yield f"--{name} {shared[name]}"
 
 
 def _kept_prompts(config: MergeConfiguration) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import re
 from collections.abc import Iterator
@@ -115,19 +114,14 @@ def publish(
         )
     text = card.merge_card(folder, recipe.config, recipe.text)
     contents = dict(sorted({**_contents(folder, recipe), card.CARD: text.encode()}.items()))
-    sizes = tuple(
-        (name, len(content) if isinstance(content, bytes) else content.stat().st_size)
-        for name, content in contents.items()
-    )
+    pairs = contents.items()
+    sizes = tuple((name, len(own) if isinstance(own, bytes) else own.stat().st_size) for name, own in pairs)
     present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     found = Publication(repository, sizes, tuple(sorted(present - contents.keys())), tuple(notes))
     if dry_run:
         return found
     files.write(folder / card.CARD, text.encode())
-    operations = [
-        CommitOperationAdd(path_in_repo=name, path_or_fileobj=content if isinstance(content, bytes) else str(content))
-        for name, content in contents.items()
-    ]
+    operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=own) for name, own in pairs]
     try:
         api = HfApi()
         api.create_repo(repository, private=private, exist_ok=True)
@@ -175,17 +169,13 @@ def _values_that_are_not_finite(folder: Path, quiet: bool) -> Iterator[str]:
 def _contents(folder: Path, recipe: Recipe) -> dict[str, Path | bytes]:
     """The files to publish, by their names in the repository: texts without private paths, the others as they are."""
     contents: dict[str, Path | bytes] = {}
-    for path in sorted(folder.rglob("*")):
+    for path in (path for pattern in PUBLISHED for path in folder.glob(pattern) if path.is_file()):
         name = path.relative_to(folder).as_posix()
-        patterns = [pattern for pattern in PUBLISHED if pattern.count("/") == name.count("/")]
         if name in card.BESIDE and recipe.config.merge_method != SltaSettings.method:
             continue  # of an earlier merge into the same folder
-        if path.is_file() and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
-            contents[name] = path
-            if name == card.RECIPE:
-                contents[name] = f"{card.published_recipe(recipe.text)}\n".encode()
-            elif name in _TEXTS:
-                text = path.read_text(encoding="utf-8")
-                cleaned = card.without_private_paths(text, recipe.text)
-                contents[name] = path if cleaned == text else cleaned.encode()
+        contents[name] = path
+        if name == card.RECIPE:
+            contents[name] = f"{card.published_recipe(recipe.text)}\n".encode()
+        elif name in _TEXTS:
+            contents[name] = card.without_private_paths(path.read_text(encoding="utf-8"), recipe.text).encode()
     return contents | {name: folder / name for name in weight_map(folder)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack
@@ -27,14 +27,9 @@ from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.options import ModelOptions
 from mergekit_slta.recipe.recipe import RecipeOrFile
 from mergekit_slta.recipe.settings import SETTINGS, SltaSettings
-from mergekit_slta.slta.measure import measured_statistics
+from mergekit_slta.slta.measure import measured_statistics, solved
 from mergekit_slta.slta.statistics import STATISTICS_OF_MERGE
 from mergekit_slta.slta.weights import TensorWeights
-
-PLAIN_METHOD = "task_arithmetic"  # of the recipes that 'mergekit-slta solve --recipe' writes
-
-# The experts' merging weights of a planned tensor; None where the recipe does not tell its value.
-AlphaOfTask = Callable[[SaveTensor], Sequence[torch.Tensor] | None]
 
 
 @dataclass(frozen=True)
@@ -70,9 +65,8 @@ class Verification:
 def verify(recipe: RecipeOrFile, merged: str | os.PathLike[str], **options: Unpack[ModelOptions]) -> Verification:
     """Re-read a merged model tensor by tensor, and compare it with what its recipe says.
 
-    Names, shapes, data types and finiteness are compared for every method. The values are compared with theta_0 +
-    sum alpha tau for ``slta``, whose statistics must have been measured, and for ``task_arithmetic``, as in a plain
-    recipe that ``Solution.save_recipe`` wrote. One tensor of each model is in memory at a time.
+    Names, shapes, data types and finiteness are compared for every method, and for ``slta``, whose statistics must have
+    been measured, the values with theta_0 + sum alpha tau. One tensor of each model is in memory at a time.
 
     Args:
         recipe: the recipe that was merged, or its file.
@@ -91,7 +85,7 @@ def verify(recipe: RecipeOrFile, merged: str | os.PathLike[str], **options: Unpa
         stored = folder_headers(folder)
         experiment.open()
         experts = expert_references(experiment.recipe.config)
-        weights = _weights(experiment, folder, experts)
+        weights = _weights(experiment, folder)
         planned = {task.tensor_name: task for task in _plan(experiment, folder)}
         lost = [name for name, task in planned.items() if name not in stored and not task.optional]
         problems = [f"The tensor {name} is missing." for name in lost]
@@ -111,29 +105,13 @@ def verify(recipe: RecipeOrFile, merged: str | os.PathLike[str], **options: Unpa
     return Verification(tuple(problems), len(names), len(differences), largest, where)
 
 
-def _weights(experiment: Experiment, folder: Path, experts: Sequence[ModelReference]) -> AlphaOfTask:
-    """The merging weights that a recipe gives to each tensor."""
-    recipe = experiment.recipe
-    method = recipe.config.merge_method
-    if method == SltaSettings.method:
-        settings = recipe.settings_of(SltaSettings)
-        beside = folder / STATISTICS_OF_MERGE
-        path = beside if beside.is_file() and not settings.statistics else None
-        statistics = measured_statistics(experiment, path=path, measuring=False)
-        solution = statistics.solve(
-            settings.level, balance=settings.balance, ridge=settings.ridge, keep_weight=recipe.keep_weight
-        )
-        solved = TensorWeights(experiment.decoder, settings.level, solution.submodules, settings.edges, settings.towers)
-        return lambda task: list(solved[task.tensor_name])
-
-    def plain(task: SaveTensor) -> list[torch.Tensor] | None:
-        made = task.tensor_task
-        if method != PLAIN_METHOD or made.parameters["normalize"]:
-            return None
-        factor, own = made.parameters["lambda"], made.input_parameters
-        return [torch.tensor(own[expert]["weight"] * factor, dtype=torch.float64) for expert in experts]
-
-    return plain
+def _weights(experiment: Experiment, folder: Path) -> TensorWeights | None:
+    """The merging weights that a recipe for ``slta`` gives to each tensor."""
+    if experiment.recipe.config.merge_method != SltaSettings.method:
+        return None
+    settings, beside = experiment.recipe.settings_of(SltaSettings), folder / STATISTICS_OF_MERGE
+    path = beside if beside.is_file() and not settings.statistics else None
+    return solved(experiment, measured_statistics(experiment, path=path, measuring=False))[1]
 
 
 def _plan(experiment: Experiment, folder: Path) -> list[SaveTensor]:
@@ -157,7 +135,7 @@ def _loaded(load: LoadTensor) -> torch.Tensor | None:
 
 
 def _compared(
-    task: SaveTensor, merged: torch.Tensor, experts: Sequence[ModelReference], weights: AlphaOfTask
+    task: SaveTensor, merged: torch.Tensor, experts: Sequence[ModelReference], weights: TensorWeights | None
 ) -> tuple[list[str], float | None]:
     """What is wrong with a merged tensor, and its largest difference from its wanted value, if that is known."""
     name, made = task.tensor_name, task.tensor_task
@@ -171,16 +149,10 @@ def _compared(
     if not is_finite(merged, merged.dtype):
         count = int((~merged.double().isfinite()).sum())
         return [*problems, f"The tensor {name} has {count} values that are not finite."], None
-    if base is None or problems or is_aligned or not sources.keys() >= set(experts):
+    if weights is None or base is None or problems or is_aligned or not sources.keys() >= set(experts):
         return problems, None
-    if not base.is_floating_point():
-        alpha: Sequence[torch.Tensor] | None = [torch.zeros(())] * len(experts)
-    else:
-        alpha = weights(task)
-    if alpha is None:
-        return problems, None
-    in_dtype = made.method_name == PLAIN_METHOD
-    difference, exceeds = _difference(merged, base, [sources[model] for model in experts], alpha, in_dtype)
+    alpha = list(weights[name]) if base.is_floating_point() else [torch.zeros(())] * len(experts)
+    difference, exceeds = _difference(merged, base, [sources[model] for model in experts], alpha)
     if exceeds:
         problems.append(f"The tensor {name} differs from what the recipe gives by up to {difference:.3g}.")
     return problems, difference
@@ -198,11 +170,7 @@ def _wrong_form(task: SaveTensor, merged: torch.Tensor, base: torch.Tensor, alig
 
 
 def _difference(
-    merged: torch.Tensor,
-    base: torch.Tensor,
-    experts: Sequence[torch.Tensor],
-    alpha: Sequence[torch.Tensor],
-    in_dtype: bool,
+    merged: torch.Tensor, base: torch.Tensor, experts: Sequence[torch.Tensor], alpha: Sequence[torch.Tensor]
 ) -> tuple[float, bool]:
     """The largest difference from theta_0 + sum alpha tau, and whether one exceeds what rounding allows.
 
@@ -210,13 +178,12 @@ def _difference(
         merged: the tensor to compare, in the type that it was written in.
         base, experts: the tensors that it was made of, in the type that they were merged in.
         alpha: each expert's weights, one number or a tensor that broadcasts to the tensor.
-        in_dtype: each step of the merge was rounded to the type of ``base``, rather than the result alone.
     """
     if not any(bool(weight.any()) for weight in alpha):
         merged_base = base.to(merged.dtype)  # no rounding: bit by bit
         error = _largest(merged.double().sub_(merged_base.double()).abs_())
         return error, error > 0
-    step = torch.finfo(base.dtype if in_dtype else torch.promote_types(base.dtype, torch.float32)).eps
+    step = torch.finfo(torch.promote_types(base.dtype, torch.float32)).eps
     written = torch.finfo(merged.dtype)
     least = written.tiny * written.eps  # the distance of the smallest numbers
     last = written.eps + torch.finfo(base.dtype).eps

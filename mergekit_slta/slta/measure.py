@@ -29,7 +29,9 @@ from mergekit_slta.recipe.recipe import RecipeOrFile, published_name, published_
 from mergekit_slta.recipe.settings import SltaSettings
 from mergekit_slta.slta.calibrate import calibrate
 from mergekit_slta.slta.matching import fingerprint, local_identity, match, model_contents
+from mergekit_slta.slta.solution import Solution
 from mergekit_slta.slta.statistics import CalibrationInfo, Info, Statistics, resolve_statistics, versions
+from mergekit_slta.slta.weights import TensorWeights
 
 LOG = logging.getLogger(__name__)
 REUSED = "Nothing is measured anew: %s holds the measurement of the same models, data and settings."
@@ -112,6 +114,19 @@ def measured_statistics(
     finally:
         partial.release()
     return statistics
+
+
+def solved(experiment: Experiment, statistics: Statistics) -> tuple[Solution, TensorWeights]:
+    """The merging weights that a recipe for ``slta`` asks for, by submodule and by tensor."""
+    settings = experiment.recipe.settings_of(SltaSettings)
+    solution = statistics.solve(
+        settings.level,
+        balance=settings.balance,
+        ridge=settings.ridge,
+        keep_weight=experiment.recipe.keep_weight,
+    )
+    weights = TensorWeights(experiment.decoder, settings.level, solution.submodules, settings.edges, settings.towers)
+    return solution, weights
 
 
 def _exists(path: Path, ranks: Ranks) -> bool:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from click.testing import CliRunner
 from conftest import MakeFamily
 from mergekit.config import MergeConfiguration
@@ -110,41 +109,10 @@ def test_the_experts_of_a_mixture_are_compared_each_with_its_own_weights(
     assert [name in problem for problem in check(content, out).problems] == [True]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_plain_recipe_is_compared_with_its_own_weights(llama: Family, tmp_path: Path, dtype: str) -> None:
-    stats = measure(Recipe.from_config(MergeConfiguration.model_validate(families.recipe(llama, samples=2))))
-    paths = dict(zip((stats.info.base_model, *stats.info.models), map(str, llama.folders), strict=True))
-    stats.solve().save_recipe(tmp_path / "plain.yml", models=paths)
-    content = yaml.safe_load((tmp_path / "plain.yml").read_text()) | {"dtype": dtype}
-    out = families.merge(content, tmp_path / "out")
-    found = check(content, out)
-    assert found.problems == () and found.compared == found.tensors > 0
-
-    def spoil(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[QUERY][0, 0] += 0.1
-
-    change(out, spoil)
-    assert check(content, out).problems[0].startswith(f"The tensor {QUERY} differs from what the recipe gives by up")
-
-
 def test_methods_of_mergekit_are_looked_at_without_their_values(llama: Family, tmp_path: Path) -> None:
     content = families.recipe(llama, "ties", calibration=False, per_expert={"weight": 0.5, "density": 0.5})
     found = check(content, families.merge(content, tmp_path / "out"))
     assert found.problems == () and found.compared == 0 and found.tensors > 0
-
-
-def test_models_are_read_as_they_are_now(make_family: MakeFamily, tmp_path: Path) -> None:
-    family = make_family()
-    content = families.recipe(family, "task_arithmetic", calibration=False, per_expert={"weight": 0.5})
-    out = families.merge(content, tmp_path / "out")
-    file = family.experts[0] / "model.safetensors"
-    replaced = {name: 2 * tensor for name, tensor in load_file(file).items()}
-    file.unlink()
-    shard = "model-00001-of-00001.safetensors"
-    save_file(replaced, file.with_name(shard), metadata={"format": "pt"})
-    index = {"metadata": {}, "weight_map": dict.fromkeys(replaced, shard)}
-    file.with_name("model.safetensors.index.json").write_text(json.dumps(index))
-    assert check(content, out).problems
 
 
 def test_a_vocabulary_that_mergekit_aligned_is_not_compared(llama: Family, tmp_path: Path) -> None:
