@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from conftest import MakeFamily
 from mergekit.scripts.run_yaml import main as mergekit_yaml
 from support import families
 from support.copies import edit_tensors
-from support.examining import feature_recipe, grow, look, only, problems, save_random, t5
+from support.examining import grow, look, only, problems, save_random, t5
 from support.families import Family
 from support.hub import serve
 
@@ -25,7 +24,7 @@ from mergekit_slta.host import patches
 # What is sound
 
 
-@pytest.mark.parametrize("architecture", [*families.ARCHITECTURES])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "falcon_new", "mixtral", "qwen3_moe", "gpt_neox"])
 def test_finds_nothing_wrong_exactly_where_mergekit_can_merge(
     architecture: str, make_family: MakeFamily, tmp_path: Path
 ) -> None:
@@ -38,15 +37,6 @@ def test_finds_nothing_wrong_exactly_where_mergekit_can_merge(
             families.merge(recipe, tmp_path / "out")
     else:
         families.merge(recipe, tmp_path / "out")
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral", "qwen3_moe", "opt", "lfm2"])
-def test_a_feature_merge_is_sound(architecture: str, make_family: MakeFamily, tmp_path: Path) -> None:
-    assert problems(feature_recipe(make_family(architecture)), out_path=tmp_path / "out") == []
-
-
-def test_a_recipe_without_data_is_sound_for_a_method_that_needs_none(family: Family) -> None:
-    assert problems(families.recipe(family, "sftm", calibration=False)) == []
 
 
 def test_a_method_that_needs_no_decoder_takes_other_models(tmp_path: Path) -> None:
@@ -118,26 +108,9 @@ def test_first_the_text_then_everything_else(family: Family, tmp_path: Path) -> 
     assert [problem.split("'")[1] for problem in problems(recipe)] == ["sampels", "ridge"]
 
 
-def test_mergekit_yaml_says_it_all_and_writes_nothing(family: Family, tmp_path: Path) -> None:
-    patches.install()
-    recipe = families.write_recipe(tmp_path / "recipe.yml", broken_recipe(family, tmp_path))
-    done = CliRunner().invoke(mergekit_yaml, [str(recipe), str(tmp_path / "out"), "--quiet"])
-    assert done.exit_code == 1
-    assert isinstance(done.exception, SystemExit)
-    said = done.stderr[done.stderr.index("Error: ") :].splitlines()
-    assert len(said) == 3
-    assert not (tmp_path / "out").exists()
-    assert not list(Path(os.environ["XDG_CACHE_HOME"]).iterdir())
-
-
 def misspell(recipe: dict[str, Any], family: Family, tmp_path: Path) -> str:
     recipe["parameters"]["levl"] = "layer"
     return "did you mean 'level'?"
-
-
-def empty_source(recipe: dict[str, Any], family: Family, tmp_path: Path) -> str:
-    family.data[0].write_text("")
-    return "has no records"
 
 
 def deeper_expert(recipe: dict[str, Any], family: Family, tmp_path: Path) -> str:
@@ -151,7 +124,7 @@ def encoder_decoder(recipe: dict[str, Any], family: Family, tmp_path: Path) -> s
     return "is an encoder-decoder, which calibration does not cover: use 'merge_method: actmat' instead."
 
 
-@pytest.mark.parametrize("spoil", [misspell, empty_source, deeper_expert, encoder_decoder])
+@pytest.mark.parametrize("spoil", [misspell, deeper_expert, encoder_decoder])
 def test_mergekit_yaml_refuses_in_one_sentence(
     spoil: Callable[[dict[str, Any], Family, Path], str], family: Family, tmp_path: Path
 ) -> None:

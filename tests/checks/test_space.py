@@ -28,7 +28,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
 
 
-@pytest.mark.parametrize("device", ["gpu", "cuda:99", "meta"])
+@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
 def test_a_device_that_is_not_there(device: str, family: Family) -> None:
     problem = only(families.recipe(family, experts=[0]), options={"device": device})
     assert problem.startswith(f"PyTorch cannot compute on the device '{device}' (")
@@ -61,7 +61,6 @@ def test_a_report_needs_a_folder(family: Family, tmp_path: Path) -> None:
 def test_layers_may_be_solved_into_a_new_folder_but_not_into_a_file(family: Family, tmp_path: Path) -> None:
     assert problems(feature_recipe(family, scratch=str(tmp_path / "new" / "scratch"))) == []
     (tmp_path / "file").write_text("")
-    assert f"{tmp_path}/file" in only(feature_recipe(family, scratch=str(tmp_path / "file")))
     assert f"{tmp_path}/file" in only(feature_recipe(family, scratch=str(tmp_path / "file" / "scratch")))
 
 
@@ -69,15 +68,7 @@ def test_the_output_is_a_folder_that_can_be_made(family: Family, tmp_path: Path)
     file = tmp_path / "file"
     file.write_text("")
     recipe = families.recipe(family, experts=[0])
-    assert only(recipe, out_path=file) == f"{file} cannot be created: {file} is not a writable folder, name another."
     assert only(recipe, out_path=file / "out").startswith(f"{file}/out cannot be created: {file} is not")
-
-
-def test_the_output_is_no_model_of_the_recipe(family: Family, tmp_path: Path) -> None:
-    out = tmp_path / "link"
-    out.symlink_to(family.experts[0])
-    problem = f"{out} is the folder of {family.experts[0]}, which the merge would overwrite: name another."
-    assert only(families.recipe(family, experts=[0]), out_path=out) == problem
 
 
 @pytest.mark.usefixtures("disk")
@@ -104,12 +95,12 @@ def test_what_a_feature_merge_takes_is_said(family: Family, tmp_path: Path) -> N
 
 
 def test_the_needs_of_a_model_of_known_size() -> None:
-    """Llama 2 7B: layers of 202 million parameters, and maps that read up to 11008 values."""
-    sizes: dict[str, Any] = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=32, architectures=["LlamaForCausalLM"])
+    """Two layers of 12.6 million parameters each, with maps that read up to 2752 values."""
+    sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 2752, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=8, architectures=["LlamaForCausalLM"])
     memory, disk = solving_needs(trace(config), experts=3)
-    assert memory == pytest.approx(5 * 4 * 202.4e6 + 4 * 8 * 11008**2, rel=0.01)
-    assert disk == pytest.approx(32 * 4 * 202.4e6, rel=0.01)
+    assert memory == pytest.approx(5 * 4 * 12.65e6 + 4 * 8 * 2752**2, rel=0.01)
+    assert disk == pytest.approx(2 * 4 * 12.65e6, rel=0.01)
 
 
 @pytest.mark.usefixtures("disk")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +35,12 @@ def test_a_tokenizer_with_more_tokens_than_embeddings(family: Family, tmp_path: 
     assert "has only 64 embeddings" in problem
 
 
-def test_an_expert_needs_embeddings_for_the_base_models_ids(family: Family, tmp_path: Path) -> None:
-    recipe = feature_recipe(family, experts=[0, 1], head=False) | {"tokenizer": {"source": "base"}}
-    recipe["models"][1]["model"] = str(save_random(families.config_of("llama", vocab_size=12), tmp_path / "other"))
-    assert f"{tmp_path}/other" in only(recipe)
-
-
 # Vocabularies
 
 
-@pytest.mark.parametrize("method", ["slta", "sftm"])
-def test_vocabularies_of_different_sizes(family: Family, tmp_path: Path, method: str) -> None:
+def test_vocabularies_of_different_sizes(family: Family, tmp_path: Path) -> None:
     other = larger_vocabulary(tmp_path / "other")
-    recipe = with_expert(family, other, method)
+    recipe = with_expert(family, other)
     assert only(recipe) == (
         f"The expert {other} has a vocabulary of 66 tokens, the base model {family.base} one of 64: add "
         "'tokenizer: {source: base}' to the recipe, so that mergekit aligns them."
@@ -95,52 +87,29 @@ def test_vocabularies_with_other_ids(family: Family) -> None:
     assert problems(recipe | {"tokenizer": {"source": "base"}}) == []
 
 
-def test_other_ids_in_a_list_of_tokens_with_scores(family: Family) -> None:
-    recipe = families.recipe(family, "sftm", experts=[0], calibration=False)
-    for folder, tokens in zip(family.folders, ("abc", "acb"), strict=False):
-        vocabulary = [[token, -1.0] for token in tokens]
-        (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
-    assert "for 2 tokens (such as 'b')" in only(recipe)
-
-
 def test_a_damaged_tokenizer(family: Family) -> None:
     file = family.experts[0] / "tokenizer.json"
     file.write_text('{"model": ')
     assert only(families.recipe(family)).startswith(f"{file} cannot be read (")
 
 
-def test_a_token_added_in_a_free_place_is_no_difference(family: Family) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(family.experts[0])
-    tokenizer.add_tokens(["<turn>"])
-    tokenizer.save_pretrained(family.experts[0])
-    assert problems(families.recipe(family)) == []
-
-
 # Feature merges
 
 
-def other_vocabulary(family: Family, tmp_path: Path, **parameters: Any) -> list[str]:
-    """What is wrong with an expert of a larger vocabulary that mergekit is to align."""
-    recipe = feature_recipe(family, experts=[0, 1], **parameters) | {"tokenizer": {"source": "base"}}
-    recipe["models"][1]["model"] = str(larger_vocabulary(tmp_path / "other"))
-    return problems(recipe)
+def test_a_head_of_another_vocabulary_cannot_be_solved_nor_its_embeddings_averaged(
+    family: Family, tmp_path: Path
+) -> None:
+    other = larger_vocabulary(tmp_path / "other")
 
+    def found(**parameters: Any) -> list[str]:
+        recipe = feature_recipe(family, experts=[0, 1], **parameters) | {"tokenizer": {"source": "base"}}
+        recipe["models"][1]["model"] = str(other)
+        return problems(recipe)
 
-def test_a_head_of_another_vocabulary_cannot_be_solved(family: Family, tmp_path: Path) -> None:
-    found = other_vocabulary(family, tmp_path)
-    assert found[0] == (
-        f"The expert {tmp_path}/other has a vocabulary of 66 tokens and the base model one of 64: set 'head: false'."
-    )
-
-
-def test_embeddings_of_another_vocabulary_cannot_be_averaged(family: Family, tmp_path: Path) -> None:
-    for head in (True, False):
-        found = other_vocabulary(family, tmp_path, head=head, anchor="actmat")
-        assert "and the base model one of 64: set 'anchor: base'." in found[0]
-
-
-def test_another_vocabulary_is_no_problem_without_the_head(family: Family, tmp_path: Path) -> None:
-    assert other_vocabulary(family, tmp_path, head=False) == []
+    said = f"The expert {other} has a vocabulary of 66 tokens and the base model one of 64: set "
+    assert found()[0] == f"{said}'head: false'."
+    assert found(head=False, anchor="actmat")[0] == f"{said}'anchor: base'."
+    assert found(head=False) == []
 
 
 def test_a_tied_head_may_have_another_vocabulary(make_family: MakeFamily, tmp_path: Path) -> None:
