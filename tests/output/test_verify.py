@@ -13,7 +13,6 @@ import torch
 from click.testing import CliRunner
 from conftest import MakeFamily
 from mergekit.config import MergeConfiguration
-from mergekit.io.tasks import LoaderCache
 from safetensors.torch import load_file, save_file
 from support import families
 from support.families import Family
@@ -85,9 +84,7 @@ def test_a_sound_merge_is_as_near_as_the_dense_sum_says(llama: Family, merged: t
     assert str(found).endswith(f" in {found.where}.")
 
 
-@pytest.mark.parametrize(
-    ("level", "dtype"), [("model", "bfloat16"), ("layer", "float32"), ("head_mlp", "bfloat16"), ("linear", "float32")]
-)
+@pytest.mark.parametrize(("level", "dtype"), [("model", "bfloat16"), ("head_mlp", "bfloat16"), ("linear", "float32")])
 def test_every_level_is_compared(llama: Family, tmp_path: Path, level: str, dtype: str) -> None:
     content = families.recipe(
         llama, samples=2, level=level, dtype=dtype, edges="mean", statistics=str(tmp_path / "stats")
@@ -109,12 +106,6 @@ def test_the_experts_of_a_mixture_are_compared_each_with_its_own_weights(
     assert [name in problem for problem in check(content, out).problems] == [True]
 
 
-def test_methods_of_mergekit_are_looked_at_without_their_values(llama: Family, tmp_path: Path) -> None:
-    content = families.recipe(llama, "ties", calibration=False, per_expert={"weight": 0.5, "density": 0.5})
-    found = check(content, families.merge(content, tmp_path / "out"))
-    assert found.problems == () and found.compared == 0 and found.tensors > 0
-
-
 def test_a_vocabulary_that_mergekit_aligned_is_not_compared(llama: Family, tmp_path: Path) -> None:
     content = families.recipe(llama, samples=2, statistics=str(tmp_path / "stats")) | {"tokenizer_source": "base"}
     found = check(content, families.merge(content, tmp_path / "out"))
@@ -122,13 +113,6 @@ def test_a_vocabulary_that_mergekit_aligned_is_not_compared(llama: Family, tmp_p
 
 
 # Spoilt merges
-
-
-def test_values_of_one_row_are_found(copied: tuple[dict[str, Any], Path]) -> None:
-    content, out = copied
-    change(out, lambda tensors: tensors[QUERY][5].mul_(1.05))
-    found = check(content, out)
-    assert found.where == QUERY and [QUERY in problem for problem in found.problems] == [True]
 
 
 def test_a_merge_with_other_weights_is_found(
@@ -146,7 +130,6 @@ def test_a_merge_with_other_weights_is_found(
         (lambda tensors: tensors.pop(QUERY), "is missing"),
         (lambda tensors: tensors.update(more=torch.zeros(2)), "The tensor more does not belong to the model"),
         (lambda tensors: tensors.update({QUERY: tensors[QUERY].float()}), "is of type float32, not bfloat16"),
-        (lambda tensors: tensors.update({QUERY: tensors[QUERY].to(torch.float8_e4m3fn)}), "is of type float8_e4m3fn"),
         (lambda tensors: tensors.update({QUERY: tensors[QUERY][1:].clone()}), "has the shape [31, 32], not [32, 32]"),
         (lambda tensors: tensors[QUERY][0, :2].fill_(torch.nan), "has 2 values that are not finite"),
     ],
@@ -158,15 +141,6 @@ def test_what_is_wrong_is_named(
     change(out, spoil)
     (problem,) = check(content, out).problems
     assert said in problem
-
-
-def test_values_are_compared_part_by_part(copied: tuple[dict[str, Any], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    content, out = copied
-    whole = check(content, out)
-    monkeypatch.setattr(parts, "CACHED", 100)
-    assert check(content, out) == whole
-    change(out, lambda tensors: tensors[QUERY][31].mul_(1.05))
-    assert len(check(content, out).problems) == 1
 
 
 # What is refused
@@ -191,24 +165,6 @@ def test_a_merge_without_compared_values_is_not_called_equal(llama: Family, tmp_
         f"No difference found. {found.tensors} tensors read, none compared by value, only by name, shape, data type "
         "and whether they are finite."
     )
-
-
-def test_a_truncated_output_is_refused(copied: tuple[dict[str, Any], Path]) -> None:
-    content, out = copied
-    (file,) = out.glob("*.safetensors")
-    file.write_bytes(file.read_bytes()[:-10])
-    with pytest.raises(SltaError, match="truncated"):
-        check(content, out)
-
-
-def test_a_model_that_lacks_a_tensor_is_named(family: Family, tmp_path: Path) -> None:
-    models = [{"model": str(folder), "parameters": {"weight": 0.5}} for folder in family.experts]
-    content = {"merge_method": "task_arithmetic", "base_model": str(family.base), "models": models, "dtype": "float32"}
-    out = families.merge(content, tmp_path / "out")
-    change(family.experts[1], lambda tensors: tensors.pop(QUERY))
-    LoaderCache.loaders.clear()
-    with pytest.raises(SltaError, match=f"The tensor {QUERY} of {family.experts[1]} cannot be read .*not present"):
-        check(content, out)
 
 
 def test_the_command_ends_with_status_1_on_a_difference(copied: tuple[dict[str, Any], Path], tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
 from typing import get_type_hints
 
 import pytest
@@ -19,24 +17,10 @@ from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.slta.measure import measured_statistics
 
 
-def test_as_many_samples_as_the_recipe_says_or_as_asked(llama: Family) -> None:
-    experiment = families.experiment(families.recipe(llama, samples=4))
-    for count, asked in ((4, None), (2, 2)):
-        assert [len(data.token_ids) for data in experiment.load_data(experiment.recipe.experts, asked)] == [count] * 3
-
-
 def test_every_option_of_functions_in_python_is_one_of_mergekits_and_does_what_it_does_there(llama: Family) -> None:
     assert set(get_type_hints(options.MergeOptions)) <= set(MergeOptions.model_fields)
     assert families.experiment(families.recipe(llama), cuda=True).device == "cuda"
     assert families.experiment(families.recipe(llama)).device == "cpu"
-
-
-def test_the_same_data_for_two_experts_is_refused(llama: Family, tmp_path: Path) -> None:
-    copy = Path(shutil.copy(llama.data[0], tmp_path / "copy.jsonl"))
-    family = Family(llama.base, llama.experts[:2], (llama.data[0], copy), llama.config)
-    experiment = families.experiment(families.recipe(family))
-    with pytest.raises(SltaError, match="give the same tokens"):
-        experiment.load_data(experiment.recipe.experts)
 
 
 def test_values_outside_the_layers_are_looked_at(make_family: MakeFamily) -> None:

@@ -75,10 +75,6 @@ def test_folders_that_are_there_are_no_names_on_the_hub(tmp_path: Path, monkeypa
         new_recipe("org/base", ["family/sums", "./family/sums"])
 
 
-def test_the_recipe_goes_to_standard_output() -> None:
-    assert run("new", "org/base", "org/math") == new_recipe("org/base", ["org/math"])
-
-
 def test_a_file_that_is_there_stays_as_it_is(tmp_path: Path) -> None:
     file = tmp_path / "recipe.yml"
     file.write_text("mine")

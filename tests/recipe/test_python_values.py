@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 import torch
 from support import synthetic
-from support.families import Family, recipe
 
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.recipe.settings import SltaSettings
-from mergekit_slta.slta.measure import measure
 
 
 @pytest.mark.parametrize(
@@ -38,15 +36,3 @@ def test_task_weights_may_be_an_array() -> None:
     arrays: list[Any] = [np.array([1.0, 2.0]), torch.tensor([1.0, 2.0])]
     for weights in arrays:
         assert statistics.solve(task_weights=weights).to_json() == statistics.solve(task_weights=[1, 2]).to_json()
-
-
-def test_one_level_may_be_a_name(llama: Family) -> None:
-    content = recipe(llama, samples=1)
-    experts = {entry["model"]: entry["parameters"]["calibration"] for entry in content["models"]}
-    found = measure(Recipe(content["base_model"], experts, samples=1), "layer", quiet=True)
-    assert found.info.levels == ("layer",)
-
-
-def test_scalars_in_a_list_are_numbers() -> None:
-    made = Recipe("org/base", {"org/math": {"density": (np.float64(0.1), torch.tensor(0.5))}}, "sftm")
-    assert made.config.models and made.config.models[0].parameters == {"density": [0.1, 0.5]}

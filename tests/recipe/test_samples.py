@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from support.families import Family
 from transformers import AutoTokenizer
 
 from mergekit_slta.data.draw import CalibrationData, CalibrationSource
-from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.recipe import Task
 from mergekit_slta.recipe.samples import Samples
 from mergekit_slta.recipe.settings import CalibrationSettings
@@ -55,13 +53,6 @@ def test_what_is_held_out_was_not_drawn(llama: Family) -> None:
     assert rest.token_ids and not set(rest.token_ids) & set(samples.of(expert).token_ids)
 
 
-def test_a_model_with_an_adapter_has_its_own_tokenizer(llama: Family, tmp_path: Path) -> None:
-    samples = samples_of(llama.base)
-    reference = ModelReference.parse(f"{llama.base}+{tmp_path}")
-    assert samples.tokenizer(reference) is samples.tokenizer(reference)
-    assert samples.tokenizer(reference).name_or_path == str(llama.base)
-
-
 CHAT = "{% for turn in messages %}{{ turn['content'] }}.{% endfor %}"
 
 
@@ -79,9 +70,3 @@ def test_an_adapters_own_tokenizer_is_used(llama: Family, tmp_path: Path) -> Non
     own = samples_of(llama.base).tokenizer(ModelReference.parse(f"{llama.base}+{tmp_path}"))
     base = AutoTokenizer.from_pretrained(llama.base)
     assert own("ab", add_special_tokens=False)["input_ids"] == base("ba", add_special_tokens=False)["input_ids"]
-
-
-def test_a_base_without_a_tokenizer_is_named(llama: Family, tmp_path: Path) -> None:
-    bare = shutil.copytree(llama.base, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
-    with pytest.raises(SltaError, match=r"bare has no usable tokenizer, which calibration needs \(.*[^.]\): get sound"):
-        samples_of(bare).of(experts_of(llama)[0])
