@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 from mergekit_slta.errors import SltaError
 
@@ -87,23 +87,18 @@ def fused_map_part(module: str, expert: int, tensor: str) -> str:
     return f"{module}.{expert}.{tensor}"
 
 
-@dataclass(frozen=True)
-class Place:
-    """The place of a submodule: its layer, its kind, and its number if a layer has several of its kind."""
+class Place(NamedTuple):
+    """The place of a submodule: its layer, and its kind without the number of a head or of a mixture's expert."""
 
     layer: int | None
     kind: str
-    member: int | None
 
 
 def place_of(name: str) -> Place:
     match = re.fullmatch(r"layer\.(\d+)(?:\.(.+))?", name)
     if match is None:
-        return Place(None, name, None)
-    inside = match[2] or "layer"
-    number = re.search(r"(?<![^.])\d+(?![^.])", inside)
-    kind = inside.replace(f".{number[0]}", "", 1) if number else inside
-    return Place(int(match[1]), kind, int(number[0]) if number else None)
+        return Place(None, name)
+    return Place(int(match[1]), re.sub(r"\.\d+(?![^.])", "", match[2] or "layer", count=1))
 
 
 def of_level(names: Iterable[str], level: str) -> list[str]:

@@ -5,13 +5,13 @@ import pytest
 from mergekit_slta.levels import Place, fused_map_part, head_part, of_level, place_of, submodule_name
 
 NAMES = {
-    "model": Place(None, "model", None),
-    submodule_name(12): Place(12, "layer", None),
-    submodule_name(0, "attn"): Place(0, "attn", None),
-    submodule_name(0, "mlp"): Place(0, "mlp", None),
-    submodule_name(3, head_part(11)): Place(3, "head", 11),
-    submodule_name(3, "self_attn.q_proj"): Place(3, "self_attn.q_proj", None),
-    submodule_name(3, fused_map_part("mlp.experts", 7, "down_proj")): Place(3, "mlp.experts.down_proj", 7),
+    "model": Place(None, "model"),
+    submodule_name(12): Place(12, "layer"),
+    submodule_name(0, "attn"): Place(0, "attn"),
+    submodule_name(0, "mlp"): Place(0, "mlp"),
+    submodule_name(3, head_part(11)): Place(3, "head"),
+    submodule_name(3, "self_attn.q_proj"): Place(3, "self_attn.q_proj"),
+    submodule_name(3, fused_map_part("mlp.experts", 7, "down_proj")): Place(3, "mlp.experts.down_proj"),
 }
 
 

@@ -65,12 +65,8 @@ class Batch:
 def make_batches(tasks: Tasks, batch_tokens: int, unpadded: Collection[int] = ()) -> list[Batch]:
     """Group samples into batches of at most ``batch_tokens`` positions, padding included, longest first.
 
-    A batch never mixes tasks, so that the batches of a task do not depend on the others.
-
-    Args:
-        tasks: the token ids of each task's samples.
-        batch_tokens: the largest number of positions; a longer sample runs alone.
-        unpadded: the tasks whose batches hold samples of one length only.
+    A batch never mixes tasks, so that the batches of a task do not depend on the others. A longer sample runs alone.
+    Those of the tasks ``unpadded`` hold samples of one length only.
     """
     batches = []
     offset = 0

@@ -10,7 +10,7 @@ from types import TracebackType
 
 import torch
 
-from mergekit_slta.engine.memory import takes_little
+from mergekit_slta.engine.streams import takes_little
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import routed_tensors
 from mergekit_slta.models.checkpoint import Checkpoint

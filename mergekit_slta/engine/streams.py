@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from mergekit_slta.engine.batches import Batch
-from mergekit_slta.engine.memory import takes_little
 from mergekit_slta.layers.calls import LayerCall, State, Weights
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.ends import embed
@@ -31,6 +30,13 @@ class Source(Protocol):
 def read_edges(decoder: Decoder, model: Source, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """Read tensors outside the layers to the device, by the model's names."""
     return model.read({name: name for name in names}, decoder.base_model_prefix, decoder.device)
+
+
+def takes_little(device: torch.device, elements: int, share: float) -> bool:
+    """Whether float32 elements take at most a share of a GPU's memory; false on every other device."""
+    if device.type != "cuda":
+        return False
+    return elements * torch.float32.itemsize <= share * torch.cuda.get_device_properties(device).total_memory
 
 
 class Streams:

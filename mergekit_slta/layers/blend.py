@@ -79,12 +79,7 @@ class Blend:
         return self.of(names, [model.read(names, base_model_prefix, device) for model in models])
 
     def of(self, names: Mapping[str, str], tensors: Sequence[Weights]) -> dict[str, torch.Tensor]:
-        """Blend tensors that have been read.
-
-        Args:
-            names: each tensor's key in ``tensors``, and the model's name of it.
-            tensors: the base model's, then the experts'.
-        """
+        """Blend tensors that have been read of the base model, then of the experts; ``names`` are those of ``read``."""
         base, *experts = tensors
         alpha = self._alpha
         if alpha is None:

@@ -43,13 +43,8 @@ class LayerStructure:
         """The weights, and the outputs to replay, with which only one branch differs from the base model.
 
         The other branches return what they return in the base model. A child that adds to the residual stream by
-        itself would return the base model's stream too, so it runs with the base model's weights instead.
-
-        Args:
-            branch: the branch.
-            weights: the layer's tensors.
-            base: the base model's.
-            run: the base model's run of the layer on the same input.
+        itself would return the base model's stream too, so it runs with the base model's weights instead. ``run`` is
+        the base model's run of the layer on the same input.
         """
         others = frozenset().union(*(self.only(other) for other in self.branches if other != branch))
         again = others & self.adding

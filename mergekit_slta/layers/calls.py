@@ -83,12 +83,7 @@ class LayerCall:
 
 
 def handed_on(returned: Any, positions: Mapping[int | str, int]) -> State:
-    """The parts of a layer's return value that the next layer is given.
-
-    Args:
-        returned: the layer's return value.
-        positions: by the next layer's argument, the position in the return value.
-    """
+    """The parts of a layer's return value that the next layer is given, whose arguments ``positions`` are by."""
     return {(argument,): plain(returned[position]) for argument, position in positions.items()}
 
 

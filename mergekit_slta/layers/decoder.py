@@ -60,14 +60,9 @@ class Decoder:
         return len(self.layers)
 
     def run(self, layer: int, weights: Weights, hidden: torch.Tensor, call: LayerCall, **settings: Any) -> LayerRun:
-        """Run a layer on hidden states, to its end or until it calls a module.
+        """Run a layer on hidden states [B, S, D], to its end or until it calls a module.
 
-        Args:
-            layer: the layer's index.
-            weights: the layer's tensors by their names inside the layer.
-            hidden: [B, S, D], the layer's input.
-            call: the layer's other arguments.
-            settings: those of ``LayerRun``.
+        ``weights`` are by the tensors' names inside the layer, ``settings`` those of ``LayerRun``.
         """
         run = LayerRun(**settings)
         self.fresh.restore()

@@ -22,12 +22,7 @@ from mergekit_slta.layers.recording import Reached
 def embed(decoder: Decoder, token_ids: torch.Tensor, edges: Weights) -> tuple[torch.Tensor, list[LayerCall]]:
     """Run everything before the first layer, and capture how the model calls each layer.
 
-    Right padding needs no mask unless ``padding_matters``.
-
-    Args:
-        decoder: the model's decoder.
-        token_ids: [B, S] int64.
-        edges: the tensors that ``embedding_tensors`` names.
+    Right padding needs no mask unless ``padding_matters``. ``edges`` are the tensors that ``embedding_tensors`` names.
 
     Returns:
         The first layer's input [B, S, D], or [B, S, n, D] with ``n`` hidden states per token, and one call per layer.
@@ -81,12 +76,7 @@ def tail_tensors(decoder: Decoder) -> list[str]:
 
 
 def head_input(decoder: Decoder, hidden: torch.Tensor, edges: Weights) -> torch.Tensor:
-    """The input [B, S, D] of the output head for the last layer's output [B, S, D].
-
-    Args:
-        decoder: the model's decoder.
-        hidden: [B, S, D].
-        edges: the tensors that ``tail_tensors`` names.
+    """The input [B, S, D] of the output head for the last layer's output [B, S, D], with ``tail_tensors``.
 
     Raises:
         SltaError: the head is not called.
@@ -133,8 +123,7 @@ def _run_tail(decoder: Decoder, hidden: torch.Tensor, edges: Weights) -> Any:
     returned, last = decoder.form.returned, len(decoder) - 1
     final = decoder.as_called(hidden)
     embedding: Any = decoder.model.get_input_embeddings()
-    rows, columns = embedding.weight.shape
-    unknown = torch.full((1, columns), torch.nan, device=decoder.device).expand(rows, columns)
+    unknown = torch.full((), torch.nan, device=decoder.device).expand(embedding.weight.shape)
 
     def output(layer: int, given: torch.Tensor, call: LayerCall) -> Any:
         return returned_like(returned[layer], final if layer == last else torch.full_like(final, torch.nan))

@@ -160,11 +160,8 @@ def _only_scales(module: torch.nn.Module) -> bool:
 class MapDeltas:
     """A map's change from the base model to each expert, and the Gram matrices of its output's change.
 
-    The output changes by exactly x (W_t - W_0)^T, so no expert has to run.
-
-    Args:
-        linear_map: the map.
-        weights: the layer's tensors of the base model, then of each of the ``T`` experts.
+    The output changes by exactly x (W_t - W_0)^T, so no expert has to run. ``weights`` are the layer's tensors of the
+    base model, then of each of the ``T`` experts.
     """
 
     def __init__(self, linear_map: LinearMap, weights: Sequence[Weights]) -> None:

@@ -15,12 +15,7 @@ CACHED = 2**20  # elements
 
 
 def parts(*tensors: torch.Tensor, elements: int = CACHED) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Tensors of one shape in parts, the same of each at a time; whole where they are not on a CPU.
-
-    Args:
-        tensors: the tensors.
-        elements: the most elements of all tensors of a part together.
-    """
+    """Tensors of one shape in parts of at most ``elements`` elements together; whole where they are not on a CPU."""
     shape, most = tensors[0].shape, max(1, elements // len(tensors))
     if tensors[0].device.type != "cpu" or math.prod(shape) <= most:
         yield tensors

@@ -18,13 +18,7 @@ PREFIX_TOLERANCE = 1e-5
 
 
 def made_up_run(decoder: Decoder, layer: int, watch: Collection[str] = ()) -> LayerRun:
-    """Run a layer with made-up weights on two samples of two tokens, to see how its modules call each other.
-
-    Args:
-        decoder: the layer's decoder.
-        layer: the layer's index.
-        watch: paths of the modules inside the layer whose inputs and outputs are recorded.
-    """
+    """Run a layer with made-up weights on two samples of two tokens, and record the modules named in ``watch``."""
     return decoder.run(layer, *made_up_layer(decoder, layer), capture=watch, keep=watch)
 
 

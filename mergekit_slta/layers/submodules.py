@@ -59,11 +59,9 @@ def _fallback(decoder: Decoder, level: str, layer: int) -> tuple[str, str] | Non
 
 
 def resolve_name(decoder: Decoder, name: str) -> tuple[str, int | None]:
-    """The model's own name of a tensor, and the expert's number if a checkpoint stores a mixture's experts separately.
+    """The model's own name of a tensor of a checkpoint or of mergekit's plan.
 
-    Args:
-        decoder: the model's decoder.
-        name: the tensor's name in a checkpoint or in mergekit's plan.
+    Also the expert's number, where a checkpoint stores a mixture's experts separately.
     """
     names, prefix = decoder.tensor_names, decoder.base_model_prefix
     found = model_tensor_name(name, names, prefix)

@@ -31,11 +31,6 @@ def trace(
 ) -> Decoder:
     """Find out how a model calls its decoder layers, how each splits into branches and heads, and how it ends.
 
-    Args:
-        config: the base model's configuration.
-        trust_remote_code: mergekit's flag of that name.
-        device: where layers run.
-
     Raises:
         SltaError: the model is not a decoder-only language model, or its layers cannot be found, or run one at a time.
     """

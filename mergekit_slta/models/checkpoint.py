@@ -128,11 +128,7 @@ class Checkpoint:
         return tensors
 
     def refuse_changes(self) -> None:
-        """Refuse tensors of files that have changed since the checkpoint was opened.
-
-        Raises:
-            SltaError: a file was written to, replaced, added or deleted.
-        """
+        """Refuse, by an SltaError, files that have changed since the checkpoint was opened."""
         opened = self.stamps
         if stamps(self._files) != opened:
             raise SltaError(f"The files of {self} have changed while they were read: run the command again.")
@@ -177,10 +173,7 @@ class Checkpoint:
     ) -> ExpertStack | None:
         """A mixture's experts: each is read once now, to check it, and again whenever it is used.
 
-        On the CPU the stored tensors are mapped from the file, so they take no memory of the process.
-
-        Returns:
-            None if the experts' parts cannot be told apart in the checkpoint.
+        None if their parts cannot be told apart. On the CPU the stored tensors are mapped from the file.
         """
         part: Callable[[int], torch.Tensor]
         with reading(f"The tensor {name} of {self}"):
@@ -231,11 +224,7 @@ class Checkpoint:
         return next((tensor for tensor in found if tensor is not None), None)
 
     def fingerprint(self) -> str:
-        """Identify the model by its content, before an adapter is merged into it.
-
-        Raises:
-            SltaError: the files have changed since the checkpoint was opened.
-        """
+        """Identify the model by its content, before an adapter is merged into it."""
         cache = LoaderCache()
         self.open()
         found = fingerprint_of(*source_folders(self.reference, cache.hf_cache_dir), cache.lora_merge_dtype)

@@ -109,12 +109,9 @@ def other_vocabularies(pairs: Iterable[tuple[Model, Model]]) -> list[str]:
 
 
 def open_model(reference: ModelReference, trust_remote_code: bool = False, cache_dir: str | None = None) -> Model:
-    """Read a model's configuration and the headers of its weight files.
+    """Read the configuration and the headers of the weight files of a model in a folder or on the Hub.
 
-    Args:
-        reference: a local folder or a model on the Hub; its adapter is ignored.
-        trust_remote_code: mergekit's flag of that name.
-        cache_dir: mergekit's ``--transformers-cache``.
+    Its adapter is ignored.
 
     Raises:
         SltaError: the model does not exist, its configuration cannot be read, files are missing or damaged, or its

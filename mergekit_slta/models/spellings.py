@@ -46,12 +46,7 @@ ONE_AT_A_TIME = threading.RLock()
 
 
 class RenamingLoader(LazyTensorLoader):
-    """mergekit's loader of a checkpoint that knows some of its tensors by other names too.
-
-    Args:
-        loader: the loader.
-        names: the stored tensor for each of the other names.
-    """
+    """mergekit's loader of a checkpoint that knows some of its tensors by other names too, the keys of ``names``."""
 
     def __init__(self, loader: LazyTensorLoader, names: Mapping[str, str]) -> None:
         stored = loader.index.tensor_paths
@@ -67,13 +62,7 @@ class RenamingLoader(LazyTensorLoader):
 
 
 def adapt_loaders(base: Model, references: Collection[ModelReference], architecture: ModelArchitecture) -> None:
-    """Let mergekit find tensors that checkpoints store under other names.
-
-    Args:
-        base: the recipe's base model.
-        references: the recipe's models.
-        architecture: the tensors that mergekit asks for.
-    """
+    """Let mergekit find tensors of a recipe's models that their checkpoints store under other names."""
     asked = {weight.name for weight in architecture.all_weights(base.config)}
     for reference in references:
         loader = LoaderCache().get(reference)

@@ -44,13 +44,9 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def write_card(folder: Path, config: MergeConfiguration, recipe: str, solution: Solution | None) -> None:
-    """Complete mergekit's card of a merge; write the statistics and the figure of the weights that it links.
+    """Complete mergekit's card of a merge, and write what it links of an ``slta`` merge: statistics, and a figure.
 
-    Args:
-        folder: the merged model's.
-        config: the recipe as mergekit reads it.
-        recipe: its YAML, which mergekit's card shows.
-        solution: the merging weights, of an ``slta`` merge.
+    ``recipe`` is the recipe's YAML, which mergekit's card shows.
 
     Raises:
         OSError: a file cannot be written.
@@ -74,9 +70,6 @@ def clear_beside(folder: Path, solution: Solution | None) -> None:
 
 def merge_card(folder: Path, config: MergeConfiguration, recipe: str, solution: Solution | None = None) -> str:
     """The card of a merge for others: the one in its folder, with our section, the recipe as mergekit understood it.
-
-    Args:
-        folder, config, recipe, solution: as for ``write_card``.
 
     Raises:
         SltaError: the card in the folder is not UTF-8 text, or its header is not valid YAML.

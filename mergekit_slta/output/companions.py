@@ -27,13 +27,7 @@ CODE = ("*.py",)
 def copy_companions(config: MergeConfiguration, tokenizer_source: Any, copy_tokenizer: bool, folder: Path) -> None:
     """Copy the base model's files that fit the tokenizer of the merged model into its folder.
 
-    What cannot be copied is a warning, because the weights are written.
-
-    Args:
-        config: the recipe.
-        tokenizer_source: the source of the merged model's tokenizer; None if it is the base model's.
-        copy_tokenizer: mergekit's option.
-        folder: the merged model's.
+    ``tokenizer_source`` is None if that is the base model's. The weights are written by now: a failure is a warning.
     """
     assert config.base_model is not None
     patterns, base = [*PROCESSOR, *CODE], config.base_model.model

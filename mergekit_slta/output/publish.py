@@ -132,11 +132,7 @@ def publish(
 
 
 def _checked(folder: Path, trust_remote_code: bool, quiet: bool) -> tuple[Any, Recipe]:
-    """A merged model's tokenizer and its recipe, if nothing is wrong with the model.
-
-    Raises:
-        SltaError: everything that keeps it from being published.
-    """
+    """A merged model's tokenizer and its recipe; an SltaError with everything that keeps it from being published."""
 
     def weights() -> None:
         model = open_model(ModelReference(model=ModelPath(path=str(folder))), trust_remote_code)

@@ -128,7 +128,6 @@ def _plan(experiment: Experiment, folder: Path) -> list[SaveTensor]:
 
 
 def _loaded(load: LoadTensor) -> torch.Tensor | None:
-    """A tensor of a model; None where the model lacks one that it need not have."""
     with reading(f"The tensor {load.tensor} of {load.model}"):
         tensor: torch.Tensor | None = load.execute()
         return tensor
@@ -174,10 +173,7 @@ def _difference(
 ) -> tuple[float, bool]:
     """The largest difference from theta_0 + sum alpha tau, and whether one exceeds what rounding allows.
 
-    Args:
-        merged: the tensor to compare, in the type that it was written in.
-        base, experts: the tensors that it was made of, in the type that they were merged in.
-        alpha: each expert's weights, one number or a tensor that broadcasts to the tensor.
+    The tensors are in the types that they were written in, and merged in; ``alpha`` broadcasts to them.
     """
     if not any(bool(weight.any()) for weight in alpha):
         merged_base = base.to(merged.dtype)  # no rounding: bit by bit

@@ -74,11 +74,7 @@ class Experiment:
     # Models
 
     def model(self, reference: ModelReference) -> Model:
-        """A model's configuration and the headers of its files.
-
-        Raises:
-            SltaError: the model does not exist, or its configuration or files cannot be read.
-        """
+        """A model's configuration and the headers of its files; see ``open_model``."""
         if reference not in self._models:
             try:
                 self._models[reference] = open_model(reference, self.trust_remote_code, self.transformers_cache)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -218,22 +218,14 @@ class Recipe:
         )
 
     def settings_of(self, kind: type[Kind]) -> Kind:
-        """The recipe's settings, if its method has settings of that kind.
-
-        Raises:
-            SltaError: the recipe is wrong, or for another method.
-        """
+        """The recipe's settings of that kind; an SltaError if the recipe is wrong, or for another method."""
         self.method_of(kind)
         settings = self.settings
         assert isinstance(settings, kind)
         return settings
 
     def method_of(self, kind: type[Kind]) -> type[Kind]:
-        """The settings class of the recipe's method, if it is of that kind; it also says what the method needs.
-
-        Raises:
-            SltaError: the recipe is for another method.
-        """
+        """The settings class of the recipe's method; an SltaError if it is not of that kind."""
         known = {name: settings for name, settings in SETTINGS.items() if issubclass(settings, kind)}
         name = self.config.merge_method
         if name not in known:
@@ -314,37 +306,30 @@ EQUAL_DATA = "because with equal data every merging weight of slta is one over t
 def require_calibration(recipe: Recipe, statistics: bool = False) -> None:
     """Refuse tasks without data, and experts that name the same data, with which every merging weight would be 1/T.
 
-    Args:
-        recipe: the recipe.
-        statistics: whether a statistics file is used, with which either all tasks or none need data.
+    With a statistics file either all tasks or none need data.
 
     Raises:
         SltaError: everything that is wrong; malformed sources are not compared.
     """
-    refuse(_calibration_faults(recipe, statistics))
-
-
-def _calibration_faults(recipe: Recipe, statistics: bool) -> Iterator[str]:
     without = [str(task) for task in recipe.tasks if not task.calibration]
-    if statistics and 0 < len(without) < len(recipe.tasks):
-        yield (
+    said = [
+        f"The {'base model' if name == str(recipe.base) else 'expert'} {name} has no 'calibration': give it a file or "
+        "dataset with a few prompts (parameters: {calibration: prompts.jsonl})."
+        for name in without
+    ]
+    if statistics:
+        partly = (
             f"Some models have a 'calibration', but not {', '.join(without)}: give it to all, to compare the "
             "statistics file with the data, or to none, to use the file unchecked."
         )
-    for name in without if not statistics else ():
-        role, prompts = ("base model", "on which its abilities are to be kept")
-        if name != str(recipe.base):
-            role, prompts = "expert", "of its task"
-        yield (
-            f"The {role} {name} has no 'calibration': give it a file or dataset with a few prompts {prompts} "
-            "(parameters: {calibration: prompts.jsonl})."
-        )
+        said = [partly] if 0 < len(without) < len(recipe.tasks) else []
     seen: dict[Any, Task] = {}
     for expert in recipe.experts:
         with contextlib.suppress(SltaError):  # reading a malformed source says what is wrong with it
             other = seen.setdefault(source_key(expert.calibration), expert) if expert.calibration else expert
             if other is not expert:
-                yield (
+                said.append(
                     f"The experts {other} and {expert} have the same calibration source '{expert.calibration}': give "
                     f"each the data of its own task, {EQUAL_DATA}."
                 )
+    refuse(said)

@@ -37,22 +37,14 @@ class Samples:
         self._tokenizers: dict[ModelReference, PreTrainedTokenizerBase] = {}
 
     def of(self, task: Task, count: int | None = None) -> CalibrationData:
-        """A task's calibration samples: ``count`` of them, by default the settings' number.
-
-        Raises:
-            SltaError: the source gives no sample, or a tokenizer is missing.
-        """
+        """A task's calibration samples: ``count`` of them, by default the settings' number; see ``draw``."""
         key = task, count or self.settings.samples
         if key not in self._drawn:
             self._drawn[key] = self._source(task).draw(key[1])
         return self._drawn[key]
 
     def held_out(self, task: Task, count: int) -> CalibrationData:
-        """The task's next ``count`` records after its calibration samples.
-
-        Raises:
-            SltaError: calibration left none.
-        """
+        """The task's next ``count`` records after its calibration samples."""
         return self._source(task).draw(count, self.of(task))
 
     def tokenizer(self, reference: ModelReference) -> PreTrainedTokenizerBase:

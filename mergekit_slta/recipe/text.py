@@ -32,13 +32,7 @@ FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
 def faults(config: MergeConfiguration, content: Any, settings: type[MethodSettings]) -> Iterator[str]:
-    """Everything that is wrong with a recipe's text.
-
-    Args:
-        config: the recipe as mergekit reads it.
-        content: its parsed YAML; None if it did not come from a text.
-        settings: the settings of its method.
-    """
+    """Everything that is wrong with a recipe's text, whose parsed YAML is ``content``, if it came from a text."""
     yield from _keys(content, settings)
     method = settings.method
     if not config.base_model:

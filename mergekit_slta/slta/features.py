@@ -44,13 +44,9 @@ class ExpertRun:
 
 
 class LayerFeatures:
-    """The structure and the weights of one layer that the levels need for all batches.
+    """The structure of one layer that the levels need for all batches.
 
-    Args:
-        decoder: the decoder.
-        layer: the layer's index.
-        weights: the layer's tensors of the base model, then of each of the ``T`` experts.
-        levels: the levels whose submodules are wanted.
+    ``weights`` are the layer's tensors of the base model, then of each of the ``T`` experts.
     """
 
     def __init__(self, decoder: Decoder, layer: int, weights: Sequence[Weights], levels: Sequence[str]) -> None:
@@ -78,14 +74,7 @@ class LayerFeatures:
     def grams(
         self, base: LayerRun, hidden: torch.Tensor, call: LayerCall, lengths: Sequence[int]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each submodule's name and its Gram matrices [B, T, T] float64 on a batch.
-
-        Args:
-            base: the base model's run on the batch.
-            hidden: [B, S, D], what it ran on.
-            call: the layer's other arguments.
-            lengths: the samples' numbers of tokens.
-        """
+        """Each submodule's name and its Gram matrices [B, T, T] float64, given the base model's run on a batch."""
         pairs = zip(self.weights[1:], self.changed_children, strict=True)
         runs = [self.run(weights, base, hidden, call, changed=changed) for weights, changed in pairs]
         for name, deltas in self.deltas(base, runs):
@@ -137,13 +126,8 @@ class LayerFeatures:
     ) -> ExpertRun:
         """Run the layer with other weights on the base model's input, and its branches each on theirs.
 
-        Args:
-            weights: the layer's tensors.
-            base: the base model's run.
-            hidden: [B, S, D], what it ran on.
-            call: the layer's other arguments.
-            changed: the children whose weights differ from the base model's; by default any may. A run without one of
-                them would repeat the base model's, which stands for it.
+        ``changed`` are the children whose weights differ from the base model's; by default any may. A run without one
+        of them would repeat the base model's, which stands for it.
         """
         capture = self._head_modules()
         runs: dict[str, LayerRun] = {}
@@ -151,18 +135,12 @@ class LayerFeatures:
             runs[WHOLE] = base
         elif self.whole:
             runs[WHOLE] = self.decoder.run(self.layer, weights, hidden, call, capture=capture)
-        whole = runs.get(WHOLE)
         for branch in self.branches:
             if changed is not None and not self.structure.branches[branch] & changed:
                 runs[branch] = base
                 continue
             held, replay = self.structure.alone(branch, weights, self.weights[0], base)
-            if branch == "attn" and whole is not None:  # attention has the same input in both runs
-                only = self.structure.only(branch) - self.structure.adding
-                replay |= {name: whole.returned[name] for name in only if name in whole.returned}
             runs[branch] = self.decoder.run(self.layer, held, hidden, call, replay=replay, capture=capture)
-            if whole is not None and branch == "attn":
-                runs[branch].inputs.update(whole.inputs)
         return ExpertRun({self.heads.output.weight: weights[self.heads.output.weight]} if self.heads else {}, runs)
 
     def _head_modules(self) -> set[str]:

@@ -73,12 +73,7 @@ def measured_statistics(
     *,
     measuring: bool = True,
 ) -> Statistics:
-    """``measure`` for an opened recipe.
-
-    Args:
-        experiment, levels, path: as for ``measure``.
-        measuring: measure what is not measured yet, rather than refuse.
-    """
+    """``measure`` for an opened recipe; with ``measuring`` false, what is not measured yet is refused."""
     settings, ranks = experiment.settings, experiment.ranks
     asked = [levels] if isinstance(levels, str) else list(levels or [settings.measured_level])
     experiment.require_levels(asked)

@@ -153,11 +153,7 @@ def _plan(config: transformers.PretrainedConfig, decoder: Decoder) -> Iterable[t
 
 
 def weight_settings(planned: Sequence[PlannedTensor]) -> list[Any]:
-    """Each expert's ``weight`` in a mergekit recipe: a number, or filters with numbers and gradients.
-
-    Args:
-        planned: all tensors of the plan; most of those outside the layers have equal weights.
-    """
+    """Each expert's ``weight`` in a mergekit recipe: a number, or filters with numbers and gradients."""
     (outside, _), *_ = Counter(tensor.alpha for tensor in planned if tensor.layer is None).most_common()
     if all(tensor.alpha == outside for tensor in planned):
         return [_rounded(weight) for weight in outside]
