@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch.nn.modules.conv import _ConvNd
 
+from mergekit_slta.featcal.writers import Writer, find_writers
 from mergekit_slta.layers.children import child_of, is_inside
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import LinearMap, is_fused, linear_maps
 from mergekit_slta.layers.probe import made_up_run
 from mergekit_slta.layers.recording import LayerRun
+from mergekit_slta.layers.residual import INPUT
 
 # Why maps are not solved.
 SOME_TOKENS = "in a module that is given some of the tokens only"
@@ -53,10 +55,12 @@ class LayerMaps:
     Attributes:
         groups: the maps to solve, in the order in which they feed each other.
         kept: why maps stay the anchor's, by their names; tensors that hold several matrices in an unknown way too.
+        writers: the modules whose output is added to the residual stream, where that is known.
     """
 
     groups: tuple[MapGroup, ...]
     kept: Mapping[str, str]
+    writers: Mapping[str, Writer]
 
 
 def groups_by_layer(decoder: Decoder) -> list[LayerMaps]:
@@ -71,7 +75,9 @@ def groups_by_layer(decoder: Decoder) -> list[LayerMaps]:
         left = [(group, tuple(m for m in group.maps if names[m.weight] not in solved)) for group in maps.groups]
         groups = [replace(group, module=own[0].module, maps=own) for group, own in left if own]
         solved |= {names[m.weight] for group in groups for m in group.maps}
-        found.append(replace(maps, groups=tuple(groups)))
+        known = {INPUT, *(group.child for group in groups)}
+        writers = {module: writer for module, writer in maps.writers.items() if writer.before.keys() <= known}
+        found.append(replace(maps, groups=tuple(groups), writers=writers))
     for layer, names in enumerate(tensors):
         elsewhere = {m.name for m in linear_maps(decoder.layers[layer]) if names[m.weight] in solved}
         kept = {name: why for name, why in found[layer].kept.items() if name not in elsewhere}
@@ -119,7 +125,9 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
         previous = same
     known = {linear_map.weight for maps in by_module.values() for linear_map in maps}
     kept |= {name: NO_ROUTES for name in _stacks(own) if name not in known}
-    return LayerMaps(tuple(groups), kept)
+    modules = [module for group in groups if not group.fused for module in group.modules]
+    writers = find_writers(decoder, layer, modules, {group.child for group in groups})
+    return LayerMaps(tuple(groups), kept, writers)
 
 
 def kept_in_words(kept: Mapping[str, str]) -> str:

@@ -21,6 +21,8 @@ from mergekit_slta.models.stacks import ExpertStack, stack_of
 
 LOG = logging.getLogger(__name__)
 
+# The share of the drift that each map which writes to the residual stream corrects.
+DRIFT = 0.5
 # A routed expert's map is solved if this many tokens per input dimension reach it.
 ENOUGH_TOKENS = 1 / 16
 
@@ -68,7 +70,8 @@ class LayerMerge:
                 inputs = batch.unpadded(self.passage.inputs(group, number, self.merged)[0])
                 outputs = []
                 for linear_map in group.maps:
-                    output, offset = batch.unpadded(targets[linear_map.module]), linear_map.offset(expert)
+                    target = targets[linear_map.module] + DRIFT * self.passage.drift(linear_map.module, number)
+                    output, offset = batch.unpadded(target), linear_map.offset(expert)
                     outputs.append(output if offset is None else output - offset)
                 yield Tokens(inputs, torch.cat(outputs, 1), batch.samples, batch.join(self.setting.weights))
                 progress(len(batch.rows))

@@ -15,8 +15,11 @@ both to a layer; then
 The output head comes last. A map of a group, with inputs x of the merged stream and x_t of expert t's, anchor W_a, and
 expert t's own W_t and b_t, becomes
 
-    W = argmin  sum_t s_t sum_x w_x |W x - W_t x_t|^2 + ridge * trace(D H D^T),   D = W - W_a
-    b = b_a + (m - b_a) / (1 + ridge^2),  m the mean of b_t + W_t x_t - W x over all tokens, weighted by s_t w_x
+    W = argmin  sum_t s_t sum_x w_x |W x - y_t|^2 + ridge * trace(D H D^T),   D = W - W_a,  y_t = W_t x_t + d_t / 2
+    b = b_a + (m - b_a) / (1 + ridge^2),  m the mean of b_t + y_t - W x over all tokens, weighted by s_t w_x
+
+For a map that adds to the residual stream (``writers.py``), d_t is what expert t's stream has before the map and the
+merged model's lacks, so that the map corrects half of what the maps before it have missed; for other maps it is zero.
 
 The base model may have a task too, whose prompts are to be answered as it does: it is one more expert, whose task
 vector is zero and whose influence is multiplied by kappa, in s_t as in every mean over the experts.
@@ -26,9 +29,9 @@ the merge of ``actmat``, H is built from the matrix of the system that ``actmat`
 map mostly in directions that their tokens cover. Unless a recipe gives the ridge, held-out samples choose it for every
 group.
 
-This differs from FeatCal in four points: a map is solved on inputs that are computed with the maps already solved in
-its layer; tasks and answers have weights; held-out samples choose the ridge; the output head is solved, too. Norms,
-embeddings, convolutions and routers are the anchor's.
+This differs from FeatCal in five points: a map is solved on inputs that are computed with the maps already solved in
+its layer; it corrects what earlier maps have missed; tasks and answers have weights; held-out samples choose the ridge;
+the output head is solved, too. Norms, embeddings, convolutions and routers are the anchor's.
 """
 
 from __future__ import annotations

@@ -16,10 +16,11 @@ from torch.utils._pytree import tree_map_only
 
 from mergekit_slta.engine.streams import Streams
 from mergekit_slta.featcal.groups import LayerMaps, MapGroup
-from mergekit_slta.layers.calls import Weights
+from mergekit_slta.layers.calls import Weights, hidden_of
 from mergekit_slta.layers.children import is_inside
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import RoutedInputs, routed_inputs
+from mergekit_slta.layers.residual import INPUT
 
 MERGED, EXPERT = range(2)  # the streams
 
@@ -31,12 +32,14 @@ class _Passing:
     Attributes:
         outputs: what modules of the merged layer have returned, by their paths, for the runs that go on after them.
         targets: what modules of the expert's layer have returned; for a mixture's module, what it was given.
+        added: the outputs of the expert's children that have written to the residual stream before other maps do.
         expert: the output of the expert's layer [B, S, D]; None as long as that has not run.
         state: what the merged layer passes to later layers.
     """
 
     outputs: dict[str, Any] = field(default_factory=dict)
     targets: dict[str, Any] = field(default_factory=dict)
+    added: dict[str, Any] = field(default_factory=dict)
     expert: torch.Tensor | None = None
     state: dict[Any, torch.Tensor] = field(default_factory=dict)
 
@@ -74,6 +77,26 @@ class LayerPassage:
         targets = self._passing[number].targets
         return {module: self._back(targets.pop(module)) for module in group.modules}
 
+    def drift(self, module: str, number: int) -> torch.Tensor | float:
+        """By how much the expert's residual stream differs from the merged model's where a module writes to it.
+
+        It is in units of the module's output [B, S, out], and zero for a module that is no writer. In the first layer
+        the embeddings' difference does not count. The merged model has run as far as the module.
+        """
+        drift: torch.Tensor | float = 0.0
+        if writer := self.maps.writers.get(module):
+            passing = self._passing[number]
+            for source, factor in writer.before.items():
+                if source != INPUT:
+                    outputs = (passing.added[source], passing.outputs[source])
+                    own, merged = (self._back(hidden_of(output)) for output in outputs)
+                elif self.layer:
+                    own, merged = (self.streams.hidden(stream, number) for stream in (EXPERT, MERGED))
+                else:
+                    continue
+                drift = drift + factor / writer.factor * (own - merged)
+        return drift
+
     def routed(self, group: MapGroup, number: int, given: Sequence[torch.Tensor]) -> RoutedInputs:
         """Which inputs of a batch's tokens go to which of a mixture's experts, without padding."""
         experts = len(self.experts[0][group.maps[0].weight])
@@ -109,6 +132,8 @@ class LayerPassage:
             mixture = mixtures.get(module)
             found = self.routed(mixture, number, run.inputs[module]) if mixture else run.outputs[module]
             passing.targets[module] = self._wait(found)
+        before = {source for writer in self.maps.writers.values() for source in writer.before} - {INPUT}
+        passing.added = {source: self._wait(run.outputs[source]) for source in before}
         passing.expert = self.streams.kept(run.output)
         self.streams.set_output(EXPERT, number, run.output, run.state)
 

@@ -92,8 +92,10 @@ def solve_maps(
         least: how many tokens all processes need.
     """
     outputs, inputs = matrix.shape
+    # Where the anchor is the base model, that has no error on its own task, which would count endlessly.
+    gain = float(matrix.double().square().sum()) / inputs if setting.by_tasks else 0.0
     regression = RidgeRegression(
-        inputs, outputs, setting.ridge, matrix.device, prior=prior, tokens=expected, ranks=setting.ranks
+        inputs, outputs, setting.ridge, matrix.device, prior=prior, gain=gain, tokens=expected, ranks=setting.ranks
     )
     for task, count in zip(tasks, setting.counts, strict=True):
         for tokens in task:

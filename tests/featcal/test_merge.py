@@ -116,9 +116,9 @@ def test_equals_the_reference(
 ) -> None:
     family = make_family(architecture, records=4, longest=16)
     base, *experts = family.models()
-    tasks, groups = family.token_ids(), featcal_reference.GROUPS[architecture]
+    tasks = family.token_ids()
     anchor = actmat_state(family) if settings.get("by_tasks") else None
-    expected = featcal_reference.merge(base, experts, tasks, groups, anchor=anchor, **settings)
+    expected = featcal_reference.merge(base, experts, tasks, architecture, anchor=anchor, **settings)
     found = merged_tensors(family, tmp_path, batch_tokens=50, **settings)
     head = settings.get("head", True)
     start = anchor or base.state_dict()
@@ -135,10 +135,10 @@ def test_fewer_tokens_than_dimensions_give_the_same_merge(
 ) -> None:
     family = make_family(architecture, records=2, longest=8)
     base, *experts = family.models()
-    tasks, groups = family.token_ids(), featcal_reference.GROUPS[architecture]
+    tasks = family.token_ids()
     assert sum(len(ids) for task in tasks for ids in task) < 32  # the dimensions of every input
     anchor = actmat_state(family) if by_tasks else None
-    expected = featcal_reference.merge(base, experts, tasks, groups, ridge=0.05, by_tasks=by_tasks, anchor=anchor)
+    expected = featcal_reference.merge(base, experts, tasks, architecture, ridge=0.05, by_tasks=by_tasks, anchor=anchor)
     found = merged_tensors(family, tmp_path, by_tasks=by_tasks, ridge=0.05, batch_tokens=8)
     assert worst((anchor or dict(base.named_parameters())) | found, expected) < TOLERANCE
 
@@ -148,9 +148,9 @@ def test_few_different_tokens_cost_no_digits(make_family: MakeFamily, tmp_path: 
     ridge = 1.1e-4
     family = make_family("llama", records=4)
     base, *experts = family.models()
-    before, groups = base.state_dict(), featcal_reference.GROUPS["llama"]
+    before = base.state_dict()
     tasks = [[[1 + token % 3 for token in ids] for ids in task] for task in family.token_ids()]
-    expected = featcal_reference.merge(base, experts, tasks, groups, ridge=ridge)
+    expected = featcal_reference.merge(base, experts, tasks, "llama", ridge=ridge)
     found = merged_tensors(family, tmp_path, tasks=tasks, ridge=ridge, batch_tokens=50)
     for name in ("q_proj", "k_proj", "v_proj"):
         key = f"model.layers.0.self_attn.{name}.weight"

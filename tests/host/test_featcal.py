@@ -47,8 +47,7 @@ def test_a_feature_merge_equals_the_naive_one(settings: dict[str, Any], llama: F
     values = {name: yaml.safe_load(str(value)) for name, value in settings.items()}
     drawn = {name: values.pop(name) for name in ("samples", "seed") if name in values}
     base, *experts = llama.models()
-    groups = featcal_reference.GROUPS["llama"]
-    expected = featcal_reference.merge(base, experts, llama.token_ids(**drawn), groups, **values)
+    expected = featcal_reference.merge(base, experts, llama.token_ids(**drawn), "llama", **values)
     assert worst_error(merged_state(out), expected) < 1e-4
 
 
@@ -63,8 +62,8 @@ def test_a_feature_merge_near_that_of_actmat_equals_the_naive_one(llama: Family,
     start = merged_state(families.merge(families.recipe(llama, "actmat", calibration=False), tmp_path / "anchor"))
     out = families.merge(feature_recipe(llama, anchor="actmat", ridge=0.1), tmp_path / "out")
     base, *experts = llama.models()
-    groups, tasks = featcal_reference.GROUPS["llama"], llama.token_ids()
-    expected = featcal_reference.merge(base, experts, tasks, groups, ridge=0.1, anchor=start, by_tasks=True)
+    tasks = llama.token_ids()
+    expected = featcal_reference.merge(base, experts, tasks, "llama", ridge=0.1, anchor=start, by_tasks=True)
     assert worst_error(merged_state(out), expected) < 1e-4
 
 

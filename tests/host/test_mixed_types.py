@@ -37,7 +37,7 @@ def expected(method: str, family: Family) -> State:
         alpha = reference.solve(reference.deltas(models, family.token_ids(), "attn_mlp", split))
         return reference.merged(models, alpha, "attn_mlp", split)
     if method == "featcal":
-        return featcal_reference.merge(models[0], models[1:], family.token_ids(), featcal_reference.GROUPS["llama"])
+        return featcal_reference.merge(models[0], models[1:], family.token_ids(), "llama")
     base, *experts = (model.state_dict() for model in models)
     found = {}
     for name, tensor in base.items():

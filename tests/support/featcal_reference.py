@@ -36,7 +36,8 @@ _ATTENTION: Groups = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj
 _LLAMA: Groups = (*_ATTENTION, ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",))
 
 # By the keys of ``families.ARCHITECTURES`` and ``families.UNSPLIT``: the maps of a decoder layer in the order in which
-# they are solved, those with the same input together. The routed experts of a mixture follow (``MIXTURES``).
+# they are solved, those with the same input together. The routed experts of a mixture follow (``MIXTURES``), where they
+# are not named.
 GROUPS: dict[str, Groups] = {
     **dict.fromkeys(("llama", "gemma2"), _LLAMA),
     "gemma4": (*_LLAMA, ("per_layer_input_gate",), ("per_layer_projection",)),
@@ -53,6 +54,7 @@ GROUPS: dict[str, Groups] = {
             *_in(
                 f"self_attn.{half}", ("q_a_proj",), ("q_b_proj",), ("kv_a_proj_with_mqa",), ("kv_b_proj",), ("o_proj",)
             ),
+            *((("mlp.experts",),) if not half else ()),
             *_in(f"mlps.{half}", ("gate_proj", "up_proj"), ("down_proj",)),
         )
     ),
@@ -84,12 +86,29 @@ GROUPS: dict[str, Groups] = {
     ),
 }
 
+# The maps whose output is added to the residual stream, and the modules of the layer that have added theirs before; of
+# those that add side by side only the last.
+WRITERS: dict[str, dict[str, tuple[str, ...]]] = {
+    **{name: {"self_attn.o_proj": (), "mlp.down_proj": ("self_attn.o_proj",)} for name in ("llama", "phi3")},
+    **{name: {"self_attn.o_proj": ()} for name in ("mixtral", "llama4")},
+    "gpt2": {"attn.c_proj": (), "mlp.c_proj": ("attn.c_proj",)},
+    "gpt_neox": {"mlp.dense_4h_to_h": ("attention.dense",)},
+    "opt": {"self_attn.out_proj": ()},
+    "zamba2": {"mamba.out_proj": (), "mamba_decoder.mamba.out_proj": ()},
+    "longcat_flash": {
+        "self_attn.0.o_proj": (),
+        "mlps.0.down_proj": ("self_attn.0.o_proj", "mlp"),
+        "self_attn.1.o_proj": ("self_attn.0.o_proj", "mlp", "mlps.0.down_proj"),
+        "mlps.1.down_proj": ("self_attn.0.o_proj", "mlp", "mlps.0.down_proj", "self_attn.1.o_proj"),
+    },
+}
+
 
 def merge(
     base: Module,
     experts: Sequence[Module],
     tasks: Sequence[Sequence[Sequence[int]]],
-    groups: Groups,
+    architecture: str,
     *,
     ridge: float = 0.003,
     head: bool = True,
@@ -102,20 +121,20 @@ def merge(
         base: the base model, in float64 like the experts.
         experts: the experts.
         tasks: the token ids of each expert's samples.
-        groups: the paths of a layer's maps, in the order in which they are solved; a layer may lack some of them.
+        architecture: a key of ``GROUPS``.
         ridge: how strongly the solution is held at the anchor.
         head: whether to solve for the output embedding too, where it is not tied to the input embedding.
         anchor: the tensors of a whole model; the base model's by default.
         by_tasks: hold it by the sum of all task matrices' Gram matrices, each with a unit trace, and a tenth of its
-            mean diagonal on the diagonal, instead of by the same in every direction.
+            mean diagonal on the diagonal, instead of by the same in every direction; and let tasks count relative to
+            the anchor's error.
     """
     with torch.no_grad(), float64():
         merged = copy.deepcopy(base)
         if anchor is not None:
             merged.load_state_dict(anchor)
-        order = steps(merged, groups, head)
-        modules = sorted({path for _, paths in order for path in paths})
-        solver = Solver(merged, experts, tasks, modules, ridge, base if by_tasks else None)
+        order = steps(merged, GROUPS[architecture], head)
+        solver = Solver(merged, experts, tasks, order, WRITERS.get(architecture, {}), ridge, base if by_tasks else None)
         for step, paths in order:
             (solver.solve_mixture if step == "mixture" else solver.solve_maps)(paths)
         return {name: tensor.clone() for name, tensor in merged.state_dict().items()}
@@ -127,7 +146,8 @@ def steps(model: Module, groups: Groups, head: bool) -> list[tuple[str, list[str
     (layers,) = (path for path in LAYERS if path in modules)
     found = []
     for index in range(len(list(modules[layers].children()))):
-        inside = [("maps", group) for group in groups] + [("mixture", [mixture]) for mixture in MIXTURES]
+        mixtures = [(mixture,) for mixture in MIXTURES if (mixture,) not in groups]
+        inside = [("mixture" if group[0] in MIXTURES else "maps", group) for group in (*groups, *mixtures)]
         for step, names in inside:
             found.append((step, [path for name in names if (path := f"{layers}.{index}.{name}") in modules]))
     # A path that no layer has would go unnoticed: its map would stay the anchor's.
@@ -156,27 +176,39 @@ class Seen:
         own: its inputs in the expert, [n, in].
         weight: the expert's, [out, in].
         bias: the expert's, [out].
+        drift: what the expert's residual stream has and the merged model's lacks where the map adds to it, [n, out].
     """
 
     merged: Tensor
     own: Tensor
     weight: Tensor
     bias: Tensor | None = None
-
-    @property
-    def scale(self) -> float:
-        """The task's weight in the sums over tasks."""
-        return 1 / float((self.merged.T @ self.merged).norm())
+    drift: Tensor | float = 0.0
 
     @property
     def wanted(self) -> Tensor:
         """What the merged map should give, without bias, [n, out]."""
-        return self.own @ self.weight.T
+        return self.own @ self.weight.T + self.drift / 2
 
 
-def solved_weight(anchor: Tensor, tasks: Sequence[Seen], ridge: float, shape: Tensor | None = None) -> Tensor:
+def counts(anchors: Sequence[Tensor], maps: Sequence[Sequence[Seen]], by_tasks: bool) -> list[float]:
+    """Each task's weight in the sums over tasks, from the maps [out, in] of a group and what each sees by task."""
+    found, gain = [], sum(float(anchor.square().sum()) for anchor in anchors) / anchors[0].shape[1]
+    for seen in zip(*maps, strict=True):
+        size = float((seen[0].merged.T @ seen[0].merged).norm())
+        error = sum(
+            float((own.wanted - own.merged @ anchor.T).square().sum())
+            for own, anchor in zip(seen, anchors, strict=True)
+        )
+        found.append(1 / (size * max(error / gain, size / 100)) ** 0.5 if by_tasks else 1 / size)
+    return found
+
+
+def solved_weight(
+    anchor: Tensor, tasks: Sequence[Seen], scales: Sequence[float], ridge: float, shape: Tensor | None = None
+) -> Tensor:
     """The merged map's weight [out, in], held at the anchor's, alike in every direction or by ``shape`` [in, in]."""
-    roots = [seen.scale**0.5 for seen in tasks]
+    roots = [scale**0.5 for scale in scales]
     rows = torch.cat([root * seen.merged for root, seen in zip(roots, tasks, strict=True)])
     missing = torch.cat(
         [root * (seen.wanted - seen.merged @ anchor.T) for root, seen in zip(roots, tasks, strict=True)]
@@ -206,13 +238,13 @@ def penalties(energy: Tensor) -> Tensor:
     return energy.mean().expand_as(energy)
 
 
-def solved_bias(anchor: Tensor, weight: Tensor, tasks: Sequence[Seen], ridge: float) -> Tensor:
+def solved_bias(anchor: Tensor, weight: Tensor, tasks: Sequence[Seen], scales: Sequence[float], ridge: float) -> Tensor:
     """The merged map's bias [out]: the mean of what its weight [out, in] leaves over, unless the ridge is endless."""
     left, tokens = torch.zeros_like(weight[:, 0]), 0.0
-    for seen in tasks:
+    for seen, scale in zip(tasks, scales, strict=True):
         assert seen.bias is not None
-        left += seen.scale * (seen.wanted + seen.bias - seen.merged @ weight.T).sum(0)
-        tokens += seen.scale * len(seen.merged)
+        left += scale * (seen.wanted + seen.bias - seen.merged @ weight.T).sum(0)
+        tokens += scale * len(seen.merged)
     return anchor + (left / tokens - anchor) / (1 + ridge**2)
 
 
@@ -224,10 +256,21 @@ class Solver:
         merged: Module,
         experts: Sequence[Module],
         tasks: Sequence[Sequence[Sequence[int]]],
-        paths: Sequence[str],
+        order: Sequence[tuple[str, Sequence[str]]],
+        writers: Mapping[str, tuple[str, ...]],
         ridge: float,
         base: Module | None,
     ) -> None:
+        paths = sorted({path for _, paths in order for path in paths})
+        (layers,) = (path for path in LAYERS if path in dict(merged.named_modules()))
+        # By the path of each map that adds to the residual stream: its layer's path, and those of what added before.
+        self.writers = {
+            f"{layer}.{name}": (layer, [f"{layer}.{own}" for own in before])
+            for layer in (f"{layers}.{number}" for number in range(len(merged.get_submodule(layers))))  # type: ignore
+            for name, before in writers.items()
+        }
+        self.adding = sorted({path for layer, before in self.writers.values() for path in (layer, *before)})
+        paths = [*paths, *self.adding]
         self.merged, self.experts, self.tasks = merged, experts, tasks
         self.ridge, self.base = ridge, base
         self.solved: set[int] = set()
@@ -236,11 +279,16 @@ class Solver:
 
     def streams(self, paths: Sequence[str]) -> list[tuple[Recorded, Recorded]]:
         """Per task, what the modules are given in the merged model and in the expert."""
+        paths = [*paths, *self.adding]
         return [(recorded(self.merged, paths, samples), own) for own, samples in zip(self.own, self.tasks, strict=True)]
 
-    def weight(self, anchor: Tensor, tasks: Sequence[Seen], shape: Tensor | None) -> Tensor:
-        """``solved_weight`` with this merge's settings."""
-        return solved_weight(anchor, tasks, self.ridge, shape)
+    def drift(self, path: str, merged: Recorded, own: Recorded) -> Tensor | float:
+        """What the expert's residual stream has and the merged model's lacks where a map adds to it, [n, out]."""
+        if path not in self.writers:
+            return 0.0
+        layer, before = self.writers[path]
+        drift: Tensor | float = own[layer][0] - merged[layer][0] if not layer.endswith(".0") else 0.0
+        return drift + sum(own[f"{name}()"][0] - merged[f"{name}()"][0] for name in before)
 
     def shape(self, paths: Sequence[str]) -> Tensor | None:
         """The hold of a group of maps; the output head's is the same in every direction."""
@@ -252,19 +300,26 @@ class Solver:
 
     def solve_maps(self, paths: Sequence[str]) -> None:
         """Replace a group of maps, of those that layers share only what is called and not solved yet."""
-        streams, shape = self.streams(paths), self.shape(paths)
+        streams, shape, maps, anchors = self.streams(paths), self.shape(paths), {}, {}
         for path in (path for path in paths if streams[0][0][path]):
-            if id(self.merged.get_submodule(path).weight) in self.solved:
-                continue
-            self.solved.add(id(self.merged.get_submodule(path).weight))
-            tasks = [
-                Seen(merged[path][0], own[path][0], *parameters(expert.get_submodule(path)))
-                for expert, (merged, own) in zip(self.experts, streams, strict=True)
-            ]
+            if id(self.merged.get_submodule(path).weight) not in self.solved:
+                self.solved.add(id(self.merged.get_submodule(path).weight))
+                maps[path] = [
+                    Seen(
+                        merged[path][0],
+                        own[path][0],
+                        *parameters(expert.get_submodule(path)),
+                        self.drift(path, merged, own),
+                    )
+                    for expert, (merged, own) in zip(self.experts, streams, strict=True)
+                ]
+                anchors[path] = parameters(self.merged.get_submodule(path))[0]
+        scales = counts([*anchors.values()], [*maps.values()], self.base is not None) if maps else []
+        for path, tasks in maps.items():
             weight, bias = parameters(self.merged.get_submodule(path))
-            weight.copy_(self.weight(weight, tasks, shape))
+            weight.copy_(solved_weight(weight, tasks, scales, self.ridge, shape))
             if bias is not None:
-                bias.copy_(solved_bias(bias, weight, tasks, self.ridge))
+                bias.copy_(solved_bias(bias, weight, tasks, scales, self.ridge))
 
     def solve_mixture(self, paths: Sequence[str]) -> None:
         """Replace the maps of all routed experts."""
@@ -303,7 +358,8 @@ class Solver:
         """Replace the map of a routed expert, weight [out, in], unless too few tokens reach it."""
         reached = [seen for seen in tasks if len(seen.merged)]
         if sum(len(seen.merged) for seen in reached) >= weight.shape[1] / 16:
-            weight.copy_(self.weight(weight, reached, shape))
+            scales = counts([weight], [reached], self.base is not None)
+            weight.copy_(solved_weight(weight, reached, scales, self.ridge, shape))
 
 
 def reaching(routed: int, merged: Sequence[Tensor], own: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -342,17 +398,21 @@ def parameters(module: Module) -> tuple[Tensor, Tensor | None]:
 def recorded(model: Module, paths: Sequence[str], samples: Sequence[Sequence[int]]) -> Recorded:
     """The arguments [n, ...] of the modules at ``paths``, the tokens of all samples below each other.
 
-    A module that is given the tokens once for each of ``E`` routed experts has [n, E, ...].
+    A module that is given the tokens once for each of ``E`` routed experts has [n, E, ...]. What a module gives,
+    [n, out], has its path with ``()`` behind it.
     """
-    calls: dict[str, list[tuple[Tensor, ...]]] = {path: [] for path in paths}
+    calls: dict[str, list[tuple[Tensor, ...]]] = {name: [] for path in paths for name in (path, f"{path}()")}
     hooks = []
-    for path in paths:
+    for path in dict.fromkeys(paths):
 
-        def record(module: Module, args: tuple[Tensor, ...], path: str = path) -> None:
-            rows = [arg.reshape(-1, length, arg.shape[-1]).transpose(0, 1).clone() for arg in args]
+        def record(module: Module, args: tuple[Any, ...], output: Any, path: str = path) -> None:
+            given = args[:1] if path.split(".")[-1].isdigit() else args  # a layer's others are no features
+            rows = [arg.reshape(-1, length, arg.shape[-1]).transpose(0, 1).clone() for arg in given]
             calls[path].append(tuple(own[:, 0] if own.shape[1] == 1 else own for own in rows))
+            made = output[0] if isinstance(output, tuple) else output
+            calls[f"{path}()"].append((made.reshape(-1, made.shape[-1]).clone(),))
 
-        hooks.append(model.get_submodule(path).register_forward_pre_hook(record))
+        hooks.append(model.get_submodule(path).register_forward_hook(record))
     for ids in samples:
         length = len(ids)
         forget(model)
