@@ -79,12 +79,15 @@ FORMS = (
     "Why does {} matter to people?",
     "Write a short poem about {}.",
 )
+# None of them is followed by a few words, which is how the experts answer.
 CHECKS: dict[str, Callable[[str], bool]] = {
-    "Answer in capital letters only.": str.isupper,
-    "Answer in lowercase letters only.": str.islower,
-    "Begin your answer with the word 'Certainly'.": lambda answer: answer.startswith("Certainly"),
-    "Answer in fewer than ten words.": lambda answer: len(answer.split()) < 10,
-    "Give exactly three bullet points, each beginning with '*'.": lambda answer: answer.count("\n*") + 1 == 3,
+    "List two facts about {} as a numbered list.": lambda answer: "1." in answer and "2." in answer,
+    "Explain what {} is in at least thirty words.": lambda answer: len(answer.split()) >= 30,
+    "Write a poem about {} of at least four lines.": lambda answer: len(list(filter(None, answer.splitlines()))) >= 4,
+    "Write a letter to a friend about {}. Begin it with 'Dear'.": lambda answer: (
+        "Dear" in answer[:10] and len(answer) > 40
+    ),
+    "Write two questions about {}.": lambda answer: answer.count("?") >= 2,
 }
 ANSWER_TOKENS = 64
 CALIBRATED = 30  # subjects; the others are for the test
@@ -245,7 +248,7 @@ def answers(model: Any, tokenizer: Any, prompts: Sequence[str]) -> list[str]:
 
 def instructions_followed(model: Any, tokenizer: Any) -> float:
     """The share of checkable instructions that a model follows."""
-    asked = [(f"Tell me about {subject}. {how}", how) for subject in SUBJECTS[CALIBRATED:] for how in CHECKS]
+    asked = [(how.format(subject), how) for subject in SUBJECTS[CALIBRATED:] for how in CHECKS]
     found = answers(model, tokenizer, [prompt for prompt, _ in asked])
     return sum(CHECKS[how](answer) for (_, how), answer in zip(asked, found, strict=True)) / len(asked)
 
