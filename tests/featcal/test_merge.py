@@ -46,9 +46,7 @@ KEPT = {
     "minimax": ("mlp.gate",),
 }
 # Their linear maps are called as those of another architecture are.
-LIKE_OTHERS = (
-    *("gemma", "llama_dynamic", "mistral", "olmo2", "phi3_longrope", "qwen3", "qwen3_moe", "cohere", "cohere2"),
-)
+LIKE_OTHERS = (*("gemma", "llama_dynamic", "mistral", "olmo2", "phi3_longrope", "qwen3", "qwen3_moe", "cohere"),)
 EXACT = 1e-9  # a ridge that holds nothing
 
 State = dict[str, torch.Tensor]

@@ -15,6 +15,4 @@ CURRENT = (
     *HYBRIDS,
 )
 # mergekit 0.1.5 asks for a tensor that their checkpoints do not have, or leaves some of their tensors out.
-UNMERGED = ("gpt_neox", "falcon_7b", "falcon_alibi", "nemotron_h", "glm_moe_dsa")
-# Some layers mix tokens by something that has no heads: at level head_mlp they fall back to their branches.
-HEADLESS = ("jamba_dense", "lfm2", "granite_moe_hybrid", "falcon_h1", "zamba2", "mamba", "nemotron_h", "zaya")
+UNMERGED = ("gpt_neox", "falcon_alibi", "nemotron_h", "glm_moe_dsa")

@@ -96,7 +96,6 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3_longrope": ("Phi3Config", _GROUPED | _LONGROPE),
     "gpt2": ("GPT2Config", _GPT2 | {"bos_token_id": BOS, "eos_token_id": EOS}),
     "gpt_neox": ("GPTNeoXConfig", _SMALL),
-    "falcon_7b": ("FalconConfig", _FALCON | {"multi_query": True}),
     "falcon_new": (
         "FalconConfig",
         _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "tie_word_embeddings": False},
@@ -104,8 +103,6 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_alibi": ("FalconConfig", _FALCON | {"alibi": True, "parallel_attn": False, "multi_query": False}),
     "olmo2": ("Olmo2Config", _GROUPED),
     "cohere": ("CohereConfig", _GROUPED | {"use_qk_norm": True}),
-    "cohere2": ("Cohere2Config", _GROUPED | _SLIDING),
-    "glm4": ("Glm4Config", _GROUPED | {"head_dim": 8}),
     "mixtral": ("MixtralConfig", _GROUPED | _WINDOW | {"num_local_experts": 4}),
     "qwen3_moe": (
         "Qwen3MoeConfig",
@@ -121,12 +118,6 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": (
         "GptOssConfig",
         _GROUPED | _SLIDING | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
-    ),
-    "minicpm3": (
-        "MiniCPM3Config",
-        _SMALL
-        | {"num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 16, "qk_rope_head_dim": 4}
-        | {"qk_nope_head_dim": 8, "v_head_dim": 6},
     ),
     "jamba_dense": (
         "JambaConfig",
@@ -160,7 +151,6 @@ UNSPLIT: dict[str, tuple[str, dict[str, Any]]] = {
         | {"head_dim": 8, "layers_block_type": ["linear_attention", "mlp", "full_attention"], "mamba_num_heads": 8}
         | {"mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 8},
     ),
-    "openai_gpt": ("OpenAIGPTConfig", _GPT2),
     "opt": ("OPTConfig", _SMALL | {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "llama4": (
         "Llama4TextConfig",

@@ -100,14 +100,6 @@ SPLITS: dict[str, Split] = {
         fused=("self_attention.query_key_value", "interleaved"),
         output="self_attention.dense",
     ),
-    "openai_gpt": Split(
-        attn=("attn", "ln_1"),
-        mlp=("mlp", "ln_2"),
-        layers="transformer.h",
-        fused=("attn.c_attn", "blocks"),
-        output="attn.c_proj",
-        boundary="ln_1",
-    ),
     "opt": Split(
         attn=("self_attn_layer_norm", "self_attn"),
         mlp=("final_layer_norm", "fc1", "fc2"),
@@ -150,7 +142,7 @@ SPLITS: dict[str, Split] = {
     ),
     "glm_moe_dsa": Split(queries=("self_attn.q_b_proj",), keys=("self_attn.kv_b_proj",)),
     **dict.fromkeys(("gemma2", "gemma3"), _GEMMA2),
-    **dict.fromkeys(("cohere", "cohere2"), Split(mlp=("input_layernorm", "mlp"))),
+    "cohere": Split(mlp=("input_layernorm", "mlp")),
     "phi": Split(mlp=("input_layernorm", "mlp"), output="self_attn.dense"),
     "phi3_longrope": Split(fused=("self_attn.qkv_proj", "blocks")),
     "phi3": Split(fused=("self_attn.qkv_proj", "blocks")),
@@ -167,12 +159,6 @@ SPLITS: dict[str, Split] = {
         fused=("attention.query_key_value", "interleaved"),
         output="attention.dense",
     ),
-    "falcon_7b": Split(
-        **_FALCON,
-        attn=("input_layernorm", "self_attention"),
-        mlp=("input_layernorm", "mlp"),
-        fused=("self_attention.query_key_value", "blocks"),
-    ),
     "falcon_new": Split(
         **_FALCON,
         attn=("ln_attn", "self_attention"),
@@ -188,11 +174,6 @@ SPLITS: dict[str, Split] = {
         attn=("self_attn", "post_attention_layernorm"),
         mlp=("mlp", "post_feedforward_layernorm"),
     ),
-    "glm4": Split(
-        attn=("input_layernorm", "self_attn", "post_self_attn_layernorm"),
-        mlp=("post_attention_layernorm", "mlp", "post_mlp_layernorm"),
-    ),
-    "minicpm3": Split(queries=("self_attn.q_b_proj",), keys=("self_attn.kv_b_proj",)),
     "lfm2": Split(
         attn=("operator_norm", "conv", "self_attn"),
         mlp=("ffn_norm", "feed_forward"),
