@@ -2,7 +2,7 @@
 
 import pytest
 
-from mergekit_slta.errors import SltaError, all_of, first_line, one_line, refuse
+from mergekit_slta.errors import SltaError, all_of, first_line, refuse
 
 
 @pytest.mark.parametrize(
@@ -15,15 +15,6 @@ from mergekit_slta.errors import SltaError, all_of, first_line, one_line, refuse
 )
 def test_the_first_line(error: Exception, line: str) -> None:
     assert first_line(error) == line
-
-
-def test_one_line_has_the_cause_where_the_text_does_not() -> None:
-    error = RuntimeError("the file\nis broken.")
-    assert one_line(error) == "RuntimeError: the file is broken"
-    error.__cause__ = ValueError("no number.")
-    assert one_line(error) == "RuntimeError: the file is broken; no number"
-    error.__cause__ = ValueError("the file is broken.")
-    assert one_line(error) == "RuntimeError: the file is broken"
 
 
 def test_all_calls_are_made_and_their_sentences_said_once() -> None:

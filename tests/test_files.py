@@ -17,20 +17,6 @@ def test_a_file_and_its_folder_are_made(tmp_path: Path) -> None:
     assert [entry.name for entry in (tmp_path / "new" / "folder").iterdir()] == ["file"]
 
 
-def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "file"
-    path.write_text("old")
-
-    def fail(*args: object) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
-        files.write(path, b"new")
-    assert path.read_text() == "old"
-    assert [file.name for file in tmp_path.iterdir()] == ["file"]
-
-
 def test_what_killed_writers_left_is_removed_by_the_next(tmp_path: Path) -> None:
     script = "import os, pathlib, sys; from mergekit_slta import files; os.replace = lambda *a: os.kill(os.getpid(), 9)"
     for name in ("file", "file", "file.other"):

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import tempfile
 import venv
 import zipfile
@@ -24,7 +23,6 @@ from conftest import WriteRecipe
 from support import families
 from support.families import Family
 from support.processes import linked_packages, run_afresh
-from support.slow import slow_but
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = Path(sysconfig.get_path("scripts"))
@@ -72,22 +70,6 @@ assert not hasattr(run_merge.__wrapped__, "__wrapped__")
 assert waiting() == 0
 """
 
-RUN_MERGE = """
-import sys, yaml
-from mergekit.config import MergeConfiguration
-from mergekit.merge import run_merge
-from mergekit.options import MergeOptions
-run_merge(MergeConfiguration.model_validate(yaml.safe_load(open(sys.argv[1]))), sys.argv[2], MergeOptions())
-"""
-
-# What Python is called with for each of mergekit's four ways in.
-WAYS_IN = {
-    "mergekit-yaml": [f"{SCRIPTS}/mergekit-yaml", "RECIPE", "OUT"],
-    "mergekit-multi": [f"{SCRIPTS}/mergekit-multi", "RECIPE", "--out-path", "OUT", "--intermediate-dir", "OUT.parts"],
-    "run_yaml": ["-m", "mergekit.scripts.run_yaml", "RECIPE", "OUT"],
-    "run_merge": ["-c", RUN_MERGE, "RECIPE", "OUT"],
-}
-
 
 @dataclass(frozen=True)
 class Environment:
@@ -118,12 +100,6 @@ class Environment:
         assert result.returncode == 0, result.stdout + result.stderr
         return result
 
-    def merge(self, way_in: str, recipe: Path, out: Path) -> bytes:
-        """Run a recipe through one of `WAYS_IN` and return the weights file."""
-        result = self.run(*way(way_in, recipe, out))
-        assert "RuntimeWarning" not in result.stderr, result.stderr
-        return (out / "model.safetensors").read_bytes()
-
     def install(self, *what: str, installer: str = "pip") -> None:
         """Install this package alone, from one of `distributions`, with what is there and no package index."""
         self._call(installer, "install", "--no-deps", "--no-index", "--no-build-isolation", *what)
@@ -142,10 +118,6 @@ class Environment:
         return {*self.site_packages.rglob("*"), *(self.root / "bin").iterdir()}
 
 
-def way(name: str, recipe: Path, out: Path) -> list[str]:
-    return [{"RECIPE": str(recipe), "OUT": str(out)}.get(argument, argument) for argument in WAYS_IN[name]]
-
-
 def call(*command: str, cwd: Path | None = None) -> None:
     done = subprocess.run(command, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -159,11 +131,11 @@ def dependencies(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What can be installed, by kind: the path of a built wheel and sdist, and the option for an editable install."""
+    """The paths of a built wheel and sdist."""
     folder = tmp_path_factory.mktemp("distributions")
     call(sys.executable, "-m", "hatchling", "build", "-d", str(folder), "-t", "sdist", "-t", "wheel", cwd=ROOT)
     (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
-    return {"wheel": str(wheel), "sdist": str(sdist), "editable": f"--editable={ROOT}"}
+    return {"wheel": str(wheel), "sdist": str(sdist)}
 
 
 def fresh(folder: Path, dependencies: Path) -> Environment:
@@ -193,12 +165,7 @@ def broken(tmp_path: Path, installed: Environment) -> Environment:
 
 @pytest.mark.parametrize(
     ("installer", "kind"),
-    [
-        ("pip", "wheel"),
-        ("uv", "wheel"),
-        pytest.param("pip", "editable", marks=pytest.mark.slow),  # .ci/run installs so
-        pytest.param("pip", "sdist", marks=pytest.mark.slow),
-    ],
+    [("pip", "wheel"), ("uv", "wheel"), pytest.param("pip", "sdist", marks=pytest.mark.slow)],
 )
 def test_install_and_uninstall(
     installer: str, kind: str, tmp_path: Path, dependencies: Path, distributions: dict[str, str]
@@ -209,7 +176,7 @@ def test_install_and_uninstall(
     before = environment.files()
     environment.install(distributions[kind], installer=installer)
     file = Path(environment.run("-W", "error:mergekit-slta:RuntimeWarning", "-c", WAITS).stdout.strip())
-    assert file.is_relative_to(ROOT if kind == "editable" else environment.site_packages)
+    assert file.is_relative_to(environment.site_packages)
     assert (file.parent / "mergekit_slta" / "py.typed").is_file()
     environment.uninstall(installer)
     bytecode = environment.site_packages / "__pycache__"  # uv leaves that of a module outside packages
@@ -227,11 +194,12 @@ def merged(llama: Family, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return (folder / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("way_in", slow_but(["mergekit-yaml"], WAYS_IN))
-def test_every_way_into_mergekit_merges_by_slta(
-    way_in: str, installed: Environment, merged: bytes, llama: Family, write_recipe: WriteRecipe, tmp_path: Path
+def test_mergekits_own_command_merges_by_slta(
+    installed: Environment, merged: bytes, llama: Family, write_recipe: WriteRecipe, tmp_path: Path
 ) -> None:
-    assert installed.merge(way_in, write_recipe(llama), tmp_path / "out") == merged
+    result = installed.run(f"{SCRIPTS}/mergekit-yaml", str(write_recipe(llama)), str(tmp_path / "out"))
+    assert "RuntimeWarning" not in result.stderr, result.stderr
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == merged
 
 
 def test_merge_where_startup_files_are_off(
@@ -245,12 +213,6 @@ main()
 """
     run_afresh(forks, code, "merge", write_recipe(llama), tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == merged
-
-
-def test_a_broken_plugin_costs_one_warning_inside_mergekit(broken: Environment) -> None:
-    result = broken.run("-c", "import mergekit.plan as p, mergekit.merge_methods as m; print(m.get('task_arithmetic'))")
-    assert result.stderr.count("RuntimeWarning: mergekit-slta") == 1
-    assert "OSError: damaged" in result.stderr
 
 
 @pytest.mark.parametrize("damage", ["../_mergekit_slta_startup", "__init__", "all of it"])
@@ -289,19 +251,6 @@ def test_the_wheel_holds_the_package_and_its_startup_file(distributions: dict[st
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     modules = {str(file.relative_to(ROOT)) for file in (ROOT / "mergekit_slta").rglob("*.py")}
     assert names == modules | {"_mergekit_slta_startup.py", "mergekit_slta.pth"} | DATA
-
-
-def test_the_sdist_holds_what_a_developer_needs(distributions: dict[str, str]) -> None:
-    with tarfile.open(distributions["sdist"]) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-    top = {"README.md", "LICENSE", "CHANGELOG.md", "constraints.txt", "mkdocs.yml", "pyproject.toml", "PKG-INFO"}
-    top |= {".gitignore"}
-    folders = ["mergekit_slta", "tests", "examples", "docs", ".ci"]
-    needed = {str(file.relative_to(ROOT)) for folder in folders for file in (ROOT / folder).rglob("*.py")}
-    assert top | needed | {"_mergekit_slta_startup.py", "_mergekit_slta_startup.pth", ".ci/run"} | DATA <= names
-    startup = {"_mergekit_slta_startup.py", "_mergekit_slta_startup.pth"}
-    assert {name.partition("/")[0] for name in names} == {*folders, *top, *startup}
-    assert not [name for name in names if "__pycache__" in name or name.endswith((".pyc", ".safetensors", ".bin"))]
 
 
 def test_the_readme_gives_the_command_that_ci_runs() -> None:

@@ -61,17 +61,6 @@ def test_calls_the_hook_once_the_host_has_executed(host: Path, calls: list[str])
     assert waiting() == 0
 
 
-def test_a_probe_does_not_use_the_finder_up(host: Path, calls: list[str]) -> None:
-    startup.install()
-    for _ in range(2):
-        spec = importlib.util.find_spec("small_host")
-        assert spec is not None
-        assert spec.origin == str(host)
-    assert calls == []
-    importlib.import_module("small_host")
-    assert calls == ["hook"]
-
-
 def test_a_failed_import_may_be_repeated(host: Path, calls: list[str]) -> None:
     source = host.read_text()
     host.write_text("raise OSError('out of memory, say')  # and so on\n")
@@ -84,34 +73,6 @@ def test_a_failed_import_may_be_repeated(host: Path, calls: list[str]) -> None:
     assert calls == ["hook"]
 
 
-def test_install_twice_waits_once(host: Path, calls: list[str]) -> None:
-    startup.install()
-    startup.install()
-    assert waiting() == 1
-    importlib.import_module("small_host")
-    assert calls == ["hook"]
-
-
-def test_calls_the_hook_at_once_when_the_host_is_imported(host: Path, calls: list[str]) -> None:
-    importlib.import_module("small_host")
-    startup.install()
-    assert calls == ["hook"]
-    assert waiting() == 0
-
-
-def test_the_host_keeps_its_own_loader(host: Path, calls: list[str]) -> None:
-    plain = importlib.import_module("small_host")
-    loader = type(plain.__loader__)
-    del sys.modules["small_host"]
-    startup.install()
-    module = importlib.import_module("small_host")
-    assert type(module.__loader__) is loader
-    assert module.__spec__ is not None
-    assert module.__spec__.loader is module.__loader__
-    assert importlib.reload(module).runs == 2
-    assert calls == ["hook"]
-
-
 @pytest.fixture
 def other_host(monkeypatch: pytest.MonkeyPatch, host: Path) -> None:
     """A second host, which imports the first one as mergekit.merge imports mergekit.merge_methods."""
@@ -121,13 +82,11 @@ def other_host(monkeypatch: pytest.MonkeyPatch, host: Path) -> None:
 
 @pytest.mark.usefixtures("other_host")
 @pytest.mark.parametrize("before_install", [[], ["small_host"], ["other_host"]])
-@pytest.mark.parametrize("after_install", [["small_host", "other_host"], ["other_host"]])
-def test_each_host_has_its_hook(calls: list[str], before_install: list[str], after_install: list[str]) -> None:
+def test_each_host_has_its_hook(calls: list[str], before_install: list[str]) -> None:
     for name in before_install:
         importlib.import_module(name)
     startup.install()
-    for name in after_install:
-        importlib.import_module(name)
+    importlib.import_module("other_host")
     assert calls == ["hook", "other hook"]
     assert waiting() == 0
 
@@ -150,15 +109,7 @@ def test_a_failed_hook_is_the_last_one(
     assert waiting() == 0
 
 
-def test_a_missing_host_stays_missing(calls: list[str]) -> None:
-    startup.install()
-    with pytest.raises(ModuleNotFoundError, match="small_host"):
-        importlib.import_module("small_host")
-    assert calls == []
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_another_finder_that_asks_all_finders(host: Path, calls: list[str], first: bool) -> None:
+def test_another_finder_that_asks_all_finders(host: Path, calls: list[str]) -> None:
     class Asking:
         def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
             others = (finder for finder in sys.meta_path if finder is not self)
@@ -166,22 +117,24 @@ def test_another_finder_that_asks_all_finders(host: Path, calls: list[str], firs
 
     sys.meta_path.insert(0, Asking())
     startup.install()
-    if first:
-        sys.meta_path.insert(0, sys.meta_path.pop(1))
     importlib.import_module("small_host")
     assert calls == ["hook"]
     assert waiting() == 0
 
 
-@pytest.mark.parametrize("module", ["slta.measure", "output.verify"])
-def test_a_module_of_this_package_may_be_imported_first(module: str, forks: ForkServerContext) -> None:
+def test_a_hook_that_fails_is_a_warning() -> None:
+    with pytest.warns(RuntimeWarning, match=r"mergekit-slta does not work here.*ModuleNotFoundError"):
+        assert not startup.call("mergekit_slta.nowhere.install")
+
+
+def test_a_module_of_this_package_may_be_imported_first(forks: ForkServerContext) -> None:
     """It imports mergekit, whose import would register, which needs the module that is not complete yet."""
-    code = f"""
+    code = """
 import warnings
 import _mergekit_slta_startup as startup
 startup.install()
 warnings.simplefilter("error", RuntimeWarning)
-import mergekit_slta.{module}
+import mergekit_slta.output.verify
 import mergekit.merge
 from mergekit import merge_methods
 assert hasattr(mergekit.merge.run_merge, "__wrapped__")
