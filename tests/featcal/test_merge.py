@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from conftest import MakeFamily
-from mergekit.io.tasks import LoaderCache
 from support import depths, families, featcal_reference
 from support.architecture_table import CURRENT
 from support.copies import edit_tensors
@@ -28,23 +27,13 @@ from mergekit_slta.featcal.groups import solved_in
 from mergekit_slta.featcal.layer import ENOUGH_TOKENS
 from mergekit_slta.featcal.merge import stages
 from mergekit_slta.featcal.passage import LayerPassage
-from mergekit_slta.layers.calls import LayerCall
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.ends import output_head
-from mergekit_slta.layers.maps import linear_maps
 from mergekit_slta.layers.trace import trace
 
 # Of a tensor's norm; float32 features and products against float64 ones.
 TOLERANCE = 1e-4
 DECODERS = (*ARCHITECTURES, *UNSPLIT, *MULTIMODAL)
-# Every input of every map has full rank, so that the calibration data alone decide the maps.
-DETERMINED = ("llama", "qwen2", "phi3", "glm4_moe", "gpt_oss", "lfm2", "granite_moe_hybrid")
-# The maps of a layer that are not solved in what people merge now.
-KEPT = {
-    "llama4_vision": ("feed_forward.router",),
-    "qwen3_5_moe": ("mlp.gate",),
-    "minimax": ("mlp.gate",),
-}
 # Their linear maps are called as those of another architecture are.
 LIKE_OTHERS = (*("gemma", "llama_dynamic", "mistral", "olmo2", "phi3_longrope", "qwen3", "qwen3_moe", "cohere"),)
 EXACT = 1e-9  # a ridge that holds nothing
@@ -59,14 +48,9 @@ def merged_tensors(family: Family, folder: Path, **arguments: Any) -> State:
     return families.solved_tensors(folder)
 
 
-def relative_errors(found: State, expected: State) -> dict[str, float]:
-    """Each found tensor's error relative to its norm."""
-    norms = {name: float(expected[name].norm()) for name in found}
-    return {name: float((found[name] - expected[name]).norm()) / (norms[name] or 1.0) for name in found}
-
-
 def worst(found: State, expected: State) -> float:
-    return max(relative_errors(found, expected).values())
+    """The largest error of a found tensor relative to its norm."""
+    return max(float((found[n] - expected[n]).norm() / (expected[n].norm() or 1.0)) for n in found)
 
 
 def actmat_state(family: Family) -> State:
@@ -127,39 +111,17 @@ def test_equals_the_reference(
     assert changed == solved_names(trace(family.config)) - (set() if head else {"lm_head.weight"})
 
 
-@pytest.mark.parametrize(("architecture", "by_tasks"), [("gpt2", False), ("mixtral", True)])
-def test_fewer_tokens_than_dimensions_give_the_same_merge(
-    architecture: str, by_tasks: bool, make_family: MakeFamily, tmp_path: Path
-) -> None:
-    family = make_family(architecture, records=2, longest=8)
+def test_fewer_tokens_than_dimensions_give_the_same_merge(make_family: MakeFamily, tmp_path: Path) -> None:
+    family = make_family("mixtral", records=2, longest=8)
     base, *experts = family.models()
-    tasks = family.token_ids()
+    tasks, anchor = family.token_ids(), actmat_state(family)
     assert sum(len(ids) for task in tasks for ids in task) < 32  # the dimensions of every input
-    anchor = actmat_state(family) if by_tasks else None
-    expected = featcal_reference.merge(base, experts, tasks, architecture, ridge=0.05, by_tasks=by_tasks, anchor=anchor)
-    found = merged_tensors(family, tmp_path, by_tasks=by_tasks, ridge=0.05, batch_tokens=8)
-    assert worst((anchor or dict(base.named_parameters())) | found, expected) < TOLERANCE
+    settings: dict[str, Any] = {"by_tasks": True, "ridge": 0.05}
+    expected = featcal_reference.merge(base, experts, tasks, "mixtral", anchor=anchor, **settings)
+    assert worst(anchor | merged_tensors(family, tmp_path, batch_tokens=8, **settings), expected) < TOLERANCE
 
 
-def test_few_different_tokens_cost_no_digits(make_family: MakeFamily, tmp_path: Path) -> None:
-    """The first layer's inputs then are rank-deficient."""
-    ridge = 1.1e-4
-    family = make_family("llama", records=4)
-    base, *experts = family.models()
-    before = base.state_dict()
-    tasks = [[[1 + token % 3 for token in ids] for ids in task] for task in family.token_ids()]
-    expected = featcal_reference.merge(base, experts, tasks, "llama", ridge=ridge)
-    found = merged_tensors(family, tmp_path, tasks=tasks, ridge=ridge, batch_tokens=50)
-    for name in ("q_proj", "k_proj", "v_proj"):
-        key = f"model.layers.0.self_attn.{name}.weight"
-        change = expected[key] - before[key]
-        assert (found[key] - expected[key]).norm() < 1e-5 * change.norm()
-
-
-@pytest.mark.parametrize(
-    ("architecture", "copies", "by_tasks"),
-    [("llama", 1, True), ("llama", 2, True), ("llama", 1, False), ("gpt2", 1, True), ("mixtral", 1, True)],
-)
+@pytest.mark.parametrize(("architecture", "copies", "by_tasks"), [("llama", 2, False), ("mixtral", 1, True)])
 def test_the_base_models_task_is_that_of_as_many_copies_of_it_as_it_counts(
     architecture: str, copies: int, by_tasks: bool, make_family: MakeFamily, tmp_path: Path
 ) -> None:
@@ -176,68 +138,23 @@ def test_the_base_models_task_is_that_of_as_many_copies_of_it_as_it_counts(
 # Limits
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "glm4_moe"])
-def test_an_endless_ridge_gives_the_anchor(architecture: str, make_family: MakeFamily, tmp_path: Path) -> None:
-    family = make_family(architecture, records=3)
-    assert worst(merged_tensors(family, tmp_path, ridge=1e12), family.model(0).state_dict()) < 1e-7
-
-
 @pytest.mark.parametrize(
     "architecture",
-    slow_but(
-        set(DECODERS)
-        - set(featcal_reference.GROUPS)
-        - set(LIKE_OTHERS)
-        - {"gemma3n", "glm_moe_dsa"},  # which have many groups
-        [name for name in DECODERS if name not in (*DETERMINED, *CURRENT)],
-    ),
+    slow_but({*CURRENT, "gpt_oss", "jamba_dense"}, DECODERS),
 )
 def test_one_expert_and_no_ridge_give_what_that_expert_does(
     architecture: str, make_family: MakeFamily, tmp_path: Path
 ) -> None:
-    decoder, tasks = families.skeleton(architecture), families.wide_tasks(1)
-    family = make_family(architecture, experts=1, touch=solved_names(decoder).__contains__)
+    tasks, solved = families.wide_tasks(1), solved_names(families.skeleton(architecture))
+    family = make_family(architecture, experts=1, touch=solved.__contains__)
     found = merged_tensors(family, tmp_path, tasks=tasks, ridge=EXACT)
     base, expert = family.models()
+    parameters, state = dict(base.named_parameters()), base.state_dict()
+    assert all(tensor.shape == state[name].shape and tensor.dtype == torch.float32 for name, tensor in found.items())
+    # transformers fills some buffers anew when it loads a model
+    assert {n for n in found if n in parameters and not torch.equal(found[n].double(), state[n])} == solved
     before, wanted = logits(base, {}, tasks), logits(expert, {}, tasks)
     assert (logits(base, found, tasks) - wanted).norm() < TOLERANCE * (before - wanted).norm()
-
-
-def expert_change_missed(found: State, base: State, expert: State) -> float:
-    """The largest error of a tensor relative to the expert's change of it."""
-    moved = [name for name in found if not torch.equal(expert[name], base[name])]
-    return max(float((found[name] - expert[name]).norm() / (expert[name] - base[name]).norm()) for name in moved)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "ridge"),
-    [*((name, EXACT) for name in (*DETERMINED, *CURRENT)), ("mixtral", 0.0)],
-    ids=str,
-)
-def test_one_expert_and_no_ridge_give_that_expert(
-    architecture: str, ridge: float, make_family: MakeFamily, tmp_path: Path
-) -> None:
-    decoder = families.skeleton(architecture)
-    touched = solved_names(decoder)
-    if architecture in CURRENT:  # nothing but the maps that are known to be kept is left out
-        for layer in range(len(decoder)):
-            names = decoder.layer_tensors(layer)
-            others = [m for m in linear_maps(decoder.layers[layer]) if names[m.weight] not in touched]
-            assert all(m.module.startswith(KEPT.get(architecture, ())) for m in others)
-    family = make_family(architecture, experts=1, touch=touched.__contains__)
-    found = merged_tensors(family, tmp_path, tasks=families.wide_tasks(1), ridge=ridge)
-    base, expert = (model.state_dict() for model in family.models())
-    assert expert_change_missed(found, base, expert) < 1e-3
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gpt_oss"])
-def test_equal_experts_give_that_expert(architecture: str, make_family: MakeFamily, tmp_path: Path) -> None:
-    touched = solved_names(families.skeleton(architecture))
-    one = make_family(architecture, experts=1, touch=touched.__contains__)
-    family = Family(one.base, one.experts * 3, one.data * 3, one.config)
-    found = merged_tensors(family, tmp_path, tasks=families.wide_tasks(3, samples=6), ridge=EXACT)
-    base, expert = (one.model(index).state_dict() for index in (0, 1))
-    assert expert_change_missed(found, base, expert) < 1e-3
 
 
 # What must not matter
@@ -253,18 +170,19 @@ def test_batches_and_their_padding_do_not_matter(architecture: str, make_family:
     rows = [row for task in family.token_ids() for row in task]
     assert len({len(row) for row in rows}) > 3
     weights = [torch.arange(1.0, len(row) + 1) for row in rows]  # so that each must find its own token
-    one_by_one, *others = (
+    one_by_one, together = (
         merged_tensors(family, tmp_path / str(positions), batch_tokens=positions, weights=weights)
-        for positions in (1, 70, 10000)
+        for positions in (1, 70)
     )
-    assert all(worst(other, one_by_one) < TOLERANCE for other in others)
+    assert worst(together, one_by_one) < TOLERANCE
 
 
-def test_the_order_of_the_samples_does_not_matter(llama: Family, tmp_path: Path) -> None:
-    tasks = llama.token_ids()
-    first = merged_tensors(llama, tmp_path / "forwards", tasks=tasks, batch_tokens=60)
-    backwards = [samples[::-1] for samples in tasks]
-    assert worst(merged_tensors(llama, tmp_path / "backwards", tasks=backwards, batch_tokens=60), first) < 1e-5
+def test_neither_the_order_of_the_samples_nor_that_of_the_experts_matters(llama: Family, tmp_path: Path) -> None:
+    tasks, order = llama.token_ids(), (2, 0, 1)
+    other = Family(llama.base, tuple(llama.experts[i] for i in order), (), llama.config)
+    first = merged_tensors(llama, tmp_path / "first", tasks=tasks, batch_tokens=60)
+    second = merged_tensors(other, tmp_path / "second", tasks=[tasks[i][::-1] for i in order], batch_tokens=60)
+    assert worst(second, first) < 1e-5
 
 
 def test_a_sample_of_weight_two_is_two_samples(make_family: MakeFamily, tmp_path: Path) -> None:
@@ -274,45 +192,6 @@ def test_a_sample_of_weight_two_is_two_samples(make_family: MakeFamily, tmp_path
     weighted = merged_tensors(family, tmp_path / "weighted", tasks=tasks, weights=weights)
     repeated = merged_tensors(family, tmp_path / "repeated", tasks=[[task[0], *task] for task in tasks])
     assert worst(weighted, repeated) < 1e-5
-    assert worst(weighted, merged_tensors(family, tmp_path / "alike", tasks=tasks)) > 1e-3
-
-
-def test_the_order_of_the_experts_does_not_matter(llama: Family, tmp_path: Path) -> None:
-    tasks, order = llama.token_ids(), (2, 0, 1)
-    other = Family(llama.base, tuple(llama.experts[i] for i in order), (), llama.config)
-    first = merged_tensors(llama, tmp_path / "first", tasks=tasks)
-    assert worst(merged_tensors(other, tmp_path / "second", tasks=[tasks[i] for i in order]), first) < 1e-5
-
-
-def test_following_the_anchor_changes_nothing(llama: Family, tmp_path: Path) -> None:
-    first, second = (merged_tensors(llama, tmp_path / str(compare), compare=compare) for compare in (False, True))
-    assert all(torch.equal(first[name], tensor) for name, tensor in second.items())
-
-
-# Every architecture; those that are not quick are solved above, or their maps are called as another's are
-QUICK = ("gemma", "gpt_oss", "gemma4_vision", "mamba")
-
-
-@pytest.mark.parametrize("architecture", slow_but(QUICK, DECODERS))
-def test_every_architecture_gives_finite_tensors_of_its_shapes(
-    architecture: str, make_family: MakeFamily, tmp_path: Path
-) -> None:
-    family = make_family(architecture, records=3, longest=12)
-    found = merged_tensors(family, tmp_path)
-    model: Any = family.model(0)
-    state, decoder = model.state_dict(), trace(family.config)
-    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    layers = {name for layer in range(len(decoder)) for name in decoder.layer_tensors(layer).values()}
-    assert set(found) == (
-        layers if tied else layers | {name for name in solved_names(decoder) if ".layers." not in name}
-    )
-    for name, tensor in found.items():
-        assert tensor.shape == state[name].shape
-        assert tensor.dtype == torch.float32
-        assert tensor.isfinite().all()
-    parameters = dict(model.named_parameters())  # transformers fills some buffers anew when it loads a model
-    changed = {name for name in found if name in parameters and not torch.equal(found[name].double(), state[name])}
-    assert changed == solved_names(decoder)
 
 
 def test_the_head_in_parts_is_the_same(llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,34 +227,6 @@ def test_routed_experts_that_few_tokens_reach_keep_the_anchors_maps_and_are_name
                     kept.add((layer, expert, name))
     assert kept == {entry[:3] for entry in named}
     assert len(kept) < LAYERS * 4 * 2
-
-
-# Numerics
-
-
-def with_massive_dimension(family: Family, dimension: int = 5, size: float = 1e3) -> Family:
-    """Give the residual stream a dimension that is a thousand times as large as the others, at every token."""
-
-    def plant(tensors: State) -> None:
-        tensors["model.embed_tokens.weight"][:, dimension] = size
-
-    for folder in family.folders:
-        edit_tensors(folder, plant)
-    return family
-
-
-def test_massive_activations_do_not_make_the_solution_useless(
-    make_family: MakeFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    family = with_massive_dimension(make_family("llama", records=20))
-
-    def share_of_the_anchors_error(folder: Path) -> float:
-        errors = families.feature_merge(family, folder, compare=True).errors()
-        return float((errors["error.merged"] / errors["error.anchor"])[-1].max())
-
-    found = share_of_the_anchors_error(tmp_path / "found")
-    monkeypatch.setattr(regression, "MASSIVE", torch.inf)
-    assert found < 0.5 < share_of_the_anchors_error(tmp_path / "ridge by the mean")
 
 
 def test_a_layer_that_cannot_be_solved_keeps_the_anchors_maps_and_says_so(
@@ -426,21 +277,21 @@ def errors_by_hand(models: list[Any], state: State, tasks: Tasks) -> torch.Tenso
     return torch.stack(errors, 1)
 
 
-def test_errors_are_those_of_whole_models(make_family: MakeFamily, tmp_path: Path) -> None:
-    family = make_family("gemma2", records=20)
-    errors = families.feature_merge(family, tmp_path, compare=True, batch_tokens=70).errors()
-    tasks, state = family.token_ids(), families.solved_tensors(tmp_path)
-    assert torch.allclose(errors["error.merged"], errors_by_hand(family.models(), state, tasks), rtol=1e-4)
-    assert torch.allclose(errors["error.anchor"], errors_by_hand(family.models(), {}, tasks), rtol=1e-4)
-    assert (errors["error.merged"] < 0.8 * errors["error.anchor"]).all()
-
-
-def test_the_errors_of_the_actmat_merge_are_those_of_whole_models(make_family: MakeFamily, tmp_path: Path) -> None:
-    """Although the anchor's maps are solved one group after the other."""
-    family = make_family("mixtral", records=4)
-    expected = errors_by_hand(family.models(), actmat_state(family), family.token_ids())
-    errors = families.feature_merge(family, tmp_path, by_tasks=True, ridge=0.1, compare=True).errors()
-    assert torch.allclose(errors["error.anchor"], expected, rtol=1e-4)
+@pytest.mark.parametrize(("architecture", "by_tasks"), [("gemma2", False), ("mixtral", True)])
+def test_errors_are_those_of_whole_models_and_measuring_them_changes_nothing(
+    architecture: str, by_tasks: bool, make_family: MakeFamily, tmp_path: Path
+) -> None:
+    """Although the maps of the anchor ``actmat`` are solved one group after the other."""
+    family = make_family(architecture)
+    settings: dict[str, Any] = {"by_tasks": by_tasks, "ridge": 0.1, "batch_tokens": 70}
+    errors = families.feature_merge(family, tmp_path / "followed", compare=True, **settings).errors()
+    state = families.solved_tensors(tmp_path / "followed")
+    alone = merged_tensors(family, tmp_path / "alone", **settings)
+    assert all(torch.equal(state[name], tensor) for name, tensor in alone.items())
+    anchor = actmat_state(family) if by_tasks else {}
+    for name, tensors in (("error.merged", anchor | state), ("error.anchor", anchor)):
+        expected = errors_by_hand(family.models(), tensors, family.token_ids())
+        assert torch.allclose(errors[name], expected, rtol=1e-4)
 
 
 def test_the_actmat_merge_of_a_mixtures_experts_takes_the_memory_of_one_matrix(make_family: MakeFamily) -> None:
@@ -458,73 +309,11 @@ def test_the_actmat_merge_of_a_mixtures_experts_takes_the_memory_of_one_matrix(m
 # Progress, interruptions, memory
 
 
-@pytest.mark.parametrize(("architecture", "head"), [("llama", True), ("llama", False), ("gemma", True)])
-def test_progress_counts_every_sample_at_every_stage(
-    architecture: str, head: bool, make_family: MakeFamily, tmp_path: Path
-) -> None:
-    family = make_family(architecture)
+def test_progress_counts_every_sample_at_every_stage(llama: Family, tmp_path: Path) -> None:
     seen: list[tuple[str, int]] = []
-    families.feature_merge(family, tmp_path, head=head, progress=lambda *step: seen.append(step))
-    decoder = trace(family.config)
-    assert sum(samples for _, samples in seen) == stages(decoder, head) * sum(map(len, family.token_ids()))
-    named = [stage for stage, _ in seen]
-    assert f"layer 0 of {LAYERS}, self_attn.q_proj/k_proj/v_proj" in named
-    assert ("output head" in named) == (head and output_head(decoder) is not None)
-
-
-class Interrupted(Exception):
-    """Stands for whatever ends a process."""
-
-
-def test_what_layers_share_is_found_and_resumed_where_it_is_solved(make_family: MakeFamily, tmp_path: Path) -> None:
-    """The second layer that shares a transformer solves adapters that belong to the first one's tensors."""
-    family = make_family("zamba2")
-
-    def interrupt(name: str, samples: int) -> None:
-        if name.startswith("layer 3 of 4, linear"):
-            raise Interrupted
-
-    with pytest.raises(Interrupted):
-        families.feature_merge(family, tmp_path / "cut", progress=interrupt)
-    LoaderCache.loaders.clear()
-    whole, cut = (families.feature_merge(family, tmp_path / name) for name in ("whole", "cut"))
-    base, decoder = family.model(0).state_dict(), trace(family.config)
-    names, changed = decoder.layer_tensors(1).values(), set()
-    for name in names:
-        found, resumed = whole.tensor(name), cut.tensor(name)
-        assert found is not None and resumed is not None and torch.equal(found, resumed)
-        changed |= set() if torch.equal(found.double(), base[name]) else {name}
-    assert changed == solved_in(decoder).keys() & set(names)
-
-
-@pytest.fixture
-def small_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A device on which more than 40 token positions do not fit in layer 1; collects the positions that were tried."""
-    tried: list[int] = []
-    run = Decoder.run
-
-    def limited(self: Decoder, layer: int, weights: Any, hidden: torch.Tensor, call: LayerCall, **settings: Any) -> Any:
-        positions = hidden.shape[0] * hidden.shape[1]
-        if layer == 1:
-            tried.append(positions)
-            if positions > 40:
-                raise torch.OutOfMemoryError("no memory left")
-        return run(self, layer, weights, hidden, call, **settings)
-
-    monkeypatch.setattr(Decoder, "run", limited)
-    return tried
-
-
-def test_batches_are_halved_until_they_fit(small_memory: list[int], llama: Family, tmp_path: Path) -> None:
-    halved: list[int] = []
-    small: list[int] = []
-    tensors = merged_tensors(llama, tmp_path / "halved", progress=lambda stage, samples: halved.append(samples))
-    assert max(small_memory) > 40 >= small_memory[-1]
-    expected = merged_tensors(
-        llama, tmp_path / "small", batch_tokens=1, progress=lambda stage, samples: small.append(samples)
-    )
-    assert worst(tensors, expected) < TOLERANCE
-    assert sum(halved) == sum(small)
+    families.feature_merge(llama, tmp_path, progress=lambda *step: seen.append(step))
+    assert sum(samples for _, samples in seen) == stages(trace(llama.config), True) * sum(map(len, llama.token_ids()))
+    assert {f"layer 0 of {LAYERS}, self_attn.q_proj/k_proj/v_proj", "output head"} < {stage for stage, _ in seen}
 
 
 def test_out_of_memory_forgets_what_layers_share(
@@ -547,22 +336,15 @@ def test_out_of_memory_forgets_what_layers_share(
 
 
 def test_tokens_without_features_have_no_relative_error(make_family: MakeFamily, tmp_path: Path) -> None:
-    """The first expert's embedding of the first token is zero, and everything about the second expert is."""
-    family = make_family(experts=2)
+    """The expert's embedding of the first token is zero."""
+    family = make_family(experts=1)
 
     def forget_first_token(tensors: State) -> None:
         tensors["model.embed_tokens.weight"][families.BOS] = 0
 
-    def forget_everything(tensors: State) -> None:
-        for tensor in tensors.values():
-            tensor.zero_()
-
     edit_tensors(family.experts[0], forget_first_token)
-    edit_tensors(family.experts[1], forget_everything)
-    LoaderCache.loaders.clear()
     errors = families.feature_merge(family, tmp_path, compare=True).errors()["error.merged"]
-    assert errors[:, 0].isfinite().all() and errors[:, 0].all()
-    assert errors[:, 1].isnan().all()
+    assert errors.isfinite().all() and errors.all()
 
 
 def test_the_head_is_solved_whatever_token_pads(make_family: MakeFamily, tmp_path: Path) -> None:

@@ -11,12 +11,9 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.featcal import regression
 from mergekit_slta.featcal.regression import (
     DECISIVE,
     LEAST_ERROR,
-    MASSIVE,
     RIDGES,
     SMALLEST_RIDGE,
     UNKNOWN_RIDGE,
@@ -154,9 +151,7 @@ def repeated(tasks: list[Task]) -> list[Task]:
 wide = functools.partial(random_tasks, inputs=WIDE)
 CASES: dict[str, list[Task]] = {
     "many tokens": random_tasks(),
-    "one task": random_tasks((40,)),
     "few tokens": wide((10, 7, 12)),
-    "much noise": wide((10, 7, 12), noise=10.0),
     "no tokens of a task": wide((11, 0, 9)),
     "one sample of a task": wide((20, TOKENS_PER_SAMPLE)),
     "same tokens": repeated(wide((10, 7, 12))),
@@ -180,14 +175,6 @@ def test_equals_explicit_least_squares(case: str, ridge: float | None, held: boo
     assert difference(change.matrix, expected) < digits
 
 
-@both_forms
-def test_a_ridge_that_is_searched_is_the_same_in_both_forms(few: bool) -> None:
-    for tasks in CASES.values():
-        prior = random_prior(tasks[0][0].shape[1])
-        for own in (None, prior):
-            assert solve(tasks, None, few=few, prior=own).ridge == solve(tasks, None, few=not few, prior=own).ridge
-
-
 def few_directions(draw: Callable[..., torch.Tensor]) -> torch.Tensor:
     return draw(400, 12) @ draws(7)(12, WIDE)
 
@@ -196,13 +183,9 @@ def vanishing_directions(draw: Callable[..., torch.Tensor]) -> torch.Tensor:
     return draw(400, WIDE) * torch.logspace(0, -4, WIDE) @ torch.linalg.qr(draws(7)(WIDE, WIDE))[0]
 
 
-def few_directions_and_a_dominant_one(draw: Callable[..., torch.Tensor]) -> torch.Tensor:
-    return few_directions(draw) + 100 * draw(400, 1) * draws(8)(1, WIDE)
-
-
 @both_forms
 @pytest.mark.parametrize("ridge", [1e-6, 0.003])
-@pytest.mark.parametrize("inputs_of", [few_directions, vanishing_directions, few_directions_and_a_dominant_one])
+@pytest.mark.parametrize("inputs_of", [few_directions, vanishing_directions])
 def test_no_digits_are_lost_where_inputs_are_rank_deficient_or_ill_conditioned(
     inputs_of: Callable[[Callable[..., torch.Tensor]], torch.Tensor], ridge: float, few: bool
 ) -> None:
@@ -213,17 +196,6 @@ def test_no_digits_are_lost_where_inputs_are_rank_deficient_or_ill_conditioned(
     assert difference(solve(tasks, ridge, batch=100, few=few).matrix, explicit(tasks, ridge)) < 1e-5
 
 
-@pytest.mark.parametrize("ridge", [0.003, None])
-def test_neither_batches_nor_the_order_of_tokens_and_tasks_matter(ridge: float | None) -> None:
-    tasks = random_tasks()
-    backwards = [tuple(part.flip(0) for part in task) for task in reversed(tasks)] if ridge else tasks[::-1]
-    first, *others = solve(tasks, ridge), solve(tasks, ridge, batch=7), solve(backwards, ridge)  # type: ignore[arg-type]
-    for change in others:
-        assert change.ridge == first.ridge
-        assert difference(change.matrix, first.matrix) < TOLERANCE
-        assert difference(change.mean, first.mean) < TOLERANCE
-
-
 def test_every_task_counts_alike_whatever_the_size_of_its_inputs() -> None:
     """The maps of two tasks on inputs of one distribution are averaged, although one task's inputs are larger."""
     draw = draws()
@@ -231,35 +203,6 @@ def test_every_task_counts_alike_whatever_the_size_of_its_inputs() -> None:
     inputs = draw(400, INPUTS).double()
     change = solve([(scale * inputs, scale * inputs @ own) for scale, own in zip((1, 100), maps, strict=True)], 0.0)
     assert difference(change.matrix, (maps[0] + maps[1]).T / 2) < TOLERANCE
-
-
-@both_forms
-@pytest.mark.parametrize("ridge", [0.003, None])
-def test_a_token_of_weight_three_is_three_tokens(ridge: float | None, few: bool) -> None:
-    weights = [torch.tensor([1, 3])[torch.arange(len(inputs)) // TOKENS_PER_SAMPLE % 2] for inputs, _ in random_tasks()]
-    found, expected = (RidgeRegression(INPUTS, OUTPUTS, ridge, tokens=0 if few else None) for _ in range(2))
-    for (inputs, residuals), own in zip(random_tasks(), weights, strict=True):
-        samples = torch.arange(len(inputs)) // TOKENS_PER_SAMPLE
-        found.add(inputs, residuals, samples, own)
-        several = [part.repeat_interleave(own, 0) for part in (inputs, residuals, samples)]
-        expected.add(several[0], several[1], several[2], torch.ones(len(several[0])))
-        found.finish_task()
-        expected.finish_task()
-    weighted, alike = found.solve(), expected.solve()
-    assert weighted.ridge == alike.ridge
-    assert difference(weighted.matrix, alike.matrix) < TOLERANCE
-    assert difference(weighted.mean, alike.mean) < TOLERANCE
-    assert torch.allclose(weighted.shares, alike.shares)
-
-
-def test_the_system_of_tokens_is_for_fewer_tokens_than_dimensions_in_one_process() -> None:
-    def keeps_tokens(tokens: int, processes: int = 1, ridge: float | None = 0.1, held: bool = False) -> bool:
-        prior = random_prior() if held else None
-        return RidgeRegression(INPUTS, 1, ridge, prior=prior, tokens=tokens, ranks=Ranks(0, processes))._few
-
-    assert keeps_tokens(INPUTS - 1) and not keeps_tokens(INPUTS)
-    assert not keeps_tokens(INPUTS - 1, processes=2)
-    assert keeps_tokens(INPUTS - 1, ridge=None, held=True) and not keeps_tokens(INPUTS // 2, held=True)
 
 
 # The ridge that left-out samples choose
@@ -288,7 +231,7 @@ def test_left_out_samples_choose_the_ridge(noise: float, held: bool, few: bool) 
         tasks = random_tasks((20, 15, 25), noise, seed)
         errors = {ridge: error_left_out(tasks, ridge, prior) for ridge in RIDGES}
         # A few combinations of the outputs estimate the error.
-        assert errors[solve(tasks, None, few=few, prior=prior).ridge or 0.0] < 1.05 * min(errors.values())
+        assert errors[solve(tasks, None, batch=7, few=few, prior=prior).ridge or 0.0] < 1.05 * min(errors.values())
 
 
 @both_forms
@@ -301,17 +244,6 @@ def test_a_task_of_one_sample_leaves_none_out(tokens: tuple[int, ...], few: bool
 
 
 @both_forms
-def test_a_task_without_tokens_has_no_say(few: bool) -> None:
-    tasks = random_tasks()
-    with_empty = solve([tasks[0], (torch.zeros(0, INPUTS), torch.zeros(0, OUTPUTS)), *tasks[1:]], few=few)
-    without = solve(tasks, few=few)
-    assert torch.equal(with_empty.matrix, without.matrix)
-    assert torch.equal(with_empty.mean, without.mean)
-    assert torch.equal(with_empty.shares[[0, 2, 3]], without.shares)
-    assert with_empty.shares[1] == 0
-
-
-@both_forms
 @pytest.mark.parametrize("held", [False, True])
 def test_inputs_that_are_all_zero_keep_the_anchor(held: bool, few: bool) -> None:
     """Then no task has any weight, and none of the experts' biases counts."""
@@ -321,19 +253,6 @@ def test_inputs_that_are_all_zero_keep_the_anchor(held: bool, few: bool) -> None
     anchor, own = draw(OUTPUTS), draw(2, OUTPUTS)
     assert not change.matrix.any()
     assert torch.equal(change.offset(anchor, own), anchor)
-
-
-@pytest.mark.parametrize("tokens", [INPUTS // 2, INPUTS - 1])
-@pytest.mark.parametrize("ridge", [0.0, 1e-9, 1e-6])
-def test_fewer_tokens_than_dimensions_are_followed_with_the_smallest_change(ridge: float, tokens: int) -> None:
-    """What only the rounding of products speaks for is not learnt."""
-    for seed in range(20):
-        tasks = random_tasks((tokens,), noise=0.0, seed=seed)
-        inputs, residuals = (part.double() for part in tasks[0])
-        smallest = torch.linalg.lstsq(inputs, residuals, driver="gelsd").solution.T
-        change = solve(tasks, ridge)
-        assert difference(inputs @ change.matrix.T, residuals) < 1e-3
-        assert difference(change.matrix, smallest) < 0.1
 
 
 @both_forms
@@ -350,18 +269,11 @@ def test_a_token_that_is_not_finite_keeps_the_anchor(part: int, ridge: float | N
 # Massive dimensions
 
 
-def massive_tasks(dimension: int, size: float) -> list[Task]:
-    """Tasks with one input dimension that is ``size`` times as large as the others."""
-    tasks = random_tasks((200, 200))
-    for inputs, _ in tasks:
-        inputs[:, dimension] *= size
-    return tasks
-
-
 @pytest.mark.parametrize("held", [False, True])
-@pytest.mark.parametrize("size", [30.0, 1e4])
-def test_the_ridge_follows_the_diagonal_where_a_dimension_is_massive(size: float, held: bool) -> None:
-    tasks, prior = massive_tasks(4, size), random_prior() if held else None
+def test_the_ridge_follows_the_diagonal_where_a_dimension_is_massive(held: bool) -> None:
+    tasks, prior = random_tasks((200, 200)), random_prior() if held else None
+    for inputs, _ in tasks:
+        inputs[:, 4] *= 1e4
     expected = explicit(tasks, 0.05, diagonal=True, prior=prior)
     found = solve(tasks, 0.05, prior=prior).matrix
     assert difference(found, explicit(tasks, 0.05, prior=prior)) > 0.01
@@ -369,59 +281,22 @@ def test_the_ridge_follows_the_diagonal_where_a_dimension_is_massive(size: float
     assert all(difference(found[:, j], expected[:, j]) < 1e-5 for j in range(INPUTS))
 
 
-def test_the_ridge_follows_the_mean_where_no_dimension_is_massive() -> None:
-    tasks = massive_tasks(4, (0.5 * MASSIVE) ** 0.5)
-    assert difference(solve(tasks, 0.05).matrix, explicit(tasks, 0.05)) < TOLERANCE
-
-
-def test_the_unit_of_a_massive_dimension_changes_no_function() -> None:
-    """A thousand times the input and a thousandth of the anchor's column: the residuals are what they were."""
-    (inputs, residuals), *_ = massive_tasks(4, 1e3)
-    unit = torch.ones(INPUTS)
-    unit[4] = 1e3
-    first, second = (solve([(inputs * scale, residuals)], 0.01) for scale in (torch.ones(INPUTS), unit))
-    outputs = inputs.double() @ first.matrix.T
-    assert difference((inputs * unit).double() @ second.matrix.T, outputs) < 1e-5
-    assert difference(second.mean, first.mean) < 1e-5
-
-
-def test_a_massive_dimension_does_not_hold_the_others_at_the_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ridge by the mean of the diagonal would: what a regression without any massive dimension leaves tells."""
-    (inputs, residuals), *_ = random_tasks((200,), noise=0.0)
-    inputs = inputs.clone()
-    inputs[:, 4] *= 1e3
-
-    def left(ridge: float) -> float:
-        return difference(inputs.double() @ solve([(inputs, residuals)], ridge).matrix.T, residuals.double())
-
-    assert left(0.003) < 0.02
-    monkeypatch.setattr(regression, "MASSIVE", torch.inf)
-    assert left(0.003) > 0.5
-
-
-def test_a_few_massive_tokens_do_not_decide_what_a_task_counts() -> None:
-    """One token in twenty of the first task is massive in a dimension that is zero at all others."""
-    tasks = [(inputs.clone(), residuals) for inputs, residuals in random_tasks((200, 200), noise=0.0)]
-    for inputs, _ in tasks:
-        inputs[:, 4] = 0
-    expected = solve(tasks, 0.01).matrix
-    tasks[0][0][::20, 4] = 1e3
-    found = solve(tasks, 0.01).matrix
-    others = [j for j in range(INPUTS) if j != 4]
-    assert difference(found[:, others], expected[:, others]) < 0.1
-
-
 # The bias
 
 
-def test_the_mean_is_what_the_solution_leaves_of_the_residuals() -> None:
-    tasks = random_tasks()
-    change = solve(tasks, 0.2)
-    sizes = [1 / float((inputs.double().T @ inputs.double()).norm()) for inputs, _ in tasks]
-    masses = torch.tensor([size * len(inputs) for size, (inputs, _) in zip(sizes, tasks, strict=True)]).double()
-    means = torch.stack([(r.double() - x.double() @ change.matrix.T).mean(0) for x, r in tasks])
-    assert torch.allclose(change.shares, masses / masses.sum(), rtol=1e-6)
-    assert difference(change.mean, masses @ means / masses.sum()) < 1e-5
+@both_forms
+def test_the_mean_is_what_the_solution_leaves_of_the_residuals(few: bool) -> None:
+    tasks, draw = random_tasks(), draws(5)
+    weights = [draw(len(inputs)).double().exp() for inputs, _ in tasks]
+    change = solve(tasks, 0.2, few=few, weights=weights)
+    masses, left = [], []
+    for (inputs, residuals), own in zip(tasks, weights, strict=True):
+        x = inputs.double()
+        size = 1 / ((x.T * own) @ x).norm()
+        masses.append(size * own.sum())
+        left.append(size * own @ (residuals.double() - x @ change.matrix.T))
+    assert torch.allclose(change.shares, torch.stack(masses) / sum(masses), rtol=1e-6)
+    assert difference(change.mean, torch.stack(left).sum(0) / sum(masses)) < 1e-5
 
 
 def test_the_bias_takes_the_mean_residual_for_any_ridge_in_use_and_the_anchors_for_an_endless_one() -> None:

@@ -20,8 +20,8 @@ from support import families
 from support.families import Family
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.featcal import answers, merge, scratch
-from mergekit_slta.featcal.answers import token_weights
+from mergekit_slta.featcal import merge, scratch
+from mergekit_slta.featcal.answers import ANSWER_WEIGHT, token_weights
 from mergekit_slta.featcal.scratch import SolvedModel, solve_model
 from mergekit_slta.host import patches
 from mergekit_slta.recipe.settings import FeatcalSettings
@@ -86,21 +86,19 @@ def merges(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 # The folder
 
 
-def test_it_is_in_the_cache_folder(llama: Family) -> None:
+def test_a_finished_merge_is_in_the_cache_folder_and_not_computed_again(llama: Family, merges: list[Path]) -> None:
     solve(recipe(llama))
     (folder,) = scratch_folders()
-    layers = [f"layer-{layer:04d}.safetensors" for layer in range(families.LAYERS)]
-    assert sorted(contents(folder)) == ["edges.safetensors", *layers, "lock", "run.json"]
-
-
-def test_a_finished_merge_is_not_computed_again(llama: Family, merges: list[Path]) -> None:
-    solve(recipe(llama))
+    first, layers = contents(folder), [f"layer-{layer:04d}.safetensors" for layer in range(families.LAYERS)]
+    assert sorted(first) == ["edges.safetensors", *layers, "lock", "run.json"]
     LoaderCache.loaders.clear()
-    first = contents(scratch_folders()[0])
     found = solve(recipe(llama, batch_tokens=7, ridge="auto", anchor="actmat", head=True))
     assert len(merges) == 1
-    assert contents(scratch_folders()[0]) == first
-    assert found.tensor("lm_head.weight") is not None
+    assert contents(folder) == first
+    for name, tensor in families.solved_tensors(folder).items():  # by the names that mergekit may ask for
+        assert torch.equal(found.tensor(name), tensor)  # type: ignore[arg-type]
+        assert torch.equal(found.tensor(name.removeprefix("model.")), tensor)  # type: ignore[arg-type]
+    assert all(found.tensor(name) is None for name in ("model.embed_tokens.weight", "model.norm.weight"))
 
 
 def another_expert(family: Family, content: Recipe) -> None:
@@ -145,7 +143,7 @@ def test_another_merge_has_another_folder(
     assert begun[0] == begun[2] != begun[1]
 
 
-def test_answers_count_more_than_prompts(llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_count_more_than_prompts(llama: Family, tmp_path: Path) -> None:
     content = recipe(llama, anchor="base", ridge=0.003)
     for number, model in enumerate(content["models"]):
         texts = [json.loads(line)["text"] for line in llama.data[number].read_text().splitlines()]
@@ -155,18 +153,12 @@ def test_answers_count_more_than_prompts(llama: Family, tmp_path: Path, monkeypa
     experiment = families.experiment(content)
     data = experiment.load_data(experiment.recipe.experts)
     weights = token_weights(data)
-    assert torch.cat(weights).unique().tolist() == [1.0, answers.ANSWER_WEIGHT]
+    assert torch.cat(weights).unique().tolist() == [1.0, ANSWER_WEIGHT]
     tasks = [task.token_ids for task in data]
     families.feature_merge(llama, tmp_path / "weighted", tasks=tasks, weights=weights, batch_tokens=40)
-    weighted = families.solved_tensors(tmp_path / "weighted")
     solve(content)
     (folder,) = scratch_folders()
-    found = families.solved_tensors(folder)
-    assert equal(found, weighted)
-    monkeypatch.setattr(answers, "ANSWER_WEIGHT", 1.0)
-    solve(content)
-    (other,) = set(scratch_folders()) - {folder}
-    assert not equal(families.solved_tensors(other), found)
+    assert equal(families.solved_tensors(folder), families.solved_tensors(tmp_path / "weighted"))
 
 
 def test_a_report_follows_the_anchor_too_which_is_another_merge(
@@ -184,16 +176,6 @@ def test_a_report_follows_the_anchor_too_which_is_another_merge(
 # Tensors
 
 
-def test_tensors_by_mergekits_names(llama: Family) -> None:
-    found = solve(recipe(llama))
-    tensors = families.solved_tensors(scratch_folders()[0])
-    for name, tensor in tensors.items():
-        assert torch.equal(found.tensor(name), tensor)  # type: ignore[arg-type]
-        assert torch.equal(found.tensor(name.removeprefix("model.")), tensor)  # type: ignore[arg-type]
-    for name in ("model.embed_tokens.weight", "model.norm.weight"):
-        assert found.tensor(name) is None
-
-
 def test_a_mixtures_experts_have_no_tensors_of_their_own(make_family: MakeFamily) -> None:
     found = solve(recipe(make_family("mixtral", records=3)))
     assert found.tensor("model.layers.0.mlp.experts.down_proj") is not None
@@ -205,17 +187,10 @@ def test_a_tied_head_is_said_once(make_family: MakeFamily, caplog: pytest.LogCap
     family = make_family("gemma")
     with caplog.at_level(logging.WARNING, logger="mergekit_slta"):
         solve(recipe(family))
-        solve(recipe(family, head=False))
     assert sum("The output head is tied to the embedding" in record.message for record in caplog.records) == 1
 
 
 # Removed, or kept
-
-
-def test_it_is_removed_when_the_output_is_written(llama: Family, tmp_path: Path, merges: list[Path]) -> None:
-    families.merge(recipe(llama), tmp_path / "out")
-    assert len(merges) == 1
-    assert not scratch_folders()
 
 
 @pytest.fixture
@@ -235,29 +210,17 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
-def test_it_is_kept_if_the_output_cannot_be_written(
+def test_it_is_kept_if_the_output_cannot_be_written_and_removed_when_it_is(
     full_disk: pytest.MonkeyPatch, llama: Family, tmp_path: Path, merges: list[Path]
-) -> None:
-    with pytest.raises(SltaError, match="No space left"):
-        families.merge(recipe(llama), tmp_path / "failed")
-    assert len(scratch_folders()) == 1
-    full_disk.undo()
-    out = families.merge(recipe(llama), tmp_path / "out")
-    assert len(merges) == 1
-    assert not scratch_folders()
-    LoaderCache.loaders.clear()
-    assert equal(merged(families.merge(recipe(llama), tmp_path / "again")), merged(out))
-    assert len(merges) == 2
-
-
-def test_what_a_failed_merge_left_is_no_business_of_another_method(
-    full_disk: pytest.MonkeyPatch, llama: Family, tmp_path: Path
 ) -> None:
     with pytest.raises(SltaError, match="No space left"):
         families.merge(recipe(llama), tmp_path / "failed")
     full_disk.undo()
     families.merge(families.recipe(llama, "sftm", calibration=False), tmp_path / "other")
-    assert len(scratch_folders()) == 1
+    assert len(scratch_folders()) == 1  # it is no business of another method
+    families.merge(recipe(llama), tmp_path / "out")
+    assert len(merges) == 1
+    assert not scratch_folders()
 
 
 def test_it_is_kept_if_the_report_cannot_be_written(llama: Family, tmp_path: Path, merges: list[Path]) -> None:
@@ -282,57 +245,56 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Family:
     return families.make_family(tmp_path_factory.mktemp("deep"), config, records=6)
 
 
-def deep_recipe(family: Family, scratch: Path) -> Recipe:
-    return recipe(family, scratch=str(scratch))
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(deep: Family, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """The content of the finished folder."""
     folder = tmp_path_factory.mktemp("whole")
     LoaderCache.loaders.clear()
-    solve(deep_recipe(deep, folder))
+    solve(recipe(deep, scratch=str(folder)))
     LoaderCache.loaders.clear()
     return contents(scratch_folders(folder)[0])
 
 
-@pytest.mark.parametrize("layer", [1, *(pytest.param(layer, marks=pytest.mark.slow) for layer in (0, 2, 3))])
 def test_a_killed_merge_goes_on(
-    layer: int, forks: ForkServerContext, deep: Family, uninterrupted: dict[str, bytes], tmp_path: Path
+    forks: ForkServerContext, deep: Family, uninterrupted: dict[str, bytes], tmp_path: Path
 ) -> None:
-    process = families.started(forks, solve, deep_recipe(deep, tmp_path), stop_after=layer)
+    process = families.started(forks, solve, recipe(deep, scratch=str(tmp_path)), stop_after=1)
     process.kill()
     process.join()
     (folder,) = scratch_folders(tmp_path)
     finished = {file: file.stat().st_mtime_ns for file in folder.glob("layer-*")}
-    assert len(finished) == layer + 1
-    solve(deep_recipe(deep, tmp_path))
+    assert len(finished) == 2
+    solve(recipe(deep, scratch=str(tmp_path)))
     assert contents(folder) == uninterrupted
     assert finished == {file: file.stat().st_mtime_ns for file in finished}
 
 
-@pytest.mark.parametrize("architecture", ["mixtral", "gemma4"])
+@pytest.mark.parametrize("architecture", ["mixtral", "gemma4", "zamba2"])
 def test_finished_layers_are_repeated_to_the_last_bit(
     architecture: str, make_family: MakeFamily, tmp_path: Path
 ) -> None:
-    """Routed experts, and layers that pass more than hidden states to later ones."""
+    """Routed experts; layers that pass more than hidden states to later ones; layers that share tensors.
+
+    The second layer of Zamba 2 that shares a transformer solves adapters that belong to the first one's tensors.
+    """
     family = make_family(architecture, records=3)
     families.feature_merge(family, tmp_path, compare=True, batch_tokens=60)
     before = families.solved_tensors(tmp_path)
-    for file in (*sorted(tmp_path.glob("layer-*"))[1:], tmp_path / "edges.safetensors"):
+    for file in (*sorted(tmp_path.glob("layer-*"))[2:], tmp_path / "edges.safetensors"):
         file.unlink()
     LoaderCache.loaders.clear()
-    families.feature_merge(family, tmp_path, compare=True, batch_tokens=60)
+    found = families.feature_merge(family, tmp_path, compare=True, batch_tokens=60)
     assert equal(families.solved_tensors(tmp_path), before)
+    assert all(torch.equal(found.tensor(name), tensor) for name, tensor in before.items())  # type: ignore[arg-type]
 
 
 def test_a_finished_merge_computes_damaged_files_again(
     deep: Family, uninterrupted: dict[str, bytes], tmp_path: Path
 ) -> None:
-    solve(deep_recipe(deep, tmp_path))
+    solve(recipe(deep, scratch=str(tmp_path)))
     (folder,) = scratch_folders(tmp_path)
     os.truncate(folder / "layer-0001.safetensors", 1000)
     (folder / "edges.safetensors").unlink()
     LoaderCache.loaders.clear()
-    solve(deep_recipe(deep, tmp_path))
+    solve(recipe(deep, scratch=str(tmp_path)))
     assert contents(folder) == uninterrupted
