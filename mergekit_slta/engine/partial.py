@@ -115,11 +115,7 @@ class Partial:
 
 
 def run_of(folder: Path) -> dict[str, Any] | None:
-    """The run that a folder belongs to; None if it does not say.
-
-    Raises:
-        SltaError: the file that says it cannot be read.
-    """
+    """The run that a folder belongs to; None if it does not say, an SltaError if what says it cannot be read."""
     path = folder / RUN
     try:
         found = json.loads(path.read_bytes()) if path.exists() else None
@@ -129,15 +125,11 @@ def run_of(folder: Path) -> dict[str, Any] | None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a folder of finished layers; the layers before ``run.json``, without which nobody knows whose they are."""
-    if not (folder / RUN).is_file() and _odd_entry(folder):
-        return  # it is no run's
-    with contextlib.suppress(OSError):
+    """Delete a run's folder of finished layers; ``run.json``, which says whose they are, after the layers."""
+    if (folder / RUN).is_file():
         for file in folder.glob("*.safetensors"):
-            file.unlink()
-    shutil.rmtree(folder, ignore_errors=True)
-    if folder.exists():
-        LOG.warning("%s cannot be deleted, and nothing needs it any more: delete it yourself.", folder)
+            file.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _odd_entry(folder: Path) -> str | None:

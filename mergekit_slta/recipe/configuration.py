@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from mergekit.common import ModelReference
 from mergekit.config import InputModelDefinition, InputSliceDefinition, MergeConfiguration, OutputSliceDefinition
@@ -49,14 +48,12 @@ def base_parameters(config: MergeConfiguration) -> dict[str, Any]:
     return dict(next(filter(None, given), {}))
 
 
-@dataclass(frozen=True)
-class ParameterTable:
+class ParameterTable(NamedTuple):
     """One ``parameters:`` table of a recipe: its place for error messages, and the model that it belongs to, if any."""
 
     where: str
     parameters: Mapping[str, Any]
     model: ModelReference | None = None
-    is_base: bool = False
 
 
 def parameter_tables(config: MergeConfiguration) -> Iterator[ParameterTable]:
@@ -66,5 +63,4 @@ def parameter_tables(config: MergeConfiguration) -> Iterator[ParameterTable]:
     for output in output_slices(config):
         yield ParameterTable("the parameters of a slice", output.parameters or {})
     for entry in model_inputs(config):
-        where, is_base = f"the parameters of {entry.model}", entry.model == config.base_model
-        yield ParameterTable(where, entry.parameters or {}, entry.model, is_base)
+        yield ParameterTable(f"the parameters of {entry.model}", entry.parameters or {}, entry.model)

@@ -50,7 +50,7 @@ class Experiment:
         self.options = MergeOptions(**{**options, "device": device and str(device)})
         on_all_gpus = self.options.multi_gpu and self.options.device == "cpu"
         self.device = "cuda" if on_all_gpus else str(self.options.device)
-        self._models: dict[ModelReference, Model | SltaError] = {}
+        self._models: dict[ModelReference, Model] = {}
         LoaderCache().setup(self.options)
 
     @property
@@ -76,14 +76,8 @@ class Experiment:
     def model(self, reference: ModelReference) -> Model:
         """A model's configuration and the headers of its files; see ``open_model``."""
         if reference not in self._models:
-            try:
-                self._models[reference] = open_model(reference, self.trust_remote_code, self.transformers_cache)
-            except SltaError as error:
-                self._models[reference] = error
-        found = self._models[reference]
-        if isinstance(found, SltaError):
-            raise found
-        return found
+            self._models[reference] = open_model(reference, self.trust_remote_code, self.transformers_cache)
+        return self._models[reference]
 
     @property
     def pairs(self) -> list[tuple[Model, Model]]:

@@ -5,57 +5,57 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+import jinja2
 import yaml
 
 from mergekit_slta.errors import SltaError
 
-_HEAD = """\
-# {count}
+_RECIPE = """\
+{% if keep %}
+# Take what a fine-tune learned, and keep what its base model can.
+{% else %}
+# A merge of {{ experts|length }} experts with {{ base }} as their base model.
+{% endif %}
 #   mergekit-slta check RECIPE      says what is missing or wrong, before any work
 #   mergekit-yaml RECIPE ./merged   merges (or: mergekit-slta merge RECIPE ./merged)
-"""
-_SLTA = """\
+{% if keep %}
+merge_method: featcal   # every linear map is solved, so that it does what each model does on that model's samples
+{% else %}
 merge_method: slta      # weights for each part of the model, solved from samples. Others: featcal (every linear map
                         # solved, with samples), actmat and sftm (without samples, so without 'calibration')
-"""
-_FEATCAL = """\
-merge_method: featcal   # every linear map is solved, so that it does what each model does on that model's samples
-"""
-_MODELS = """\
-base_model: {base}
+{% endif %}
+base_model: {{ base|scalar }}
 models:
-"""
-_EXPERT = """\
-  - model: {expert}
+{% for expert in experts %}
+  - model: {{ expert|scalar }}
     parameters:
-{source}      calibration: ""
-"""
-_SOURCE = """\
+{% if loop.first %}
       # Some 30 prompts of this expert's own task, with answers: a file (.jsonl, .json, .csv, .parquet or .txt with a
       # sample on each line), or a dataset of the Hub, "hf:ORG/NAME?config=main&split=train". Each expert needs its own.
       # template: "{question} {answer}"   # how a record becomes text, where its fields have other names than usual
-"""
-_BASE = """\
-  - model: {base}
+{% endif %}
+      calibration: ""
+{% endfor %}
+{% if keep %}
+  - model: {{ base|scalar }}
     parameters:
       # Some 30 prompts, with answers, of what the base model can do and the merge should not forget: your own chats, or
       # a general instruction dataset. Without them, delete this entry, and the merge is little more than the expert.
       calibration: ""
       weight: 1.0         # more keeps more of the base model, less gains more of the expert; 0 leaves it out
-"""
-_SHARED = """\
+{% endif %}
 parameters:
-{level}  samples: 30           # samples of each task
+{% if not keep %}
+  level: attn_mlp       # what gets weights of its own: model, layer, attn_mlp, head_mlp or linear
+{% endif %}
+  samples: 30           # samples of each task
   max_tokens: 512       # of each sample; the rest is cut
-{statistics}  # report: report/                      # write what the merge keeps of each expert, as a page with figures
+{% if not keep %}
+  # statistics: merge.slta.safetensors   # keep what was measured in a file, to merge again without data
+{% endif %}
+  # report: report/                      # write what the merge keeps of each expert, as a page with figures
 dtype: float32          # merge in this type ...
 out_dtype: bfloat16     # ... and round once, to this one
-"""
-_LEVEL = """\
-  level: attn_mlp       # what gets weights of its own: model, layer, attn_mlp, head_mlp or linear
-"""
-_STATISTICS = """\
-  # statistics: merge.slta.safetensors   # keep what was measured in a file, to merge again without data
 """
 
 
@@ -80,17 +80,9 @@ def new_recipe(base: str, experts: Sequence[str]) -> str:
     base, *experts = map(_local, (base, *experts))
     if len({base, *experts}) < 1 + len(experts):
         raise SltaError(f"A model is named twice ({', '.join((base, *experts))}): name each once.")
-    alone = len(experts) == 1
-    count = "Take what a fine-tune learned, and keep what its base model can."
-    if not alone:
-        count = f"A merge of {len(experts)} experts with {base} as their base model."
-    text = _HEAD.format(count=count) + (_FEATCAL if alone else _SLTA) + _MODELS.format(base=_scalar(base))
-    sources = [_SOURCE, *("" for _ in experts[1:])]  # what the first expert says holds for the others
-    entries = zip(experts, sources, strict=True)
-    text += "".join(_EXPERT.format(expert=_scalar(expert), source=source) for expert, source in entries)
-    text += _BASE.format(base=_scalar(base)) if alone else ""
-    text += _SHARED.format(level="" if alone else _LEVEL, statistics="" if alone else _STATISTICS)
-    return text
+    environment = jinja2.Environment(trim_blocks=True, keep_trailing_newline=True, autoescape=False)
+    environment.filters["scalar"] = _scalar
+    return environment.from_string(_RECIPE).render(base=base, experts=experts, keep=len(experts) == 1)
 
 
 def _local(name: str) -> str:

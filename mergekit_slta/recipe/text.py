@@ -44,9 +44,10 @@ def faults(config: MergeConfiguration, content: Any, settings: type[MethodSettin
     for table in parameter_tables(config):
         if table.model is not None:
             yield from _placement(table, own)
-        if table.is_base and not settings.runs_models:
+        is_base = table.model is not None and table.model == config.base_model
+        if is_base and not settings.runs_models:
             continue  # the method ignores the base model's entry, as ``ignored`` says
-        specs = {**own, **of_base} if table.is_base else own  # a shared one is said above
+        specs = {**own, **of_base} if is_base else own  # a shared one is said above
         yield from _parameters(table, specs, one_value=settings.runs_models)
     yield from _data_types(config)
 

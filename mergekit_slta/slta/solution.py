@@ -179,30 +179,20 @@ class Solution(Paragraphs):
 
     def notes(self) -> list[str]:
         """Sentences on the submodules in which the samples do not determine every expert's weight."""
-        idle = [name for name, rank in self.rank.items() if self.level == "linear" and rank == 0]
-        dependent = [name for name, rank in self.rank.items() if rank < len(self.models) and name not in idle]
-        notes = []
+        dependent = [name for name, rank in self.rank.items() if rank < len(self.models)]
         ill = [name for name, condition in self.condition.items() if condition > ILL_CONDITIONED]
+        notes = []
         if ill:
             notes.append(
                 f"In {len(ill)} of {len(self.rank)} submodules ({', '.join(ill[:3])}{' ...' * (len(ill) > 3)}) the "
                 "experts are nearly linearly dependent: small changes of the data change their weights much; a 'ridge' "
                 "steadies them."
             )
-        if idle:
-            notes.append(
-                f"{len(idle)} of {len(self.rank)} linear maps ({idle[0]} ...) are reached by no sample or changed by "
-                "no expert: they take the mean weights of their branch."
-            )
         if dependent:
+            branch = "; one that changes nothing there takes its mean weight in the branch" * (self.level == "linear")
             notes.append(
                 f"In {len(dependent)} of {len(self.rank)} submodules ({dependent[0]} ...) experts are linearly "
-                "dependent or change nothing: their weights are the minimum-norm solution"
-                + (
-                    "; one that changes nothing there takes its mean weight in the branch."
-                    if self.level == "linear"
-                    else "."
-                )
+                f"dependent or change nothing: their weights are the minimum-norm solution{branch}."
             )
         return notes
 
