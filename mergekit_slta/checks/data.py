@@ -65,7 +65,7 @@ def _fits(experiment: Experiment, file: Path, drawn: dict[Task, CalibrationData]
         None if content is None else BaseContent(tensors=content, config=hashed_computation(base.config)),
         [_content(experiment, expert.reference) for expert in recipe.experts],
         [drawn.get(task) for task in recipe.tasks],
-        [experiment.settings.measured_level],
+        [recipe.settings_of(SltaSettings).level],
     )
 
 

@@ -241,12 +241,7 @@ def evaluate(recipe: Path, out: Path, samples: int, json_file: str | None, **opt
 @numbers_file
 @click.option("--figure", "figure_file", metavar="FILE", type=click.Path(path_type=Path), help="Draw them, as PNG.")
 def compare(
-    recipe: Path,
-    out: tuple[Path, ...],
-    samples: int,
-    json_file: str | None,
-    figure_file: Path | None,
-    **options: Any,
+    recipe: Path, out: tuple[Path, ...], samples: int, json_file: str | None, figure_file: Path | None, **options: Any
 ) -> None:
     """Compare merged models, each in a folder OUT, on the tasks of RECIPE's experts.
 

@@ -19,12 +19,7 @@ from pydantic import ValidationError
 from mergekit_slta.data.sources import source_key
 from mergekit_slta.errors import SltaError, one_line, refuse
 from mergekit_slta.files import published_path
-from mergekit_slta.recipe.configuration import (
-    base_parameters,
-    expert_parameters,
-    expert_references,
-    shared_parameters,
-)
+from mergekit_slta.recipe.configuration import base_parameters, expert_parameters, expert_references, shared_parameters
 from mergekit_slta.recipe.settings import SETTINGS, CalibrationSettings, KeptBase, MethodSettings, Parameters
 from mergekit_slta.recipe.text import faults
 

@@ -74,11 +74,7 @@ class MethodSettings(Parameters):
 
 
 class CalibrationSettings(MethodSettings):
-    """The parameters of every method that uses calibration data.
-
-    Attributes:
-        measured_level: the level of the Gram matrices that are measured by default.
-    """
+    """The parameters of every method that uses calibration data."""
 
     runs_models: ClassVar[bool] = True
     expert: ClassVar[type[Parameters]] = CalibratedExpert
@@ -94,14 +90,7 @@ class CalibrationSettings(MethodSettings):
         description="what lies outside the language tower of a multimodal model (vision, audio, projectors): `base`, "
         "the base model's, or `mean`, merged with the mean weights (`slta`) or averaged over the experts (`featcal`)",
     )
-    report: str = Field(
-        default="",
-        description="a folder for an HTML report of the merge",
-    )
-
-    @property
-    def measured_level(self) -> Level:
-        return "attn_mlp"
+    report: str = Field(default="", description="a folder for an HTML report of the merge")
 
 
 class SltaSettings(CalibrationSettings):
@@ -122,10 +111,6 @@ class SltaSettings(CalibrationSettings):
         default="",
         description="a statistics file to use, or to write; `hf:ORG/REPO/FILE[@REVISION]` reads a published one",
     )
-
-    @property
-    def measured_level(self) -> Level:
-        return self.level
 
 
 class FeatcalSettings(CalibrationSettings):

@@ -75,9 +75,10 @@ def measured_statistics(
 ) -> Statistics:
     """``measure`` for an opened recipe; with ``measuring`` false, what is not measured yet is refused."""
     settings, ranks = experiment.settings, experiment.ranks
-    asked = [levels] if isinstance(levels, str) else list(levels or [settings.measured_level])
+    own = settings if isinstance(settings, SltaSettings) else SltaSettings()
+    asked = [levels] if isinstance(levels, str) else list(levels or [own.level])
     experiment.require_levels(asked)
-    source = os.fspath(path) if path else settings.statistics if isinstance(settings, SltaSettings) else ""
+    source = os.fspath(path) if path else own.statistics
     file = resolve_statistics(source, experiment.transformers_cache) if source else None
     if file is not None and _exists(file, ranks):
         statistics = _matched(experiment, file, asked)
@@ -115,10 +116,7 @@ def solved(experiment: Experiment, statistics: Statistics) -> tuple[Solution, Te
     """The merging weights that a recipe for ``slta`` asks for, by submodule and by tensor."""
     settings = experiment.recipe.settings_of(SltaSettings)
     solution = statistics.solve(
-        settings.level,
-        balance=settings.balance,
-        ridge=settings.ridge,
-        keep_weight=experiment.recipe.keep_weight,
+        settings.level, balance=settings.balance, ridge=settings.ridge, keep_weight=experiment.recipe.keep_weight
     )
     weights = TensorWeights(experiment.decoder, settings.level, solution.submodules, settings.edges, settings.towers)
     return solution, weights
@@ -153,11 +151,7 @@ def _together(measured: Iterable[Statistics], info: Info) -> Statistics:
 
 
 def _matched(experiment: Experiment, path: Path, levels: Sequence[str]) -> Statistics:
-    """Compare a file with the recipe, and select the recipe's experts and tasks under the recipe's names.
-
-    Raises:
-        SltaError: the file does not fit, or lacks a level.
-    """
+    """Compare a file with the recipe, and select the recipe's experts and tasks under the recipe's names."""
     found, recipe = Statistics.load(path), experiment.recipe
     require_calibration(recipe, statistics=True)
     given = all(task.calibration for task in recipe.tasks)

@@ -209,11 +209,7 @@ def _rounded(weight: float) -> float:
 
 
 def _verify(content: dict[str, Any], planned: Sequence[PlannedTensor]) -> None:
-    """Compare the weights that mergekit reads from the recipe with the planned ones.
-
-    Raises:
-        SltaError: the weight of a tensor differs.
-    """
+    """Refuse a recipe from which mergekit would read other weights than the planned ones."""
     recipe = MergeConfiguration.model_validate(content)
     depth = max((tensor.layer or 0 for tensor in planned), default=0)
     for tensor in planned:

@@ -141,10 +141,8 @@ class Statistics:
         for name in names:
             if name not in known:
                 raise SltaError(f"The statistics hold no expert '{name}', only {', '.join(known)}.")
-            if names.count(name) > 1:
-                raise SltaError(f"The expert '{name}' is named twice: name each of {', '.join(known)} once at most.")
-        if not names:
-            raise SltaError(f"No expert is named: name some of {', '.join(known)}.")
+        if not names or len(set(names)) < len(names):
+            raise SltaError(f"Name one or more of {', '.join(known)}, each once at most.")
         return self.take([known.index(name) for name in names])
 
     def take(self, experts: Sequence[int], keep: bool = True) -> Statistics:
@@ -224,10 +222,9 @@ class Statistics:
                 weight.
         """
         level = level or ("attn_mlp" if "attn_mlp" in self.info.levels else self.info.levels[0])
-        if not 0 <= ridge < math.inf:
-            raise SltaError(f"'ridge' is {ridge}: give a number of at least zero.")
-        if keep_weight is not None and not 0 <= keep_weight < math.inf:
-            raise SltaError(f"'keep_weight' is {keep_weight}: give a number of at least zero.")
+        for name, value in {"ridge": ridge, "keep_weight": keep_weight or 0.0}.items():
+            if not 0 <= value < math.inf:
+                raise SltaError(f"'{name}' is {value}: give a number of at least zero.")
         if keep_weight and self.info.keep is None:
             raise SltaError(
                 "The statistics were measured without prompts of the base model, so there is nothing to keep: list the "

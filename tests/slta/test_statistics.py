@@ -178,8 +178,8 @@ def test_experts_are_selected_by_name(found: Statistics, tmp_path: Path) -> None
     ("names", "said"),
     [
         (["org/expert0", "expert1"], "no expert 'expert1', only org/expert0, org/expert1, org/expert2"),
-        (["org/expert1", "org/expert1"], "'org/expert1' is named twice.*org/expert0, org/expert1, org/expert2"),
-        ([], "No expert is named.*org/expert0, org/expert1, org/expert2"),
+        (["org/expert1", "org/expert1"], "one or more of org/expert0, org/expert1, org/expert2, each once"),
+        ([], "one or more of org/expert0, org/expert1, org/expert2, each once"),
     ],
 )
 def test_a_selection_that_nobody_meant_is_refused(names: list[str], said: str, found: Statistics) -> None:
