@@ -60,33 +60,18 @@ def main() -> None:
     """
 
 
-@main.command(short_help="Write a commented recipe to start from.")
+@main.command(short_help="Print a commented recipe to start from.")
 @click.argument("base")
 @click.argument("experts", metavar="EXPERT...", nargs=-1, required=True)
-@click.option(
-    "-o",
-    "--output",
-    "file",
-    metavar="FILE",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="The file to write, which must not be there yet.  [default: standard output]",
-)
-def new(base: str, experts: tuple[str, ...], file: Path | None) -> None:
-    """Write a commented recipe for merging each EXPERT, which was fine-tuned from the model BASE.
+def new(base: str, experts: tuple[str, ...]) -> None:
+    """Print a commented recipe for merging each EXPERT, which was fine-tuned from the model BASE.
 
-    Models are folders or Hub ids; an adapter is written behind its base model, BASE+ADAPTER. Fill in the calibration
-    sources, then `check` the recipe.
+    Models are folders or Hub ids; an adapter is written behind its base model, BASE+ADAPTER. Write it to a file with
+    '> recipe.yml', fill in the calibration sources, then `check` the recipe.
     """
     from mergekit_slta.recipe.new import new_recipe
 
-    text = new_recipe(base, experts)
-    if file is None:
-        click.echo(text, nl=False)
-        return
-    if file.exists():
-        raise SltaError(f"{file} is there already: name another file.")
-    files.write(file, text.encode())
-    click.echo(f"{file} written: fill in the calibration sources, then run 'mergekit-slta check {file}'.")
+    click.echo(new_recipe(base, experts), nl=False)
 
 
 @main.command(cls=ModelCommand, short_help="Say everything that is wrong with a recipe.")
