@@ -8,7 +8,6 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
 
 import click
 import pytest
@@ -20,7 +19,6 @@ from test_rooms import FLOORS
 
 import mergekit_slta
 from mergekit_slta.cli.commands import main
-from mergekit_slta.levels import LEVELS
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.recipe.settings import SETTINGS, parameter_specs
 
@@ -94,21 +92,6 @@ def test_the_page_of_recipes_is_what_the_settings_classes_say() -> None:
     assert page == recipe_page.with_tables(page), "run python tests/support/recipe_page.py"
 
 
-@pytest.mark.parametrize("method", SETTINGS)
-def test_the_meaning_of_a_parameter_names_the_words_that_it_takes(method: str) -> None:
-    for table in (SETTINGS[method], SETTINGS[method].expert):
-        for name, field in table.model_fields.items():
-            assert field.description, name
-            assert set(words(field.annotation)) <= set(re.findall(r"`(\w+)`", field.description)), name
-
-
-def words(annotation: Any) -> Iterator[str]:
-    for part in get_args(annotation):
-        if isinstance(part, str):
-            yield part
-        yield from words(part)
-
-
 @each_page
 def test_every_recipe_in_the_docs_is_sound_and_every_part_of_one_names_parameters(page: str) -> None:
     for block in blocks(TEXTS[page], "yaml"):
@@ -117,12 +100,6 @@ def test_every_recipe_in_the_docs_is_sound_and_every_part_of_one_names_parameter
             Recipe.parse(block, page).require_sound()
         else:
             assert set(content) <= PARAMETERS
-
-
-def test_every_level_has_a_row() -> None:
-    (section,) = re.findall(r"^### Levels\n(.*?)(?=^## )", TEXTS["recipe.md"], re.MULTILINE | re.DOTALL)
-    _, *rows = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
-    assert rows == list(LEVELS)
 
 
 # Python

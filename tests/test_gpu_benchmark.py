@@ -6,6 +6,7 @@ import json
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
+import pytest
 from support.processes import ROOT, run_afresh
 
 ROWS = [
@@ -26,6 +27,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.slow  # it merges seven times
 def test_it_measures_tiny_models_and_says_what_is_extrapolated(forks: ForkServerContext, tmp_path: Path) -> None:
     options = ["--device=cpu", "--samples=2", "--tokens=16", "--layers=2", "--repeats=1", "--shape=tiny"]
     script = ROOT / "tests" / "benchmarks" / "gpu.py"

@@ -164,8 +164,7 @@ def broken(tmp_path: Path, installed: Environment) -> Environment:
 
 
 @pytest.mark.parametrize(
-    ("installer", "kind"),
-    [("pip", "wheel"), ("uv", "wheel"), pytest.param("pip", "sdist", marks=pytest.mark.slow)],
+    ("installer", "kind"), [("pip", "wheel"), ("uv", "wheel"), pytest.param("pip", "sdist", marks=pytest.mark.slow)]
 )
 def test_install_and_uninstall(
     installer: str, kind: str, tmp_path: Path, dependencies: Path, distributions: dict[str, str]

@@ -34,18 +34,6 @@ def stages(path: Path) -> Iterator[tuple[str | None, Recipe]]:
         yield name, Recipe.parse(yaml.safe_dump(content, sort_keys=False), path)
 
 
-def test_there_is_a_recipe_for_whatever_people_merge() -> None:
-    found = {path.stem: [recipe for _, recipe in stages(path)] for path in RECIPES}
-    recipes = [recipe for own in found.values() for recipe in own]
-    assert {"slta", "featcal", "actmat"} <= {recipe.config.merge_method for recipe in recipes}
-    bases = " ".join(recipe.base.model.path for recipe in recipes)
-    assert all(f"/{family}" in bases for family in ("Llama-3", "Qwen2.5", "Qwen3", "Mistral", "gemma", "Mixtral"))
-    assert any(all(reference.lora for reference in recipe.references[1:]) for recipe in recipes)
-    assert any(len(own) > 1 for own in found.values())
-    assert sum(recipe.config.merge_method == "featcal" and recipe.keep is not None for recipe in recipes) == 2
-    assert any(isinstance(own.settings, SltaSettings) and own.settings.statistics for own in recipes)
-
-
 @each_recipe
 def test_a_recipe_is_sound(path: Path) -> None:
     earlier: set[str | None] = set()

@@ -18,13 +18,7 @@ def test_a_share_that_rounds_to_zero_has_no_sign() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "written"),
-    [
-        (0, "0 KB"),
-        (1234, "1.23 KB"),
-        (999_500, "1 MB"),
-        (1_234_000_000_000, "1,234 GB"),
-    ],
+    ("nbytes", "written"), [(0, "0 KB"), (1234, "1.23 KB"), (999_500, "1 MB"), (1_234_000_000_000, "1,234 GB")]
 )
 def test_a_size_has_three_digits(nbytes: int, written: str) -> None:
     assert as_size(nbytes) == written

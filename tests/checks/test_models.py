@@ -13,16 +13,7 @@ import transformers
 from conftest import MakeFamily
 from support import families
 from support.copies import edit_tensors
-from support.examining import (
-    edit_config,
-    feature_recipe,
-    look,
-    only,
-    problems,
-    save_random,
-    t5,
-    with_expert,
-)
+from support.examining import edit_config, feature_recipe, look, only, problems, save_random, t5, with_expert
 from support.families import Family
 
 
@@ -119,16 +110,6 @@ def test_tensors_missing_where_mergekit_infers_the_architecture(inferred: dict[s
     assert only(inferred).startswith(f"{folders(inferred)[1]}: the checkpoint lacks {name}")
 
 
-def test_a_head_that_only_some_store(inferred: dict[str, Any], tmp_path: Path) -> None:
-    """mergekit then plans it for all, and fails in the middle of the merge."""
-    embedding = "model.embed_tokens.weight"
-    edit_tensors(folders(inferred)[1], lambda t: t.update({"lm_head.weight": t[embedding].clone()}))
-    assert "the checkpoint lacks lm_head.weight" in only(inferred)
-    models = [{"model": str(folder), "parameters": {"weight": 0.5}} for folder in folders(inferred)[1:]]
-    with pytest.raises(ValueError, match="Base input is not present"):
-        families.merge(inferred | {"merge_method": "task_arithmetic", "models": models}, tmp_path / "out")
-
-
 def test_what_mergekit_would_leave_out_is_said(make_family: MakeFamily, tmp_path: Path) -> None:
     tensor = "model.layers.0.self_attn.k_proj.bias"
     family = make_family(families.config_of("llama", attention_bias=True), experts=1)
@@ -219,11 +200,10 @@ def test_models_that_are_no_decoder(family: Family, tmp_path: Path, save: Callab
     )
 
 
-@pytest.mark.parametrize("method", ["slta", "featcal"])
-def test_layers_that_cannot_be_run_one_at_a_time(method: str, make_family: MakeFamily) -> None:
+def test_layers_that_cannot_be_run_one_at_a_time(make_family: MakeFamily) -> None:
     small: dict[str, Any] = {"vocab_size": families.VOCABULARY, "hidden_size": 32, "num_hidden_layers": 3}
     family = make_family(transformers.RwkvConfig(**small, rescale_every=2), experts=2)
-    problem = only(families.recipe(family, method))
+    problem = only(families.recipe(family))
     assert problem.startswith("RwkvForCausalLM changes the hidden states between its decoder layers")
     assert problem.endswith("it can be merged with 'merge_method: actmat'.")
 

@@ -21,7 +21,6 @@ from mergekit_slta.cli.commands import main
 from mergekit_slta.comparison import compare as module
 from mergekit_slta.comparison.compare import Comparison, TaskComparison, TaskScore, compare, evaluate
 from mergekit_slta.errors import SltaError
-from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.reports.comparison import write_comparison
 
@@ -115,23 +114,6 @@ def test_what_is_kept_of_the_base_model_is_measured_on_its_own_records(paired: F
     assert keep.base.exact in (1.0, None)  # of the answers that the base model gives
     assert "kept of the base" in str(found)
     assert json.loads(found.to_json())["keep"]["records"] == 4
-
-
-def test_an_expert_that_knows_its_records_by_heart_answers_exactly(paired: Family) -> None:
-    model: Any = AutoModelForCausalLM.from_pretrained(paired.base)
-    tokenizer = AutoTokenizer.from_pretrained(paired.base)
-    records = [json.loads(line) for line in paired.data[0].read_text().splitlines()]
-    ids = torch.tensor([tokenizer(f"{r['question']}\n{r['answer']}")["input_ids"] for r in records])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(40):
-        model(ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.save_pretrained(paired.experts[0])
-    (task, _) = compare(recipe_of(paired), [paired.experts[0]], quiet=True).tasks
-    assert task.expert.exact == task.merged[0].exact == 1.0
-    assert task.base.exact is not None and task.base.exact < 0.5
-    assert task.kept(0) == 1
 
 
 @pytest.mark.parametrize(
@@ -242,15 +224,6 @@ def test_experts_without_records_to_hold_out_are_refused(paired: Family) -> None
     assert "statistics" not in caught.value.message
     with pytest.raises(SltaError, match="no record to hold out"):
         evaluate(recipe_of(paired, samples=RECORDS), paired.base, quiet=True)
-
-
-def test_records_of_one_token_are_refused(make_family: MakeFamily) -> None:
-    family = make_family(experts=1)
-    file = family.base / "tokenizer.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"post_processor": None}))  # no special tokens
-    family.data[0].write_text("".join(json.dumps({"text": letter}) + "\n" for letter in "abcd"))
-    with pytest.raises(SltaError, match="nothing to predict"):
-        evaluate(Experiment(recipe_of(family), quiet=True), family.base)
 
 
 def test_a_model_that_lacks_tokens_is_refused(paired: Family, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Calibration data: which token ids are drawn, in which order, and how problems are worded."""
 
-import datetime
 import hashlib
 import logging
 import random
@@ -23,7 +22,6 @@ from support.calibration_samples import (
     write_tokenizer,
 )
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import chat_template_utils
 
 from mergekit_slta.data.draw import CalibrationData
 
@@ -108,34 +106,11 @@ def test_conversation_without_any_chat_template_is_refused(
     assert drawn.token_ids == (with_special("ho"),)
 
 
-DATED = (
-    "  {%- if strftime_now is defined %}{% set format = '%A %d %B %Y' %}{% endif %}\n"
-    "{{ strftime_now('%d %b %Y') }}, {{ strftime_now(format) }}\n"
-    "{{ strftime_now('%Y-%m-%d %H:%M:%S %p, %j of %y, %a %e.%-d.%-m at %T, %F %D %% %I') }}\n"
-    "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-)
-
-
-def on_the_day(monkeypatch: pytest.MonkeyPatch, day: datetime.datetime) -> None:
-    class Clock(datetime.datetime):
-        @classmethod
-        def now(cls, tz: Any = None) -> Any:
-            return day
-
-    monkeypatch.setattr(chat_template_utils, "datetime", Clock)
-
-
-def test_a_chat_template_that_asks_for_the_date_gets_the_same_one_every_day(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer = write_tokenizer(tmp_path / "dated", DATED)
+def test_a_chat_template_that_asks_for_the_date_gets_the_same_one_every_day(tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path / "dated", "{{ strftime_now('%d %b %Y') }}{{ messages[0]['content'] }}")
     source = write_jsonl(tmp_path / "a.jsonl", [{"messages": TURNS}])
-    on_the_day(monkeypatch, datetime.datetime(2024, 7, 26))
-    rendered = tokenizer.apply_chat_template(TURNS, tokenize=False)
-    expected = tuple(tokenizer(rendered, add_special_tokens=False, padding=False, truncation=False)["input_ids"])
-    for today in (1, 2):
-        on_the_day(monkeypatch, datetime.datetime(2026, 11, today, 12, 30))
-        assert load(source, tokenizer, samples=1, max_tokens=500).token_ids == (expected,)
+    expected = tokenizer("26 Jul 2024hi", add_special_tokens=False, padding=False, truncation=False)["input_ids"]
+    assert load(source, tokenizer, samples=1).token_ids == (tuple(expected),)
 
 
 def test_what_a_chat_template_refuses_is_said(tmp_path: Path) -> None:

@@ -89,8 +89,7 @@ def test_record_that_does_not_fit_is_named(record: dict[str, Any], template: str
 
 
 @pytest.mark.parametrize(
-    "template",
-    ["{q", "{}", "{0}", "no field", "{q.__class__}", "{q[0].__doc__}", "{q:{q.__class__}}"],
+    "template", ["{q", "{}", "{0}", "no field", "{q.__class__}", "{q[0].__doc__}", "{q:{q.__class__}}"]
 )
 def test_bad_template_is_quoted(template: str) -> None:
     assert repr(template) in refused(as_text, {"q": "a"}, template)

@@ -4,16 +4,12 @@ import csv
 import json
 import os
 import random
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow.parquet
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.calibration_samples import load, refused, with_special, write_jsonl
 from transformers import PreTrainedTokenizerBase
 
@@ -67,25 +63,6 @@ def test_text_file_is_one_sample_per_line_without_blank_lines(tmp_path: Path) ->
     path = tmp_path / "lines.txt"
     path.write_bytes("one\r\n\n  two\x0b\u2028still two \n \t\nthree".encode())
     assert list(read_records(str(path))) == [{"text": "one"}, {"text": "  two\x0b\u2028still two "}, {"text": "three"}]
-
-
-ROWS = st.lists(st.fixed_dictionaries({"a": st.text(), "é\n": st.text()}), min_size=1, max_size=5)
-
-
-@settings(max_examples=100, derandomize=True, database=None, deadline=None)
-@given(rows=ROWS)
-def test_any_records_are_read_as_they_were_written(rows: list[dict[str, str]]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        writers: dict[str, Callable[[Path], Any]] = {
-            "a.jsonl": lambda path: write_jsonl(path, rows),
-            "a.json": lambda path: path.write_text(json.dumps(rows)),
-            "a.csv": lambda path: write_csv(path, rows),
-            "a.parquet": lambda path: pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path),
-        }
-        for name, write in writers.items():
-            path = Path(folder, name)
-            write(path)
-            assert list(read_records(str(path))) == rows
 
 
 BROKEN_FILES: dict[str, tuple[bytes, list[str]]] = {

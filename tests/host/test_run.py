@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import os
 import shutil
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +16,6 @@ import torch
 import yaml
 from click.testing import CliRunner
 from conftest import MakeFamily, WriteRecipe
-from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache, LoadTensor, SaveTensor
 from mergekit.scripts import multimerge, run_yaml
 from safetensors.torch import load_file, save_file
@@ -26,53 +23,14 @@ from support import families
 from support.adapters import write_adapter
 from support.families import Family
 from support.merging import State, counted, merged_state
-from transformers import AutoTokenizer
 
-from mergekit_slta.data import draw
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal import scratch
 from mergekit_slta.files import cache_folder
-from mergekit_slta.layers import trace
-from mergekit_slta.models import headers
 from mergekit_slta.models.headers import WEIGHT_FILES, weight_map
 from mergekit_slta.slta import measure
 
-Counts = collections.Counter[tuple[str, str]]
 ENTRIES = [name + index for name in WEIGHT_FILES for index in ("", ".index.json")]  # that programs look for
-
-
-@pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> Counts:
-    """How often this package, not mergekit itself, has opened what: kind and name."""
-    counts: Counts = collections.Counter()
-
-    def count(owner: Any, name: str, kind: str, own: bool = True) -> None:
-        function = getattr(owner, name)
-
-        def counted(*arguments: Any, **more: Any) -> Any:
-            if own or sys._getframe(1).f_globals["__name__"].startswith("mergekit_slta."):
-                counts[kind, Path(str(arguments[0])).name if kind != "decoder" else ""] += 1
-            return function(*arguments, **more)
-
-        monkeypatch.setattr(owner, name, counted)
-
-    count(ModelReference, "config", "configuration", own=False)
-    count(headers, "folder_headers", "header")
-    count(draw, "read_records", "data")
-    count(trace, "trace_model", "decoder")
-    count(AutoTokenizer, "from_pretrained", "tokenizer", own=False)
-    return counts
-
-
-@pytest.mark.parametrize(("method", "parameters"), [("slta", {}), ("featcal", {"anchor": "actmat"})])
-def test_a_merge_opens_everything_once(
-    method: str, parameters: dict[str, Any], llama: Family, opened: Counts, tmp_path: Path
-) -> None:
-    families.merge(families.recipe(llama, method, samples=3, **parameters), tmp_path / "out")
-    models = [folder.name for folder in llama.folders]
-    names = {"configuration": models, "header": models, "tokenizer": models[:1]}
-    names |= {"data": [file.name for file in llama.data], "decoder": [""]}
-    assert opened == {(kind, name): 1 for kind, found in names.items() for name in found}
 
 
 @pytest.mark.parametrize("method", ["slta", "featcal"])

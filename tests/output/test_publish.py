@@ -127,14 +127,6 @@ def test_statistics_of_an_earlier_merge_stay_here(out: Path, hub: UploadHub) -> 
     assert not any(name.startswith("mergekit-slta/") for name in hub.committed)
 
 
-def test_every_folder_of_this_machine_is_named_once(out: Path, llama: Family) -> None:
-    content = families.recipe(llama)
-    content["models"][0]["model"] = f"{llama.base}+/adapter"
-    families.write_recipe(out / "mergekit_config.yml", content)
-    (local,) = (note for note in publish(out, "org/model", dry_run=True, quiet=True).notes if "folders of" in note)
-    assert f"({llama.base}, /adapter, {llama.experts[1]} and 1 more)" in local
-
-
 def test_a_chat_template_that_is_missing_can_be_copied_as_the_note_says(out: Path) -> None:
     (note,) = (note for note in publish(out, "org/model", dry_run=True, quiet=True).notes if "chat template" in note)
     assert f"copy the file chat_template.jinja from its folder or Hub page into the folder {out};" in note

@@ -74,13 +74,6 @@ def test_a_submodule_that_an_expert_hardly_changes_counts_for_little() -> None:
     assert pooled(retained[2:], share[2:]).isnan()
 
 
-def test_equal_samples_leave_no_doubt_about_the_weights() -> None:
-    gram = synthetic.random_grams(3, 1).sum(0)
-    solution = synthetic.statistics(grams=lambda name, number: gram.expand(12, 3, 3)).solve("attn_mlp")
-    alpha = torch.stack(list(solution.alpha.values()))
-    assert torch.allclose(intervals(solution), alpha.expand(2, -1, -1))
-
-
 def test_intervals_hold_the_weights_and_narrow_with_more_samples() -> None:
     few, many = (synthetic.statistics(samples=samples).solve("attn_mlp") for samples in (5, 60))
     alpha, (low, high) = torch.stack(list(few.alpha.values())), intervals(few)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import re
 import warnings
 from collections.abc import Iterator
 from xml.etree import ElementTree
@@ -20,7 +19,6 @@ from mergekit_slta.reports.figures import (
     DOTS_PER_INCH,
     GRID,
     INK,
-    NAME_LENGTH,
     WIDTH,
     Bars,
     Line,
@@ -106,10 +104,3 @@ def test_a_picture_as_svg_is_the_same_each_time_and_knows_dark_pages() -> None:
         assert f'[style*="stroke: {light}"]{{stroke:{dark}!important}}' in style
     for light in (INK, AXIS, GRID):  # matplotlib still writes colours as the style looks for them
         assert f": {light}" in text.decode().replace(style, "")
-
-
-def test_a_long_title_keeps_its_end_which_tells_experts_apart() -> None:
-    title = f"On {'x' * 100}-math's samples"
-    chart = line_chart([Panel(title, lines([0.0, 1.0], [0.0, 1.0]))], x_label="x", y_label="y")
-    (written,) = re.findall(r"<!-- (On .*) -->", chart.svg().decode())
-    assert len(written) <= NAME_LENGTH and written.endswith("h's samples")

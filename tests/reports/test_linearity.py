@@ -18,10 +18,10 @@ from mergekit_slta.reports.linearity import linearity_page, score_sentence, scor
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Linearity, Path]:
-    """Everything measured but heads, and the folder that it was written to."""
+    """Everything measured at the coarser levels, and the folder that it was written to."""
     config = families.config_of("llama", num_hidden_layers=1)
     family = families.make_family(tmp_path_factory.mktemp("family"), config, experts=3, records=1, longest=8)
-    levels, studies = ("model", "layer", "attn_mlp", "linear"), plan_studies(3, triples=True)
+    levels, studies = ("model", "layer", "attn_mlp"), plan_studies(3, triples=True)
     result = plan_of(family, levels, studies, family.token_ids()).measure()
     return result, write_linearity(result, tmp_path_factory.mktemp("linearity") / "new").parent
 
@@ -33,7 +33,7 @@ def test_the_json_has_its_schema(written: tuple[Linearity, Path]) -> None:
         *(f"distance_{step / 10}" for step in range(11)),
     }  # fmt: skip
     merges = {"one+two", "one+three", "two+three", "one+two+three"}
-    submodules = {"model": 1, "layer": 1, "attn_mlp": 2, "linear": 7}
+    submodules = {"model": 1, "layer": 1, "attn_mlp": 2}
     for metric, by_level in content.items():
         single = metric == "non_linearity" or metric.startswith("distance")
         assert set(by_level) == set(submodules)
@@ -62,7 +62,7 @@ def test_the_page_says_what_was_measured(written: tuple[Linearity, Path]) -> Non
     of_experts, of_pairs, of_triples, _ = linearity_page(result).verdict
     assert of_experts == score_sentence(result) and f"{distance:.2g} for the whole model" in of_triples
     assert said.index(of_experts) < said.index(of_pairs) < said.index(of_triples) < said.index("Single experts")
-    assert [row[0] for row in score_table(result).rows] == ["model", "layer", "attention", "MLP", "linear map"]
+    assert [row[0] for row in score_table(result).rows] == ["model", "layer", "attention", "MLP"]
     assert all(f"{name}, 1 sample" in said for name in NAMES)
 
 
@@ -79,10 +79,7 @@ def test_the_figures_are_files_and_in_the_page(written: tuple[Linearity, Path]) 
 
 @pytest.mark.parametrize(
     ("layer", "said"),
-    [
-        (0.5, "The submodules of one are more linear than the whole models"),
-        (2.0, "Not all submodules"),
-    ],
+    [(0.5, "The submodules of one are more linear than the whole models"), (2.0, "Not all submodules")],
 )
 def test_the_verdict_compares_submodules_with_the_model(layer: float, said: str) -> None:
     scores = {"model": {"one": {"model": Value(2.0, 0, 1)}}, "layer": {"one": {"layer.0": Value(layer, 0, 1)}}}

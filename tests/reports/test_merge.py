@@ -48,12 +48,7 @@ def test_the_verdict_states_what_is_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("losing", "where"),
-    [
-        ([2], "layer 2"),
-        ([0, 3, 4, 7], "layers 0, 3-4 and 7"),
-        (list(range(8)), "every layer"),
-    ],
+    ("losing", "where"), [([2], "layer 2"), ([0, 3, 4, 7], "layers 0, 3-4 and 7"), (list(range(8)), "every layer")]
 )
 def test_the_verdict_names_the_layers_where_most_is_lost(losing: list[int], where: str) -> None:
     powers = [1.5 if layer in losing else 0.05 for layer in range(8)]

@@ -104,10 +104,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2Config", _GROUPED),
     "cohere": ("CohereConfig", _GROUPED | {"use_qk_norm": True}),
     "mixtral": ("MixtralConfig", _GROUPED | _WINDOW | {"num_local_experts": 4}),
-    "qwen3_moe": (
-        "Qwen3MoeConfig",
-        _GROUPED | _LATER_LAYERS_SLIDE | _TOP_2_OF_4 | {"head_dim": 8, "num_experts": 4},
-    ),
+    "qwen3_moe": ("Qwen3MoeConfig", _GROUPED | _LATER_LAYERS_SLIDE | _TOP_2_OF_4 | {"head_dim": 8, "num_experts": 4}),
     "glm4_moe": (
         "Glm4MoeConfig",
         _GROUPED
@@ -256,10 +253,7 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_5": (
         "Qwen3_5Config",
-        {
-            "text_config": _QWEN3_5_TEXT,
-            "vision_config": _QWEN_VISION | {"num_position_embeddings": 16},
-        },
+        {"text_config": _QWEN3_5_TEXT, "vision_config": _QWEN_VISION | {"num_position_embeddings": 16}},
     ),
     "qwen3_5_moe": (
         "Qwen3_5MoeConfig",

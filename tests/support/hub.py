@@ -83,7 +83,7 @@ class Handler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
 
-    def __init__(self, hub: Hub, *arguments: Any) -> None:
+    def __init__(self, hub: Any, *arguments: Any) -> None:
         self.hub = hub
         super().__init__(*arguments)
 
@@ -128,7 +128,7 @@ class Handler(BaseHTTPRequestHandler):
         answer: Any = {"id": repository.name, "tags": [], "siblings": siblings, "sha": COMMIT}
         if what[:1] == ["tree"]:
             answer = [{"type": "file", "path": name, "size": 1, "oid": "0"} for name in names]
-        self.send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
+        self.send_json(answer)
 
     def send_file(self, file: Path) -> None:
         content, status = file.read_bytes(), 200
@@ -139,11 +139,14 @@ class Handler(BaseHTTPRequestHandler):
             self.hub.fetched.append(file.name)
         self.send(status, content, {"ETag": f'"{file.parent.name}-{file.name}"', "X-Repo-Commit": COMMIT})
 
+    def send_json(self, content: Any, status: int = 200) -> None:
+        self.send(status, json.dumps(content).encode(), {"Content-Type": "application/json"})
+
     def send(self, status: int, content: bytes = b"", headers: dict[str, str] | None = None, error: str = "") -> None:
         self.send_response(status)
         told = {"X-Error-Code": error} if error else {}
         for name, value in {**(headers or {}), **told, "Content-Length": str(len(content))}.items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(content)

@@ -43,15 +43,13 @@ MODELS: dict[str, tuple[str, Callable[[], Config]]] = {
     "clip_vision": ("CLIPVisionModel", lambda: transformers.CLIPVisionConfig(**VISION)),
     "mixtral": ("MixtralForCausalLM", lambda: transformers.MixtralConfig(**TEXT, num_local_experts=3)),
     "gpt2": ("GPT2LMHeadModel", lambda: transformers.GPT2Config(**VOCABULARY, n_embd=32, n_layer=2, n_head=4)),
-    "mamba": ("MambaForCausalLM", lambda: transformers.MambaConfig(**VOCABULARY, hidden_size=32, num_hidden_layers=1)),
-    "vit": ("ViTModel", lambda: transformers.ViTConfig(**VISION)),
 }
 
 # The roles by hand, the first pattern that is found in a tensor's name.
 ROLES = [
-    (r"patch_embedding.*weight|conv1d\.weight", Role.CONVOLUTION),
+    (r"patch_embedding.*weight", Role.CONVOLUTION),
     (r"norm|ln_\d|ln_f|layrnorm", Role.NORM),
-    (r"bias|embed|shared|lm_head|wte|wpe|cls_token|A_log|mixer\.D", Role.OTHER),
+    (r"bias|embed|shared|lm_head|wte|wpe", Role.OTHER),
     (r"c_attn|c_proj|c_fc", Role.TRANSPOSED),
     (r"", Role.LINEAR),
 ]

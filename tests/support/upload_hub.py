@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
-from support.hub import COMMIT, reached, serving
+from support import hub
 
 
 @dataclass
@@ -37,52 +36,43 @@ class UploadHub:
 @contextmanager
 def serve_uploads(cache: Path) -> Iterator[UploadHub]:
     """Serve until the block ends, to this process, which then knows no other Hub; ``cache`` is its cache folder."""
-    hub = UploadHub()
-    with serving(partial(Handler, hub)) as hub.address, reached(hub.address, cache):
-        yield hub
+    found = UploadHub()
+    with hub.serving(partial(Handler, found)) as found.address, hub.reached(found.address, cache):
+        yield found
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(hub.Handler):
     """Answers as the Hub does, as far as huggingface_hub asks for it to upload."""
 
-    protocol_version = "HTTP/1.1"
-
-    def __init__(self, hub: UploadHub, *arguments: Any) -> None:
-        self.hub = hub
-        super().__init__(*arguments)
-
-    def log_message(self, *arguments: Any) -> None:
-        pass
+    def answer(self) -> None:
+        self.send_json({"error": self.path}, 404)
 
     def do_POST(self) -> None:
         content = self.body()
         path = self.path.partition("?")[0]
         if self.hub.refusal:
-            self.answer({"error": "refused"}, self.hub.refusal)
+            self.send_json({"error": "refused"}, self.hub.refusal)
         elif path == "/api/repos/create":
             self.hub.created.append(json.loads(content))
-            self.answer({"url": f"{self.hub.address}/org/model", "name": "org/model"})
+            self.send_json({"url": f"{self.hub.address}/org/model", "name": "org/model"})
         elif path == "/api/validate-yaml":
-            self.answer({"errors": [], "warnings": []})
+            self.send_json({"errors": [], "warnings": []})
         elif "/preupload/" in path:
             found = [{"path": file["path"], "uploadMode": mode(file["path"]), "shouldIgnore": False}
                      for file in json.loads(content)["files"]]  # fmt: skip
-            self.answer({"files": found})
+            self.send_json({"files": found})
         elif path.endswith("/info/lfs/objects/batch"):
-            self.answer(
+            self.send_json(
                 {"transfer": "basic", "objects": [self.upload(each) for each in json.loads(content)["objects"]]}
             )
         elif "/commit/" in path:
             self.commit([json.loads(line) for line in content.splitlines()])
         else:
-            self.answer({"error": path}, 404)
+            self.send_json({"error": path}, 404)
 
     def do_PUT(self) -> None:
         self.hub.objects[self.path.rpartition("/")[2]] = self.body()
-        self.answer({})
-
-    def do_GET(self) -> None:
-        self.answer({"error": self.path}, 404)
+        self.send_json({})
 
     def body(self) -> bytes:
         if self.headers.get("Transfer-Encoding") != "chunked":
@@ -105,15 +95,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.hub.committed[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
                 self.hub.committed[value["path"]] = self.hub.objects[value["oid"]]
-        self.answer({"commitUrl": f"{self.hub.address}/org/model/commit/{COMMIT}", "commitOid": COMMIT})
-
-    def answer(self, content: Any, status: int = 200) -> None:
-        text = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
+        self.send_json({"commitUrl": f"{self.hub.address}/org/model/commit/{hub.COMMIT}", "commitOid": hub.COMMIT})
 
 
 def mode(path: str) -> str:
