@@ -16,18 +16,13 @@ def deltas() -> list[torch.Tensor]:
 
 def test_inner_products_of_the_samples_own_tokens(deltas: list[torch.Tensor]) -> None:
     grams = sample_grams(deltas, LENGTHS)
+    assert grams.dtype == torch.float64
+    assert torch.equal(grams, grams.mT)
     for row, length in enumerate(LENGTHS):
         for b, first in enumerate(deltas):
             for c, second in enumerate(deltas):
                 expected = (first[row, :length].double() * second[row, :length].double()).sum()
                 assert grams[row, b, c].item() == pytest.approx(expected.item(), rel=1e-12)
-
-
-def test_double_precision_exactly_symmetric_and_positive_semidefinite(deltas: list[torch.Tensor]) -> None:
-    grams = sample_grams(deltas, LENGTHS)
-    assert grams.dtype == torch.float64
-    assert torch.equal(grams, grams.mT)
-    assert (torch.linalg.eigvalsh(grams) > -1e-12 * grams.diagonal(dim1=1, dim2=2).amax(1, keepdim=True)).all()
 
 
 def test_padding_and_neighbours_change_no_bit(deltas: list[torch.Tensor]) -> None:
@@ -38,10 +33,3 @@ def test_padding_and_neighbours_change_no_bit(deltas: list[torch.Tensor]) -> Non
     assert torch.equal(sample_grams(deltas, LENGTHS), grams)
     for row, length in enumerate(LENGTHS):
         assert torch.equal(sample_grams([delta[row : row + 1] for delta in deltas], [length])[0], grams[row])
-
-
-def test_an_unchanged_expert_gives_exact_zeros(deltas: list[torch.Tensor]) -> None:
-    deltas[1].zero_()
-    grams = sample_grams(deltas, LENGTHS)
-    assert not grams[:, 1].any()
-    assert not grams[:, :, 1].any()
