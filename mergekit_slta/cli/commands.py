@@ -15,6 +15,7 @@ from mergekit_slta.cli.options import (
     KEEP_WEIGHT_HELP,
     LEVELS_HELP,
     MODEL_HELP,
+    OUTPUT_FILE,
     TASK_WEIGHT_HELP,
     TOWERS_HELP,
     MergeCommand,
@@ -95,13 +96,7 @@ def check(recipe: Path, **options: Any) -> None:
 @main.command(cls=ModelCommand, short_help="Measure a recipe's models, write a statistics file.")
 @recipe_path
 @click.option(
-    "-o",
-    "--output",
-    "stats",
-    required=True,
-    metavar="STATS",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="The statistics file to write.",
+    "-o", "--output", "stats", required=True, metavar="STATS", type=OUTPUT_FILE, help="The statistics file to write."
 )
 @measured_levels(
     f"What gets a merging weight of its own: {LEVELS_HELP}. May be given several times.  [default: the recipe's]"

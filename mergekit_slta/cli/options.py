@@ -21,6 +21,8 @@ MODEL_HELP = (
 EDGES = click.Choice(["base", "mean"])
 EDGES_HELP = "In the recipe, embeddings, final norm and output head: the base model's, or merged with the mean weights."
 TOWERS_HELP = "In the recipe, a multimodal model's other towers than the one for language: as for --edges."
+OUTPUT_FILE = click.Path(dir_okay=False, path_type=Path)
+FOLDER = click.Path(file_okay=False, path_type=Path)
 INPUT_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 # mergekit's options that say where to compute and how to get models.
 MODEL_OPTIONS = {"device", "cuda", "trust_remote_code", "lora_merge_cache", "transformers_cache", "quiet", "verbosity"}
@@ -65,13 +67,7 @@ def applied(options: Mapping[str, Any]) -> dict[str, Any]:
 recipe_path = click.argument("recipe", type=INPUT_FILE)
 merged_folder = click.argument("out", type=click.Path(exists=True, file_okay=False, path_type=Path))
 output_folder = click.option(
-    "-o",
-    "--output",
-    "folder",
-    required=True,
-    metavar="DIR",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Folder to write to.",
+    "-o", "--output", "folder", required=True, metavar="DIR", type=FOLDER, help="Folder to write to."
 )
 trusted_code = click.option(
     "--trust-remote-code/--no-trust-remote-code",

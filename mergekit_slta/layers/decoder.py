@@ -17,10 +17,28 @@ import transformers
 
 from mergekit_slta.layers.branches import LayerStructure
 from mergekit_slta.layers.calls import LayerCall, LayerForm, Weights, handed_on, hidden_of
-from mergekit_slta.layers.fresh import Fresh
 from mergekit_slta.layers.maps import Heads
 from mergekit_slta.layers.recording import LayerRun, Reached, Watch
 from mergekit_slta.layers.residual import INPUT, ResidualStream, Term
+
+
+class Fresh:
+    """Restores the modules of a model that own buffers outside its checkpoint, and remember earlier calls in them.
+
+    Rotary embeddings whose frequencies depend on the length keep those of the last call in buffers and attributes, so
+    that a sample would see the length of the one before it.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        owners = [vars(module) for module in model.modules() if module._non_persistent_buffers_set]
+        self._owners = [(own, dict(own), dict(own["_buffers"])) for own in owners]
+
+    def restore(self) -> None:
+        """Undo what calls have replaced; no model of transformers writes into such a buffer."""
+        for own, attributes, buffers in self._owners:
+            own.clear()
+            own.update(attributes)
+            own["_buffers"].update(buffers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,19 +188,14 @@ class Decoder:
         A layer that shares modules with an earlier one is like no other: it may call those of their parts that are for
         its number.
         """
-        kinds = [
-            (
-                tuple((name, type(module)) for name, module in layer.named_modules()),
-                tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()),
-                None if self._owns_its_tensors(number) else number,
-            )
-            for number, layer in enumerate(self.layers)
-        ]
+        kinds = []
+        for number, layer in enumerate(self.layers):
+            path = f"{self.layers_path}.{number}."
+            own = all(name.startswith(path) for name in self.layer_tensors(number).values())
+            modules = tuple((name, type(module)) for name, module in layer.named_modules())
+            shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+            kinds.append((modules, shapes, None if own else number))
         return [kinds.index(kind) for kind in kinds]
-
-    def _owns_its_tensors(self, layer: int) -> bool:
-        """Whether no earlier layer has any of a layer's tensors."""
-        return all(name.startswith(f"{self.layers_path}.{layer}.") for name in self.layer_tensors(layer).values())
 
 
 def _inside(path: str) -> str:

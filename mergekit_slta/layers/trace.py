@@ -11,10 +11,9 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.decoder import Decoder, Fresh
 from mergekit_slta.layers.ends import tail_problem
 from mergekit_slta.layers.forms import with_form
-from mergekit_slta.layers.fresh import Fresh
 from mergekit_slta.layers.heads import find_heads
 from mergekit_slta.layers.recording import Watch
 from mergekit_slta.layers.structure import find_structure

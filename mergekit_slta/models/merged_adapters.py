@@ -48,7 +48,9 @@ def merge_adapter(
     if not cache_dir:
         raise SltaError(NO_FOLDER.format(model=self))
     paths = f"{self.model._unique_id()}_{self.lora._unique_id()}"  # mergekit's name
-    folder = Path(cache_dir) / f"{paths}_{_merged_content(self, lora_merge_dtype)[:16]}"
+    sources = source_folders(self, LoaderCache().hf_cache_dir)
+    content = [fingerprint_of(*sources, lora_merge_dtype), sorted(stamps(source_files(*sources)).values())]
+    folder = Path(cache_dir) / f"{paths}_{digest(content)[:16]}"
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
@@ -60,9 +62,3 @@ def merge_adapter(
                 finally:
                     shutil.rmtree(part, ignore_errors=True)
     return ModelReference(model=ModelPath(path=str(folder)))
-
-
-def _merged_content(reference: ModelReference, dtype: str | None) -> str:
-    """Identify everything that a merged adapter depends on: the base model, the adapter and the dtype."""
-    folders = source_folders(reference, LoaderCache().hf_cache_dir)
-    return digest([fingerprint_of(*folders, dtype), sorted(stamps(source_files(*folders)).values())])

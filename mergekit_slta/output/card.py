@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +88,9 @@ def merge_card(folder: Path, config: MergeConfiguration, recipe: str, solution: 
         tags = [*(data.tags or []), "mergekit", "merge", "mergekit-slta", config.merge_method]
         data.tags = list(dict.fromkeys(tags))
         sources = [*(own.get("calibration", "") for own in experts.values()), _kept_prompts(config)]
-        data.datasets = [*(data.datasets or []), *_datasets(sources)]
-        data.datasets = list(dict.fromkeys(data.datasets)) or None
+        named = [source.removeprefix(DATASET_PREFIX).partition("?")[0] for source in sources if is_dataset(source)]
+        named = [name for name in named if not os.path.exists(name) and not files.is_private(name)]
+        data.datasets = list(dict.fromkeys([*(data.datasets or []), *named])) or None
         data.library_name = data.library_name or "transformers"
         if HEADING not in card.text:
             card.text = f"{card.text.rstrip()}\n\n{_section(config, solution)}\n"
@@ -208,9 +209,3 @@ def _linked(reference: ModelReference) -> str:
 def _code(text: str) -> str:
     """Text as code in Markdown, which it can neither end nor leave."""
     return "`" + " ".join(text.split()).replace("`", "'") + "`"
-
-
-def _datasets(sources: Iterable[str]) -> list[str]:
-    """The Hub's datasets among calibration sources."""
-    names = [source.removeprefix(DATASET_PREFIX).partition("?")[0] for source in sources if is_dataset(source)]
-    return [name for name in names if not os.path.exists(name) and not files.is_private(name)]

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Unpack
 
 import torch
-from mergekit.common import ModelReference
 from tqdm import tqdm
 
 from mergekit_slta.data.draw import CalibrationData
@@ -161,7 +160,11 @@ def _matched(experiment: Experiment, path: Path, levels: Sequence[str]) -> Stati
     for fallback in found.info.fallbacks:
         if fallback.level in levels:
             LOG.warning("%s", fallback)
-    return _named(found.take(order, keep=recipe.keep is not None), recipe.references)
+    chosen = found.take(order, keep=recipe.keep is not None)
+    names = [published_name(reference) for reference in recipe.references]
+    if len(set(names)) < len(names):
+        return chosen
+    return replace(chosen, info=chosen.info.model_copy(update={"base_model": names[0], "models": tuple(names[1:])}))
 
 
 def _measured(
@@ -198,15 +201,6 @@ def _measured(
         torch.tensor([len(token_ids) for samples in tasks for token_ids in samples]),
         info.model_copy(update={"levels": tuple(levels), "fallbacks": coarser}),
     )
-
-
-def _named(statistics: Statistics, references: Iterable[ModelReference]) -> Statistics:
-    """Statistics under the recipe's names of the models, which may have been measured under others."""
-    names = [published_name(reference) for reference in references]
-    if len(set(names)) < len(names):
-        return statistics
-    info = statistics.info.model_copy(update={"base_model": names[0], "models": tuple(names[1:])})
-    return replace(statistics, info=info)
 
 
 def _info(experiment: Experiment, data: Sequence[CalibrationData]) -> Info:
