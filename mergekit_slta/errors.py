@@ -29,21 +29,13 @@ class SltaError(click.ClickException):
 
 
 def refuse(sentences: Iterable[str]) -> None:
-    """Refuse with all sentences at once, if there are any.
-
-    Raises:
-        SltaError: the sentences, each once.
-    """
+    """Refuse with all sentences at once, each once, if there are any."""
     if said := dict.fromkeys(sentences):
         raise SltaError(*said)
 
 
 def all_of(calls: Iterable[Callable[[], Result]]) -> list[Result]:
-    """Make all calls, also after one that fails, and return their results.
-
-    Raises:
-        SltaError: the sentences of all calls that failed, each once.
-    """
+    """Make all calls and return their results, or refuse with the sentences of all that failed."""
     results, sentences = [], list[str]()
     for call in calls:
         try:

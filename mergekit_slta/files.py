@@ -13,11 +13,7 @@ from pathlib import Path
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file through ``replacing``; its folder is created.
-
-    Raises:
-        OSError: the file cannot be written; an earlier file is kept.
-    """
+    """Write a file through ``replacing``; its folder is created. An OSError leaves an earlier file as it was."""
     make_folder(path.parent)
     with replacing(path) as beside:
         beside.write_bytes(content)
@@ -67,11 +63,7 @@ def digest(content: object) -> str:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and those above it; the cache folder is the user's alone, as its files are.
-
-    Raises:
-        OSError: it cannot be created.
-    """
+    """Create a folder and those above it; the cache folder is the user's alone, as its files are."""
     cache = cache_folder()
     if folder.is_relative_to(cache) and not cache.exists():
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -32,11 +32,7 @@ BRANCHES = ("attn", "mlp")
 
 
 def require_levels(levels: Iterable[str]) -> None:
-    """Check that each is a level.
-
-    Raises:
-        SltaError: one is not.
-    """
+    """Refuse what is no level."""
     for level in levels:
         if level not in LEVELS:
             raise SltaError(f"'{level}' is not one of {', '.join(LEVELS)}.")

@@ -51,11 +51,7 @@ class Ranks:
         return self.sum(found).tolist()
 
     def require_equal(self, number: int, place: Path) -> None:
-        """Check that every rank has found the same ``number`` of things at a ``place`` on the disk.
-
-        Raises:
-            SltaError: the numbers differ; all ranks raise it.
-        """
+        """Refuse, on all ranks, if they have not found the same ``number`` of things at a ``place`` on the disk."""
         if len(set(self.gather(number))) > 1:
             raise SltaError(
                 f"The processes see different files in {place}: it must be a folder that all of them share."

@@ -76,11 +76,7 @@ def tail_tensors(decoder: Decoder) -> list[str]:
 
 
 def head_input(decoder: Decoder, hidden: torch.Tensor, edges: Weights) -> torch.Tensor:
-    """The input [B, S, D] of the output head for the last layer's output [B, S, D], with ``tail_tensors``.
-
-    Raises:
-        SltaError: the head is not called.
-    """
+    """The input [B, S, D] of the output head for the last layer's output [B, S, D], with ``tail_tensors``."""
     head = decoder.model.get_output_embeddings()
     given: list[torch.Tensor] = []
 

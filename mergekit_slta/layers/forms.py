@@ -137,11 +137,7 @@ def capture(
 
 
 def with_form(decoder: Decoder) -> Decoder:
-    """The decoder with its ``form``, and with the language tower alone if the model cannot run without images.
-
-    Raises:
-        SltaError: the model's layers cannot be run one at a time.
-    """
+    """The decoder with its ``form``, and with the language tower alone if the model cannot run without images."""
     try:
         decoder = replace(decoder, form=_try_layers(decoder))
     except SltaError:

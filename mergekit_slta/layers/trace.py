@@ -84,11 +84,7 @@ def _numbered(device: torch.device | str) -> torch.device:
 
 
 def refuse_unless_decoder(config: transformers.PretrainedConfig) -> None:
-    """Refuse a model without a single stack of causal decoder layers, and say which method to use instead.
-
-    Raises:
-        SltaError: the model is an encoder, an encoder-decoder, or makes no text.
-    """
+    """Refuse a model without a single stack of causal decoder layers, and say which method to use instead."""
     if not config.architectures:  # building the model will report it
         return
     architecture = config.architectures[0]

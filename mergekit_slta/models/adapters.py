@@ -22,11 +22,7 @@ TOKENIZER_FILES = (
 
 
 def adapter_headers(path: ModelPath, cache_dir: str | None = None) -> Headers:
-    """The tensors of an adapter; an adapter on the Hub is downloaded.
-
-    Raises:
-        SltaError: files are missing or damaged, or the Hub cannot be asked.
-    """
+    """The tensors of an adapter; an adapter on the Hub is downloaded."""
     return file_headers(adapter_weights(adapter_folder(path, cache_dir)))
 
 
@@ -42,11 +38,7 @@ def adapter_settings(folder: Path) -> dict[str, Any]:
 
 
 def adapter_folder(path: ModelPath, cache_dir: str | None = None) -> Path:
-    """The folder with an adapter's files; an adapter on the Hub is downloaded.
-
-    Raises:
-        SltaError: the Hub cannot be asked.
-    """
+    """The folder with an adapter's files; an adapter on the Hub is downloaded."""
     with hub.asking(path):
         return hub.folder_with([*ADAPTER_FILES, ADAPTER_CONFIG], path, cache_dir)
 

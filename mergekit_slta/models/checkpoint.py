@@ -140,9 +140,6 @@ class Checkpoint:
 
         On the CPU they stay mapped from the file, which the system then has in memory. To a GPU they come by way of
         pinned memory, from which it copies fastest.
-
-        Raises:
-            SltaError: a tensor is missing.
         """
         tensors = {}
         for key, name in names.items():

@@ -179,11 +179,7 @@ def weight_map(folder: Path) -> dict[str, list[str]]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that decide which tensors mergekit reads from a folder; those that it prefers need not exist.
-
-    Raises:
-        SltaError: as for ``weight_map``.
-    """
+    """The files that decide which tensors mergekit reads from a folder; those that it prefers need not exist."""
     chosen = [name + index for name in WEIGHT_FILES for index in ("", ".index.json")]
     return [folder / name for name in dict.fromkeys([*chosen, *weight_map(folder)])]
 
@@ -201,11 +197,7 @@ def _indexed_files(index: Path) -> dict[str, list[str]]:
 
 
 def folder_headers(folder: Path) -> Headers:
-    """The tensors of a folder's weight files.
-
-    Raises:
-        SltaError: files are missing or damaged.
-    """
+    """The tensors of a folder's weight files; an SltaError if files are missing or damaged."""
     tensors: dict[str, TensorHeader] = {}
     for file, names in weight_map(folder).items():
         found = file_headers(folder / file)

@@ -36,11 +36,7 @@ def reason(error: Exception) -> str:
 
 @contextmanager
 def asking(path: ModelPath) -> Iterator[None]:
-    """Turn the Hub's errors into one that says why a model or an adapter cannot be used.
-
-    Raises:
-        SltaError: a request failed.
-    """
+    """Turn the Hub's errors into an SltaError that says why a model or an adapter cannot be used."""
     try:
         yield
     except HUB_ERRORS as error:

@@ -128,11 +128,7 @@ class Experiment:
             Checkpoint(reference, self.trust_remote_code).open()
 
     def check_edges(self, experts: bool) -> None:
-        """Check the values of the base model's tensors outside the decoder layers, and of the experts' if asked to.
-
-        Raises:
-            SltaError: a tensor is missing, or holds NaN or Inf.
-        """
+        """Refuse NaN or Inf in the base model's tensors outside the decoder layers, and in the experts' if asked to."""
         for model in [self.base, *self.experts] if experts else [self.base]:
             for name in self.decoder.edge_tensors:
                 model.read({name: name}, self.decoder.base_model_prefix)

@@ -113,11 +113,7 @@ class Recipe:
 
     @classmethod
     def parse(cls, text: str, name: object) -> Recipe:
-        """Read a recipe's YAML; ``name`` stands for it in messages.
-
-        Raises:
-            SltaError: it is not valid YAML, or not a mergekit recipe.
-        """
+        """Read a recipe's YAML; ``name`` stands for it in messages."""
         recipe = cls.__new__(cls)
         recipe._parse(text, name)
         return recipe
@@ -157,11 +153,7 @@ class Recipe:
         return self.config.to_yaml()
 
     def require_sound(self) -> None:
-        """Refuse a recipe whose text is wrong.
-
-        Raises:
-            SltaError: all faults of the text, or the recipe is for another method.
-        """
+        """Refuse a recipe whose text is wrong, with all faults, or that is for another method."""
         refuse(faults(self.config, self.content, self.method))
 
     @property
@@ -281,11 +273,7 @@ def published_name(reference: ModelReference) -> str:
 
 
 def published_names(references: Iterable[ModelReference]) -> list[str]:
-    """The models' names for published files.
-
-    Raises:
-        SltaError: two models would get the same name.
-    """
+    """The models' names for published files; an SltaError if two models would get the same."""
     names = [published_name(reference) for reference in references]
     if len(set(names)) < len(names):
         raise SltaError(

@@ -48,11 +48,7 @@ class Samples:
         return self._source(task).draw(count, self.of(task))
 
     def tokenizer(self, reference: ModelReference) -> PreTrainedTokenizerBase:
-        """A model's tokenizer; for an adapter its own, or else that of its base model.
-
-        Raises:
-            SltaError: the tokenizer is missing or cannot be loaded.
-        """
+        """A model's tokenizer; for an adapter its own, or else that of its base model."""
         if reference in self._tokenizers:
             return self._tokenizers[reference]
         with reading(reference, "has no usable tokenizer, which calibration needs", "get sound copies of its files"):
