@@ -41,7 +41,7 @@ def one_model(model: Model, lora_merge_cache: str | None, cache_dir: str | None 
 def _adapter_of(model: Model, adapter: ModelPath, cache_dir: str | None) -> None:
     """Refuse an adapter that cannot be merged, and one whose modules the model does not have in these sizes."""
     headers = adapter_headers(adapter, cache_dir)
-    kind = adapter_settings(adapter_folder(adapter, cache_dir)).get("peft_type")
+    kind = str(adapter_settings(adapter_folder(adapter, cache_dir)).get("peft_type"))
     tuners = {str(known.value): tuner for known, tuner in PEFT_TYPE_TO_TUNER_MAPPING.items()}
     if kind not in tuners or not issubclass(tuners[kind], BaseTuner):
         raise SltaError(
