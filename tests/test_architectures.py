@@ -23,7 +23,6 @@ from support.architecture_table import EVERY, LEVELS, UNMERGED
 from support.copies import edit_tensors
 from support.families import Family
 from support.gram_difference import gram_difference
-from support.synthetic import random_alpha, solutions
 from transformers import AutoModelForCausalLM
 
 from mergekit_slta.layers.submodules import fallbacks
@@ -266,17 +265,6 @@ def test_a_map_that_is_never_called_takes_its_branchs_weights_and_the_log_says_s
             result[f"model.layers.0.mamba.dt_proj.{name}"], base[f"model.layers.0.mamba.dt_proj.{name}"]
         )
     assert "In 2 of 21 submodules (layer.0.mamba.dt_proj ...) experts are linearly dependent or change" in caplog.text
-
-
-def test_a_mixtures_expert_that_one_task_reaches_keeps_its_weights() -> None:
-    """They are one for that task's expert and zero for the others, which is no sign that no token came."""
-    config = families.config_of("mixtral", architectures=["MixtralForCausalLM"])
-    decoder = trace(config)
-    measured = random_alpha(decoder, "linear")
-    for part in ("gate_up_proj", "down_proj"):
-        measured[f"layer.1.mlp.experts.2.{part}"] = torch.tensor([0.0, 1.0]).double()
-    weights = TensorWeights(decoder, "linear", solutions(measured))["model.layers.1.mlp.experts.gate_up_proj"]
-    assert weights[:, 2].flatten().tolist() == [0.0, 1.0]
 
 
 @pytest.mark.parametrize("name", MIXTURES)

@@ -60,12 +60,6 @@ def test_rows_that_mergekit_is_told_to_cut(family: Family, tmp_path: Path) -> No
     assert {own.shape[0] for name, own in merged.items() if "embed" in name or "head" in name} == {families.VOCABULARY}
 
 
-def test_cutting_the_base_models_rows_is_refused(family: Family, tmp_path: Path) -> None:
-    recipe = families.recipe(family, "sftm", experts=[0], calibration=False)
-    recipe["base_model"] = str(larger_vocabulary(tmp_path / "larger"))
-    assert "add 'tokenizer: {source: base}'" in only(recipe, options=CUT)
-
-
 def test_rows_of_other_tokens_must_not_be_cut(family: Family) -> None:
     swap_ids(family.experts[0])
     problem = only(families.recipe(family), options=CUT)

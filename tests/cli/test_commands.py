@@ -29,7 +29,7 @@ from mergekit_slta import __version__
 from mergekit_slta.cli.commands import main
 from mergekit_slta.slta.solver import bootstrap
 from mergekit_slta.slta.statistics import Statistics
-from mergekit_slta.tables import as_size, short_names
+from mergekit_slta.tables import as_size
 
 COMMANDS = [
     "calibrate",
@@ -263,24 +263,6 @@ def test_bootstrap_adds_standard_errors(stats: Path) -> None:
         expected = bootstrap(statistics.grams[name], statistics.task, 20, ridge=0.1).std(0)
         assert deviations == expected.tolist()
     assert "±" in run("solve", stats, "--bootstrap", "20").stdout
-
-
-def test_the_table_shows_what_the_json_holds(stats: Path) -> None:
-    content = solution(stats)
-    header, *lines = run("solve", stats).stdout.partition("\n\n")[0].splitlines()
-    names = short_names(content["models"])
-    assert " ".join(header.split()) == " ".join(
-        ["submodule", *(f"alpha {name}" for name in names), *(f"keeps {name}" for name in names), "condition"]
-    )
-    assert len({len(line) for line in (header, *lines)}) == 1
-    *lines, _ = lines  # the last one is of all submodules
-    for line, (name, alpha) in zip(lines, content["alpha"].items(), strict=True):
-        cells = line.split()
-        assert cells[0] == name
-        assert cells[1:4] == [f"{weight:.3f}" for weight in alpha]
-        assert cells[4:7] == [f"{share:.1%}" for share in content["retained"][name]]
-        assert float(cells[7]) == pytest.approx(content["condition"][name], rel=0.01)
-    assert run("solve", stats, "--quiet").stdout == ""
 
 
 def test_what_is_undefined_is_null(make_family: MakeFamily, write_recipe: WriteRecipe, tmp_path: Path) -> None:

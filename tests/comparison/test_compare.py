@@ -14,6 +14,7 @@ import torch
 from click.testing import CliRunner
 from conftest import MakeFamily
 from support import families
+from support.adapters import write_adapter
 from support.families import Family
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -156,25 +157,21 @@ def test_a_model_that_is_done_is_not_run_again(paired: Family, monkeypatch: pyte
 
 
 def test_a_lora_expert_is_merged_first(paired: Family, tmp_path: Path) -> None:
-    data, whole = {}, []
-    for index, file in enumerate(paired.data):
-        torch.manual_seed(index)
-        config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-        model: Any = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(paired.base), config)
-        model.save_pretrained(str(tmp_path / f"adapter{index}"))
-        data[f"{paired.base}+{tmp_path / f'adapter{index}'}"] = file
-        whole.append(model.merge_and_unload().eval())
-    recipe = Recipe(paired.base, data, samples=SAMPLES, max_tokens=24)
-    found = evaluate(recipe, paired.base, quiet=True, lora_merge_cache=str(tmp_path / "cache"))
-    tokenizer = AutoTokenizer.from_pretrained(paired.base)
-    for index, task in enumerate(found.tasks):
-        records = held_out_records(paired, index)
-        prompts = [tokenizer(record["question"] + "\n")["input_ids"][:-1] for record in records]
-        answers = [tokenizer(record["answer"], add_special_tokens=False)["input_ids"] for record in records]
-        pairs = list(zip(prompts, answers, strict=True))
-        assert (task.model, task.expert.loss) == (
-            f"base+adapter{index}", pytest.approx(likelihood(whole[index], pairs), rel=1e-5),
-        )  # fmt: skip
+    adapter, (math, code), (own, other) = write_adapter(paired.base, tmp_path / "adapter"), paired.experts, paired.data
+    peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(paired.base), str(adapter)
+    ).merge_and_unload().save_pretrained(math)
+    whole, lora = (
+        evaluate(
+            Recipe(paired.base, {name: own, str(code): other}, samples=SAMPLES, max_tokens=24),
+            math,
+            quiet=True,
+            lora_merge_cache=str(tmp_path / "cache"),
+        )
+        for name in (str(math), f"{paired.base}+{adapter}")
+    )
+    assert lora.tasks[0].model == "base+adapter"
+    assert lora.tasks[0].expert.loss == pytest.approx(whole.tasks[0].expert.loss, rel=1e-5)
 
 
 def test_a_comparison_shows_itself(tmp_path: Path) -> None:

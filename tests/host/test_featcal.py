@@ -51,13 +51,6 @@ def test_a_feature_merge_equals_the_naive_one(settings: dict[str, Any], llama: F
     assert worst_error(merged_state(out), expected) < 1e-4
 
 
-def test_an_endless_ridge_gives_the_actmat_merge_as_anchor(make_family: MakeFamily, tmp_path: Path) -> None:
-    family = make_family("mixtral")
-    expected = merged_state(families.merge(families.recipe(family, "actmat", calibration=False), tmp_path / "actmat"))
-    content = feature_recipe(family, anchor="actmat", ridge=1e12)
-    assert worst_error(merged_state(families.merge(content, tmp_path / "out")), expected) < 1e-6
-
-
 def test_a_feature_merge_near_that_of_actmat_equals_the_naive_one(llama: Family, tmp_path: Path) -> None:
     start = merged_state(families.merge(families.recipe(llama, "actmat", calibration=False), tmp_path / "anchor"))
     out = families.merge(feature_recipe(llama, anchor="actmat", ridge=0.1), tmp_path / "out")

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from support import families
 from support.adapters import write_adapter
 from support.families import Family
-from support.merging import State, counted, merged_state
+from support.merging import State, merged_state
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal import scratch
@@ -50,19 +50,6 @@ def test_the_models_run_before_mergekit_has_a_tensor_in_memory(
         monkeypatch.setattr(where, function, noted)
     families.merge(families.recipe(llama, method, samples=2), tmp_path / "out")
     assert order[0] == name and order.count(name) == 1 and "execute" in order
-
-
-def test_one_calibration_per_merge_and_none_for_what_is_in_the_cache(
-    llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calibrations = counted(monkeypatch, measure, "calibrate")
-    first = merged_state(families.merge(families.recipe(llama), tmp_path / "first"))
-    assert len(calibrations) == 1
-    again = merged_state(families.merge(families.recipe(llama, ridge=0.0), tmp_path / "again"))
-    assert len(calibrations) == 1
-    assert all(torch.equal(again[name], tensor) for name, tensor in first.items())
-    families.merge(families.recipe(llama, seed=1), tmp_path / "other")
-    assert len(calibrations) == 2
 
 
 class ThreadedExecutor:

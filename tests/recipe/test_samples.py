@@ -47,12 +47,6 @@ def test_samples_are_drawn_once(llama: Family, monkeypatch: pytest.MonkeyPatch) 
     assert draws == [first.calibration, first.calibration, second.calibration]
 
 
-def test_what_is_held_out_was_not_drawn(llama: Family) -> None:
-    samples, (expert, *_) = samples_of(llama.base), experts_of(llama)
-    rest = samples.held_out(expert, 100)
-    assert rest.token_ids and not set(rest.token_ids) & set(samples.of(expert).token_ids)
-
-
 CHAT = "{% for turn in messages %}{{ turn['content'] }}.{% endfor %}"
 
 

@@ -69,14 +69,6 @@ def test_the_base_models_own_task_is_said() -> None:
     assert list(chart.table.rows[3])[1:] == list(map(percent, [solution.base_kept, *solution.kept.tolist()]))
 
 
-def test_weights_that_the_samples_do_not_determine_are_said() -> None:
-    statistics = interfering([0.1, 0.1, 0.1])
-    statistics.grams["layer.1"] = torch.ones(12, 2, 2).double()
-    (section,) = (section for section in report_page(statistics).sections if section.title == "Merging weights")
-    assert section.paragraphs == statistics.solve("layer").notes()
-    assert "In 1 of 3 submodules (layer.1 ...) experts are linearly dependent" in section.paragraphs[0]
-
-
 ALL_LEVELS = ("model", "attn_mlp", "linear")
 
 

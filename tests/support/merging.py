@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +29,6 @@ def spoiled(source: Path, folder: Path, tensor: str) -> Path:
         tensors[tensor].view(-1)[-1] = torch.inf
 
     return edited(source, folder, spoil)
-
-
-def nothing_measured() -> bool:
-    return not (Path(os.environ["XDG_CACHE_HOME"]) / "mergekit-slta").exists()
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[int]:
