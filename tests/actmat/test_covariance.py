@@ -80,10 +80,6 @@ def test_an_expert_without_weight_is_as_good_as_not_listed() -> None:
     assert not merge_by_covariance(tasks, 0.1, [0.0, 0.0, 0.0]).change.any()
 
 
-def test_nothing_changed_merges_to_nothing() -> None:
-    assert not merge_by_covariance([torch.zeros(4, 7)] * 2, 0.1).change.any()
-
-
 def test_experts_on_inputs_of_their_own_come_back_whole() -> None:
     """What a mean would shrink to a third: the reason for the method."""
     tasks = [torch.zeros(30, 30) for _ in range(3)]
@@ -92,8 +88,3 @@ def test_experts_on_inputs_of_their_own_come_back_whole() -> None:
     total = torch.stack(tasks).sum(0).double()
     assert (merge_by_covariance(tasks, 1e-3).change - total).norm() < 1e-2 * total.norm()
     assert (merge_by_covariance(tasks, 1e3).change - total / 3).norm() < 1e-2 * total.norm()
-
-
-def test_a_ridge_of_zero_has_a_solution() -> None:
-    tasks = [torch.randn(40, 3) @ torch.randn(3, 60) for _ in range(2)]
-    assert merge_by_covariance(tasks, 0.0).change.isfinite().all()

@@ -14,12 +14,10 @@ import click
 import pytest
 import torch
 from mergekit.io.tasks import LoaderCache
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from support import families
 from support.families import Family
 
-from mergekit_slta.engine import partial as module
 from mergekit_slta.engine.partial import LOCK, RUN, Partial, remove
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError
@@ -59,7 +57,6 @@ def interrupted_after(last: int) -> pytest.MonkeyPatch:
 @pytest.mark.parametrize(
     ("architecture", "levels", "finished"),
     [
-        ("llama", LEVELS, 4),
         ("llama", ("model", "linear"), 2),
         ("gemma4", ("model", "layer"), 3),  # its layers pass more than hidden states to later ones
     ],
@@ -182,9 +179,7 @@ def finish(forks: ForkServerContext, family: Family) -> Callable[[Path], bytes]:
     return run
 
 
-@pytest.mark.parametrize("layer", [2, *(pytest.param(layer, marks=pytest.mark.slow) for layer in (0, 1, 3, 4, 5))])
 def test_killed_after_a_layer(
-    layer: int,
     forks: ForkServerContext,
     family: Family,
     finish: Callable[[Path], bytes],
@@ -192,10 +187,10 @@ def test_killed_after_a_layer(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "stats.safetensors"
-    process = families.started(forks, measure, recipe(family), path, stop_after=layer)
+    process = families.started(forks, measure, recipe(family), path, stop_after=2)
     before = {file: file.read_bytes() for file in partial_of(path).iterdir()}
     assert sorted(file.name for file in before) == sorted(
-        [LOCK, RUN, *(f"layer-{number:04d}.safetensors" for number in range(layer + 1))]
+        [LOCK, RUN, *(f"layer-{number:04d}.safetensors" for number in range(3))]
     )
     with pytest.raises(SltaError, match="Another process or thread is at work in .*partial: wait until it has ended"):
         measure(recipe(family), path)
@@ -204,26 +199,6 @@ def test_killed_after_a_layer(
     process.join()
     assert not path.exists()
     assert finish(path) == uninterrupted
-
-
-def test_a_full_disk_loses_nothing(
-    family: Family, uninterrupted: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "stats.safetensors"
-
-    def save_until_full(tensors: Tensors, file: Path) -> None:
-        if "layer-0003" in file.name:
-            raise SafetensorError("No space left on device")
-        save_file(tensors, file)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "save_file", save_until_full)
-        with pytest.raises(SltaError, match="layer-0003.safetensors cannot be written .*No space left.*: make room"):
-            measure(recipe(family), path)
-    assert len(list(partial_of(path).glob("layer-*"))) == 3
-    LoaderCache.loaders.clear()
-    measure(recipe(family), path)
-    assert path.read_bytes() == uninterrupted
 
 
 # Left by an interruption

@@ -20,7 +20,6 @@ from support.gram_difference import largest_difference
 from support.processes import TIMEOUT, command_together, torchrun
 
 from mergekit_slta.checks import examine
-from mergekit_slta.engine import ranks
 from mergekit_slta.engine.loop import pass_layers
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
@@ -58,21 +57,13 @@ def run_together(forks: ForkServerContext, count: int, work: Callable[..., objec
     assert [process.exitcode for process in processes] == [0] * count
 
 
-def share(family: Family, levels: tuple[str, ...], batch_tokens: int, folder: Path, index: int, count: int) -> None:
+def share(family: Family, levels: tuple[str, ...], folder: Path, index: int, count: int) -> None:
     """What one of several processes does."""
     partial = Partial(folder / "state", {})
     partial.begin()
     with joined(folder, index, count) as ranks:
-        grams = families.measure(family, *levels, batch_tokens=batch_tokens, ranks=ranks, partial=partial)
+        grams = families.measure(family, *levels, batch_tokens=BATCH_TOKENS, ranks=ranks, partial=partial)
     save_file(grams, folder / f"rank{index}.safetensors")
-
-
-def measured_together(
-    forks: ForkServerContext, family: Family, levels: tuple[str, ...], batch_tokens: int, folder: Path, count: int
-) -> list[Grams]:
-    """What each of ``count`` processes ends up with."""
-    run_together(forks, count, share, family, levels, batch_tokens, folder)
-    return [load_file(folder / f"rank{index}.safetensors") for index in range(count)]
 
 
 def test_every_process_ends_up_with_what_one_alone_measures(
@@ -80,29 +71,9 @@ def test_every_process_ends_up_with_what_one_alone_measures(
 ) -> None:
     levels = ("model", "attn_mlp", "linear")
     alone = families.measure(llama, *levels, batch_tokens=BATCH_TOKENS)
-    for grams in measured_together(forks, llama, levels, BATCH_TOKENS, tmp_path, 3):
-        assert largest_difference(grams, alone) < 1e-8
-
-
-def test_alone_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with ranks.joined() as joined:
-        assert (joined.index, joined.count, joined.first) == (0, 1, True)
-        assert torch.equal(joined.sum(torch.ones(2).double()), torch.ones(2).double())
-        joined.wait()
-
-
-def test_each_process_says_which_gpu_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else nccl guesses it at the first barrier."""
-    said: list[Any] = []
-    for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", said.append)
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: said.extend([backend, more["device_id"]]))
-    monkeypatch.setattr(dist, "get_rank", lambda: 3)
-    assert ranks.join() == Ranks(3, 4)
-    assert said == [torch.device("cuda", 1), "nccl", torch.device("cuda", 1)]
+    run_together(forks, 3, share, llama, levels, tmp_path)
+    for index in range(3):
+        assert largest_difference(load_file(tmp_path / f"rank{index}.safetensors"), alone) < 1e-8
 
 
 # Feature merges

@@ -4,17 +4,13 @@ Shapes: ``T`` task matrices [m, n] with r features in all.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
 from support.sftm_reference import dense_features, dense_merge
 
 from mergekit_slta.sftm.superpose import (
-    conjugate_residuals,
-    feature_coefficients,
     merge_task_matrices,
-    singular_features,
     trim,
 )
 
@@ -127,12 +123,6 @@ def test_keeps_every_singular_feature(kind: Callable[[int, int], Matrices], m: i
     assert ((kept - values).abs() <= 1e-4 * values).all()
 
 
-def test_contradictions_do_not_blow_up() -> None:
-    """Scaled copies, rounded to float32, make a system that is singular but for rounding errors."""
-    matrices = [matrix.float() for matrix in contradictory(60, 60)]
-    assert merge_task_matrices(matrices).norm() < sum(matrix.norm() for matrix in matrices)
-
-
 def test_warns_when_features_that_nearly_coincide_contradict_each_other(caplog: pytest.LogCaptureFixture) -> None:
     first = normal(60, 20)
     merge_task_matrices([first, normal(60, 20)])
@@ -150,12 +140,6 @@ def test_scaled_copies_meet_at_their_mean() -> None:
 def test_a_single_matrix_comes_back_exactly(others: int) -> None:
     matrix = normal(20, 30).float()
     assert torch.equal(merge_task_matrices([matrix, *[torch.zeros_like(matrix)] * others]), matrix)
-
-
-@pytest.mark.parametrize(("m", "n"), SHAPES)
-def test_orthogonal_matrices_add_up(m: int, n: int) -> None:
-    matrices = orthogonal(m, n)
-    torch.testing.assert_close(merge_task_matrices(matrices), sum(matrices, torch.zeros(m, n)).double())
 
 
 def test_does_not_depend_on_the_order_of_experts_or_on_orientation() -> None:
@@ -176,55 +160,7 @@ def test_rank_keeps_the_first_features_only(m: int, n: int, rank: int) -> None:
     torch.testing.assert_close(alone, (left * values) @ right.T, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("m", "n"), SHAPES)
-def test_features_are_orthonormal_and_give_the_matrix_back(m: int, n: int, dtype: torch.dtype) -> None:
-    matrix = normal(m, n).to(dtype)
-    left, values, right = singular_features(matrix)
-    tight: dict[str, Any] = {"rtol": 0, "atol": 50 * torch.finfo(dtype).eps}
-    identity = torch.eye(min(m, n), dtype=dtype)
-    torch.testing.assert_close(left.T @ left, identity, **tight)
-    torch.testing.assert_close(right.T @ right, identity, **tight)
-    torch.testing.assert_close((left * values) @ right.T, matrix, **tight)
-    assert (values.diff() <= 0).all()
-
-
-def test_float32_features_are_those_of_a_float64_svd_where_singular_values_lie_close() -> None:
-    """A float32 SVD misses this by two orders of magnitude."""
-    matrix = trim(normal(256, 256), 0.2).float()
-    left, _, right = dense_features([matrix])
-    features = singular_features(matrix)
-    torch.testing.assert_close(
-        features.left.double() @ torch.diag((left * features.left).sum(0)), left, rtol=0, atol=1e-6
-    )
-    torch.testing.assert_close(
-        features.right.double() @ torch.diag((right * features.right).sum(0)), right, rtol=0, atol=1e-6
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_features_without_a_direction_of_their_own_are_dropped(dtype: torch.dtype) -> None:
-    matrix = (normal(40, 3) @ normal(3, 30)).to(dtype)
-    assert len(singular_features(matrix).values) == 3
-    assert len(singular_features(torch.zeros(4, 3, dtype=dtype)).values) == 0
-
-
-def test_float32_is_left_where_it_would_lose_digits() -> None:
-    matrices = [matrix.float() for matrix in alike(60, 60)]
-    assert not feature_coefficients([singular_features(matrix) for matrix in matrices])[1]
-    assert feature_coefficients([singular_features(matrix, dtype=torch.float64) for matrix in matrices])[1]
-
-
-def test_conjugate_residuals_leave_what_a_singular_system_cannot_reach() -> None:
-    factor = normal(30, 10)
-    system, target = factor @ factor.T, normal(30)
-    solution, residual = conjugate_residuals(lambda vector: system @ vector, target)
-    best = torch.linalg.lstsq(system, target[:, None], driver="gelsd").solution[:, 0]
-    torch.testing.assert_close(system @ solution, system @ best, rtol=0, atol=1e-5)
-    assert residual.norm() > 1e-2 * target.norm()
-
-
-@pytest.mark.parametrize("share", [0.001, 0.2, 0.5, 0.999])
+@pytest.mark.parametrize("share", [0.001, 0.2, 0.999, 1.0])
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (20, 31), (3, 4, 5, 6)])
 def test_trim_keeps_the_largest_entries_as_they_are(shape: tuple[int, ...], share: float) -> None:
     task = normal(*shape)
@@ -235,11 +171,6 @@ def test_trim_keeps_the_largest_entries_as_they_are(shape: tuple[int, ...], shar
     assert trimmed.shape == task.shape and int(kept.sum()) == count
     assert torch.equal(trimmed[kept], task[kept])
     assert torch.equal(trimmed.abs().flatten().sort(descending=True).values[:count], largest)
-
-
-def test_trim_with_density_one_keeps_everything() -> None:
-    task = normal(5, 4)
-    assert torch.equal(trim(task, 1.0), task)
 
 
 def test_trim_breaks_ties_in_memory_order() -> None:
