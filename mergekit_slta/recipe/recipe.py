@@ -156,20 +156,30 @@ class Recipe:
         """Refuse a recipe whose text is wrong, with all faults, or that is for another method."""
         refuse(faults(self.config, self.content, self.method))
 
-    @property
+    @cached_property
     def base(self) -> ModelReference:
         """The base model; an SltaError if the recipe is wrong."""
-        return self._sound[0]
+        self.require_sound()
+        assert self.config.base_model is not None
+        return self.config.base_model
 
-    @property
+    @cached_property
     def experts(self) -> tuple[Task, ...]:
         """The experts in the recipe's order, each with its own task; an SltaError if the recipe is wrong."""
-        return self._sound[1]
+        self.require_sound()
+        return tuple(
+            Task(reference, **_table(self.method.expert, given).model_dump(include={"calibration", "template"}))
+            for reference, given in expert_parameters(self.config).items()
+        )
 
-    @property
+    @cached_property
     def keep(self) -> Task | None:
         """The base model's task, None without one or with weight 0; an SltaError if the recipe is wrong."""
-        return self._sound[2]
+        self.require_sound()
+        given = base_parameters(self.config) if issubclass(self.method, CalibrationSettings) else {}
+        shared = {key: value for key, value in shared_parameters(self.config).items() if key == "template"}
+        keep = Task(self.base, **_table(KeptBase, shared | given).model_dump()) if given else None
+        return keep if keep and keep.weight else None
 
     @property
     def keep_weight(self) -> float:
@@ -181,28 +191,11 @@ class Recipe:
         """The experts' tasks, then the base model's if it has one; an SltaError if the recipe is wrong."""
         return (*self.experts, *([self.keep] if self.keep else []))
 
-    @property
+    @cached_property
     def settings(self) -> MethodSettings:
         """The method's parameters for the whole merge; an SltaError if the recipe is wrong."""
-        return self._sound[3]
-
-    @cached_property
-    def _sound(self) -> tuple[ModelReference, tuple[Task, ...], Task | None, MethodSettings]:
         self.require_sound()
-        assert self.config.base_model is not None
-        experts = tuple(
-            Task(reference, **_table(self.method.expert, given).model_dump(include={"calibration", "template"}))
-            for reference, given in expert_parameters(self.config).items()
-        )
-        given = base_parameters(self.config) if issubclass(self.method, CalibrationSettings) else {}
-        shared = {key: value for key, value in shared_parameters(self.config).items() if key == "template"}
-        keep = Task(self.config.base_model, **_table(KeptBase, shared | given).model_dump()) if given else None
-        return (
-            self.config.base_model,
-            experts,
-            keep if keep and keep.weight else None,
-            _table(self.method, shared_parameters(self.config)),
-        )
+        return _table(self.method, shared_parameters(self.config))
 
     def settings_of(self, kind: type[Kind]) -> Kind:
         """The recipe's settings of that kind; an SltaError if the recipe is wrong, or for another method."""

@@ -42,12 +42,10 @@ def faults(config: MergeConfiguration, content: Any, settings: type[MethodSettin
     yield from _inputs(config)
     own, of_base = ({spec.name: spec for spec in found(settings)} for found in (parameter_specs, base_specs))
     for table in parameter_tables(config):
-        if table.model is not None:
-            yield from _placement(table, own)
         is_base = table.model is not None and table.model == config.base_model
         if is_base and not settings.runs_models:
             continue  # the method ignores the base model's entry, as ``ignored`` says
-        specs = {**own, **of_base} if is_base else own  # a shared one is said above
+        specs = {**own, **of_base} if is_base else own
         yield from _parameters(table, specs, one_value=settings.runs_models)
     yield from _data_types(config)
 
@@ -83,16 +81,6 @@ def _same_folder(one: ModelReference, other: ModelReference) -> bool:
     return one.lora == other.lora and all(map(os.path.exists, paths)) and os.path.samefile(*paths)
 
 
-def _placement(table: ParameterTable, specs: Mapping[str, ParameterSpec]) -> Iterator[str]:
-    """Parameters that stand under a model where mergekit silently ignores them."""
-    for name in [name for name in table.parameters if name in specs]:
-        if specs[name].scope == ParameterScope.SHARED:
-            yield (
-                f"'{name}' in {table.where} has no effect: it is one value for the whole merge, so move it to the "
-                "'parameters' of the recipe."
-            )
-
-
 def ignored(config: MergeConfiguration, settings: type[MethodSettings]) -> Iterator[str]:
     """The base model's prompts or weight in a recipe for a method without data, as a note."""
     given = base_parameters(config) if not settings.runs_models else {}
@@ -106,7 +94,12 @@ def ignored(config: MergeConfiguration, settings: type[MethodSettings]) -> Itera
 def _parameters(table: ParameterTable, specs: Mapping[str, ParameterSpec], one_value: bool) -> Iterator[str]:
     """Unknown names (with the closest known one), wrong values, and lists where one value is needed."""
     for name, setting in table.parameters.items():
-        if name == "weight" and name not in specs:
+        if table.model is not None and name in specs and specs[name].scope == ParameterScope.SHARED:
+            yield (
+                f"'{name}' in {table.where} has no effect: it is one value for the whole merge, so move it to the "
+                "'parameters' of the recipe."
+            )
+        elif name == "weight" and name not in specs:
             yield (
                 f"'weight' in {table.where} has no effect: the method solves the experts' weights, so leave it out "
                 "(the base model's own entry under 'models' takes a 'weight')."

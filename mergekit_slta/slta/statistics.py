@@ -298,18 +298,16 @@ class Statistics:
         with reading(path, *as_file), safetensors.safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if METADATA_KEY not in metadata:
+        if set(metadata) != {METADATA_KEY} or not tensors.keys() >= {"task", "tokens"}:
             raise SltaError(f"{path} is not a statistics file: make one with 'mergekit-slta calibrate'.")
         try:
             info = Info.model_validate_json(metadata[METADATA_KEY])
         except ValidationError as error:
             where = ".".join(map(str, error.errors()[0]["loc"])) or "no JSON"
             raise SltaError(f"{path} has unusable metadata ({where}): get it or measure it again.") from None
-        grams = {name.removeprefix(_GRAM): tensor for name, tensor in tensors.items() if name.startswith(_GRAM)}
-        rest = {name: tensor for name, tensor in tensors.items() if not name.startswith(_GRAM)}
-        if set(metadata) != {METADATA_KEY} or set(rest) != {"task", "tokens"}:
-            raise SltaError(f"{path} holds entries that a statistics file does not have: get it or measure it again.")
-        statistics = Statistics(dict(sorted(grams.items(), key=lambda item: sort_key(item[0]))), **rest, info=info)
+        task, tokens = tensors.pop("task"), tensors.pop("tokens")
+        grams = {name.removeprefix(_GRAM): gram for name, gram in tensors.items()}
+        statistics = Statistics({name: grams[name] for name in sorted(grams, key=sort_key)}, task, tokens, info)
         if problem := _problem(statistics):
             raise SltaError(f"{path} is damaged or was changed ({problem}): get it or measure it again.")
         return statistics

@@ -117,8 +117,8 @@ TAMPERED: dict[str, tuple[Edit, str]] = {
     "not a number": (lambda tensors, info: tensors[GRAM][0, 1, 1].fill_(torch.nan), "'layer.1.mlp' holds no Gram"),
     "single precision": (lambda tensors, info: tensors.update({GRAM: tensors[GRAM].float()}), "wrong shape or type"),
     "a sample less": (lambda tensors, info: tensors.update({GRAM: tensors[GRAM][1:]}), "wrong shape or type"),
-    "a tensor more": (lambda tensors, info: tensors.update(x=torch.ones(1)), "entries that a statistics file does not"),
-    "no tasks": (lambda tensors, info: tensors.pop("task"), "entries that a statistics file does not have"),
+    "a tensor more": (lambda tensors, info: tensors.update(x=torch.ones(1)), "'x' is not the name of a submodule"),
+    "no tasks": (lambda tensors, info: tensors.pop("task"), "is not a statistics file"),
     "a task without samples": (lambda tensors, info: tensors["task"].clamp_(max=1), "'task' does not name every"),
     "tasks in disorder": (
         lambda tensors, info: tensors.update(task=tensors["task"].flip(0)),
