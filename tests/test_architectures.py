@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import re
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +28,6 @@ from mergekit_slta.layers.submodules import fallbacks
 from mergekit_slta.layers.trace import trace
 from mergekit_slta.levels import of_level
 from mergekit_slta.slta.solver import SubmoduleSolution, solve
-from mergekit_slta.slta.weights import TensorWeights
 
 RECORDS = 2
 LONGEST = 12
@@ -265,21 +263,3 @@ def test_a_map_that_is_never_called_takes_its_branchs_weights_and_the_log_says_s
             result[f"model.layers.0.mamba.dt_proj.{name}"], base[f"model.layers.0.mamba.dt_proj.{name}"]
         )
     assert "In 2 of 21 submodules (layer.0.mamba.dt_proj ...) experts are linearly dependent or change" in caplog.text
-
-
-@pytest.mark.parametrize("name", MIXTURES)
-def test_a_mixtures_single_matrices_take_their_part_of_the_fused_weights(
-    name: str, case: Callable[[str], Case]
-) -> None:
-    found = case(name)
-    weights = TensorWeights(trace(found.family.config), "linear", found.solutions("linear"))
-    numbers = re.compile(r"layers\.(\d+)\..*\.experts\.(\d+)\.(\w+)\.weight")
-    single = [match for match in map(numbers.search, load_file(found.family.base / "model.safetensors")) if match]
-    mixtures = sum(key.endswith(".experts.gate_up_proj") for key in found.models[0].state_dict())
-    assert len(single) == mixtures * 4 * len(("gate", "up", "down")) > 0
-    for match in single:
-        layer, expert, part = match.groups()
-        fused = "down_proj" if part in ("w2", "down_proj") else "gate_up_proj"
-        whole = weights[f"model.layers.{layer}.mlp.experts.{fused}"]
-        expected = whole[:, int(expert)].flatten() if whole.ndim > 1 else whole
-        assert torch.equal(weights[match.string], expected)

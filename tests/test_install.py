@@ -237,14 +237,6 @@ def test_another_checkout_is_not_shadowed_by_the_installed_package(
     assert installed.run(*program, folder=tmp_path).stdout == "this checkout\n"
 
 
-def test_an_environment_variable_switches_the_plugin_off(
-    installed: Environment, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MERGEKIT_SLTA_DISABLE", "1")
-    program = "import sys; print(any('slta' in type(finder).__module__ for finder in sys.meta_path))"
-    assert installed.run("-c", program).stdout == "False\n"
-
-
 def test_the_wheel_holds_the_package_and_its_startup_file(distributions: dict[str, str]) -> None:
     with zipfile.ZipFile(distributions["wheel"]) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}

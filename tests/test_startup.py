@@ -122,6 +122,12 @@ def test_another_finder_that_asks_all_finders(host: Path, calls: list[str]) -> N
     assert waiting() == 0
 
 
+def test_an_environment_variable_switches_it_off(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MERGEKIT_SLTA_DISABLE", "1")
+    startup.install()
+    assert waiting() == 0
+
+
 def test_a_hook_that_fails_is_a_warning() -> None:
     with pytest.warns(RuntimeWarning, match=r"mergekit-slta does not work here.*ModuleNotFoundError"):
         assert not startup.call("mergekit_slta.nowhere.install")

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from click.testing import CliRunner
 from conftest import MakeFamily
 from mergekit.scripts.run_yaml import main as mergekit_yaml
@@ -37,15 +36,6 @@ def test_finds_nothing_wrong_exactly_where_mergekit_can_merge(
             families.merge(recipe, tmp_path / "out")
     else:
         families.merge(recipe, tmp_path / "out")
-
-
-def test_a_method_that_needs_no_decoder_takes_other_models(tmp_path: Path) -> None:
-    config = transformers.CLIPVisionConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8
-    )
-    folders = [save_random(config, tmp_path / name, "CLIPVisionModel") for name in ("base", "expert")]
-    recipe = {"merge_method": "sftm", "base_model": str(folders[0]), "models": [{"model": str(folders[1])}]}
-    assert problems(recipe) == []
 
 
 # What is looked at

@@ -206,11 +206,3 @@ def test_layers_that_cannot_be_run_one_at_a_time(make_family: MakeFamily) -> Non
     problem = only(families.recipe(family))
     assert problem.startswith("RwkvForCausalLM changes the hidden states between its decoder layers")
     assert problem.endswith("it can be merged with 'merge_method: actmat'.")
-
-
-def test_layers_without_a_levels_submodules_are_no_problem(make_family: MakeFamily) -> None:
-    family = make_family("lfm2")
-    for level in ("attn_mlp", "head_mlp", "linear"):
-        assert problems(families.recipe(family, level=level)) == []
-    for anchor in ("base", "actmat"):
-        assert problems(feature_recipe(family, anchor=anchor)) == []

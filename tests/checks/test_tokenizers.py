@@ -15,7 +15,6 @@ from support.examining import (
     larger_vocabulary,
     only,
     problems,
-    save_random,
     swap_ids,
     with_data,
     with_expert,
@@ -66,12 +65,6 @@ def test_rows_of_other_tokens_must_not_be_cut(family: Family) -> None:
     assert "for 2 tokens (such as 'a'): add 'tokenizer: {source: base}'" in problem
 
 
-def test_logits_of_different_sizes(family: Family, tmp_path: Path) -> None:
-    recipe = with_expert(family, larger_vocabulary(tmp_path / "other")) | {"tokenizer": {"source": "base"}}
-    recipe["parameters"]["level"] = "model"
-    assert only(recipe).startswith("'level: model' compares logits, but the expert")
-
-
 def test_vocabularies_with_other_ids(family: Family) -> None:
     swap_ids(family.experts[0])
     recipe = families.recipe(family)
@@ -104,14 +97,6 @@ def test_a_head_of_another_vocabulary_cannot_be_solved_nor_its_embeddings_averag
     assert found()[0] == f"{said}'head: false'."
     assert found(head=False, anchor="actmat")[0] == f"{said}'anchor: base'."
     assert found(head=False) == []
-
-
-def test_a_tied_head_may_have_another_vocabulary(make_family: MakeFamily, tmp_path: Path) -> None:
-    family = make_family("gemma", experts=2)
-    recipe = feature_recipe(family) | {"tokenizer": {"source": "base"}}
-    larger = families.config_of("gemma", vocab_size=families.VOCABULARY + 2)
-    recipe["models"][1]["model"] = str(save_random(larger, tmp_path / "other"))
-    assert problems(recipe) == []
 
 
 @pytest.mark.parametrize("source", ["base", "union"])

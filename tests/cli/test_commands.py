@@ -372,11 +372,6 @@ def test_what_the_hub_does_not_have_is_said(source: str, said: str) -> None:
     assert said in run("solve", source, code=1).output
 
 
-def test_an_unreachable_hub_is_said(tmp_path: Path) -> None:
-    result = run("solve", PUBLISHED, "--transformers-cache", tmp_path, code=1)
-    assert "the Hub cannot be reached" in result.output
-
-
 @pytest.mark.usefixtures("hub")
 def test_a_recipe_may_name_published_statistics(llama: Family, stats: Path, tmp_path: Path) -> None:
     experts = [2, 0]

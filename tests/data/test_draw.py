@@ -96,16 +96,6 @@ def test_expert_chat_template_is_loaded_once_and_only_if_the_base_has_none(
     assert len(loads) == 1
 
 
-def test_conversation_without_any_chat_template_is_refused(
-    tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase
-) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", [{"messages": TURNS}])
-    message = refused(load, source, plain_tokenizer, expert_tokenizer=lambda: plain_tokenizer)
-    assert repr(source) in message and "'template'" in message
-    drawn = load(source, plain_tokenizer, template="{messages[1][content]}", samples=1)
-    assert drawn.token_ids == (with_special("ho"),)
-
-
 def test_a_chat_template_that_asks_for_the_date_gets_the_same_one_every_day(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path / "dated", "{{ strftime_now('%d %b %Y') }}{{ messages[0]['content'] }}")
     source = write_jsonl(tmp_path / "a.jsonl", [{"messages": TURNS}])

@@ -45,7 +45,6 @@ def test_all_that_transformers_reads_comes_along(recipe: dict[str, Any], tmp_pat
     ("changes", "options", "generation"),
     [
         ({"tokenizer": {"source": "union"}}, {}, False),
-        ({"tokenizer_source": "base"}, {}, True),
         ({"chat_template": "chatml"}, {}, True),
         ({}, {"copy_tokenizer": False}, True),
     ],

@@ -115,15 +115,6 @@ def test_a_vocabulary_that_mergekit_aligned_is_not_compared(llama: Family, tmp_p
 # Spoilt merges
 
 
-def test_a_merge_with_other_weights_is_found(
-    llama: Family, merged: tuple[dict[str, Any], Path], tmp_path: Path
-) -> None:
-    content, _ = merged
-    other = content | {"parameters": content["parameters"] | {"ridge": 0.2}}
-    found = check(content, families.merge(other, tmp_path / "other"))
-    assert len(found.problems) > 10
-
-
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
@@ -150,12 +141,6 @@ def test_a_merge_without_statistics_is_refused_rather_than_measured(llama: Famil
     content = families.recipe(llama, samples=2)
     with pytest.raises(SltaError, match=r"statistics at level attn_mlp are not in .*: measure them"):
         check(content, llama.base)
-
-
-def test_a_level_that_was_not_measured_is_refused(merged: tuple[dict[str, Any], Path]) -> None:
-    content, out = merged
-    with pytest.raises(SltaError, match="lacks the level layer"):
-        check(content | {"parameters": content["parameters"] | {"level": "layer"}}, out)
 
 
 def test_a_merge_without_compared_values_is_not_called_equal(llama: Family, tmp_path: Path) -> None:

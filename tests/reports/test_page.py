@@ -43,17 +43,3 @@ def test_pictures_are_in_the_page_and_beside_it(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "chart.png").read_bytes() == PICTURE.png()
     assert f"data:image/svg+xml;base64,{base64.b64encode(PICTURE.svg()).decode()}" in path.read_text()
     assert sorted(file.name for file in path.parent.iterdir()) == ["chart.png", "report.html"]
-
-
-def test_a_page_suits_dark_screens_and_phones() -> None:
-    text = page("word").html()
-    assert "prefers-color-scheme: dark" in text
-    elements = Elements(text).found
-    metas = {attributes.get("name"): attributes.get("content") for tag, attributes in elements if tag == "meta"}
-    assert metas["color-scheme"] == "light dark"
-    assert metas["viewport"] == "width=device-width, initial-scale=1"
-    before_tables = [elements[index - 1] for index, (tag, _) in enumerate(elements) if tag == "table"]
-    assert len(before_tables) == 2
-    for tag, attributes in before_tables:  # a wide table scrolls inside its own box, with the keyboard too
-        assert (tag, attributes["tabindex"]) == ("div", "0")
-        assert "table" in str(attributes["class"]).split()

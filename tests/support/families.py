@@ -63,10 +63,6 @@ _WINDOW = {"sliding_window": 4}
 _LATER_LAYERS_SLIDE = _WINDOW | {"use_sliding_window": True, "max_window_layers": 1}
 # Frequencies that change with a sample's length, some samples being shorter than this and some longer.
 ORIGINAL_CONTEXT = 8
-_DYNAMIC = {
-    "max_position_embeddings": ORIGINAL_CONTEXT,
-    "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
-}
 _LONGROPE = {
     "original_max_position_embeddings": ORIGINAL_CONTEXT,
     "rope_parameters": {
@@ -84,7 +80,6 @@ _GPT2 = {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "vocab_size": VOCABULARY,
 # heads, parallel branches, norms after branches, scaled branches, masks per layer, fused projections and mixtures.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", _GROUPED),
-    "llama_dynamic": ("LlamaConfig", _GROUPED | _DYNAMIC),
     "mistral": ("MistralConfig", _GROUPED | _WINDOW | {"head_dim": 8}),
     "qwen2": ("Qwen2Config", _GROUPED | _LATER_LAYERS_SLIDE),
     "qwen3": ("Qwen3Config", _GROUPED | _LATER_LAYERS_SLIDE | {"head_dim": 16}),

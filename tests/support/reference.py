@@ -73,7 +73,7 @@ _FALCON: dict[str, Any] = {
 SPLITS: dict[str, Split] = {
     **dict.fromkeys(
         (
-            *("llama", "llama_dynamic", "mistral", "qwen2", "qwen3", "gemma", "mixtral", "qwen3_moe", "glm4_moe"),
+            *("llama", "mistral", "qwen2", "qwen3", "gemma", "mixtral", "qwen3_moe", "glm4_moe"),
             *("gpt_oss", "llama4", "falcon_h1", "jamba_dense", "granite_moe_hybrid"),
         ),
         _LLAMA,
