@@ -48,15 +48,9 @@ def all_of(calls: Iterable[Callable[[], Result]]) -> list[Result]:
 
 @contextmanager
 def reading(what: object, problem: str = "cannot be read", fix: str = "get a sound copy") -> Iterator[None]:
-    """Turn the many kinds of errors that libraries raise for damaged input into one that names the input.
+    """Turn the many kinds of errors that libraries raise for damaged input, ``what``, into an SltaError that names it.
 
-    Args:
-        what: the input, as the user knows it.
-        problem: what is wrong with the input if the library fails.
-        fix: what the user can do.
-
-    Raises:
-        SltaError: the library failed, but not for lack of memory.
+    A lack of memory stays what it is.
     """
     try:
         yield
@@ -74,13 +68,9 @@ def reading(what: object, problem: str = "cannot be read", fix: str = "get a sou
 
 @contextmanager
 def files_named(then: str = "") -> Iterator[None]:
-    """Turn the errors of reading and writing files that nobody has explained into a sentence.
+    """Turn the errors of reading and writing files that nobody has explained into an SltaError.
 
-    Args:
-        then: what the user can do.
-
-    Raises:
-        SltaError: a file could not be opened, read or written.
+    ``then`` says what the user can do.
     """
     try:
         yield

@@ -46,10 +46,8 @@ class Accumulator(ABC, Generic[Result]):
         """Run a layer on every batch, and set its output on every stream; called again after memory ran out.
 
         Args:
-            layer: the layer's index.
             weights: the layer's tensors of each model.
             streams: the hidden states before the layer.
-            report: called with the number of samples that have passed a step.
 
         Returns:
             The tensors of the layer's file, the same on all ranks.

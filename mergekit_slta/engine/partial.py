@@ -30,11 +30,7 @@ LOCK = "lock"
 
 
 class Partial:
-    """The folder of one run's finished layers.
-
-    Args:
-        folder: the folder; ``enter`` creates it.
-        run: identifies the run, in values that JSON can hold.
+    """The folder of one run's finished layers; ``run`` identifies the run, in values that JSON can hold.
 
     Raises:
         SltaError: the folder is another run's, or holds files of something else.

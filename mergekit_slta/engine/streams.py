@@ -45,13 +45,8 @@ class Streams:
     A method fetches a batch's ``hidden`` states and the model's ``call`` of the next layer, and updates the batch by
     ``set_output``. ``advance`` deletes the layer's inputs, once all streams have its outputs.
 
-    Args:
-        decoder: the models' common decoder.
-        sources: for each stream, the model that embeds the samples of each task.
-        batches: this process's batches.
-
-    Attributes:
-        layer: the index of the next layer.
+    ``sources`` are for each stream the models that embed the samples of each task, ``batches`` this process's, and
+    ``layer`` is the index of the next layer.
     """
 
     def __init__(self, decoder: Decoder, sources: Sequence[Sequence[Source]], batches: Sequence[Batch]) -> None:

@@ -19,11 +19,7 @@ def weighted_sum(base: torch.Tensor, experts: Sequence[tuple[torch.Tensor, torch
     """The base tensor plus the weighted task vectors, as (1 - sum alpha) theta_0 + sum alpha theta_t.
 
     That needs no memory for task vectors, and a tensor that no expert changed stays equal to the last bit. It is
-    computed in at least float32.
-
-    Args:
-        base: the base model's tensor.
-        experts: each expert's tensor and its weights, one number or a tensor that broadcasts to it.
+    computed in at least float32. An expert's weights are one number, or a tensor that broadcasts to its own.
     """
     experts = [(tensor, weight) for tensor, weight in experts if bool(weight.any())]
     dtype = torch.promote_types(base.dtype, torch.float32)
@@ -60,11 +56,9 @@ def _weighted_part(
 
 
 class Blend:
-    """A ``blend`` of models that can be read like a checkpoint.
+    """A ``blend`` of the base model and the ``T`` experts that can be read like a checkpoint.
 
-    Args:
-        models: the base model, then the ``T`` experts.
-        alpha: the experts' weights by the model's name of a tensor; None for the base model alone.
+    ``alpha`` gives the experts' weights by the model's name of a tensor; None is the base model alone.
     """
 
     def __init__(self, models: Sequence[Checkpoint], alpha: Alpha | None = None) -> None:

@@ -30,12 +30,7 @@ def fingerprint_of(folder: str | Path, adapter: Path | None = None, dtype: str |
     """Identify a model by the names, shapes and dtypes of its tensors and a sample of their bytes; sha256 in hex.
 
     Training changes nearly all bytes of a tensor. An edit of a few rows does not show; in files of this machine
-    ``stamps`` shows it.
-
-    Args:
-        folder: the folder with the model's files.
-        adapter: the folder of an adapter that is merged into the model.
-        dtype: the type in which it is merged, mergekit's ``--lora-merge-dtype``.
+    ``stamps`` shows it. ``adapter`` is the folder of an adapter that is merged into the model, in the type ``dtype``.
     """
     content = _digest(entry for file in weight_map(Path(folder)) for entry in _sampled(Path(folder) / file))
     if adapter is None:

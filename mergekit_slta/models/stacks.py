@@ -18,10 +18,7 @@ class ExpertStack(torch.Tensor):
     expert after the other, asks for nothing else. Any other operation gets all parts for as long as it takes, which is
     correct but needs their memory. Nothing can be written to a stack.
 
-    Args:
-        shape: [E, ...].
-        device: where the parts go.
-        part: reads one expert's part [...] to the device, given its number.
+    ``part`` reads one expert's part [...] to the device, given its number.
     """
 
     part: Callable[[int], torch.Tensor]

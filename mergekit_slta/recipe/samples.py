@@ -17,14 +17,7 @@ from mergekit_slta.recipe.settings import CalibrationSettings
 
 @dataclass
 class Samples:
-    """Draws the samples of a recipe's tasks.
-
-    Args:
-        base: the base model, whose tokenizer tokenizes everything.
-        settings: the number of samples, their length and the seed.
-        trust_remote_code, cache_dir: mergekit's options ``--trust-remote-code`` and ``--transformers-cache``.
-        quiet: whether to hide the progress bar of a dataset's download.
-    """
+    """Draws the samples of a recipe's tasks; the base model's tokenizer tokenizes everything."""
 
     base: ModelReference
     settings: CalibrationSettings

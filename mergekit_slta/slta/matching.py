@@ -36,9 +36,7 @@ def match(
     """Compare a file with a recipe: models by content, in any order; data and settings if the recipe names data.
 
     Args:
-        info: the file's metadata.
-        path: the file's path.
-        experiment: the opened recipe.
+        info, path: the file's metadata, and its path.
         base: the base model's content; None if only a download would show it.
         experts: the experts' fingerprints in the recipe's order; None likewise.
         data: the samples of the recipe's tasks; None for samples that are not drawn.

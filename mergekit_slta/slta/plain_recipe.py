@@ -61,16 +61,12 @@ def plain_recipe(
     edges: str = "base",
     towers: str = "base",
     models: Mapping[str, str] | None = None,
-    output: Mapping[str, Any] | None = None,
+    tokenizer_source: str = "",
     trust_remote_code: bool = False,
 ) -> str:
     """Write a solution as a mergekit recipe that reproduces ``merge_method: slta`` without this package.
 
-    Args:
-        solution: the merging weights of each submodule of a level.
-        edges, towers, models, trust_remote_code: as for ``Solution.save_recipe``.
-        output: the recipe's keys for the merged model's data type, tokenizer and chat template, such as ``out_dtype``,
-            which is the base checkpoint's by default.
+    The arguments are those of ``Solution.save_recipe``.
 
     Returns:
         The recipe as YAML, with a header that describes its origin.
@@ -100,7 +96,7 @@ def plain_recipe(
         "models": [{"model": paths[name], "parameters": {"weight": weight}} for name, weight in models_settings],
         "dtype": "float32",
         "out_dtype": info.dtype,
-        **(output or {}),
+        **({"tokenizer_source": tokenizer_source} if tokenizer_source else {}),
     }
     _verify(content, planned)
     body = yaml.dump(content, Dumper=ConfigYamlDumper, sort_keys=False, width=120, allow_unicode=True)

@@ -258,7 +258,7 @@ class Solution(Paragraphs):
             edges=edges,
             towers=towers,
             models=models,
-            output={"tokenizer_source": tokenizer_source} if tokenizer_source else None,
+            tokenizer_source=tokenizer_source,
             trust_remote_code=trust_remote_code,
         )
         file = Path(path).expanduser()

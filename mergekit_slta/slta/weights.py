@@ -20,9 +20,7 @@ class TensorWeights:
     """The merging weights of every tensor.
 
     Args:
-        decoder: the model's decoder.
-        level: the level of the solutions.
-        solutions: the solution of each submodule of the level.
+        level, solutions: the solution of each submodule of the level.
         edges: ``base`` keeps the base model's language tensors outside the decoder layers, ``mean`` gives them each
             expert's mean weight over the submodules that it was measured to change.
         towers: the same for the tensors outside the language tower of a multimodal model.

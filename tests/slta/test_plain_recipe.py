@@ -278,7 +278,7 @@ def test_a_recipe_names_models_dtypes_and_tokenizer(base: Path) -> None:
     text = plain_recipe(
         statistics_of("attn_mlp").solve("attn_mlp"),
         models={"org/base": str(base), "org/expert1": "./mine"},
-        output={"tokenizer_source": "base"},
+        tokenizer_source="base",
     )
     content = yaml.safe_load(text)
     assert content["merge_method"] == "task_arithmetic"
