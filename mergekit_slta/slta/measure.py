@@ -74,10 +74,10 @@ def measured_statistics(
 ) -> Statistics:
     """``measure`` for an opened recipe; with ``measuring`` false, what is not measured yet is refused."""
     settings, ranks = experiment.settings, experiment.ranks
-    own = settings if isinstance(settings, SltaSettings) else SltaSettings()
-    asked = [levels] if isinstance(levels, str) else list(levels or [own.level])
+    chosen = settings if isinstance(settings, SltaSettings) else SltaSettings()
+    asked = [levels] if isinstance(levels, str) else list(levels or [chosen.level])
     experiment.require_levels(asked)
-    source = os.fspath(path) if path else own.statistics
+    source = os.fspath(path) if path else chosen.statistics
     file = resolve_statistics(source, experiment.transformers_cache) if source else None
     if file is not None and _exists(file, ranks):
         statistics = _matched(experiment, file, asked)
