@@ -3,8 +3,8 @@
     python tests/benchmarks/quality.py --seed 0 --seed 1 --seed 2
 
 Prints one JSON line per seed: the three-way average of exact matches of the best task arithmetic of the quickstart's
-grid (picked on the held-out prompts themselves), of sftm, actmat and slta, and of RegMean++ (``regmean.py``) and
-featcal by number of samples per task.
+grid (picked on the held-out prompts themselves), of sftm, actmat and slta, and by number of samples per task of featcal
+and of RegMean++ and FeatCal as published (``published.py``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import click
 import torch
 from common import CACHE, be_quiet
-from regmean import regmean_plus_plus
+from published import published_featcal, regmean_plus_plus
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
@@ -58,7 +58,7 @@ def _methods(models: family.Family, folder: Path, seed: int) -> dict[str, float]
     names = ("sftm", "actmat", "slta layer", "slta attn_mlp")
     scores = {name: _score(folder, name, recipes[name], seed) for name in names}
     for count in SAMPLES:
-        scores[f"regmean++ {count}"] = _regmean(models, folder, count)
+        scores |= _published(models, folder, count)
         recipe = recipes["featcal"]
         recipe["parameters"]["samples"] = count
         scores[f"featcal {count}"] = _score(folder, f"featcal {count}", recipe, seed)
@@ -69,7 +69,7 @@ def _score(folder: Path, name: str, recipe: dict[str, Any], seed: int) -> float:
     return quickstart.average(family.evaluate(quickstart.merge(folder, name, recipe, seed)))
 
 
-def _regmean(models: family.Family, folder: Path, count: int) -> float:
+def _published(models: family.Family, folder: Path, count: int) -> dict[str, float]:
     tokenizer = AutoTokenizer.from_pretrained(models.base)
     tasks = [
         CalibrationSource(str(models.calibration[task]), "", tokenizer, lambda: tokenizer, max_tokens=512, seed=0)
@@ -77,12 +77,20 @@ def _regmean(models: family.Family, folder: Path, count: int) -> float:
         .token_ids
         for task in models.experts
     ]
-    experts = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in models.experts.values()]
-    merged = regmean_plus_plus(experts, tasks)
-    target = folder / "merged" / f"regmean-{count}"
-    merged.save_pretrained(target)
-    tokenizer.save_pretrained(target)
-    return quickstart.average(family.evaluate(target))
+    base, *experts = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        for path in (models.base, *models.experts.values())
+    )
+    scores = {}
+    for name, merged in {
+        "regmean++": regmean_plus_plus(experts, tasks),
+        "published featcal": published_featcal(base, experts, tasks),
+    }.items():
+        target = folder / "merged" / f"{name.replace(' ', '-')}-{count}"
+        merged.save_pretrained(target)
+        tokenizer.save_pretrained(target)
+        scores[f"{name} {count}"] = quickstart.average(family.evaluate(target))
+    return scores
 
 
 if __name__ == "__main__":
