@@ -1,20 +1,8 @@
-"""Several problems in one error, and other people's errors in a line."""
+"""Several problems in one error."""
 
 import pytest
 
-from mergekit_slta.errors import SltaError, all_of, first_line, refuse
-
-
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
-        (ValueError("It is broken.\nSee there."), "It is broken"),
-        (ValueError("\n Choose one of: \n- this"), "Choose one of"),
-        (KeyError(), "KeyError"),
-    ],
-)
-def test_the_first_line(error: Exception, line: str) -> None:
-    assert first_line(error) == line
+from mergekit_slta.errors import SltaError, all_of, refuse
 
 
 def test_all_calls_are_made_and_their_sentences_said_once() -> None:

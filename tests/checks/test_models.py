@@ -134,24 +134,15 @@ def test_tensors_that_transformers_does_not_know_are_said_to_be_missing(make_fam
     assert note.startswith(said)
 
 
-AFMOE: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 3,
-    "num_dense_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_shared_experts": 1,
-    "layer_types": ["full_attention"] * 3,
-}
+AFMOE: dict[str, Any] = (
+    families.ARCHITECTURES["llama"][1]
+    | {"head_dim": 8, "moe_intermediate_size": 16, "num_dense_layers": 1, "layer_types": ["full_attention"] * 3}
+    | {"num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1}
+)
 
 
 def test_a_feature_merge_of_experts_that_mergekit_merges_one_by_one(make_family: MakeFamily) -> None:
-    family = make_family(transformers.AfmoeConfig(vocab_size=families.VOCABULARY, **AFMOE), experts=1)
+    family = make_family(transformers.AfmoeConfig(**AFMOE), experts=1)
     assert problems(families.recipe(family)) == []
     assert only(feature_recipe(family)).startswith("'featcal' solves the experts of a mixture together, but mergekit")
 

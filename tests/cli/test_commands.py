@@ -31,19 +31,10 @@ from mergekit_slta.slta.solver import bootstrap
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.tables import as_size
 
-COMMANDS = [
-    "calibrate",
-    "check",
-    "compare",
-    "evaluate",
-    "linearity",
-    "merge",
-    "new",
-    "publish",
-    "report",
-    "solve",
-    "verify",
-]
+COMMANDS = (
+    *("calibrate", "check", "compare", "evaluate", "linearity", "merge"),
+    *("new", "publish", "report", "solve", "verify"),
+)
 
 
 def run(*arguments: str | Path, code: int = 0) -> Result:

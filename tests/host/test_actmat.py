@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from support.actmat_reference import merged_tensor
-from support.small_models import load, recipe, role_by_hand, run, write_family
+from support.small_models import load, merge, recipe, role_by_hand, run, write_family
 
 from mergekit_slta.models.roles import Role, tensor_roles
 from mergekit_slta.models.skeleton import meta_model
@@ -17,11 +17,7 @@ from mergekit_slta.models.skeleton import meta_model
 
 @pytest.mark.parametrize("key", ["llama", "t5", "clip_vision", "gpt2"])
 def test_stock_mergekit_solves_every_tensor(key: str, tmp_path: Path) -> None:
-    family = write_family(key, tmp_path)
-    result = run(recipe("actmat", family, {}, {"weight": 1.5}, ridge=0.2, scale=0.9), tmp_path)
-    assert result.exit_code == 0, result.output
-    merged = load(key, tmp_path / "merged")
-    base, *experts = [load(key, folder) for folder in (family[0], *family[1])]
+    merged, base, *experts = merge(key, "actmat", tmp_path, {}, {"weight": 1.5}, ridge=0.2, scale=0.9)
     assert set(merged) == set(base)
     for name, tensor in merged.items():
         if tensor.is_floating_point():

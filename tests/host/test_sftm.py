@@ -11,7 +11,7 @@ import torch
 import transformers
 from mergekit.merge_methods import TensorGroup, merge_state_dicts
 from support.sftm_reference import merged_tensor
-from support.small_models import MODELS, config_of, load, recipe, role_by_hand, run, write_family
+from support.small_models import MODELS, config_of, load, merge, recipe, role_by_hand, run, write_family
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.host.method import Method
@@ -24,12 +24,8 @@ from mergekit_slta.models.skeleton import meta_model
 
 @pytest.mark.parametrize("key", ["llama", "t5", "mixtral"])
 def test_stock_mergekit_merges_every_tensor_as_the_paper_says(key: str, tmp_path: Path) -> None:
-    family = write_family(key, tmp_path)
-    own = {"weight": 1.5, "density": 0.5}
-    result = run(recipe("sftm", family, {}, own, **{"lambda": 0.7}), tmp_path)
-    assert result.exit_code == 0, result.output
-    merged = load(key, tmp_path / "merged")
-    base, *experts = [load(key, folder) for folder in (family[0], *family[1])]
+    own: dict[str, Any] = {"weight": 1.5, "density": 0.5}
+    merged, base, *experts = merge(key, "sftm", tmp_path, {}, own, **{"lambda": 0.7})
     assert set(merged) == set(base)
     for name, tensor in merged.items():
         if tensor.is_floating_point():

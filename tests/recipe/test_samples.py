@@ -1,18 +1,16 @@
-"""An expert's samples are drawn once, with the base model's tokenizer, and what is held out is none of them."""
+"""An adapter's own tokenizer and chat template come before those of its base model."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-import pytest
 from mergekit.common import ModelReference
 from support import families
 from support.examining import swap_ids
 from support.families import Family
 from transformers import AutoTokenizer
 
-from mergekit_slta.data.draw import CalibrationData, CalibrationSource
 from mergekit_slta.recipe.recipe import Task
 from mergekit_slta.recipe.samples import Samples
 from mergekit_slta.recipe.settings import CalibrationSettings
@@ -22,29 +20,6 @@ SETTINGS = CalibrationSettings(samples=3, max_tokens=12, seed=1)
 
 def samples_of(base: Path) -> Samples:
     return Samples(ModelReference.parse(str(base)), SETTINGS)
-
-
-def experts_of(family: Family) -> list[Task]:
-    pairs = zip(family.experts, family.data, strict=True)
-    return [Task(ModelReference.parse(str(folder)), str(file)) for folder, file in pairs]
-
-
-def test_samples_are_drawn_once(llama: Family, monkeypatch: pytest.MonkeyPatch) -> None:
-    draws: list[str] = []
-    draw = CalibrationSource.draw
-
-    def counted(source: CalibrationSource, samples: int) -> CalibrationData:
-        draws.append(source.source)
-        return draw(source, samples)
-
-    monkeypatch.setattr(CalibrationSource, "draw", counted)
-    samples, (first, second, _) = samples_of(llama.base), experts_of(llama)
-    drawn = samples.of(first)
-    assert samples.of(first) is drawn
-    assert len(drawn.token_ids) == 3 and max(map(len, drawn.token_ids)) <= 12
-    assert samples.of(first, 2).token_ids == drawn.token_ids[:2]
-    samples.of(second)
-    assert draws == [first.calibration, first.calibration, second.calibration]
 
 
 CHAT = "{% for turn in messages %}{{ turn['content'] }}.{% endfor %}"

@@ -102,6 +102,16 @@ def recipe(method: str, family: Family, *own: dict[str, Any], **parameters: Any)
     }
 
 
+def merge(
+    key: str, method: str, folder: Path, *own: dict[str, Any], **parameters: Any
+) -> list[dict[str, torch.Tensor]]:
+    """The tensors of a merge by ``run`` of a new family, of its base model and of its experts."""
+    base, experts = write_family(key, folder)
+    result = run(recipe(method, (base, experts), *own, **parameters), folder)
+    assert result.exit_code == 0, result.output
+    return [load(key, place) for place in (folder / "merged", base, *experts)]
+
+
 def run(content: dict[str, Any], folder: Path) -> Result:
     """The stock ``mergekit-yaml`` command in this process, its output in ``folder / "merged"``."""
     patches.install()  # as the start-up file does in a process of its own
