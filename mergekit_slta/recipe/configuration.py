@@ -31,9 +31,8 @@ def expert_references(config: MergeConfiguration) -> list[ModelReference]:
 
 
 def shared_parameters(config: MergeConfiguration) -> dict[str, Any]:
-    """The parameters for the whole merge of a recipe with at most one slice, whose own parameters take precedence."""
-    slices = output_slices(config)
-    return {**(config.parameters or {}), **(slices[0].parameters or {} if slices else {})}
+    """The parameters for the whole merge."""
+    return dict(config.parameters or {})
 
 
 def expert_parameters(config: MergeConfiguration) -> dict[ModelReference, dict[str, Any]]:
