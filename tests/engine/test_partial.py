@@ -10,7 +10,6 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import torch
 from mergekit.io.tasks import LoaderCache
@@ -19,7 +18,6 @@ from support import families
 from support.families import Family
 
 from mergekit_slta.engine.partial import LOCK, RUN, Partial, remove
-from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError
 from mergekit_slta.slta.features import LayerFeatures
 from mergekit_slta.slta.measure import measured_statistics
@@ -125,21 +123,6 @@ def test_a_kill_while_the_folder_is_removed_leaves_an_unfinished_run(
         remove(partial.folder)
     again = Partial(partial.folder, {"base": "a"})
     assert not again.finished([{"layer.0": (1,)}])
-
-
-def test_only_the_first_rank_keeps_others_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Whoever comes second hears it from its own first rank."""
-    monkeypatch.setattr(Ranks, "wait", lambda self: None)
-    monkeypatch.setattr(Ranks, "gather", lambda self, number: [number, 0.0])
-    first, second = (Partial(tmp_path / "partial", {}) for _ in range(2))
-    first.enter(Ranks(0, 2))
-    second.enter(Ranks(1, 2))
-    with pytest.raises(click.exceptions.Exit):
-        Partial(tmp_path / "partial", {}).enter(Ranks(0, 2))
-    assert "Error: Another process or thread is at work in" in capsys.readouterr().err
-    first.release()
 
 
 # Killed

@@ -34,8 +34,6 @@ from mergekit_slta.layers.trace import trace
 # Of a tensor's norm; float32 features and products against float64 ones.
 TOLERANCE = 1e-4
 DECODERS = (*ARCHITECTURES, *UNSPLIT, *MULTIMODAL)
-# Their linear maps are called as those of another architecture are.
-LIKE_OTHERS = (*("gemma", "mistral", "olmo2", "phi3_longrope", "qwen3", "qwen3_moe", "cohere"),)
 EXACT = 1e-9  # a ridge that holds nothing
 
 State = dict[str, torch.Tensor]

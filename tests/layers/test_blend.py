@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from support import families
 from support.families import Family
@@ -39,26 +38,6 @@ def test_weights_are_asked_for_by_the_models_name_of_a_tensor(llama: Family) -> 
     for key, full in names.items():
         expected = base[full] + sum(w * (own[full] - base[full]) for w, own in zip(weights[full], experts, strict=True))
         assert (found[key] - expected).norm() < 1e-6 * expected.norm()
-
-
-def test_weights_may_differ_inside_a_tensor(llama: Family) -> None:
-    name = "model.layers.0.self_attn.q_proj.weight"
-    rows = torch.randn(3, 32, 1, dtype=torch.float64)
-    found = read(Blend(families.checkpoints(llama.folders), lambda _: rows), llama, [name])[name]
-    base, *experts = (state[name] for state in states(llama))
-    expected = base + sum(row * (own - base) for row, own in zip(rows, experts, strict=True))
-    assert (found - expected).norm() < 1e-6 * expected.norm()
-
-
-@pytest.mark.parametrize("weights", [None, torch.tensor([0.5, 0.5], dtype=torch.float64)], ids=["base", "average"])
-def test_blending_what_has_been_read_is_reading(weights: torch.Tensor | None, llama: Family) -> None:
-    models = families.checkpoints(llama.folders[:3])
-    anchor = Blend(models, None if weights is None else lambda name: weights)
-    names = trace(llama.config).layer_tensors(1)
-    found = anchor.of(names, [model.read(names, "model") for model in models])
-    expected = anchor.read(names, "model")
-    assert list(found) == list(expected)
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def test_numbers_that_are_no_weights_stay_the_base_models() -> None:

@@ -96,15 +96,12 @@ def test_a_missing_file(tmp_path: Path) -> None:
     refused(tmp_path / "none.safetensors", "There is no statistics file.*calibrate")
 
 
-@pytest.mark.parametrize("length", [4, 200, -1])
-def test_a_truncated_file(length: int, path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:length])
-    refused(path, "cannot be read as a safetensors file")
-
-
 def test_files_of_other_kinds(path: Path) -> None:
-    path.write_bytes(pickle.dumps({"task": [0]}))
-    refused(path, "cannot be read as a safetensors file")
+    save_file(load_file(path), path, metadata={"mergekit_slta": "[]"})
+    refused(path, "metadata")
+    for content in (path.read_bytes()[:200], pickle.dumps({"task": [0]})):
+        path.write_bytes(content)
+        refused(path, "cannot be read as a safetensors file")
     for metadata in (None, {"format": "pt"}):
         save_file({"model.norm.weight": torch.ones(3)}, path, metadata=metadata)
         refused(path, "is not a statistics file")
@@ -116,10 +113,8 @@ GRAM = "gram/layer.1.mlp"
 TAMPERED: dict[str, tuple[Edit, str]] = {
     "not a number": (lambda tensors, info: tensors[GRAM][0, 1, 1].fill_(torch.nan), "'layer.1.mlp' holds no Gram"),
     "single precision": (lambda tensors, info: tensors.update({GRAM: tensors[GRAM].float()}), "wrong shape or type"),
-    "a sample less": (lambda tensors, info: tensors.update({GRAM: tensors[GRAM][1:]}), "wrong shape or type"),
     "a tensor more": (lambda tensors, info: tensors.update(x=torch.ones(1)), "'x' is not the name of a submodule"),
     "no tasks": (lambda tensors, info: tensors.pop("task"), "is not a statistics file"),
-    "a task without samples": (lambda tensors, info: tensors["task"].clamp_(max=1), "'task' does not name every"),
     "tasks in disorder": (
         lambda tensors, info: tensors.update(task=tensors["task"].flip(0)),
         "'task' does not name every task in order",
@@ -128,7 +123,6 @@ TAMPERED: dict[str, tuple[Edit, str]] = {
     "another version": (lambda tensors, info: info.update(format_version=1), "unusable metadata .format_version."),
     "a field less": (lambda tensors, info: info.pop("seed"), "unusable metadata .seed."),
     "a model less": (lambda tensors, info: info["models"].pop(), "does not describe all of its models and levels"),
-    "no level": (lambda tensors, info: info.update(levels=[]), "does not describe all of its models and levels"),
     "an unknown level": (lambda tensors, info: info["levels"].append("tensor"), "it holds no level 'tensor'"),
 }
 
@@ -143,12 +137,6 @@ def test_a_tampered_file(name: str, path: Path) -> None:
     stored = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(stored, path, metadata={"mergekit_slta": json.dumps(info, sort_keys=True)})
     refused(path, words)
-
-
-@pytest.mark.parametrize("text", ["[]", "[" * 100_000], ids=lambda text: text[:9])
-def test_metadata_that_is_no_description(text: str, path: Path) -> None:
-    save_file(load_file(path), path, metadata={"mergekit_slta": text})
-    refused(path, "metadata")
 
 
 # Parts of it
@@ -172,6 +160,9 @@ def test_experts_are_selected_by_name(found: Statistics, tmp_path: Path) -> None
     assert same(part, found.take([2, 0]))
     assert same(Statistics.load(part.save(tmp_path / "part.safetensors")), part)  # it is a valid file itself
     assert same(found.take([0, 1, 2]), found)
+    level = found.at_levels(["layer"])
+    assert level.info.levels == ("layer",)
+    assert same(Statistics.load(level.save(tmp_path / "level.safetensors")), level)
 
 
 @pytest.mark.parametrize(
@@ -185,12 +176,6 @@ def test_experts_are_selected_by_name(found: Statistics, tmp_path: Path) -> None
 def test_a_selection_that_nobody_meant_is_refused(names: list[str], said: str, found: Statistics) -> None:
     with pytest.raises(SltaError, match=said):
         found.select(*names)
-
-
-def test_one_of_several_levels(found: Statistics, tmp_path: Path) -> None:
-    part = found.at_levels(["layer"])
-    assert part.info.levels == ("layer",)
-    assert same(Statistics.load(part.save(tmp_path / "part.safetensors")), part)
 
 
 def test_the_first_samples_of_each_task(found: Statistics) -> None:

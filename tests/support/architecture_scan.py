@@ -3,8 +3,7 @@
     python tests/support/architecture_scan.py [TYPE ...]
 
 writes docs/architectures.md, or prints the rows of the types named. Nothing is downloaded: models are built without
-weights, from each type's own default configuration with small sizes. Each type has a process of its own, which may
-take ``SECONDS`` of a processor.
+weights, from each type's own default configuration with small sizes.
 """
 
 from __future__ import annotations
@@ -12,14 +11,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import multiprocessing
-import resource
 import sys
 import time
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +39,6 @@ from mergekit_slta.layers.trace import trace
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "architectures.md"
 # What is tried of each type.
 LEVELS = ("layer", "attn_mlp", "head_mlp", "linear")
-SECONDS = 120
 PROCESSES = 4
 
 # The sizes that a configuration's fields get, where it has fields of these names.
@@ -206,7 +201,7 @@ def _sizes(config: Any) -> list[dict[str, Any]]:
 def scan(model_type: str, images: bool) -> Row:
     """Try a model type at all levels and with featcal."""
     names = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if images else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)[model_type]
-    row = Row(model_type, names if isinstance(names, str) else names[0], images)
+    row, start = Row(model_type, names if isinstance(names, str) else names[0], images), time.process_time()
     try:
         row.decoder = _is_decoder(model_type, images)
         if not row.decoder:
@@ -223,6 +218,7 @@ def scan(model_type: str, images: bool) -> Row:
             row.reasons.append(f"featcal keeps the anchor in most linear maps: {'; '.join(kept)}.")
     except Exception as error:
         row.reasons.append(first_line(error))
+    row.seconds = time.process_time() - start
     return row
 
 
@@ -247,30 +243,10 @@ def _is_decoder(model_type: str, images: bool) -> bool:
     return images or text is config
 
 
-def _scan_and_send(model_type: str, images: bool, answer: Connection) -> None:
+def _quiet() -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
-    row = scan(model_type, images)
-    row.seconds = time.process_time()
-    answer.send(row)
-
-
-def scan_in_a_process(model_type: str, images: bool) -> Row:
-    """``scan``, given up after ``SECONDS`` of a processor."""
-    forks = multiprocessing.get_context("forkserver")
-    receive, answer = forks.Pipe(duplex=False)
-    process = forks.Process(target=_scan_and_send, args=(model_type, images, answer))
-    process.start()
-    answer.close()
-    try:
-        row: Row = receive.recv()
-    except EOFError:
-        row = Row(model_type, "", images, reasons=[f"It takes more than {SECONDS} seconds to trace its layers."])
-    process.join()
-    print(row, flush=True)
-    return row
 
 
 def page(rows: list[Row]) -> str:
@@ -317,18 +293,14 @@ def _table(rows: list[Row]) -> Iterator[str]:
 
 
 def main() -> None:
-    multiprocessing.get_context("forkserver").set_forkserver_preload(
-        [
-            *("mergekit.architecture", "transformers.models.auto.modeling_auto"),
-            *("mergekit_slta.featcal.groups", "mergekit_slta.layers.submodules"),
-        ]
-    )
     registered = ((False, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), (True, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES))
     every = [(name, images) for images, names in registered for name in sorted(names)]
     chosen = [case for case in every if case[0] in sys.argv[1:] or not sys.argv[1:]]
-    with ThreadPoolExecutor(PROCESSES) as pool:
-        rows = list(pool.map(lambda case: scan_in_a_process(*case), chosen))
-    if not sys.argv[1:]:
+    with multiprocessing.get_context("spawn").Pool(PROCESSES, _quiet) as pool:
+        rows = pool.starmap(scan, chosen, chunksize=1)
+    if sys.argv[1:]:
+        print(*rows, sep="\n")
+    else:
         PAGE.write_text(page(rows), encoding="utf-8")
 
 
