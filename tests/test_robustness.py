@@ -192,8 +192,7 @@ def small_disk(folder: Path, size: int) -> Iterator[None]:
         subprocess.run(["umount", "-l", folder], check=True)
 
 
-@pytest.mark.parametrize("room", [0, 2**14])
-@pytest.mark.parametrize("name", ["slta", "featcal"])
+@pytest.mark.parametrize(("name", "room"), [("slta", 0), ("featcal", 2**14)])
 def test_a_full_disk(name: str, room: int, commands: Commands, clean: Clean, tmp_path: Path) -> None:
     expected, _ = clean(name)
     disk = tmp_path / "disk"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,6 @@ def test_models_that_are_not_there(family: Family) -> None:
     )
     recipe["base_model"] = "org/none"
     assert [problem.split(" cannot")[0] for problem in problems(recipe)] == ["org/none", f"{family.base}/none"]
-
-
-def test_a_damaged_checkpoint(family: Family) -> None:
-    os.truncate(family.experts[2] / "model.safetensors", 5000)
-    assert only(families.recipe(family)).startswith(f"{family.experts[2]}/model.safetensors cannot be read")
 
 
 def test_an_expert_of_another_architecture(family: Family, tmp_path: Path) -> None:

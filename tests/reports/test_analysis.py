@@ -8,14 +8,9 @@ import pytest
 import torch
 from support import reference, synthetic
 
-from mergekit_slta.reports.analysis import intervals, kept_by_layer, kinds_of
+from mergekit_slta.reports.analysis import intervals, kept_by_layer
 from mergekit_slta.slta.solver import pooled
 from mergekit_slta.slta.statistics import Statistics
-
-
-def test_kinds_keep_the_order() -> None:
-    names = ["layer.0.head.0", "layer.0.head.1", "layer.0.mlp", "layer.1.head.0", "layer.1.head.1", "layer.1.mlp"]
-    assert kinds_of(names) == {"head": {0: [0, 1], 1: [3, 4]}, "mlp": {0: [2], 1: [5]}}
 
 
 def random_deltas(experts: int, samples: int, seed: int) -> reference.Deltas:
