@@ -126,7 +126,7 @@ def _of_all_models(experiment: Experiment, out: Path | None, merging: bool) -> I
     base = experiment.model(recipe.base)
     opened = [experiment.model(reference) for reference in recipe.references]
     yield partial(tensors.mergeable_tensors, opened)
-    if settings.solves_layers:
+    if isinstance(settings, FeatcalSettings):
         yield lambda: tensors.whole_mixtures(base, experiment.decoder)
     aligned, cut = recipe.tokenizer_source is not None, experiment.options.unsafe_truncate_embeddings
     for _, expert in experiment.pairs:
@@ -173,7 +173,7 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
             f"{scratch_root(settings.scratch)} until the output is written."
         )
     dtype = (config.dtype or str(getattr(base.config, "dtype", None))).removeprefix("torch.")
-    if dtype in HALF and not settings.solves_layers:
+    if dtype in HALF and not isinstance(settings, FeatcalSettings):
         yield (
             f"Merging in {dtype} rounds at every step: set 'dtype: float32' and 'out_dtype: "
             f"{config.out_dtype or dtype}' to round only once."

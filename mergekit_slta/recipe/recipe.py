@@ -128,7 +128,7 @@ class Recipe:
     def with_statistics(self, file: str, level: str | None = None) -> Recipe:
         """The same recipe with another statistics file and, if one is given, level, where its method takes a file."""
         method = SETTINGS.get(self.config.merge_method)
-        if method is None or not method.takes_statistics:
+        if method is None or "statistics" not in method.model_fields:
             return self
         parameters = {**(self.config.parameters or {}), "statistics": file, **({"level": level} if level else {})}
         return self.from_config(self.config.model_copy(update={"parameters": parameters}), self.content)

@@ -1,7 +1,6 @@
 """The parameters and properties of every merge method, one class for each.
 
-Other rooms read a method's properties here (does it run the experts? does it take a statistics file?) instead of
-comparing its name.
+Other rooms read a method's properties here (does it run models? the experts too?) instead of comparing its name.
 """
 
 from __future__ import annotations
@@ -59,8 +58,6 @@ class MethodSettings(Parameters):
         expert: the class of one expert's parameters.
         runs_models: whether it runs models on samples, for which it needs whole models and one value per parameter.
         runs_experts: whether the experts run on the samples' tokens, not only on the base model's hidden states.
-        takes_statistics: whether a statistics file can replace the data.
-        solves_layers: whether it solves the layers into a folder, in float32, before mergekit merges a tensor.
         folders: the parameters that name a folder to write to.
     """
 
@@ -68,8 +65,6 @@ class MethodSettings(Parameters):
     expert: ClassVar[type[Parameters]]
     runs_models: ClassVar[bool] = False
     runs_experts: ClassVar[bool] = False
-    takes_statistics: ClassVar[bool] = False
-    solves_layers: ClassVar[bool] = False
     folders: ClassVar[tuple[str, ...]] = ()
 
 
@@ -95,7 +90,6 @@ class CalibrationSettings(MethodSettings):
 
 class SltaSettings(CalibrationSettings):
     method: ClassVar[str] = "slta"
-    takes_statistics: ClassVar[bool] = True
     level: Level = Field(
         default="attn_mlp",
         description="what gets weights of its own: `model`, `layer`, `attn_mlp`, `head_mlp` or `linear`",
@@ -116,7 +110,6 @@ class SltaSettings(CalibrationSettings):
 class FeatcalSettings(CalibrationSettings):
     method: ClassVar[str] = "featcal"
     runs_experts: ClassVar[bool] = True
-    solves_layers: ClassVar[bool] = True
     folders: ClassVar[tuple[str, ...]] = ("scratch", "report")
     ridge: Ridge | Literal["auto"] = Field(
         default="auto",
