@@ -57,25 +57,6 @@ def run_together(forks: ForkServerContext, count: int, work: Callable[..., objec
     assert [process.exitcode for process in processes] == [0] * count
 
 
-def share(family: Family, levels: tuple[str, ...], folder: Path, index: int, count: int) -> None:
-    """What one of several processes does."""
-    partial = Partial(folder / "state", {})
-    partial.begin()
-    with joined(folder, index, count) as ranks:
-        grams = families.measure(family, *levels, batch_tokens=BATCH_TOKENS, ranks=ranks, partial=partial)
-    save_file(grams, folder / f"rank{index}.safetensors")
-
-
-def test_every_process_ends_up_with_what_one_alone_measures(
-    forks: ForkServerContext, llama: Family, tmp_path: Path
-) -> None:
-    levels = ("model", "attn_mlp", "linear")
-    alone = families.measure(llama, *levels, batch_tokens=BATCH_TOKENS)
-    run_together(forks, 3, share, llama, levels, tmp_path)
-    for index in range(3):
-        assert largest_difference(load_file(tmp_path / f"rank{index}.safetensors"), alone) < 1e-8
-
-
 # Feature merges
 
 
@@ -209,9 +190,10 @@ def test_torchrun_calibrate_writes_the_same_file(llama: Family, tmp_path: Path) 
     """Of two experts and the base model, whose task is the third one."""
     content = families.recipe(llama, experts=(0, 1), keep={}, samples=6, batch_tokens=BATCH_TOKENS)
     recipe = families.write_recipe(tmp_path / "recipe.yml", content)
-    alone, together = tmp_path / "alone.safetensors", tmp_path / "together.safetensors"
-    measured_statistics(families.experiment(content), ["attn_mlp"], alone)
-    done = torchrun(2, "-m", "mergekit_slta", "calibrate", recipe, "-o", together)
+    alone, together, levels = tmp_path / "alone.safetensors", tmp_path / "together.safetensors", ["model", "linear"]
+    measured_statistics(families.experiment(content), levels, alone)
+    asked = [word for level in levels for word in ("--level", level)]
+    done = torchrun(2, "-m", "mergekit_slta", "calibrate", recipe, "-o", together, *asked)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(str(together)) == 1
     one, other = Statistics.load(alone), Statistics.load(together)

@@ -19,46 +19,19 @@ from support.linearity_values import assert_same, plan_of
 
 from mergekit_slta.cli.commands import main
 from mergekit_slta.nonlinearity.scores import (
-    STEPS,
     Value,
-    distances,
     linearity,
     merge_study,
-    non_linearity,
     path_study,
     plan_linearity,
     plan_studies,
     pool_values,
-    projection_and_cosine,
 )
 from mergekit_slta.recipe.recipe import Recipe
 
 
 def random_features(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-
-def test_distances_are_those_of_the_features() -> None:
-    deltas = random_features(3, STEPS, 7)
-    features = torch.cat([torch.zeros(3, 1, 7).double(), deltas], dim=1)
-    expected = torch.cdist(features, features) / deltas[:, -1:].norm(dim=-1, keepdim=True)
-    assert torch.allclose(distances(deltas @ deltas.mT), expected, atol=1e-12)
-
-
-def test_a_straight_and_even_way_is_linear() -> None:
-    deltas = torch.arange(1, STEPS + 1)[:, None] * random_features(1, 5)
-    assert non_linearity(distances(deltas @ deltas.T)).item() < 1e-20
-
-
-@pytest.mark.parametrize("experts", [2, 3])
-def test_merges_are_compared_with_the_weighted_sum(experts: int) -> None:
-    features = random_features(experts + 4, 9)
-    alpha = torch.linspace(0.2, 0.7, 4 * experts, dtype=torch.float64).view(4, experts)
-    merged, planned = features[experts:], alpha @ features[:experts]
-    cosine = torch.nn.functional.cosine_similarity(merged, planned)
-    projection, found = projection_and_cosine((features @ features.T)[None], alpha)
-    assert torch.allclose(projection[0], merged.norm(dim=1) * cosine / planned.norm(dim=1))
-    assert torch.allclose(found[0], cosine)
 
 
 def test_pooled_values_are_those_of_all_numbers() -> None:

@@ -26,10 +26,6 @@ def random(m: int, n: int) -> Matrices:
     return [trim(normal(m, n), 0.2) for _ in range(3)]
 
 
-def five(m: int, n: int) -> Matrices:
-    return [normal(m, n) for _ in range(5)]
-
-
 def low_rank(m: int, n: int) -> Matrices:
     return [normal(m, rank) @ normal(rank, n) for rank in (1, 3, 4)]
 
@@ -47,11 +43,6 @@ def contradictory(m: int, n: int) -> Matrices:
     """One matrix in three lengths and one of the others' differences: no matrix keeps all of their features."""
     first, second = normal(m, n), normal(m, n)
     return [first, 0.7 * first, second, first - second]
-
-
-def opposite(m: int, n: int) -> Matrices:
-    first = normal(m, n)
-    return [first, -first, normal(m, n)]
 
 
 def orthogonal(m: int, n: int) -> Matrices:
@@ -82,8 +73,8 @@ def large(m: int, n: int) -> Matrices:
     return [1e12 * normal(m, n) for _ in range(2)]
 
 
-FULL_RANK = [random, five, low_rank, some_zero, alike, minute, large]
-ALL_KINDS = [*FULL_RANK, identical, identical_and_another, contradictory, opposite, orthogonal, all_zero]
+FULL_RANK = [random, low_rank, some_zero, alike, minute, large]
+ALL_KINDS = [*FULL_RANK, identical, identical_and_another, contradictory, orthogonal, all_zero]
 
 
 def error(matrix: torch.Tensor, reference: torch.Tensor, matrices: Sequence[torch.Tensor]) -> float:
@@ -140,14 +131,6 @@ def test_scaled_copies_meet_at_their_mean() -> None:
 def test_a_single_matrix_comes_back_exactly(others: int) -> None:
     matrix = normal(20, 30).float()
     assert torch.equal(merge_task_matrices([matrix, *[torch.zeros_like(matrix)] * others]), matrix)
-
-
-def test_does_not_depend_on_the_order_of_experts_or_on_orientation() -> None:
-    matrices = [matrix.float() for matrix in random(40, 30)]
-    merged = merge_task_matrices(matrices)
-    torch.testing.assert_close(merge_task_matrices(matrices[::-1]), merged, rtol=0, atol=1e-5)
-    transposed = merge_task_matrices([matrix.T.contiguous() for matrix in matrices]).T
-    torch.testing.assert_close(transposed, merged, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("rank", [1, 5, 1000])
