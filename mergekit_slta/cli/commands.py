@@ -378,14 +378,11 @@ def _assignment(entry: str, names: Sequence[str], option: str) -> tuple[str, str
 
 
 def _task_weights(entries: Sequence[str], names: Sequence[str]) -> dict[str, float]:
-    weights = {}
-    for entry in entries:
-        name, value = _assignment(entry, names, "--task-weight")
-        try:
-            weights[name] = float(value)
-        except ValueError:
-            raise SltaError(f"--task-weight {entry}: '{value}' is not a number.") from None
-    return weights
+    weights = dict(_assignment(entry, names, "--task-weight") for entry in entries)
+    try:
+        return {name: float(value) for name, value in weights.items()}
+    except ValueError as error:
+        raise SltaError(f"--task-weight: {error}, write a number.") from None
 
 
 # What is printed and written

@@ -135,11 +135,7 @@ class Solution(Paragraphs):
         return {name: bootstrap(grams[name], task, repeats, seed=seed, **self.settings).std(0) for name in self.alpha}
 
     def to_json(self, errors: Mapping[str, torch.Tensor] | None = None) -> str:
-        """The solution as JSON, in which undefined numbers are null.
-
-        Args:
-            errors: the standard errors of ``bootstrap``, to be written as ``alpha_std``.
-        """
+        """The solution as JSON, undefined numbers as null, the standard errors of ``bootstrap`` as ``alpha_std``."""
         content: dict[str, Any] = {
             "level": self.level,
             "models": self.models,
@@ -156,8 +152,7 @@ class Solution(Paragraphs):
     def table(self, errors: Mapping[str, torch.Tensor] | None = None) -> Table:
         """One row per submodule: merging weights, kept shares, condition number; and one for all, with ``kept``.
 
-        Args:
-            errors: the standard errors of ``bootstrap``, to be shown beside the weights.
+        The standard errors of ``bootstrap`` stand beside the weights.
         """
         names = short_names(self.models)
         header = [f"alpha {name}" for name in names] + [f"keeps {name}" for name in names]
