@@ -12,6 +12,7 @@ import torch
 import yaml
 from click.testing import CliRunner
 from conftest import WriteRecipe
+from mergekit.common import ModelReference
 from support import synthetic
 from support.copies import edit_tensors, sharded
 from support.families import Family
@@ -20,6 +21,7 @@ from mergekit_slta import files
 from mergekit_slta.cli.commands import main
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models.headers import folder_headers
+from mergekit_slta.output import card
 
 
 @pytest.mark.parametrize("name", ["../base/model.safetensors", "/etc/passwd", "sub/model.safetensors"])
@@ -38,6 +40,12 @@ def test_a_name_writes_nothing_into_a_plain_recipe(tmp_path: Path) -> None:
     found = synthetic.statistics(["org/a\nslices: []", "org/b"], ["model"])
     content = yaml.safe_load(found.solve("model").save_recipe(tmp_path / "plain.yml").read_text())
     assert content["merge_method"] == "task_arithmetic" and "slices" not in content
+
+
+def test_names_stay_code_in_a_card() -> None:
+    reference = ModelReference.model_validate("/models/a`b|<script>")
+    (shown,) = [card._linked(reference)]
+    assert shown == "`a'b|<script>`"
 
 
 def test_cache_files_are_the_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

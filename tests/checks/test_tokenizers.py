@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +75,25 @@ def test_vocabularies_with_other_ids(family: Family) -> None:
     assert problems(recipe | {"tokenizer": {"source": "base"}}) == []
 
 
+def test_other_ids_in_a_list_of_tokens_with_scores(family: Family) -> None:
+    recipe = families.recipe(family, "sftm", experts=[0], calibration=False)
+    for folder, tokens in zip(family.folders, ("abc", "acb"), strict=False):
+        vocabulary = [[token, -1.0] for token in tokens]
+        (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+    assert "for 2 tokens (such as 'b')" in only(recipe)
+
+
 def test_a_damaged_tokenizer(family: Family) -> None:
     file = family.experts[0] / "tokenizer.json"
     file.write_text('{"model": ')
     assert only(families.recipe(family)).startswith(f"{file} cannot be read (")
+
+
+def test_a_token_added_in_a_free_place_is_no_difference(family: Family) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(family.experts[0])
+    tokenizer.add_tokens(["<turn>"])
+    tokenizer.save_pretrained(family.experts[0])
+    assert problems(families.recipe(family)) == []
 
 
 # Feature merges

@@ -156,6 +156,16 @@ def test_a_model_that_is_done_is_not_run_again(paired: Family, monkeypatch: pyte
     assert len(runs) == 9  # other records
 
 
+def test_a_merge_that_is_written_anew_is_run_again(paired: Family, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    content = families.recipe(paired, "actmat", calibration=False)
+    first = compare(recipe_of(paired), [families.merge(content, out)], quiet=True)
+    families.merge(content | {"parameters": {"scale": 0.5}}, out)
+    second = compare(recipe_of(paired), [out], quiet=True)
+    assert first.tasks[0].base == second.tasks[0].base
+    assert first.tasks[0].merged != second.tasks[0].merged
+
+
 def test_a_lora_expert_is_merged_first(paired: Family, tmp_path: Path) -> None:
     adapter, (math, code), (own, other) = write_adapter(paired.base, tmp_path / "adapter"), paired.experts, paired.data
     peft.PeftModel.from_pretrained(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from mergekit.merge_methods import TensorGroup, merge_state_dicts
+from mergekit.merge_methods import merge_state_dicts
 from support.sftm_reference import merged_tensor
 from support.small_models import MODELS, config_of, load, merge, recipe, role_by_hand, run, write_family
 
@@ -81,20 +81,6 @@ def test_roles_are_read_off_the_model(key: str) -> None:
     roles = tensor_roles(model)
     by_hand = {name: role_by_hand(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     assert {name: roles[name] for name in by_hand} == by_hand
-
-
-def test_roles_are_found_for_other_prefixes_and_further_layers() -> None:
-    roles = tensor_roles(meta_model(config_of("llama")))
-    merge = SftmMerge(None)
-    merge._roles[None] = roles
-    for name, role in [
-        ("layers.0.mlp.up_proj.weight", Role.LINEAR),
-        ("language_model.model.layers.1.input_layernorm.weight", Role.NORM),
-        ("model.layers.17.self_attn.o_proj.weight", Role.LINEAR),
-        ("text.embed_tokens.weight", Role.OTHER),
-    ]:
-        group = TensorGroup.from_tensors([torch.zeros(3)] * 2, name=name, base_index=0)
-        assert merge._role(group, torch.zeros(3)) is role
 
 
 def test_tensors_without_a_model_merge_by_their_shapes(caplog: pytest.LogCaptureFixture) -> None:

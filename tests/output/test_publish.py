@@ -136,6 +136,16 @@ def test_a_chat_template_that_is_missing_can_be_copied_as_the_note_says(out: Pat
     assert "chat_template.jinja" in dict(found.files)
 
 
+def test_what_a_user_wrote_is_published(out: Path) -> None:
+    path = out / "README.md"
+    path.write_text(path.read_text().replace("tags:", "license: mit\ntags:", 1) + "\nMy own words.\n")
+    found = publish(out, "org/model", dry_run=True, quiet=True)
+    text = path.read_text()
+    assert dict(found.files)["README.md"] == len(text.encode())  # which is up to date already
+    (local,) = (note for note in found.notes if "folders of this machine" in note)
+    assert local.endswith("write their Hub ids in mergekit_config.yml.")
+
+
 def test_the_hubs_refusal_is_a_sentence(out: Path, hub: UploadHub) -> None:
     hub.refusal = 403
     done = upload(out, "org/model")
