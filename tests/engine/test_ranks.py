@@ -32,7 +32,6 @@ from mergekit_slta.slta.calibrate import _Calibration
 from mergekit_slta.slta.measure import measured_statistics
 from mergekit_slta.slta.statistics import Statistics
 
-LEVELS = ("layer", "attn_mlp")
 BATCH_TOKENS = 40
 
 Grams = Mapping[str, torch.Tensor]

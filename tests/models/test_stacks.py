@@ -112,11 +112,7 @@ def test_experts_that_are_not_finite_are_refused_before_they_are_used(make_famil
 
 def test_experts_that_change_while_they_are_used_are_refused(make_family: MakeFamily) -> None:
     family = make_family("mixtral", experts=0)
-    decoder = trace(family.config)
-    (model,) = families.checkpoints(family.folders)
-    shape = decoder.layers[0].state_dict()[STACK].shape
-    stack = model.read({STACK: NAME}, decoder.base_model_prefix, stacks={STACK: shape})[STACK]
-    file = family.base / "model.safetensors"
-    file.touch()
+    stack = read_stack(family, family.base)
+    (family.base / "model.safetensors").touch()
     with pytest.raises(SltaError, match="have changed while they were read"):
         stack[0]

@@ -6,13 +6,12 @@ import copy
 import json
 from collections.abc import Sequence
 from itertools import combinations
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import MakeFamily
-from safetensors.torch import load_file, save_file
 from support import reference
+from support.copies import edit_tensors
 from support.families import LAYERS, Family
 from support.linearity_values import NAMES, all_values, assert_same, plan_of
 
@@ -121,16 +120,6 @@ def test_merges_equal_the_reference(group: tuple[int, ...], make_family: MakeFam
                 assert found.n == len(numbers)
 
 
-def change(folder: Path, **factors: float) -> None:
-    """Multiply tensors of a checkpoint whose names contain the given words."""
-    tensors = load_file(folder / "model.safetensors")
-    for name in tensors:
-        for word, factor in factors.items():
-            if word in name:
-                tensors[name] *= factor
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 def untouched(name: str) -> bool:
     return False
 
@@ -158,8 +147,13 @@ def test_branches_that_change_in_their_last_map_only_are_linear(make_family: Mak
 def test_a_product_of_two_changes_has_its_analytic_score(make_family: MakeFamily) -> None:
     """Attention is linear in its values and in its output map: doubled both, it grows by (1 + a)^2."""
     family = make_family(experts=2, touch=untouched, records=2)
-    change(family.experts[0], v_proj=2.0, o_proj=2.0)
-    change(family.experts[1], v_proj=2.0)
+    for expert, words in zip(family.experts, (("v_proj", "o_proj"), ("v_proj",)), strict=True):
+
+        def double(tensors: dict[str, torch.Tensor], words: Sequence[str] = words) -> None:
+            for name in tensors:
+                tensors[name] *= 2 if name.split(".")[-2] in words else 1
+
+        edit_tensors(expert, double)
     result = plan_of(family, ("attn_mlp",), plan_studies(2), family.token_ids()).measure()
     steps = [step / STEPS for step in range(STEPS + 1)]
     expected = sum((abs((1 + a) ** 2 - (1 + b) ** 2) / 3 - abs(a - b)) ** 2 for a in steps for b in steps)

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ import yaml
 from mergekit.config import MergeConfiguration, evaluate_setting
 from safetensors.torch import load_file
 from support import families, synthetic
-from support.families import Family
 from support.processes import linked_packages
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
@@ -45,63 +43,37 @@ for recipe, out in zip(sys.argv[1::2], sys.argv[2::2]):
 """
 
 
-@dataclass(frozen=True)
-class Case:
-    """A merge that both ways must do alike."""
-
-    family: str
-    level: str
-    edges: str = "base"
-    experts: tuple[int, ...] = (0, 1, 2)
-
-
-# Families: twelve layers, so that `layers.1` also names 10 and 11; four norms per layer and tied embeddings; a norm
-# that feeds both branches; one layer only.
-FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
-    "llama": ("llama", {"num_hidden_layers": 12}, ("model", "layer", "linear")),
-    "gemma2": ("gemma2", {}, ("attn_mlp",)),
-    "phi": ("phi", {}, ("attn_mlp",)),
-    "gpt2": ("gpt2", {"n_layer": 1}, ("attn_mlp",)),
+# Families with their levels: twelve layers, so that `layers.1` also names 10 and 11; four norms per layer and tied
+# embeddings; a norm that feeds both branches; one layer only.
+FAMILIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "llama": ({"num_hidden_layers": 12}, ("model", "layer", "linear")),
+    "gemma2": ({}, ("attn_mlp",)),
+    "phi": ({}, ("attn_mlp",)),
+    "gpt2": ({"n_layer": 1}, ("attn_mlp",)),
 }
-CASES = [
-    Case("gemma2", "attn_mlp", edges="mean"),
-    Case("llama", "model"),
-    Case("llama", "layer", edges="mean", experts=(2, 0)),
-    Case("llama", "linear"),
-    Case("phi", "attn_mlp"),
-    Case("gpt2", "attn_mlp"),
-]
 
 
-def merged(folder: Path) -> dict[Case, tuple[Path, Path]]:
-    """Each case's model from ``merge_method: slta``, and from the plain recipe in an environment without it."""
-    measured = {name: measure(folder / name, *settings) for name, settings in FAMILIES.items()}
-    outputs: dict[Case, tuple[Path, Path]] = {}
-    arguments: list[str] = []
-    for number, case in enumerate(CASES):
-        family, file = measured[case.family]
-        recipe = families.recipe(
-            family, experts=case.experts, calibration=False, level=case.level, edges=case.edges, statistics=str(file)
-        )
-        ours = families.merge(recipe, folder / f"slta{number}")
-        plain = folder / f"plain{number}.yml"
-        statistics = Statistics.load(file).take(case.experts)
-        plain.write_text(plain_recipe(statistics.solve(case.level), edges=case.edges, models=paths_of(family)))
-        outputs[case] = (ours, folder / f"plain{number}")
-        arguments += [str(plain), str(outputs[case][1])]
+def merged(folder: Path) -> dict[str, tuple[Path, Path]]:
+    """Each level's model from ``merge_method: slta``, and from the plain recipe in an environment without it."""
+    outputs, arguments = {}, []
+    for architecture, (changes, levels) in FAMILIES.items():
+        config = families.config_of(architecture, **changes)
+        family = families.make_family(folder / architecture, config, experts=3, records=3)
+        file = folder / architecture / "stats.safetensors"
+        recipe = Recipe(family.base, dict(zip(family.experts, family.data, strict=True)), samples=2)
+        statistics = measured_statistics(Experiment(recipe, quiet=True), levels, file)
+        for level in levels:
+            settings: dict[str, Any] = {"level": level, "edges": "mean" if level in ("attn_mlp", "layer") else "base"}
+            experts = (2, 0) if level == "layer" else (0, 1, 2)
+            content = families.recipe(family, experts=experts, calibration=False, statistics=str(file), **settings)
+            ours, stock = (folder / f"{architecture}-{level}-{way}" for way in ("slta", "plain"))
+            paths = {own.name: str(own) for own in family.folders}
+            text = plain_recipe(statistics.take(experts).solve(level), edges=settings["edges"], models=paths)
+            stock.with_suffix(".yml").write_text(text)
+            outputs[f"{architecture} {level}"] = (families.merge(content, ours), stock)
+            arguments += [str(stock.with_suffix(".yml")), str(stock)]
     run_stock(folder, arguments)
     return outputs
-
-
-def measure(folder: Path, architecture: str, changes: dict[str, Any], levels: Sequence[str]) -> tuple[Family, Path]:
-    family = families.make_family(folder, families.config_of(architecture, **changes), experts=3, records=3)
-    recipe = Recipe(family.base, dict(zip(family.experts, family.data, strict=True)), samples=2)
-    measured_statistics(Experiment(recipe, quiet=True), levels, folder / "stats.safetensors")
-    return family, folder / "stats.safetensors"
-
-
-def paths_of(family: Family) -> dict[str, str]:
-    return {folder.name: str(folder) for folder in family.folders}
 
 
 def run_stock(folder: Path, arguments: Sequence[str]) -> None:
@@ -127,7 +99,7 @@ def test_stock_mergekit_without_this_package_runs_to_the_same_model(tmp_path: Pa
         for name, tensor in expected.items():
             assert tensor.dtype == found[name].dtype == torch.float32
             assert (found[name] - tensor).abs().max() <= 1e-6 * tensor.abs().max(), (case, name)
-    _, tied = models[CASES[0]]
+    _, tied = models["gemma2 attn_mlp"]
     assert "lm_head.weight" not in load_file(tied / "model.safetensors")
     loaded: Any = AutoModelForCausalLM.from_pretrained(tied, output_loading_info=True)
     assert not loaded[1]["missing_keys"] and not loaded[1]["unexpected_keys"]
