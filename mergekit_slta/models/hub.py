@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,8 +39,6 @@ def asking(path: ModelPath) -> Iterator[None]:
     try:
         yield
     except HUB_ERRORS as error:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            raise SltaError(f"{path} cannot be downloaded: the disk is full, make room for it.") from error
         raise SltaError(f"{path} cannot be used: there is no such folder here, and {reason(error)}.") from error
 
 
