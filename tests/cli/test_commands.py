@@ -426,12 +426,6 @@ def test_names_of_any_script(family: Family, tmp_path: Path) -> None:
     assert "数 学" in (folder / "ré" / "report.html").read_text()
 
 
-def test_merge_runs_other_methods_too(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
-    recipe = write_recipe(llama, method="task_arithmetic", calibration=False, weight=0.5)
-    run("merge", recipe, tmp_path / "out", "--quiet", "--no-write-model-card")
-    assert (tmp_path / "out" / "model.safetensors").is_file()
-
-
 def test_the_module_is_the_command(tmp_path: Path) -> None:
     done = run_python("-m", "mergekit_slta", "solve", "none.safetensors", cwd=tmp_path)
     assert done.returncode == 1

@@ -26,12 +26,6 @@ def test_stock_mergekit_solves_every_tensor(key: str, tmp_path: Path) -> None:
             torch.testing.assert_close(tensor.double(), wanted, rtol=0, atol=1e-6, msg=name)
 
 
-def test_an_expert_alone_comes_back_whole(tmp_path: Path) -> None:
-    base, experts = write_family("llama", tmp_path, experts=1)
-    assert run(recipe("actmat", (base, experts)), tmp_path).exit_code == 0
-    torch.testing.assert_close(load("llama", tmp_path / "merged"), load("llama", experts[0]), rtol=0, atol=2e-7)
-
-
 def test_an_expert_that_did_not_touch_a_tensor_counts_in_the_mean_alone(tmp_path: Path) -> None:
     base, (expert, other) = write_family("llama", tmp_path)
     transformers.LlamaForCausalLM.from_pretrained(base).save_pretrained(other)
