@@ -170,21 +170,6 @@ def test_padding_matters_where_a_token_sees_later_ones(config: transformers.Pret
     assert padding_matters(decoder, (3, 5))
 
 
-@pytest.mark.parametrize("architecture", [*families.ARCHITECTURES, *families.UNSPLIT])
-def test_the_split_into_branches_is_the_one_in_the_table(architecture: str) -> None:
-    decoder, split = families.skeleton(architecture), reference.SPLITS[architecture]
-    assert decoder.layers_path == split.layers
-    for layer, found in zip(decoder.layers, decoder.structures, strict=True):
-        if split.unsplit and hasattr(layer, split.unsplit):
-            assert found is None
-            continue
-        assert found is not None and (found.boundary or "") == split.boundary
-        owners = {name.partition(".")[0] for name in layer.state_dict()}
-        for branch in found.branches:
-            assert found.branches[branch] & owners == owners & set(getattr(split, branch))
-        assert set().union(*found.branches.values()) >= owners
-
-
 def test_layers_of_other_shapes_are_of_another_kind() -> None:
     class Model(transformers.LlamaForCausalLM):
         def __init__(self, config: Any) -> None:
