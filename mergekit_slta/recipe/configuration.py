@@ -31,8 +31,9 @@ def expert_references(config: MergeConfiguration) -> list[ModelReference]:
 
 
 def shared_parameters(config: MergeConfiguration) -> dict[str, Any]:
-    """The parameters for the whole merge."""
-    return dict(config.parameters or {})
+    """The parameters for the whole merge of a recipe with at most one slice, whose own parameters take precedence."""
+    slices = output_slices(config)
+    return {**(config.parameters or {}), **(slices[0].parameters or {} if slices else {})}
 
 
 def expert_parameters(config: MergeConfiguration) -> dict[ModelReference, dict[str, Any]]:

@@ -102,8 +102,20 @@ class Experiment:
 
     @cached_property
     def decoder(self) -> Decoder:
-        """The base model's decoder, without weights, traced on the CPU; see ``trace``."""
-        return trace(self.model(self.recipe.base).config, self.trust_remote_code)
+        """The base model's decoder, without weights, traced on the CPU.
+
+        Raises:
+            SltaError: the base model cannot be opened or is not a decoder-only language model, or a slice of the recipe
+                does not cover all of its layers.
+        """
+        decoder = trace(self.model(self.recipe.base).config, self.trust_remote_code)
+        for source in (source for output in self.recipe.config.slices or () for source in output.sources):
+            if tuple(source.layer_range) != (0, len(decoder)):
+                raise SltaError(
+                    f"The slice of {source.model} takes layers {source.layer_range[0]}-{source.layer_range[1]} of "
+                    f"{len(decoder)}: only whole models can be calibrated, list the experts under 'models'."
+                )
+        return decoder
 
     def open(self) -> None:
         """Have mergekit download all models and merge adapters; only the first process merges adapters."""

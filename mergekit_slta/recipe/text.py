@@ -11,7 +11,9 @@ from mergekit.common import ModelReference
 from mergekit.config import (
     ConditionalParameter,
     InputModelDefinition,
+    InputSliceDefinition,
     MergeConfiguration,
+    OutputSliceDefinition,
 )
 from mergekit.merge_methods.base import ParameterScope, ParameterSpec
 from pydantic import BaseModel
@@ -35,9 +37,8 @@ def faults(config: MergeConfiguration, content: Any, settings: type[MethodSettin
     method = settings.method
     if not config.base_model:
         yield f"The recipe has no base_model: '{method}' needs the model that the experts were fine-tuned from."
-    for key in ("modules", "slices"):
-        if settings.runs_models and getattr(config, key):
-            yield f"'{method}' merges whole models and takes no '{key}': list the experts under 'models'."
+    if settings.runs_models:
+        yield from _structure(config, method)
     yield from _inputs(config)
     own, of_base = ({spec.name: spec for spec in found(settings)} for found in (parameter_specs, base_specs))
     for table in parameter_tables(config):
@@ -47,6 +48,19 @@ def faults(config: MergeConfiguration, content: Any, settings: type[MethodSettin
         specs = {**own, **of_base} if is_base else own
         yield from _parameters(table, specs, one_value=settings.runs_models)
     yield from _data_types(config)
+
+
+def _structure(config: MergeConfiguration, method: str) -> Iterator[str]:
+    """A recipe that is not a merge of whole models, for a method that merges only these."""
+    slices = config.slices or []
+    if config.modules:
+        yield f"'{method}' does not take 'modules': list the experts under 'models'."
+    elif len(slices) > 1:
+        yield f"'{method}' merges whole models, not {len(slices)} slices: list the experts under 'models'."
+    elif slices and slices[0].base_model not in (None, config.base_model):
+        yield "The slice has its own base_model: move it to the top of the recipe."
+    elif slices and config.base_model and config.base_model not in [source.model for source in slices[0].sources]:
+        yield f"The slice lacks the base model {config.base_model}: list the experts under 'models'."
 
 
 def _inputs(config: MergeConfiguration) -> Iterator[str]:
@@ -127,14 +141,22 @@ def _keys(content: Any, settings: type[MethodSettings]) -> Iterator[str]:
     if not isinstance(content, Mapping):
         return
     tables: list[tuple[Mapping[str, Any], type[BaseModel]]] = [(content, MergeConfiguration)]
-    entries = content.get("models")
-    listed = entries if isinstance(entries, list) else []
-    tables += [(entry, InputModelDefinition) for entry in listed if isinstance(entry, Mapping)]
+    tables += [(entry, InputModelDefinition) for entry in _entries(content, "models")]
+    for output in _entries(content, "slices"):
+        tables.append((output, OutputSliceDefinition))
+        tables += [(entry, InputSliceDefinition) for entry in _entries(output, "sources")]
     parameters = {spec.name for spec in (*parameter_specs(settings), *base_specs(settings))}
     for table, model in tables:
-        where = "the recipe" if model is MergeConfiguration else f"the entry of {table.get('model', 'a model')}"
+        places = {MergeConfiguration: "the recipe", OutputSliceDefinition: "a slice"}
+        where = places.get(model) or f"the entry of {table.get('model', 'a model')}"
         for key in [key for key in map(str, table) if key not in model.model_fields]:
             if key in parameters:
                 yield f"'{key}' in {where} has no effect: put it under 'parameters'."
             elif near := difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.75):
                 yield f"Unknown key '{key}' in {where}, did you mean '{near[0]}'?"
+
+
+def _entries(table: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+    """The tables in the list under a key; none if the key holds something else."""
+    entries = table.get(key)
+    return [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, list) else []

@@ -14,6 +14,7 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe import options
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
+from mergekit_slta.slta.measure import measured_statistics
 
 
 def test_every_option_of_functions_in_python_is_one_of_mergekits_and_does_what_it_does_there(llama: Family) -> None:
@@ -34,3 +35,11 @@ def test_values_outside_the_layers_are_looked_at(make_family: MakeFamily) -> Non
 def test_an_option_that_mergekit_does_not_know_is_refused(llama: Family) -> None:
     with pytest.raises(TypeError, match="mergekit has no option levels"):
         Experiment(Recipe(str(llama.base), {"a": "a.jsonl"}), levels=["layer"])
+
+
+def test_a_slice_must_cover_all_layers(llama: Family) -> None:
+    content = families.recipe(llama)
+    models = [{"model": content["base_model"]}, *content.pop("models")]
+    content["slices"] = [{"sources": [entry | {"layer_range": [0, 2]} for entry in models]}]
+    with pytest.raises(SltaError, match="takes layers 0-2 of 3: only whole models can be calibrated"):
+        measured_statistics(families.experiment(content))
