@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import importlib.resources
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from mergekit._data import chat_templates
 from mergekit.common import ModelReference
 from mergekit.config import (
     ConditionalParameter,
@@ -29,6 +32,7 @@ from mergekit_slta.recipe.configuration import (
 from mergekit_slta.recipe.settings import MethodSettings, base_specs, parameter_specs
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
+SHORTEST_TEMPLATE = 20  # mergekit takes a shorter text for a name
 
 
 def faults(config: MergeConfiguration, content: Any, settings: type[MethodSettings]) -> Iterator[str]:
@@ -48,6 +52,7 @@ def faults(config: MergeConfiguration, content: Any, settings: type[MethodSettin
         specs = {**own, **of_base} if is_base else own
         yield from _parameters(table, specs, one_value=settings.runs_models)
     yield from _data_types(config)
+    yield from _chat_template(config)
 
 
 def _structure(config: MergeConfiguration, method: str) -> Iterator[str]:
@@ -127,6 +132,15 @@ def _values(setting: Any) -> Iterator[Any]:
             yield from _values(part)
     else:
         yield setting
+
+
+def _chat_template(config: MergeConfiguration) -> Iterator[str]:
+    """A chat template that mergekit does not know, which it would say only after the merge, without a tokenizer."""
+    given = config.chat_template or "auto"
+    files = (Path(file.name) for file in importlib.resources.files(chat_templates).iterdir())
+    known = ["auto", *sorted(file.stem for file in files if file.suffix == ".jinja")]
+    if given not in known and not (len(given) >= SHORTEST_TEMPLATE and "{" in given):
+        yield f"mergekit does not know 'chat_template: {given}': write {', '.join(known)}, or a whole template in Jinja."
 
 
 def _data_types(config: MergeConfiguration) -> Iterator[str]:

@@ -254,3 +254,11 @@ def test_types_that_mergekit_does_not_know() -> None:
     first, second = problems(content(dtype="fp32", out_dtype="int8"))
     assert first.startswith("'dtype: fp32' is not a data type for a merge: write bfloat16,")
     assert second.startswith("'out_dtype: int8'")
+
+
+def test_a_chat_template_that_mergekit_refuses_after_the_merge() -> None:
+    (problem,) = problems(content(chat_template="chatlm"))
+    assert problem.startswith("mergekit does not know 'chat_template: chatlm': write auto, alpaca, ")
+    assert not problems(content(chat_template="chatml")) + problems(
+        content(chat_template="{{ messages[0]['content'] }}")
+    )
