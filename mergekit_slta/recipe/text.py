@@ -140,7 +140,7 @@ def _chat_template(config: MergeConfiguration) -> Iterator[str]:
     files = (Path(file.name) for file in importlib.resources.files(chat_templates).iterdir())
     known = ["auto", *sorted(file.stem for file in files if file.suffix == ".jinja")]
     if given not in known and not (len(given) >= SHORTEST_TEMPLATE and "{" in given):
-        yield f"mergekit does not know 'chat_template: {given}': write {', '.join(known)}, or a whole template in Jinja."
+        yield f"mergekit does not know 'chat_template: {given}': write {', '.join(known)}, or a template in Jinja."
 
 
 def _data_types(config: MergeConfiguration) -> Iterator[str]:
