@@ -88,8 +88,8 @@ class LayerPassage:
             passing = self._passing[number]
             for source, factor in writer.before.items():
                 if source != INPUT:
-                    outputs = (passing.added[source], passing.outputs[source])
-                    own, merged = (self._back(hidden_of(output)) for output in outputs)
+                    outputs = (passing.added[source], hidden_of(passing.outputs[source]))
+                    own, merged = map(self._back, outputs)
                 elif self.layer:
                     own, merged = (self.streams.hidden(stream, number) for stream in (EXPERT, MERGED))
                 else:
@@ -133,7 +133,7 @@ class LayerPassage:
             found = self.routed(mixture, number, run.inputs[module]) if mixture else run.outputs[module]
             passing.targets[module] = self._wait(found)
         before = {source for writer in self.maps.writers.values() for source in writer.before} - {INPUT}
-        passing.added = {source: self._wait(run.outputs[source]) for source in before}
+        passing.added = {source: self._wait(hidden_of(run.outputs[source])) for source in before}
         passing.expert = self.streams.kept(run.output)
         self.streams.set_output(EXPERT, number, run.output, run.state)
 

@@ -92,8 +92,8 @@ def solve_maps(
         least: how many tokens all processes need.
     """
     outputs, inputs = matrix.shape
-    # Where the anchor is the base model, that has no error on its own task, which would count endlessly.
-    gain = float(matrix.double().square().sum()) / inputs if setting.by_tasks else 0.0
+    # Where the anchor is the base model (no prior), that has no error on its own task, which would count too much.
+    gain = 0.0 if prior is None else float(torch.linalg.vector_norm(matrix, dtype=torch.float64)) ** 2 / inputs
     regression = RidgeRegression(
         inputs, outputs, setting.ridge, matrix.device, prior=prior, gain=gain, tokens=expected, ranks=setting.ranks
     )

@@ -314,7 +314,7 @@ class Solver:
                     for expert, (merged, own) in zip(self.experts, streams, strict=True)
                 ]
                 anchors[path] = parameters(self.merged.get_submodule(path))[0]
-        scales = counts([*anchors.values()], [*maps.values()], self.base is not None) if maps else []
+        scales = counts([*anchors.values()], [*maps.values()], shape is not None) if maps else []
         for path, tasks in maps.items():
             weight, bias = parameters(self.merged.get_submodule(path))
             weight.copy_(solved_weight(weight, tasks, scales, self.ridge, shape))
@@ -358,7 +358,7 @@ class Solver:
         """Replace the map of a routed expert, weight [out, in], unless too few tokens reach it."""
         reached = [seen for seen in tasks if len(seen.merged)]
         if sum(len(seen.merged) for seen in reached) >= weight.shape[1] / 16:
-            scales = counts([weight], [reached], self.base is not None)
+            scales = counts([weight], [reached], shape is not None)
             weight.copy_(solved_weight(weight, reached, scales, self.ridge, shape))
 
 
