@@ -123,9 +123,10 @@ def run_of(folder: Path) -> dict[str, Any] | None:
 def remove(folder: Path) -> None:
     """Delete a run's folder of finished layers; ``run.json``, which says whose they are, after the layers."""
     if (folder / RUN).is_file():
-        for file in folder.glob("*.safetensors"):
-            file.unlink(missing_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # several processes may delete it at once
+            for file in folder.glob("*.safetensors"):
+                file.unlink(missing_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _odd_entry(folder: Path) -> str | None:

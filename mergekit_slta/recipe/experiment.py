@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+import torch
 from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
@@ -50,7 +51,7 @@ class Experiment:
         self.options = MergeOptions(**{**options, "device": device and str(device)})
         on_all_gpus = self.options.multi_gpu and self.options.device == "cpu"
         self.device = "cuda" if on_all_gpus else str(self.options.device)
-        self._models: dict[ModelReference, Model] = {}
+        self._models: dict[ModelReference, Model | SltaError] = {}
         LoaderCache().setup(self.options)
 
     @property
@@ -74,10 +75,15 @@ class Experiment:
     # Models
 
     def model(self, reference: ModelReference) -> Model:
-        """A model's configuration and the headers of its files; see ``open_model``."""
+        """A model's configuration and the headers of its files; see ``open_model``, which is called once for each."""
         if reference not in self._models:
-            self._models[reference] = open_model(reference, self.trust_remote_code, self.transformers_cache)
-        return self._models[reference]
+            try:
+                self._models[reference] = open_model(reference, self.trust_remote_code, self.transformers_cache)
+            except SltaError as error:
+                self._models[reference] = error
+        if isinstance(found := self._models[reference], SltaError):
+            raise found
+        return found
 
     @property
     def pairs(self) -> list[tuple[Model, Model]]:
@@ -172,7 +178,7 @@ class Experiment:
     def _readable(self, task: Task, count: int | None) -> CalibrationData:
         """A task's samples, which the models that run on them can read."""
         base, drawn = self.model(self.recipe.base), self.samples.of(task, count)
-        highest = max(map(max, drawn.token_ids))
+        highest, longest = max(map(max, drawn.token_ids)), max(map(len, drawn.token_ids))
         if highest >= base.vocabulary:
             raise SltaError(
                 f"The tokenizer of {base} gives the token id {highest}, but the model has only {base.vocabulary} "
@@ -182,5 +188,13 @@ class Experiment:
             raise SltaError(
                 f"The tokenizer of the base model gives the token id {highest}, but the expert {own} has only "
                 f"{own.vocabulary} embeddings: choose an expert with the base model's vocabulary."
+            )
+        embedding = self.decoder.model.get_input_embeddings()
+        others = [module for module in self.decoder.tower.modules() if module is not embedding]
+        tables = [module.num_embeddings for module in others if isinstance(module, torch.nn.Embedding)]  # of positions
+        if longest > (most := min(tables, default=longest)):
+            raise SltaError(
+                f"Calibration source {drawn.source!r} has samples of {longest} tokens, but {base} has {most} "
+                f"positions: set 'max_tokens: {most}' or less."
             )
         return drawn

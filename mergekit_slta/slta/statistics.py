@@ -366,9 +366,13 @@ def _problem(statistics: Statistics) -> str | None:
             return f"'{name}' is not the name of a submodule"
         if gram.dtype != torch.float64 or gram.shape != (len(task), experts, experts):
             return f"the Gram matrices of '{name}' have the wrong shape or type"
-        if not bool(gram.isfinite().all()) or not torch.equal(gram, gram.mT):
+        squares = gram.diagonal(dim1=-2, dim2=-1)
+        if not bool(gram.isfinite().all()) or not torch.equal(gram, gram.mT) or bool((squares < 0).any()):
             return f"'{name}' holds no Gram matrices"
     for level in info.levels:
-        if level not in LEVELS or not of_level(statistics.grams, level):
+        if level not in LEVELS:
             return f"it holds no level '{level}'"
+        layers = {name.split(".")[1] if "." in name else "" for name in of_level(statistics.grams, level)}
+        if layers != ({""} if level == "model" else set(map(str, range(info.num_layers)))):
+            return f"level '{level}' does not cover the {info.num_layers} layers"
     return None

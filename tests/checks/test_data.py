@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from conftest import MakeFamily
 from support import families
 from support.examining import only, problems, with_data
 from support.families import Family
@@ -80,6 +81,14 @@ def test_a_base_model_without_tokenizer_is_named_once(family: Family) -> None:
     for file in family.base.glob("tokenizer*"):
         file.unlink()
     assert only(families.recipe(family)).startswith(f"{family.base} has no usable tokenizer, which calibration needs")
+
+
+def test_samples_longer_than_the_table_of_positions(make_family: MakeFamily, tmp_path: Path) -> None:
+    family = make_family("gpt2")
+    (tmp_path / "long.txt").write_text("a" * 200)
+    problem = only(with_data(family, tmp_path / "long.txt"))
+    assert "has samples of 202 tokens" in problem and problem.endswith("128 positions: set 'max_tokens: 128' or less.")
+    assert problems(with_data(family, tmp_path / "long.txt", max_tokens=128)) == []
 
 
 # Statistics

@@ -123,6 +123,11 @@ TAMPERED: dict[str, tuple[Edit, str]] = {
     "another version": (lambda tensors, info: info.update(format_version=1), "unusable metadata .format_version."),
     "a field less": (lambda tensors, info: info.pop("seed"), "unusable metadata .seed."),
     "a model less": (lambda tensors, info: info["models"].pop(), "does not describe all of its models and levels"),
+    "a layer less": (
+        lambda tensors, info: [tensors.pop(name) for name in list(tensors) if "layer.1" in name],
+        "does not cover the",
+    ),
+    "negative squares": (lambda tensors, info: tensors[GRAM].neg_(), "'layer.1.mlp' holds no Gram"),
     "an unknown level": (lambda tensors, info: info["levels"].append("tensor"), "it holds no level 'tensor'"),
 }
 
