@@ -321,22 +321,3 @@ def test_tasks_count_relative_to_the_anchors_errors_and_one_without_an_error_not
     expected = torch.tensor([1 / max(size**2 * error, LEAST_ERROR * norm) ** 0.5 for size in sizes])
     assert torch.allclose(equations.solve().shares.float(), expected / expected.sum(), rtol=1e-5)
     assert expected[0] == pytest.approx(3 * expected[1]) and expected[2] < 20 * expected[0]
-
-
-@both_forms
-@pytest.mark.parametrize("massive_part", [0, 1], ids=["an input", "an output"])
-def test_a_massive_dimension_of_one_token_does_not_decide_by_the_error_what_a_task_counts(
-    massive_part: int, few: bool
-) -> None:
-    draw, outputs = draws(), 30
-    inputs, missed = draw(400, INPUTS), draw(INPUTS, outputs)
-    changed = inputs.clone()
-    if massive_part == 0:
-        changed[7, 3] *= 3000
-    equations = RidgeRegression(INPUTS, outputs, 0.003, gain=4.0, tokens=0 if few else None)
-    for given in (inputs, changed):
-        residuals = given @ missed
-        residuals[7, 2] += 3000 * massive_part * (given is changed)
-        equations.add(given, residuals, torch.arange(400), torch.ones(400))
-        equations.finish_task()
-    assert equations.solve().shares.tolist() == pytest.approx([0.5, 0.5], abs=0.1)
