@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,7 @@ from mergekit_slta.featcal.writers import Writer, find_writers
 from mergekit_slta.layers.children import child_of, is_inside
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import LinearMap, is_fused, linear_maps
-from mergekit_slta.layers.probe import made_up_run
+from mergekit_slta.layers.probe import made_up_layer
 from mergekit_slta.layers.recording import LayerRun
 from mergekit_slta.layers.residual import INPUT
 
@@ -63,7 +64,8 @@ class LayerMaps:
     writers: Mapping[str, Writer]
 
 
-def groups_by_layer(decoder: Decoder) -> list[LayerMaps]:
+@functools.lru_cache(maxsize=1)
+def groups_by_layer(decoder: Decoder) -> tuple[LayerMaps, ...]:
     """The groups of every layer; layers of the same kind are traced once.
 
     Maps that several layers share are solved in the first of them that calls them.
@@ -82,7 +84,7 @@ def groups_by_layer(decoder: Decoder) -> list[LayerMaps]:
         elsewhere = {m.name for m in linear_maps(decoder.layers[layer]) if names[m.weight] in solved}
         kept = {name: why for name, why in found[layer].kept.items() if name not in elsewhere}
         found[layer] = replace(found[layer], kept=kept)
-    return found
+    return tuple(found)
 
 
 def solved_in(decoder: Decoder) -> dict[str, int]:
@@ -100,8 +102,9 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
     by_module: dict[str, list[LinearMap]] = {}
     for linear_map in linear_maps(own):
         by_module.setdefault(linear_map.module, []).append(linear_map)
+    made_up = made_up_layer(decoder, layer)
     with torch.no_grad():
-        run = made_up_run(decoder, layer, watch=by_module)
+        run = decoder.run(layer, *made_up, capture=by_module, keep=by_module)
     groups: list[MapGroup] = []
     never_called = "not used by calling the module"
     kept = {m.name: SOME_TOKENS if _is_numbered(m.module) else never_called for m in linear_maps(own)}
@@ -126,7 +129,7 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
     known = {linear_map.weight for maps in by_module.values() for linear_map in maps}
     kept |= {name: NO_ROUTES for name in _stacks(own) if name not in known}
     modules = [module for group in groups if not group.fused for module in group.modules]
-    writers = find_writers(decoder, layer, modules, {group.child for group in groups})
+    writers = find_writers(decoder, layer, made_up, run, modules, {group.child for group in groups})
     return LayerMaps(tuple(groups), kept, writers)
 
 

@@ -70,8 +70,9 @@ class LayerMerge:
                 inputs = batch.unpadded(self.passage.inputs(group, number, self.merged)[0])
                 outputs = []
                 for linear_map in group.maps:
-                    target = targets[linear_map.module] + DRIFT * self.passage.drift(linear_map.module, number)
-                    output, offset = batch.unpadded(target), linear_map.offset(expert)
+                    output, offset = batch.unpadded(targets[linear_map.module]), linear_map.offset(expert)
+                    if (drift := self.passage.drift(linear_map.module, number)) is not None:
+                        output = output + DRIFT * batch.unpadded(drift)
                     outputs.append(output if offset is None else output - offset)
                 yield Tokens(inputs, torch.cat(outputs, 1), batch.samples, batch.join(self.setting.weights))
                 progress(len(batch.rows))

@@ -77,24 +77,24 @@ class LayerPassage:
         targets = self._passing[number].targets
         return {module: self._back(targets.pop(module)) for module in group.modules}
 
-    def drift(self, module: str, number: int) -> torch.Tensor | float:
+    def drift(self, module: str, number: int) -> torch.Tensor | None:
         """By how much the expert's residual stream differs from the merged model's where a module writes to it.
 
-        It is in units of the module's output [B, S, out], and zero for a module that is no writer. In the first layer
+        It is in units of the module's output [B, S, out]; None where there is nothing to correct. In the first layer
         the embeddings' difference does not count. The merged model has run as far as the module.
         """
-        drift: torch.Tensor | float = 0.0
-        if writer := self.maps.writers.get(module):
-            passing = self._passing[number]
-            for source, factor in writer.before.items():
-                if source != INPUT:
-                    outputs = (passing.added[source], hidden_of(passing.outputs[source]))
-                    own, merged = map(self._back, outputs)
-                elif self.layer:
-                    own, merged = (self.streams.hidden(stream, number) for stream in (EXPERT, MERGED))
-                else:
-                    continue
-                drift = drift + factor / writer.factor * (own - merged)
+        if (writer := self.maps.writers.get(module)) is None:
+            return None
+        passing, drift = self._passing[number], None
+        for source, factor in writer.before.items():
+            if source != INPUT:
+                own, merged = map(self._back, (passing.added[source], hidden_of(passing.outputs[source])))
+            elif self.layer:
+                own, merged = (self.streams.hidden(stream, number) for stream in (EXPERT, MERGED))
+            else:
+                continue
+            part = factor / writer.factor * (own - merged)
+            drift = part if drift is None else drift + part
         return drift
 
     def routed(self, group: MapGroup, number: int, given: Sequence[torch.Tensor]) -> RoutedInputs:

@@ -17,7 +17,7 @@ import torch
 from mergekit_slta.layers.branches import LayerStructure
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import Heads, linear_maps
-from mergekit_slta.layers.probe import made_up_run
+from mergekit_slta.layers.probe import made_up_layer
 
 INSEPARABLE = "its heads cannot be told apart by its linear maps"
 
@@ -46,7 +46,7 @@ def _find_heads(decoder: Decoder, layer: int, split: LayerStructure | None) -> H
     module = decoder.layers[layer].get_submodule(mixer)
     maps = {found.name: found for found in linear_maps(decoder.layers[layer]) if found.name.startswith(mixer + ".")}
     with _random_projections(module) as calls:
-        made_up_run(decoder, layer)
+        decoder.run(layer, *made_up_layer(decoder, layer))
     output = f"{mixer}.{list(calls)[-1]}" if calls else ""
     if output not in maps:
         return "its attention ends in no linear map that all heads share"

@@ -11,15 +11,9 @@ from mergekit_slta.layers.calls import LayerCall, Weights
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.ends import embed
 from mergekit_slta.layers.forms import edge_state, random_numbers, some_tokens
-from mergekit_slta.layers.recording import LayerRun
 
 # How much rounding may change a rotary frequency.
 PREFIX_TOLERANCE = 1e-5
-
-
-def made_up_run(decoder: Decoder, layer: int, watch: Collection[str] = ()) -> LayerRun:
-    """Run a layer with made-up weights on two samples of two tokens, and record the modules named in ``watch``."""
-    return decoder.run(layer, *made_up_layer(decoder, layer), capture=watch, keep=watch)
 
 
 def made_up_layer(decoder: Decoder, layer: int) -> tuple[Weights, torch.Tensor, LayerCall]:

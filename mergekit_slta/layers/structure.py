@@ -86,9 +86,7 @@ def _branches(run: LayerRun, mixers: Nodes) -> LayerStructure | None:
     which the MLP branch reads and adds to, or the output of a child through which everything goes (a norm of the sum).
     """
     reads = {**run.reads, OUTPUT: run.sources}
-    before: dict[str, set[str]] = {}
-    for node, read in reads.items():  # in the order of the calls
-        before[node] = {node}.union(*(before.get(source, {source}) for source in read))
+    before = all_before(reads)
     live = before[OUTPUT] - {INPUT, OUTPUT}
     first = {node for node in mixers & live if not before[node] & mixers - {node}}
     if not first:
@@ -113,6 +111,14 @@ def _branches(run: LayerRun, mixers: Nodes) -> LayerStructure | None:
         mlp |= set().union(*(before[node] for node in parallel)) - {INPUT}
     branches = {"attn": frozenset(attention), "mlp": frozenset(mlp)}
     return LayerStructure(branches, frozenset(first), boundary)
+
+
+def all_before(reads: Mapping[str, Nodes]) -> dict[str, set[str]]:
+    """By child, in the order of the calls: the child, and all that its arguments were made from."""
+    before: dict[str, set[str]] = {}
+    for node, read in reads.items():
+        before[node] = {node}.union(*(before.get(source, {source}) for source in read))
+    return before
 
 
 def _avoids(node: str, reads: Mapping[str, Nodes]) -> bool:

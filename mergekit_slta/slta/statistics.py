@@ -25,7 +25,7 @@ from safetensors.torch import save as serialize
 
 from mergekit_slta import __version__, files
 from mergekit_slta.errors import SltaError, reading
-from mergekit_slta.levels import LEVELS, Fallback, of_level, sort_key
+from mergekit_slta.levels import LEVELS, Fallback, of_level, place_of, sort_key
 from mergekit_slta.models import hub
 from mergekit_slta.slta.solution import Solution
 from mergekit_slta.slta.solver import solve
@@ -372,7 +372,7 @@ def _problem(statistics: Statistics) -> str | None:
     for level in info.levels:
         if level not in LEVELS:
             return f"it holds no level '{level}'"
-        layers = {name.split(".")[1] if "." in name else "" for name in of_level(statistics.grams, level)}
-        if layers != ({""} if level == "model" else set(map(str, range(info.num_layers)))):
+        layers = {place_of(name).layer for name in of_level(statistics.grams, level)}
+        if layers != ({None} if level == "model" else set(range(info.num_layers))):
             return f"level '{level}' does not cover the {info.num_layers} layers"
     return None
