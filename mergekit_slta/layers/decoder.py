@@ -116,10 +116,6 @@ class Decoder:
     def name(self) -> str:
         return type(self.model).__name__
 
-    @property
-    def base_model_prefix(self) -> str:
-        return self.model.base_model_prefix
-
     @functools.cached_property
     def layers_path(self) -> str:
         """The layers' path in the model."""
@@ -138,6 +134,10 @@ class Decoder:
     def tensor_names(self) -> frozenset[str]:
         """The model's names of all its tensors."""
         return frozenset(self.model.state_dict())
+
+    def shape(self, name: str) -> torch.Size:
+        """The shape of a tensor, by the model's name."""
+        return self.model.state_dict()[name].shape
 
     def layer_tensors(self, layer: int) -> dict[str, str]:
         """The names of a layer's tensors inside the layer, and in the model: one that layers share has the first's."""

@@ -88,12 +88,16 @@ def _hashed(entries: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 _TOWERS = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
 
 
-def model_tensor_name(name: str, names: Collection[str], base_model_prefix: str) -> str | None:
-    """Find a tensor among ``names``; None if it is missing.
+def spellings(name: str, base_model_prefix: str) -> Iterator[str]:
+    """The names that a tensor may have in checkpoints of one model, its own first.
 
     There it may lack or carry the base model's prefix, and that of a multimodal model around the language model.
     """
     prefix = base_model_prefix + "."
     inside = next(name.removeprefix(tower) for tower in _TOWERS if name.startswith(tower))
-    spellings = (name, prefix + name, name.removeprefix(prefix), *(tower + inside for tower in _TOWERS))
-    return next((spelling for spelling in spellings if spelling in names), None)
+    yield from dict.fromkeys((name, prefix + name, name.removeprefix(prefix), *(tower + inside for tower in _TOWERS)))
+
+
+def model_tensor_name(name: str, names: Collection[str], base_model_prefix: str) -> str | None:
+    """Find a tensor among ``names`` by any of its ``spellings``; None if it is missing."""
+    return next((spelling for spelling in spellings(name, base_model_prefix) if spelling in names), None)

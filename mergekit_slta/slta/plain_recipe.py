@@ -23,9 +23,8 @@ from mergekit.config import ConfigYamlDumper, MergeConfiguration, evaluate_setti
 from mergekit_slta import __version__
 from mergekit_slta.errors import SltaError, reading
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.submodules import resolve_name
 from mergekit_slta.layers.trace import WRITERS, trace
-from mergekit_slta.models.skeleton import model_tensor_name
+from mergekit_slta.models.layout import Layout
 from mergekit_slta.slta.statistics import Info
 from mergekit_slta.slta.weights import TensorWeights
 from mergekit_slta.tables import as_percentage
@@ -86,7 +85,9 @@ def plain_recipe(
         settings: list[Any] = [_rounded(float(weight)) for weight in submodules["model"].alpha]
     else:
         config = _read_config(info, paths[info.base_model], trust_remote_code)
-        weights = TensorWeights(trace(config, trust_remote_code), level, submodules, edges, towers)
+        decoder = trace(config, trust_remote_code)
+        layout = Layout(decoder.model, [name for name, _ in plan(config, decoder)])
+        weights = TensorWeights(decoder, level, submodules, edges, towers, layout)
         planned = planned_tensors(config, weights)
         settings = weight_settings(planned)
     models_settings = zip(info.models, settings, strict=True)
@@ -114,23 +115,19 @@ def planned_tensors(config: transformers.PretrainedConfig, weights: TensorWeight
         SltaError: the parts of one tensor take different weights, such as a mixture's fused experts, or mergekit
             needs a tensor that the model does not have.
     """
-    model_names = set(weights.decoder.model.state_dict())
     planned = []
     layers = weights.decoder.layers_path + "."
-    for name, optional in _plan(config, weights.decoder):
-        known = model_tensor_name(name, model_names, weights.decoder.base_model_prefix) is not None
-        inside = resolve_name(weights.decoder, name)[0].partition(layers)[2]
-        if optional and not known:  # a buffer of older checkpoints that the model no longer has
+    for name, optional in plan(config, weights.decoder):
+        piece = weights.layout.piece(name)
+        if piece is None and optional:  # a buffer of older checkpoints that the model no longer has
             continue
-        try:
-            alpha = weights[name]
-        except SltaError:
-            if known:
-                raise
+        if piece is None:
             raise SltaError(
                 f"mergekit asks for the tensor {name}, which this {type(weights.decoder.model).__name__} does "
                 "not have: it cannot merge such a model."
-            ) from None
+            )
+        inside = piece.targets[0].partition(layers)[2]
+        alpha = weights[name]
         if alpha.ndim > 1:
             raise SltaError(
                 f"A recipe gives a tensor one weight, but the parts of {name} differ (a mixture's fused experts): "
@@ -140,7 +137,7 @@ def planned_tensors(config: transformers.PretrainedConfig, weights: TensorWeight
     return planned
 
 
-def _plan(config: transformers.PretrainedConfig, decoder: Decoder) -> Iterable[tuple[str, bool]]:
+def plan(config: transformers.PretrainedConfig, decoder: Decoder) -> Iterable[tuple[str, bool]]:
     """Every tensor that mergekit plans, and whether it is optional."""
     architecture = arch_info_for_config(config)
     if architecture is None:
