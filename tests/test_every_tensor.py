@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from mergekit.common import ModelReference
+from mergekit.io.tasks import LoaderCache
 from support import families
 from support.architecture_scan import small_configs
 from support.copies import edit_tensors, edited
@@ -160,6 +162,42 @@ def test_experts_may_store_a_mixture_otherwise_than_the_base_model(
     wanted = stored(merged(alike, method, tmp_path / "alike", **more))
     written = stored(merged(mixed, method, tmp_path / "mixed", **more))
     assert wrong_tensors(written, wanted.__getitem__, stored(mixed.base)) == []
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
+def test_what_mergekits_own_definitions_do_not_fit_is_merged(name: str, tmp_path: Path) -> None:
+    """They leave the biases of a Llama out, and ask a GPT-NeoX for buffers that checkpoints no longer hold."""
+    changes = {"llama": {"attention_bias": True, "mlp_bias": True}}.get(name, {})
+    found = families.make_family(tmp_path, families.config_of(name, **changes), experts=1, records=2)
+    assert problems(families.recipe(found)) == []
+    written = stored(merged(found, "slta", tmp_path / "out", level="model"))
+    assert written.keys() == stored(found.base).keys()
+    assert not any(load(tmp_path / "out")[1].values())
+    alone = families.recipe(found, "task_arithmetic", calibration=False, per_expert={"weight": 0.5})
+    LoaderCache.loaders.clear()
+    if name == "llama":
+        assert stored(families.merge(alone, tmp_path / "alone")).keys() < written.keys()
+    else:
+        with pytest.raises(RuntimeError, match="required but not present"):
+            families.merge(alone, tmp_path / "alone")
+
+
+def test_a_plain_recipe_says_what_mergekit_alone_leaves_out(
+    family: Callable[[str], Family], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, count in (("qwen3_5", 3), ("deepseek_v3", 5)):
+        found, file = family(name), tmp_path / f"{name}.safetensors"
+        merged(found, "slta", tmp_path / name, level="layer", statistics=str(file))
+        paths = {folder.name: str(folder) for folder in found.folders}
+        Statistics.load(file).solve("layer").save_recipe(tmp_path / "plain.yml", models=paths)
+        LoaderCache.loaders.clear()
+        content = yaml.safe_load((tmp_path / "plain.yml").read_text())
+        lost = stored(found.base).keys() - stored(families.merge(content, tmp_path / f"{name}-plain")).keys()
+        lost -= {key for key in lost if ".experts." in key and layer_of(key) != families.LAYERS + 1}
+        assert len(prediction_head(found.config)) == count and prediction_head(found.config).keys() <= lost
+        said = "mergekit alone leaves "
+        assert said in caplog.text and said in " ".join((tmp_path / "plain.yml").read_text().split())
+        caplog.clear()
 
 
 # What is said before the merge

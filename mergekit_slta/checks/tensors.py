@@ -25,7 +25,8 @@ def complete_checkpoints(models: Sequence[Model]) -> None:
     more: dict[tuple[str, ...], list[Model]] = {}
     for expert in experts:
         theirs = expert.layout(base)
-        for found, names in ((lacking, theirs.lacks(own)), (more, own.lacks(theirs))):
+        missing = [name for name in theirs.lacks(own) if name not in own.may_lack(theirs)]
+        for found, names in ((lacking, missing), (more, own.lacks(theirs))):
             if names:
                 found.setdefault(tuple(names), []).append(expert)
     refuse(
@@ -45,15 +46,18 @@ def complete_checkpoints(models: Sequence[Model]) -> None:
 
 
 def outside_the_model(base: Model, experts: Sequence[Model]) -> Iterator[str]:
-    """The tensors that transformers' model does not have, where not all checkpoints have them."""
-    theirs = {str(expert): expert.layout(base).outside for expert in experts}
+    """The tensors outside the language model that not all checkpoints have."""
+    own = base.layout(base)
     lost: dict[tuple[str, ...], list[str]] = {}
     left_out: dict[tuple[str, ...], list[str]] = {}
-    for expert, names in theirs.items():
-        if missing := tuple(name for name in base.layout(base).outside if name not in names):
-            lost.setdefault(missing, []).append(expert)
-        if extra := tuple(name for name in names if name not in base.tensors):
-            left_out.setdefault(extra, []).append(expert)
+    for expert in experts:
+        theirs = expert.layout(base)
+        may_lack = own.may_lack(theirs)
+        missing = tuple(name for name in base.tensors if name in may_lack and name not in expert.tensors)
+        extra = tuple(name for name in theirs.outside if name not in base.tensors)
+        for found, names in ((lost, missing), (left_out, extra)):
+            if names:
+                found.setdefault(names, []).append(str(expert))
     for missing, without in lost.items():
         yield f"{listed(missing)}, which {listed(without)} lacks, will be those of the base model {base}."
     for extra, having in left_out.items():

@@ -7,16 +7,20 @@ the second writes the experts of a mixture as one tensor, which programs that re
 
 from __future__ import annotations
 
+import logging
 import re
+from collections import Counter
 from collections.abc import Mapping
 
 import transformers
-from mergekit.architecture import ModelArchitecture, ModuleDefinition, WeightInfo
+from mergekit.architecture import ModelArchitecture, ModuleDefinition, WeightInfo, arch_info_for_config
 from mergekit.architecture.auto import infer_vocabulary_axes
 from mergekit.architecture.base import ModuleArchitecture
+from mergekit.architecture.conversion import can_convert_checkpoint_keys
 
-from mergekit_slta.models.headers import Headers
+from mergekit_slta.models.headers import Headers, Model
 from mergekit_slta.models.layout import Layout
+from mergekit_slta.models.skeleton import model_tensor_name
 
 LAYER = re.compile(r"\.(\d+)\.")
 
@@ -76,6 +80,51 @@ def architecture_of(base: Layout, headers: Headers, config: transformers.Pretrai
         model_type=config.model_type,
         vocab_size_config_key=f"{place}vocab_size",
     )
+
+
+def left_out_by_mergekit(model: Model) -> list[str]:
+    """The stored tensors of a model that mergekit alone leaves out of what it writes.
+
+    It writes what its definition of the architecture lists. Where it has none, it takes the names of transformers'
+    model, of which it converts those that all layers have, and only by the conversions of the whole model's type.
+    """
+    layout, config = model.layout(model), model.config
+    definition = known_architecture(config)
+    if definition is not None:
+        known = definition.all_weights(config)
+        written = {name for own in known for name in (own.name, *(own.aliases or ()), *(own.tied_names or ()))}
+        return [
+            name for name in (*layout.pieces, *layout.outside) if not model_tensor_name(name, written, model.prefix)
+        ]
+    targets = {own.targets[0] for own in layout.pieces.values() if own.pattern is not None}
+    layers = (
+        Counter(LAYER.sub(".*.", name, count=1) for name in layout.model.state_dict()) if layout.model else Counter()
+    )
+    stored = set(model.tensors)
+    converted = {
+        name
+        for name in targets
+        if layers[LAYER.sub(".*.", name, count=1)] == max(layers.values())
+        and can_convert_checkpoint_keys(config.model_type, _beside(name, stored), name)
+    }
+    lost = [name for name, own in layout.pieces.items() if own.targets[0] in targets - converted]
+    return [*lost, *layout.outside]
+
+
+def _beside(name: str, stored: set[str]) -> set[str]:
+    """The stored tensors of the same layer."""
+    numbers = LAYER.findall(name)[:1]
+    return {other for other in stored if all(f".{number}." in other for number in numbers)}
+
+
+def known_architecture(config: transformers.PretrainedConfig) -> ModelArchitecture | None:
+    """mergekit's definition of a model's architecture; None if it has none, about which it logs a message."""
+    log = logging.getLogger("mergekit.architecture")
+    log.disabled = True
+    try:
+        return arch_info_for_config(config)
+    finally:
+        log.disabled = False
 
 
 def vocabulary_axes(base: Layout, headers: Headers) -> Mapping[str, int]:

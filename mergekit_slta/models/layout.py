@@ -30,7 +30,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from mergekit_slta.models.skeleton import model_tensor_name, spellings
+from mergekit_slta.models.skeleton import language_names, model_tensor_name, spellings
 
 # Buffers that checkpoints of old releases hold, and that the model computes by itself today.
 OLD_BUFFER = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias|attn(ention)?\.bias)$")
@@ -236,6 +236,17 @@ class Layout:
         assert self.model is not None
         found = own.convert(first, model=self.model, config=self.model.config)
         return {self._named(name): tensor[0] if isinstance(tensor, list) else tensor for name, tensor in found.items()}
+
+    def may_lack(self, other: Layout) -> set[str]:
+        """The stored tensors that another checkpoint may lack: the base model's then stand for them.
+
+        They are those that the model does not have; and those of its other towers, if the other checkpoint is a
+        language model saved alone.
+        """
+        known = frozenset() if self.model is None else language_names(self.model)
+        towers = {name: own.targets for name, own in self.pieces.items() if known and not known.issuperset(own.targets)}
+        alone = not any(target in other for targets in towers.values() for target in targets)
+        return {*self.outside, *(towers if alone else ())}
 
     def lacks(self, other: Layout) -> list[str]:
         """The stored tensors of another checkpoint that this one lacks, whatever it calls them and how it cuts them."""

@@ -24,8 +24,7 @@ ONE_AT_A_TIME = threading.RLock()
 class AsTheBase(LazyTensorLoader):
     """mergekit's loader of an expert, which gives its tensors as the base model's checkpoint stores them.
 
-    A tensor that the model does not have and the expert lacks, such as a head that predicts several tokens, is the base
-    model's.
+    What the expert may lack, such as a head that predicts several tokens, is the base model's then.
     """
 
     def __init__(self, own: LazyTensorLoader, base: LazyTensorLoader, layout: Layout) -> None:
@@ -34,6 +33,7 @@ class AsTheBase(LazyTensorLoader):
         known = own.index.tensor_paths | dict.fromkeys(self._missing, "")
         super().__init__(replace(own.index, tensor_paths=known), own.lazy_unpickle)
         self._layout, self._own, self._base = layout, Layout(layout.model, own.index.tensor_paths), base
+        self._of_base = layout.may_lack(self._own)
 
     def get_tensor(
         self, key: str, device: str = "cpu", aliases: list[str] | None = None, raise_on_missing: bool = True
@@ -41,7 +41,7 @@ class AsTheBase(LazyTensorLoader):
         """The tensor as the expert stores it, or made of those that it stores instead."""
         if key not in self._missing:
             return super().get_tensor(key, device, aliases, raise_on_missing)
-        if key not in self._layout.pieces:
+        if key in self._of_base:
             return self._base.get_tensor(key, device)
         load = partial(super().get_tensor, device=device)
         return self._layout.restore(key, lambda target, expert: self._own.read(target, load, expert))
