@@ -23,15 +23,18 @@ from typing import Any
 
 import torch
 import transformers
-from support import families
-from support.every_tensor import State, by_reference, load, merged, stored, weighted, wrong_tensors
-from support.families import Family
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from support import families
+from support.every_tensor import State, by_reference, load, merged, stored, weighted, wrong_tensors
+from support.families import Family
 
 from mergekit_slta.errors import first_line
 from mergekit_slta.featcal.groups import groups_by_layer, kept_in_words, solved_in
@@ -53,7 +56,7 @@ LEVELS = ("layer", "attn_mlp", "head_mlp", "linear")
 COLUMNS = (*LEVELS, "featcal", "actmat", "sftm")
 MERGED, TRACED, NOT = "✓", "(✓)", "–"
 LARGEST = 10_000_000  # parameters of a model that is merged
-PROCESSES = 4
+PROCESSES = 2
 
 # The sizes that a configuration's fields get, where it has fields of these names.
 SIZES: dict[str, Any] = {
@@ -350,6 +353,7 @@ def _is_decoder(model_type: str, images: bool) -> bool:
 
 def _quiet() -> None:
     warnings.filterwarnings("ignore")
+    transformers.logging.disable_progress_bar()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
 
