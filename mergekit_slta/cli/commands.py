@@ -78,9 +78,10 @@ def new(base: str, experts: tuple[str, ...]) -> None:
 @main.command(cls=ModelCommand, short_help="Say everything that is wrong with a recipe.")
 @recipe_path
 def check(recipe: Path, **options: Any) -> None:
-    """Say everything that is wrong with RECIPE, before anything is computed.
+    """Say everything that is wrong with RECIPE, before anything is downloaded or computed.
 
-    Reads configurations, file headers and calibration data, no weights. Exit code 1 if something is wrong.
+    Reads configurations, file headers (of models on the Hub over the network) and calibration data, no weights. Says
+    download, disk, memory and licences of the merge. Exit code 1 if something is wrong.
     """
     from mergekit_slta.checks import examine
 
@@ -91,6 +92,8 @@ def check(recipe: Path, **options: Any) -> None:
     for note in found.notes if not options["quiet"] else ():
         click.echo(f"Note: {note}", err=True)
     click.echo(f"{recipe}: no problem found.")
+    if not options["quiet"]:
+        click.echo(found.needs)
 
 
 @main.command(cls=ModelCommand, short_help="Measure a recipe's models, write a statistics file.")

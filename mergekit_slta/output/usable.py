@@ -1,4 +1,4 @@
-"""Whether programs can use a merged folder: transformers' own loading, the base checkpoint's tensors, files beside them.
+"""Whether programs can use a merged folder: how transformers loads it, and what it lacks of the base model.
 
 No weights are read: transformers loads the folder onto the meta device, and the base model from its headers alone.
 """
