@@ -104,24 +104,26 @@ def solved_folder(experiment: Experiment) -> Path:
 def memory(experiment: Experiment) -> int:
     """The bytes of memory that a merge takes, by one formula for all methods.
 
-    The merge holds a tensor of the base model, of the T experts and of the merged model in float32. A method that runs
-    models holds before that their largest layer in float32, of a mixture one expert, the next layer as it is stored,
-    and the hidden states of all samples, ``featcal`` of two models. A method that solves matrices holds ``SUMS``
-    matrices of the widest map's inputs in float64.
+    The merge holds a tensor of the base model, of the T experts and of the merged model in the recipe's ``dtype``. A
+    method that runs models holds, before that, their largest layer in float32 (of a mixture one expert), the next layer
+    as it is stored, and the hidden states of all samples, ``featcal`` of two models. A method that solves matrices holds
+    the widest one of each model, or the layer, beside ``SUMS`` matrices of its inputs in float64.
     """
     recipe, settings = experiment.recipe, experiment.recipe.settings
-    base = experiment.model(recipe.base)
-    tensors, count = base.tensors.values(), len(recipe.experts)
-    widest = max((header.shape[-1] for header in tensors if len(header.shape) > 1), default=0)
-    sums = 0 if isinstance(settings, SltaSettings) else 8 * SUMS * widest**2
-    merging = 4 * (count + 2) * max(header.count for header in tensors)
+    base, models = experiment.model(recipe.base), len(recipe.experts) + 2
+    tensors = [header for header in base.tensors.values() if len(header.shape) > 1]
+    largest = max(header.count for header in tensors)
+    widest = max(tensors, key=lambda header: header.shape[-1])
+    stored = max(header.nbytes // header.count for header in tensors)  # bytes of a number
+    kind = getattr(torch, (recipe.config.dtype or "").removeprefix("torch."), None)
+    merging = models * (kind.itemsize if kind else stored) * largest
+    sums = 0 if isinstance(settings, SltaSettings) else 8 * SUMS * widest.shape[-1] ** 2
     if not isinstance(settings, CalibrationSettings):
-        return merging + sums
+        return max(merging, 4 * models * widest.count + sums)
     layer = max(_layers(base, _resident).values(), default=0)
-    ahead = max(header.nbytes // max(1, header.count) for header in tensors)  # bytes of a number
     tokens = len(recipe.tasks) * settings.samples * settings.max_tokens
     states = 4 * (1 + settings.runs_experts) * tokens * (base.size("hidden_size") or 0)
-    return max(merging, (4 * (count + 2) + ahead * (count + 1)) * layer + states + sums)
+    return max(merging, (4 * models + stored * (models - 1)) * layer + states + sums)
 
 
 def _count(name: str, header: TensorHeader) -> int:

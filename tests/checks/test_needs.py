@@ -35,7 +35,8 @@ def test_the_memory_of_each_method(llama: Family) -> None:
     assert needed(llama, "featcal").memory == layers + 2 * states + sums
     assert needed(llama, "slta", samples=1, max_tokens=1, experts=[0]).memory == (4 * 3 + 4 * 2) * LAYER + 4 * WIDTH
     for method in ("actmat", "sftm"):
-        assert needed(llama, method, calibration=False).memory == merging + sums
+        assert needed(llama, method, calibration=False).memory == 4 * (3 + 2) * WIDTH * MLP + sums > merging
+    assert needed(llama, "actmat", calibration=False, experts=[0]).memory == 4 * 3 * WIDTH * MLP + sums
 
 
 def test_a_mixture_takes_one_expert_of_a_layer_at_a_time(make_family: Any) -> None:
