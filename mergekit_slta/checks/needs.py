@@ -105,9 +105,9 @@ def memory(experiment: Experiment) -> int:
     """The bytes of memory that a merge takes, by one formula for all methods.
 
     The merge holds a tensor of the base model, of the T experts and of the merged model in the recipe's ``dtype``. A
-    method that runs models holds, before that, their largest layer in float32 (of a mixture one expert), the next layer
-    as it is stored, and the hidden states of all samples, ``featcal`` of two models. A method that solves matrices holds
-    the widest one of each model, or the layer, beside ``SUMS`` matrices of its inputs in float64.
+    method that runs models holds, before that, their largest layer in float32 (of a mixture one expert), the next one
+    as it is stored, and the hidden states of all samples, ``featcal`` of two models. A method that solves matrices
+    holds the widest one of each model, or the layer, beside ``SUMS`` matrices of its inputs in float64.
     """
     recipe, settings = experiment.recipe, experiment.recipe.settings
     base, models = experiment.model(recipe.base), len(recipe.experts) + 2
