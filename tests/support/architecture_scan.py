@@ -157,24 +157,31 @@ class Row:
     seconds: float = 0.0
 
 
-def small_decoder(model_type: str, architecture: str) -> Decoder:
-    """A small model of a type; with the type's own sizes, but four layers deep, where that cannot be built.
-
-    Raises:
-        Exception: whatever the type's own code raises.
-    """
+def small_configs(model_type: str, architecture: str) -> Iterator[transformers.PretrainedConfig]:
+    """Configurations of a type, the smallest first; the last has the type's own sizes."""
     kind = CONFIG_MAPPING[model_type]
     default = kind()
     text = default.get_text_config()
-    error: Exception | None = None
     for arguments in _sizes(text):
-        try:
+        with contextlib.suppress(Exception):  # whatever the type's own code raises for such sizes
             if text is default:
                 config = kind(**arguments)
             else:
                 place = next(name for name in default.sub_configs if getattr(default, name) is text)
                 config = kind(**{place: type(text)(**arguments)} | KNOBS.get(model_type, {}))
             config.architectures = [architecture]
+            yield config
+
+
+def small_decoder(model_type: str, architecture: str) -> Decoder:
+    """A small model of a type; with the type's own sizes, but four layers deep, where that cannot be built.
+
+    Raises:
+        Exception: whatever the type's own code raises.
+    """
+    error: Exception | None = None
+    for config in small_configs(model_type, architecture):
+        try:
             return trace(config)
         except Exception as raised:
             error = error or raised
