@@ -155,7 +155,7 @@ def license_of(path: ModelPath) -> str:
         if Path(path.path).is_dir():
             card = huggingface_hub.ModelCard.load(Path(path.path) / "README.md", ignore_metadata_errors=True).data
         else:
-            card = huggingface_hub.model_info(path.path, revision=path.revision).card_data
+            card = huggingface_hub.model_info(path.path, revision=path.revision, timeout=10).card_data
     except hub.HUB_ERRORS:
         return "unknown"
     found = card.to_dict() if card is not None else {}

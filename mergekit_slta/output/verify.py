@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from mergekit_slta.errors import reading
 from mergekit_slta.layers.parts import parts
+from mergekit_slta.models.adapters import source_folders
 from mergekit_slta.models.headers import folder_headers
 from mergekit_slta.models.loaders import ONE_AT_A_TIME, adapt_loaders
 from mergekit_slta.output.finite import is_finite
@@ -108,12 +109,12 @@ def verify(recipe: RecipeOrFile, merged: str | os.PathLike[str], **options: Unpa
             wrong += [name] * bool(found)
             if difference is not None:
                 differences[name] = difference
-    base = experiment.model(experiment.recipe.base)
-    problems += loading_problems(base, folder, wrong)
-    own_template = bool(experiment.recipe.config.chat_template)
-    notes = lacking_files(
-        Path(experiment.base.folder), folder, experiment.recipe.tokenizer_source is not None, own_template
-    )
+    config = experiment.recipe.config
+    base = config.base_model or config.referenced_models()[0]
+    problems += loading_problems(experiment.model(base), folder, wrong)
+    base_folder, _ = source_folders(base, experiment.transformers_cache)
+    own_tokenizer = experiment.recipe.tokenizer_source is not None
+    notes = lacking_files(base_folder, folder, own_tokenizer, bool(config.chat_template))
     largest = max(differences.values(), default=0.0)
     where = max(differences, key=lambda name: differences[name]) if largest else ""
     return Verification(tuple(problems), len(names), len(differences), largest, where, tuple(notes))

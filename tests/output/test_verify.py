@@ -116,6 +116,13 @@ def test_a_vocabulary_that_mergekit_aligned_is_not_compared(llama: Family, tmp_p
     assert found.problems == () and found.tensors - found.compared == 2  # the embedding and the head
 
 
+def test_a_merge_by_mergekits_own_method(llama: Family, tmp_path: Path) -> None:
+    content = families.recipe(llama, "linear", calibration=False, per_expert={"weight": 1.0})
+    del content["base_model"]
+    found = check(content, families.merge(content, tmp_path / "out"))
+    assert found.problems == () and found.tensors > 0
+
+
 # Spoilt merges
 
 
