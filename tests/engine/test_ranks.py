@@ -87,7 +87,7 @@ def test_processes_together_merge_to_the_same_tensors(
     """Also where one process alone has begun, and several finish; the base model has a task."""
     settings: dict[str, Any] = {
         "experts": (0, 1),
-        "keep": {},
+        "keep": {"calibration": str(llama.data[1])},  # an expert's too, which a note says
         "samples": 6,
         "batch_tokens": BATCH_TOKENS,
         "scratch": str(tmp_path / "scratch"),
