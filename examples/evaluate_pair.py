@@ -82,7 +82,8 @@ def recipes(base: str, expert: str, options: Mapping[str, Any]) -> dict[str, Rec
         return {"merge_method": method, "base_model": base, "models": models, "parameters": shared, **types}
 
     def calibrated(model: str, source: str, template: str) -> Recipe:
-        return {"model": model, "parameters": {"calibration": source} | ({"template": template} if template else {})}
+        own = {"template": template.replace("\\n", "\n")} if template else {}  # as a shell passes line breaks on
+        return {"model": model, "parameters": {"calibration": source} | own}
 
     gain = calibrated(expert, options["calibration"], options["template"])
     keep = calibrated(base, options["keep"], options["keep_template"])

@@ -14,7 +14,13 @@ from family import TASKS, held_out_prompts, train_family
 
 from mergekit_slta.recipe.recipe import Recipe
 
-OPTIONS = {"calibration": "a.jsonl", "template": "", "keep": "b.jsonl", "keep_template": "{x}", "dtype": "bfloat16"}
+OPTIONS = {
+    "calibration": "a.jsonl",
+    "template": "",
+    "keep": "b.jsonl",
+    "keep_template": r"{x}\n{y}",
+    "dtype": "bfloat16",
+}
 
 
 def test_the_recipes_are_sound() -> None:
@@ -24,6 +30,7 @@ def test_the_recipes_are_sound() -> None:
     alone.require_sound()
     keeping.require_sound()
     assert alone.keep is None and keeping.keep is not None and keeping.keep.calibration == "b.jsonl"
+    assert keeping.keep.template == "{x}\n{y}"
 
 
 def test_the_table_says_what_is_gained_and_kept() -> None:
