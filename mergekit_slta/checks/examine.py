@@ -12,12 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
+import huggingface_hub
 from mergekit.common import ModelReference
 
 from mergekit_slta.checks import data, models, space, tensors, tokenizers
+from mergekit_slta.checks.needs import Needs, downloads, needs, solved_bytes, solved_folder, stored_bytes
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, all_of
-from mergekit_slta.featcal.scratch import scratch_root
 from mergekit_slta.featcal.solvable import require_solvable
 from mergekit_slta.layers.submodules import fallbacks
 from mergekit_slta.recipe.experiment import Experiment
@@ -25,7 +26,6 @@ from mergekit_slta.recipe.options import ModelOptions
 from mergekit_slta.recipe.recipe import RecipeOrFile
 from mergekit_slta.recipe.settings import CalibrationSettings, FeatcalSettings, SltaSettings
 from mergekit_slta.recipe.text import ignored
-from mergekit_slta.tables import as_size
 
 HALF = ("bfloat16", "float16")
 
@@ -37,15 +37,18 @@ class Findings:
     Attributes:
         problems: what keeps the recipe from being merged.
         notes: what the user should know before the merge; none if there are problems.
+        needs: download, disk, memory and licences of the merge; None if there are problems.
     """
 
     problems: list[str]
     notes: list[str]
+    needs: Needs | None = None
 
     def __str__(self) -> str:
         count = len(self.problems)
         found = f"{count} problem{'s' * (count > 1)} found." if count else "No problem found."
-        return "\n".join([found, *(f"- {said}" for said in self.problems), *(f"Note: {note}" for note in self.notes)])
+        said = [found, *(f"- {said}" for said in self.problems), *(f"Note: {note}" for note in self.notes)]
+        return "\n".join([*said, *([str(self.needs)] if self.needs else [])])
 
 
 def check(
@@ -59,7 +62,8 @@ def check(
         options: where to compute, and how to get models; see ``ModelOptions``.
 
     Returns:
-        Problems, which keep the recipe from being merged, and notes; ``print`` shows them as sentences.
+        Problems, which keep the recipe from being merged, or notes and the merge's download, disk, memory and
+        licences; ``print`` shows them as sentences.
     """
     experiment = Experiment(recipe, **options)
     try:
@@ -68,7 +72,7 @@ def check(
         return Findings(list(error.sentences), [])
     settings = experiment.recipe.settings
     coarser = fallbacks(experiment.decoder, settings.level) if isinstance(settings, SltaSettings) else []
-    return Findings([], [*map(str, coarser), *notes])  # a run logs the coarser levels when it measures
+    return Findings([], [*map(str, coarser), *notes], needs(experiment))  # a run logs the coarser levels, measuring
 
 
 def examine(
@@ -138,14 +142,16 @@ def _of_all_models(experiment: Experiment, out: Path | None, merging: bool) -> I
 
 def _written(experiment: Experiment, out: Path | None) -> list[tuple[Path, str, int]]:
     """What a merge writes: the folder, the thing, and its bytes."""
-    config, settings = experiment.recipe.config, experiment.recipe.settings
+    config = experiment.recipe.config
     written = []
     if out is not None:
-        nbytes = space.stored_bytes(experiment.model(experiment.recipe.base), config.out_dtype or config.dtype)
+        nbytes = stored_bytes(experiment.model(experiment.recipe.base), config.out_dtype or config.dtype)
         written.append((out, "the merged model", nbytes))
-    if isinstance(settings, FeatcalSettings):
-        _, nbytes = space.solving_needs(experiment.decoder, len(experiment.recipe.experts))
-        written.append((scratch_root(settings.scratch), "the solved layers", nbytes))
+    if nbytes := solved_bytes(experiment):
+        written.append((solved_folder(experiment), "the solved layers", nbytes))
+    if nbytes := sum(downloads(experiment).values()):
+        cache = experiment.transformers_cache or huggingface_hub.constants.HF_HUB_CACHE
+        written.append((Path(cache), "the download", nbytes))
     return written
 
 
@@ -163,13 +169,6 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
     if not merging:
         return
     yield from tensors.outside_the_model(base, [expert for _, expert in experiment.pairs])
-    if isinstance(settings, FeatcalSettings):
-        memory, disk = space.solving_needs(experiment.decoder, len(recipe.experts))
-        yield (
-            f"'{settings.method}' takes up to {as_size(memory)} of memory while it solves (the largest layer of all "
-            f"models and the sums of its widest map), and {as_size(disk)} on the disk with "
-            f"{scratch_root(settings.scratch)} until the output is written."
-        )
     dtype = (config.dtype or str(getattr(base.config, "dtype", None))).removeprefix("torch.")
     if dtype in HALF and not isinstance(settings, FeatcalSettings):
         yield (

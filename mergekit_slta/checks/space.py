@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import shutil
 from collections.abc import Iterable, Sequence
@@ -11,8 +10,6 @@ from pathlib import Path
 import torch
 
 from mergekit_slta.errors import SltaError, first_line
-from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.maps import routed_tensors
 from mergekit_slta.models.headers import Model
 from mergekit_slta.recipe.settings import MethodSettings
 from mergekit_slta.tables import as_size
@@ -63,27 +60,6 @@ def disk_space(needs: Sequence[tuple[Path, str, int]]) -> None:
             raise SltaError(
                 f"The disk with {folder} has {as_size(free)} free, too little for {parts}: make room or choose another."
             )
-
-
-def solving_needs(decoder: Decoder, experts: int) -> tuple[int, int]:
-    """Estimate the bytes of memory and of disk that solving a decoder's layers takes.
-
-    In memory are the largest layer of the base model, the experts and the merged model in float32, one expert of a
-    mixture at a time, and four matrices of the widest map's inputs in float64. On the disk are the solved layers.
-    """
-    states = [layer.state_dict().values() for layer in decoder.layers]
-    layers = [sum(tensor.numel() for tensor in state) for state in states]
-    routed = [sum(tensor[1:].numel() for tensor in routed_tensors(layer).values()) for layer in decoder.layers]
-    widest = max(tensor.shape[-1] for state in states for tensor in state if tensor.ndim > 1)
-    memory = 4 * (experts + 2) * max(map(operator.sub, layers, routed)) + 8 * 4 * widest**2
-    return memory, 4 * sum(layers)
-
-
-def stored_bytes(model: Model, dtype: str | None) -> int:
-    """The bytes that a model's tensors take in a data type, or in their own without one."""
-    tensors = model.tensors.values()
-    kind = getattr(torch, (dtype or "").removeprefix("torch."), None)
-    return sum(stored.count * kind.itemsize if kind else stored.nbytes for stored in tensors)
 
 
 def nearest_path(path: Path) -> Path:

@@ -78,9 +78,10 @@ def new(base: str, experts: tuple[str, ...]) -> None:
 @main.command(cls=ModelCommand, short_help="Say everything that is wrong with a recipe.")
 @recipe_path
 def check(recipe: Path, **options: Any) -> None:
-    """Say everything that is wrong with RECIPE, before anything is computed.
+    """Say everything that is wrong with RECIPE, before anything is downloaded or computed.
 
-    Reads configurations, file headers and calibration data, no weights. Exit code 1 if something is wrong.
+    Reads configurations, file headers (of models on the Hub over the network) and calibration data, no weights. Says
+    download, disk, memory and licences of the merge. Exit code 1 if something is wrong.
     """
     from mergekit_slta.checks import examine
 
@@ -91,6 +92,8 @@ def check(recipe: Path, **options: Any) -> None:
     for note in found.notes if not options["quiet"] else ():
         click.echo(f"Note: {note}", err=True)
     click.echo(f"{recipe}: no problem found.")
+    if not options["quiet"]:
+        click.echo(found.needs)
 
 
 @main.command(cls=ModelCommand, short_help="Measure a recipe's models, write a statistics file.")
@@ -325,14 +328,15 @@ def merge(recipe: Path, out: str, **options: Any) -> None:
         merge_models(ranks.together(lambda: Recipe.load(recipe)), out, **merge_options)
 
 
-@main.command(cls=ModelCommand, short_help="Re-read a finished merge and compare it with its recipe.")
+@main.command(cls=ModelCommand, short_help="Re-read a finished merge, and say whether programs can use it.")
 @recipe_path
 @merged_folder
 def verify(recipe: Path, out: Path, **options: Any) -> None:
     """Re-read the merged model in OUT tensor by tensor, and compare it with what RECIPE says.
 
     Names, shapes, data types and finiteness for every method; the values for slta, from its statistics. Says the
-    largest difference and where it is. Exit code 1 if something differs by more than rounding.
+    largest difference and where it is, whether transformers loads the folder, and which tensors and files of the base
+    model it lacks. Exit code 1 if a tensor differs by more than rounding, or transformers does not load all of them.
     """
     import mergekit_slta.host.patches  # noqa: F401 - mergekit must know the methods where start-up files are off
     from mergekit_slta.output.verify import verify as verify_merge

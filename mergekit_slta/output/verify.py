@@ -19,9 +19,11 @@ from tqdm import tqdm
 
 from mergekit_slta.errors import reading
 from mergekit_slta.layers.parts import parts
+from mergekit_slta.models.adapters import source_folders
 from mergekit_slta.models.headers import folder_headers
 from mergekit_slta.models.loaders import ONE_AT_A_TIME, adapt_loaders
 from mergekit_slta.output.finite import is_finite
+from mergekit_slta.output.usable import lacking_files, loading_problems
 from mergekit_slta.recipe.configuration import expert_references
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.options import ModelOptions
@@ -42,6 +44,7 @@ class Verification:
         compared: how many of them were compared with the values that the recipe gives them.
         largest: the largest absolute difference from such a value; 0 where nothing was compared.
         where: the tensor that has it; "" where nothing differs.
+        notes: files of the base model that the folder lacks, one sentence each.
     """
 
     problems: tuple[str, ...]
@@ -49,6 +52,7 @@ class Verification:
     compared: int
     largest: float
     where: str
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         values = f"{self.compared} compared by value, largest difference {self.largest:.3g}"
@@ -57,16 +61,19 @@ class Verification:
         read = f"{self.tensors} tensors read, {values}{f' in {self.where}' if self.where else ''}"
         if not self.problems:
             found = "No difference beyond rounding" if self.compared else "No difference found"
-            return f"{found}. {read}."
-        count = len(self.problems)
-        return "\n- ".join([f"{count} problem{'s' * (count > 1)} found. {read}.", *self.problems])
+            said = f"{found}. {read}. transformers loads the folder, which has all tensors of the base model."
+        else:
+            count = len(self.problems)
+            said = "\n- ".join([f"{count} problem{'s' * (count > 1)} found. {read}.", *self.problems])
+        return "\n".join([said, *(f"Note: {note}" for note in self.notes)])
 
 
 def verify(recipe: RecipeOrFile, merged: str | os.PathLike[str], **options: Unpack[ModelOptions]) -> Verification:
     """Re-read a merged model tensor by tensor, and compare it with what its recipe says.
 
     Names, shapes, data types and finiteness are compared for every method, and for ``slta``, whose statistics must have
-    been measured, the values with theta_0 + sum alpha tau. One tensor of each model is in memory at a time.
+    been measured, the values with theta_0 + sum alpha tau. One tensor of each model is in memory at a time. Then
+    transformers loads the folder without its weights, and the base model's other tensors and files are looked for.
 
     Args:
         recipe: the recipe that was merged, or its file.
@@ -89,20 +96,28 @@ def verify(recipe: RecipeOrFile, merged: str | os.PathLike[str], **options: Unpa
         planned = {task.tensor_name: task for task in _plan(experiment, folder)}
         lost = [name for name, task in planned.items() if name not in stored and not task.optional]
         problems = [f"The tensor {name} is missing." for name in lost]
-        problems += [f"The tensor {name} does not belong to the model." for name in stored if name not in planned]
+        strange = [name for name in stored if name not in planned]
+        problems += [f"The tensor {name} does not belong to the model." for name in strange]
         names = [name for name in planned if name in stored]
-        differences = dict[str, float]()
+        differences, wrong = dict[str, float](), [*lost, *strange]
         loader = LazyTensorLoader.from_disk(str(folder))
         for name in tqdm(names, desc="Verifying", unit="tensor", leave=False, disable=experiment.quiet):
             with torch.no_grad():
                 found, difference = _compared(planned[name], loader.get_tensor(name), experts, weights)
             LoaderCache().flush_all()
             problems += found
+            wrong += [name] * bool(found)
             if difference is not None:
                 differences[name] = difference
+    config = experiment.recipe.config
+    base = config.base_model or config.referenced_models()[0]
+    problems += loading_problems(experiment.model(base), folder, wrong)
+    base_folder, _ = source_folders(base, experiment.transformers_cache)
+    own_tokenizer = experiment.recipe.tokenizer_source is not None
+    notes = lacking_files(base_folder, folder, own_tokenizer, bool(config.chat_template))
     largest = max(differences.values(), default=0.0)
     where = max(differences, key=lambda name: differences[name]) if largest else ""
-    return Verification(tuple(problems), len(names), len(differences), largest, where)
+    return Verification(tuple(problems), len(names), len(differences), largest, where, tuple(notes))
 
 
 def _weights(experiment: Experiment, folder: Path) -> TensorWeights | None:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from support import families
-from support.examining import feature_recipe, grow, look, only, problems
+from support.examining import feature_recipe, grow, only, problems
 from support.families import Family
 from torch.overrides import TorchFunctionMode
 
 from mergekit_slta.checks import space
-from mergekit_slta.checks.space import solving_needs
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.trace import trace
 
 
 @pytest.fixture
@@ -79,28 +75,6 @@ def test_a_disk_that_is_too_small_for_the_output(family: Family, tmp_path: Path)
     assert only(recipe, out_path=tmp_path / "a" / "b").startswith(f"The disk with {tmp_path}/a/b has ")
     assert "too little for the merged model (about" in only(recipe, out_path=tmp_path)
     assert problems(recipe, out_path=tmp_path, merging=False) == []
-
-
-# Feature merges
-
-
-@pytest.mark.usefixtures("disk")
-def test_what_a_feature_merge_takes_is_said(family: Family, tmp_path: Path) -> None:
-    default = Path(os.environ["XDG_CACHE_HOME"]) / "mergekit-slta"
-    for folder, parameters in ((default, {}), (tmp_path / "scratch", {"scratch": str(tmp_path / "scratch")})):
-        (note,) = look(feature_recipe(family, **parameters)).notes
-        assert note.startswith("'featcal' takes up to ") and f"on the disk with {folder} until the output is" in note
-        assert not folder.exists()
-    assert look(feature_recipe(family), merging=False).notes == []
-
-
-def test_the_needs_of_a_model_of_known_size() -> None:
-    """Two layers of 12.6 million parameters each, with maps that read up to 2752 values."""
-    sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 2752, "num_hidden_layers": 2}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=8, architectures=["LlamaForCausalLM"])
-    memory, disk = solving_needs(trace(config), experts=3)
-    assert memory == pytest.approx(5 * 4 * 12.65e6 + 4 * 8 * 2752**2, rel=0.01)
-    assert disk == pytest.approx(2 * 4 * 12.65e6, rel=0.01)
 
 
 @pytest.mark.usefixtures("disk")

@@ -150,7 +150,8 @@ def test_what_is_no_recipe_is_refused(tmp_path: Path, text: str | bytes, said: s
 def test_check_looks_at_feature_merges_too(llama: Family, write_recipe: WriteRecipe) -> None:
     text = run("check", write_recipe(llama, "featcal")).output
     assert "no problem found" in text
-    assert "Note: 'featcal' takes up to" in text
+    assert [line.partition(":")[0] for line in text.splitlines()[-4:]] == ["Download", "Disk", "Memory", "License"]
+    assert "for the solved layers" in text
     wrong = write_recipe(llama, "featcal", ridge=-2, anchr="base", level="layer")
     text = run("check", wrong, code=1).output
     assert "3 problems found" in text

@@ -104,7 +104,7 @@ def grow(folder: Path, nbytes: int) -> None:
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
     end = len(content) - 8 - length
-    header["model.layers.0.huge"] = {"dtype": "F32", "shape": [nbytes // 4], "data_offsets": [end, end + nbytes]}
+    header["model.huge"] = {"dtype": "F32", "shape": [nbytes // 4], "data_offsets": [end, end + nbytes]}
     text = json.dumps(header).encode()
     with file.open("wb") as out:
         out.write(len(text).to_bytes(8, "little") + text + content[8 + length :])

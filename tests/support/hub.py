@@ -126,6 +126,8 @@ class Handler(BaseHTTPRequestHandler):
         names = [file.name for file in repository.iterdir()]
         siblings = [{"rfilename": name} for name in names]
         answer: Any = {"id": repository.name, "tags": [], "siblings": siblings, "sha": COMMIT}
+        if (card := repository / "README.md").is_file():
+            answer["cardData"] = huggingface_hub.ModelCard.load(card).data.to_dict()
         if what[:1] == ["tree"]:
             answer = [{"type": "file", "path": name, "size": 1, "oid": "0"} for name in names]
         self.send_json(answer)
