@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
+import torch
 from mergekit.common import ModelReference
 
 from mergekit_slta.checks import data, models, space, tensors, tokenizers
@@ -20,8 +21,7 @@ from mergekit_slta.errors import SltaError, all_of
 from mergekit_slta.featcal.scratch import scratch_root
 from mergekit_slta.featcal.solvable import require_solvable
 from mergekit_slta.layers.submodules import fallbacks
-from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.options import ModelOptions
+from mergekit_slta.recipe.experiment import Experiment, opened
 from mergekit_slta.recipe.recipe import RecipeOrFile
 from mergekit_slta.recipe.settings import CalibrationSettings, FeatcalSettings, SltaSettings
 from mergekit_slta.recipe.text import ignored
@@ -49,19 +49,30 @@ class Findings:
 
 
 def check(
-    recipe: RecipeOrFile, out_path: str | os.PathLike[str] | None = None, **options: Unpack[ModelOptions]
+    recipe: RecipeOrFile,
+    out_path: str | os.PathLike[str] | None = None,
+    *,
+    device: str | torch.device = "cpu",
+    trust_remote_code: bool = False,
+    lora_merge_cache: str | None = None,
+    transformers_cache: str | None = None,
+    quiet: bool = False,
 ) -> Findings:
     """Find out what is wrong with a recipe; read configurations, file headers and calibration data, but no weights.
 
     Args:
         recipe: a recipe for ``slta``, ``featcal``, ``actmat`` or ``sftm``, or its file.
         out_path: the folder of the merged model, to check that there is room for it.
-        options: where to compute, and how to get models; see ``ModelOptions``.
+        device: where to compute: "cpu", "cuda", or a GPU such as "cuda:1".
+        trust_remote_code: run the Python code that comes with a model (dangerous).
+        lora_merge_cache: the folder to merge LoRA adapters in; without one, adapters are refused.
+        transformers_cache: the folder for downloaded files; the Hub's own cache by default.
+        quiet: no progress bars and no notes.
 
     Returns:
         Problems, which keep the recipe from being merged, and notes; ``print`` shows them as sentences.
     """
-    experiment = Experiment(recipe, **options)
+    experiment = opened(recipe, device, trust_remote_code, lora_merge_cache, transformers_cache, quiet)
     try:
         notes = examine(experiment, out_path=out_path)
     except SltaError as error:

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 import transformers
@@ -20,8 +20,7 @@ from mergekit_slta import __version__, files
 from mergekit_slta.comparison.scores import Group, Sample, Score, score_model
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models.checkpoint import Checkpoint
-from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.options import ModelOptions
+from mergekit_slta.recipe.experiment import Experiment, opened
 from mergekit_slta.recipe.recipe import RecipeOrFile, Task, published_name, require_calibration
 from mergekit_slta.recipe.settings import CalibrationSettings
 from mergekit_slta.tables import Paragraphs, Table, as_json, as_percentage
@@ -157,17 +156,45 @@ def evaluate(
     recipe: RecipeOrFile | Experiment,
     merged: str | os.PathLike[str],
     samples: int = 100,
-    **options: Unpack[ModelOptions],
+    *,
+    device: str | torch.device = "cpu",
+    trust_remote_code: bool = False,
+    lora_merge_cache: str | None = None,
+    transformers_cache: str | None = None,
+    quiet: bool = False,
 ) -> Comparison:
-    """Compare one merged model with the base model and with each expert on that expert's task; see ``compare``."""
-    return compare(recipe, [merged], samples, **options)
+    """Compare one merged model with the base model and with each expert on that expert's task, as ``compare`` does.
+
+    Args:
+        recipe: the merge's recipe, or its file.
+        merged: the folder that the merge was written to.
+        samples: how many records per task.
+        device: where to compute: "cpu", "cuda", or a GPU such as "cuda:1".
+        trust_remote_code: run the Python code that comes with a model (dangerous).
+        lora_merge_cache: the folder to merge LoRA adapters in; without one, adapters are refused.
+        transformers_cache: the folder for downloaded files; the Hub's own cache by default.
+        quiet: no progress bars and no notes.
+
+    Returns:
+        The scores of the base model, the experts and the merged model on each task; printed, it is tables.
+
+    Raises:
+        SltaError: an expert has no calibration source or no record is left in it, or a model cannot be run by layers.
+    """
+    experiment = opened(recipe, device, trust_remote_code, lora_merge_cache, transformers_cache, quiet)
+    return compare(experiment, [merged], samples)
 
 
 def compare(
     recipe: RecipeOrFile | Experiment,
     merged: Sequence[str | os.PathLike[str]],
     samples: int = 100,
-    **options: Unpack[ModelOptions],
+    *,
+    device: str | torch.device = "cpu",
+    trust_remote_code: bool = False,
+    lora_merge_cache: str | None = None,
+    transformers_cache: str | None = None,
+    quiet: bool = False,
 ) -> Comparison:
     """Compare merged models with the base model, with each expert on that expert's task, and with each other.
 
@@ -179,12 +206,19 @@ def compare(
         recipe: the merges' recipe, or its file; for one that is opened already there are no options.
         merged: the folders that merges were written to, at least one.
         samples: how many records per task.
-        options: where to compute, and how to get models; see ``ModelOptions``.
+        device: where to compute: "cpu", "cuda", or a GPU such as "cuda:1".
+        trust_remote_code: run the Python code that comes with a model (dangerous).
+        lora_merge_cache: the folder to merge LoRA adapters in; without one, adapters are refused.
+        transformers_cache: the folder for downloaded files; the Hub's own cache by default.
+        quiet: no progress bars and no notes.
+
+    Returns:
+        The scores of all models on each task; printed, it is tables.
 
     Raises:
         SltaError: an expert has no calibration source or no record is left in it, or a model cannot be run by layers.
     """
-    experiment = recipe if isinstance(recipe, Experiment) else Experiment(recipe, **options)
+    experiment = opened(recipe, device, trust_remote_code, lora_merge_cache, transformers_cache, quiet)
     folders = [Path(folder).expanduser() for folder in merged]
     experiment.recipe.settings_of(CalibrationSettings)  # a recipe of another method has no held-out records
     require_calibration(experiment.recipe)

@@ -13,7 +13,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, product
-from typing import Unpack
 
 import torch
 from tqdm import tqdm
@@ -26,8 +25,7 @@ from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.layers.trace import on_device
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.nonlinearity.interpolation import Grams, Interpolation, passes_per_sample
-from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.options import ModelOptions
+from mergekit_slta.recipe.experiment import Experiment, opened
 from mergekit_slta.recipe.recipe import RecipeOrFile, published_names, require_calibration
 
 LOG = logging.getLogger(__name__)
@@ -271,7 +269,12 @@ def linearity(
     samples: int = 5,
     pairs: bool = True,
     triples: bool = False,
-    **options: Unpack[ModelOptions],
+    *,
+    device: str | torch.device = "cpu",
+    trust_remote_code: bool = False,
+    lora_merge_cache: str | None = None,
+    transformers_cache: str | None = None,
+    quiet: bool = False,
 ) -> Linearity:
     """Measure how linear a recipe's models are in their weights; the number of forward passes is logged first.
 
@@ -281,13 +284,20 @@ def linearity(
         samples: how many records of each expert's calibration data are used.
         pairs: compare 25 merges of every two experts with the experts.
         triples: compare 27 merges of every three experts with the experts.
-        options: how a recipe is opened, as for ``Experiment``.
+        device: where to compute: "cpu", "cuda", or a GPU such as "cuda:1".
+        trust_remote_code: run the Python code that comes with a model (dangerous).
+        lora_merge_cache: the folder to merge LoRA adapters in; without one, adapters are refused.
+        transformers_cache: the folder for downloaded files; the Hub's own cache by default.
+        quiet: no progress bars and no notes.
+
+    Returns:
+        Every score by level, expert or merge, and submodule; printed, it is a table.
 
     Raises:
         SltaError: an expert has no usable calibration data, two models have the same name, a level does not apply to
             the models, or one sample does not fit into memory.
     """
-    experiment = recipe if isinstance(recipe, Experiment) else Experiment(recipe, **options)
+    experiment = opened(recipe, device, trust_remote_code, lora_merge_cache, transformers_cache, quiet)
     chosen = [levels] if isinstance(levels, str) else levels or DEFAULT_LEVELS
     plan = plan_linearity(experiment, chosen, samples=samples, pairs=pairs, triples=triples)
     LOG.info("%s.", plan)

@@ -32,7 +32,7 @@ class Experiment:
     Args:
         recipe: the recipe, or its file.
         ranks: the processes that share the work.
-        options: mergekit's options by their names; see ``recipe.options``.
+        options: mergekit's options by their names.
 
     Attributes:
         device: where the layers run.
@@ -198,3 +198,24 @@ class Experiment:
                 f"positions: set 'max_tokens: {most}' or less."
             )
         return drawn
+
+
+def opened(
+    recipe: RecipeOrFile | Experiment,
+    device: str | torch.device = "cpu",
+    trust_remote_code: bool = False,
+    lora_merge_cache: str | None = None,
+    transformers_cache: str | None = None,
+    quiet: bool = False,
+) -> Experiment:
+    """The experiment of a recipe; one that is opened keeps its options. The arguments are those of ``measure``."""
+    if isinstance(recipe, Experiment):
+        return recipe
+    return Experiment(
+        recipe,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        lora_merge_cache=lora_merge_cache,
+        transformers_cache=transformers_cache,
+        quiet=quiet,
+    )

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, SupportsFloat, SupportsIndex, TypeAlias, TypeVar
 
 import torch
 import yaml
@@ -25,6 +25,7 @@ from mergekit_slta.recipe.text import faults
 
 Given = TypeVar("Given", bound=Parameters)
 Kind = TypeVar("Kind", bound=MethodSettings)
+_NO_PARAMETERS = ("self", "base", "experts", "method", "dtype", "out_dtype")
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,13 @@ class Recipe:
         method: ``slta``, ``featcal``, ``actmat`` or ``sftm``.
         dtype: the data type to merge in.
         out_dtype: the data type to write; by default ``dtype``.
-        parameters: the method's parameters for the whole merge, such as ``level="layer"``.
+        level, balance, edges, statistics: the parameters of ``slta`` for the whole merge, which the page on recipes
+            describes; here and below None leaves the method's default.
+        anchor, head, scratch: those of ``featcal``.
+        samples, max_tokens, seed, template, batch_tokens, towers, report: those of both.
+        ridge: that of both and of ``actmat``.
+        scale: that of ``actmat``.
+        lambda_, rank, density: those of ``sftm``, the first without the recipe's name ``lambda``, a word of Python's.
 
     Attributes:
         config: the recipe as mergekit reads it.
@@ -81,11 +88,31 @@ class Recipe:
         *,
         dtype: str | torch.dtype = "float32",
         out_dtype: str | torch.dtype | None = None,
-        **parameters: Any,
+        level: str | None = None,
+        samples: int | SupportsIndex | None = None,
+        max_tokens: int | SupportsIndex | None = None,
+        seed: int | SupportsIndex | None = None,
+        balance: bool | None = None,
+        ridge: float | SupportsFloat | Literal["auto"] | None = None,
+        edges: str | None = None,
+        towers: str | None = None,
+        batch_tokens: int | SupportsIndex | None = None,
+        statistics: str | os.PathLike[str] | None = None,
+        report: str | os.PathLike[str] | None = None,
+        template: str | None = None,
+        anchor: str | None = None,
+        head: bool | None = None,
+        scratch: str | os.PathLike[str] | None = None,
+        scale: float | SupportsFloat | None = None,
+        lambda_: float | SupportsFloat | None = None,
+        rank: int | SupportsIndex | None = None,
+        density: float | SupportsFloat | None = None,
     ) -> None:
+        given = {name.rstrip("_"): value for name, value in locals().items() if name not in _NO_PARAMETERS}
+        parameters = {name: value for name, value in given.items() if value is not None}
         names = [experts] if isinstance(experts, (str, os.PathLike)) else experts
-        given = names if isinstance(names, Mapping) else {name: {} for name in names}
-        tables = {name: own if isinstance(own, Mapping) else {"calibration": own} for name, own in given.items()}
+        listed = names if isinstance(names, Mapping) else {name: {} for name in names}
+        tables = {name: own if isinstance(own, Mapping) else {"calibration": own} for name, own in listed.items()}
         content = {
             "merge_method": method,
             "base_model": str(base),
@@ -96,9 +123,15 @@ class Recipe:
         }
         self._parse(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), "This recipe")
 
+    def __repr__(self) -> str:
+        return self.text.rstrip()
+
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Recipe:
         """Read a recipe from a YAML file.
+
+        Returns:
+            The recipe; printed, it is its YAML.
 
         Raises:
             SltaError: the file cannot be read, is not valid YAML, or is not a mergekit recipe.

@@ -117,6 +117,9 @@ class Statistics:
     def submodules(self, level: str) -> list[str]:
         """The names of a level's submodules, in the order of the layers, attention before the MLP, linear maps by name.
 
+        Returns:
+            The names, such as ``layer.0.attn``.
+
         Raises:
             SltaError: the level was not measured.
         """
@@ -133,6 +136,9 @@ class Statistics:
 
         Args:
             names: the experts' names, as in ``info.models``.
+
+        Returns:
+            The Gram matrices of these experts on the samples of their tasks.
 
         Raises:
             SltaError: no name is given, or a name is not in the statistics or given twice.
@@ -182,6 +188,9 @@ class Statistics:
     def first_samples(self, count: int) -> Statistics:
         """The statistics of each task's first ``count`` samples, or of all samples if a task has fewer.
 
+        Returns:
+            The statistics, as if only these samples had been drawn.
+
         Raises:
             SltaError: every task has fewer samples, or ``count`` is not positive.
         """
@@ -216,6 +225,9 @@ class Statistics:
                 expert's name, 1 by default.
             samples: how many of each task's first samples to use; all by default.
             keep_weight: how much the base model's task counts, κ; 1 by default, 0 leaves it out.
+
+        Returns:
+            The merging weights, what the merge keeps of each expert, and the condition of each linear system.
 
         Raises:
             SltaError: the level was not measured, an argument is out of its range, or the base model has no task to
@@ -286,6 +298,9 @@ class Statistics:
         Args:
             source: its path, or ``hf:ORG/REPO/FILE[@REVISION]`` on the Hugging Face Hub.
             cache_dir: where downloads are kept; the Hub's own cache by default.
+
+        Returns:
+            The statistics.
 
         Raises:
             SltaError: the file is missing, truncated, damaged, of another kind or version, or cannot be

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from support import synthetic
 
 from mergekit_slta.recipe.recipe import Recipe
-from mergekit_slta.recipe.settings import SltaSettings
+from mergekit_slta.recipe.settings import SETTINGS, SltaSettings, parameter_specs
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,15 @@ def test_scalars_are_numbers(values: dict[str, Any]) -> None:
     made = Recipe("org/base", {"org/math": "math.jsonl"}, dtype=torch.float32, out_dtype=torch.bfloat16, **values)
     assert made.settings == SltaSettings(samples=4, ridge=0.5, balance=False)
     assert (made.config.dtype, made.config.out_dtype) == ("float32", "bfloat16")
+
+
+def test_every_parameter_of_a_method_is_an_argument_of_recipe() -> None:
+    """``calibration`` and ``weight`` belong to one model, and stand in its own table."""
+    arguments = {name.rstrip("_") for name in signature(Recipe).parameters}
+    named = {spec.name for settings in SETTINGS.values() for spec in parameter_specs(settings)}
+    missing = named - arguments - {"calibration", "weight"}
+    assert not missing, f"add {sorted(missing)} to the arguments of Recipe.__init__ in recipe/recipe.py"
+    assert arguments - named == {"base", "experts", "method", "dtype", "out_dtype"}
 
 
 def test_one_expert_may_be_a_name() -> None:
