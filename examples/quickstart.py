@@ -25,7 +25,7 @@ import yaml
 from family import TASKS, Family, evaluate, train_family, write_bytes
 from tqdm import tqdm
 
-from mergekit_slta.reports.figures import Matrix, heat_map
+from mergekit_slta.figures import Matrix, heat_map
 from mergekit_slta.slta.statistics import Statistics
 
 STATISTICS = "statistics.safetensors"

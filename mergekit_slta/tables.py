@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 from pydantic import ConfigDict, TypeAdapter
+
+from mergekit_slta.errors import SltaError
+
+if TYPE_CHECKING:
+    import pandas
 
 
 @dataclass(frozen=True)
@@ -64,14 +69,39 @@ def as_paragraphs(*parts: object) -> str:
 
 
 class Paragraphs:
-    """A result that prints as sentences and tables, and shows the same in a notebook."""
+    """A result that prints as sentences and tables, shows the same in a notebook, and gives its numbers to pandas.
+
+    A class has its ``parts``, or only sentences, a line each, as its ``__str__``; and its ``columns``.
+    """
 
     def parts(self) -> Iterator[str | Table]:
         """The sentences and tables in their order."""
+        yield from str(self).splitlines()
+
+    def columns(self) -> Mapping[str, Sequence[Any]]:
+        """The columns of ``to_frame`` by their names."""
         raise NotImplementedError
+
+    def to_frame(self) -> pandas.DataFrame:
+        """The numbers as a table of pandas, whose columns ``columns`` describes; what is undefined is NaN.
+
+        Returns:
+            A ``pandas.DataFrame``.
+
+        Raises:
+            SltaError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise SltaError("'to_frame' makes a table of pandas, which is not installed: pip install pandas.") from None
+        return pandas.DataFrame(self.columns())
 
     def __str__(self) -> str:
         return "\n\n".join(map(str, self.parts()))
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def _repr_html_(self) -> str:
         return as_paragraphs(*self.parts())

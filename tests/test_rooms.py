@@ -23,8 +23,8 @@ FLOORS = (
     ("engine",),
     ("layers", "sftm", "actmat"),
     ("models", "data", "numerics"),
-    ("files", "levels", "tables"),
-    ("errors",),
+    ("figures", "files", "levels", "tables"),
+    ("errors", "words"),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -25,13 +25,13 @@ from mergekit_slta.recipe.experiment import Experiment, opened
 from mergekit_slta.recipe.recipe import RecipeOrFile
 from mergekit_slta.recipe.settings import CalibrationSettings, FeatcalSettings, SltaSettings
 from mergekit_slta.recipe.text import ignored
-from mergekit_slta.tables import as_size
+from mergekit_slta.tables import Paragraphs, as_size
 
 HALF = ("bfloat16", "float16")
 
 
-@dataclass(frozen=True)
-class Findings:
+@dataclass(frozen=True, repr=False)
+class Findings(Paragraphs):
     """The findings of the checks, one sentence each.
 
     Attributes:
@@ -41,6 +41,11 @@ class Findings:
 
     problems: list[str]
     notes: list[str]
+
+    def columns(self) -> dict[str, list[str]]:
+        """The columns of ``to_frame``: a row for each sentence, a problem or a note."""
+        kinds = ["problem"] * len(self.problems) + ["note"] * len(self.notes)
+        return {"kind": kinds, "sentence": [*self.problems, *self.notes]}
 
     def __str__(self) -> str:
         count = len(self.problems)

@@ -125,7 +125,7 @@ def calibrate(recipe: Path, stats: Path, levels: list[str], **options: Any) -> N
         statistics = measured_statistics(experiment, levels, path)
     if ranks.first:
         found = "fits already and was not touched" if finished else "written"
-        click.echo(f"{path} {found}: {as_size(path.stat().st_size)}, {statistics}")
+        click.echo(f"{path} {found}: {as_size(path.stat().st_size)}, {statistics.summary}")
 
 
 @main.command(short_help="Get merging weights and recipes from a statistics file.")
@@ -233,9 +233,9 @@ def compare(
     """
     found = _compare(recipe, out, samples, json_file, options)
     if figure_file:
-        from mergekit_slta.reports.comparison import write_comparison
+        from mergekit_slta.comparison.figure import draw  # imports matplotlib
 
-        write_comparison(found, figure_file)
+        files.write(figure_file.expanduser(), draw(found).png())
 
 
 def _compare(
@@ -269,7 +269,7 @@ def linearity(
     from mergekit_slta.checks.examine import sound_experiment
     from mergekit_slta.host.run import joined_ranks
     from mergekit_slta.nonlinearity.scores import DEFAULT_LEVELS, plan_linearity
-    from mergekit_slta.reports.linearity import score_table, write_linearity
+    from mergekit_slta.reports.linearity import write_linearity
 
     merge_options = applied(options)
     with joined_ranks() as ranks:
@@ -282,7 +282,7 @@ def linearity(
         result = plan.measure(experiment.quiet)
     if ranks.first:
         path = write_linearity(result, folder)
-        click.echo(f"{score_table(result)}\n\n{path} written")
+        click.echo(f"{result}\n\n{path} written")
 
 
 @main.command(short_help="Show what a merge keeps and how sure its weights are.")

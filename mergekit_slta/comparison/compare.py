@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -24,6 +24,9 @@ from mergekit_slta.recipe.experiment import Experiment, opened
 from mergekit_slta.recipe.recipe import RecipeOrFile, Task, published_name, require_calibration
 from mergekit_slta.recipe.settings import CalibrationSettings
 from mergekit_slta.tables import Paragraphs, Table, as_json, as_percentage
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SHORT_ANSWER = 32  # tokens
 _SCORES = TypeAdapter(list[list[Score]])
@@ -75,7 +78,7 @@ class TaskComparison:
         return (worse.loss - self.merged[merged].loss) / gain if gain > 0 else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison(Paragraphs):
     """Merged models beside the base model and the experts; printed, it is tables.
 
@@ -88,6 +91,34 @@ class Comparison(Paragraphs):
     merged: tuple[str, ...]
     tasks: tuple[TaskComparison, ...]
     keep: TaskComparison | None = None
+
+    def columns(self) -> dict[str, list[Any]]:
+        """The columns of ``to_frame``: a row for each model on each task, that of the base model last."""
+        rows: list[tuple[str, str, TaskScore, float | None]] = []
+        for task in [*self.tasks, *([self.keep] if self.keep else [])]:
+            rows += [(task.model, "base", task.base, None), (task.model, "expert", task.expert, None)]
+            named = zip(self.merged, task.merged, strict=True)
+            rows += [(task.model, name, score, task.kept(index)) for index, (name, score) in enumerate(named)]
+        return {
+            "task of": [task for task, *_ in rows],
+            "model": [model for _, model, *_ in rows],
+            "negative log-likelihood": [score.loss for _, _, score, _ in rows],
+            "exact answers": [score.exact for _, _, score, _ in rows],
+            "gain kept": [kept for *_, kept in rows],
+        }
+
+    def plot(self) -> Figure:
+        """Draw what each merge keeps of each expert's gain and of the base model, and its short answers.
+
+        Returns:
+            A figure of matplotlib.
+
+        Raises:
+            SltaError: there is nothing to draw.
+        """
+        from mergekit_slta.comparison.figure import draw  # imports matplotlib
+
+        return draw(self).figure
 
     def to_json(self) -> str:
         """The numbers as JSON; what is undefined is null."""

@@ -9,7 +9,6 @@ Shapes: ``g`` experts merged, ``n`` samples, ``K`` settings, ``N`` steps from th
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, product
@@ -25,6 +24,7 @@ from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.layers.trace import on_device
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.nonlinearity.interpolation import Grams, Interpolation, passes_per_sample
+from mergekit_slta.nonlinearity.result import Linearity, Value
 from mergekit_slta.recipe.experiment import Experiment, opened
 from mergekit_slta.recipe.recipe import RecipeOrFile, published_names, require_calibration
 
@@ -136,67 +136,6 @@ def plan_studies(experts: int, pairs: bool = True, triples: bool = False) -> lis
         *(path_study(expert, experts) for expert in range(experts)),
         *(merge_study(group, experts) for group in groups),
     ]
-
-
-# Scores
-
-
-@dataclass(frozen=True)
-class Value:
-    """Mean and (population) standard deviation of ``n`` numbers; NaN if ``n`` is 0."""
-
-    mean: float
-    std: float
-    n: int
-
-    @staticmethod
-    def of(numbers: torch.Tensor) -> Value:
-        """Summarize the numbers [n] that are not NaN."""
-        found = numbers[~numbers.isnan()]
-        if not len(found):
-            return Value(math.nan, math.nan, 0)
-        return Value(float(found.mean()), float(found.std(correction=0)), len(found))
-
-
-def pool_values(values: Sequence[Value]) -> Value:
-    """Mean and standard deviation of the numbers behind several values together."""
-    found = [value for value in values if value.n]
-    n = sum(value.n for value in found)
-    if not n:
-        return Value(math.nan, math.nan, 0)
-    mean = sum(value.n * value.mean for value in found) / n
-    variance = sum(value.n * (value.std**2 + (value.mean - mean) ** 2) for value in found) / n
-    return Value(mean, math.sqrt(variance), n)
-
-
-# metric -> level -> expert, or "A+B" -> submodule
-Metrics = dict[str, dict[str, dict[str, dict[str, Value]]]]
-
-
-@dataclass(frozen=True)
-class Linearity:
-    """How linear models and submodules are in their weights.
-
-    Attributes:
-        experts: the experts' names.
-        levels: the levels that were measured.
-        samples: how many samples each expert has.
-        metrics: ``non_linearity`` (Eq. 19; over samples), ``distance_0.0`` ... ``distance_1.0`` (Table 18; over
-            samples), ``projection_distance`` (Eq. 8) and ``cosine_merge`` (Eq. 16), both over the settings of a merge,
-            and ``cosine_base`` (Eq. 17; over samples).
-        maps: level -> expert -> submodule -> [N + 1, N + 1], the mean distances of Figure 6.
-        skipped: level -> expert or "A+B" -> how many times a sample was left out of a submodule because a feature
-            delta is zero.
-        members: the experts' names of each "A+B".
-    """
-
-    experts: tuple[str, ...]
-    levels: tuple[str, ...]
-    samples: tuple[int, ...]
-    metrics: Metrics
-    maps: dict[str, dict[str, dict[str, torch.Tensor]]]
-    skipped: dict[str, dict[str, int]]
-    members: dict[str, tuple[str, ...]]
 
 
 def distance_metric(step: int) -> str:

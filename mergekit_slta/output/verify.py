@@ -28,10 +28,11 @@ from mergekit_slta.recipe.settings import SETTINGS, SltaSettings
 from mergekit_slta.slta.measure import measured_statistics, solved
 from mergekit_slta.slta.statistics import STATISTICS_OF_MERGE
 from mergekit_slta.slta.weights import TensorWeights
+from mergekit_slta.tables import Paragraphs
 
 
-@dataclass(frozen=True)
-class Verification:
+@dataclass(frozen=True, repr=False)
+class Verification(Paragraphs):
     """What a second look at a merged model found; printed, it is sentences.
 
     Attributes:
@@ -47,6 +48,10 @@ class Verification:
     compared: int
     largest: float
     where: str
+
+    def columns(self) -> dict[str, list[str]]:
+        """The column of ``to_frame``: a row for each problem."""
+        return {"problem": list(self.problems)}
 
     def __str__(self) -> str:
         values = f"{self.compared} compared by value, largest difference {self.largest:.3g}"

@@ -8,8 +8,6 @@ Shapes: ``S`` submodules of a level, ``T`` experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
 from mergekit_slta.levels import place_of
@@ -19,15 +17,6 @@ from mergekit_slta.slta.solver import SubmoduleSolution, bootstrap, pooled
 DRAWS = 200
 INTERVAL = (0.05, 0.95)
 SEED = 0
-
-
-def kinds_of(names: Iterable[str]) -> dict[str, dict[int, list[int]]]:
-    """The positions in ``names`` of the submodules of each kind, by layer."""
-    kinds: dict[str, dict[int, list[int]]] = {}
-    for index, name in enumerate(names):
-        place = place_of(name)
-        kinds.setdefault(place.kind, {}).setdefault(place.layer or 0, []).append(index)
-    return kinds
 
 
 def kept_by_layer(solution: Solution) -> dict[int, torch.Tensor]:

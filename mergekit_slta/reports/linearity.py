@@ -7,16 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mergekit_slta import files
-from mergekit_slta.levels import place_of
-from mergekit_slta.nonlinearity.scores import STEPS, Linearity, Value, distance_metric, pool_values
-from mergekit_slta.reports.analysis import kinds_of
-from mergekit_slta.reports.figures import Bars, Matrix, bar_chart, heat_map
+from mergekit_slta.figures import Bars, Matrix, bar_chart, heat_map
+from mergekit_slta.levels import kinds_of
+from mergekit_slta.nonlinearity.result import METRIC, SCORE, Linearity
+from mergekit_slta.nonlinearity.scores import STEPS, distance_metric
 from mergekit_slta.reports.page import Chart, Page, Section
-from mergekit_slta.reports.words import counted, enumerated, kind_name, plain_number
 from mergekit_slta.tables import Table, as_json, short_names
+from mergekit_slta.words import counted, enumerated, plain_number
 
-METRIC, SCORE = "non_linearity", "Non-linearity score"
-LINEAR_MAPS = "linear map"
 MAPPED_LEVELS = ("model", "layer", "attn_mlp")  # the levels in Figure 6
 STEP_NAMES = [f"{step / STEPS:.1f}" for step in range(STEPS + 1)]
 BARS = "A bar is the mean, and the thin line at its end reaches one standard deviation to both sides, over "
@@ -63,11 +61,6 @@ def linearity_page(result: Linearity) -> Page:
     )
 
 
-def score_table(result: Linearity) -> Table:
-    """Mean and standard deviation of the Non-linearity Score over samples and submodules, as in Table 17."""
-    return _table(result, SCORE, {METRIC: ""}, result.experts)
-
-
 def score_sentence(result: Linearity) -> str:
     """A sentence on how linear the submodules are, compared with whole models."""
     experts = enumerated(short_names(result.experts))
@@ -94,57 +87,13 @@ def _listed(means: Mapping[str, float]) -> str:
     return enumerated([f"{plain_number(mean, '.2g')} for {names.get(own, f'a {own}')}" for own, mean in means.items()])
 
 
-# Groups of submodules
-
-
-def _groups(result: Linearity) -> dict[str, str]:
-    """The kinds of submodules, each with the first level that has such submodules."""
-    groups: dict[str, str] = {}
-    for level, by_expert in result.metrics[METRIC].items():
-        for name in next(iter(by_expert.values())):
-            groups.setdefault(_group_of(level, name), level)
-    return groups
-
-
-def _group_of(level: str, name: str) -> str:
-    return LINEAR_MAPS if level == "linear" else kind_name(place_of(name).kind)
-
-
-def _pooled(result: Linearity, metric: str, names: Sequence[str]) -> dict[str, Value]:
-    """A metric of experts or merges over all submodules of each group."""
-    return {
-        group: pool_values(
-            [
-                value
-                for who in names
-                for name, value in result.metrics[metric][level][who].items()
-                if _group_of(level, name) == group
-            ]
-        )
-        for group, level in _groups(result).items()
-    }
-
-
 def _means(result: Linearity, metric: str, names: Sequence[str]) -> dict[str, float]:
-    return {group: value.mean for group, value in _pooled(result, metric, names).items()}
+    return {group: value.mean for group, value in result.pooled(metric, names).items()}
 
 
 def _merges(result: Linearity, size: int) -> list[str]:
     """The names of the merges of ``size`` experts."""
     return [name for name, members in result.members.items() if len(members) == size]
-
-
-def _table(result: Linearity, quantity: str, metrics: Mapping[str, str], names: Sequence[str]) -> Table:
-    """Mean and standard deviation of metrics, each with words for its rows, by groups and by experts or merges."""
-    short = dict(zip(result.experts, short_names(result.experts), strict=True))
-    columns = [" + ".join(short[own] for own in result.members.get(name, [name])) for name in names]
-    values = {metric: [_pooled(result, metric, [name]) for name in names] for metric in metrics}
-    rows = [
-        [group + words, *(f"{plain_number(v[group].mean)} ± {plain_number(v[group].std)}" for v in values[metric])]
-        for group in _groups(result)
-        for metric, words in metrics.items()
-    ]
-    return Table([quantity, *columns], rows)
 
 
 # Charts
@@ -181,17 +130,15 @@ def _bars(
     bars = []
     for label, names in series.items():
         for metric, words in metrics.items():
-            values = list(_pooled(result, metric, names).values())
+            values = list(result.pooled(metric, names).values())
             means = [1 - value.mean if metric.startswith("cosine") else value.mean for value in values]
             bars.append(Bars(label + words, means, [value.std for value in values]))
     return Chart(
         name=name,
         title=quantity,
         caption=caption,
-        picture=bar_chart(list(_groups(result)), bars, x_label=quantity.lower()),
-        table=_table(
-            result, quantity.removeprefix("1 − "), metrics, [own for names in series.values() for own in names]
-        ),
+        picture=bar_chart(list(result.groups()), bars, x_label=quantity.lower()),
+        table=result.table(quantity.removeprefix("1 − "), metrics, [own for names in series.values() for own in names]),
     )
 
 
@@ -201,7 +148,7 @@ def _distance_table(result: Linearity) -> Table:
     for expert, short in zip(result.experts, short_names(result.experts), strict=True):
         curves = [_means(result, distance_metric(step), [expert]) for step in range(STEPS + 1)]
         rows += [
-            [f"{group}, {short}", *(plain_number(curve[group], ".3f") for curve in curves)] for group in _groups(result)
+            [f"{group}, {short}", *(plain_number(curve[group], ".3f") for curve in curves)] for group in result.groups()
         ]
     return Table(["Distance", *(f"α = {step}" for step in STEP_NAMES)], rows)
 

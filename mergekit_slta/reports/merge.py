@@ -13,16 +13,16 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
-from mergekit_slta.reports.analysis import DRAWS, intervals, kept_by_layer, kinds_of
-from mergekit_slta.reports.figures import Line, Matrix, Panel, heat_map, line_chart
+from mergekit_slta.figures import Line, Panel, Picture, line_chart
+from mergekit_slta.levels import kinds_of
+from mergekit_slta.reports.analysis import DRAWS, intervals, kept_by_layer
 from mergekit_slta.reports.page import Chart, Page, Section
-from mergekit_slta.reports.words import counted, enumerated, kind_name, percent, plain_number, possessive
 from mergekit_slta.slta.solution import Solution
 from mergekit_slta.slta.solver import pooled
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.tables import Table, short_names
+from mergekit_slta.words import counted, enumerated, kind_name, percent, plain_number, possessive
 
 LOSES_MOST = 0.5
 KEEP_WEIGHTS = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)  # the weights κ of the base model's task in the picture of the trade
@@ -223,29 +223,13 @@ def _alpha_chart(solution: Solution, ends: torch.Tensor) -> Chart:
 
 
 def alpha_map(solution: Solution) -> Chart:
-    """Figure 5 of the paper: experts by layers for each branch; heads by layers for each expert."""
-    matrices, experts = [], short_names(solution.models)
-    alpha = torch.stack(list(solution.alpha.values()))
-    for kind, layers in kinds_of(solution.alpha).items():
-        # [members, layers, experts]; a layer may have fewer members of a kind than another one
-        grid = pad_sequence([alpha[rows] for rows in layers.values()], padding_value=math.nan)
-        columns = list(map(str, layers))
-        if len(grid) == 1:
-            matrices.append(Matrix(kind_name(kind), grid[0].T.tolist(), experts, columns))
-        else:
-            members = list(map(str, range(len(grid))))
-            matrices += [
-                Matrix(f"{kind_name(kind)}, {name}", own.tolist(), members, columns)
-                for name, own in zip(experts, grid.unbind(2), strict=True)
-            ]
+    """Figure 5 of the paper, ``Solution.plot``."""
     return Chart(
         name=f"alpha-map-{solution.level}",
         title="Merging weights at a glance",
         caption="Drawn like Figure 5 of the paper. Weights below 0 are pink, weights above 1 are red.",
-        picture=heat_map(
-            matrices, x_label="decoder layer", y_label="", value_label="merging weight α", limits=(0.0, 1.0)
-        ),
-        table=_table(solution, [map(plain_number, row) for row in alpha.tolist()]),
+        picture=Picture(solution.plot()),
+        table=_table(solution, [map(plain_number, row.tolist()) for row in solution.alpha.values()]),
     )
 
 

@@ -11,13 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from mergekit_slta import files
 from mergekit_slta.errors import SltaError
+from mergekit_slta.levels import kinds_of
 from mergekit_slta.slta.solver import SubmoduleSolution, bootstrap, pooled
 from mergekit_slta.tables import Paragraphs, Table, as_json, as_percentage, short_names, without_sign_of_zero
+from mergekit_slta.words import kind_name
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from mergekit_slta.slta.statistics import Statistics
 
 # Above this condition number, that of two experts with a cosine similarity of 0.98, the samples hardly determine the
@@ -133,6 +138,44 @@ class Solution(Paragraphs):
             raise SltaError(f"Standard errors need at least two bootstrap draws, not {repeats}.")
         grams, task = self.statistics.grams, self.statistics.task
         return {name: bootstrap(grams[name], task, repeats, seed=seed, **self.settings).std(0) for name in self.alpha}
+
+    def columns(self) -> dict[str, list[Any]]:
+        """The columns of ``to_frame``, those of ``table``: a row for each submodule."""
+        names = short_names(self.models)
+        alpha, retained = (torch.stack(list(own.values())).T.tolist() for own in (self.alpha, self.retained))
+        return {
+            "submodule": list(self.alpha),
+            **{f"alpha {name}": weights for name, weights in zip(names, alpha, strict=True)},
+            **{f"keeps {name}": shares for name, shares in zip(names, retained, strict=True)},
+            **({"keeps base": list(self.kept_base.values())} if self.keeps_base else {}),
+            "condition": list(self.condition.values()),
+        }
+
+    def plot(self) -> Figure:
+        """Draw the merging weights, as Figure 5 of the paper: experts by layers for each branch, or heads by layers.
+
+        Returns:
+            A figure of matplotlib.
+        """
+        from mergekit_slta.figures import Matrix, heat_map  # imports matplotlib
+
+        matrices, experts = [], short_names(self.models)
+        alpha = torch.stack(list(self.alpha.values()))
+        for kind, layers in kinds_of(self.alpha).items():
+            # [members, layers, experts]; a layer may have fewer members of a kind than another one
+            grid = pad_sequence([alpha[rows] for rows in layers.values()], padding_value=math.nan)
+            columns = list(map(str, layers))
+            if len(grid) == 1:
+                matrices.append(Matrix(kind_name(kind), grid[0].T.tolist(), experts, columns))
+            else:
+                members = list(map(str, range(len(grid))))
+                matrices += [
+                    Matrix(f"{kind_name(kind)}, {name}", own.tolist(), members, columns)
+                    for name, own in zip(experts, grid.unbind(2), strict=True)
+                ]
+        return heat_map(
+            matrices, x_label="decoder layer", y_label="", value_label="merging weight α", limits=(0.0, 1.0)
+        ).figure
 
     def to_json(self, errors: Mapping[str, torch.Tensor] | None = None) -> str:
         """The solution as JSON, undefined numbers as null, the standard errors of ``bootstrap`` as ``alpha_std``."""

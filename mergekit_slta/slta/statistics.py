@@ -12,10 +12,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import huggingface_hub
 import safetensors
@@ -29,6 +29,7 @@ from mergekit_slta.levels import LEVELS, Fallback, of_level, place_of, sort_key
 from mergekit_slta.models import hub
 from mergekit_slta.slta.solution import Solution
 from mergekit_slta.slta.solver import solve
+from mergekit_slta.tables import Paragraphs, Table
 
 METADATA_KEY = "mergekit_slta"
 PUBLISHED_PREFIX = "hf:"
@@ -91,8 +92,8 @@ class Info(BaseModel):
     fallbacks: tuple[Fallback, ...] = ()
 
 
-@dataclass(frozen=True)
-class Statistics:
+@dataclass(frozen=True, repr=False)
+class Statistics(Paragraphs):
     """Per-sample Gram matrices of every submodule, with the metadata of their measurement.
 
     Attributes:
@@ -108,11 +109,32 @@ class Statistics:
     tokens: torch.Tensor
     info: Info
 
-    def __repr__(self) -> str:
+    @property
+    def summary(self) -> str:
+        """How many samples, tasks, tokens and submodules were measured."""
         submodules = ", ".join(f"{len(self.submodules(level))} at {level}" for level in self.info.levels)
         samples, tasks = len(self.task), int(self.task.max()) + 1
         drawn = f"{samples} sample{'s' * (samples > 1)} of {tasks} task{'s' * (tasks > 1)}"
         return f"{drawn} ({int(self.tokens.sum())} tokens), submodules: {submodules}"
+
+    def columns(self) -> dict[str, list[Any]]:
+        """The columns of ``to_frame``: a row for each task, that of the base model last."""
+        info = self.info
+        sources = [*info.calibration, *([info.keep] if info.keep else [])]
+        rows = [self.task == task for task in range(len(sources))]
+        return {
+            "task of": [*info.models, info.base_model][: len(sources)],
+            "samples": [int(own.sum()) for own in rows],
+            "tokens": [int(self.tokens[own].sum()) for own in rows],
+            "calibration": [source.source for source in sources],
+        }
+
+    def parts(self) -> Iterator[str | Table]:
+        """A row for each task, and a sentence on all."""
+        columns = self.columns()
+        yield Table(list(columns), [list(map(str, row)) for row in zip(*columns.values(), strict=True)])
+        yield f"{self.summary}."
+        yield from map(str, self.info.fallbacks)
 
     def submodules(self, level: str) -> list[str]:
         """The names of a level's submodules, in the order of the layers, attention before the MLP, linear maps by name.

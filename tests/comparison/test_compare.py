@@ -23,7 +23,6 @@ from mergekit_slta.comparison import compare as module
 from mergekit_slta.comparison.compare import Comparison, TaskComparison, TaskScore, compare, evaluate
 from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.recipe import Recipe
-from mergekit_slta.reports.comparison import write_comparison
 
 RECORDS = 8
 SAMPLES = 2  # of each task for calibration
@@ -202,8 +201,12 @@ def test_a_comparison_shows_itself(tmp_path: Path) -> None:
     assert written["tasks"][1]["merged"]["a"]["kept"] is None
     assert "&lt;b&gt;math" in found._repr_html_() and "no separate short answer" not in text
     assert str(Comparison(("a", "b"), tasks[1:])).endswith("would be scored by exact matches too.")
-    assert write_comparison(found, tmp_path / "figure.png") == tmp_path / "figure.png"
+    found.plot().savefig(tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    frame = found.to_frame().set_index(["task of", "model"])
+    assert len(frame) == 8 and repr(found) == text
+    assert frame.loc[("<b>math", "b")].tolist() == [5.0, 0.0, -0.5]
+    assert frame.loc["org/code"].isna().all().tolist() == [False, True, True]
 
 
 @pytest.mark.parametrize("command", ["evaluate", "compare"])

@@ -10,10 +10,11 @@ import torch
 from conftest import MakeFamily
 from support import families
 from support.html_elements import Elements, assert_self_contained
-from support.linearity_values import NAMES, plan_of
+from support.linearity_values import NAMES, all_values, plan_of
 
-from mergekit_slta.nonlinearity.scores import Linearity, Value, plan_studies
-from mergekit_slta.reports.linearity import linearity_page, score_sentence, score_table, write_linearity
+from mergekit_slta.nonlinearity.result import Linearity, Value
+from mergekit_slta.nonlinearity.scores import plan_studies
+from mergekit_slta.reports.linearity import linearity_page, score_sentence, write_linearity
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +63,22 @@ def test_the_page_says_what_was_measured(written: tuple[Linearity, Path]) -> Non
     of_experts, of_pairs, of_triples, _ = linearity_page(result).verdict
     assert of_experts == score_sentence(result) and f"{distance:.2g} for the whole model" in of_triples
     assert said.index(of_experts) < said.index(of_pairs) < said.index(of_triples) < said.index("Single experts")
-    assert [row[0] for row in score_table(result).rows] == ["model", "layer", "attention", "MLP"]
+    assert [row[0] for row in result.score_table().rows] == ["model", "layer", "attention", "MLP"]
     assert all(f"{name}, 1 sample" in said for name in NAMES)
+
+
+def test_it_prints_as_tables_and_gives_its_numbers_to_pandas(written: tuple[Linearity, Path]) -> None:
+    result, _ = written
+    scores, said, distances, _ = repr(result).split("\n\n")
+    assert scores == str(result.score_table()) and said.endswith("0 is linear.")
+    assert distances.splitlines()[0].endswith("one + two + three")
+    frame = result.to_frame().set_index(["metric", "level", "experts", "submodule"])
+    values = all_values(result)
+    assert len(frame) == len(values)
+    assert all(frame.loc[key].tolist() == [own.mean, own.std, own.n] for key, own in values.items())
+    heights = [bar.get_width() for bars in result.plot().axes[0].containers for bar in bars if hasattr(bars, "patches")]
+    pooled = [result.pooled("non_linearity", [name]).values() for name in NAMES]
+    assert heights == [value.mean for by_group in pooled for value in by_group]
 
 
 def test_the_figures_are_files_and_in_the_page(written: tuple[Linearity, Path]) -> None:

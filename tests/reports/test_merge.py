@@ -14,8 +14,8 @@ from support.html_elements import Elements, assert_self_contained
 
 from mergekit_slta.cli.commands import main
 from mergekit_slta.reports.merge import report, report_page, verdict
-from mergekit_slta.reports.words import percent, plain_number
 from mergekit_slta.slta.statistics import CalibrationInfo, Statistics
+from mergekit_slta.words import percent, plain_number
 
 
 def interfering(powers: Sequence[float], samples: int = 6) -> Statistics:

@@ -120,6 +120,21 @@ def test_in_a_notebook_it_is_an_escaped_table(statistics: Statistics) -> None:
     assert [tag for tag, _ in elements.found].count("tr") == 6
 
 
+def test_its_numbers_and_its_figure_are_the_weights(statistics: Statistics) -> None:
+    statistics.grams["layer.1.mlp"].zero_()
+    solution = statistics.solve()
+    frame = solution.to_frame().set_index("submodule")
+    assert list(frame.columns) == solution.table().header[1:]
+    for name, alpha in solution.alpha.items():
+        assert frame.loc[name].iloc[:3].tolist() == alpha.tolist()
+    assert frame.loc["layer.1.mlp"].iloc[3:].isna().all()
+    attention, mlp, _ = solution.plot().axes
+    for axes, branch in ((attention, "attn"), (mlp, "mlp")):
+        drawn = torch.tensor(axes.images[0].get_array()).T  # [layers, T]
+        assert torch.equal(drawn, torch.stack([solution.alpha[f"layer.{layer}.{branch}"] for layer in range(2)]))
+    assert solution.plot()._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]  # in a notebook
+
+
 def test_undefined_numbers_are_null_in_json(statistics: Statistics) -> None:
     statistics.grams["layer.1"].zero_()
     solution = statistics.first_samples(1).solve("layer")

@@ -20,7 +20,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from mergekit_slta.reports.words import plain_number
+from mergekit_slta.words import plain_number
 
 INK, AXIS, GRID, MISSING = "#1a1a1a", "#555555", "#e4e4e4", "#dcdcdc"
 # On a dark ground an SVG shows these colours instead. Everything else keeps its colour.
@@ -89,6 +89,13 @@ class Picture:
             warnings.filterwarnings("ignore", message="Glyph")  # a name in a script that the font lacks
             self.figure.savefig(drawn, format=form, **options)
         return drawn.getvalue()
+
+
+class _Shown(Figure):
+    """A figure that a notebook shows, also where nothing has imported pyplot."""
+
+    def _repr_png_(self) -> bytes:
+        return Picture(self).png()
 
 
 @dataclass(frozen=True)
@@ -241,7 +248,7 @@ def _figure(heights: Sequence[float], legend: Sequence[str] = ()) -> tuple[Figur
     """A figure with room for panels of these heights in inches, for axis labels and for a legend."""
     rows = math.ceil(len(legend) / _legend_columns(legend)) if legend else 0
     height = sum(heights) + LINE_HEIGHT * (rows + 4)
-    figure = Figure(figsize=(WIDTH, height), dpi=DOTS_PER_INCH, layout="constrained")
+    figure = _Shown(figsize=(WIDTH, height), dpi=DOTS_PER_INCH, layout="constrained")
     axes = figure.subplots(len(heights), 1, squeeze=False, gridspec_kw={"height_ratios": heights})
     return figure, list(axes[:, 0])
 

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import math
-import os
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mergekit_slta import files
-from mergekit_slta.comparison.compare import Comparison
 from mergekit_slta.errors import SltaError
-from mergekit_slta.reports.figures import Matrix, heat_map
-from mergekit_slta.reports.words import percent
+from mergekit_slta.figures import Matrix, Picture, heat_map
 from mergekit_slta.tables import short_names
+from mergekit_slta.words import percent
+
+if TYPE_CHECKING:
+    from mergekit_slta.comparison.compare import Comparison
 
 
-def write_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> Path:
-    """Draw a comparison as PNG: what each merge keeps of each expert's gain and of the base model, and short answers.
-
-    Args:
-        comparison: what ``compare`` found.
-        path: the file to write.
-
-    Returns:
-        Its path.
+def draw(comparison: Comparison) -> Picture:
+    """Draw a comparison: what each merge keeps of each expert's gain and of the base model, and short answers.
 
     Raises:
         SltaError: there is nothing to draw.
-        OSError: the file cannot be written.
     """
     columns = ["base", "expert", *comparison.merged]
     tasks = dict(zip(short_names([task.model for task in comparison.tasks]), comparison.tasks, strict=True))
@@ -48,9 +40,6 @@ def write_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> Pa
             matrices.append(Matrix(title, values, list(shares), names))
     if not matrices:
         raise SltaError("No expert gains anything on its own task, and no record has a short answer: nothing to draw.")
-    picture = heat_map(
+    return heat_map(
         matrices, x_label="model", y_label="task of", value_label="share", limits=(0.0, 1.0), numbers=percent
     )
-    file = Path(path).expanduser()
-    files.write(file, picture.png())
-    return file
