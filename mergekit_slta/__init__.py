@@ -68,5 +68,5 @@ else:  # a type checker would take any misspelt name for one that __getattr__ kn
         globals()[name] = value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
         return value
 
-    def __dir__():  # what help() and tab completion show
-        return sorted({*globals(), *__all__})
+    def __dir__():  # what help() and tab completion show: no rooms, although Python makes them attributes
+        return [*__all__, *(name for name in globals() if name.startswith("__"))]
