@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 import transformers
@@ -186,7 +187,7 @@ class Comparison(Paragraphs):
 def evaluate(
     recipe: RecipeOrFile | Experiment,
     merged: str | os.PathLike[str],
-    samples: int = 100,
+    samples: int | SupportsIndex = 100,
     *,
     device: str | torch.device = "cpu",
     trust_remote_code: bool = False,
@@ -219,7 +220,7 @@ def evaluate(
 def compare(
     recipe: RecipeOrFile | Experiment,
     merged: Sequence[str | os.PathLike[str]],
-    samples: int = 100,
+    samples: int | SupportsIndex = 100,
     *,
     device: str | torch.device = "cpu",
     trust_remote_code: bool = False,
@@ -255,7 +256,7 @@ def compare(
     require_calibration(experiment.recipe)
     experts = experiment.recipe.experts
     experiment.load_data(experts)  # refuses the same data twice
-    tasks = [_held_out(experiment, task, samples) for task in experiment.recipe.tasks]
+    tasks = [_held_out(experiment, task, operator.index(samples)) for task in experiment.recipe.tasks]
     of_base = tasks[len(experts) :]
     runs = [
         (experiment.base, tasks),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import os
 from pathlib import Path
+from typing import SupportsIndex
 
 import torch
 from mergekit.merge import run_merge
 
 from mergekit_slta.host import patches  # noqa: F401 - mergekit must know the methods where start-up files are off
 from mergekit_slta.host.run import run
-from mergekit_slta.recipe.recipe import RecipeOrFile, loaded
+from mergekit_slta.recipe.recipe import RecipeOrFile, loaded, plain_values
 
 
 def merge(
@@ -31,14 +32,14 @@ def merge(
     lora_merge_dtype: str | None = None,
     transformers_cache: str | None = None,
     lazy_unpickle: bool = False,
-    out_shard_size: int = 5_000_000_000,
+    out_shard_size: int | SupportsIndex = 5_000_000_000,
     copy_tokenizer: bool = True,
     write_model_card: bool = True,
     safe_serialization: bool = True,
     clone_tensors: bool = False,
     async_write: bool = False,
-    write_threads: int = 1,
-    random_seed: int | None = None,
+    write_threads: int | SupportsIndex = 1,
+    random_seed: int | SupportsIndex | None = None,
     quiet: bool = False,
 ) -> Path:
     """Merge a recipe's models, as mergekit-yaml does, with a check first that names all problems at once.
@@ -78,8 +79,7 @@ def merge(
     Raises:
         SltaError: the recipe, a model, the data or the disk does not allow the merge.
     """
-    device = device and str(device)
-    options = {name: value for name, value in locals().items() if name not in ("recipe", "out")}
+    options = plain_values({name: value for name, value in locals().items() if name not in ("recipe", "out")})
     given = loaded(recipe)
     run(inspect.unwrap(run_merge), given.config, os.fspath(out), options, given.text, given.content)
     return Path(out)

@@ -9,9 +9,11 @@ Shapes: ``g`` experts merged, ``n`` samples, ``K`` settings, ``N`` steps from th
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, product
+from typing import SupportsIndex
 
 import torch
 from tqdm import tqdm
@@ -205,7 +207,7 @@ class Plan:
 def linearity(
     recipe: RecipeOrFile | Experiment,
     levels: str | Sequence[str] | None = None,
-    samples: int = 5,
+    samples: int | SupportsIndex = 5,
     pairs: bool = True,
     triples: bool = False,
     *,
@@ -238,7 +240,7 @@ def linearity(
     """
     experiment = opened(recipe, device, trust_remote_code, lora_merge_cache, transformers_cache, quiet)
     chosen = [levels] if isinstance(levels, str) else levels or DEFAULT_LEVELS
-    plan = plan_linearity(experiment, chosen, samples=samples, pairs=pairs, triples=triples)
+    plan = plan_linearity(experiment, chosen, samples=operator.index(samples), pairs=pairs, triples=triples)
     LOG.info("%s.", plan)
     return plan.measure(experiment.quiet)
 

@@ -21,7 +21,7 @@ from mergekit_slta.layers.trace import trace
 from mergekit_slta.levels import require_levels
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.headers import Model, open_model, other_vocabularies
-from mergekit_slta.recipe.recipe import EQUAL_DATA, RecipeOrFile, Task, loaded
+from mergekit_slta.recipe.recipe import EQUAL_DATA, RecipeOrFile, Task, loaded, plain_values
 from mergekit_slta.recipe.samples import Samples
 from mergekit_slta.recipe.settings import CalibrationSettings
 
@@ -47,8 +47,7 @@ class Experiment:
         self.ranks = ranks or Ranks()
         if unknown := sorted(options.keys() - MergeOptions.model_fields.keys()):
             raise TypeError(f"mergekit has no option {', '.join(unknown)}.")
-        device = options.get("device")
-        self.options = MergeOptions(**{**options, "device": device and str(device)})
+        self.options = MergeOptions(**plain_values(options))
         on_all_gpus = self.options.multi_gpu and self.options.device == "cpu"
         self.device = "cuda" if on_all_gpus else str(self.options.device)
         self._models: dict[ModelReference, Model | SltaError] = {}

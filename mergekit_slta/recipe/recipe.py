@@ -116,8 +116,8 @@ class Recipe:
         content = {
             "merge_method": method,
             "base_model": str(base),
-            "models": [{"model": str(name), "parameters": _plain_values(table)} for name, table in tables.items()],
-            "parameters": _plain_values(parameters),
+            "models": [{"model": str(name), "parameters": plain_values(table)} for name, table in tables.items()],
+            "parameters": plain_values(parameters),
             "dtype": _plain(dtype),
             **({"out_dtype": _plain(out_dtype)} if out_dtype else {}),
         }
@@ -263,15 +263,16 @@ class Recipe:
         return [*([base] if base else []), *expert_references(self.config)]
 
 
-def _plain_values(parameters: Mapping[str, Any]) -> dict[str, Any]:
+def plain_values(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters or options as YAML writes them, from what a Python program gives."""
     return {name: _plain(value) for name, value in parameters.items()}
 
 
 def _plain(value: Any) -> Any:
-    """A value as YAML writes it: paths and data types as strings, scalars of numpy and torch as numbers."""
+    """Paths, data types and devices as strings, scalars of numpy and torch as numbers."""
     if isinstance(value, (list, tuple)):
         return [_plain(part) for part in value]
-    if isinstance(value, (os.PathLike, torch.dtype)):
+    if isinstance(value, (os.PathLike, torch.dtype, torch.device)):
         return str(value).removeprefix("torch.")
     return value.item() if hasattr(value, "item") else value
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -16,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from mergekit_slta import files
 from mergekit_slta.errors import SltaError
 from mergekit_slta.levels import kinds_of
-from mergekit_slta.slta.solver import SubmoduleSolution, bootstrap, pooled
+from mergekit_slta.slta.solver import SubmoduleSolution, bootstrap, pooled, with_alpha
 from mergekit_slta.tables import Paragraphs, Table, as_json, as_percentage, short_names, without_sign_of_zero
 from mergekit_slta.words import kind_name
 
@@ -43,6 +44,7 @@ class Solution(Paragraphs):
         level: the submodules' level.
         submodules: the solution of each submodule.
         balance, ridge, task_weights, keep_weight: the arguments of ``Statistics.solve``.
+        chosen: the submodules whose merging weights were chosen by ``with_alpha``, not solved.
     """
 
     statistics: Statistics
@@ -52,6 +54,7 @@ class Solution(Paragraphs):
     ridge: float
     task_weights: tuple[float, ...] | None
     keep_weight: float = 1.0
+    chosen: frozenset[str] = frozenset()
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -121,7 +124,47 @@ class Solution(Paragraphs):
             "keep_weight": self.keep_weight,
         }
 
-    def bootstrap(self, repeats: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    def with_alpha(self, alpha: Mapping[str, Iterable[float | SupportsFloat]]) -> Solution:
+        """The solution with merging weights of your own, and what a merge with these weights keeps.
+
+        Args:
+            alpha: by submodule the experts' weights in the order of ``models``, T numbers, also as an array of numpy or
+                torch; a submodule that is not named keeps its weights.
+
+        Returns:
+            Another solution; ``condition`` and ``rank`` tell of the samples, not of these weights.
+
+        Raises:
+            SltaError: a name is no submodule of the level, or there is not a finite number for each expert.
+        """
+        submodules = dict(self.submodules)
+        for name, given in alpha.items():
+            if name not in submodules:
+                raise SltaError(f"Level {self.level} has no submodule '{name}', only such as {next(iter(submodules))}.")
+            submodules[name] = with_alpha(
+                submodules[name],
+                self._weights(name, given),
+                self.statistics.grams[name],
+                self.statistics.task,
+                tokens=self.statistics.tokens,
+                balance=self.balance,
+            )
+        return replace(self, submodules=submodules, chosen=self.chosen | alpha.keys())
+
+    def _weights(self, name: str, given: Iterable[float | SupportsFloat]) -> torch.Tensor:
+        try:
+            weights = [float(weight) for weight in given]
+        except (TypeError, ValueError, RuntimeError):  # torch raises the last
+            weights = []
+        if len(weights) != len(self.models) or not all(map(math.isfinite, weights)):
+            said = " ".join(str(given).split())
+            raise SltaError(
+                f"The weights of '{name}' are {said}: give {len(self.models)} finite numbers, for "
+                f"{', '.join(self.models)}."
+            )
+        return torch.tensor(weights, dtype=torch.float64)
+
+    def bootstrap(self, repeats: int | SupportsIndex, seed: int | SupportsIndex = 0) -> dict[str, torch.Tensor]:
         """The standard errors [T] of each submodule's merging weights, from draws of the samples with replacement.
 
         Args:
@@ -129,15 +172,22 @@ class Solution(Paragraphs):
             seed: what the draws depend on.
 
         Returns:
-            Submodule name to [T] float64; NaN where a task has one sample, which can only be drawn again.
+            Submodule name to [T] float64; NaN where a task has one sample, which can only be drawn again, and 0 for
+            weights that were chosen.
 
         Raises:
             SltaError: there are fewer than two draws.
         """
-        if repeats < 2:
-            raise SltaError(f"Standard errors need at least two bootstrap draws, not {repeats}.")
+        count, start = operator.index(repeats), operator.index(seed)
+        if count < 2:
+            raise SltaError(f"Standard errors need at least two bootstrap draws, not {count}.")
         grams, task = self.statistics.grams, self.statistics.task
-        return {name: bootstrap(grams[name], task, repeats, seed=seed, **self.settings).std(0) for name in self.alpha}
+        return {
+            name: torch.zeros_like(alpha)
+            if name in self.chosen
+            else bootstrap(grams[name], task, count, seed=start, **self.settings).std(0)
+            for name, alpha in self.alpha.items()
+        }
 
     def columns(self) -> dict[str, list[Any]]:
         """The columns of ``to_frame``, those of ``table``: a row for each submodule."""
@@ -188,6 +238,8 @@ class Solution(Paragraphs):
         }
         if self.keeps_base:
             content |= {"kept_base": self.kept_base, "keep_weight": self.keep_weight}
+        if self.chosen:
+            content["chosen"] = [name for name in self.alpha if name in self.chosen]
         if errors is not None:
             content["alpha_std"] = {name: error.tolist() for name, error in errors.items()}
         return as_json(content)
@@ -216,10 +268,14 @@ class Solution(Paragraphs):
         return Table(["submodule", *header, "condition"], rows)
 
     def notes(self) -> list[str]:
-        """Sentences on the submodules in which the samples do not determine every expert's weight."""
-        dependent = [name for name, rank in self.rank.items() if rank < len(self.models)]
-        ill = [name for name, condition in self.condition.items() if condition > ILL_CONDITIONED]
+        """Sentences on the submodules whose weights were chosen, or whose samples do not determine every weight."""
+        solved = [name for name in self.alpha if name not in self.chosen]
+        dependent = [name for name in solved if self.rank[name] < len(self.models)]
+        ill = [name for name in solved if self.condition[name] > ILL_CONDITIONED]
         notes = []
+        if self.chosen:
+            others = "the others are solved" if solved else "none is solved"
+            notes.append(f"In {len(self.chosen)} of {len(self.rank)} submodules the weights were chosen; {others}.")
         if ill:
             notes.append(
                 f"In {len(ill)} of {len(self.rank)} submodules ({', '.join(ill[:3])}{' ...' * (len(ill) > 3)}) the "

@@ -10,12 +10,13 @@ import hashlib
 import importlib.metadata
 import json
 import math
+import operator
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, SupportsFloat, SupportsIndex
 
 import huggingface_hub
 import safetensors
@@ -207,7 +208,7 @@ class Statistics(Paragraphs):
         grams = {name: gram for name, gram in self.grams.items() if name in names}
         return replace(self, grams=grams, info=self.info.model_copy(update=chosen))
 
-    def first_samples(self, count: int) -> Statistics:
+    def first_samples(self, count: int | SupportsIndex) -> Statistics:
         """The statistics of each task's first ``count`` samples, or of all samples if a task has fewer.
 
         Returns:
@@ -216,10 +217,10 @@ class Statistics(Paragraphs):
         Raises:
             SltaError: every task has fewer samples, or ``count`` is not positive.
         """
-        most = int(self.task.bincount().max())
-        if count not in range(1, most + 1):
-            raise SltaError(f"The statistics hold {most} samples per task: the first {count} of them cannot be used.")
-        rows = torch.cat([(self.task == task).nonzero().flatten()[: int(count)] for task in self.task.unique()])
+        most, wanted = int(self.task.bincount().max()), operator.index(count)
+        if not 1 <= wanted <= most:
+            raise SltaError(f"The statistics hold {most} samples per task: the first {wanted} of them cannot be used.")
+        rows = torch.cat([(self.task == task).nonzero().flatten()[:wanted] for task in self.task.unique()])
         return replace(
             self,
             grams={name: gram[rows] for name, gram in self.grams.items()},
@@ -232,10 +233,10 @@ class Statistics(Paragraphs):
         level: str | None = None,
         *,
         balance: bool = True,
-        ridge: float = 0.0,
-        task_weights: Mapping[str, float] | Sequence[float] | None = None,
-        samples: int | None = None,
-        keep_weight: float | None = None,
+        ridge: float | SupportsFloat = 0.0,
+        task_weights: Mapping[str, float | SupportsFloat] | Iterable[float | SupportsFloat] | None = None,
+        samples: int | SupportsIndex | None = None,
+        keep_weight: float | SupportsFloat | None = None,
     ) -> Solution:
         """Solve for the merging weights of every submodule of a level.
 
@@ -256,17 +257,18 @@ class Statistics(Paragraphs):
                 weight.
         """
         level = level or ("attn_mlp" if "attn_mlp" in self.info.levels else self.info.levels[0])
-        for name, value in {"ridge": ridge, "keep_weight": keep_weight or 0.0}.items():
+        balance, ridge = bool(balance), float(ridge)
+        kept = 1.0 if keep_weight is None else float(keep_weight)
+        for name, value in {"ridge": ridge, "keep_weight": kept}.items():
             if not 0 <= value < math.inf:
                 raise SltaError(f"'{name}' is {value}: give a number of at least zero.")
-        if keep_weight and self.info.keep is None:
+        if keep_weight is not None and kept and self.info.keep is None:
             raise SltaError(
                 "The statistics were measured without prompts of the base model, so there is nothing to keep: list the "
                 "base model with a 'calibration' under the recipe's 'models', and measure again."
             )
         weights = self._task_weights(task_weights) if task_weights is not None else None
         used = self if samples is None else self.first_samples(samples)
-        kept = 1.0 if keep_weight is None else float(keep_weight)
         submodules = {
             name: solve(
                 used.grams[name],
@@ -281,16 +283,19 @@ class Statistics(Paragraphs):
         }
         return Solution(used, level, submodules, balance, ridge, weights, kept)
 
-    def _task_weights(self, given: Mapping[str, float] | Sequence[float]) -> tuple[float, ...]:
+    def _task_weights(
+        self, given: Mapping[str, float | SupportsFloat] | Iterable[float | SupportsFloat]
+    ) -> tuple[float, ...]:
         names = self.info.models
         if not isinstance(given, Mapping):
-            if len(given) != len(names):
-                raise SltaError(f"There are {len(given)} task weights for {len(names)} experts: give one for each.")
-            given = dict(zip(names, given, strict=True))
+            listed = list(given)
+            if len(listed) != len(names):
+                raise SltaError(f"There are {len(listed)} task weights for {len(names)} experts: give one for each.")
+            given = dict(zip(names, listed, strict=True))
         for name, weight in given.items():
             if name not in names:
                 raise SltaError(f"A task weight is for '{name}', but the experts are {', '.join(names)}.")
-            if not 0 <= weight < math.inf:
+            if not 0 <= float(weight) < math.inf:
                 raise SltaError(f"The task weight of {name} is {weight}: give a number of at least zero.")
         weights = tuple(float(given.get(name, 1.0)) for name in names)
         if not any(weights):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from inspect import signature
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import torch
 from mergekit.options import MergeOptions
 from safetensors.torch import load_file
 from support import families
@@ -18,7 +21,8 @@ def test_a_merge_in_python_is_mergekits_own(llama: Family, tmp_path: Path) -> No
     content = families.recipe(llama, samples=3, level="layer")
     data = dict(zip(llama.experts, llama.data, strict=True))
     recipe = Recipe(llama.base, data, samples=3, level="layer")
-    assert merge(recipe, tmp_path / "ours", quiet=True, write_model_card=False) == tmp_path / "ours"
+    options: dict[str, Any] = {"write_threads": np.int64(1), "random_seed": torch.tensor(1), "write_model_card": False}
+    assert merge(recipe, tmp_path / "ours", device=torch.device("cpu"), quiet=True, **options) == tmp_path / "ours"
     theirs = load_file(families.merge(content, tmp_path / "theirs") / "model.safetensors")
     ours = load_file(tmp_path / "ours" / "model.safetensors")
     assert ours.keys() == theirs.keys() and all(ours[name].equal(tensor) for name, tensor in theirs.items())

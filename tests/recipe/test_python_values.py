@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from support import synthetic
 
+from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.recipe.settings import SETTINGS, SltaSettings, parameter_specs
 
@@ -39,6 +42,20 @@ def test_every_parameter_of_a_method_is_an_argument_of_recipe() -> None:
 
 def test_one_expert_may_be_a_name() -> None:
     assert [str(expert) for expert in Recipe("org/base", "org/math", "sftm").experts] == ["org/math"]
+
+
+@pytest.mark.parametrize("number", [np.float32, np.array, torch.tensor], ids=["numpy", "an array", "torch"])
+def test_what_is_solved_with_takes_their_numbers(number: Callable[[float], Any]) -> None:
+    statistics = synthetic.statistics(["a", "b"], ["layer"], samples=4)
+    whole = number if number is not np.float32 else np.int64
+    found = statistics.solve(ridge=number(0.5), samples=whole(3), balance=number(0.0), task_weights={"a": number(2.0)})
+    expected = statistics.solve(ridge=0.5, samples=3, balance=False, task_weights={"a": 2})
+    assert found.to_json() == expected.to_json()
+    assert (found.ridge, found.balance, found.task_weights) == (0.5, False, (2.0, 1.0))
+    with pytest.raises(SltaError, match=re.escape("'keep_weight' is -1.0")):
+        statistics.solve(keep_weight=number(-1.0))
+    with pytest.raises(TypeError, match="integer|index|scalar"):
+        statistics.solve(samples=number(2.5))
 
 
 def test_task_weights_may_be_an_array() -> None:
