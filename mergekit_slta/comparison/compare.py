@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import operator
 import os
 import statistics
@@ -104,8 +105,8 @@ class Comparison(Paragraphs):
             "task of": [task for task, *_ in rows],
             "model": [model for _, model, *_ in rows],
             "negative log-likelihood": [score.loss for _, _, score, _ in rows],
-            "exact answers": [score.exact for _, _, score, _ in rows],
-            "gain kept": [kept for *_, kept in rows],
+            "exact answers": [math.nan if score.exact is None else score.exact for _, _, score, _ in rows],
+            "gain kept": [math.nan if kept is None else kept for *_, kept in rows],
         }
 
     def plot(self) -> Figure:

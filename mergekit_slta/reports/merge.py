@@ -116,11 +116,14 @@ def _facts(solution: Solution, levels: Collection[str]) -> dict[str, str]:
             f"{info.calibration[index].source}"
         )
     if info.keep is not None:
-        facts["Base model's task"] = f"{info.keep.source}, weight {plain_number(solution.keep_weight)}"
+        facts["Base model's task"] = info.keep.source
+        facts["Base model's task"] += f", weight {plain_number(solution.keep_weight)}" if solution.solved else ""
     balanced = "every sample has the same influence" if solution.balance else "samples are not balanced"
     facts["Solved with"] = f"{balanced}, ridge {plain_number(solution.ridge)}"
     if solution.task_weights:
         facts["Solved with"] += f", task weights {', '.join(map(plain_number, solution.task_weights))}"
+    if not solution.solved:
+        del facts["Solved with"]
     if solution.chosen:
         facts["Chosen"] = f"the weights of {counted(len(solution.chosen), 'submodule')} of {len(solution.alpha)}"
     if coarser := [str(own) for own in info.fallbacks if own.level in levels]:

@@ -234,22 +234,21 @@ def _read_config(info: Info, path: str, trust_remote_code: bool) -> transformers
 def _header(solution: Solution, edges: Mapping[str, str]) -> str:
     """The origin of the weights, as comments."""
     info, task = solution.statistics.info, solution.statistics.task
-    chosen, count = len(solution.chosen), len(solution.alpha)
     origin, weighted = "solved in closed form (arXiv 2504.10902)", f", with weight {solution.keep_weight:g}"
     settings: dict[str, object] = {"level": solution.level, **edges}
-    if chosen == count:
+    if not solution.solved:
         origin, weighted = "chosen by hand", ""
     else:
         settings |= {"balance": str(solution.balance).lower(), "ridge": solution.ridge}
         if solution.task_weights:
             settings["task weights"] = ":".join(map(str, solution.task_weights))
-        if chosen:
-            origin = f"chosen by hand in {chosen} of {count} submodules, in the others {origin}"
+        if solution.chosen:
+            origin = f"chosen by hand in {len(solution.chosen)} of {len(solution.alpha)} submodules, elsewhere {origin}"
     lines = [
         f"Written by mergekit-slta {__version__}: merging weights {origin}.",
         "mergekit runs this recipe as it is, without that package and without the calibration data.",
         "",
-        f"{'Chosen' if chosen == count else 'Solved'} with: "
+        f"{'Solved' if solution.solved else 'Chosen'} with: "
         f"{', '.join(f'{name} {value}' for name, value in settings.items())}.",
         f"Measured on samples of at most {info.max_tokens} tokens, seed {info.seed}.",
         f"Base model {info.base_model}: fingerprint {info.fingerprint.base.tensors}.",

@@ -114,6 +114,11 @@ class Solution(Paragraphs):
         return {name: own.rank for name, own in self.submodules.items()}
 
     @property
+    def solved(self) -> list[str]:
+        """The submodules whose merging weights were solved, not chosen by ``with_alpha``."""
+        return [name for name in self.submodules if name not in self.chosen]
+
+    @property
     def settings(self) -> dict[str, Any]:
         """The arguments for ``solver.solve`` and ``solver.bootstrap``."""
         return {
@@ -269,12 +274,11 @@ class Solution(Paragraphs):
 
     def notes(self) -> list[str]:
         """Sentences on the submodules whose weights were chosen, or whose samples do not determine every weight."""
-        solved = [name for name in self.alpha if name not in self.chosen]
-        dependent = [name for name in solved if self.rank[name] < len(self.models)]
-        ill = [name for name in solved if self.condition[name] > ILL_CONDITIONED]
+        dependent = [name for name in self.solved if self.rank[name] < len(self.models)]
+        ill = [name for name in self.solved if self.condition[name] > ILL_CONDITIONED]
         notes = []
         if self.chosen:
-            others = "the others are solved" if solved else "none is solved"
+            others = "the others are solved" if self.solved else "none is solved"
             notes.append(f"In {len(self.chosen)} of {len(self.rank)} submodules the weights were chosen; {others}.")
         if ill:
             notes.append(
@@ -297,7 +301,8 @@ class Solution(Paragraphs):
         legend = [f"{short} is {name}" for short, name in pairs if short != name]
         legend += ["alpha: the merging weight", "keeps: the share of the expert's feature change that the merge keeps"]
         if self.keeps_base:
-            legend += [f"keeps base: the same for the base model on its own prompts, with weight {self.keep_weight:g}"]
+            weight = f", with weight {self.keep_weight:g}" if self.solved else ""
+            legend += [f"keeps base: the same for the base model on its own prompts{weight}"]
         legend += [f"condition: 1 is ideal, above {MOST_CONDITION:.0f} the samples hardly determine the weights"]
         legend += ["±: the standard error over bootstrap draws"] if errors is not None else []
         yield "; ".join(legend) + "."

@@ -289,7 +289,7 @@ def test_weights_of_ones_own_are_merged_and_not_called_a_closed_form(llama: Fami
     base, *experts = (load_file(folder / "model.safetensors")[name].double() for folder in llama.folders)
     wanted = base + sum(weight * (own - base) for weight, own in zip([0.5, 0.25, -1.0], experts, strict=True))
     assert torch.allclose(load_file(out / "model.safetensors")[name].double(), wanted, rtol=0, atol=1e-6)
-    assert "weights chosen by hand in 1 of 3 submodules, in the others solved in closed form" in recipe.read_text()
+    assert "weights chosen by hand in 1 of 3 submodules, elsewhere solved in closed form" in recipe.read_text()
     whole = solution.with_alpha({own: [0.5, 0.5, 0.5] for own in solution.alpha}).save_recipe(recipe, models=paths)
     said = whole.read_text()
     assert "merging weights chosen by hand." in said and "Chosen with: level layer, edges base." in said
