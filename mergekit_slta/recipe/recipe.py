@@ -93,7 +93,7 @@ class Recipe:
         max_tokens: int | SupportsIndex | None = None,
         seed: int | SupportsIndex | None = None,
         balance: bool | None = None,
-        ridge: float | SupportsFloat | Literal["auto"] | None = None,
+        ridge: float | SupportsFloat | list[Any] | Literal["auto"] | None = None,
         edges: str | None = None,
         towers: str | None = None,
         batch_tokens: int | SupportsIndex | None = None,
@@ -103,10 +103,10 @@ class Recipe:
         anchor: str | None = None,
         head: bool | None = None,
         scratch: str | os.PathLike[str] | None = None,
-        scale: float | SupportsFloat | None = None,
-        lambda_: float | SupportsFloat | None = None,
-        rank: int | SupportsIndex | None = None,
-        density: float | SupportsFloat | None = None,
+        scale: float | SupportsFloat | list[Any] | None = None,
+        lambda_: float | SupportsFloat | list[Any] | None = None,
+        rank: int | SupportsIndex | list[Any] | None = None,
+        density: float | SupportsFloat | list[Any] | None = None,
     ) -> None:
         given = {name.rstrip("_"): value for name, value in locals().items() if name not in _NO_PARAMETERS}
         parameters = {name: value for name, value in given.items() if value is not None}
@@ -269,12 +269,14 @@ def plain_values(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Paths, data types and devices as strings, scalars of numpy and torch as numbers."""
+    """Paths, data types and devices as strings, scalars and arrays of numpy and torch as numbers and lists."""
+    if isinstance(value, Mapping):
+        return plain_values(value)
     if isinstance(value, (list, tuple)):
         return [_plain(part) for part in value]
     if isinstance(value, (os.PathLike, torch.dtype, torch.device)):
         return str(value).removeprefix("torch.")
-    return value.item() if hasattr(value, "item") else value
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _table(kind: type[Given], given: Mapping[str, Any]) -> Given:

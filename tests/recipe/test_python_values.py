@@ -31,6 +31,15 @@ def test_scalars_are_numbers(values: dict[str, Any]) -> None:
     assert (made.config.dtype, made.config.out_dtype) == ("float32", "bfloat16")
 
 
+def test_arrays_are_gradients() -> None:
+    made = Recipe(
+        "org/base", ["org/math"], "sftm", lambda_=np.array([0.25, 0.5]), density=[{"value": torch.tensor(0.5)}]
+    )
+    content = made.content["parameters"]
+    assert content == {"lambda": [0.25, 0.5], "density": [{"value": 0.5}]}
+    made.require_sound()
+
+
 def test_every_parameter_of_a_method_is_an_argument_of_recipe() -> None:
     """``calibration`` and ``weight`` belong to one model, and stand in its own table."""
     arguments = {name.rstrip("_") for name in signature(Recipe).parameters}
