@@ -269,7 +269,7 @@ def linearity(
     from mergekit_slta.checks.examine import sound_experiment
     from mergekit_slta.host.run import joined_ranks
     from mergekit_slta.nonlinearity.scores import DEFAULT_LEVELS, plan_linearity
-    from mergekit_slta.reports.linearity import score_table, write_linearity
+    from mergekit_slta.reports.linearity import score_table, verdict, write_linearity
 
     merge_options = applied(options)
     with joined_ranks() as ranks:
@@ -282,7 +282,7 @@ def linearity(
         result = plan.measure(experiment.quiet)
     if ranks.first:
         path = write_linearity(result, folder)
-        click.echo(f"{score_table(result)}\n\n{path} written")
+        click.echo(f"{verdict(result)}\n\n{score_table(result)}\n\n{path} written")
 
 
 @main.command(short_help="Show what a merge keeps and how sure its weights are.")
@@ -304,7 +304,7 @@ def report(stats: str, folder: Path, transformers_cache: str | None) -> None:
     torch.set_num_threads(1)  # fastest for many tiny matrices
     page = report_page(Statistics.load(stats, transformers_cache))
     path = page.write(folder, "report.html")
-    click.echo(f"{page.verdict[0]}\n\n{path} written")
+    click.echo(f"{page.verdict[0]}\n{page.verdict[1]}\n\n{path} written")
 
 
 @main.command(cls=MergeCommand, short_help="Merge, as mergekit-yaml does.")

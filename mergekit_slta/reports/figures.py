@@ -18,7 +18,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from mergekit_slta.reports.words import plain_number
 
@@ -139,7 +139,7 @@ def line_chart(
     y_range: tuple[float, float] = (-math.inf, math.inf),
     lines_at: Sequence[float] = (),
 ) -> Picture:
-    """Panels of lines below each other.
+    """Panels of lines below each other, with one scale, so that they can be compared.
 
     Args:
         panels: the panels, each with the same series in the same order.
@@ -149,7 +149,8 @@ def line_chart(
         lines_at: values to mark with a thin horizontal line.
     """
     with matplotlib.rc_context(STYLE):
-        figure, axes = _figure([PANEL_HEIGHT] * len(panels), [line.label for line in panels[0].lines])
+        figure, axes = _figure([PANEL_HEIGHT] * len(panels), [line.label for line in panels[0].lines], sharey=True)
+        percentages = FuncFormatter(lambda value, _: f"{plain_number(round(100 * value, 3), 'g')} %")
         for panel, ax in zip(panels, axes, strict=True):
             ax.set_title(_short(panel.title))
             ax.set_ylabel(y_label)
@@ -163,9 +164,9 @@ def line_chart(
                 ax.axhline(value, color="#888888", linewidth=0.8, zorder=1)
             ax.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
             if y_percent:
-                ax.yaxis.set_major_formatter(PercentFormatter(1, symbol=" %"))
+                ax.yaxis.set_major_formatter(percentages)
             if x_percent:
-                ax.xaxis.set_major_formatter(PercentFormatter(1, symbol=" %"))
+                ax.xaxis.set_major_formatter(percentages)
             else:
                 ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes[-1].set_xlabel(x_label)
@@ -237,12 +238,12 @@ def bar_chart(groups: Sequence[str], series: Sequence[Bars], *, x_label: str) ->
         return Picture(figure)
 
 
-def _figure(heights: Sequence[float], legend: Sequence[str] = ()) -> tuple[Figure, list[Axes]]:
+def _figure(heights: Sequence[float], legend: Sequence[str] = (), sharey: bool = False) -> tuple[Figure, list[Axes]]:
     """A figure with room for panels of these heights in inches, for axis labels and for a legend."""
     rows = math.ceil(len(legend) / _legend_columns(legend)) if legend else 0
     height = sum(heights) + LINE_HEIGHT * (rows + 4)
     figure = Figure(figsize=(WIDTH, height), dpi=DOTS_PER_INCH, layout="constrained")
-    axes = figure.subplots(len(heights), 1, squeeze=False, gridspec_kw={"height_ratios": heights})
+    axes = figure.subplots(len(heights), 1, squeeze=False, sharey=sharey, gridspec_kw={"height_ratios": heights})
     return figure, list(axes[:, 0])
 
 
