@@ -90,7 +90,7 @@ def check(recipe: Path, **options: Any) -> None:
         raise click.exceptions.Exit(1)
     for note in found.notes if not options["quiet"] else ():
         click.echo(f"Note: {note}", err=True)
-    click.echo(f"{recipe}: no problem found.")
+    click.echo(f"{recipe}: no problem found. {found.verdict}")
 
 
 @main.command(cls=ModelCommand, short_help="Measure a recipe's models, write a statistics file.")
