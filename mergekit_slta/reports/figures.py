@@ -35,7 +35,8 @@ DOTS_PER_INCH = 170
 NAME_LENGTH = 30
 CELL_NAME_LENGTH = 14
 LEGEND_LENGTH = 48  # of a row of the legend
-MOST_NAMES = 16  # along an axis of a heat map; of more rows or columns, every second or third is named
+# Of more rows or columns of a heat map than these, every second or third is named.
+MOST_NAMES, MOST_COLUMN_NAMES = 16, 11
 MOST_NUMBERED = 8  # cells show their numbers if there are at most so many columns
 STYLE: Any = {
     "axes.axisbelow": True,
@@ -267,8 +268,8 @@ def _short(label: str, length: int = NAME_LENGTH) -> str:
 
 
 def _name_cells(ax: Axes, matrix: Matrix) -> None:
-    for axis, names in ((ax.xaxis, matrix.columns), (ax.yaxis, matrix.rows)):
-        step = math.ceil(len(names) / MOST_NAMES)
+    for axis, names, most in ((ax.xaxis, matrix.columns, MOST_COLUMN_NAMES), (ax.yaxis, matrix.rows, MOST_NAMES)):
+        step = math.ceil(len(names) / most)
         axis.set_ticks(range(0, len(names), step), [_short(name, CELL_NAME_LENGTH) for name in names[::step]])
     if max(map(len, matrix.columns)) > 3:  # longer than the number of a layer
         for label in ax.get_xticklabels():

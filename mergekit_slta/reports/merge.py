@@ -44,29 +44,31 @@ def verdict(solution: Solution) -> str:
     """Whether to merge these experts, which of them loses most of its change, and which two interfere most, where."""
     pairs = [*zip(short_names(solution.models), solution.kept.tolist(), strict=True)]
     alone, losing = len(pairs) == 1, [name for name, share in pairs if share < LOSES_MOST]
-    unsure = [name for name, share in pairs if share < KEEPS_ENOUGH]
+    found = losing or [name for name, share in pairs if share < KEEPS_ENOUGH]
+    who = "All of them" if 1 < len(found) == len(pairs) else enumerated(found or [pairs[0][0]])
+    loses = "lose" if len(found) > 1 else "loses"
     if losing:
         fix = "give the base model's prompts less weight" if alone else "leave it out"
-        fix, loses = ("leave one of them out", "lose most of their") if len(losing) > 1 else (fix, "loses most of its")
-        advice = f"{enumerated(losing)} {loses} feature change: {fix}, or merge by featcal, which solves each matrix."
-    elif unsure:
-        loses = "lose" if len(unsure) > 1 else "loses"
+        fix = "leave one of them out" if len(losing) > 1 else fix
+        advice = f"{who} {loses} most of the feature change: {fix}, or merge by featcal, which solves each matrix."
+    elif found:
+        these = "it" if alone else "these"
         advice = (
-            f"Merge {'it' if alone else 'these'} and score the result, or merge by featcal: {enumerated(unsure)} "
-            f"{loses} more than a quarter of the feature change."
+            f"{who} {loses} more than a quarter of the feature change: merge {these} and score the result, or merge "
         )
+        advice += "by featcal, which solves each matrix."
     else:
-        whose = "its" if alone else "each expert's"
-        advice = f"Merge {pairs[0][0] if alone else 'these'}: weighted sums keep most of {whose} feature change."
+        these, whose = ("it", "its") if alone else ("these", "each expert's")
+        advice = f"Merge {these}: weighted sums keep most of {whose} feature change."
     return " ".join([advice, *_interference(solution)])
 
 
 def kept_sentence(solution: Solution) -> str:
     """How much of each expert's feature change the merge keeps, and how much of the base model on its own task."""
     pairs = zip(short_names(solution.models), solution.kept.tolist(), strict=True)
-    kept = [f"{percent(share)} of {possessive(name)} feature change" for name, share in pairs]
-    kept += [f"{percent(solution.base_kept)} of the base model on its own task"] * solution.keeps_base
-    return f"At level {solution.level}, the merge keeps {enumerated(kept)}."
+    first, *others = [f"{percent(share)} of {possessive(name)}" for name, share in pairs]
+    others += [f"{percent(solution.base_kept)} of the base model on its own task"] * solution.keeps_base
+    return f"At level {solution.level}, the merge keeps {enumerated([f'{first} feature change', *others])}."
 
 
 def _interference(solution: Solution) -> Iterator[str]:
@@ -122,8 +124,8 @@ def report_page(found: Solution | Statistics) -> Page:
     sections = []
     if len(solutions) > 1:
         text = "The share of each expert's feature change that the merge keeps if it is solved at a level."
-        header = ["Level", "Submodules", *(f"keeps of {name}" for name in names)]
-        rows = [[own.level, str(len(own.alpha)), *map(percent, own.kept.tolist())] for own in solutions]
+        header = ["Expert", *(own.level for own in solutions)]
+        rows = [[name, *(percent(float(own.kept[index])) for own in solutions)] for index, name in enumerate(names)]
         sections.append(Section("Levels compared", [text], table=Table(header, rows)))
     for solution in solutions:
         suffix = f" (level {solution.level})" if len(solutions) > 1 else ""

@@ -21,7 +21,7 @@ def percent(share: float) -> str:
 
 def enumerated(words: Sequence[str]) -> str:
     """Words with commas, and "and" before the last."""
-    return ", ".join(words[:-1]) + (" and " if len(words) > 1 else "") + words[-1]
+    return ", ".join(words[:-1]) + " and " * (len(words) > 1) + "".join(words[-1:])
 
 
 def counted(number: int, noun: str) -> str:

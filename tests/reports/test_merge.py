@@ -53,7 +53,7 @@ def trio(first_pair: float, others: float = 0.05) -> Statistics:
 def test_the_sentence_on_what_is_kept_states_the_share_of_all_layers() -> None:
     powers = [0.1, 0.1, 0.5, 0.1]
     share = percent(kept_share(powers))
-    said = f"keeps {share} of math's feature change and {share} of code's feature change"
+    said = f"keeps {share} of math's feature change and {share} of code's"
     assert kept_sentence(interfering(powers).solve("layer")) == f"At level layer, the merge {said}."
 
 
@@ -61,8 +61,11 @@ def test_the_sentence_on_what_is_kept_states_the_share_of_all_layers() -> None:
     ("power", "said"),
     [
         (0.05, "Merge these: weighted sums keep most of each expert's feature change."),
-        (0.5, "Merge these and score the result, or merge by featcal: math and code lose more than a quarter of the"),
-        (1.5, "math and code lose most of their feature change: leave one of them out, or merge by featcal"),
+        (
+            0.5,
+            "All of them lose more than a quarter of the feature change: merge these and score the result, or merge by",
+        ),
+        (1.5, "All of them lose most of the feature change: leave one of them out, or merge by featcal"),
     ],
 )
 def test_the_verdict_says_whether_to_merge(power: float, said: str) -> None:
@@ -83,7 +86,7 @@ def test_the_verdict_names_one_expert_that_loses() -> None:
     measured = interfering([0.05] * 2)
     found = measured.solve("layer", task_weights=[1.0, 0.01])
     assert found.kept[0] > 0.75 and found.kept[1] < 0.5
-    assert verdict(found).startswith("code loses most of its feature change: leave it out, or merge by featcal")
+    assert verdict(found).startswith("code loses most of the feature change: leave it out, or merge by featcal")
 
 
 def test_the_base_models_own_task_is_said() -> None:
@@ -154,7 +157,7 @@ def test_the_tables_hold_the_solution(everything: tuple[Statistics, Path]) -> No
 def test_one_expert_and_one_sample(tmp_path: Path) -> None:
     statistics = synthetic.statistics(["org/math"], ["model", "attn_mlp"], layers=1, samples=1)
     first, second, _ = report_page(statistics).verdict
-    assert first == "Merge math: weighted sums keep most of its feature change."
+    assert first == "Merge it: weighted sums keep most of its feature change."
     assert second == "At level attn_mlp, the merge keeps 100 % of math's feature change."
     assert report(statistics, tmp_path).is_file()
 
