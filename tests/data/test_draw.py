@@ -171,7 +171,7 @@ def marked(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase, folder: P
     parts = [CHARACTERS[token - 3] if token >= 3 else "" for token in data.token_ids[0]]
     if data.answers[0]:
         begin, end = data.answers[0]
-        parts[begin : end - 1] = ["<" + parts[begin], *parts[begin + 1 : end - 1]]
+        parts[begin] = "<" + parts[begin]
         parts[end - 1] += ">"
     return "".join(parts)
 
