@@ -234,7 +234,7 @@ def train_family(
             _train(expert, tokenizer, task, training, seed, bar)
             _save(expert, tokenizer, path)
     for task, path in family.calibration.items():
-        write_calibration(path, task, training.length, seed)
+        write_calibration(path, task, seed)
     write_bytes(folder / SETTINGS, json.dumps(settings, indent=2, sort_keys=True).encode())
     return family
 
@@ -286,17 +286,14 @@ def held_out_prompts(task: str, items: int) -> list[str]:
     return list(dict.fromkeys(TASKS[task].draw(rng, held_out=True) for _ in range(4 * items)))[:items]
 
 
-def write_calibration(path: Path, task: str, length: int, seed: int) -> None:
-    """Write calibration data as ``.jsonl``: texts of several lines, as long as the rows of the training data.
-
-    A record has its ``text``, and the same text in two fields: the ``answer`` of its last line, and what is before it.
-    """
+def write_calibration(path: Path, task: str, seed: int) -> None:
+    """Write different prompts of a task with their answers as ``.jsonl``: the text, and its two parts."""
     rng = random.Random(f"calibration/{task}/{seed}")
-    records = []
-    for _ in range(CALIBRATION_RECORDS):
-        text = _text(task, rng, length - 1)
-        begin = text.rindex("=") + 1
-        records.append({"text": text, "question": text[:begin], "answer": text[begin:]})
+    prompts: dict[str, None] = {}
+    while len(prompts) < CALIBRATION_RECORDS:
+        prompts[TASKS[task].draw(rng)] = None
+    pairs = [(f"{prompt}=", TASKS[task].answer(prompt) + END) for prompt in prompts]
+    records = [{"text": question + answer, "question": question, "answer": answer} for question, answer in pairs]
     write_bytes(path, "".join(json.dumps(record) + "\n" for record in records).encode())
 
 
@@ -306,17 +303,6 @@ def write_bytes(path: Path, content: bytes) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_bytes(content)
     os.replace(beside, path)
-
-
-def _text(task: str, rng: random.Random, length: int) -> str:
-    """Lines of a task, of ``length`` characters at most in all."""
-    lines: list[str] = []
-    while True:
-        prompt = TASKS[task].draw(rng)
-        line = f"{prompt}={TASKS[task].answer(prompt)}{END}"
-        if sum(map(len, lines)) + len(line) > length:
-            return "".join(lines)
-        lines.append(line)
 
 
 def _settings(seed: int, training: Training, config: dict[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,6 @@ HEAT_MAP = "alpha.png"
 RESULTS = "results.json"
 GRID = (0.2, 0.4, 0.6, 0.8, 1.0)
 SHORT = ("task_arithmetic 0.4", "sftm", "actmat", "slta attn_mlp", "featcal")  # the rows of a short run
-ANSWERED = "{question}{answer}"  # the same text as a record's ``text``; it also tells `compare` the last line's answer
 BRANCHES = {"attn": "Attention", "mlp": "MLP"}
 
 Recipe = dict[str, Any]
@@ -89,8 +88,6 @@ def recipes(family: Family, out: Path, grid: tuple[float, ...]) -> dict[str, Rec
         models = []
         for task, folder in family.experts.items():
             calibration = {"calibration": _local(family.calibration[task], out)} if data else {}
-            if method == "slta":  # by ``text`` in featcal: there one line's answer would weigh more than the others
-                calibration["template"] = ANSWERED
             models.append({"model": _local(folder, out), "parameters": {**(expert or {}), **calibration}})
         base = {} if method == "linear" else {"base_model": _local(family.base, out)}
         return {"merge_method": method, **base, "models": models, "parameters": shared, "dtype": "float32"}

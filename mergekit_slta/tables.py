@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -11,6 +12,8 @@ from typing import Any
 
 from markupsafe import Markup
 from pydantic import ConfigDict, TypeAdapter
+
+WIDTH = 100  # characters of a line
 
 
 @dataclass(frozen=True)
@@ -21,13 +24,21 @@ class Table:
     rows: Sequence[Sequence[str]]
 
     def __str__(self) -> str:
-        """The table as text, the first column to the left and the others to the right."""
-        widths = [max(map(len, column)) for column in zip(self.header, *self.rows, strict=True)]
-        lines = []
-        for name, *cells in (self.header, *self.rows):
-            right = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-            lines.append("  ".join([name.ljust(widths[0]), *right]).rstrip())
-        return "\n".join(lines)
+        """The table as text, the first column to the left and the others to the right.
+
+        Columns for which ``WIDTH`` does not suffice follow below, beside the first column again.
+        """
+        columns = [(column, max(map(len, column))) for column in zip(self.header, *self.rows, strict=True)]
+        (names, width), *others = columns
+        first, blocks, used = [name.ljust(width) for name in names], [], WIDTH
+        for cells, length in others:
+            if used + 2 + length > WIDTH:
+                blocks.append([first])
+                used = width
+            used += 2 + length
+            blocks[-1].append([cell.rjust(length) for cell in cells])
+        lines = ("\n".join("  ".join(line).rstrip() for line in zip(*block, strict=True)) for block in blocks)
+        return "\n\n".join(lines)
 
     def __html__(self) -> str:
         """The table as HTML; jinja calls this method. Cells are escaped, because they may hold any text."""
@@ -38,14 +49,14 @@ class Table:
         return Markup("<table>\n<thead><tr>{}</tr></thead>\n<tbody>\n{}</tbody>\n</table>").format(header, body)
 
 
-def as_percentage(share: float | None) -> str:
-    """A share with one decimal, as in "83.1%"; a dash where it is not defined."""
-    return "-" if share is None or math.isnan(share) else f"{without_sign_of_zero(share):.1%}"
+def as_percentage(share: float | None, digits: int = 1) -> str:
+    """A share with one decimal, as in "83.1%", or as many as ``digits``; a dash where it is not defined."""
+    return "-" if share is None or math.isnan(share) else f"{without_sign_of_zero(share, 2 + digits):.{digits}%}"
 
 
-def without_sign_of_zero(number: float) -> float:
-    """A number to show with three decimals; one that rounds to zero has no sign."""
-    return round(number, 3) + 0.0
+def without_sign_of_zero(number: float, decimals: int = 3) -> float:
+    """A number to show with three decimals, or other ``decimals``; one that rounds to zero has no sign."""
+    return round(number, decimals) + 0.0
 
 
 def as_size(nbytes: float) -> str:
@@ -63,6 +74,11 @@ def as_paragraphs(*parts: object) -> str:
     return str(Markup("\n").join(html))
 
 
+def _wrapped(sentences: str) -> str:
+    """Sentences in lines of at most ``WIDTH`` characters; no word is broken, because it may be a name."""
+    return textwrap.fill(sentences, WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
 class Paragraphs:
     """A result that prints as sentences and tables, and shows the same in a notebook."""
 
@@ -71,7 +87,7 @@ class Paragraphs:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        return "\n\n".join(map(str, self.parts()))
+        return "\n\n".join(str(part) if isinstance(part, Table) else _wrapped(part) for part in self.parts())
 
     def _repr_html_(self) -> str:
         return as_paragraphs(*self.parts())

@@ -235,7 +235,9 @@ def compare(
     if figure_file:
         from mergekit_slta.reports.comparison import write_comparison
 
-        write_comparison(found, figure_file)
+        if write_comparison(found, figure_file) is None:
+            said = "No expert gains anything on its own task and no record has a short answer"
+            click.echo(f"{said}: {figure_file} would be empty and is not drawn.", err=True)
 
 
 def _compare(
@@ -243,8 +245,9 @@ def _compare(
 ) -> Comparison:
     from mergekit_slta.checks.examine import sound_experiment
     from mergekit_slta.comparison.compare import compare as compare_merges
+    from mergekit_slta.recipe.recipe import Recipe, data_of
 
-    experiment = sound_experiment(recipe, **applied(options))
+    experiment = sound_experiment(data_of(Recipe.load(recipe)), **applied(options))
     found = compare_merges(experiment, out, samples)
     _show(found, found.to_json, json_file)
     return found

@@ -34,9 +34,10 @@ DOTS_PER_INCH = 170
 # Lengths of names in characters; longer ones lose their middle, because their ends tell experts apart.
 NAME_LENGTH = 30
 CELL_NAME_LENGTH = 14
+ROW_NAME_LENGTH = 20
 LEGEND_LENGTH = 48  # of a row of the legend
 # Of more rows or columns of a heat map than these, every second or third is named.
-MOST_NAMES, MOST_COLUMN_NAMES = 16, 11
+MOST_NAMES, MOST_COLUMN_NAMES = 20, 11
 MOST_NUMBERED = 8  # cells show their numbers if there are at most so many columns
 STYLE: Any = {
     "axes.axisbelow": True,
@@ -193,7 +194,7 @@ def heat_map(
         numbers: formats the values that are written into the cells if there is room.
     """
     with matplotlib.rc_context({**STYLE, "axes.grid": False, "axes.facecolor": MISSING}):
-        figure, axes = _figure([0.55 + min(max(0.28 * len(matrix.rows), 0.8), 2.6) for matrix in matrices])
+        figure, axes = _figure([0.55 + min(max(0.28 * len(matrix.rows), 0.8), 3.2) for matrix in matrices])
         colours = matplotlib.colormaps["viridis"].with_extremes(bad="none", under="#f4a6d7", over="#d7301f")
         for matrix, ax in zip(matrices, axes, strict=True):
             values = np.ma.masked_invalid(np.asarray(matrix.values, dtype=float))
@@ -268,9 +269,12 @@ def _short(label: str, length: int = NAME_LENGTH) -> str:
 
 
 def _name_cells(ax: Axes, matrix: Matrix) -> None:
-    for axis, names, most in ((ax.xaxis, matrix.columns, MOST_COLUMN_NAMES), (ax.yaxis, matrix.rows, MOST_NAMES)):
+    for axis, names, most, length in (
+        (ax.xaxis, matrix.columns, MOST_COLUMN_NAMES, CELL_NAME_LENGTH),
+        (ax.yaxis, matrix.rows, MOST_NAMES, ROW_NAME_LENGTH),
+    ):
         step = math.ceil(len(names) / most)
-        axis.set_ticks(range(0, len(names), step), [_short(name, CELL_NAME_LENGTH) for name in names[::step]])
+        axis.set_ticks(range(0, len(names), step), [_short(name, length) for name in names[::step]])
     if max(map(len, matrix.columns)) > 3:  # longer than the number of a layer
         for label in ax.get_xticklabels():
             label.set(rotation=30, ha="right", rotation_mode="anchor")
