@@ -66,7 +66,7 @@ def _table(options: Iterable[click.Option]) -> str:
         record = option.get_help_record(click.Context(main))
         assert record is not None, option.name
         names, meaning = (" ".join(cell.replace("|", " or ").split()) for cell in record)  # | parts cells
-        rows.append(f"| `{names}` | {meaning} |")
+        rows.append(f"| `{names}` | {meaning.replace('[x', '\\[x')} |")  # a range is no link
     return "\n".join(["| option | meaning |", "|---|---|", *rows])
 
 
