@@ -38,6 +38,7 @@ ROW_NAME_LENGTH = 20
 LEGEND_LENGTH = 48  # of a row of the legend
 # Of more rows or columns of a heat map than these, every second or third is named.
 MOST_NAMES, MOST_COLUMN_NAMES = 20, 11
+WIDEST_NAMES = 36  # characters that columns' names may have together; longer ones are turned
 MOST_NUMBERED = 8  # cells show their numbers if there are at most so many columns
 STYLE: Any = {
     "axes.axisbelow": True,
@@ -275,7 +276,7 @@ def _name_cells(ax: Axes, matrix: Matrix) -> None:
     ):
         step = math.ceil(len(names) / most)
         axis.set_ticks(range(0, len(names), step), [_short(name, length) for name in names[::step]])
-    if max(map(len, matrix.columns)) > 3:  # longer than the number of a layer
+    if len(matrix.columns) * max(map(len, matrix.columns)) > WIDEST_NAMES:
         for label in ax.get_xticklabels():
             label.set(rotation=30, ha="right", rotation_mode="anchor")
     ax.tick_params(length=0, labelsize=9)

@@ -40,11 +40,13 @@ def main(folder: Path) -> None:
             with Image.open(whole) as shot:
                 _save(shot.crop((0, top, width, top + height)), name)
         whole.unlink()
+        with Image.open(folder / "alpha.png") as drawn:
+            _save(drawn, "quickstart-alpha.png")
         os.chdir(folder)  # where the recipes' paths begin
         _draw(Path(temporary))
         for figure in Path(temporary).glob("*.png"):
             with Image.open(figure) as drawn:
-                _save(drawn, f"gallery/{figure.name}")
+                _save(drawn, f"figures/{figure.name}")
 
 
 def _draw(out: Path) -> None:
