@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-import textwrap
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -12,8 +12,6 @@ from typing import Any
 
 from markupsafe import Markup
 from pydantic import ConfigDict, TypeAdapter
-
-WIDTH = 100  # characters of a line
 
 
 @dataclass(frozen=True)
@@ -24,21 +22,22 @@ class Table:
     rows: Sequence[Sequence[str]]
 
     def __str__(self) -> str:
-        """The table as text, the first column to the left and the others to the right.
+        """The table as text, the first column to the left and the others to the right."""
+        return self.within(sys.maxsize)
 
-        Columns for which ``WIDTH`` does not suffice follow below, beside the first column again.
-        """
-        columns = [(column, max(map(len, column))) for column in zip(self.header, *self.rows, strict=True)]
-        (names, width), *others = columns
-        first, blocks, used = [name.ljust(width) for name in names], [], WIDTH
-        for cells, length in others:
-            if used + 2 + length > WIDTH:
+    def within(self, width: int) -> str:
+        """The table as text; columns for which lines of ``width`` characters are too short follow below."""
+        columns = list(zip(self.header, *self.rows, strict=True))
+        first, *others = [[cell.ljust(max(map(len, columns[0]))) for cell in columns[0]]] + [
+            [cell.rjust(max(map(len, column))) for cell in column] for column in columns[1:]
+        ]
+        blocks = [[first]]
+        for column in others:
+            if len(blocks[-1]) > 1 and sum(len(before[0]) + 2 for before in blocks[-1]) + len(column[0]) > width:
                 blocks.append([first])
-                used = width
-            used += 2 + length
-            blocks[-1].append([cell.rjust(length) for cell in cells])
-        lines = ("\n".join("  ".join(line).rstrip() for line in zip(*block, strict=True)) for block in blocks)
-        return "\n\n".join(lines)
+            blocks[-1].append(column)
+        texts = ("\n".join("  ".join(line).rstrip() for line in zip(*block, strict=True)) for block in blocks)
+        return "\n\n".join(texts)
 
     def __html__(self) -> str:
         """The table as HTML; jinja calls this method. Cells are escaped, because they may hold any text."""
@@ -74,11 +73,6 @@ def as_paragraphs(*parts: object) -> str:
     return str(Markup("\n").join(html))
 
 
-def _wrapped(sentences: str) -> str:
-    """Sentences in lines of at most ``WIDTH`` characters; no word is broken, because it may be a name."""
-    return textwrap.fill(sentences, WIDTH, break_long_words=False, break_on_hyphens=False)
-
-
 class Paragraphs:
     """A result that prints as sentences and tables, and shows the same in a notebook."""
 
@@ -87,7 +81,7 @@ class Paragraphs:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        return "\n\n".join(str(part) if isinstance(part, Table) else _wrapped(part) for part in self.parts())
+        return "\n\n".join(map(str, self.parts()))
 
     def _repr_html_(self) -> str:
         return as_paragraphs(*self.parts())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from mergekit_slta.recipe.recipe import RecipeOrFile, Task, data_of, loaded, pub
 from mergekit_slta.tables import Paragraphs, Table, as_json, as_percentage, short_names
 
 SHORT_ANSWER = 32  # tokens
+WIDTH = 100  # characters of a line
 NAME_LENGTH = 40  # characters of a model in a table
 _SCORES = TypeAdapter(list[list[Score]])
 
@@ -57,7 +59,7 @@ class TaskComparison:
         experts: every expert's score, in the recipe's order.
         merged: the merged models' scores, in the order in which they were given.
         of_base: whether it is the base model's own task, of whose answers only those count that the base model gives.
-        known: how many of the records show their answer; of the others all tokens are predicted.
+        known: how many of the records show where their answer begins; of the others all tokens are predicted.
     """
 
     model: str
@@ -122,7 +124,7 @@ class Comparison(Paragraphs):
     def all_tasks(self) -> dict[str, TaskComparison]:
         """The tasks by the short names of their experts, then the base model's own."""
         names = short_names([task.model for task in self.tasks])
-        return dict(zip(names, self.tasks, strict=True)) | ({"base": self.keep} if self.keep else {})
+        return dict(zip(names, self.tasks, strict=True)) | ({"base model": self.keep} if self.keep else {})
 
     @property
     def ranking(self) -> list[Standing]:
@@ -159,6 +161,10 @@ class Comparison(Paragraphs):
         experts = [own.model for own in self.tasks]
         return asdict(task) | {"experts": named(experts, task.experts), "merged": named(self.merged, task.merged)}
 
+    def __str__(self) -> str:
+        parts = (part if isinstance(part, str) else part.within(WIDTH) for part in self.parts())
+        return "\n\n".join(textwrap.fill(part, WIDTH) if "\n" not in part else part for part in parts)
+
     def parts(self) -> Iterator[str | Table]:
         """The tables, and sentences that explain them."""
         tasks, ranking = self.all_tasks, self.ranking
@@ -185,7 +191,7 @@ class Comparison(Paragraphs):
         yield Table(["task", *columns], [[name, *map(str, own)] for name, own in zip(tasks, counts, strict=True)])
         if self.keep:
             yield (
-                "The task base is the base model's own: 100% is kept where a model does as well as it, 0% where it "
+                "The base model's own task: 100% is kept where a model does as well as it, 0% where it "
                 "does as the experts' mean, and of the short answers only those count that the base model gives."
             )
             if self.keep.kept(self.keep.base) is None:
@@ -265,7 +271,7 @@ def _task(name: str, group: Group, found: Sequence[Sequence[Score]], experts: in
         if not of_base
         else TaskScore(statistics.mean(score.loss for score in own), _mean(score.exact for score in own))
     )
-    known = sum(sample.known for sample in group)
+    known = sum(sample.begin > 1 for sample in group)
     return TaskComparison(name, len(group), _tokens(group), sum(counted), base, expert, own, merged, of_base, known)
 
 
@@ -284,7 +290,7 @@ def _sample(row: tuple[int, ...], answer: Span | None) -> Sample:
     """A record of which the answer is predicted, as far as it is in the row; all tokens where none is known."""
     begin, end = answer or (1, len(row))
     short = answer is not None and end <= min(len(row), begin + SHORT_ANSWER)
-    return Sample(row, begin, min(end, len(row)), short, answer is not None)
+    return Sample(row, begin, min(end, len(row)), short)
 
 
 def _open_result(experiment: Experiment, folder: Path) -> Checkpoint:

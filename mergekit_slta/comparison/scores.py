@@ -29,14 +29,12 @@ class Sample(NamedTuple):
         token_ids: its tokens, at least two.
         begin, end: the first token that is predicted, at least 1, and the one after the last.
         short: whether these tokens are a short answer.
-        known: whether they are an answer.
     """
 
     token_ids: tuple[int, ...]
     begin: int
     end: int
     short: bool = False
-    known: bool = False
 
 
 class Score(NamedTuple):
