@@ -22,8 +22,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 TALLEST = 12000  # pixels, more than a page has
 # By file: the window's width, its further options, where the picture begins, and its height in pixels.
 SHOTS: dict[str, tuple[int, tuple[str, ...], int, int]] = {
-    "report.png": (1280, (), 0, 1165),
-    "report-phone.png": (390, ("--force-dark-mode",), 1497, 1075),
+    "report.png": (1280, (), 0, 1065),
+    "report-phone.png": (390, ("--force-dark-mode",), 1270, 1075),
 }
 MERGES = ("slta-attn_mlp", "task_arithmetic-0.6", "ties", "actmat", "featcal")  # the columns of the comparison
 
@@ -67,7 +67,7 @@ def _draw(out: Path) -> None:
 
 def _save(picture: Image.Image, name: str) -> None:
     (DOCS / name).parent.mkdir(exist_ok=True)
-    picture.convert("RGB").quantize(128).save(DOCS / name, optimize=True)
+    picture.convert("RGB").quantize(256).save(DOCS / name, optimize=True)
 
 
 if __name__ == "__main__":
