@@ -388,7 +388,8 @@ def _stack(rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(folder)
+    saved: Any = copy.deepcopy(model)
+    saved.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
