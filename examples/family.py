@@ -249,9 +249,9 @@ def family_in(folder: Path) -> Family:
 
 
 def copy_shipped(folder: Path) -> Family:
-    """Put a copy of the family of ``examples/family`` into a folder, in place of a family that is there."""
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(SHIPPED, folder)
+    """Put a copy of the family of ``examples/family`` into a folder, in place of one that was trained there."""
+    (folder / SETTINGS).unlink(missing_ok=True)
+    shutil.copytree(SHIPPED, folder, dirs_exist_ok=True)
     return family_in(folder)
 
 
@@ -388,7 +388,8 @@ def _stack(rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(folder)
+    saved: Any = copy.deepcopy(model)
+    saved.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

@@ -72,8 +72,9 @@ def main(out: Path, short: bool, seed: int | None) -> None:
     write_bytes(out / RESULTS, json.dumps(scores, indent=2).encode())
     write_bytes(out / HEAT_MAP, picture_of_weights(out / STATISTICS))
     click.echo(f"\n{table(scores)}\n")
-    best = max((label for label in scores if label.startswith("task_arithmetic")), key=lambda k: average(scores[k]))
-    click.echo(f"The best of the grid, found on the very prompts of this table: {best}.")
+    if not short:
+        best = max((label for label in scores if label.startswith("task_arithmetic")), key=lambda k: average(scores[k]))
+        click.echo(f"The best of the grid, found on the very prompts of this table: {best}.")
     click.echo(
         f"The merging weights of slta attn_mlp: {out / HEAT_MAP}. The recipes, to be run in {out}: {out / 'recipes'}."
     )

@@ -208,8 +208,7 @@ def _write_recipe(
 def evaluate(recipe: Path, out: Path, samples: int, json_file: str | None, **options: Any) -> None:
     """Measure how well the merged model in OUT does the tasks of RECIPE's experts.
 
-    `compare` with one merged model: for each task, its likelihood on records that calibration did not use, beside that
-    of the base model and of the task's expert, the share of the expert's gain that the merge keeps, and short answers.
+    `compare` with one merged model, which stands in one ranked table with the base model and the experts.
     """
     _compare(recipe, [out], samples, json_file, options)
 
@@ -223,13 +222,14 @@ def evaluate(recipe: Path, out: Path, samples: int, json_file: str | None, **opt
 def compare(
     recipe: Path, out: tuple[Path, ...], samples: int, json_file: str | None, figure_file: Path | None, **options: Any
 ) -> None:
-    """Compare merged models, each in a folder OUT, on the tasks of RECIPE's experts.
+    """Rank merged models, each in a folder OUT, the base model and the experts on the tasks of RECIPE's experts.
 
-    Beside the base model and each task's expert: the negative log-likelihood per token of the answers, or of all
-    tokens where no answer is known (lower is better), on records that calibration did not use, the share of the
-    expert's gain over the base model that each merge keeps, and where the records have short answers, the share of
-    them that greedy decoding gives exactly. Each model is run once, one layer in memory at a time, in float32; one
-    whose scores are in the cache folder is not run again.
+    One table, the best first: on average and for each task, the share of the short answers that greedy decoding gives
+    exactly, and the share of the expert's gain over the base model that is kept, on records that calibration did not
+    use. Below it the negative log-likelihood per token of the answers, or of all tokens where no answer is known (lower
+    is better). RECIPE may be for any method, also mergekit's own, if it names a `calibration` for each expert. Each
+    model is run once, one layer in memory at a time, in float32; one whose scores are in the cache folder is not run
+    again.
     """
     found = _compare(recipe, out, samples, json_file, options)
     if figure_file:

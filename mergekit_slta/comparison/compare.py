@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -89,21 +88,16 @@ class Standing:
 
     Attributes:
         model: its name: "base", "expert" and its own, or that of the merge.
-        scores, shares: its score on every task, and the share of the gain that it keeps there.
+        scores: its score on every task.
+        shares: the share of the gain that it keeps there.
         exact, kept: the means over the tasks where they are defined; None where there is none.
     """
 
     model: str
     scores: tuple[TaskScore, ...]
     shares: tuple[float | None, ...]
-
-    @property
-    def exact(self) -> float | None:
-        return _mean(score.exact for score in self.scores)
-
-    @property
-    def kept(self) -> float | None:
-        return _mean(self.shares)
+    exact: float | None
+    kept: float | None
 
 
 @dataclass(frozen=True)
@@ -133,12 +127,12 @@ class Comparison(Paragraphs):
         Where the records of a task have no short answers, what is kept decides alone.
         """
         tasks = self.all_tasks
-        names = ["base", *(f"expert {name}" for name in tasks if tasks[name] is not self.keep), *self.merged]
+        names = ["base", *(f"expert {name}" for name, task in tasks.items() if not task.of_base), *self.merged]
         scores = zip(*((task.base, *task.experts, *task.merged) for task in tasks.values()), strict=True)
-        found = [
-            Standing(name, own, tuple(task.kept(score) for task, score in zip(tasks.values(), own, strict=True)))
-            for name, own in zip(names, scores, strict=True)
-        ]
+        found = []
+        for name, own in zip(names, scores, strict=True):
+            shares = tuple(task.kept(score) for task, score in zip(tasks.values(), own, strict=True))
+            found.append(Standing(name, own, shares, _mean(score.exact for score in own), _mean(shares)))
         by_answers = all(task.answers for task in tasks.values())
 
         def rank(model: Standing) -> tuple[float, ...]:
@@ -266,11 +260,8 @@ def _task(name: str, group: Group, found: Sequence[Sequence[Score]], experts: in
     counted = [(score.exact is True or not of_base) and score.exact is not None for score in found[0]]
     base, *others = (_score(group, scores, counted) for scores in found)
     own, merged = tuple(others[:experts]), tuple(others[experts:])
-    expert = (
-        own[index]
-        if not of_base
-        else TaskScore(statistics.mean(score.loss for score in own), _mean(score.exact for score in own))
-    )
+    mean = TaskScore(sum(score.loss for score in own) / experts, _mean(score.exact for score in own))
+    expert = mean if of_base else own[index]
     known = sum(sample.begin > 1 for sample in group)
     return TaskComparison(name, len(group), _tokens(group), sum(counted), base, expert, own, merged, of_base, known)
 
