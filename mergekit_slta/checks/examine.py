@@ -21,6 +21,7 @@ from mergekit_slta.errors import SltaError, all_of
 from mergekit_slta.featcal.scratch import scratch_root
 from mergekit_slta.featcal.solvable import require_solvable
 from mergekit_slta.layers.submodules import fallbacks
+from mergekit_slta.models.merged_adapters import adapter_option
 from mergekit_slta.recipe.experiment import Experiment, opened
 from mergekit_slta.recipe.recipe import RecipeOrFile
 from mergekit_slta.recipe.settings import CalibrationSettings, FeatcalSettings, SltaSettings
@@ -37,10 +38,12 @@ class Findings(Paragraphs):
     Attributes:
         problems: what keeps the recipe from being merged.
         notes: what the user should know before the merge; none if there are problems.
+        verdict: what the recipe is ready for; empty if there are problems.
     """
 
     problems: list[str]
     notes: list[str]
+    verdict: str = ""
 
     def columns(self) -> dict[str, list[str]]:
         """The columns of ``to_frame``: a row for each sentence, a problem or a note."""
@@ -49,7 +52,7 @@ class Findings(Paragraphs):
 
     def __str__(self) -> str:
         count = len(self.problems)
-        found = f"{count} problem{'s' * (count > 1)} found." if count else "No problem found."
+        found = f"{count} problem{'s' * (count > 1)} found." if count else self.verdict
         return "\n".join([found, *(f"- {said}" for said in self.problems), *(f"Note: {note}" for note in self.notes)])
 
 
@@ -84,7 +87,21 @@ def check(
         return Findings(list(error.sentences), [])
     settings = experiment.recipe.settings
     coarser = fallbacks(experiment.decoder, settings.level) if isinstance(settings, SltaSettings) else []
-    return Findings([], [*map(str, coarser), *notes])  # a run logs the coarser levels when it measures
+    return Findings(
+        [], [*map(str, coarser), *notes], _verdict(recipe, experiment)
+    )  # a run logs coarser levels when it measures
+
+
+def _verdict(given: RecipeOrFile, experiment: Experiment) -> str:
+    recipe = experiment.recipe
+    experts, numbers = len(recipe.experts), sum(own.count for own in experiment.model(recipe.base).tensors.values())
+    size = f"{numbers / 1e9:.3g} billion" if numbers >= 1e9 else f"{numbers / 1e6:.3g} million"
+    keeping = ", and keeps what the base model does on its prompts" if recipe.keep else ""
+    file = os.fspath(given) if isinstance(given, (str, os.PathLike)) else "RECIPE"
+    return (
+        f"Ready: merges {experts} expert{'s' * (experts > 1)} of {size} parameters by {recipe.config.merge_method}"
+        f"{keeping}; next: mergekit-yaml {file} ./merged{adapter_option(recipe.references)}"
+    )
 
 
 def examine(

@@ -1,45 +1,34 @@
-"""The figure of a comparison of merged models: what each keeps of each expert's gain."""
+"""The figure of a comparison of merged models: exact answers, and what each keeps of each expert's gain."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING
 
-from mergekit_slta.errors import SltaError
 from mergekit_slta.figures import Matrix, Picture, heat_map
-from mergekit_slta.tables import short_names
 from mergekit_slta.words import percent
 
 if TYPE_CHECKING:
     from mergekit_slta.comparison.compare import Comparison
 
 
-def draw(comparison: Comparison) -> Picture:
-    """Draw a comparison: what each merge keeps of each expert's gain and of the base model, and short answers.
+def draw(comparison: Comparison) -> Picture | None:
+    """Draw a comparison: short answers, and what each model keeps of each expert's gain, the best model first.
 
-    Raises:
-        SltaError: there is nothing to draw.
+    Returns:
+        The picture; None if there is nothing to draw, because no expert gains anything on its own task and no record
+        has a short answer.
     """
-    columns = ["base", "expert", *comparison.merged]
-    tasks = dict(zip(short_names([task.model for task in comparison.tasks]), comparison.tasks, strict=True))
-    kept = {name: [task.kept(index) for index in range(len(task.merged))] for name, task in tasks.items()}
-    if keep := comparison.keep:
-        kept["the base model"] = [keep.kept(index) for index in range(len(keep.merged))]
-    exact = {
-        name: [score.exact for score in (task.base, task.expert, *task.merged)]
-        for name, task in tasks.items()
-        if task.answers
+    ranking = comparison.ranking
+    shares = {
+        "Short answers given exactly": [[score.exact for score in own.scores] for own in ranking],
+        "Kept of the experts' gains": [list(own.shares) for own in ranking],
     }
     matrices = []
-    for title, shares, names in (
-        ("What is kept of the experts' gains" + " and of the base model" * bool(keep), kept, comparison.merged),
-        ("Short answers given exactly", exact, columns),
-    ):
-        if any(share is not None for row in shares.values() for share in row):
-            values = [[math.nan if share is None else share for share in row] for row in shares.values()]
-            matrices.append(Matrix(title, values, list(shares), names))
+    for title, rows in shares.items():
+        if any(share is not None for row in rows for share in row):
+            values = [[math.nan if share is None else share for share in row] for row in rows]
+            matrices.append(Matrix(title, values, [own.model for own in ranking], list(comparison.all_tasks)))
     if not matrices:
-        raise SltaError("No expert gains anything on its own task, and no record has a short answer: nothing to draw.")
-    return heat_map(
-        matrices, x_label="model", y_label="task of", value_label="share", limits=(0.0, 1.0), numbers=percent
-    )
+        return None
+    return heat_map(matrices, x_label="task", y_label="model", value_label="share", limits=(0.0, 1.0), numbers=percent)

@@ -345,3 +345,26 @@ def require_calibration(recipe: Recipe, statistics: bool = False) -> None:
                     f"each the data of its own task, {EQUAL_DATA}."
                 )
     refuse(said)
+
+
+def data_of(recipe: Recipe) -> Recipe:
+    """A recipe with the same models and samples whose method takes samples: the recipe itself, or else one of ``slta``.
+
+    mergekit's own methods ignore ``calibration`` and the other parameters of samples, so their recipes may have them.
+
+    Raises:
+        SltaError: the recipe has no base model.
+    """
+    config, names = recipe.config, {"calibration", "template", "samples", "max_tokens", "seed"}
+    if issubclass(SETTINGS.get(config.merge_method, Parameters), CalibrationSettings):
+        return recipe
+    if config.base_model is None:
+        raise SltaError("The recipe has no base_model to compare with: name a recipe of the same experts that has one.")
+    tables = {**expert_parameters(config), config.base_model: base_parameters(config)}
+    shared = {name: value for name, value in shared_parameters(config).items() if name in names}
+    own = {
+        str(model): {name: table[name] for name in ("calibration", "template") if name in table}
+        for model, table in tables.items()
+        if table or model != config.base_model
+    }
+    return Recipe(str(config.base_model), own, **shared)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from mergekit_slta import files
 from mergekit_slta.figures import Bars, Matrix, bar_chart, heat_map
-from mergekit_slta.levels import kinds_of
-from mergekit_slta.nonlinearity.result import METRIC, SCORE, Linearity
+from mergekit_slta.levels import kinds_of, place_of
+from mergekit_slta.nonlinearity.result import METRIC, SCORE, Linearity, Value, pool_values
 from mergekit_slta.nonlinearity.scores import STEPS, distance_metric
 from mergekit_slta.reports.page import Chart, Page, Section
 from mergekit_slta.tables import Table, as_json, short_names
-from mergekit_slta.words import counted, enumerated, plain_number
+from mergekit_slta.words import counted, enumerated, percent, plain_number, where_most
 
+MOST_SCORE = 1.21  # of a root mean square deviation of 10 %
 MAPPED_LEVELS = ("model", "layer", "attn_mlp")  # the levels in Figure 6
 STEP_NAMES = [f"{step / STEPS:.1f}" for step in range(STEPS + 1)]
 BARS = "A bar is the mean, and the thin line at its end reaches one standard deviation to both sides, over "
@@ -51,13 +52,48 @@ def linearity_page(result: Linearity) -> Page:
     score = f"Like Figures 1a and 2 and Table 17 of the paper. Lower is more linear. {BARS}samples and submodules."
     return Page(
         title=f"Linearity of {enumerated(experts)} in their weights",
-        verdict=[score_sentence(result), *(_merge_sentence(result, size) for size in sizes), SCORES_MEANING],
+        verdict=[
+            verdict(result),
+            score_sentence(result),
+            *(_merge_sentence(result, size) for size in sizes),
+            SCORES_MEANING,
+        ],
         facts=_facts(result),
         sections=[
             Section("Single experts", charts=[_bars(result, "non-linearity", SCORE, score, {METRIC: ""}, single)]),
             *([Section("Merges", charts=_merge_charts(result, sizes))] if sizes else []),
             Section("On the way to an expert", [DISTANCES_MEANING], maps, _distance_table(result)),
         ],
+    )
+
+
+def verdict(result: Linearity) -> str:
+    """Whether merging weights suit these experts, which of them they do not suit, and which two disturb each other."""
+    level = "attn_mlp" if "attn_mlp" in result.levels else result.levels[-1]
+    names = dict(zip(result.experts, short_names(result.experts), strict=True))
+    bent = [names[own] for own, mean in _means_by_name(result, METRIC, level, names).items() if mean > MOST_SCORE]
+    if bent:
+        fit, them = ("do not fit", "them") if len(bent) > 1 else ("does not fit", "it")
+        said = (
+            f"{enumerated(bent)} {fit} merging weights, because features do not change in proportion to the weights: "
+            f"leave {them} out, or merge by featcal, which needs no proportion."
+        )
+    else:
+        these = "these" if len(names) > 1 else "it"
+        said = f"Merge {these}: at level {level}, features change nearly in proportion to the weights."
+    distances = _means_by_name(result, "projection_distance", level, _merges(result, 2))
+    if not distances:
+        return said
+    worst = max(distances, key=distances.__getitem__)
+    layers: dict[int, list[Value]] = {}
+    for name, value in result.metrics["projection_distance"][level][worst].items():
+        if (layer := place_of(name).layer) is not None:
+            layers.setdefault(layer, []).append(value)
+    where = where_most({layer: pool_values(values).mean for layer, values in layers.items()})
+    pair = enumerated([names[own] for own in result.members[worst]])
+    return (
+        f"{said} {pair} disturb each other most{where}: what they change together is {percent(distances[worst])} off "
+        "the sum of what each changes alone."
     )
 
 
@@ -89,6 +125,12 @@ def _listed(means: Mapping[str, float]) -> str:
 
 def _means(result: Linearity, metric: str, names: Sequence[str]) -> dict[str, float]:
     return {group: value.mean for group, value in result.pooled(metric, names).items()}
+
+
+def _means_by_name(result: Linearity, metric: str, level: str, names: Iterable[str]) -> dict[str, float]:
+    """A metric of experts or merges over all submodules of a level, where it is defined."""
+    means = {name: pool_values([*result.metrics[metric][level][name].values()]).mean for name in names}
+    return {name: mean for name, mean in means.items() if not math.isnan(mean)}
 
 
 def _merges(result: Linearity, size: int) -> list[str]:
