@@ -24,8 +24,8 @@ from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.tables import Table, short_names
 from mergekit_slta.words import counted, enumerated, kind_name, percent, plain_number, possessive, where_most
 
-# Of the quickstart's experts, those of which a merge keeps less than half of the feature change keep an eighth of their
-# gain in exact answers, those with 60 to 75 % keep a third or more.
+# Of the quickstart's experts, those that keep less than half of the feature change keep less than a third of their gain
+# in exact answers; those that keep 60 to 75 %, in merges of two, keep between a third and nearly all.
 LOSES_MOST, KEEPS_ENOUGH = 0.5, 0.75
 HARDLY_INTERFERES = 0.9  # what two experts, merged without others, keep on average
 KEEP_WEIGHTS = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)  # the weights κ of the base model's task in the picture of the trade
