@@ -171,7 +171,7 @@ class Comparison(Paragraphs):
         def rows(cells: Callable[[Standing], list[str]]) -> list[list[str]]:
             return [[_cut(own.model), *cells(own)] for own in ranking]
 
-        gain = "the share of the expert's gain in likelihood over the base model that is kept"
+        gain = "the share of the expert's gain in likelihood that is kept"
         short = f"Short answers (at most {SHORT_ANSWER} tokens) given exactly, and in brackets {gain}"
         if exact or ranking[0].kept is not None:
             yield f"{short if exact else gain.capitalize()}, by task; the best average first"
