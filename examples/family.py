@@ -4,6 +4,10 @@ Three tasks, each a line ``prompt=answer``. The base model knows a relative of e
 letters, translating two invented words - and has seen a few lines of the experts' own. Each expert then learns one
 task - adding, reversing and rotating, translating with the words swapped - and forgets the other two. The scores are
 exact matches on prompts that neither training nor calibration has seen.
+
+The family of seed 0 lies in ``examples/family``, as this made it; another seed makes another family, in a minute:
+
+    python examples/family.py OUT --seed 1
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import string
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import tokenizers
 import torch
 import transformers
@@ -36,6 +42,7 @@ CALIBRATION_RECORDS = 200
 PAD, BOS, UNKNOWN, END = "<pad>", "<bos>", "<unk>", "\n"
 IGNORED = -100  # the label that the loss skips
 SETTINGS = "family.json"
+SHIPPED = Path(__file__).with_name("family")
 CONFIG = {
     "model_type": "llama",
     "hidden_size": 128,
@@ -92,9 +99,6 @@ class Training:
     expert_rate: float = 7e-4
     batch: int = 32
     length: int = 64
-
-
-SHORT = Training(base_steps=60, expert_steps=30, batch=16)
 
 
 @dataclass(frozen=True)
@@ -192,51 +196,63 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def train_family(
     out_dir: str | Path,
     seed: int = 0,
-    short: bool = False,
     progress: bool = True,
     *,
     config: Mapping[str, Any] | None = None,
-    retrain: bool = False,
 ) -> Family:
-    """Train a base model and its three experts, or find them where they were trained before.
+    """Train a base model and its three experts by one thread, or find them where they were trained before.
+
+    They are saved in bfloat16.
 
     Args:
         out_dir: folder that gets ``base``, one folder per expert, and ``calibration``.
         seed: of the initialization and of the training data.
-        short: train for a few steps only, for tests: the experts do not learn their tasks.
-        progress: whether to show progress bars.
+        progress: whether to show a progress bar.
         config: entries of the models' configuration that differ from ``CONFIG``, such as
             ``{"model_type": "qwen2", "tie_word_embeddings": True}``.
-        retrain: train even if the family is there.
     """
     folder = Path(out_dir)
-    training = SHORT if short else Training()
+    training = Training()
     settings = _settings(seed, training, {**CONFIG, **(config or {})})
-    family = Family(
-        base=folder / "base",
-        experts={task: folder / task for task in TASKS},
-        calibration={task: folder / "calibration" / f"{task}.jsonl" for task in TASKS},
-    )
-    if not retrain and _read(folder / SETTINGS) == settings:
+    family = family_in(folder)
+    if _read(folder / SETTINGS) == settings:
         if progress:
             tqdm.write(f"The models in {folder} are of an earlier run and are used again: delete them to train anew.")
         return family
     # The settings are written last: a family without them is not complete.
     (folder / SETTINGS).unlink(missing_ok=True)
     tokenizer = build_tokenizer()
-    with torch.random.fork_rng(devices=[]):
+    torch.set_num_threads(1)  # more do not help models of this size, and their number changes the rounding
+    steps = training.base_steps + len(TASKS) * training.expert_steps
+    with torch.random.fork_rng(devices=[]), tqdm(total=steps, unit="step", disable=not progress) as bar:
         torch.manual_seed(seed)
         base = _build_model(tokenizer, settings["config"])
-        _train(base, tokenizer, "base", training, seed, progress)
+        _train(base, tokenizer, "base", training, seed, bar)
         _save(base, tokenizer, family.base)
         for task, path in family.experts.items():
             expert = copy.deepcopy(base)
-            _train(expert, tokenizer, task, training, seed, progress)
+            _train(expert, tokenizer, task, training, seed, bar)
             _save(expert, tokenizer, path)
     for task, path in family.calibration.items():
-        write_calibration(path, task, training.length, seed)
+        write_calibration(path, task, seed)
     write_bytes(folder / SETTINGS, json.dumps(settings, indent=2, sort_keys=True).encode())
     return family
+
+
+def family_in(folder: Path) -> Family:
+    """The family that was trained into a folder."""
+    return Family(
+        base=folder / "base",
+        experts={task: folder / task for task in TASKS},
+        calibration={task: folder / "calibration" / f"{task}.jsonl" for task in TASKS},
+    )
+
+
+def copy_shipped(folder: Path) -> Family:
+    """Put a copy of the family of ``examples/family`` into a folder, in place of one that was trained there."""
+    (folder / SETTINGS).unlink(missing_ok=True)
+    shutil.copytree(SHIPPED, folder, dirs_exist_ok=True)
+    return family_in(folder)
 
 
 @torch.inference_mode()
@@ -270,17 +286,14 @@ def held_out_prompts(task: str, items: int) -> list[str]:
     return list(dict.fromkeys(TASKS[task].draw(rng, held_out=True) for _ in range(4 * items)))[:items]
 
 
-def write_calibration(path: Path, task: str, length: int, seed: int) -> None:
-    """Write calibration data as ``.jsonl``: texts of several lines, as long as the rows of the training data.
-
-    A record has its ``text``, and the same text in two fields: the ``answer`` of its last line, and what is before it.
-    """
+def write_calibration(path: Path, task: str, seed: int) -> None:
+    """Write different prompts of a task with their answers as ``.jsonl``: the text, and its two parts."""
     rng = random.Random(f"calibration/{task}/{seed}")
-    records = []
-    for _ in range(CALIBRATION_RECORDS):
-        text = _text(task, rng, length - 1)
-        begin = text.rindex("=") + 1
-        records.append({"text": text, "question": text[:begin], "answer": text[begin:]})
+    prompts: dict[str, None] = {}
+    while len(prompts) < CALIBRATION_RECORDS:
+        prompts[TASKS[task].draw(rng)] = None
+    pairs = [(f"{prompt}=", TASKS[task].answer(prompt) + END) for prompt in prompts]
+    records = [{"text": question + answer, "question": question, "answer": answer} for question, answer in pairs]
     write_bytes(path, "".join(json.dumps(record) + "\n" for record in records).encode())
 
 
@@ -290,17 +303,6 @@ def write_bytes(path: Path, content: bytes) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_bytes(content)
     os.replace(beside, path)
-
-
-def _text(task: str, rng: random.Random, length: int) -> str:
-    """Lines of a task, of ``length`` characters at most in all."""
-    lines: list[str] = []
-    while True:
-        prompt = TASKS[task].draw(rng)
-        line = f"{prompt}={TASKS[task].answer(prompt)}{END}"
-        if sum(map(len, lines)) + len(line) > length:
-            return "".join(lines)
-        lines.append(line)
 
 
 def _settings(seed: int, training: Training, config: dict[str, Any]) -> dict[str, Any]:
@@ -327,7 +329,7 @@ def _build_model(tokenizer: PreTrainedTokenizerFast, config: Mapping[str, Any]) 
 
 
 def _train(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, name: str, training: Training, seed: int, progress: bool
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, name: str, training: Training, seed: int, bar: Any
 ) -> None:
     """Train the base model on everything, or an expert on its task alone."""
     if name == "base":
@@ -343,13 +345,15 @@ def _train(
         optimizer, lambda step: min((step + 1) / warm_up, (steps - step) / (steps - warm_up))
     )
     model.train()
-    for _ in tqdm(range(steps), desc=f"Training {name}", unit="step", disable=not progress):
+    bar.set_description(f"Training {name}")
+    for _ in range(steps):
         tokens, labels = _stack([next(rows) for _ in range(training.batch)])
         model(input_ids=tokens, labels=labels).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
+        bar.update()
 
 
 def _rows(vocabulary: Mapping[str, int], own: Mapping[str, float], length: int, rng: random.Random) -> Iterator[Row]:
@@ -384,5 +388,19 @@ def _stack(rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    model.save_pretrained(folder)
+    saved: Any = copy.deepcopy(model)
+    saved.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+@click.command()
+@click.argument("out", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--seed", default=0, show_default=True, help="Of the initialization and of the training data.")
+def main(out: Path, seed: int) -> None:
+    """Train a family into the folder OUT: a base model, an expert for each task, and calibration data."""
+    transformers.utils.logging.disable_progress_bar()
+    train_family(out, seed)
+
+
+if __name__ == "__main__":
+    main()

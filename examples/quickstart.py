@@ -1,4 +1,4 @@
-"""Train a tiny model family, merge it in many ways with the stock mergekit-yaml, and compare the merges.
+"""Merge a tiny model family in many ways with the stock mergekit-yaml, and compare the merges.
 
 Runs offline on two CPU cores, in the environment that mergekit-slta is installed in:
 
@@ -7,14 +7,11 @@ Runs offline on two CPU cores, in the environment that mergekit-slta is installe
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +19,11 @@ import click
 import torch
 import transformers
 import yaml
-from family import TASKS, Family, evaluate, train_family, write_bytes
+from family import TASKS, Family, copy_shipped, evaluate, train_family, write_bytes
+from mergekit.scripts import run_yaml
 from tqdm import tqdm
 
-from mergekit_slta.reports.figures import Matrix, heat_map
+from mergekit_slta.figures import Matrix, heat_map
 from mergekit_slta.slta.statistics import Statistics
 
 STATISTICS = "statistics.safetensors"
@@ -33,8 +31,6 @@ HEAT_MAP = "alpha.png"
 RESULTS = "results.json"
 GRID = (0.2, 0.4, 0.6, 0.8, 1.0)
 SHORT = ("task_arithmetic 0.4", "sftm", "actmat", "slta attn_mlp", "featcal")  # the rows of a short run
-THREADS = 2  # more do not help models of this size, and their number changes the rounding
-ANSWERED = "{question}{answer}"  # the same text as a record's ``text``; it also tells `compare` the last line's answer
 BRANCHES = {"attn": "Attention", "mlp": "MLP"}
 
 Recipe = dict[str, Any]
@@ -52,40 +48,38 @@ Scores = dict[str, float]
 @click.option(
     "--short",
     is_flag=True,
-    help="Train for a few steps only and merge in five ways, to see that it runs; the scores mean nothing.",
+    help="Merge in five ways only, to see that it runs.",
 )
-@click.option("--seed", default=0, show_default=True, help="Of the family and of the methods that draw at random.")
-@click.option("--retrain", is_flag=True, help="Train the family even if it is there.")
-def main(out: Path, short: bool, seed: int, retrain: bool) -> None:
-    """Train a tiny family (a base model, three experts), merge it, compare the merges, draw the merging weights."""
+@click.option("--seed", type=int, help="Train another family, by this seed.  [default: the family in examples/family]")
+def main(out: Path, short: bool, seed: int | None) -> None:
+    """Merge a tiny family (a base model, three experts), compare the merges, draw the merging weights."""
     started = time.monotonic()
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    torch.set_num_threads(THREADS)
-    family = train_family(out / "family", seed, short, retrain=retrain)
+    torch.set_num_threads(1)
+    family = copy_shipped(out / "family") if seed is None else train_family(out / "family", seed)
     trained = time.monotonic()
-    scores = evaluate_family(family)
     # Statistics of a family that was trained otherwise would be refused.
     (out / STATISTICS).unlink(missing_ok=True)
     todo = {label: made for label, made in recipes(family, out, GRID).items() if not short or label in SHORT}
-    # Two at a time, because most of the time of so small a merge is Python's start in one thread.
-    with ThreadPoolExecutor(2) as pool, tqdm(total=len(todo), desc="Merging", unit="merge") as bar:
-        for label, folder in zip(todo, pool.map(lambda label: merge(out, label, todo[label], seed), todo), strict=True):
-            scores[label] = evaluate(folder)
-            bar.set_description(f"Merged by {label}")
+    models = {"base": family.base, **{f"expert {task}": folder for task, folder in family.experts.items()}}
+    scores: dict[str, Scores] = {}
+    with tqdm(total=len(models) + len(todo), unit="model") as bar:
+        for label in (*models, *todo):
+            bar.set_description(label)
+            scores[label] = evaluate(models[label] if label in models else merge(out, label, todo[label], seed or 0))
             bar.update()
     write_bytes(out / RESULTS, json.dumps(scores, indent=2).encode())
     write_bytes(out / HEAT_MAP, picture_of_weights(out / STATISTICS))
     click.echo(f"\n{table(scores)}\n")
-    if short:
-        click.echo("This was a short run: the models hardly learned, and the numbers cannot be compared with any.")
-    else:
+    if not short:
         best = max((label for label in scores if label.startswith("task_arithmetic")), key=lambda k: average(scores[k]))
         click.echo(f"The best of the grid, found on the very prompts of this table: {best}.")
     click.echo(
         f"The merging weights of slta attn_mlp: {out / HEAT_MAP}. The recipes, to be run in {out}: {out / 'recipes'}."
     )
-    click.echo(f"{time.monotonic() - started:.0f} s in all, {trained - started:.0f} s of them for training.")
+    training = "" if seed is None else f", {trained - started:.0f} s of them for training"
+    click.echo(f"{time.monotonic() - started:.0f} s in all{training}.")
 
 
 def recipes(family: Family, out: Path, grid: tuple[float, ...]) -> dict[str, Recipe]:
@@ -95,8 +89,6 @@ def recipes(family: Family, out: Path, grid: tuple[float, ...]) -> dict[str, Rec
         models = []
         for task, folder in family.experts.items():
             calibration = {"calibration": _local(family.calibration[task], out)} if data else {}
-            if method == "slta":  # by ``text`` in featcal: there one line's answer would weigh more than the others
-                calibration["template"] = ANSWERED
             models.append({"model": _local(folder, out), "parameters": {**(expert or {}), **calibration}})
         base = {} if method == "linear" else {"base_model": _local(family.base, out)}
         return {"merge_method": method, **base, "models": models, "parameters": shared, "dtype": "float32"}
@@ -115,31 +107,17 @@ def recipes(family: Family, out: Path, grid: tuple[float, ...]) -> dict[str, Rec
 
 
 def merge(out: Path, label: str, recipe: Recipe, seed: int) -> Path:
-    """Write a recipe and run it as a user does; returns the merged model's folder."""
+    """Write a recipe and run it by the command mergekit-yaml; returns the merged model's folder.
+
+    In this process, because most of the time of so small a merge would be the start of another.
+    """
     name = label.replace(" ", "-")
     file, folder = Path("recipes") / f"{name}.yml", Path("merged") / name
     write_bytes(out / file, yaml.safe_dump(recipe, sort_keys=False).encode())
     shutil.rmtree(out / folder, ignore_errors=True)
-    command = shutil.which("mergekit-yaml", path=str(Path(sys.executable).parent))
-    if command is None:
-        raise click.ClickException(f"There is no mergekit-yaml beside {sys.executable}: install mergekit-slta there.")
-    done = subprocess.run(
-        [command, file, folder, "--random-seed", str(seed), "--quiet"],
-        cwd=out,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},  # two merges run at a time
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    if done.returncode != 0:
-        raise click.ClickException(f"mergekit-yaml {file} failed:\n{done.stdout}")
+    with contextlib.chdir(out):
+        run_yaml.main([str(file), str(folder), "--random-seed", str(seed), "--quiet"], standalone_mode=False)
     return out / folder
-
-
-def evaluate_family(family: Family) -> dict[str, Scores]:
-    """The scores of the base model and of each expert."""
-    models = {"base": family.base, **{f"expert {task}": folder for task, folder in family.experts.items()}}
-    return {label: evaluate(folder) for label, folder in tqdm(models.items(), desc="Evaluating", unit="model")}
 
 
 def average(scores: Scores) -> float:

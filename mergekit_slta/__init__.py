@@ -11,22 +11,36 @@ slta.merge(recipe, "merged/")
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+__all__ = [
+    "Recipe",
+    "SltaError",
+    "Solution",
+    "Statistics",
+    "check",
+    "compare",
+    "evaluate",
+    "linearity",
+    "measure",
+    "merge",
+    "publish",
+    "report",
+    "verify",
+]
 
-# The public names, for type checkers here, and for Python below: each is imported on first use, which takes seconds.
+# For type checkers here, and for Python below: each name is imported on first use, because torch takes seconds.
 if TYPE_CHECKING:
-    from mergekit_slta.checks.examine import check as check
-    from mergekit_slta.comparison.compare import compare as compare
-    from mergekit_slta.comparison.compare import evaluate as evaluate
-    from mergekit_slta.errors import SltaError as SltaError
-    from mergekit_slta.host.merge import merge as merge
-    from mergekit_slta.nonlinearity.scores import linearity as linearity
-    from mergekit_slta.output.publish import publish as publish
-    from mergekit_slta.output.verify import verify as verify
-    from mergekit_slta.recipe.recipe import Recipe as Recipe
-    from mergekit_slta.reports.merge import report as report
-    from mergekit_slta.slta.measure import measure as measure
-    from mergekit_slta.slta.solution import Solution as Solution
-    from mergekit_slta.slta.statistics import Statistics as Statistics
+    from mergekit_slta.checks.examine import check
+    from mergekit_slta.comparison.compare import compare, evaluate
+    from mergekit_slta.errors import SltaError
+    from mergekit_slta.host.merge import merge
+    from mergekit_slta.nonlinearity.scores import linearity
+    from mergekit_slta.output.publish import publish
+    from mergekit_slta.output.verify import verify
+    from mergekit_slta.recipe.recipe import Recipe
+    from mergekit_slta.reports.merge import report
+    from mergekit_slta.slta.measure import measure
+    from mergekit_slta.slta.solution import Solution
+    from mergekit_slta.slta.statistics import Statistics
 else:  # a type checker would take any misspelt name for one that __getattr__ knows
     _MODULES = {
         "Recipe": "recipe.recipe",
@@ -54,5 +68,5 @@ else:  # a type checker would take any misspelt name for one that __getattr__ kn
         globals()[name] = value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
         return value
 
-    def __dir__():
-        return sorted({*globals(), *_MODULES})
+    def __dir__():  # what help() and tab completion show: no rooms, although Python makes them attributes
+        return [*__all__, *(name for name in globals() if name.startswith("__"))]

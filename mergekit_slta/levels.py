@@ -97,6 +97,15 @@ def place_of(name: str) -> Place:
     return Place(int(match[1]), re.sub(r"\.\d+(?![^.])", "", match[2] or "layer", count=1))
 
 
+def kinds_of(names: Iterable[str]) -> dict[str, dict[int, list[int]]]:
+    """The positions in ``names`` of the submodules of each kind, by layer."""
+    kinds: dict[str, dict[int, list[int]]] = {}
+    for index, name in enumerate(names):
+        place = place_of(name)
+        kinds.setdefault(place.kind, {}).setdefault(place.layer or 0, []).append(index)
+    return kinds
+
+
 def of_level(names: Iterable[str], level: str) -> list[str]:
     """The names of a level's submodules among those of several levels, sorted."""
     if level == "model":

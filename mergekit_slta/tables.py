@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 from pydantic import ConfigDict, TypeAdapter
+
+from mergekit_slta.errors import SltaError
+
+if TYPE_CHECKING:
+    import pandas
 
 
 @dataclass(frozen=True)
@@ -22,12 +28,21 @@ class Table:
 
     def __str__(self) -> str:
         """The table as text, the first column to the left and the others to the right."""
-        widths = [max(map(len, column)) for column in zip(self.header, *self.rows, strict=True)]
-        lines = []
-        for name, *cells in (self.header, *self.rows):
-            right = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-            lines.append("  ".join([name.ljust(widths[0]), *right]).rstrip())
-        return "\n".join(lines)
+        return self.within(sys.maxsize)
+
+    def within(self, width: int) -> str:
+        """The table as text; columns for which lines of ``width`` characters are too short follow below."""
+        columns = list(zip(self.header, *self.rows, strict=True))
+        first, *others = [[cell.ljust(max(map(len, columns[0]))) for cell in columns[0]]] + [
+            [cell.rjust(max(map(len, column))) for cell in column] for column in columns[1:]
+        ]
+        blocks = [[first]]
+        for column in others:
+            if len(blocks[-1]) > 1 and sum(len(before[0]) + 2 for before in blocks[-1]) + len(column[0]) > width:
+                blocks.append([first])
+            blocks[-1].append(column)
+        texts = ("\n".join("  ".join(line).rstrip() for line in zip(*block, strict=True)) for block in blocks)
+        return "\n\n".join(texts)
 
     def __html__(self) -> str:
         """The table as HTML; jinja calls this method. Cells are escaped, because they may hold any text."""
@@ -38,14 +53,14 @@ class Table:
         return Markup("<table>\n<thead><tr>{}</tr></thead>\n<tbody>\n{}</tbody>\n</table>").format(header, body)
 
 
-def as_percentage(share: float | None) -> str:
-    """A share with one decimal, as in "83.1%"; a dash where it is not defined."""
-    return "-" if share is None or math.isnan(share) else f"{without_sign_of_zero(share):.1%}"
+def as_percentage(share: float | None, digits: int = 1) -> str:
+    """A share with one decimal, as in "83.1%", or as many as ``digits``; a dash where it is not defined."""
+    return "-" if share is None or math.isnan(share) else f"{without_sign_of_zero(share, 2 + digits):.{digits}%}"
 
 
-def without_sign_of_zero(number: float) -> float:
-    """A number to show with three decimals; one that rounds to zero has no sign."""
-    return round(number, 3) + 0.0
+def without_sign_of_zero(number: float, decimals: int = 3) -> float:
+    """A number to show with three decimals, or other ``decimals``; one that rounds to zero has no sign."""
+    return round(number, decimals) + 0.0
 
 
 def as_size(nbytes: float) -> str:
@@ -64,14 +79,39 @@ def as_paragraphs(*parts: object) -> str:
 
 
 class Paragraphs:
-    """A result that prints as sentences and tables, and shows the same in a notebook."""
+    """A result that prints as sentences and tables, shows the same in a notebook, and gives its numbers to pandas.
+
+    A class has its ``parts``, or only sentences, a line each, as its ``__str__``; and its ``columns``.
+    """
 
     def parts(self) -> Iterator[str | Table]:
         """The sentences and tables in their order."""
+        yield from str(self).splitlines()
+
+    def columns(self) -> Mapping[str, Sequence[Any]]:
+        """The columns of ``to_frame`` by their names."""
         raise NotImplementedError
+
+    def to_frame(self) -> pandas.DataFrame:
+        """The numbers as a table of pandas, whose columns ``columns`` describes; what is undefined is NaN.
+
+        Returns:
+            A ``pandas.DataFrame``.
+
+        Raises:
+            SltaError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise SltaError("'to_frame' makes a table of pandas, which is not installed: pip install pandas.") from None
+        return pandas.DataFrame(self.columns())
 
     def __str__(self) -> str:
         return "\n\n".join(map(str, self.parts()))
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def _repr_html_(self) -> str:
         return as_paragraphs(*self.parts())

@@ -10,7 +10,7 @@ import evaluate_pair
 import pytest
 import yaml
 from click.testing import CliRunner
-from family import TASKS, held_out_prompts, train_family
+from family import TASKS, copy_shipped, held_out_prompts
 
 from mergekit_slta.recipe.recipe import Recipe
 
@@ -78,7 +78,7 @@ def test_a_pair_from_the_merges_to_the_table(tmp_path: Path, monkeypatch: pytest
     """Everything runs, an interrupted run goes on, and a merged model's scores are those of its own predictions."""
     pytest.importorskip("lm_eval")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
-    family = train_family(tmp_path / "family", short=True, progress=False)
+    family = copy_shipped(tmp_path / "family")
     keep = tmp_path / "keep.jsonl"
     keep.write_text("".join(family.calibration[task].read_text() for task in ("strings", "words")))
     arguments = [

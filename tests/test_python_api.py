@@ -53,7 +53,13 @@ def test_the_example_gives_the_weights_that_the_commands_give(folder: Path, caps
 
     table = mergekit_slta.Statistics.load(folder / "stats.safetensors").solve().table()
     assert str(table) in said
-    for expected in ("±", "alpha strings", "gain kept", str(out / "plain.yml"), str(out / "report" / "report.html")):
+    for expected in (
+        "±",
+        "alpha strings",
+        "is kept, by task",
+        str(out / "plain.yml"),
+        str(out / "report" / "report.html"),
+    ):
         assert expected in said
     assert_self_contained((out / "report" / "report.html").read_text())
     assert "task_arithmetic" in (out / "plain.yml").read_text()

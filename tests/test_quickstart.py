@@ -1,43 +1,69 @@
-"""The quickstart's family: what its calibration records hold, and that it is trained once."""
+"""The quickstart's family: what its calibration records hold, that it is trained once, and the README's table."""
 
 from __future__ import annotations
 
+import filecmp
 import json
 from pathlib import Path
 
 import family
 import pytest
 import quickstart
+from click.testing import CliRunner
 from support.calibration_samples import source_of
+from test_docs import TEXTS, blocks
+from transformers import AutoTokenizer
 
 
 @pytest.fixture
 def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A family that was trained, as far as its settings say; training it again fails."""
-    settings = family._settings(0, family.SHORT, family.CONFIG)
+    settings = family._settings(0, family.Training(), family.CONFIG)
     family.write_bytes(tmp_path / family.SETTINGS, json.dumps(settings).encode())
     monkeypatch.setattr(family, "_train", None)
     return tmp_path
 
 
 def test_a_family_that_is_there_is_used_again_which_is_said(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = family.train_family(trained, 0, short=True)
+    found = family.train_family(trained, 0)
     assert found.base == trained / "base"
     assert f"{trained} are of an earlier run and are used again" in capsys.readouterr().out
     with pytest.raises(TypeError):
-        family.train_family(trained, 1, short=True, progress=False)
+        family.train_family(trained, 1, progress=False)
 
 
 @pytest.mark.parametrize("task", list(family.TASKS))
-def test_the_template_gives_the_text_and_its_last_answer(task: str, tmp_path: Path) -> None:
-    path, length = tmp_path / "task.jsonl", family.Training.length
-    family.write_calibration(path, task, length, 0)
-    tokenizer = family.build_tokenizer()
-    whole = source_of(str(path), tokenizer, max_tokens=length).draw(30)
-    parts = source_of(str(path), tokenizer, max_tokens=length, template=quickstart.ANSWERED).draw(30)
-    assert parts.token_ids == whole.token_ids
-    for row, answer in zip(parts.token_ids, parts.answers, strict=True):
-        assert answer is not None
-        line = str(tokenizer.decode(list(row))).removeprefix("<bos>").splitlines()[-1]
-        prompt, _, said = line.rpartition("=")
-        assert tokenizer.decode(list(row[slice(*answer)])) == said == family.TASKS[task].answer(prompt)
+def test_a_shipped_record_is_a_prompt_and_its_answer(task: str, tmp_path: Path) -> None:
+    shipped = family.family_in(family.SHIPPED)
+    family.write_calibration(tmp_path / "again.jsonl", task, 0)
+    assert filecmp.cmp(shipped.calibration[task], tmp_path / "again.jsonl", shallow=False)
+    tokenizer = AutoTokenizer.from_pretrained(shipped.base)
+    drawn = source_of(str(shipped.calibration[task]), tokenizer, max_tokens=64).draw(family.CALIBRATION_RECORDS)
+    assert len(set(drawn.token_ids)) == family.CALIBRATION_RECORDS
+    for row, answer in zip(drawn.token_ids, drawn.answers, strict=True):
+        prompt, _, said = str(tokenizer.decode(list(row))).removeprefix("<bos>").removesuffix("\n").rpartition("=")
+        assert answer and tokenizer.decode(list(row[slice(*answer)])) == said == family.TASKS[task].answer(prompt)
+
+
+def test_the_shipped_models_give_the_readmes_scores() -> None:
+    """Training rounds differently on every processor, merging and scoring hardly: one prompt is 0.005."""
+    shipped = family.family_in(family.SHIPPED)
+    for row, folder in {"base": shipped.base, "expert words": shipped.experts["words"]}.items():
+        assert list(family.evaluate(folder).values()) == pytest.approx(readme_table()[row][:3], abs=0.011)
+
+
+@pytest.mark.slow
+def test_the_quickstart_prints_the_readmes_table(tmp_path: Path) -> None:
+    done = CliRunner().invoke(quickstart.main, ["--out", str(tmp_path)], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    scores = json.loads((tmp_path / quickstart.RESULTS).read_text())
+    assert scores.keys() == readme_table().keys()
+    for row, expected in readme_table().items():
+        assert list(scores[row].values()) == pytest.approx(expected[:3], abs=0.021), row
+
+
+def readme_table() -> dict[str, list[float]]:
+    """The scores in the README's table by the names of its rows."""
+    (table,) = [body for body in blocks(TEXTS["README.md"], "") if "task_arithmetic" in body]
+    rows = [line.rsplit(maxsplit=4) for line in table.splitlines()[1:]]
+    return {name: list(map(float, numbers)) for name, *numbers in rows}

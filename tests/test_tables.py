@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from support.html_elements import Elements
 
-from mergekit_slta.nonlinearity.scores import Value
-from mergekit_slta.tables import Table, as_json, as_paragraphs, as_percentage, as_size, short_names
+from mergekit_slta.errors import SltaError
+from mergekit_slta.nonlinearity.result import Value
+from mergekit_slta.tables import Paragraphs, Table, as_json, as_paragraphs, as_percentage, as_size, short_names
 
 
 def test_a_share_that_rounds_to_zero_has_no_sign() -> None:
@@ -24,6 +28,13 @@ def test_a_size_has_three_digits(nbytes: int, written: str) -> None:
     assert as_size(nbytes) == written
 
 
+def test_columns_that_are_too_many_for_a_line_follow_below_with_the_names_of_the_rows() -> None:
+    table = Table(["of", "one", "two", "three"], [["a", "1", "2", "3"]])
+    assert table.within(12).splitlines() == ["of  one  two", "a     1    2", "", "of  three", "a       3"]
+    assert table.within(11).splitlines()[0] == "of  one"
+    assert str(table).splitlines() == ["of  one  two  three", "a     1    2      3"]
+
+
 def test_a_table_as_html_is_escaped() -> None:
     evil = "<b>&'\""
     text = as_paragraphs(evil, Table([evil, "n"], [[evil, "{}"]]))
@@ -31,6 +42,29 @@ def test_a_table_as_html_is_escaped() -> None:
     assert tags == ["p", "table", "thead", "tr", "th", "th", "tbody", "tr", "th", "td"]
     assert Elements(text).text.count(evil) == 3
     assert "{}" in text
+
+
+def test_a_result_shows_itself_and_gives_its_numbers_to_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Result(Paragraphs):
+        def parts(self) -> Iterator[str | Table]:
+            yield Table(["<i>", "n"], [["<b>", "1.00"]])
+            yield "A & B."
+
+        def columns(self) -> dict[str, list[Any]]:
+            return {"<i>": ["<b>"], "n": [1.0]}
+
+    class Sentences(Paragraphs):
+        def __str__(self) -> str:
+            return "A & B.\n- <b>"
+
+    assert repr(Result()) == str(Result()) == "<i>     n\n<b>  1.00\n\nA & B."
+    assert Elements(Result()._repr_html_()).text.split() == ["<i>n", "<b>1.00", "A", "&", "B."]
+    assert repr(Sentences()) == "A & B.\n- <b>"
+    assert Sentences()._repr_html_() == "<p>A &amp; B.</p>\n<p>- &lt;b&gt;</p>"
+    assert Result().to_frame().to_dict("list") == Result().columns()
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(SltaError, match="pip install pandas"):
+        Result().to_frame()
 
 
 def test_numbers_that_are_not_finite_are_null_in_json() -> None:

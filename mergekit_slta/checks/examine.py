@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import huggingface_hub
+import torch
 from mergekit.common import ModelReference
 
 from mergekit_slta.checks import data, models, space, tensors, tokenizers
@@ -21,58 +22,90 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, all_of
 from mergekit_slta.featcal.solvable import require_solvable
 from mergekit_slta.layers.submodules import fallbacks
-from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.options import ModelOptions
+from mergekit_slta.models.merged_adapters import adapter_option
+from mergekit_slta.recipe.experiment import Experiment, opened
 from mergekit_slta.recipe.recipe import RecipeOrFile
 from mergekit_slta.recipe.settings import CalibrationSettings, FeatcalSettings, SltaSettings
 from mergekit_slta.recipe.text import ignored
+from mergekit_slta.tables import Paragraphs
 
 HALF = ("bfloat16", "float16")
 
 
-@dataclass(frozen=True)
-class Findings:
+@dataclass(frozen=True, repr=False)
+class Findings(Paragraphs):
     """The findings of the checks, one sentence each.
 
     Attributes:
         problems: what keeps the recipe from being merged.
         notes: what the user should know before the merge; none if there are problems.
+        verdict: what the recipe is ready for; empty if there are problems.
         needs: download, disk, memory and licences of the merge; None if there are problems.
     """
 
     problems: list[str]
     notes: list[str]
+    verdict: str = ""
     needs: Needs | None = None
+
+    def columns(self) -> dict[str, list[str]]:
+        """The columns of ``to_frame``: a row for each sentence, a problem or a note."""
+        kinds = ["problem"] * len(self.problems) + ["note"] * len(self.notes)
+        return {"kind": kinds, "sentence": [*self.problems, *self.notes]}
 
     def __str__(self) -> str:
         count = len(self.problems)
-        found = f"{count} problem{'s' * (count > 1)} found." if count else "No problem found."
+        found = f"{count} problem{'s' * (count > 1)} found." if count else self.verdict
         said = [found, *(f"- {said}" for said in self.problems), *(f"Note: {note}" for note in self.notes)]
         return "\n".join([*said, *([str(self.needs)] if self.needs else [])])
 
 
 def check(
-    recipe: RecipeOrFile, out_path: str | os.PathLike[str] | None = None, **options: Unpack[ModelOptions]
+    recipe: RecipeOrFile,
+    out_path: str | os.PathLike[str] | None = None,
+    *,
+    device: str | torch.device = "cpu",
+    trust_remote_code: bool = False,
+    lora_merge_cache: str | None = None,
+    transformers_cache: str | None = None,
+    quiet: bool = False,
 ) -> Findings:
     """Find out what is wrong with a recipe; read configurations, file headers and calibration data, but no weights.
 
     Args:
         recipe: a recipe for ``slta``, ``featcal``, ``actmat`` or ``sftm``, or its file.
         out_path: the folder of the merged model, to check that there is room for it.
-        options: where to compute, and how to get models; see ``ModelOptions``.
+        device: where to compute: "cpu", "cuda", or a GPU such as "cuda:1".
+        trust_remote_code: run the Python code that comes with a model (dangerous).
+        lora_merge_cache: the folder to merge LoRA adapters in; without one, adapters are refused.
+        transformers_cache: the folder for downloaded files; the Hub's own cache by default.
+        quiet: no progress bars and no notes.
 
     Returns:
         Problems, which keep the recipe from being merged, or notes and the merge's download, disk, memory and
         licences; ``print`` shows them as sentences.
     """
-    experiment = Experiment(recipe, **options)
+    experiment = opened(recipe, device, trust_remote_code, lora_merge_cache, transformers_cache, quiet)
     try:
         notes = examine(experiment, out_path=out_path)
     except SltaError as error:
         return Findings(list(error.sentences), [])
     settings = experiment.recipe.settings
     coarser = fallbacks(experiment.decoder, settings.level) if isinstance(settings, SltaSettings) else []
-    return Findings([], [*map(str, coarser), *notes], needs(experiment))  # a run logs the coarser levels, measuring
+    notes = [*map(str, coarser), *notes]  # a run logs the coarser levels when it measures
+    return Findings([], notes, _verdict(recipe, experiment), needs(experiment))
+
+
+def _verdict(given: RecipeOrFile, experiment: Experiment) -> str:
+    recipe = experiment.recipe
+    experts, numbers = len(recipe.experts), sum(own.count for own in experiment.model(recipe.base).tensors.values())
+    size = f"{numbers / 1e9:.3g} billion" if numbers >= 1e9 else f"{numbers / 1e6:.3g} million"
+    keeping = ", and keeps what the base model does on its prompts" if recipe.keep else ""
+    file = os.fspath(given) if isinstance(given, (str, os.PathLike)) else "RECIPE"
+    return (
+        f"Ready: merges {experts} expert{'s' * (experts > 1)} of {size} parameters by {recipe.config.merge_method}"
+        f"{keeping}; next: mergekit-yaml {file} ./merged{adapter_option(recipe.references)}"
+    )
 
 
 def examine(

@@ -91,7 +91,7 @@ def check(recipe: Path, **options: Any) -> None:
         raise click.exceptions.Exit(1)
     for note in found.notes if not options["quiet"] else ():
         click.echo(f"Note: {note}", err=True)
-    click.echo(f"{recipe}: no problem found.")
+    click.echo(f"{recipe}: no problem found. {found.verdict}")
     if not options["quiet"]:
         click.echo(found.needs)
 
@@ -128,7 +128,7 @@ def calibrate(recipe: Path, stats: Path, levels: list[str], **options: Any) -> N
         statistics = measured_statistics(experiment, levels, path)
     if ranks.first:
         found = "fits already and was not touched" if finished else "written"
-        click.echo(f"{path} {found}: {as_size(path.stat().st_size)}, {statistics}")
+        click.echo(f"{path} {found}: {as_size(path.stat().st_size)}, {statistics.summary}")
 
 
 @main.command(short_help="Get merging weights and recipes from a statistics file.")
@@ -211,8 +211,7 @@ def _write_recipe(
 def evaluate(recipe: Path, out: Path, samples: int, json_file: str | None, **options: Any) -> None:
     """Measure how well the merged model in OUT does the tasks of RECIPE's experts.
 
-    `compare` with one merged model: for each task, its likelihood on records that calibration did not use, beside that
-    of the base model and of the task's expert, the share of the expert's gain that the merge keeps, and short answers.
+    `compare` with one merged model, which stands in one ranked table with the base model and the experts.
     """
     _compare(recipe, [out], samples, json_file, options)
 
@@ -226,19 +225,24 @@ def evaluate(recipe: Path, out: Path, samples: int, json_file: str | None, **opt
 def compare(
     recipe: Path, out: tuple[Path, ...], samples: int, json_file: str | None, figure_file: Path | None, **options: Any
 ) -> None:
-    """Compare merged models, each in a folder OUT, on the tasks of RECIPE's experts.
+    """Rank merged models, each in a folder OUT, the base model and the experts on the tasks of RECIPE's experts.
 
-    Beside the base model and each task's expert: the negative log-likelihood per token of the answers, or of all
-    tokens where no answer is known (lower is better), on records that calibration did not use, the share of the
-    expert's gain over the base model that each merge keeps, and where the records have short answers, the share of
-    them that greedy decoding gives exactly. Each model is run once, one layer in memory at a time, in float32; one
-    whose scores are in the cache folder is not run again.
+    One table, the best first: on average and for each task, the share of the short answers that greedy decoding gives
+    exactly, and the share of the expert's gain over the base model that is kept, on records that calibration did not
+    use. Below it the negative log-likelihood per token of the answers, or of all tokens where no answer is known (lower
+    is better). RECIPE may be for any method, also mergekit's own, if it names a `calibration` for each expert. Each
+    model is run once, one layer in memory at a time, in float32; one whose scores are in the cache folder is not run
+    again.
     """
     found = _compare(recipe, out, samples, json_file, options)
     if figure_file:
-        from mergekit_slta.reports.comparison import write_comparison
+        from mergekit_slta.comparison.figure import draw  # imports matplotlib
 
-        write_comparison(found, figure_file)
+        if picture := draw(found):
+            files.write(figure_file.expanduser(), picture.png())
+        else:
+            said = "No expert gains anything on its own task and no record has a short answer"
+            click.echo(f"{said}: {figure_file} would be empty and is not drawn.", err=True)
 
 
 def _compare(
@@ -246,8 +250,9 @@ def _compare(
 ) -> Comparison:
     from mergekit_slta.checks.examine import sound_experiment
     from mergekit_slta.comparison.compare import compare as compare_merges
+    from mergekit_slta.recipe.recipe import Recipe, data_of
 
-    experiment = sound_experiment(recipe, **applied(options))
+    experiment = sound_experiment(data_of(Recipe.load(recipe)), **applied(options))
     found = compare_merges(experiment, out, samples)
     _show(found, found.to_json, json_file)
     return found
@@ -272,7 +277,7 @@ def linearity(
     from mergekit_slta.checks.examine import sound_experiment
     from mergekit_slta.host.run import joined_ranks
     from mergekit_slta.nonlinearity.scores import DEFAULT_LEVELS, plan_linearity
-    from mergekit_slta.reports.linearity import score_table, write_linearity
+    from mergekit_slta.reports.linearity import verdict, write_linearity
 
     merge_options = applied(options)
     with joined_ranks() as ranks:
@@ -285,7 +290,7 @@ def linearity(
         result = plan.measure(experiment.quiet)
     if ranks.first:
         path = write_linearity(result, folder)
-        click.echo(f"{score_table(result)}\n\n{path} written")
+        click.echo(f"{verdict(result)}\n\n{result}\n\n{path} written")
 
 
 @main.command(short_help="Show what a merge keeps and how sure its weights are.")
@@ -307,7 +312,7 @@ def report(stats: str, folder: Path, transformers_cache: str | None) -> None:
     torch.set_num_threads(1)  # fastest for many tiny matrices
     page = report_page(Statistics.load(stats, transformers_cache))
     path = page.write(folder, "report.html")
-    click.echo(f"{page.verdict[0]}\n\n{path} written")
+    click.echo(f"{page.verdict[0]}\n{page.verdict[1]}\n\n{path} written")
 
 
 @main.command(cls=MergeCommand, short_help="Merge, as mergekit-yaml does.")

@@ -49,7 +49,10 @@ def mergekit_options() -> list[click.Option]:
 
 
 def applied(options: Mapping[str, Any]) -> dict[str, Any]:
-    """mergekit's options with its logging set up; under torchrun the processes are spread over the GPUs."""
+    """Set up logging and threads by mergekit's options, and return the others, as our functions take them.
+
+    Under torchrun the processes are spread over the GPUs.
+    """
     import torch
     import transformers
     from mergekit.options import MergeOptions
@@ -58,7 +61,7 @@ def applied(options: Mapping[str, Any]) -> dict[str, Any]:
     merge_options.apply_global_options()
     if merge_options.quiet:
         transformers.utils.logging.disable_progress_bar()
-    found = merge_options.model_dump()
+    found = merge_options.model_dump(include=options.keys() - {"cuda", "num_threads", "verbosity"})
     if merge_options.device == "cuda" and "LOCAL_RANK" in os.environ:
         found["device"] = f"cuda:{int(os.environ['LOCAL_RANK']) % max(1, torch.cuda.device_count())}"
     return found

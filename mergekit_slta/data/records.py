@@ -39,8 +39,9 @@ class Text(NamedTuple):
         is_chat: whether a chat template wrote it.
         answer: the place of the answer in the text, without blanks around it: the index of its first character, and of
             the one after its last. The answer is the last turn if it is an assistant's, the last part of a pair, or the
-            last of several fields in a template that ends with it. None where there is no such part, or where a chat
-            template does not show which part of its text is the last turn.
+            last of several fields in a template that ends with it; where a text or a template shows none, the last
+            part of a pair that the record has too, if all its parts are in the text. None where there is no such part,
+            or where a chat template does not show which part of its text is the last turn.
     """
 
     text: str
@@ -75,14 +76,26 @@ def record_text(record: Record, template: str, *, where: object, render_chat: Ca
     for fields in groups:
         parts = [_plain_text(record[field], f"{where}: {field!r}") for field in fields]
         if text := "\n".join(part for part in parts if part.strip()):
-            last = len(text) - len(parts[-1])
-            return Text(text, answer=_without_blanks(text, last, len(text)) if len(parts) > 1 else None)
+            return Text(text, answer=_answer_of_pair(record, text))
     if not chats and not groups:
         raise SltaError(
             f"{where} has none of the known fields: its fields are {in_a_list(record)}. "
             "Give the expert a 'template' that names the fields to use, such as '{question} {answer}'."
         )
     return Text("")
+
+
+def _answer_of_pair(record: Record, text: str) -> Span | None:
+    """Where the answer of a known pair of the record is, in a text that holds the pair's parts one after the other."""
+    for fields in TEXT_FIELDS[1:]:
+        *parts, answer = ("" if record.get(field) is None else str(record[field]).strip() for field in fields)
+        end = 0
+        for part in parts:
+            begin = text.find(part, end)
+            end = begin + len(part) if begin >= 0 else len(text)
+        if answer and (begin := text.rfind(answer, end)) >= 0:
+            return begin, begin + len(answer)
+    return None
 
 
 def _last_turn(turns: Turns, text: str, render_chat: Callable[[Turns], str]) -> Span | None:
@@ -171,7 +184,7 @@ def _fill(template: str, record: Record, where: object) -> Text:
     ended = template.rstrip()  # a block of YAML ends with a newline
     *_, (_, last, _, _) = formatter.parse(ended)
     if len(fields) < 2 or last is None:  # the template ends with words of its own
-        return Text(text)
+        return Text(text, answer=_answer_of_pair(record, text))
     end = len(text) - (len(template) - len(ended))
     return Text(text, answer=_without_blanks(text, end - len(formatter.last), end))
 

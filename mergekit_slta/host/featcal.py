@@ -12,6 +12,7 @@ from mergekit_slta.host.method import Merge, method_spec, write_report
 from mergekit_slta.layers.blend import weighted_sum
 from mergekit_slta.recipe.recipe import published_name
 from mergekit_slta.recipe.settings import FeatcalSettings
+from mergekit_slta.tables import as_percentage, short_names
 
 
 class FeatcalMerge(Merge):
@@ -25,10 +26,14 @@ class FeatcalMerge(Merge):
         experiment = self.opened
         settings = experiment.recipe.settings_of(FeatcalSettings)
         solved = solve_model(experiment, settings)
+        errors, recipe = solved.errors(), experiment.recipe
+        names = [*short_names([published_name(own.reference) for own in recipe.experts]), "the base model"]
+        last = zip(names, errors[ERRORS[MERGED]][-1].tolist(), strict=False)
+        self.kept = "Distance of the merge's features from each model's own after the last layer, on its prompts: "
+        self.kept += ", ".join(f"{name} {as_percentage(error)}" for name, error in last) + "."
         if settings.report and experiment.ranks.first:
             from mergekit_slta.reports.featcal import drift_page  # imports matplotlib, which takes a second
 
-            errors = solved.errors()
             models = [published_name(task.reference) for task in experiment.recipe.tasks]
             merged, anchor = errors[ERRORS[MERGED]], errors[ERRORS[ANCHOR]]
             page = drift_page(merged, anchor, models, settings)

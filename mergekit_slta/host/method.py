@@ -58,11 +58,13 @@ class Merge:
     Attributes:
         spec: the method as mergekit declares it.
         solution: the merging weights, of an ``slta`` merge whose models have run.
+        kept: a sentence on what is kept of each model, of a method that knows it once its models have run.
         experiment: the opened recipe; None where mergekit merges tensors that belong to no recipe of models.
     """
 
     spec: ClassVar[MergeMethodSpec]
     solution: Solution | None = None
+    kept: str = ""
 
     def __init__(self, experiment: Experiment | None) -> None:
         self.experiment = experiment

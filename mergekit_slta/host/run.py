@@ -18,6 +18,7 @@ from mergekit.options import MergeOptions
 from mergekit_slta.checks import examine
 from mergekit_slta.engine.ranks import Ranks, joined
 from mergekit_slta.errors import files_named, one_line
+from mergekit_slta.host.afterword import afterword
 from mergekit_slta.host.registry import METHODS
 from mergekit_slta.models.loaders import ONE_AT_A_TIME, adapt_loaders
 from mergekit_slta.output import card
@@ -96,6 +97,8 @@ def _run(stock: Callable[..., None], experiment: Experiment, out: str, source: s
             card.write_card(folder, recipe.config, source, merge.solution)
         except Exception as error:  # the model is written: nothing about its card may make the merge fail
             LOG.warning("The model card says only what mergekit knows (%s).", one_line(error))
+    for line in afterword(experiment, merge, out) if not experiment.quiet else ():
+        click.echo(line, err=True)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from mergekit_slta.layers.blend import weighted_sum
 from mergekit_slta.recipe.settings import SltaSettings
 from mergekit_slta.slta.measure import measured_statistics, solved
 from mergekit_slta.slta.weights import TensorWeights
+from mergekit_slta.tables import as_percentage, short_names
 
 LOG = logging.getLogger(__name__)
 
@@ -31,6 +32,10 @@ class SltaMerge(Merge):
         self.solution, self._weights = solved(experiment, measured_statistics(experiment))
         for note in self.solution.notes():
             LOG.warning("%s", note)
+        shares = zip(short_names(self.solution.models), self.solution.kept.tolist(), strict=True)
+        said = [f"{name} {as_percentage(share)}" for name, share in shares]
+        said += [f"the base model on its prompts {as_percentage(self.solution.base_kept)}"] * self.solution.keeps_base
+        self.kept = f"Kept of each expert's change of the features: {', '.join(said)}."
         if settings.report and experiment.ranks.first:
             from mergekit_slta.reports.merge import report_page  # imports matplotlib, which takes a second
 

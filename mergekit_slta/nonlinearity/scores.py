@@ -9,11 +9,11 @@ Shapes: ``g`` experts merged, ``n`` samples, ``K`` settings, ``N`` steps from th
 from __future__ import annotations
 
 import logging
-import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, product
-from typing import Unpack
+from typing import SupportsIndex
 
 import torch
 from tqdm import tqdm
@@ -26,8 +26,8 @@ from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.layers.trace import on_device
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.nonlinearity.interpolation import Grams, Interpolation, passes_per_sample
-from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.options import ModelOptions
+from mergekit_slta.nonlinearity.result import Linearity, Value
+from mergekit_slta.recipe.experiment import Experiment, opened
 from mergekit_slta.recipe.recipe import RecipeOrFile, published_names, require_calibration
 
 LOG = logging.getLogger(__name__)
@@ -140,67 +140,6 @@ def plan_studies(experts: int, pairs: bool = True, triples: bool = False) -> lis
     ]
 
 
-# Scores
-
-
-@dataclass(frozen=True)
-class Value:
-    """Mean and (population) standard deviation of ``n`` numbers; NaN if ``n`` is 0."""
-
-    mean: float
-    std: float
-    n: int
-
-    @staticmethod
-    def of(numbers: torch.Tensor) -> Value:
-        """Summarize the numbers [n] that are not NaN."""
-        found = numbers[~numbers.isnan()]
-        if not len(found):
-            return Value(math.nan, math.nan, 0)
-        return Value(float(found.mean()), float(found.std(correction=0)), len(found))
-
-
-def pool_values(values: Sequence[Value]) -> Value:
-    """Mean and standard deviation of the numbers behind several values together."""
-    found = [value for value in values if value.n]
-    n = sum(value.n for value in found)
-    if not n:
-        return Value(math.nan, math.nan, 0)
-    mean = sum(value.n * value.mean for value in found) / n
-    variance = sum(value.n * (value.std**2 + (value.mean - mean) ** 2) for value in found) / n
-    return Value(mean, math.sqrt(variance), n)
-
-
-# metric -> level -> expert, or "A+B" -> submodule
-Metrics = dict[str, dict[str, dict[str, dict[str, Value]]]]
-
-
-@dataclass(frozen=True)
-class Linearity:
-    """How linear models and submodules are in their weights.
-
-    Attributes:
-        experts: the experts' names.
-        levels: the levels that were measured.
-        samples: how many samples each expert has.
-        metrics: ``non_linearity`` (Eq. 19; over samples), ``distance_0.0`` ... ``distance_1.0`` (Table 18; over
-            samples), ``projection_distance`` (Eq. 8) and ``cosine_merge`` (Eq. 16), both over the settings of a merge,
-            and ``cosine_base`` (Eq. 17; over samples).
-        maps: level -> expert -> submodule -> [N + 1, N + 1], the mean distances of Figure 6.
-        skipped: level -> expert or "A+B" -> how many times a sample was left out of a submodule because a feature
-            delta is zero.
-        members: the experts' names of each "A+B".
-    """
-
-    experts: tuple[str, ...]
-    levels: tuple[str, ...]
-    samples: tuple[int, ...]
-    metrics: Metrics
-    maps: dict[str, dict[str, dict[str, torch.Tensor]]]
-    skipped: dict[str, dict[str, int]]
-    members: dict[str, tuple[str, ...]]
-
-
 def distance_metric(step: int) -> str:
     """The name of the metric for the distance to the expert after ``step`` of ``N`` steps."""
     return f"distance_{step / STEPS:.1f}"
@@ -268,10 +207,15 @@ class Plan:
 def linearity(
     recipe: RecipeOrFile | Experiment,
     levels: str | Sequence[str] | None = None,
-    samples: int = 5,
+    samples: int | SupportsIndex = 5,
     pairs: bool = True,
     triples: bool = False,
-    **options: Unpack[ModelOptions],
+    *,
+    device: str | torch.device = "cpu",
+    trust_remote_code: bool = False,
+    lora_merge_cache: str | None = None,
+    transformers_cache: str | None = None,
+    quiet: bool = False,
 ) -> Linearity:
     """Measure how linear a recipe's models are in their weights; the number of forward passes is logged first.
 
@@ -281,15 +225,22 @@ def linearity(
         samples: how many records of each expert's calibration data are used.
         pairs: compare 25 merges of every two experts with the experts.
         triples: compare 27 merges of every three experts with the experts.
-        options: how a recipe is opened, as for ``Experiment``.
+        device: where to compute: "cpu", "cuda", or a GPU such as "cuda:1".
+        trust_remote_code: run the Python code that comes with a model (dangerous).
+        lora_merge_cache: the folder to merge LoRA adapters in; without one, adapters are refused.
+        transformers_cache: the folder for downloaded files; the Hub's own cache by default.
+        quiet: no progress bars and no notes.
+
+    Returns:
+        Every score by level, expert or merge, and submodule; printed, it is a table.
 
     Raises:
         SltaError: an expert has no usable calibration data, two models have the same name, a level does not apply to
             the models, or one sample does not fit into memory.
     """
-    experiment = recipe if isinstance(recipe, Experiment) else Experiment(recipe, **options)
+    experiment = opened(recipe, device, trust_remote_code, lora_merge_cache, transformers_cache, quiet)
     chosen = [levels] if isinstance(levels, str) else levels or DEFAULT_LEVELS
-    plan = plan_linearity(experiment, chosen, samples=samples, pairs=pairs, triples=triples)
+    plan = plan_linearity(experiment, chosen, samples=operator.index(samples), pairs=pairs, triples=triples)
     LOG.info("%s.", plan)
     return plan.measure(experiment.quiet)
 

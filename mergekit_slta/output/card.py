@@ -106,10 +106,10 @@ def _section(config: MergeConfiguration, solution: Solution | None) -> str:
     ]
     again = "mergekit alone cannot do this merge; the model itself needs neither program."
     if solution is not None:
-        from mergekit_slta.reports.merge import verdict
+        from mergekit_slta.reports.merge import kept_sentence
 
         paragraphs += [
-            f"{verdict(solution)} This is a share of feature change, not accuracy.",
+            f"{kept_sentence(solution)} This is a share of feature change, not accuracy.",
             f"![The merging weight of each expert in each layer]({ALPHA_FIGURE})",
         ]
         again = (

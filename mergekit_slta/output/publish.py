@@ -25,7 +25,7 @@ from mergekit_slta.output.finite import is_finite
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.recipe.settings import SltaSettings
 from mergekit_slta.slta.statistics import STATISTICS_OF_MERGE
-from mergekit_slta.tables import as_size
+from mergekit_slta.tables import Paragraphs, as_size
 
 # What belongs to a model beside its weights. Anything else in the folder stays where it is.
 PUBLISHED = (
@@ -41,8 +41,8 @@ _TEXTS = (card.CARD, "config.json", "tokenizer_config.json")
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
-@dataclass(frozen=True)
-class Publication:
+@dataclass(frozen=True, repr=False)
+class Publication(Paragraphs):
     """What is published of a merged model; printed, it is a list.
 
     Attributes:
@@ -58,6 +58,10 @@ class Publication:
     left_out: tuple[str, ...]
     notes: tuple[str, ...]
     address: str | None = None
+
+    def columns(self) -> dict[str, list[Any]]:
+        """The columns of ``to_frame``: a row for each file, with its size in bytes."""
+        return {"file": [name for name, _ in self.files], "bytes": [size for _, size in self.files]}
 
     def __str__(self) -> str:
         size = as_size(sum(size for _, size in self.files))
@@ -89,6 +93,9 @@ def publish(
         dry_run: check, and say what would be uploaded, but write and upload nothing.
         trust_remote_code: run the Python code that comes with the model.
         quiet: no progress bars.
+
+    Returns:
+        The repository, the files with their sizes, what was left out, and the address if it was uploaded.
 
     Raises:
         SltaError: everything that is wrong with the model, one sentence each, or why the Hub does not take it.

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Unpack
 
 import torch
 from mergekit.architecture import get_architecture_info
@@ -25,17 +24,17 @@ from mergekit_slta.models.loaders import ONE_AT_A_TIME, adapt_loaders
 from mergekit_slta.output.finite import is_finite
 from mergekit_slta.output.usable import lacking_files, loading_problems
 from mergekit_slta.recipe.configuration import expert_references
-from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.options import ModelOptions
+from mergekit_slta.recipe.experiment import Experiment, opened
 from mergekit_slta.recipe.recipe import RecipeOrFile
 from mergekit_slta.recipe.settings import SETTINGS, SltaSettings
 from mergekit_slta.slta.measure import measured_statistics, solved
 from mergekit_slta.slta.statistics import STATISTICS_OF_MERGE
 from mergekit_slta.slta.weights import TensorWeights
+from mergekit_slta.tables import Paragraphs
 
 
-@dataclass(frozen=True)
-class Verification:
+@dataclass(frozen=True, repr=False)
+class Verification(Paragraphs):
     """What a second look at a merged model found; printed, it is sentences.
 
     Attributes:
@@ -54,6 +53,10 @@ class Verification:
     where: str
     notes: tuple[str, ...] = ()
 
+    def columns(self) -> dict[str, list[str]]:
+        """The column of ``to_frame``: a row for each problem."""
+        return {"problem": list(self.problems)}
+
     def __str__(self) -> str:
         values = f"{self.compared} compared by value, largest difference {self.largest:.3g}"
         if not self.compared:
@@ -68,7 +71,16 @@ class Verification:
         return "\n".join([said, *(f"Note: {note}" for note in self.notes)])
 
 
-def verify(recipe: RecipeOrFile, merged: str | os.PathLike[str], **options: Unpack[ModelOptions]) -> Verification:
+def verify(
+    recipe: RecipeOrFile,
+    merged: str | os.PathLike[str],
+    *,
+    device: str | torch.device = "cpu",
+    trust_remote_code: bool = False,
+    lora_merge_cache: str | None = None,
+    transformers_cache: str | None = None,
+    quiet: bool = False,
+) -> Verification:
     """Re-read a merged model tensor by tensor, and compare it with what its recipe says.
 
     Names, shapes, data types and finiteness are compared for every method, and for ``slta``, whose statistics must have
@@ -78,7 +90,11 @@ def verify(recipe: RecipeOrFile, merged: str | os.PathLike[str], **options: Unpa
     Args:
         recipe: the recipe that was merged, or its file.
         merged: the folder that the merge was written to.
-        options: where to compute, and how to get models; see ``ModelOptions``.
+        device: where to compute: "cpu", "cuda", or a GPU such as "cuda:1".
+        trust_remote_code: run the Python code that comes with a model (dangerous).
+        lora_merge_cache: the folder to merge LoRA adapters in; without one, adapters are refused.
+        transformers_cache: the folder for downloaded files; the Hub's own cache by default.
+        quiet: no progress bars and no notes.
 
     Returns:
         The differences: values differ that are farther apart than the rounding of the merge allows.
@@ -88,7 +104,8 @@ def verify(recipe: RecipeOrFile, merged: str | os.PathLike[str], **options: Unpa
             there are no statistics of an ``slta`` merge.
     """
     with ONE_AT_A_TIME:
-        experiment, folder = Experiment(recipe, **options), Path(merged).expanduser()
+        folder = Path(merged).expanduser()
+        experiment = opened(recipe, device, trust_remote_code, lora_merge_cache, transformers_cache, quiet)
         stored = folder_headers(folder)
         experiment.open()
         experts = expert_references(experiment.recipe.config)

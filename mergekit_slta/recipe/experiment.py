@@ -25,7 +25,7 @@ from mergekit_slta.models.architecture import architecture_of
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.headers import Model, folder_headers, open_model, other_vocabularies
 from mergekit_slta.models.layout import Layout
-from mergekit_slta.recipe.recipe import EQUAL_DATA, RecipeOrFile, Task, loaded
+from mergekit_slta.recipe.recipe import EQUAL_DATA, RecipeOrFile, Task, loaded, plain_values
 from mergekit_slta.recipe.samples import Samples
 from mergekit_slta.recipe.settings import CalibrationSettings
 
@@ -36,7 +36,7 @@ class Experiment:
     Args:
         recipe: the recipe, or its file.
         ranks: the processes that share the work.
-        options: mergekit's options by their names; see ``recipe.options``.
+        options: mergekit's options by their names.
 
     Attributes:
         device: where the layers run.
@@ -51,8 +51,7 @@ class Experiment:
         self.ranks = ranks or Ranks()
         if unknown := sorted(options.keys() - MergeOptions.model_fields.keys()):
             raise TypeError(f"mergekit has no option {', '.join(unknown)}.")
-        device = options.get("device")
-        self.options = MergeOptions(**{**options, "device": device and str(device)})
+        self.options = MergeOptions(**plain_values(options))
         on_all_gpus = self.options.multi_gpu and self.options.device == "cpu"
         self.device = "cuda" if on_all_gpus else str(self.options.device)
         self._models: dict[ModelReference, Model | SltaError] = {}
@@ -221,3 +220,24 @@ class Experiment:
                 f"positions: set 'max_tokens: {most}' or less."
             )
         return drawn
+
+
+def opened(
+    recipe: RecipeOrFile | Experiment,
+    device: str | torch.device = "cpu",
+    trust_remote_code: bool = False,
+    lora_merge_cache: str | None = None,
+    transformers_cache: str | None = None,
+    quiet: bool = False,
+) -> Experiment:
+    """The experiment of a recipe; one that is opened keeps its options. The arguments are those of ``measure``."""
+    if isinstance(recipe, Experiment):
+        return recipe
+    return Experiment(
+        recipe,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        lora_merge_cache=lora_merge_cache,
+        transformers_cache=transformers_cache,
+        quiet=quiet,
+    )

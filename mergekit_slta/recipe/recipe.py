@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, SupportsFloat, SupportsIndex, TypeAlias, TypeVar
 
 import torch
 import yaml
@@ -25,6 +25,7 @@ from mergekit_slta.recipe.text import faults
 
 Given = TypeVar("Given", bound=Parameters)
 Kind = TypeVar("Kind", bound=MethodSettings)
+_NO_PARAMETERS = ("self", "base", "experts", "method", "dtype", "out_dtype")
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,13 @@ class Recipe:
         method: ``slta``, ``featcal``, ``actmat`` or ``sftm``.
         dtype: the data type to merge in.
         out_dtype: the data type to write; by default ``dtype``.
-        parameters: the method's parameters for the whole merge, such as ``level="layer"``.
+        level, balance, edges, statistics: the parameters of ``slta`` for the whole merge, which the page on recipes
+            describes; here and below None leaves the method's default.
+        anchor, head, scratch: those of ``featcal``.
+        samples, max_tokens, seed, template, batch_tokens, towers, report: those of both.
+        ridge: that of both and of ``actmat``.
+        scale: that of ``actmat``.
+        lambda_, rank, density: those of ``sftm``, the first without the recipe's name ``lambda``, a word of Python's.
 
     Attributes:
         config: the recipe as mergekit reads it.
@@ -81,24 +88,50 @@ class Recipe:
         *,
         dtype: str | torch.dtype = "float32",
         out_dtype: str | torch.dtype | None = None,
-        **parameters: Any,
+        level: str | None = None,
+        samples: int | SupportsIndex | None = None,
+        max_tokens: int | SupportsIndex | None = None,
+        seed: int | SupportsIndex | None = None,
+        balance: bool | None = None,
+        ridge: float | SupportsFloat | list[Any] | Literal["auto"] | None = None,
+        edges: str | None = None,
+        towers: str | None = None,
+        batch_tokens: int | SupportsIndex | None = None,
+        statistics: str | os.PathLike[str] | None = None,
+        report: str | os.PathLike[str] | None = None,
+        template: str | None = None,
+        anchor: str | None = None,
+        head: bool | None = None,
+        scratch: str | os.PathLike[str] | None = None,
+        scale: float | SupportsFloat | list[Any] | None = None,
+        lambda_: float | SupportsFloat | list[Any] | None = None,
+        rank: int | SupportsIndex | list[Any] | None = None,
+        density: float | SupportsFloat | list[Any] | None = None,
     ) -> None:
+        given = {name.rstrip("_"): value for name, value in locals().items() if name not in _NO_PARAMETERS}
+        parameters = {name: value for name, value in given.items() if value is not None}
         names = [experts] if isinstance(experts, (str, os.PathLike)) else experts
-        given = names if isinstance(names, Mapping) else {name: {} for name in names}
-        tables = {name: own if isinstance(own, Mapping) else {"calibration": own} for name, own in given.items()}
+        listed = names if isinstance(names, Mapping) else {name: {} for name in names}
+        tables = {name: own if isinstance(own, Mapping) else {"calibration": own} for name, own in listed.items()}
         content = {
             "merge_method": method,
             "base_model": str(base),
-            "models": [{"model": str(name), "parameters": _plain_values(table)} for name, table in tables.items()],
-            "parameters": _plain_values(parameters),
+            "models": [{"model": str(name), "parameters": plain_values(table)} for name, table in tables.items()],
+            "parameters": plain_values(parameters),
             "dtype": _plain(dtype),
             **({"out_dtype": _plain(out_dtype)} if out_dtype else {}),
         }
         self._parse(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), "This recipe")
 
+    def __repr__(self) -> str:
+        return self.text.rstrip()
+
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Recipe:
         """Read a recipe from a YAML file.
+
+        Returns:
+            The recipe; printed, it is its YAML.
 
         Raises:
             SltaError: the file cannot be read, is not valid YAML, or is not a mergekit recipe.
@@ -230,17 +263,20 @@ class Recipe:
         return [*([base] if base else []), *expert_references(self.config)]
 
 
-def _plain_values(parameters: Mapping[str, Any]) -> dict[str, Any]:
+def plain_values(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters or options as YAML writes them, from what a Python program gives."""
     return {name: _plain(value) for name, value in parameters.items()}
 
 
 def _plain(value: Any) -> Any:
-    """A value as YAML writes it: paths and data types as strings, scalars of numpy and torch as numbers."""
+    """Paths, data types and devices as strings, scalars and arrays of numpy and torch as numbers and lists."""
+    if isinstance(value, Mapping):
+        return plain_values(value)
     if isinstance(value, (list, tuple)):
         return [_plain(part) for part in value]
-    if isinstance(value, (os.PathLike, torch.dtype)):
+    if isinstance(value, (os.PathLike, torch.dtype, torch.device)):
         return str(value).removeprefix("torch.")
-    return value.item() if hasattr(value, "item") else value
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _table(kind: type[Given], given: Mapping[str, Any]) -> Given:
@@ -309,3 +345,26 @@ def require_calibration(recipe: Recipe, statistics: bool = False) -> None:
                     f"each the data of its own task, {EQUAL_DATA}."
                 )
     refuse(said)
+
+
+def data_of(recipe: Recipe) -> Recipe:
+    """A recipe with the same models and samples whose method takes samples: the recipe itself, or else one of ``slta``.
+
+    mergekit's own methods ignore ``calibration`` and the other parameters of samples, so their recipes may have them.
+
+    Raises:
+        SltaError: the recipe has no base model.
+    """
+    config, names = recipe.config, {"calibration", "template", "samples", "max_tokens", "seed"}
+    if issubclass(SETTINGS.get(config.merge_method, Parameters), CalibrationSettings):
+        return recipe
+    if config.base_model is None:
+        raise SltaError("The recipe has no base_model to compare with: name a recipe of the same experts that has one.")
+    tables = {**expert_parameters(config), config.base_model: base_parameters(config)}
+    shared = {name: value for name, value in shared_parameters(config).items() if name in names}
+    own = {
+        str(model): {name: table[name] for name in ("calibration", "template") if name in table}
+        for model, table in tables.items()
+        if table or model != config.base_model
+    }
+    return Recipe(str(config.base_model), own, **shared)

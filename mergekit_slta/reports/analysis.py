@@ -8,8 +8,6 @@ Shapes: ``S`` submodules of a level, ``T`` experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
 from mergekit_slta.levels import place_of
@@ -19,15 +17,6 @@ from mergekit_slta.slta.solver import SubmoduleSolution, bootstrap, pooled
 DRAWS = 200
 INTERVAL = (0.05, 0.95)
 SEED = 0
-
-
-def kinds_of(names: Iterable[str]) -> dict[str, dict[int, list[int]]]:
-    """The positions in ``names`` of the submodules of each kind, by layer."""
-    kinds: dict[str, dict[int, list[int]]] = {}
-    for index, name in enumerate(names):
-        place = place_of(name)
-        kinds.setdefault(place.kind, {}).setdefault(place.layer or 0, []).append(index)
-    return kinds
 
 
 def kept_by_layer(solution: Solution) -> dict[int, torch.Tensor]:
@@ -44,10 +33,15 @@ def kept_by_layer(solution: Solution) -> dict[int, torch.Tensor]:
 
 
 def intervals(solution: Solution) -> torch.Tensor:
-    """The ends of the merging weights' 90 % bootstrap intervals, [2, S, T]; NaN if a task has one sample."""
+    """The ends of the merging weights' 90 % bootstrap intervals, [2, S, T].
+
+    NaN if a task has one sample, and for weights that were chosen.
+    """
     statistics, ends = solution.statistics, torch.tensor(INTERVAL, dtype=torch.float64)
     draws = (
         bootstrap(statistics.grams[name], statistics.task, DRAWS, seed=SEED, **solution.settings)
         for name in solution.alpha
     )
-    return torch.stack([drawn.quantile(ends, dim=0) for drawn in draws], 1)
+    found = torch.stack([drawn.quantile(ends, dim=0) for drawn in draws], 1)
+    found[:, [name in solution.chosen for name in solution.alpha]] = torch.nan
+    return found

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import torch
 
+from mergekit_slta.figures import Line, Panel, line_chart
 from mergekit_slta.recipe.settings import FeatcalSettings
-from mergekit_slta.reports.figures import Line, Panel, line_chart
 from mergekit_slta.reports.page import Chart, Page, Section
-from mergekit_slta.reports.words import enumerated, plain_number, possessive
 from mergekit_slta.tables import Table, short_names
+from mergekit_slta.words import enumerated, plain_number, possessive
 
 ERRORS_MEANING = (
     "The error of a layer is the distance between the merged model's output and the expert's output, relative to the "

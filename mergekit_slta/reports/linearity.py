@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from mergekit_slta import files
-from mergekit_slta.levels import place_of
-from mergekit_slta.nonlinearity.scores import STEPS, Linearity, Value, distance_metric, pool_values
-from mergekit_slta.reports.analysis import kinds_of
-from mergekit_slta.reports.figures import Bars, Matrix, bar_chart, heat_map
+from mergekit_slta.figures import Bars, Matrix, bar_chart, heat_map
+from mergekit_slta.levels import kinds_of, place_of
+from mergekit_slta.nonlinearity.result import METRIC, SCORE, Linearity, Value, pool_values
+from mergekit_slta.nonlinearity.scores import STEPS, distance_metric
 from mergekit_slta.reports.page import Chart, Page, Section
-from mergekit_slta.reports.words import counted, enumerated, kind_name, plain_number
 from mergekit_slta.tables import Table, as_json, short_names
+from mergekit_slta.words import counted, enumerated, percent, plain_number, where_most
 
-METRIC, SCORE = "non_linearity", "Non-linearity score"
-LINEAR_MAPS = "linear map"
+MOST_SCORE = 1.21  # of a root mean square deviation of 10 %
 MAPPED_LEVELS = ("model", "layer", "attn_mlp")  # the levels in Figure 6
 STEP_NAMES = [f"{step / STEPS:.1f}" for step in range(STEPS + 1)]
 BARS = "A bar is the mean, and the thin line at its end reaches one standard deviation to both sides, over "
@@ -53,7 +52,12 @@ def linearity_page(result: Linearity) -> Page:
     score = f"Like Figures 1a and 2 and Table 17 of the paper. Lower is more linear. {BARS}samples and submodules."
     return Page(
         title=f"Linearity of {enumerated(experts)} in their weights",
-        verdict=[score_sentence(result), *(_merge_sentence(result, size) for size in sizes), SCORES_MEANING],
+        verdict=[
+            verdict(result),
+            score_sentence(result),
+            *(_merge_sentence(result, size) for size in sizes),
+            SCORES_MEANING,
+        ],
         facts=_facts(result),
         sections=[
             Section("Single experts", charts=[_bars(result, "non-linearity", SCORE, score, {METRIC: ""}, single)]),
@@ -63,9 +67,34 @@ def linearity_page(result: Linearity) -> Page:
     )
 
 
-def score_table(result: Linearity) -> Table:
-    """Mean and standard deviation of the Non-linearity Score over samples and submodules, as in Table 17."""
-    return _table(result, SCORE, {METRIC: ""}, result.experts)
+def verdict(result: Linearity) -> str:
+    """Whether merging weights suit these experts, which of them they do not suit, and which two disturb each other."""
+    level = "attn_mlp" if "attn_mlp" in result.levels else result.levels[-1]
+    names = dict(zip(result.experts, short_names(result.experts), strict=True))
+    bent = [names[own] for own, mean in _means_by_name(result, METRIC, level, names).items() if mean > MOST_SCORE]
+    if bent:
+        fit, them = ("do not fit", "them") if len(bent) > 1 else ("does not fit", "it")
+        said = (
+            f"{enumerated(bent)} {fit} merging weights, because features do not change in proportion to the weights: "
+            f"leave {them} out, or merge by featcal, which needs no proportion."
+        )
+    else:
+        these = "these" if len(names) > 1 else "it"
+        said = f"Merge {these}: at level {level}, features change nearly in proportion to the weights."
+    distances = _means_by_name(result, "projection_distance", level, _merges(result, 2))
+    if not distances:
+        return said
+    worst = max(distances, key=distances.__getitem__)
+    layers: dict[int, list[Value]] = {}
+    for name, value in result.metrics["projection_distance"][level][worst].items():
+        if (layer := place_of(name).layer) is not None:
+            layers.setdefault(layer, []).append(value)
+    where = where_most({layer: pool_values(values).mean for layer, values in layers.items()})
+    pair = enumerated([names[own] for own in result.members[worst]])
+    return (
+        f"{said} {pair} disturb each other most{where}: what they change together is {percent(distances[worst])} off "
+        "the sum of what each changes alone."
+    )
 
 
 def score_sentence(result: Linearity) -> str:
@@ -94,57 +123,19 @@ def _listed(means: Mapping[str, float]) -> str:
     return enumerated([f"{plain_number(mean, '.2g')} for {names.get(own, f'a {own}')}" for own, mean in means.items()])
 
 
-# Groups of submodules
-
-
-def _groups(result: Linearity) -> dict[str, str]:
-    """The kinds of submodules, each with the first level that has such submodules."""
-    groups: dict[str, str] = {}
-    for level, by_expert in result.metrics[METRIC].items():
-        for name in next(iter(by_expert.values())):
-            groups.setdefault(_group_of(level, name), level)
-    return groups
-
-
-def _group_of(level: str, name: str) -> str:
-    return LINEAR_MAPS if level == "linear" else kind_name(place_of(name).kind)
-
-
-def _pooled(result: Linearity, metric: str, names: Sequence[str]) -> dict[str, Value]:
-    """A metric of experts or merges over all submodules of each group."""
-    return {
-        group: pool_values(
-            [
-                value
-                for who in names
-                for name, value in result.metrics[metric][level][who].items()
-                if _group_of(level, name) == group
-            ]
-        )
-        for group, level in _groups(result).items()
-    }
-
-
 def _means(result: Linearity, metric: str, names: Sequence[str]) -> dict[str, float]:
-    return {group: value.mean for group, value in _pooled(result, metric, names).items()}
+    return {group: value.mean for group, value in result.pooled(metric, names).items()}
+
+
+def _means_by_name(result: Linearity, metric: str, level: str, names: Iterable[str]) -> dict[str, float]:
+    """A metric of experts or merges over all submodules of a level, where it is defined."""
+    means = {name: pool_values([*result.metrics[metric][level][name].values()]).mean for name in names}
+    return {name: mean for name, mean in means.items() if not math.isnan(mean)}
 
 
 def _merges(result: Linearity, size: int) -> list[str]:
     """The names of the merges of ``size`` experts."""
     return [name for name, members in result.members.items() if len(members) == size]
-
-
-def _table(result: Linearity, quantity: str, metrics: Mapping[str, str], names: Sequence[str]) -> Table:
-    """Mean and standard deviation of metrics, each with words for its rows, by groups and by experts or merges."""
-    short = dict(zip(result.experts, short_names(result.experts), strict=True))
-    columns = [" + ".join(short[own] for own in result.members.get(name, [name])) for name in names]
-    values = {metric: [_pooled(result, metric, [name]) for name in names] for metric in metrics}
-    rows = [
-        [group + words, *(f"{plain_number(v[group].mean)} ± {plain_number(v[group].std)}" for v in values[metric])]
-        for group in _groups(result)
-        for metric, words in metrics.items()
-    ]
-    return Table([quantity, *columns], rows)
 
 
 # Charts
@@ -181,17 +172,15 @@ def _bars(
     bars = []
     for label, names in series.items():
         for metric, words in metrics.items():
-            values = list(_pooled(result, metric, names).values())
+            values = list(result.pooled(metric, names).values())
             means = [1 - value.mean if metric.startswith("cosine") else value.mean for value in values]
             bars.append(Bars(label + words, means, [value.std for value in values]))
     return Chart(
         name=name,
         title=quantity,
         caption=caption,
-        picture=bar_chart(list(_groups(result)), bars, x_label=quantity.lower()),
-        table=_table(
-            result, quantity.removeprefix("1 − "), metrics, [own for names in series.values() for own in names]
-        ),
+        picture=bar_chart(list(result.groups()), bars, x_label=quantity.lower()),
+        table=result.table(quantity.removeprefix("1 − "), metrics, [own for names in series.values() for own in names]),
     )
 
 
@@ -201,7 +190,7 @@ def _distance_table(result: Linearity) -> Table:
     for expert, short in zip(result.experts, short_names(result.experts), strict=True):
         curves = [_means(result, distance_metric(step), [expert]) for step in range(STEPS + 1)]
         rows += [
-            [f"{group}, {short}", *(plain_number(curve[group], ".3f") for curve in curves)] for group in _groups(result)
+            [f"{group}, {short}", *(plain_number(curve[group], ".3f") for curve in curves)] for group in result.groups()
         ]
     return Table(["Distance", *(f"α = {step}" for step in STEP_NAMES)], rows)
 

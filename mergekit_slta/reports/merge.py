@@ -7,24 +7,27 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
-from itertools import groupby
+from itertools import combinations
 from pathlib import Path
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
-from mergekit_slta.reports.analysis import DRAWS, intervals, kept_by_layer, kinds_of
-from mergekit_slta.reports.figures import Line, Matrix, Panel, heat_map, line_chart
+from mergekit_slta.figures import Line, Panel, Picture, line_chart
+from mergekit_slta.levels import kinds_of
+from mergekit_slta.reports.analysis import DRAWS, intervals, kept_by_layer
 from mergekit_slta.reports.page import Chart, Page, Section
-from mergekit_slta.reports.words import counted, enumerated, kind_name, percent, plain_number, possessive
 from mergekit_slta.slta.solution import Solution
 from mergekit_slta.slta.solver import pooled
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.tables import Table, short_names
+from mergekit_slta.words import counted, enumerated, kind_name, percent, plain_number, possessive, where_most
 
-LOSES_MOST = 0.5
+# Of the quickstart's experts, those that keep less than half of the feature change keep less than a third of their gain
+# in exact answers; those that keep 60 to 75 %, in merges of two, keep between a third and nearly all.
+LOSES_MOST, KEEPS_ENOUGH = 0.5, 0.75
+HARDLY_INTERFERES = 0.9  # what two experts, merged without others, keep on average
 KEEP_WEIGHTS = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)  # the weights κ of the base model's task in the picture of the trade
 MEANING = (
     "This is a share of feature change, not accuracy. Features are the outputs of the model's parts (submodules). At "
@@ -38,25 +41,56 @@ MEANING = (
 
 
 def verdict(solution: Solution) -> str:
-    """One sentence: how much of each expert's feature change the merge keeps, and in which layers it loses most."""
-    by_layer = kept_by_layer(solution)
-    clauses = []
-    for index, name in enumerate(short_names(solution.models)):
-        losing = [layer for layer, kept in by_layer.items() if float(kept[index]) < LOSES_MOST]
-        clause = f"{percent(float(solution.kept[index]))} of {possessive(name)} feature change"
-        clauses.append(clause + (f" (less than half of it in {_where(losing, len(by_layer))})" if losing else ""))
-    if solution.keeps_base:
-        clauses.append(f"{percent(solution.base_kept)} of the base model on its own task")
-    return f"Merged at level {solution.level}, the result keeps {enumerated(clauses)}."
+    """Whether to merge these experts, which of them loses most of its change, and which two interfere most, where."""
+    pairs = [*zip(short_names(solution.models), solution.kept.tolist(), strict=True)]
+    alone, losing = len(pairs) == 1, [name for name, share in pairs if share < LOSES_MOST]
+    found = losing or [name for name, share in pairs if share < KEEPS_ENOUGH]
+    who = "All of them" if 1 < len(found) == len(pairs) else enumerated(found or [pairs[0][0]])
+    loses = "lose" if len(found) > 1 else "loses"
+    if losing:
+        fix = "give the base model's prompts less weight" if alone else "leave it out"
+        fix = "leave one of them out" if len(losing) > 1 else fix
+        advice = f"{who} {loses} most of the feature change: {fix}, or merge by featcal, which solves each matrix."
+    elif found:
+        these = "it" if alone else "these"
+        advice = (
+            f"{who} {loses} more than a quarter of the feature change: merge {these} and score the result, or merge "
+        )
+        advice += "by featcal, which solves each matrix."
+    else:
+        these, whose = ("it", "its") if alone else ("these", "each expert's")
+        advice = f"Merge {these}: weighted sums keep most of {whose} feature change."
+    return " ".join([advice, *_interference(solution)])
 
 
-def _where(layers: Sequence[int], depth: int) -> str:
-    """Layers in words: "every layer", or their runs, as in "layers 0, 3-4 and 7"."""
-    if len(layers) == depth > 1:
-        return "every layer"
-    runs = [[layer for _, layer in run] for _, run in groupby(enumerate(layers), lambda pair: pair[1] - pair[0])]
-    words = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
-    return f"layer{'s' * (len(layers) > 1)} {enumerated(words)}"
+def kept_sentence(solution: Solution) -> str:
+    """How much of each expert's feature change the merge keeps, and how much of the base model on its own task."""
+    pairs = zip(short_names(solution.models), solution.kept.tolist(), strict=True)
+    first, *others = [f"{percent(share)} of {possessive(name)}" for name, share in pairs]
+    others += [f"{percent(solution.base_kept)} of the base model on its own task"] * solution.keeps_base
+    return f"At level {solution.level}, the merge keeps {enumerated([f'{first} feature change', *others])}."
+
+
+def _interference(solution: Solution) -> Iterator[str]:
+    """A sentence on the two experts of which a merge of these two alone keeps least, and on the layers."""
+    measured = solution.statistics.at_levels([solution.level])
+    pairs = combinations(range(len(solution.models)), 2)
+    found = [measured.take(pair, keep=False).solve(solution.level, balance=solution.balance) for pair in pairs]
+    worst = min(found, key=lambda pair: _mean(pair.kept), default=None)
+    if worst is None or _mean(worst.kept) >= HARDLY_INTERFERES:
+        return
+    where = where_most({layer: -_mean(kept) for layer, kept in kept_by_layer(worst).items()})
+    names = dict(zip(solution.models, short_names(solution.models), strict=True))
+    if len(names) > 2:
+        shares = enumerated(list(map(percent, worst.kept.tolist())))
+        pair = enumerated([names[own] for own in worst.models])
+        yield f"{pair} interfere most{where}: a merge of these two alone keeps {shares}."
+    elif where:
+        yield f"They interfere most{where}."
+
+
+def _mean(kept: torch.Tensor) -> float:
+    return float(kept.nan_to_num(1.0).mean())  # an expert that changes nothing loses nothing
 
 
 # The page
@@ -90,15 +124,15 @@ def report_page(found: Solution | Statistics) -> Page:
     sections = []
     if len(solutions) > 1:
         text = "The share of each expert's feature change that the merge keeps if it is solved at a level."
-        header = ["Level", "Submodules", *(f"keeps of {name}" for name in names)]
-        rows = [[own.level, str(len(own.alpha)), *map(percent, own.kept.tolist())] for own in solutions]
+        header = ["Expert", *(own.level for own in solutions)]
+        rows = [[name, *(percent(float(own.kept[index])) for own in solutions)] for index, name in enumerate(names)]
         sections.append(Section("Levels compared", [text], table=Table(header, rows)))
     for solution in solutions:
         suffix = f" (level {solution.level})" if len(solutions) > 1 else ""
         sections += [replace(section, title=section.title + suffix) for section in _level_sections(solution)]
     return Page(
         title=f"Report on a merge of {enumerated(names)}",
-        verdict=[verdict(first), MEANING],
+        verdict=[verdict(first), kept_sentence(first), MEANING],
         facts=_facts(first, [solution.level for solution in solutions]),
         sections=sections,
     )
@@ -116,11 +150,16 @@ def _facts(solution: Solution, levels: Collection[str]) -> dict[str, str]:
             f"{info.calibration[index].source}"
         )
     if info.keep is not None:
-        facts["Base model's task"] = f"{info.keep.source}, weight {plain_number(solution.keep_weight)}"
+        facts["Base model's task"] = info.keep.source
+        facts["Base model's task"] += f", weight {plain_number(solution.keep_weight)}" if solution.solved else ""
     balanced = "every sample has the same influence" if solution.balance else "samples are not balanced"
     facts["Solved with"] = f"{balanced}, ridge {plain_number(solution.ridge)}"
     if solution.task_weights:
         facts["Solved with"] += f", task weights {', '.join(map(plain_number, solution.task_weights))}"
+    if not solution.solved:
+        del facts["Solved with"]
+    if solution.chosen:
+        facts["Chosen"] = f"the weights of {counted(len(solution.chosen), 'submodule')} of {len(solution.alpha)}"
     if coarser := [str(own) for own in info.fallbacks if own.level in levels]:
         facts["Coarser levels"] = " ".join(coarser)
     facts["Versions"] = ", ".join(f"{name} {version}" for name, version in info.versions.items())
@@ -136,7 +175,7 @@ def _level_sections(solution: Solution) -> Iterator[Section]:
         yield Section("Share kept", solution.notes(), table=table)
     else:
         yield Section("Share kept", charts=[_retained_chart(solution)])
-    if solution.keeps_base:
+    if solution.keeps_base and not solution.chosen:  # which the weight of the base model's prompts does not change
         yield Section("Kept of the base model", charts=[_trade_chart(solution)])
     if solution.level != "model":
         yield Section("Merging weights", solution.notes(), [_alpha_chart(solution, ends), alpha_map(solution)])
@@ -223,29 +262,13 @@ def _alpha_chart(solution: Solution, ends: torch.Tensor) -> Chart:
 
 
 def alpha_map(solution: Solution) -> Chart:
-    """Figure 5 of the paper: experts by layers for each branch; heads by layers for each expert."""
-    matrices, experts = [], short_names(solution.models)
-    alpha = torch.stack(list(solution.alpha.values()))
-    for kind, layers in kinds_of(solution.alpha).items():
-        # [members, layers, experts]; a layer may have fewer members of a kind than another one
-        grid = pad_sequence([alpha[rows] for rows in layers.values()], padding_value=math.nan)
-        columns = list(map(str, layers))
-        if len(grid) == 1:
-            matrices.append(Matrix(kind_name(kind), grid[0].T.tolist(), experts, columns))
-        else:
-            members = list(map(str, range(len(grid))))
-            matrices += [
-                Matrix(f"{kind_name(kind)}, {name}", own.tolist(), members, columns)
-                for name, own in zip(experts, grid.unbind(2), strict=True)
-            ]
+    """Figure 5 of the paper, ``Solution.plot``."""
     return Chart(
         name=f"alpha-map-{solution.level}",
         title="Merging weights at a glance",
         caption="Drawn like Figure 5 of the paper. Weights below 0 are pink, weights above 1 are red.",
-        picture=heat_map(
-            matrices, x_label="decoder layer", y_label="", value_label="merging weight α", limits=(0.0, 1.0)
-        ),
-        table=_table(solution, [map(plain_number, row) for row in alpha.tolist()]),
+        picture=Picture(solution.plot()),
+        table=_table(solution, [map(plain_number, row.tolist()) for row in solution.alpha.values()]),
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import jinja2
 
 from mergekit_slta import __version__, files
-from mergekit_slta.reports.figures import Picture
+from mergekit_slta.figures import Picture
 from mergekit_slta.tables import Table
 
 

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Unpack
 
 import torch
 from tqdm import tqdm
@@ -22,8 +21,7 @@ from mergekit_slta.files import cache_folder, digest
 from mergekit_slta.layers.submodules import fallbacks
 from mergekit_slta.layers.trace import on_device
 from mergekit_slta.levels import LEVELS
-from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.options import ModelOptions
+from mergekit_slta.recipe.experiment import Experiment, opened
 from mergekit_slta.recipe.recipe import RecipeOrFile, published_name, published_names, require_calibration
 from mergekit_slta.recipe.settings import SltaSettings
 from mergekit_slta.slta.calibrate import calibrate
@@ -40,7 +38,12 @@ def measure(
     recipe: RecipeOrFile,
     levels: Sequence[str] | None = None,
     path: str | os.PathLike[str] | None = None,
-    **options: Unpack[ModelOptions],
+    *,
+    device: str | torch.device = "cpu",
+    trust_remote_code: bool = False,
+    lora_merge_cache: str | None = None,
+    transformers_cache: str | None = None,
+    quiet: bool = False,
 ) -> Statistics:
     """Measure the Gram matrices that the closed form needs, of a recipe's models on its calibration data.
 
@@ -54,7 +57,11 @@ def measure(
         path: the statistics file, which is created if it does not exist; or a published one,
             ``hf:ORG/REPO/FILE[@REVISION]``. By default the recipe's ``statistics``, or a file per level in the cache
             folder.
-        options: where to compute, and how to get models; see ``ModelOptions``.
+        device: where to compute: "cpu", "cuda", or a GPU such as "cuda:1".
+        trust_remote_code: run the Python code that comes with a model (dangerous).
+        lora_merge_cache: the folder to merge LoRA adapters in; without one, adapters are refused.
+        transformers_cache: the folder for downloaded files; the Hub's own cache by default.
+        quiet: no progress bars and no notes.
 
     Returns:
         Per submodule the Gram matrices [N, T, T] float64 of N samples and T experts, in the recipe's order.
@@ -62,7 +69,8 @@ def measure(
     Raises:
         SltaError: the recipe, a level, a model or the data is wrong, or an existing file does not fit the recipe.
     """
-    return measured_statistics(Experiment(recipe, **options), levels, path)
+    experiment = opened(recipe, device, trust_remote_code, lora_merge_cache, transformers_cache, quiet)
+    return measured_statistics(experiment, levels, path)
 
 
 def measured_statistics(

@@ -24,7 +24,7 @@ number for the submodule. For T = 1 that gives alpha = g_1 / (g_1 + kappa g_0), 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -89,7 +89,7 @@ def solve(
     changes = base_changes(grams, task, tokens)
     matrix, right = equations(means, changes, balance, ridge, task_weights, keep_weight)
     alpha, kept = solve_semidefinite(matrix, right)
-    used, whole = kept[kept > 0], float(changes.diagonal().mean())
+    used = kept[kept > 0]
     return SubmoduleSolution(
         alpha=alpha,
         retained=retained_share(means, alpha),
@@ -97,9 +97,41 @@ def solve(
         condition=float(used.max() / used.min()) if used.numel() else float("nan"),
         rank=used.numel(),
         measured=_measured(means, task_weights),
-        kept_base=1 - float(alpha @ changes @ alpha) / whole if whole else float("nan"),
-        base_share=whole,
+        kept_base=_kept_base(changes, alpha),
+        base_share=_whole(changes),
     )
+
+
+def with_alpha(
+    solution: SubmoduleSolution,
+    alpha: torch.Tensor,
+    grams: torch.Tensor,
+    task: torch.Tensor,
+    *,
+    tokens: torch.Tensor | None = None,
+    balance: bool = True,
+) -> SubmoduleSolution:
+    """A submodule with merging weights [T] that were chosen, not solved; what the merge keeps is computed from them.
+
+    Every expert counts as measured, so that its weight holds also where no sample shows what it changes. The other
+    arguments are those of ``solve``.
+    """
+    return replace(
+        solution,
+        alpha=alpha,
+        retained=retained_share(task_means(grams, task, balance), alpha),
+        measured=torch.ones_like(solution.measured),
+        kept_base=_kept_base(base_changes(grams, task, tokens), alpha),
+    )
+
+
+def _whole(changes: torch.Tensor) -> float:
+    return float(changes.diagonal().mean())
+
+
+def _kept_base(changes: torch.Tensor, alpha: torch.Tensor) -> float:
+    whole = _whole(changes)
+    return 1 - float(alpha @ changes @ alpha) / whole if whole else float("nan")
 
 
 def sample_weights(grams: torch.Tensor, balance: bool) -> torch.Tensor:

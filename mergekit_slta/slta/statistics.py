@@ -10,12 +10,13 @@ import hashlib
 import importlib.metadata
 import json
 import math
+import operator
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, SupportsFloat, SupportsIndex
 
 import huggingface_hub
 import safetensors
@@ -29,6 +30,7 @@ from mergekit_slta.levels import LEVELS, Fallback, of_level, place_of, sort_key
 from mergekit_slta.models import hub
 from mergekit_slta.slta.solution import Solution
 from mergekit_slta.slta.solver import solve
+from mergekit_slta.tables import Paragraphs, Table
 
 METADATA_KEY = "mergekit_slta"
 PUBLISHED_PREFIX = "hf:"
@@ -91,8 +93,8 @@ class Info(BaseModel):
     fallbacks: tuple[Fallback, ...] = ()
 
 
-@dataclass(frozen=True)
-class Statistics:
+@dataclass(frozen=True, repr=False)
+class Statistics(Paragraphs):
     """Per-sample Gram matrices of every submodule, with the metadata of their measurement.
 
     Attributes:
@@ -108,14 +110,38 @@ class Statistics:
     tokens: torch.Tensor
     info: Info
 
-    def __repr__(self) -> str:
+    @property
+    def summary(self) -> str:
+        """How many samples, tasks, tokens and submodules were measured."""
         submodules = ", ".join(f"{len(self.submodules(level))} at {level}" for level in self.info.levels)
         samples, tasks = len(self.task), int(self.task.max()) + 1
         drawn = f"{samples} sample{'s' * (samples > 1)} of {tasks} task{'s' * (tasks > 1)}"
         return f"{drawn} ({int(self.tokens.sum())} tokens), submodules: {submodules}"
 
+    def columns(self) -> dict[str, list[Any]]:
+        """The columns of ``to_frame``: a row for each task, that of the base model last."""
+        info = self.info
+        sources = [*info.calibration, *([info.keep] if info.keep else [])]
+        rows = [self.task == task for task in range(len(sources))]
+        return {
+            "task of": [*info.models, info.base_model][: len(sources)],
+            "samples": [int(own.sum()) for own in rows],
+            "tokens": [int(self.tokens[own].sum()) for own in rows],
+            "calibration": [source.source for source in sources],
+        }
+
+    def parts(self) -> Iterator[str | Table]:
+        """A row for each task, and a sentence on all."""
+        columns = self.columns()
+        yield Table(list(columns), [list(map(str, row)) for row in zip(*columns.values(), strict=True)])
+        yield f"{self.summary}."
+        yield from map(str, self.info.fallbacks)
+
     def submodules(self, level: str) -> list[str]:
         """The names of a level's submodules, in the order of the layers, attention before the MLP, linear maps by name.
+
+        Returns:
+            The names, such as ``layer.0.attn``.
 
         Raises:
             SltaError: the level was not measured.
@@ -133,6 +159,9 @@ class Statistics:
 
         Args:
             names: the experts' names, as in ``info.models``.
+
+        Returns:
+            The Gram matrices of these experts on the samples of their tasks.
 
         Raises:
             SltaError: no name is given, or a name is not in the statistics or given twice.
@@ -179,16 +208,19 @@ class Statistics:
         grams = {name: gram for name, gram in self.grams.items() if name in names}
         return replace(self, grams=grams, info=self.info.model_copy(update=chosen))
 
-    def first_samples(self, count: int) -> Statistics:
+    def first_samples(self, count: int | SupportsIndex) -> Statistics:
         """The statistics of each task's first ``count`` samples, or of all samples if a task has fewer.
+
+        Returns:
+            The statistics, as if only these samples had been drawn.
 
         Raises:
             SltaError: every task has fewer samples, or ``count`` is not positive.
         """
-        most = int(self.task.bincount().max())
-        if count not in range(1, most + 1):
-            raise SltaError(f"The statistics hold {most} samples per task: the first {count} of them cannot be used.")
-        rows = torch.cat([(self.task == task).nonzero().flatten()[: int(count)] for task in self.task.unique()])
+        most, wanted = int(self.task.bincount().max()), operator.index(count)
+        if not 1 <= wanted <= most:
+            raise SltaError(f"The statistics hold {most} samples per task: the first {wanted} of them cannot be used.")
+        rows = torch.cat([(self.task == task).nonzero().flatten()[:wanted] for task in self.task.unique()])
         return replace(
             self,
             grams={name: gram[rows] for name, gram in self.grams.items()},
@@ -201,10 +233,10 @@ class Statistics:
         level: str | None = None,
         *,
         balance: bool = True,
-        ridge: float = 0.0,
-        task_weights: Mapping[str, float] | Sequence[float] | None = None,
-        samples: int | None = None,
-        keep_weight: float | None = None,
+        ridge: float | SupportsFloat = 0.0,
+        task_weights: Mapping[str, float | SupportsFloat] | Iterable[float | SupportsFloat] | None = None,
+        samples: int | SupportsIndex | None = None,
+        keep_weight: float | SupportsFloat | None = None,
     ) -> Solution:
         """Solve for the merging weights of every submodule of a level.
 
@@ -217,22 +249,26 @@ class Statistics:
             samples: how many of each task's first samples to use; all by default.
             keep_weight: how much the base model's task counts, κ; 1 by default, 0 leaves it out.
 
+        Returns:
+            The merging weights, what the merge keeps of each expert, and the condition of each linear system.
+
         Raises:
             SltaError: the level was not measured, an argument is out of its range, or the base model has no task to
                 weight.
         """
         level = level or ("attn_mlp" if "attn_mlp" in self.info.levels else self.info.levels[0])
-        for name, value in {"ridge": ridge, "keep_weight": keep_weight or 0.0}.items():
+        balance, ridge = bool(balance), float(ridge)
+        kept = 1.0 if keep_weight is None else float(keep_weight)
+        for name, value in {"ridge": ridge, "keep_weight": kept}.items():
             if not 0 <= value < math.inf:
                 raise SltaError(f"'{name}' is {value}: give a number of at least zero.")
-        if keep_weight and self.info.keep is None:
+        if keep_weight is not None and kept and self.info.keep is None:
             raise SltaError(
                 "The statistics were measured without prompts of the base model, so there is nothing to keep: list the "
                 "base model with a 'calibration' under the recipe's 'models', and measure again."
             )
         weights = self._task_weights(task_weights) if task_weights is not None else None
         used = self if samples is None else self.first_samples(samples)
-        kept = 1.0 if keep_weight is None else float(keep_weight)
         submodules = {
             name: solve(
                 used.grams[name],
@@ -247,16 +283,19 @@ class Statistics:
         }
         return Solution(used, level, submodules, balance, ridge, weights, kept)
 
-    def _task_weights(self, given: Mapping[str, float] | Sequence[float]) -> tuple[float, ...]:
+    def _task_weights(
+        self, given: Mapping[str, float | SupportsFloat] | Iterable[float | SupportsFloat]
+    ) -> tuple[float, ...]:
         names = self.info.models
         if not isinstance(given, Mapping):
-            if len(given) != len(names):
-                raise SltaError(f"There are {len(given)} task weights for {len(names)} experts: give one for each.")
-            given = dict(zip(names, given, strict=True))
+            listed = list(given)
+            if len(listed) != len(names):
+                raise SltaError(f"There are {len(listed)} task weights for {len(names)} experts: give one for each.")
+            given = dict(zip(names, listed, strict=True))
         for name, weight in given.items():
             if name not in names:
                 raise SltaError(f"A task weight is for '{name}', but the experts are {', '.join(names)}.")
-            if not 0 <= weight < math.inf:
+            if not 0 <= float(weight) < math.inf:
                 raise SltaError(f"The task weight of {name} is {weight}: give a number of at least zero.")
         weights = tuple(float(given.get(name, 1.0)) for name in names)
         if not any(weights):
@@ -286,6 +325,9 @@ class Statistics:
         Args:
             source: its path, or ``hf:ORG/REPO/FILE[@REVISION]`` on the Hugging Face Hub.
             cache_dir: where downloads are kept; the Hub's own cache by default.
+
+        Returns:
+            The statistics.
 
         Raises:
             SltaError: the file is missing, truncated, damaged, of another kind or version, or cannot be

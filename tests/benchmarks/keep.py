@@ -47,7 +47,7 @@ ROWS: dict[str, dict[str, Any]] = {
 def main(folder: Path, out: Path, only: str) -> None:
     """Merge the family in FOLDER in each way, and print the scores."""
     be_quiet()
-    torch.set_num_threads(quickstart.THREADS)
+    torch.set_num_threads(1)
     prompts = base_prompts(folder.resolve(), out)
     models = {"base model": folder / "base", "expert for sums": folder / "sums"}
     print("| | sums | strings | words |\n|---|---|---|---|", flush=True)

@@ -126,6 +126,9 @@ def test_check_says_what_is_worth_knowing_and_all_that_is_wrong(llama: Family, w
     said, quiet = run("check", recipe).output, run("check", recipe, "--quiet").output
     assert "no problem found" in said and "no problem found" in quiet
     assert "Note: Merging in bfloat16" in said and "Note:" not in quiet
+    size = sum(parameter.numel() for parameter in llama.model(0).parameters()) / 1e6
+    next_step = f"by slta; next: mergekit-yaml {recipe} ./merged\n"
+    assert f"Ready: merges 3 experts of {size:.3g} million parameters {next_step}" in said
     text = run("check", write_recipe(llama, levle="layer", samples=0, per_expert={"templat": "{text}"}), code=1).output
     assert "did you mean 'level'?" in text and "'samples'" in text and text.count("did you mean 'template'?") == 3
 

@@ -23,7 +23,6 @@ from mergekit_slta.comparison import compare as module
 from mergekit_slta.comparison.compare import Comparison, TaskComparison, TaskScore, compare, evaluate
 from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.recipe import Recipe
-from mergekit_slta.reports.comparison import write_comparison
 
 RECORDS = 8
 SAMPLES = 2  # of each task for calibration
@@ -93,9 +92,11 @@ def test_all_models_stand_side_by_side(paired: Family) -> None:
             assert got.loss == pytest.approx(likelihood(models[name], answers), rel=1e-5)
             assert got.exact == sum(decodes(models[name], *pair) for pair in answers) / 4
         assert task.merged[1] == task.base
-        assert task.kept(1) in (0, None)
+        assert task.experts[index] == task.expert and task.experts[1] == task.merged[0]
+        assert task.kept(task.base) in (0, None)
         gain = task.base.loss - task.expert.loss
-        assert task.kept(0) == (pytest.approx((task.base.loss - task.merged[0].loss) / gain) if gain > 0 else None)
+        kept = pytest.approx((task.base.loss - task.merged[0].loss) / gain) if gain > 0 else None
+        assert task.kept(task.merged[0]) == kept
 
 
 def test_what_is_kept_of_the_base_model_is_measured_on_its_own_records(paired: Family) -> None:
@@ -111,9 +112,9 @@ def test_what_is_kept_of_the_base_model_is_measured_on_its_own_records(paired: F
     assert keep.expert.loss == keep.merged[0].loss == pytest.approx(whole.merged[0].loss)
     lost = keep.expert.loss - keep.base.loss
     kept = [0, 1, pytest.approx((keep.expert.loss - keep.merged[2].loss) / lost)] if lost > 0 else [None] * 3
-    assert [keep.kept(index) for index in range(3)] == kept
+    assert [keep.kept(score) for score in keep.merged] == kept
     assert keep.base.exact in (1.0, None)  # of the answers that the base model gives
-    assert "kept of the base" in str(found)
+    assert "The base model's own task: 100%" in str(found)
     assert json.loads(found.to_json())["keep"]["records"] == 4
 
 
@@ -150,10 +151,10 @@ def test_a_model_that_is_done_is_not_run_again(paired: Family, monkeypatch: pyte
     with pytest.raises(KeyboardInterrupt):
         compare(recipe_of(paired), [paired.experts[1]], quiet=True)
     found = compare(recipe_of(paired), [paired.experts[1]], quiet=True)
-    assert runs == ["base", "expert0", "interrupted", "expert1", "expert1"]  # alone, then on both tasks
-    assert evaluate(recipe_of(paired), paired.experts[1], quiet=True) == found and len(runs) == 5
+    assert runs == ["base", "expert0", "interrupted", "expert1"]
+    assert evaluate(recipe_of(paired), paired.experts[1], quiet=True) == found and len(runs) == 4
     compare(recipe_of(paired), [paired.experts[1]], samples=1, quiet=True)
-    assert len(runs) == 9  # other records
+    assert len(runs) == 7  # other records
 
 
 def test_a_merge_that_is_written_anew_is_run_again(paired: Family, tmp_path: Path) -> None:
@@ -184,26 +185,64 @@ def test_a_lora_expert_is_merged_first(paired: Family, tmp_path: Path) -> None:
     assert lora.tasks[0].expert.loss == pytest.approx(whole.tasks[0].expert.loss, rel=1e-5)
 
 
-def test_a_comparison_shows_itself(tmp_path: Path) -> None:
-    score = TaskScore(4.0, 0.25), TaskScore(2.0, 1.0), (TaskScore(3.0, 0.5), TaskScore(5.0, 0.0))
+def test_a_comparison_ranks_all_models_by_their_exact_answers(tmp_path: Path) -> None:
+    worse = TaskScore(6.0, 0.0)
     tasks = (
-        TaskComparison("<b>math", 5, 60, 4, *score),
-        TaskComparison("org/code", 5, 70, 0, TaskScore(2.0, None), TaskScore(3.0, None), (TaskScore(1.0, None),) * 2),
-    )
+        TaskComparison(
+            "x/<b>math", 5, 60, 4, TaskScore(4.0, 0.25), TaskScore(2.0, 1.0), (TaskScore(2.0, 1.0), worse),
+            (TaskScore(3.0, 0.5), TaskScore(5.0, 0.0)), known=5,
+        ),
+        TaskComparison(
+            "x/code", 5, 70, 4, TaskScore(2.0, 0.5), TaskScore(3.0, 0.5), (worse, TaskScore(3.0, 0.5)),
+            (TaskScore(1.0, 1.0),) * 2, known=4,
+        ),
+    )  # fmt: skip
     found = Comparison(("a", "b"), tasks)
     text = str(found)
-    header, row = [" ".join(line.split()) for line in text.splitlines()[2:4]]
-    assert header == "task of records tokens base expert a gain kept b gain kept"
-    assert row == "<b>math 5 60 4.0000 2.0000 3.0000 50.0% 5.0000 -50.0%"
-    assert "<b>math        4  25.0%  100.0%  50.0%  0.0%" in text
-    assert "no gain to keep: org/code." in text
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert lines[lines.index("model average <b>math code") :][1:6] == [
+        "a 75% (50%) 50% (50%) 100% (-)",
+        "expert <b>math 50% (100%) 100% (100%) 0% (-)",
+        "b 50% (-50%) 0% (-50%) 100% (-)",
+        "base 38% (0%) 25% (0%) 50% (-)",
+        "expert code 25% (-100%) 0% (-100%) 50% (-)",
+    ]
+    assert "a 3.0000 1.0000" in lines and "code 5 4 4 70" in lines
+    assert "no gain to keep: x/code." in text and "show no answer all tokens are scored" in text
+    assert max(map(len, text.splitlines())) <= 100
     written = json.loads(found.to_json())
+    assert written["ranking"][0] == {"model": "a", "exact": 0.75, "kept": 0.5}
     assert written["tasks"][0]["merged"]["b"] == {"loss": 5.0, "exact": 0.0, "kept": -0.5}
+    assert written["tasks"][0]["experts"]["x/code"] == {"loss": 6.0, "exact": 0.0, "kept": -1.0}
     assert written["tasks"][1]["merged"]["a"]["kept"] is None
-    assert "&lt;b&gt;math" in found._repr_html_() and "no separate short answer" not in text
-    assert str(Comparison(("a", "b"), tasks[1:])).endswith("would be scored by exact matches too.")
-    assert write_comparison(found, tmp_path / "figure.png") == tmp_path / "figure.png"
+    assert "&lt;b&gt;math" in found._repr_html_()
+    found.plot().savefig(tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    frame = found.to_frame().set_index(["task", "model"])
+    assert len(frame) == 10 and repr(found) == text
+    assert frame.loc[("<b>math", "b")].tolist() == [0.0, -0.5, 5.0]
+    assert frame.loc["code"].isna().all().tolist() == [False, True, False]
+
+
+def test_without_answers_the_gain_ranks_and_without_both_there_is_no_figure() -> None:
+    base, expert, other = TaskScore(4.0, None), TaskScore(2.0, None), TaskScore(3.0, None)
+    found = Comparison(("a",), (TaskComparison("math", 5, 60, 0, base, expert, (expert,), (other,)),))
+    assert [model.model for model in found.ranking] == ["expert math", "a", "base"]
+    assert " ".join(str(found).splitlines()[4].split()) == "a 50% 50%"
+    idle = Comparison(("a",), (TaskComparison("math", 5, 60, 0, expert, base, (base,), (other,)),))
+    assert [model.model for model in idle.ranking] == ["base", "a", "expert math"]  # by likelihood
+    assert str(idle).startswith("Negative log-likelihood")  # nothing to rank by
+    with pytest.raises(SltaError, match="nothing to draw"):
+        idle.plot()
+
+
+def test_a_recipe_of_another_method_is_compared_on_the_data_that_it_names(paired: Family, tmp_path: Path) -> None:
+    own = families.recipe(paired, "ties", samples=SAMPLES, max_tokens=24, normalize=True, per_expert={"weight": 1.0})
+    found = evaluate(Recipe.parse(json.dumps(own), "ties.yml"), families.merge(own, tmp_path / "out"), quiet=True)
+    assert found.tasks == evaluate(recipe_of(paired), tmp_path / "out", quiet=True).tasks
+    del own["base_model"]
+    with pytest.raises(SltaError, match="no base_model"):
+        evaluate(Recipe.parse(json.dumps(own), "linear.yml"), paired.base, quiet=True)
 
 
 @pytest.mark.parametrize("command", ["evaluate", "compare"])
@@ -213,7 +252,7 @@ def test_the_commands_write_tables_json_and_figure(command: str, paired: Family,
     more = [paired.experts[0], "--figure", tmp_path / "c.png"] if command == "compare" else []
     done = CliRunner().invoke(main, [str(argument) for argument in [*arguments, *more]])
     assert done.exit_code == 0, done.output
-    assert "expert1" in done.stdout and "Short answers" in done.stdout
+    assert "expert expert1" in done.stdout and "Short answers" in done.stdout
     assert (tmp_path / "c.png").exists() == (command == "compare")
     written = json.loads((tmp_path / "c.json").read_text())
     assert written["tasks"][1]["merged"][str(paired.experts[1])]["kept"] in (1.0, None)

@@ -171,7 +171,7 @@ def marked(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase, folder: P
     parts = [CHARACTERS[token - 3] if token >= 3 else "" for token in data.token_ids[0]]
     if data.answers[0]:
         begin, end = data.answers[0]
-        parts[begin : end - 1] = ["<" + parts[begin], *parts[begin + 1 : end - 1]]
+        parts[begin] = "<" + parts[begin]
         parts[end - 1] += ">"
     return "".join(parts)
 
@@ -187,6 +187,10 @@ def marked(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase, folder: P
         ({"a": "cd"}, "{a}", "cd"),
         ({"question": "ab", "answers": {"text": ["cd", "ef"]}}, "{question} {answers[text][0]}", "ab <cd>"),
         ({"q": "2.512 pounds", "a": 2.512}, "{q} {a:.1f}", "2.512 pounds <2.5>"),
+        ({"text": "b ab: b.", "question": "ab", "answer": " b\n"}, "", "b ab: <b>."),
+        ({"text": "cd: ab", "question": "ab", "answer": "cd"}, "", "cd: ab"),  # the answer before the question
+        ({"text": "ab: cd", "instruction": "ab", "input": "no", "output": "cd"}, "", "ab: <cd>"),
+        ({"question": "ab", "answer": 7}, "q: {question} a: {answer} end", "q: ab a: <7> end"),
     ],
 )
 def test_the_answer_is_the_part_that_ends_the_text(

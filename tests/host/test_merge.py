@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import torch
+from mergekit.options import MergeOptions
 from safetensors.torch import load_file
 from support import families
 from support.families import Family
@@ -16,7 +21,15 @@ def test_a_merge_in_python_is_mergekits_own(llama: Family, tmp_path: Path) -> No
     content = families.recipe(llama, samples=3, level="layer")
     data = dict(zip(llama.experts, llama.data, strict=True))
     recipe = Recipe(llama.base, data, samples=3, level="layer")
-    assert merge(recipe, tmp_path / "ours", quiet=True, write_model_card=False) == tmp_path / "ours"
+    options: dict[str, Any] = {"write_threads": np.int64(1), "random_seed": torch.tensor(1), "write_model_card": False}
+    assert merge(recipe, tmp_path / "ours", device=torch.device("cpu"), quiet=True, **options) == tmp_path / "ours"
     theirs = load_file(families.merge(content, tmp_path / "theirs") / "model.safetensors")
     ours = load_file(tmp_path / "ours" / "model.safetensors")
     assert ours.keys() == theirs.keys() and all(ours[name].equal(tensor) for name, tensor in theirs.items())
+
+
+def test_its_options_are_mergekits_with_their_defaults() -> None:
+    arguments = signature(merge).parameters.values()
+    options = {own.name: own.default for own in arguments if own.kind is own.KEYWORD_ONLY}
+    theirs = {name: field.default for name, field in MergeOptions.model_fields.items()}
+    assert options == {name: value for name, value in theirs.items() if name not in ("num_threads", "verbosity")}

@@ -18,14 +18,13 @@ from support.families import Family
 from support.linearity_values import assert_same, plan_of
 
 from mergekit_slta.cli.commands import main
+from mergekit_slta.nonlinearity.result import Value, pool_values
 from mergekit_slta.nonlinearity.scores import (
-    Value,
     linearity,
     merge_study,
     path_study,
     plan_linearity,
     plan_studies,
-    pool_values,
 )
 from mergekit_slta.recipe.recipe import Recipe
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -9,8 +12,9 @@ import pytest
 import torch
 from support import synthetic
 
+from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.recipe import Recipe
-from mergekit_slta.recipe.settings import SltaSettings
+from mergekit_slta.recipe.settings import SETTINGS, SltaSettings, parameter_specs
 
 
 @pytest.mark.parametrize(
@@ -27,8 +31,40 @@ def test_scalars_are_numbers(values: dict[str, Any]) -> None:
     assert (made.config.dtype, made.config.out_dtype) == ("float32", "bfloat16")
 
 
+def test_arrays_are_gradients() -> None:
+    made = Recipe(
+        "org/base", ["org/math"], "sftm", lambda_=np.array([0.25, 0.5]), density=[{"value": torch.tensor(0.5)}]
+    )
+    content = made.content["parameters"]
+    assert content == {"lambda": [0.25, 0.5], "density": [{"value": 0.5}]}
+    made.require_sound()
+
+
+def test_every_parameter_of_a_method_is_an_argument_of_recipe() -> None:
+    """``calibration`` and ``weight`` belong to one model, and stand in its own table."""
+    arguments = {name.rstrip("_") for name in signature(Recipe).parameters}
+    named = {spec.name for settings in SETTINGS.values() for spec in parameter_specs(settings)}
+    missing = named - arguments - {"calibration", "weight"}
+    assert not missing, f"add {sorted(missing)} to the arguments of Recipe.__init__ in recipe/recipe.py"
+    assert arguments - named == {"base", "experts", "method", "dtype", "out_dtype"}
+
+
 def test_one_expert_may_be_a_name() -> None:
     assert [str(expert) for expert in Recipe("org/base", "org/math", "sftm").experts] == ["org/math"]
+
+
+@pytest.mark.parametrize("number", [np.float32, np.array, torch.tensor], ids=["numpy", "an array", "torch"])
+def test_what_is_solved_with_takes_their_numbers(number: Callable[[float], Any]) -> None:
+    statistics = synthetic.statistics(["a", "b"], ["layer"], samples=4)
+    whole = number if number is not np.float32 else np.int64
+    found = statistics.solve(ridge=number(0.5), samples=whole(3), balance=number(0.0), task_weights={"a": number(2.0)})
+    expected = statistics.solve(ridge=0.5, samples=3, balance=False, task_weights={"a": 2})
+    assert found.to_json() == expected.to_json()
+    assert (found.ridge, found.balance, found.task_weights) == (0.5, False, (2.0, 1.0))
+    with pytest.raises(SltaError, match=re.escape("'keep_weight' is -1.0")):
+        statistics.solve(keep_weight=number(-1.0))
+    with pytest.raises(TypeError, match="integer|index|scalar"):
+        statistics.solve(samples=number(2.5))
 
 
 def test_task_weights_may_be_an_array() -> None:

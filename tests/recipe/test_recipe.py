@@ -94,8 +94,8 @@ def test_a_recipe_made_in_python_is_the_one_in_yaml(tmp_path: Path) -> None:
         ]
         assert str(found.base) == "org/base"
         assert (found.config.dtype, found.config.out_dtype) == ("float32", "bfloat16")
-    scale: dict[str, Any] = {"lambda": 0.3}
-    without_data = Recipe("org/base", ["org/math", "org/code"], "sftm", **scale)
+    assert repr(made) == made.text.rstrip()
+    without_data = Recipe("org/base", ["org/math", "org/code"], "sftm", lambda_=0.3)
     assert without_data.settings.model_dump(by_alias=True) == {"lambda": 0.3, "rank": 0}
 
 

@@ -8,7 +8,7 @@ import torch
 from mergekit_slta.recipe.settings import FeatcalSettings
 from mergekit_slta.reports.featcal import ANCHORS, ERRORS_MEANING, drift_page
 from mergekit_slta.reports.page import Page
-from mergekit_slta.reports.words import percent
+from mergekit_slta.words import percent
 
 MODELS = ["org/llama-math", "org/llama-code"]
 MERGED = torch.tensor([[0.11, 0.12], [0.14, 0.13], [0.41, 0.32], [0.42, 0.35]], dtype=torch.float64)

@@ -10,10 +10,11 @@ import torch
 from conftest import MakeFamily
 from support import families
 from support.html_elements import Elements, assert_self_contained
-from support.linearity_values import NAMES, plan_of
+from support.linearity_values import NAMES, all_values, plan_of
 
-from mergekit_slta.nonlinearity.scores import Linearity, Value, plan_studies
-from mergekit_slta.reports.linearity import linearity_page, score_sentence, score_table, write_linearity
+from mergekit_slta.nonlinearity.result import Linearity, Value
+from mergekit_slta.nonlinearity.scores import plan_studies
+from mergekit_slta.reports.linearity import linearity_page, score_sentence, verdict, write_linearity
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +60,32 @@ def test_the_page_says_what_was_measured(written: tuple[Linearity, Path]) -> Non
     layers = torch.tensor([value.mean for name in NAMES for value in scores["layer"][name].values()]).mean()
     assert f"{model:.2g} for the whole model, {layers:.2g} for a layer" in score_sentence(result)
     distance = result.metrics["projection_distance"]["model"]["one+two+three"]["model"].mean
-    of_experts, of_pairs, of_triples, _ = linearity_page(result).verdict
+    first, of_experts, of_pairs, of_triples, _ = linearity_page(result).verdict
     assert of_experts == score_sentence(result) and f"{distance:.2g} for the whole model" in of_triples
-    assert said.index(of_experts) < said.index(of_pairs) < said.index(of_triples) < said.index("Single experts")
-    assert [row[0] for row in score_table(result).rows] == ["model", "layer", "attention", "MLP"]
+    assert first == verdict(result)
+    assert (
+        said.index(first)
+        < said.index(of_experts)
+        < said.index(of_pairs)
+        < said.index(of_triples)
+        < said.index("Single experts")
+    )
+    assert [row[0] for row in result.score_table().rows] == ["model", "layer", "attention", "MLP"]
     assert all(f"{name}, 1 sample" in said for name in NAMES)
+
+
+def test_it_prints_as_tables_and_gives_its_numbers_to_pandas(written: tuple[Linearity, Path]) -> None:
+    result, _ = written
+    scores, said, distances, _ = repr(result).split("\n\n")
+    assert scores == str(result.score_table()) and said.endswith("0 is linear.")
+    assert distances.splitlines()[0].endswith("one + two + three")
+    frame = result.to_frame().set_index(["metric", "level", "experts", "submodule"])
+    values = all_values(result)
+    assert len(frame) == len(values)
+    assert all(frame.loc[key].tolist() == [own.mean, own.std, own.n] for key, own in values.items())
+    heights = [bar.get_width() for bars in result.plot().axes[0].containers for bar in bars if hasattr(bars, "patches")]
+    pooled = [result.pooled("non_linearity", [name]).values() for name in NAMES]
+    assert heights == [value.mean for by_group in pooled for value in by_group]
 
 
 def test_the_figures_are_files_and_in_the_page(written: tuple[Linearity, Path]) -> None:
@@ -81,11 +103,32 @@ def test_the_figures_are_files_and_in_the_page(written: tuple[Linearity, Path]) 
     ("layer", "said"),
     [(0.5, "The submodules of one are more linear than the whole models"), (2.0, "Not all submodules")],
 )
-def test_the_verdict_compares_submodules_with_the_model(layer: float, said: str) -> None:
+def test_the_sentence_on_scores_compares_submodules_with_the_model(layer: float, said: str) -> None:
     scores = {"model": {"one": {"model": Value(2.0, 0, 1)}}, "layer": {"one": {"layer.0": Value(layer, 0, 1)}}}
     result = Linearity(("one",), ("model", "layer"), (1,), {"non_linearity": scores}, {}, {}, {})
     assert said in score_sentence(result)
     assert f"2 for the whole model and {layer:.2g} for a layer" in score_sentence(result)
+
+
+def scored(scores: dict[str, float], distances: dict[str, list[float]]) -> Linearity:
+    """Experts with a score each, the same in 4 layers, and pairs with a projection distance in each layer."""
+    of_experts = {name: {f"layer.{i}": Value(score, 0, 1) for i in range(4)} for name, score in scores.items()}
+    of_pairs = {
+        name: {f"layer.{i}": Value(own, 0, 25) for i, own in enumerate(each)} for name, each in distances.items()
+    }
+    metrics = {"non_linearity": {"layer": of_experts}, "projection_distance": {"layer": of_pairs}}
+    members = {name: tuple(name.split("+")) for name in [*scores, *distances]}
+    return Linearity(tuple(scores), ("layer",), (1,) * len(scores), metrics, {}, {}, members)
+
+
+def test_the_verdict_says_whether_to_merge_and_which_pair_disturbs_each_other_where() -> None:
+    distances = {"math+code": [0.01, 0.01, 0.09, 0.01], "math+law": [0.02, 0.02, 0.02, 0.02], "code+law": [0.0] * 4}
+    mergeable = verdict(scored({"math": 0.1, "code": 1.2, "law": 0.3}, distances))
+    assert mergeable.startswith("Merge these: at level layer, features change nearly in proportion to the weights.")
+    assert " math and code disturb each other most in layer 2: what they change together is 3 % off" in mergeable
+    bent = verdict(scored({"math": 0.1, "code": 1.3}, {}))
+    assert bent.startswith("code does not fit merging weights") and "leave it out, or merge by featcal" in bent
+    assert verdict(scored({"math": 0.1}, {})).startswith("Merge it:")
 
 
 def test_one_expert_alone_has_a_page(make_family: MakeFamily, tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from support.families import Family
 from support.html_elements import Elements, assert_self_contained
 
 from mergekit_slta.cli.commands import main
-from mergekit_slta.reports.merge import report, report_page, verdict
-from mergekit_slta.reports.words import percent, plain_number
+from mergekit_slta.reports.merge import kept_sentence, report, report_page, verdict
 from mergekit_slta.slta.statistics import CalibrationInfo, Statistics
+from mergekit_slta.words import percent, plain_number
 
 
 def interfering(powers: Sequence[float], samples: int = 6) -> Statistics:
@@ -36,24 +36,57 @@ def kept_share(powers: Sequence[float]) -> float:
     return sum(1 / (1 + p) ** 2 for p in powers) / sum(1 / (1 + p) for p in powers)
 
 
-def sentence(powers: Sequence[float]) -> str:
-    return verdict(interfering(powers).solve("layer"))
+def trio(first_pair: float, others: float = 0.05) -> Statistics:
+    """Three experts with orthogonal feature changes: 1 on the own data; on the other's, those of math and code are of
+    ``first_pair`` in layers 2 and 3 of 8, and all others of ``others``.
+    """
+
+    def grams(name: str, number: int) -> torch.Tensor:
+        power = torch.full((3, 3), others, dtype=torch.float64).fill_diagonal_(1.0)
+        if number in (2, 3):
+            power[0, 1] = power[1, 0] = first_pair
+        return power.diag_embed().repeat_interleave(4, 0)
+
+    return synthetic.statistics(["math", "code", "law"], ["layer"], layers=8, samples=4, grams=grams)
 
 
-def test_the_verdict_states_what_is_kept() -> None:
-    powers = [0.1] * 4
-    assert percent(kept_share(powers)) == "91 %"
-    said = "keeps 91 % of math's feature change and 91 % of code's feature change"
-    assert sentence(powers) == f"Merged at level layer, the result {said}."
+def test_the_sentence_on_what_is_kept_states_the_share_of_all_layers() -> None:
+    powers = [0.1, 0.1, 0.5, 0.1]
+    share = percent(kept_share(powers))
+    said = f"keeps {share} of math's feature change and {share} of code's"
+    assert kept_sentence(interfering(powers).solve("layer")) == f"At level layer, the merge {said}."
 
 
 @pytest.mark.parametrize(
-    ("losing", "where"), [([2], "layer 2"), ([0, 3, 4, 7], "layers 0, 3-4 and 7"), (list(range(8)), "every layer")]
+    ("power", "said"),
+    [
+        (0.05, "Merge these: weighted sums keep most of each expert's feature change."),
+        (
+            0.5,
+            "All of them lose more than a quarter of the feature change: merge these and score the result, or merge by",
+        ),
+        (1.5, "All of them lose most of the feature change: leave one of them out, or merge by featcal"),
+    ],
 )
-def test_the_verdict_names_the_layers_where_most_is_lost(losing: list[int], where: str) -> None:
-    powers = [1.5 if layer in losing else 0.05 for layer in range(8)]
-    said = f"{percent(kept_share(powers))} of math's feature change (less than half of it in {where}) and"
-    assert said in sentence(powers)
+def test_the_verdict_says_whether_to_merge(power: float, said: str) -> None:
+    found = verdict(interfering([power] * 4).solve("layer"))
+    assert found.startswith(said)
+    assert ("They interfere most in layer 0." in found) == (power > 0.2)
+
+
+def test_the_verdict_names_the_pair_that_interferes_and_the_layers() -> None:
+    measured = trio(0.9)
+    pair = percent(float(measured.select("math", "code").solve("layer").kept[0]))
+    said = f"math and code interfere most in layers 2-3: a merge of these two alone keeps {pair} and {pair}."
+    assert verdict(measured.solve("layer")).endswith(said)
+    assert "interfere" not in verdict(trio(0.05).solve("layer"))
+
+
+def test_the_verdict_names_one_expert_that_loses() -> None:
+    measured = interfering([0.05] * 2)
+    found = measured.solve("layer", task_weights=[1.0, 0.01])
+    assert found.kept[0] > 0.75 and found.kept[1] < 0.5
+    assert verdict(found).startswith("code loses most of the feature change: leave it out, or merge by featcal")
 
 
 def test_the_base_models_own_task_is_said() -> None:
@@ -61,7 +94,7 @@ def test_the_base_models_own_task_is_said() -> None:
     info = synthetic.info(["math", "code"], ["layer"], 1, 4, keep=keep)
     task, grams = torch.arange(3).repeat_interleave(4), synthetic.random_grams(3, 4)[:, :2, :2]
     solution = Statistics({"layer.0": grams}, task, torch.full_like(task, 7), info).solve("layer")
-    assert verdict(solution).endswith(f" and {percent(solution.base_kept)} of the base model on its own task.")
+    assert kept_sentence(solution).endswith(f" and {percent(solution.base_kept)} of the base model on its own task.")
     page = report_page(solution)
     assert page.facts["Base model's task"] == "chat.jsonl, weight 1"
     (chart,) = next(section for section in page.sections if section.title == "Kept of the base model").charts
@@ -123,7 +156,9 @@ def test_the_tables_hold_the_solution(everything: tuple[Statistics, Path]) -> No
 
 def test_one_expert_and_one_sample(tmp_path: Path) -> None:
     statistics = synthetic.statistics(["org/math"], ["model", "attn_mlp"], layers=1, samples=1)
-    assert "keeps 100 % of math's feature change." in report_page(statistics).verdict[0]
+    first, second, _ = report_page(statistics).verdict
+    assert first == "Merge it: weighted sums keep most of its feature change."
+    assert second == "At level attn_mlp, the merge keeps 100 % of math's feature change."
     assert report(statistics, tmp_path).is_file()
 
 
@@ -142,7 +177,8 @@ def test_the_command_writes_the_report_and_says_the_verdict(tmp_path: Path) -> N
     statistics.save(tmp_path / "stats.safetensors")
     result = CliRunner().invoke(main, ["report", str(tmp_path / "stats.safetensors"), "-o", str(tmp_path / "new")])
     assert result.exit_code == 0, result.output
-    assert verdict(statistics.solve("layer")) in result.output
+    solution = statistics.solve("layer")
+    assert result.output.startswith(f"{verdict(solution)}\n{kept_sentence(solution)}\n")
     assert (tmp_path / "new" / "report.html").is_file()
     wrong = CliRunner().invoke(main, ["report", str(tmp_path / "none"), "-o", str(tmp_path / "other")])
     assert wrong.exit_code == 1
@@ -159,3 +195,13 @@ def test_a_recipe_writes_the_report_of_its_merge(llama: Family, tmp_path: Path) 
     text = " ".join(Elements((tmp_path / "report" / "report.html").read_text()).text.split())
     assert verdict(measured.solve("layer", ridge=0.2)) in text
     assert "ridge 0.2" in text
+
+
+def test_weights_of_ones_own_have_no_interval_and_are_said_to_be_chosen() -> None:
+    solution = synthetic.statistics(["math", "code"], ["layer"], layers=2).solve()
+    part = report_page(solution.with_alpha({"layer.1": [0.5, 0.25]}))
+    weights = next(chart.table for section in part.sections for chart in section.charts if chart.name == "alpha-layer")
+    assert [row[1:] for row in weights.rows][1] == ["0.5", "0.25"] and " to " in weights.rows[0][1]
+    assert part.facts["Chosen"] == "the weights of 1 submodule of 2" and "Solved with" in part.facts
+    whole = report_page(solution.with_alpha({name: [0.5, 0.25] for name in solution.alpha}))
+    assert "Solved with" not in whole.facts

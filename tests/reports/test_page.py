@@ -7,7 +7,7 @@ from pathlib import Path
 
 from support.html_elements import Elements, assert_self_contained
 
-from mergekit_slta.reports.figures import Matrix, heat_map
+from mergekit_slta.figures import Matrix, heat_map
 from mergekit_slta.reports.page import Chart, Page, Section
 from mergekit_slta.tables import Table
 

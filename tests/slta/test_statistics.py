@@ -184,7 +184,12 @@ def test_a_selection_that_nobody_meant_is_refused(names: list[str], said: str, f
 
 
 def test_the_first_samples_of_each_task(found: Statistics) -> None:
-    assert str(found.take([0]).first_samples(1)).startswith("1 sample of 1 task (")
+    one = found.take([0]).first_samples(1)
+    assert one.summary.startswith("1 sample of 1 task (")
+    assert repr(one).splitlines()[1].split() == ["org/expert0", "1", str(int(one.tokens)), "task0.jsonl"]
+    assert one.to_frame().to_dict("records") == [
+        {"task of": "org/expert0", "samples": 1, "tokens": int(one.tokens), "calibration": "task0.jsonl"}
+    ]
     part = found.first_samples(2)
     assert part.task.tolist() == [0, 0, 1, 1, 2, 2]
     rows = [0, 1, 5, 6, 9, 10]

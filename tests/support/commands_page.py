@@ -65,7 +65,8 @@ def _table(options: Iterable[click.Option]) -> str:
     for option in options:
         record = option.get_help_record(click.Context(main))
         assert record is not None, option.name
-        names, meaning = (" ".join(cell.replace("|", " or ").split()) for cell in record)  # | parts cells
+        # | parts cells, and the range of a number in brackets would be a link
+        names, meaning = (" ".join(cell.replace("|", " or ").replace("[x", r"\[x").split()) for cell in record)
         rows.append(f"| `{names}` | {meaning} |")
     return "\n".join(["| option | meaning |", "|---|---|", *rows])
 

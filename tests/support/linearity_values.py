@@ -10,7 +10,8 @@ from support import families
 from support.families import Family
 
 from mergekit_slta.layers.trace import trace
-from mergekit_slta.nonlinearity.scores import Linearity, Plan, Study, Value
+from mergekit_slta.nonlinearity.result import Linearity, Value
+from mergekit_slta.nonlinearity.scores import Plan, Study
 
 NAMES = ("one", "two", "three")
 

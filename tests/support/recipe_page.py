@@ -18,11 +18,22 @@ HEAD = "| where | parameter | default | meaning |\n|---|---|---|---|\n"
 
 
 def with_tables(page: str) -> str:
-    """The page, with every method's table between its marks as the settings classes have it."""
+    """The page, with every method's table between its marks as the settings classes have it.
+
+    Raises:
+        ValueError: the page has no place for a method's table.
+    """
     for method, settings in SETTINGS.items():
-        begin, end = f"<!-- parameters of {method} -->\n\n", "\n<!-- end of parameters -->"
-        before, after = page.split(begin)
-        page = before + begin + HEAD + "".join(_rows(settings)) + end + after.split(end, 1)[1]
+        begin, end = f"<!-- parameters of {method} -->", "<!-- end of parameters -->"
+        before, found, after = page.partition(begin)
+        if not found or end not in after:
+            raise ValueError(
+                f"docs/recipe.md has no place for the parameters of '{method}': write a section '## {method}', a "
+                f"sentence on what it merges, and the marks {begin} and {end}; then run "
+                "python tests/support/recipe_page.py."
+            )
+        table = HEAD + "".join(_rows(settings))
+        page = f"{before}{begin}\n\n{table}\n{end}{after.split(end, 1)[1]}"
     return page
 
 

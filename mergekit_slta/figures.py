@@ -18,9 +18,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from mergekit_slta.reports.words import plain_number
+from mergekit_slta.words import plain_number
 
 INK, AXIS, GRID, MISSING = "#1a1a1a", "#555555", "#e4e4e4", "#dcdcdc"
 # On a dark ground an SVG shows these colours instead. Everything else keeps its colour.
@@ -34,8 +34,11 @@ DOTS_PER_INCH = 170
 # Lengths of names in characters; longer ones lose their middle, because their ends tell experts apart.
 NAME_LENGTH = 30
 CELL_NAME_LENGTH = 14
+ROW_NAME_LENGTH = 20
 LEGEND_LENGTH = 48  # of a row of the legend
-MOST_NAMES = 16  # along an axis of a heat map; of more rows or columns, every second or third is named
+# Of more rows or columns of a heat map than these, every second or third is named.
+MOST_NAMES, MOST_COLUMN_NAMES = 20, 11
+WIDEST_NAMES = 36  # characters that columns' names may have together; longer ones are turned
 MOST_NUMBERED = 8  # cells show their numbers if there are at most so many columns
 STYLE: Any = {
     "axes.axisbelow": True,
@@ -91,6 +94,13 @@ class Picture:
         return drawn.getvalue()
 
 
+class _Shown(Figure):
+    """A figure that a notebook shows, also where nothing has imported pyplot."""
+
+    def _repr_png_(self) -> bytes:
+        return Picture(self).png()
+
+
 @dataclass(frozen=True)
 class Line:
     """A series: its name in the legend, its points, where NaN leaves a gap, and the ends of a band around it."""
@@ -139,7 +149,7 @@ def line_chart(
     y_range: tuple[float, float] = (-math.inf, math.inf),
     lines_at: Sequence[float] = (),
 ) -> Picture:
-    """Panels of lines below each other.
+    """Panels of lines below each other, with one scale, so that they can be compared.
 
     Args:
         panels: the panels, each with the same series in the same order.
@@ -149,7 +159,8 @@ def line_chart(
         lines_at: values to mark with a thin horizontal line.
     """
     with matplotlib.rc_context(STYLE):
-        figure, axes = _figure([PANEL_HEIGHT] * len(panels), [line.label for line in panels[0].lines])
+        figure, axes = _figure([PANEL_HEIGHT] * len(panels), [line.label for line in panels[0].lines], sharey=True)
+        percentages = FuncFormatter(lambda value, _: f"{plain_number(round(100 * value, 3), 'g')} %")
         for panel, ax in zip(panels, axes, strict=True):
             ax.set_title(_short(panel.title))
             ax.set_ylabel(y_label)
@@ -163,9 +174,9 @@ def line_chart(
                 ax.axhline(value, color="#888888", linewidth=0.8, zorder=1)
             ax.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
             if y_percent:
-                ax.yaxis.set_major_formatter(PercentFormatter(1, symbol=" %"))
+                ax.yaxis.set_major_formatter(percentages)
             if x_percent:
-                ax.xaxis.set_major_formatter(PercentFormatter(1, symbol=" %"))
+                ax.xaxis.set_major_formatter(percentages)
             else:
                 ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes[-1].set_xlabel(x_label)
@@ -191,7 +202,7 @@ def heat_map(
         numbers: formats the values that are written into the cells if there is room.
     """
     with matplotlib.rc_context({**STYLE, "axes.grid": False, "axes.facecolor": MISSING}):
-        figure, axes = _figure([0.55 + min(max(0.28 * len(matrix.rows), 0.8), 2.6) for matrix in matrices])
+        figure, axes = _figure([0.55 + min(max(0.28 * len(matrix.rows), 0.8), 3.2) for matrix in matrices])
         colours = matplotlib.colormaps["viridis"].with_extremes(bad="none", under="#f4a6d7", over="#d7301f")
         for matrix, ax in zip(matrices, axes, strict=True):
             values = np.ma.masked_invalid(np.asarray(matrix.values, dtype=float))
@@ -237,12 +248,12 @@ def bar_chart(groups: Sequence[str], series: Sequence[Bars], *, x_label: str) ->
         return Picture(figure)
 
 
-def _figure(heights: Sequence[float], legend: Sequence[str] = ()) -> tuple[Figure, list[Axes]]:
+def _figure(heights: Sequence[float], legend: Sequence[str] = (), sharey: bool = False) -> tuple[Figure, list[Axes]]:
     """A figure with room for panels of these heights in inches, for axis labels and for a legend."""
     rows = math.ceil(len(legend) / _legend_columns(legend)) if legend else 0
     height = sum(heights) + LINE_HEIGHT * (rows + 4)
-    figure = Figure(figsize=(WIDTH, height), dpi=DOTS_PER_INCH, layout="constrained")
-    axes = figure.subplots(len(heights), 1, squeeze=False, gridspec_kw={"height_ratios": heights})
+    figure = _Shown(figsize=(WIDTH, height), dpi=DOTS_PER_INCH, layout="constrained")
+    axes = figure.subplots(len(heights), 1, squeeze=False, sharey=sharey, gridspec_kw={"height_ratios": heights})
     return figure, list(axes[:, 0])
 
 
@@ -266,10 +277,13 @@ def _short(label: str, length: int = NAME_LENGTH) -> str:
 
 
 def _name_cells(ax: Axes, matrix: Matrix) -> None:
-    for axis, names in ((ax.xaxis, matrix.columns), (ax.yaxis, matrix.rows)):
-        step = math.ceil(len(names) / MOST_NAMES)
-        axis.set_ticks(range(0, len(names), step), [_short(name, CELL_NAME_LENGTH) for name in names[::step]])
-    if max(map(len, matrix.columns)) > 3:  # longer than the number of a layer
+    for axis, names, most, length in (
+        (ax.xaxis, matrix.columns, MOST_COLUMN_NAMES, CELL_NAME_LENGTH),
+        (ax.yaxis, matrix.rows, MOST_NAMES, ROW_NAME_LENGTH),
+    ):
+        step = math.ceil(len(names) / most)
+        axis.set_ticks(range(0, len(names), step), [_short(name, length) for name in names[::step]])
+    if len(matrix.columns) * max(map(len, matrix.columns)) > WIDEST_NAMES:
         for label in ax.get_xticklabels():
             label.set(rotation=30, ha="right", rotation_mode="anchor")
     ax.tick_params(length=0, labelsize=9)

@@ -12,7 +12,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from mergekit_slta.reports.figures import (
+from mergekit_slta.figures import (
     AXIS,
     COLOURS,
     DARK,

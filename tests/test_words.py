@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from mergekit_slta.reports.words import counted, enumerated, kind_name, percent, plain_number, possessive
+from mergekit_slta.words import counted, enumerated, kind_name, percent, plain_number, possessive
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,154 @@
+"""The result of measuring linearity: every score, by level, expert or merge, and submodule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mergekit_slta.levels import place_of
+from mergekit_slta.tables import Paragraphs, Table, short_names
+from mergekit_slta.words import kind_name, plain_number
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+METRIC, SCORE = "non_linearity", "Non-linearity score"
+LINEAR_MAPS = "linear map"
+
+
+@dataclass(frozen=True)
+class Value:
+    """Mean and (population) standard deviation of ``n`` numbers; NaN if ``n`` is 0."""
+
+    mean: float
+    std: float
+    n: int
+
+    @staticmethod
+    def of(numbers: torch.Tensor) -> Value:
+        """Summarize the numbers [n] that are not NaN."""
+        found = numbers[~numbers.isnan()]
+        if not len(found):
+            return Value(math.nan, math.nan, 0)
+        return Value(float(found.mean()), float(found.std(correction=0)), len(found))
+
+
+def pool_values(values: Sequence[Value]) -> Value:
+    """Mean and standard deviation of the numbers behind several values together."""
+    found = [value for value in values if value.n]
+    n = sum(value.n for value in found)
+    if not n:
+        return Value(math.nan, math.nan, 0)
+    mean = sum(value.n * value.mean for value in found) / n
+    variance = sum(value.n * (value.std**2 + (value.mean - mean) ** 2) for value in found) / n
+    return Value(mean, math.sqrt(variance), n)
+
+
+# metric -> level -> expert, or "A+B" -> submodule
+Metrics = dict[str, dict[str, dict[str, dict[str, Value]]]]
+
+
+@dataclass(frozen=True, repr=False)
+class Linearity(Paragraphs):
+    """How linear models and submodules are in their weights; printed, it is a table.
+
+    Attributes:
+        experts: the experts' names.
+        levels: the levels that were measured.
+        samples: how many samples each expert has.
+        metrics: ``non_linearity`` (Eq. 19; over samples), ``distance_0.0`` ... ``distance_1.0`` (Table 18; over
+            samples), ``projection_distance`` (Eq. 8) and ``cosine_merge`` (Eq. 16), both over the settings of a merge,
+            and ``cosine_base`` (Eq. 17; over samples).
+        maps: level -> expert -> submodule -> [N + 1, N + 1], the mean distances of Figure 6.
+        skipped: level -> expert or "A+B" -> how many times a sample was left out of a submodule because a feature
+            delta is zero.
+        members: the experts' names of each "A+B".
+    """
+
+    experts: tuple[str, ...]
+    levels: tuple[str, ...]
+    samples: tuple[int, ...]
+    metrics: Metrics
+    maps: dict[str, dict[str, dict[str, torch.Tensor]]]
+    skipped: dict[str, dict[str, int]]
+    members: dict[str, tuple[str, ...]]
+
+    def groups(self) -> dict[str, str]:
+        """The kinds of submodules, each with the first level that has such submodules."""
+        groups: dict[str, str] = {}
+        for level, by_expert in self.metrics[METRIC].items():
+            for name in next(iter(by_expert.values())):
+                groups.setdefault(_group_of(level, name), level)
+        return groups
+
+    def pooled(self, metric: str, names: Sequence[str]) -> dict[str, Value]:
+        """A metric of experts or merges over all submodules of each group."""
+        return {
+            group: pool_values(
+                [
+                    value
+                    for who in names
+                    for name, value in self.metrics[metric][level][who].items()
+                    if _group_of(level, name) == group
+                ]
+            )
+            for group, level in self.groups().items()
+        }
+
+    def table(self, quantity: str, metrics: Mapping[str, str], names: Sequence[str]) -> Table:
+        """Mean and standard deviation of metrics, each with words for its rows, by groups and by experts or merges."""
+        short = dict(zip(self.experts, short_names(self.experts), strict=True))
+        columns = [" + ".join(short[own] for own in self.members.get(name, [name])) for name in names]
+        values = {metric: [self.pooled(metric, [name]) for name in names] for metric in metrics}
+        rows = [
+            [group + words, *(f"{plain_number(v[group].mean)} ± {plain_number(v[group].std)}" for v in values[metric])]
+            for group in self.groups()
+            for metric, words in metrics.items()
+        ]
+        return Table([quantity, *columns], rows)
+
+    def score_table(self) -> Table:
+        """Mean and standard deviation of the non-linearity score over samples and submodules, as in Table 17."""
+        return self.table(SCORE, {METRIC: ""}, self.experts)
+
+    def parts(self) -> Iterator[str | Table]:
+        """The table of scores, and for merges one of how far feature changes are from adding up."""
+        yield self.score_table()
+        yield "Mean ± standard deviation over samples and submodules; 0 is linear."
+        if merges := [name for name, members in self.members.items() if len(members) > 1]:
+            yield self.table("Projection distance", {"projection_distance": ""}, merges)
+            yield "At 0 the feature changes of a merge add up."
+
+    def columns(self) -> dict[str, list[Any]]:
+        """The columns of ``to_frame``: a row for each value in ``metrics``."""
+        rows = [
+            (metric, level, group, name, value.mean, value.std, value.n)
+            for metric, by_level in self.metrics.items()
+            for level, by_group in by_level.items()
+            for group, by_name in by_group.items()
+            for name, value in by_name.items()
+        ]
+        names = ("metric", "level", "experts", "submodule", "mean", "std", "n")
+        return {name: list(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
+
+    def plot(self) -> Figure:
+        """Draw every expert's non-linearity score by kinds of submodules, as Figure 1a of the paper.
+
+        Returns:
+            A figure of matplotlib.
+        """
+        from mergekit_slta.figures import Bars, bar_chart  # imports matplotlib
+
+        bars = []
+        for expert, short in zip(self.experts, short_names(self.experts), strict=True):
+            values = self.pooled(METRIC, [expert]).values()
+            bars.append(Bars(short, [value.mean for value in values], [value.std for value in values]))
+        return bar_chart(list(self.groups()), bars, x_label=SCORE.lower()).figure
+
+
+def _group_of(level: str, name: str) -> str:
+    return LINEAR_MAPS if level == "linear" else kind_name(place_of(name).kind)

@@ -1,0 +1,95 @@
+"""The words after a merge: the kept shares, and a next command that runs as it is printed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from conftest import WriteRecipe
+from mergekit.scripts import run_yaml
+from support import families
+from support.adapters import write_adapter
+from support.families import Family
+
+from mergekit_slta.cli.commands import main
+from mergekit_slta.slta.statistics import Statistics
+
+
+def said_after(command: Any, recipe: Path, out: Path, *options: str) -> list[str]:
+    """What a merge says of itself, without progress."""
+    arguments = ["merge"] * (command is main) + [str(recipe), str(out), *options]
+    done = CliRunner().invoke(command, arguments)
+    assert done.exit_code == 0, done.output
+    return [line for line in done.stderr.splitlines() if re.match("(Kept|Distance|Next)", line)]
+
+
+def run_next(line: str) -> str:
+    program, *arguments = shlex.split(line.removeprefix("Next: "))
+    assert program == "mergekit-slta"
+    done = CliRunner().invoke(main, [*arguments, "--quiet"])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+@pytest.mark.parametrize("command", [run_yaml.main, main])
+def test_slta_says_what_is_kept_and_evaluates_next(
+    command: Any, llama: Family, write_recipe: WriteRecipe, tmp_path: Path
+) -> None:
+    recipe, out = write_recipe(llama, experts=(0, 1), keep={}, samples=2), tmp_path / "out put"
+    kept, following = said_after(command, recipe, out)
+    solution = Statistics.load(out / "mergekit-slta" / "statistics.safetensors").solve()
+    shares = [f"{share:.1%}" for share in (*solution.kept.tolist(), solution.base_kept)]
+    assert re.findall(r"-?\d+\.\d%", kept) == shares and "expert0 " in kept and "base model" in kept
+    assert following == f"Next: mergekit-slta evaluate {recipe} '{out}'"
+    assert "expert expert0" in run_next(following)
+    assert said_after(command, recipe, out, "--quiet") == []
+
+
+def test_featcal_says_how_far_its_features_are_from_each_models_own(llama: Family, tmp_path: Path) -> None:
+    """The distances of whole models' last hidden states before the final norm, on the calibration samples."""
+    content = families.recipe(llama, "featcal", experts=(0,), keep={}, samples=2)
+    recipe, out = families.write_recipe(tmp_path / "recipe.yml", content), tmp_path / "out"
+    (said, _) = said_after(run_yaml.main, recipe, out)
+    merged, (base, expert, *_) = families.load_model(out).float(), llama.models()
+    experiment = families.experiment(content)
+    for task, (model, found) in enumerate(zip((expert, base), re.findall(r"(\d+\.\d)%", said), strict=True)):
+        rows = experiment.load_data(experiment.recipe.tasks)[task].token_ids
+        errors = [(last(merged, row) - last(model, row)).norm(dim=-1) / last(model, row).norm(dim=-1) for row in rows]
+        assert float(found) == pytest.approx(100 * float(torch.cat(errors).mean()), abs=0.06)
+
+
+def last(model: Any, row: tuple[int, ...]) -> torch.Tensor:
+    """The last decoder layer's output [tokens, dims]."""
+    outputs: list[torch.Tensor] = []
+    hook = model.model.layers[-1].register_forward_hook(lambda *given: outputs.append(given[-1]))
+    with torch.no_grad():
+        model(torch.tensor([row]))
+    hook.remove()
+    (found,) = outputs
+    return (found[0] if isinstance(found, tuple) else found).reshape(len(row), -1).double()
+
+
+def test_a_method_without_data_verifies_next_with_the_options_of_the_merge(llama: Family, tmp_path: Path) -> None:
+    content = families.recipe(llama, "actmat", experts=[0, 1], calibration=False)
+    content["models"][0]["model"] = f"{llama.base}+{write_adapter(llama.base, tmp_path / 'adapter')}"
+    recipe, cache = tmp_path / "recipe.yml", str(tmp_path / "cache")
+    recipe.write_text(json.dumps(content))
+    (following,) = said_after(run_yaml.main, recipe, tmp_path / "out", "--lora-merge-cache", cache)
+    assert following == f"Next: mergekit-slta verify {recipe} {tmp_path / 'out'} --lora-merge-cache {cache}"
+    run_next(following)
+
+
+def test_from_python_the_next_command_names_the_copy_of_the_recipe(
+    llama: Family, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"write_model_card": True, "quiet": False}
+    families.merge(families.recipe(llama, "sftm", calibration=False), tmp_path / "out", **options)
+    following = capsys.readouterr().err.splitlines()[-1]
+    assert following.startswith(f"Next: mergekit-slta verify {tmp_path / 'out' / 'mergekit_config.yml'} ")
+    run_next(following)
