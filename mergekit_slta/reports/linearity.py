@@ -82,8 +82,8 @@ def verdict(result: Linearity) -> str:
     else:
         these = "these" if len(names) > 1 else "it"
         said = (
-            f"Linear enough to merge {these} by weights: at level {level}, features change nearly in proportion to them. "
-            "What a merge keeps of each expert, mergekit-slta report says."
+            f"Linear enough to merge {these} by weights: at level {level}, features change nearly in proportion to "
+            "them. What a merge keeps of each expert, mergekit-slta report says."
         )
     distances = _means_by_name(result, "projection_distance", level, _merges(result, 2))
     if not distances:
