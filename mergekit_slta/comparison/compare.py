@@ -171,14 +171,15 @@ class Comparison(Paragraphs):
         def rows(cells: Callable[[Standing], list[str]]) -> list[list[str]]:
             return [[_cut(own.model), *cells(own)] for own in ranking]
 
-        gain = "the share of the expert's gain over the base model that is kept"
+        gain = "the share of the expert's gain in likelihood that is kept"
         short = f"Short answers (at most {SHORT_ANSWER} tokens) given exactly, and in brackets {gain}"
-        yield f"{short if exact else gain.capitalize()}, by task; the best average first"
-        yield Table(
-            ["model", "average", *tasks],
-            rows(lambda own: [cell(own.exact, own.kept), *map(cell, (s.exact for s in own.scores), own.shares)]),
-        )
-        yield "The gain is one of likelihood. Negative log-likelihood per token of the answers, lower is better"
+        if exact or ranking[0].kept is not None:
+            yield f"{short if exact else gain.capitalize()}, by task; the best average first"
+            yield Table(
+                ["model", "average", *tasks],
+                rows(lambda own: [cell(own.exact, own.kept), *map(cell, (s.exact for s in own.scores), own.shares)]),
+            )
+        yield "Negative log-likelihood per token of the answers (of all tokens where none is known), lower is better"
         yield Table(["model", *tasks], rows(lambda own: [f"{score.loss:.4f}" for score in own.scores]))
         columns = ["records", "show an answer", "a short one", "scored tokens"]
         counts = [(own.records, own.known, own.answers, own.tokens) for own in tasks.values()]

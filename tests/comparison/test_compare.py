@@ -228,6 +228,7 @@ def test_without_answers_the_gain_ranks_and_without_both_there_is_no_figure(tmp_
     assert " ".join(str(found).splitlines()[4].split()) == "a 50% 50%"
     idle = Comparison(("a",), (TaskComparison("math", 5, 60, 0, expert, base, (base,), (other,)),))
     assert [model.model for model in idle.ranking] == ["base", "a", "expert math"]  # by likelihood
+    assert str(idle).startswith("Negative log-likelihood")  # nothing to rank by
     assert write_comparison(idle, tmp_path / "figure.png") is None and not (tmp_path / "figure.png").exists()
 
 
