@@ -23,8 +23,7 @@ SETTINGS_OF = {2: "25 settings of two weights from 0.2 to 1", 3: "27 settings of
 SCORES_MEANING = (
     f"The non-linearity score sums {(STEPS + 1) ** 2} squared deviations between points on the way from the base model "
     "to an expert. It is 0 if features change in proportion to the weights; 1.21 means a root mean square deviation of "
-    "10 % of the expert's feature change. Linear experts can be merged by adding their task vectors. Whether the "
-    "experts disturb each other is shown by the report on calibration statistics."
+    "10 % of the expert's feature change. Linear experts can be merged by adding their task vectors."
 )
 DISTANCES_MEANING = (
     "Like Table 18 of the paper: how far the features still are from the expert's when this share α of the task vector "
@@ -80,7 +79,10 @@ def verdict(result: Linearity) -> str:
         )
     else:
         these = "these" if len(names) > 1 else "it"
-        said = f"Merge {these}: at level {level}, features change nearly in proportion to the weights."
+        said = (
+            f"Linear enough to merge {these} by weights: at level {level}, features change nearly in proportion to "
+            "them. What a merge keeps of each expert, mergekit-slta report says."
+        )
     distances = _means_by_name(result, "projection_distance", level, _merges(result, 2))
     if not distances:
         return said

@@ -124,11 +124,11 @@ def scored(scores: dict[str, float], distances: dict[str, list[float]]) -> Linea
 def test_the_verdict_says_whether_to_merge_and_which_pair_disturbs_each_other_where() -> None:
     distances = {"math+code": [0.01, 0.01, 0.09, 0.01], "math+law": [0.02, 0.02, 0.02, 0.02], "code+law": [0.0] * 4}
     mergeable = verdict(scored({"math": 0.1, "code": 1.2, "law": 0.3}, distances))
-    assert mergeable.startswith("Merge these: at level layer, features change nearly in proportion to the weights.")
+    assert mergeable.startswith("Linear enough to merge these by weights: at level layer, features change nearly")
     assert " math and code disturb each other most in layer 2: what they change together is 3 % off" in mergeable
     bent = verdict(scored({"math": 0.1, "code": 1.3}, {}))
     assert bent.startswith("code does not fit merging weights") and "leave it out, or merge by featcal" in bent
-    assert verdict(scored({"math": 0.1}, {})).startswith("Merge it:")
+    assert verdict(scored({"math": 0.1}, {})).startswith("Linear enough to merge it by weights:")
 
 
 def test_one_expert_alone_has_a_page(make_family: MakeFamily, tmp_path: Path) -> None:
