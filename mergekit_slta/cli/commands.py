@@ -10,6 +10,7 @@ import click
 
 from mergekit_slta import __version__, files
 from mergekit_slta.cli.options import (
+    CALIBRATION_HELP,
     EDGES,
     EDGES_HELP,
     KEEP_WEIGHT_HELP,
@@ -32,6 +33,7 @@ from mergekit_slta.cli.options import (
     trusted_code,
 )
 from mergekit_slta.errors import SltaError, files_named
+from mergekit_slta.recipe.new import METHODS, new_recipe
 
 if TYPE_CHECKING:
     from mergekit_slta.comparison.compare import Comparison
@@ -64,15 +66,16 @@ def main() -> None:
 @main.command(short_help="Print a commented recipe to start from.")
 @click.argument("base")
 @click.argument("experts", metavar="EXPERT...", nargs=-1, required=True)
-def new(base: str, experts: tuple[str, ...]) -> None:
+@click.option("--method", type=click.Choice(METHODS), help="The merge method.  [default: slta; featcal for one expert]")
+@click.option("--calibration", multiple=True, metavar="FILE", help=CALIBRATION_HELP)
+def new(base: str, experts: tuple[str, ...], method: str | None, calibration: tuple[str, ...]) -> None:
     """Print a commented recipe for merging each EXPERT, which was fine-tuned from the model BASE.
 
     Models are folders or Hub ids; an adapter is written behind its base model, BASE+ADAPTER. Write it to a file with
-    '> recipe.yml', fill in the calibration sources, then `check` the recipe.
+    '> recipe.yml', fill in the calibration sources that are missing, then `check` the recipe. With one expert, the
+    recipe also has prompts of the base model, whose abilities the merge keeps.
     """
-    from mergekit_slta.recipe.new import new_recipe
-
-    click.echo(new_recipe(base, experts), nl=False)
+    click.echo(new_recipe(base, experts, method, calibration), nl=False)
 
 
 @main.command(cls=ModelCommand, short_help="Say everything that is wrong with a recipe.")

@@ -12,6 +12,10 @@ import click
 from mergekit_slta.levels import LEVELS
 
 LEVELS_HELP = f"{', '.join(LEVELS[:-1])} or {LEVELS[-1]}"
+CALIBRATION_HELP = (
+    "A file or dataset with an expert's prompts. Give it once for each expert, in their order, and once more for the "
+    "base model's prompts."
+)
 TASK_WEIGHT_HELP = "How much an expert's task counts against the others', 1.0 by default. May be given several times."
 KEEP_WEIGHT_HELP = "How much the base model's prompts count, if STATS has any; 0 leaves them out.  [default: 1.0]"
 MODEL_HELP = (
