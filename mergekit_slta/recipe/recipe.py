@@ -17,7 +17,7 @@ from mergekit.config import MergeConfiguration
 from pydantic import ValidationError
 
 from mergekit_slta.data.sources import source_key
-from mergekit_slta.errors import SltaError, one_line, refuse, suggestion
+from mergekit_slta.errors import SltaError, first_line, one_line, refuse, suggestion
 from mergekit_slta.files import published_path
 from mergekit_slta.recipe.configuration import base_parameters, expert_parameters, expert_references, shared_parameters
 from mergekit_slta.recipe.settings import SETTINGS, CalibrationSettings, KeptBase, MethodSettings, Parameters
@@ -144,8 +144,8 @@ class Recipe:
             self.config = MergeConfiguration.model_validate(self.content)
         except ValidationError as error:
             raise SltaError(f"{name} is no mergekit recipe: {misshapen(error)}") from None
-        except RuntimeError as error:  # from mergekit's own checks
-            raise SltaError(f"{name} is no mergekit recipe: {error}.") from None
+        except Exception as error:  # from mergekit's own checks
+            raise SltaError(f"{name} is no mergekit recipe: {first_line(error)}.") from None
 
     @cached_property
     def text(self) -> str:

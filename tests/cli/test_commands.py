@@ -130,13 +130,31 @@ def test_check_says_what_is_worth_knowing_and_all_that_is_wrong(llama: Family, w
     assert "did you mean 'level'?" in text and "'samples'" in text and text.count("did you mean 'template'?") == 3
 
 
+BEGIN = "merge_method: slta\nbase_model: a\nmodels:\n"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a: [", "is not valid as YAML"),
-        ("a: 1\n---\na: 2", "is not valid as YAML: ComposerError: expected a single document"),
-        ("merge_method: slta", "is not valid as a mergekit recipe"),
-        ("just text", "is not valid as a mergekit recipe"),
+        ("a: [", "is not valid YAML"),
+        ("a: 1\n---\na: 2", "is not valid YAML: but found another document, in line 2:\n  ---\n  ^\n"),
+        (
+            "a: [1\nb: 2",
+            "expected ',' or ']', but got ':', in line 2:\n  b: 2\n   ^\nClose the bracket of line 1.",
+        ),
+        ("a:\n\tb: 2", "is not valid YAML: found character '\\t' that cannot start any token, in line 2:"),
+        ("template: {q} {a}", 'line 1:\n  template: {q} {a}\n                ^\nQuote it: template: "{q} {a}"\n'),
+        ("models: [{template: {q} {a}}]", '^\nQuote it: template: "{q} {a}"\n'),
+        ("# nothing\n", "is empty: write a recipe, or have `mergekit-slta new` print one"),
+        ("merge_method: slta", "is no mergekit recipe: Exactly one of 'models',"),
+        ("just text", "is no mergekit recipe: it should be a valid table, not 'just text'."),
+        ("models: [{model: a}]", "is no mergekit recipe: 'merge_method' is missing."),
+        (f"{BEGIN}- b", "is no mergekit recipe: 'models.0' should be a valid table, not 'b' (write 'model: b')."),
+        (f"{BEGIN}- model: b\n  parameters: {{template: {{q}}}}", "not {'q': None} (quote it if it is a text).\n"),
+        (
+            f"{BEGIN}- model: b\n  parameters: {{calibration: }}",
+            "'models.0.parameters.calibration' should be one",
+        ),
         (b"\xff\xfe", "is not UTF-8 text"),
     ],
 )

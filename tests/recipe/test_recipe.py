@@ -106,6 +106,11 @@ def test_a_method_of_mergekits_own_has_no_settings_here() -> None:
         found.settings  # noqa: B018
 
 
+def test_a_misspelt_method_gets_a_suggestion() -> None:
+    with pytest.raises(SltaError, match="merge_method is 'feat_cal', did you mean 'featcal'"):
+        read(content("feat_cal")).settings  # noqa: B018
+
+
 def test_an_experts_own_parameter_comes_before_the_shared_one() -> None:
     recipe = under_expert(template="{own}") | {"parameters": {"template": "{all}"}}
     (parameters,) = expert_parameters(parse(recipe)).values()
@@ -148,6 +153,15 @@ def test_wrong_shared_parameters(parameters: dict[str, Any], sentence: str) -> N
             {"level": "layer"},
             "'level' in the parameters of org/math has no effect: it is one value for the whole merge",
         ),
+        (
+            {"levle": 1},
+            "Unknown parameter 'levle' in the parameters of org/math, did you mean 'level', which is",
+        ),
+        (
+            {"zzz": 1},
+            "Unknown parameter 'zzz' in the parameters of org/math; the known ones are calibration,",
+        ),
+        ({"weight": 2}, "'weight' in the parameters of org/math has no effect: the method solves the experts' weights"),
         ({"calibration": ["a", "b"]}, "'calibration' in the parameters of org/math must be one value"),
         ({"template": 3}, "'template' in the parameters of org/math should be a valid string, not 3."),
     ],
@@ -218,10 +232,11 @@ def test_misspelt_parameters_are_found_wherever_they_stand() -> None:
 @pytest.mark.parametrize(
     ("recipe", "sentence"),
     [
-        (content(level="layer"), "'level' in the recipe has no effect: put it under 'parameters'."),
+        (content(level="layer"), "'level' in the recipe has no effect: put it under the recipe's 'parameters'."),
+        (content(template="{q}"), "'template' in the recipe has no effect: put it under the expert's 'parameters'."),
         (
             content(models=[{"model": "org/math", "calibration": "math.jsonl"}]),
-            "'calibration' in the entry of org/math has no effect: put it under 'parameters'.",
+            "'calibration' in the entry of org/math has no effect: put it under its 'parameters'.",
         ),
         (content(parametres={"level": "layer"}), "Unknown key 'parametres' in the recipe, did you mean 'parameters'?"),
         (
