@@ -18,8 +18,9 @@ CALIBRATION_HELP = (
 )
 TASK_WEIGHT_HELP = "How much an expert's task counts against the others', 1.0 by default. May be given several times."
 KEEP_WEIGHT_HELP = "How much the base model's prompts count, if STATS has any; 0 leaves them out.  [default: 1.0]"
+MODELS_HELP = "Merge only these experts, by their names in the table or in STATS.  [default: all]"
 MODEL_HELP = (
-    "Path or Hub id to write in the recipe for a model, the base model included, that STATS calls NAME. "
+    "Path or Hub id to write in the recipe for the model NAME of the table or of STATS, the base model included. "
     "May be given several times."
 )
 EDGES = click.Choice(["base", "mean"])

@@ -41,9 +41,9 @@ def read_records(source: str) -> Sequence[Record]:
 
 
 def check_source(source: str) -> None:
-    """Raise an SltaError if a file cannot be read or a dataset's query is malformed; datasets are not downloaded."""
+    """Raise an SltaError if a file cannot be read or a dataset's query is malformed; the Hub is not asked."""
     if is_dataset(source):
-        _parse_dataset(source)
+        parse_dataset(source)
     else:
         read_records(source)
 
@@ -56,7 +56,7 @@ def source_key(source: str) -> tuple[str, ...]:
     """
     if not is_dataset(source):
         return ("file", os.path.realpath(os.path.expanduser(source)))
-    name, config, split = _parse_dataset(source)
+    name, config, split = parse_dataset(source)
     name = os.path.realpath(name) if os.path.isdir(name) else name.lower()
     return ("dataset", name, config or "default", split or "train")
 
@@ -150,7 +150,7 @@ READERS: dict[str, Callable[[str], list[Record]]] = {
 }
 
 
-def _parse_dataset(source: str) -> tuple[str, str | None, str | None]:
+def parse_dataset(source: str) -> tuple[str, str | None, str | None]:
     """The name, configuration and split in ``hf:NAME[?config=...&split=...]``; the name may be a folder's path."""
     name, _, query = source.removeprefix(DATASET_PREFIX).partition("?")
     settings: dict[str, str] = {}
@@ -171,7 +171,7 @@ def _parse_dataset(source: str) -> tuple[str, str | None, str | None]:
 def _read_dataset(source: str) -> Sequence[Record]:
     import datasets  # slow to import
 
-    name, config, split = _parse_dataset(source)
+    name, config, split = parse_dataset(source)
     try:
         loaded = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # datasets lets the errors of its readers and of the Hub pass

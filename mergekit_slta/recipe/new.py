@@ -13,7 +13,7 @@ from typing import Any
 import jinja2
 import yaml
 
-from mergekit_slta.data.records import CHAT_FIELDS, TEXT_FIELDS
+from mergekit_slta.data.records import has_known_fields
 from mergekit_slta.data.sources import is_dataset, read_records
 from mergekit_slta.errors import SltaError
 
@@ -168,7 +168,7 @@ def proposed_template(source: str) -> str:
         SltaError: the file cannot be read.
     """
     record: Mapping[str, Any] = {} if is_dataset(source) else read_records(source)[0]
-    if not record or any(set(fields) <= record.keys() for fields in (*zip(CHAT_FIELDS), *TEXT_FIELDS)):
+    if not record or has_known_fields(record):
         return ""
     fields = [field for field in record if field.isidentifier()]
     asked, answered = (

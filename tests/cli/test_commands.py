@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +264,18 @@ def test_every_option_of_solve_changes_the_solution_as_it_should(stats: Path) ->
         assert list(found) == list(expected)
         for name, weights in expected.items():
             assert found[name] == pytest.approx(weights, rel=1e-12)
+
+
+def test_solve_takes_the_names_of_its_table(stats: Path, tmp_path: Path) -> None:
+    statistics = Statistics.load(stats)
+    models = ("org/llama-math-v1", "org/llama-code-v1", "org/llama-law-v1")
+    info = statistics.info.model_copy(update={"models": models})
+    file = tmp_path / "named.safetensors"
+    replace(statistics, info=info).save(file)
+    assert "alpha math" in run("solve", file).stdout
+    given = solution(file, "--models", "law,code", "--task-weight", "law=3")
+    assert given == solution(file, "--models", f"{models[2]},{models[1]}", "--task-weight", f"{models[2]}=3")
+    assert given["models"] == [models[2], models[1]]
 
 
 def test_bootstrap_adds_standard_errors(stats: Path) -> None:
