@@ -76,8 +76,8 @@ def _read_file(source: str) -> Sequence[Record]:
         raise SltaError(f"Calibration source {source!r} is a folder: write '{DATASET_PREFIX}{source}' for a dataset.")
     if extension not in READERS:
         raise SltaError(
-            f"Calibration source {source!r} has an unknown extension: it must be {in_a_list(READERS)}, "
-            f"or '{DATASET_PREFIX}DATASET' for a dataset."
+            f"Calibration source {source!r} has {'an unknown' if extension else 'no'} extension: it must be "
+            f"{in_a_list(READERS)}, or '{DATASET_PREFIX}{'DATASET' if extension else source}' for a dataset."
         )
     if not os.path.exists(path):
         raise SltaError(f"Calibration file {source!r} does not exist (the current directory is {os.getcwd()!r}).")
@@ -95,6 +95,8 @@ def _read_json_lines(path: str) -> list[Record]:
         if line.strip():
             try:
                 records.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"broken JSON in line {number}, column {error.colno}: {error.msg}") from error
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"broken JSON in line {number}: {error}") from error
     return _require_records(records)
@@ -117,6 +119,8 @@ def _read_csv(path: str) -> list[Record]:
         reader = csv.DictReader(file, strict=True)
         try:
             for record in reader:
+                if len(record) == 1 and ";" in next(iter(record)):
+                    raise csv.Error("its fields are separated by semicolons, not by commas")
                 if None in record:
                     raise csv.Error("more fields than the first line names")
                 records.append(record)

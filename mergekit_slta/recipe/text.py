@@ -30,7 +30,7 @@ from mergekit_slta.recipe.configuration import (
     model_inputs,
     parameter_tables,
 )
-from mergekit_slta.recipe.settings import MethodSettings, base_specs, parameter_specs
+from mergekit_slta.recipe.settings import SETTINGS, MethodSettings, base_specs, parameter_specs
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 SHORTEST_TEMPLATE = 20  # mergekit takes a shorter text for a name
@@ -51,7 +51,7 @@ def faults(config: MergeConfiguration, content: Any, settings: type[MethodSettin
         if is_base and not settings.runs_models:
             continue  # the method ignores the base model's entry, as ``ignored`` says
         specs = {**own, **of_base} if is_base else own
-        yield from _parameters(table, specs, one_value=settings.runs_models)
+        yield from _parameters(table, specs, settings)
     yield from _data_types(config)
     yield from _chat_template(config)
 
@@ -135,7 +135,9 @@ def ignored(config: MergeConfiguration, settings: type[MethodSettings]) -> Itera
         )
 
 
-def _parameters(table: ParameterTable, specs: Mapping[str, ParameterSpec], one_value: bool) -> Iterator[str]:
+def _parameters(
+    table: ParameterTable, specs: Mapping[str, ParameterSpec], settings: type[MethodSettings]
+) -> Iterator[str]:
     """Unknown names (with the closest known one), wrong values, and lists where one value is needed."""
     for name, setting in table.parameters.items():
         if table.model is not None and name in specs and specs[name].scope == ParameterScope.SHARED:
@@ -149,12 +151,15 @@ def _parameters(table: ParameterTable, specs: Mapping[str, ParameterSpec], one_v
                 "count one task more, use `mergekit-slta solve STATS --task-weight NAME=2.0` (slta), or 'merge_method: "
                 "actmat', whose experts take a weight; the base model's own entry under 'models' takes one, too."
             )
+        elif name not in specs and (others := _methods_with(name)):
+            whose = f"{' and '.join(others)}, not of {settings.method}"
+            yield f"'{name}' in {table.where} is a parameter of {whose}: leave it out."
         elif name not in specs:
             here = [own for own, spec in specs.items() if not table.model or spec.scope != ParameterScope.SHARED]
             hint = suggestion(name, here) or suggestion(name, specs).replace("?", ", which is for the whole merge?")
             hint = hint or f"; the known ones are {', '.join(sorted(here))}."
             yield f"Unknown parameter '{name}' in {table.where}{hint}"
-        elif one_value and not isinstance(setting, (str, int, float, bool)):
+        elif settings.runs_models and not isinstance(setting, (str, int, float, bool)):
             yield f"'{name}' in {table.where} must be one value for the whole merge, not a list or a filter."
         else:
             for value in {repr(value): value for value in _values(setting)}.values():  # 1.0 and true are equal
@@ -162,6 +167,11 @@ def _parameters(table: ParameterTable, specs: Mapping[str, ParameterSpec], one_v
                     specs[name].validate(value)
                 except SltaError as error:
                     yield error.message.replace(f"'{name}'", f"'{name}' in {table.where}", 1)
+
+
+def _methods_with(parameter: str) -> list[str]:
+    """The merge methods of this package that have a parameter."""
+    return [name for name, own in SETTINGS.items() if parameter in [spec.name for spec in parameter_specs(own)]]
 
 
 def _values(setting: Any) -> Iterator[Any]:
