@@ -130,7 +130,7 @@ def test_the_base_model_among_the_models_is_no_expert() -> None:
         ({"sample": 3}, "Unknown parameter 'sample' in the recipe's parameters, did you mean 'samples'?"),
         ({"samples": 0}, "'samples' in the recipe's parameters should be greater than or equal to 1, not 0."),
         ({"samples": True}, "'samples' in the recipe's parameters should be a number, not True."),
-        ({"balance": "perhaps"}, "'balance' in the recipe's parameters should be a valid boolean"),
+        ({"balance": "perhaps"}, "'balance' in the recipe's parameters should be true or false, not 'perhaps'."),
         ({"edges": "all"}, "'edges' in the recipe's parameters should be 'base' or 'mean', not 'all'."),
         ({"zzz": 1}, "Unknown parameter 'zzz' in the recipe's parameters; the known ones are balance, batch_tokens,"),
         ({"ridge": "nan"}, "'ridge' in the recipe's parameters should be a finite number"),
@@ -163,6 +163,7 @@ def test_wrong_shared_parameters(parameters: dict[str, Any], sentence: str) -> N
         ),
         ({"weight": 2}, "'weight' in the parameters of org/math has no effect: the method solves the experts' weights"),
         ({"calibration": ["a", "b"]}, "'calibration' in the parameters of org/math must be one value"),
+        ({"anchor": "base"}, "'anchor' in the parameters of org/math is a parameter of featcal, not of slta: leave it"),
         ({"template": 3}, "'template' in the parameters of org/math should be a valid string, not 3."),
     ],
 )
