@@ -125,9 +125,7 @@ def _of_all_models(experiment: Experiment, out: Path | None, merging: bool) -> I
         return
     base = experiment.model(recipe.base)
     opened = [experiment.model(reference) for reference in recipe.references]
-    yield partial(tensors.mergeable_tensors, opened)
-    if isinstance(settings, FeatcalSettings):
-        yield lambda: tensors.whole_mixtures(base, experiment.decoder)
+    yield partial(tensors.complete_checkpoints, opened)
     aligned, cut = recipe.tokenizer_source is not None, experiment.options.unsafe_truncate_embeddings
     for _, expert in experiment.pairs:
         yield partial(
@@ -164,7 +162,7 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
         )
     if not merging:
         return
-    yield from tensors.lost_tensors(base)
+    yield from tensors.outside_the_model(base, [expert for _, expert in experiment.pairs])
     if isinstance(settings, FeatcalSettings):
         memory, disk = space.solving_needs(experiment.decoder, len(recipe.experts))
         yield (

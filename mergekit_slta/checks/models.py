@@ -8,7 +8,6 @@ from mergekit.common import ModelPath
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTuner
 
-from mergekit_slta.checks.tensors import known_architecture
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models.adapters import adapter_folder, adapter_headers, adapter_settings
 from mergekit_slta.models.headers import Model, listed
@@ -99,13 +98,12 @@ def same_family(base: Model, expert: Model, any_architecture: bool) -> None:
 
 
 def _same_architecture(base: Model, expert: Model) -> None:
-    """Refuse another architecture, apart from the language tower of a multimodal model where mergekit finds both."""
+    """Refuse another architecture, apart from the language tower of a multimodal model."""
     if (expert.architecture, expert.config.model_type) == (base.architecture, base.config.model_type):
         return
     texts = [model.config.get_text_config() for model in (base, expert)]
     one_is_tower = (texts[0] is base.config) != (texts[1] is expert.config)
-    defined_apart = known_architecture(expert) and known_architecture(base)
-    if texts[0].model_type != texts[1].model_type or not one_is_tower or defined_apart:
+    if texts[0].model_type != texts[1].model_type or not one_is_tower:
         raise SltaError(
             f"The expert {expert} is a {expert.architecture} ({expert.config.model_type}), the base model {base} a "
             f"{base.architecture} ({base.config.model_type}): only models of one architecture can be merged."

@@ -50,9 +50,9 @@ class Reader:
         """
         assert self._ahead is not None, "no layer follows the last one"
         names, stacks = self._decoder.layer_tensors(layer), self._stacks(layer)
-        prefix, device = self._decoder.base_model_prefix, self._decoder.device
+        built, device = self._decoder.model, self._decoder.device
         weights = [
-            model.read(names, prefix, device, fetched, stacks)
+            model.read(names, built, device, fetched, stacks)
             for model, fetched in zip(self._models, self._ahead.result(), strict=True)
         ]
         more = layer + 1 < len(self._decoder)
@@ -65,7 +65,7 @@ class Reader:
         stacks = self._stacks(layer)
         names = {key: name for key, name in self._decoder.layer_tensors(layer).items() if key not in stacks}
         with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            fetched = [model.fetch(names, self._decoder.base_model_prefix, self._target) for model in self._models]
+            fetched = [model.fetch(names, self._decoder.model, self._target) for model in self._models]
         if self._stream is not None:
             self._stream.synchronize()
         return fetched

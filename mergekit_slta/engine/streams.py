@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import transformers
 
 from mergekit_slta.engine.batches import Batch
 from mergekit_slta.layers.calls import LayerCall, State, Weights
@@ -22,14 +23,14 @@ class Source(Protocol):
     """Weights that a stream begins with."""
 
     def read(
-        self, names: Mapping[str, str], base_model_prefix: str, device: torch.device | str = "cpu"
+        self, names: Mapping[str, str], model: transformers.PreTrainedModel, device: torch.device | str = "cpu"
     ) -> dict[str, torch.Tensor]:
         """Read tensors as ``Checkpoint.read`` does."""
 
 
 def read_edges(decoder: Decoder, model: Source, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """Read tensors outside the layers to the device, by the model's names."""
-    return model.read({name: name for name in names}, decoder.base_model_prefix, decoder.device)
+    return model.read({name: name for name in names}, decoder.model, decoder.device)
 
 
 def takes_little(device: torch.device, elements: int, share: float) -> bool:

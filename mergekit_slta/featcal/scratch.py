@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,6 @@ from tqdm import tqdm
 
 from mergekit_slta.engine.batches import Tasks, share
 from mergekit_slta.engine.partial import Partial, remove
-from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.answers import token_weights
 from mergekit_slta.featcal.merge import ERRORS, feature_merge, layer_shapes, stages, written_in
@@ -21,8 +21,8 @@ from mergekit_slta.files import cache_folder, digest
 from mergekit_slta.layers.blend import Blend
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.ends import output_head
-from mergekit_slta.layers.submodules import resolve_name
 from mergekit_slta.layers.trace import on_device
+from mergekit_slta.models.layout import Layout
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import require_calibration
 from mergekit_slta.recipe.settings import ActmatSettings, FeatcalSettings
@@ -39,29 +39,38 @@ class SolvedModel:
     Args:
         decoder: the model's decoder.
         partial: the folder with the solved layers.
+        layout: how the base model's checkpoint cuts the model into tensors; by default as the model itself.
     """
 
-    def __init__(self, decoder: Decoder, partial: Partial) -> None:
+    def __init__(self, decoder: Decoder, partial: Partial, layout: Layout | None = None) -> None:
         self.decoder = decoder
+        self.layout = layout or Layout(decoder.model, decoder.tensor_names)
         self._partial = partial
 
     def tensor(self, name: str) -> torch.Tensor | None:
-        """A float32 tensor by its name in mergekit's plan; None for the anchor's tensors outside the layers.
+        """A float32 tensor by its name in mergekit's plan; None for the anchor's tensors outside the layers."""
+        piece = self.layout.piece(name)
+        if piece is None:
+            return None
+        with contextlib.ExitStack() as opened:
+            files = {target: opened.enter_context(safe_open(self._file(target), "pt")) for target in piece.targets}
+            if any(target not in files[target].keys() for target in piece.targets):  # noqa: SIM118
+                return None
 
-        Raises:
-            SltaError: mergekit stores the experts of a mixture in separate tensors.
-        """
-        found, mixture_expert = resolve_name(self.decoder, name)
-        if mixture_expert is not None:
-            raise SltaError(f"'featcal' cannot write the experts of a mixture one by one, as mergekit asks for {name}.")
-        layer = written_in(self.decoder).get(found)
-        file = self._partial.edges_file if layer is None else self._partial.layer_file(layer)
-        with safe_open(file, "pt") as tensors:
-            return tensors.get_tensor(found) if found in tensors.keys() else None  # noqa: SIM118
+            def solved(target: str, expert: int | None) -> torch.Tensor:
+                tensor = files[target].get_slice(target)
+                return tensor[:] if expert is None else tensor[expert]
+
+            return self.layout.restore(name, solved)
+
+    def _file(self, target: str) -> Path:
+        layer = written_in(self.decoder).get(target)
+        return self._partial.edges_file if layer is None else self._partial.layer_file(layer)
 
     def is_language(self, name: str) -> bool:
-        """Whether a tensor of mergekit's plan does not belong to a multimodal model's other towers."""
-        return self.decoder.is_language(resolve_name(self.decoder, name)[0])
+        """Whether a tensor of mergekit's plan is the language model's, and the model runs it."""
+        piece = self.layout.piece(name)
+        return piece is not None and all(map(self.decoder.is_language, piece.targets))
 
     def errors(self) -> dict[str, torch.Tensor]:
         """The errors [layers, tasks] of the merged model's and the anchor's layer outputs on each task.
@@ -111,7 +120,7 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings) -> SolvedMode
             _solve(experiment, settings, decoder, tasks, weights, partial)
     finally:
         partial.release()
-    return SolvedModel(decoder, partial)
+    return SolvedModel(decoder, partial, experiment.layout)
 
 
 def _solve(

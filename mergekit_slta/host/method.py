@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from mergekit.architecture import ModelArchitecture
 from mergekit.common import ModelReference, dtype_from_name
 from mergekit.merge_methods import GroupMergeMethod, InputContract, MergeMethodSpec, TensorGroup
 from mergekit.merge_methods.base import BasePolicy, OptionalTensorPolicy
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.models.roles import Role, dotted_tails, model_roles, role_by_shape
+from mergekit_slta.models.roles import Role, dotted_tails, model_roles, role_by_shape, turned
 from mergekit_slta.output.finite import is_finite
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.settings import MethodSettings, parameter_specs
@@ -96,6 +97,11 @@ class Method(GroupMergeMethod):
         self.kind = kind
         self._merge = self._without_recipe = kind(None)
 
+    @property
+    def architecture(self) -> ModelArchitecture | None:
+        """The architecture of the merge that runs; None where mergekit's own decides."""
+        return self._merge.experiment.architecture if self._merge.experiment else None
+
     @contextlib.contextmanager
     def merging(self, merge: Merge) -> Iterator[None]:
         """Take the tensors of all models' groups from a merge, also on other threads."""
@@ -166,8 +172,13 @@ class DataFreeMerge(Merge):
                 trusted = self.experiment is not None and self.experiment.trust_remote_code
                 self._roles[base] = model_roles(base, trusted, self.spec.name)
             roles = self._roles[base]
-        known = (roles[ending] for ending in dotted_tails(group.metadata.name or "") if ending in roles)
-        return next(known, None) or role_by_shape(tensor, group.metadata.vocabulary_axis)
+        name, layout = group.metadata.name or "", self.experiment.layout if self.experiment else None
+        piece = layout.piece(name) if layout else None
+        endings = dotted_tails(piece.targets[0] if piece else name)
+        role = next((roles[ending] for ending in endings if ending in roles), None)
+        if role is None:
+            return role_by_shape(name, tensor, group.metadata.vocabulary_axis)
+        return turned(role) if layout and layout.turned(name) else role
 
 
 def task_vectors(group: TensorGroup, start: torch.Tensor) -> Iterator[torch.Tensor]:

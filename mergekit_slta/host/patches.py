@@ -6,7 +6,7 @@ which it gets as ``stock``; its docstring says why.
 
 All was read from the source of mergekit 0.1.5. When this module is imported, the parameters of each function that it
 replaces are compared with those expected here; if they differ, the import fails with one sentence, the start-up hook
-warns, and mergekit works without us. mergekit's loaders are replaced in `models/spellings.py`.
+warns, and mergekit works without us. mergekit's loaders are replaced in `models/loaders.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from importlib.metadata import version
 from typing import Any
 
 from mergekit import card, merge
-from mergekit.architecture import auto
+from mergekit.architecture import ModelArchitecture
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
@@ -96,16 +96,18 @@ def merged(stock: Callable[..., Any], self: ModelReference, *arguments: Any, **n
     return merge_adapter(self, *arguments, **named)
 
 
-@replaces(auto, "get_model_tensor_names", "model", "options")
-def get_model_tensor_names(stock: Callable[..., Any], model: ModelReference, options: MergeOptions) -> list[str]:
-    """List the tensors of the model that an adapter is merged into.
+@replaces(merge, "get_architecture_info", "config", "options")
+def get_architecture_info(
+    stock: Callable[..., ModelArchitecture], config: MergeConfiguration, options: MergeOptions
+) -> ModelArchitecture:
+    """Merge all tensors of the base model's checkpoint.
 
-    mergekit asks for them before it merges adapters, and fails, where it does not define the architecture itself.
+    mergekit's definitions, and the names that it takes from transformers, leave out heads that predict several tokens
+    and a mixture's experts in some layers. It takes no names where a model is an adapter.
     """
-    if model.lora is not None:
-        model = model.merged(options.lora_merge_cache, options.trust_remote_code, options.lora_merge_dtype)
-    names: list[str] = stock(model, options)
-    return names
+    method = registry.METHODS.get(config.merge_method)
+    own = method.architecture if method is not None else None
+    return stock(config, options) if own is None else own
 
 
 @replaces(card, "is_hf", "path")

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+import transformers
 
 from mergekit_slta.layers.decoder import Weights
 from mergekit_slta.models.checkpoint import Checkpoint
@@ -66,11 +67,11 @@ class Blend:
         self._alpha = alpha
 
     def read(
-        self, names: Mapping[str, str], base_model_prefix: str, device: torch.device | str = "cpu"
+        self, names: Mapping[str, str], model: transformers.PreTrainedModel, device: torch.device | str = "cpu"
     ) -> dict[str, torch.Tensor]:
         """Read tensors as ``Checkpoint.read`` does."""
         models = self.models[:1] if self._alpha is None else self.models
-        return self.of(names, [model.read(names, base_model_prefix, device) for model in models])
+        return self.of(names, [own.read(names, model, device) for own in models])
 
     def of(self, names: Mapping[str, str], tensors: Sequence[Weights]) -> dict[str, torch.Tensor]:
         """Blend tensors that have been read of the base model, then of the experts; ``names`` are those of ``read``."""

@@ -20,6 +20,7 @@ from mergekit_slta.layers.calls import LayerCall, LayerForm, Weights, handed_on,
 from mergekit_slta.layers.maps import Heads
 from mergekit_slta.layers.recording import LayerRun, Reached, Watch
 from mergekit_slta.layers.residual import INPUT, ResidualStream, Term
+from mergekit_slta.models.skeleton import language_names
 
 
 class Fresh:
@@ -116,10 +117,6 @@ class Decoder:
     def name(self) -> str:
         return type(self.model).__name__
 
-    @property
-    def base_model_prefix(self) -> str:
-        return self.model.base_model_prefix
-
     @functools.cached_property
     def layers_path(self) -> str:
         """The layers' path in the model."""
@@ -138,6 +135,10 @@ class Decoder:
     def tensor_names(self) -> frozenset[str]:
         """The model's names of all its tensors."""
         return frozenset(self.model.state_dict())
+
+    def shape(self, name: str) -> torch.Size:
+        """The shape of a tensor, by the model's name."""
+        return self.model.state_dict()[name].shape
 
     def layer_tensors(self, layer: int) -> dict[str, str]:
         """The names of a layer's tensors inside the layer, and in the model: one that layers share has the first's."""
@@ -159,13 +160,11 @@ class Decoder:
     @functools.cached_property
     def language_tensors(self) -> frozenset[str]:
         """The model's names of the tensors of its language tower and its output head, tied ones by all their names."""
-        parts = [self.tower, self.model.get_output_embeddings()]
-        paths = [name for name, module in self.model.named_modules() if any(module is part for part in parts)]
-        return frozenset(name for name in self.tensor_names if any(name.startswith(_inside(path)) for path in paths))
+        return language_names(self.model)
 
     def is_language(self, name: str) -> bool:
         """Whether a tensor, by the model's name, does not belong to a multimodal model's other towers."""
-        return self.tower is self.model or name in self.language_tensors
+        return name in self.language_tensors
 
     @functools.cached_property
     def edge_tensors(self) -> tuple[str, ...]:

@@ -1,15 +1,11 @@
-"""List a layer's submodules at each level, and find the model's tensor for a name in a checkpoint."""
+"""List a layer's submodules at each level."""
 
 from __future__ import annotations
-
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import Heads, linear_maps
 from mergekit_slta.levels import Fallback, head_part, require_levels, submodule_name
-from mergekit_slta.models.skeleton import converted_as, model_tensor_name
 
 
 def layer_submodules(decoder: Decoder, level: str, layer: int) -> list[str]:
@@ -56,25 +52,3 @@ def _fallback(decoder: Decoder, level: str, layer: int) -> tuple[str, str] | Non
     if split is None:
         return "layer", "its attention and MLP branches cannot be told apart"
     return ("attn_mlp", heads) if level == "head_mlp" and split.mixers and isinstance(heads, str) else None
-
-
-def resolve_name(decoder: Decoder, name: str) -> tuple[str, int | None]:
-    """The model's own name of a tensor of a checkpoint or of mergekit's plan.
-
-    Also the expert's number, where a checkpoint stores a mixture's experts separately.
-    """
-    names, prefix = decoder.tensor_names, decoder.base_model_prefix
-    found = model_tensor_name(name, names, prefix)
-    if found is not None:
-        return found, None
-    keys = converted_as(decoder.model.config)
-    for transform in (found for key in keys for found in get_checkpoint_conversion_mapping(key) or []):
-        renamed, pattern = transform.rename_source_key(name)
-        if pattern is not None and isinstance(transform, WeightRenaming):
-            name = renamed
-        elif pattern is not None:
-            found = model_tensor_name(renamed, names, prefix)
-            numbers = [part for part in name.split(".") if part.isdigit()]
-            if found is not None:
-                return found, int(numbers[-1])
-    return model_tensor_name(name, names, prefix) or name, None

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
 import transformers
-from mergekit.architecture.conversion import convert_checkpoint_tensors
 from mergekit.common import ModelReference
 from mergekit.io.lazy_tensor_loader import LazyTensorLoader
 from mergekit.io.tasks import LoaderCache
@@ -16,8 +15,8 @@ from mergekit.io.tasks import LoaderCache
 from mergekit_slta.errors import SltaError, reading
 from mergekit_slta.models.adapters import source_files, source_folders
 from mergekit_slta.models.fingerprint import Stamps, fingerprint_of, stamps
+from mergekit_slta.models.layout import Layout
 from mergekit_slta.models.merged_adapters import merge_adapter
-from mergekit_slta.models.skeleton import converted_as, model_tensor_name
 from mergekit_slta.models.stacks import ExpertStack
 
 PAGE = 4096  # bytes
@@ -38,6 +37,7 @@ class Checkpoint:
         self.reference = reference
         self.trust_remote_code = trust_remote_code
         self.bytes_read = 0
+        self._layout: Layout | None = None
 
     def __str__(self) -> str:
         return str(self.reference)
@@ -90,7 +90,7 @@ class Checkpoint:
     def read(
         self,
         names: Mapping[str, str],
-        base_model_prefix: str,
+        model: transformers.PreTrainedModel,
         device: torch.device | str = "cpu",
         fetched: Mapping[str, torch.Tensor] | None = None,
         stacks: Mapping[str, Sequence[int]] | None = None,
@@ -99,7 +99,7 @@ class Checkpoint:
 
         Args:
             names: the key to return each tensor under, and the model's name of it.
-            base_model_prefix: the prefix that checkpoints of the bare base model lack.
+            model: the model, on the meta device.
             device: where the tensors go.
             fetched: what ``fetch`` has returned for some of these names, if it was called.
             stacks: the shapes [E, ...] of those among the tensors that hold a mixture's experts, by their keys, if
@@ -111,12 +111,12 @@ class Checkpoint:
         tensors: dict[str, torch.Tensor] = {}
         for key, name in names.items():
             shape = (stacks or {}).get(key)
-            if shape and (stack := self._stack(name, base_model_prefix, shape, device)) is not None:
+            if shape and (stack := self._stack(name, model, shape, device)) is not None:
                 tensors[key] = stack
                 continue
             stored = (fetched or {}).get(key)
             if stored is None:
-                stored = self._stored(name, base_model_prefix, device)
+                stored = self._tensor(name, model, device)
             elif stored.device.type == "cuda":
                 stored.record_stream(torch.cuda.current_stream(stored.device))  # it is of another stream's memory
             tensors[key] = stored.to(device)
@@ -134,7 +134,7 @@ class Checkpoint:
             raise SltaError(f"The files of {self} have changed while they were read: run the command again.")
 
     def fetch(
-        self, names: Mapping[str, str], base_model_prefix: str, device: torch.device | str
+        self, names: Mapping[str, str], model: transformers.PreTrainedModel, device: torch.device | str
     ) -> dict[str, torch.Tensor]:
         """Read tensors to a device as they are stored, for a later ``read``: another thread may call it ahead of time.
 
@@ -143,7 +143,7 @@ class Checkpoint:
         """
         tensors = {}
         for key, name in names.items():
-            stored = self._stored(name, base_model_prefix, "cpu")
+            stored = self._tensor(name, model, "cpu")
             if torch.device(device).type == "cuda":
                 stored = stored.pin_memory().to(device, non_blocking=True)
             else:
@@ -151,46 +151,41 @@ class Checkpoint:
             tensors[key] = stored
         return tensors
 
-    def _stored(self, name: str, base_model_prefix: str, device: torch.device | str) -> torch.Tensor:
-        """A tensor in the checkpoint's dtype."""
-        stored = model_tensor_name(name, self.tensor_names, base_model_prefix)
-        with reading(f"The tensor {name} of {self}"):
-            if stored:
-                tensor = self._loader.get_tensor(stored, device=str(device))
-            else:  # it is stored under other names, such as the experts of a mixture
-                sources = {key: functools.partial(self._loader.get_tensor, key) for key in self._sources(name)}
-                tensor = self._converted(name, sources)
-        if tensor is None:
+    def layout(self, model: transformers.PreTrainedModel) -> Layout:
+        """How the checkpoint stores the tensors of a model, which is on the meta device."""
+        if self._layout is None or self._layout.model is not model:
+            self._layout = Layout(model, self.tensor_names)
+        return self._layout
+
+    def _tensor(self, name: str, model: transformers.PreTrainedModel, device: torch.device | str) -> torch.Tensor:
+        """A tensor of the model in the checkpoint's dtype."""
+        layout = self.layout(model)
+        if name not in layout:
             raise SltaError(f"{self} lacks the tensor {name}: its checkpoint is incomplete or of another architecture.")
+        with reading(f"The tensor {name} of {self}"):
+            tensor = layout.read(name, functools.partial(self._loader.get_tensor, device=str(device)))
         self.bytes_read += tensor.nbytes
         return tensor
 
     def _stack(
-        self, name: str, base_model_prefix: str, shape: Sequence[int], device: torch.device | str
+        self, name: str, model: transformers.PreTrainedModel, shape: Sequence[int], device: torch.device | str
     ) -> ExpertStack | None:
         """A mixture's experts: each is read once now, to check it, and again whenever it is used.
 
         None if their parts cannot be told apart. On the CPU the stored tensors are mapped from the file.
         """
-        part: Callable[[int], torch.Tensor]
-        with reading(f"The tensor {name} of {self}"):
-            stored = model_tensor_name(name, self.tensor_names, base_model_prefix)
-            if stored is not None:
-                part = self._loader.get_tensor(stored).__getitem__
-            else:
-                mapped: list[dict[str, torch.Tensor]] = [{} for _ in range(shape[0])]
-                for key in self._sources(name):
-                    numbers = [int(own) for own in key.split(".") if own.isdigit()]
-                    if len(numbers) == 2 and numbers[1] < len(mapped):
-                        mapped[numbers[1]][key] = self._loader.get_tensor(key)
-                first = self._converted(name, mapped[0]) if all(mapped) else None
-                if first is None or len(first) != 1:
-                    return None
+        layout = self.layout(model)
+        if name not in layout or not layout.in_parts(name):
+            return None
 
-                def part(expert: int) -> torch.Tensor:
-                    found = self._converted(name, mapped[expert])
-                    assert found is not None
-                    return found[0]
+        stored = layout.stored_as(name)
+        whole = None if stored is None else self._loader.get_tensor(stored)
+
+        def part(expert: int) -> torch.Tensor:
+            if whole is not None:
+                return whole[expert]
+            with reading(f"The tensor {name} of {self}"):
+                return layout.read(name, self._loader.get_tensor, expert)
 
         def again(expert: int) -> torch.Tensor:
             self.refuse_changes()
@@ -208,17 +203,6 @@ class Checkpoint:
             raise SltaError(
                 f"{self} holds NaN or Inf in the tensor {name}: the checkpoint is broken, get a sound copy."
             )
-
-    def _sources(self, name: str) -> list[str]:
-        """The checkpoint's tensors of the same layer."""
-        indices = [part for part in name.split(".") if part.isdigit()]
-        return [key for key in self.tensor_names if all(f".{index}." in f".{key}." for index in indices[:1])]
-
-    def _converted(
-        self, name: str, sources: Mapping[str, torch.Tensor | Callable[[], torch.Tensor]]
-    ) -> torch.Tensor | None:
-        found = (convert_checkpoint_tensors(key, sources, name) for key in converted_as(self.config))
-        return next((tensor for tensor in found if tensor is not None), None)
 
     def fingerprint(self) -> str:
         """Identify the model by its content, before an adapter is merged into it."""

@@ -22,6 +22,7 @@ from mergekit.common import ModelPath, ModelReference
 
 from mergekit_slta.errors import SltaError, first_line, reading
 from mergekit_slta.models import hub
+from mergekit_slta.models.layout import Layout
 from mergekit_slta.models.skeleton import meta_model, model_tensor_name
 
 # In mergekit's order of preference.
@@ -92,6 +93,14 @@ class Model:
     def vocabulary(self) -> Any:
         """How many token ids the model knows; None if it is no language model."""
         return self.size("vocab_size")
+
+    @cached_property
+    def _layouts(self) -> dict[int, Layout]:
+        return {}
+
+    def layout(self, base: Model) -> Layout:
+        """How its checkpoint stores the tensors of the base model."""
+        return self._layouts.setdefault(id(base), Layout(base.built, self.tensors))
 
     def tensor(self, name: str) -> TensorHeader | None:
         """A tensor by its name, with or without the base model's prefix."""

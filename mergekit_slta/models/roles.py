@@ -68,10 +68,17 @@ def has_transposed_experts(module: torch.nn.Module) -> bool:
     return first is not None and second is not None and first.shape[-2] == second.shape[-1]
 
 
-def role_by_shape(tensor: torch.Tensor, vocabulary_axis: int | None) -> Role:
-    """Guess the role of a tensor whose module is unknown from its shape; what may be several kinds counts as a bias."""
+def turned(role: Role) -> Role:
+    """The role of a linear map that is stored with its rows and columns exchanged."""
+    return {Role.LINEAR: Role.TRANSPOSED, Role.TRANSPOSED: Role.LINEAR}.get(role, role)
+
+
+def role_by_shape(name: str, tensor: torch.Tensor, vocabulary_axis: int | None) -> Role:
+    """Guess the role of a tensor whose module is unknown; what may be several kinds counts as a bias."""
     if tensor.ndim == 2 and vocabulary_axis is None:
         return Role.LINEAR
+    if tensor.ndim == 1 and "norm" in name:
+        return Role.NORM
     return Role.CONVOLUTION if tensor.ndim >= 4 else Role.OTHER
 
 
@@ -110,7 +117,7 @@ def model_roles(base: Hashable, trust_remote_code: bool, method: str) -> Mapping
     except Exception as error:
         LOG.warning(
             "%s cannot see the structure of %s (%s). It goes by the shapes of its tensors: matrices count as linear "
-            "maps, norms as biases.",
+            "maps.",
             method,
             base or "the model",
             error,

@@ -37,12 +37,13 @@ def meta_model(config: transformers.PretrainedConfig, trust_remote_code: bool = 
     return model.eval()
 
 
-def converted_as(config: transformers.PretrainedConfig) -> Iterator[str]:
-    """The keys under which transformers lists how a checkpoint's tensors become the model's.
-
-    It lists them by the class of one model, or by the model type of a family, which may be that of the language tower.
-    """
-    yield from dict.fromkeys((*(config.architectures or ()), config.model_type, config.get_text_config().model_type))
+def language_names(model: transformers.PreTrainedModel) -> frozenset[str]:
+    """The names of the tensors of a model's language tower and output head, tied ones by all their names."""
+    if model.config.get_text_config() is model.config:
+        return frozenset(model.state_dict())
+    parts = (model.get_decoder(), model.get_output_embeddings())
+    paths = [name for name, module in model.named_modules() if any(module is part for part in parts)]
+    return frozenset(name for name in model.state_dict() if any(name.startswith(f"{path}.") for path in paths))
 
 
 # Entries of a configuration that change nothing of what a trained model's layers compute, and parts of such entries'
@@ -88,12 +89,16 @@ def _hashed(entries: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 _TOWERS = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
 
 
-def model_tensor_name(name: str, names: Collection[str], base_model_prefix: str) -> str | None:
-    """Find a tensor among ``names``; None if it is missing.
+def spellings(name: str, base_model_prefix: str) -> Iterator[str]:
+    """The names that a tensor may have in checkpoints of one model, its own first.
 
     There it may lack or carry the base model's prefix, and that of a multimodal model around the language model.
     """
     prefix = base_model_prefix + "."
     inside = next(name.removeprefix(tower) for tower in _TOWERS if name.startswith(tower))
-    spellings = (name, prefix + name, name.removeprefix(prefix), *(tower + inside for tower in _TOWERS))
-    return next((spelling for spelling in spellings if spelling in names), None)
+    yield from dict.fromkeys((name, prefix + name, name.removeprefix(prefix), *(tower + inside for tower in _TOWERS)))
+
+
+def model_tensor_name(name: str, names: Collection[str], base_model_prefix: str) -> str | None:
+    """Find a tensor among ``names`` by any of its ``spellings``; None if it is missing."""
+    return next((spelling for spelling in spellings(name, base_model_prefix) if spelling in names), None)

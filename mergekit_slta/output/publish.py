@@ -16,7 +16,7 @@ from mergekit.io.lazy_tensor_loader import LazyTensorLoader
 from tqdm import tqdm
 
 from mergekit_slta import files
-from mergekit_slta.checks.tensors import no_missing_tensors
+from mergekit_slta.checks.tensors import complete_checkpoints
 from mergekit_slta.errors import SltaError, all_of, reading, refuse
 from mergekit_slta.models import hub
 from mergekit_slta.models.headers import listed, open_model, weight_map
@@ -136,7 +136,7 @@ def _checked(folder: Path, trust_remote_code: bool, quiet: bool) -> tuple[Any, R
 
     def weights() -> None:
         model = open_model(ModelReference(model=ModelPath(path=str(folder))), trust_remote_code)
-        no_missing_tensors([model])
+        complete_checkpoints([model])
         refuse(_values_that_are_not_finite(folder, quiet))
 
     def tokenizer() -> Any:

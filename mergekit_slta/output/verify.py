@@ -20,7 +20,7 @@ from tqdm import tqdm
 from mergekit_slta.errors import reading
 from mergekit_slta.layers.parts import parts
 from mergekit_slta.models.headers import folder_headers
-from mergekit_slta.models.spellings import ONE_AT_A_TIME, adapt_loaders
+from mergekit_slta.models.loaders import ONE_AT_A_TIME, adapt_loaders
 from mergekit_slta.output.finite import is_finite
 from mergekit_slta.recipe.configuration import expert_references
 from mergekit_slta.recipe.experiment import Experiment
@@ -119,10 +119,12 @@ def _plan(experiment: Experiment, folder: Path) -> list[SaveTensor]:
     recipe, options = experiment.recipe, experiment.options
     config = copy.deepcopy(recipe.config)  # the planner rewrites it
     base = config.base_model or config.referenced_models()[0]
-    architecture = get_architecture_info(config, options)
     LoaderCache.loaders.clear()  # those of earlier merges may map files that were replaced
-    if config.merge_method in SETTINGS:
-        adapt_loaders(experiment.model(recipe.base), recipe.references, architecture)
+    architecture = experiment.architecture if config.merge_method in SETTINGS else None
+    if architecture is None:
+        architecture = get_architecture_info(config, options)
+    else:
+        adapt_loaders(experiment.layout, recipe.base, recipe.references)
     planner = MergePlanner(config, architecture, options, base.config(trust_remote_code=options.trust_remote_code))
     return [task for task in planner.plan_to_disk(str(folder)) if isinstance(task, SaveTensor)]
 

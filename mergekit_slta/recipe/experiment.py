@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
+from mergekit.architecture import ModelArchitecture
 from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
@@ -19,8 +21,10 @@ from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.layers.trace import trace
 from mergekit_slta.levels import require_levels
+from mergekit_slta.models.architecture import architecture_of
 from mergekit_slta.models.checkpoint import Checkpoint
-from mergekit_slta.models.headers import Model, open_model, other_vocabularies
+from mergekit_slta.models.headers import Model, folder_headers, open_model, other_vocabularies
+from mergekit_slta.models.layout import Layout
 from mergekit_slta.recipe.recipe import EQUAL_DATA, RecipeOrFile, Task, loaded
 from mergekit_slta.recipe.samples import Samples
 from mergekit_slta.recipe.settings import CalibrationSettings
@@ -123,6 +127,25 @@ class Experiment:
                 )
         return decoder
 
+    @cached_property
+    def layout(self) -> Layout:
+        """How the base model's checkpoint, its adapter merged, stores the model."""
+        return Layout(self.model(self.recipe.base).built, self.base.tensor_names)
+
+    @cached_property
+    def architecture(self) -> ModelArchitecture | None:
+        """The architecture by which mergekit merges all tensors of the base model's checkpoint.
+
+        None for a recipe whose slices leave layers out or repeat them, or that names modules: mergekit's own decides.
+        """
+        config = self.recipe.config
+        headers = folder_headers(Path(self.base.folder))
+        found = architecture_of(self.layout, headers, self.base.config)
+        depth = max(module.architecture.num_layers(self.base.config) for module in found.modules.values())
+        ranges = {tuple(source.layer_range) for output in config.slices or () for source in output.sources}
+        whole = len(config.slices or ()) <= 1 and ranges <= {(0, depth)}
+        return found if whole and not config.modules else None
+
     def open(self) -> None:
         """Have mergekit download all models and merge adapters; only the first process merges adapters."""
         if self.ranks.count > 1 and any(reference.lora for reference in self.recipe.references):
@@ -137,7 +160,7 @@ class Experiment:
         """Refuse NaN or Inf in the base model's tensors outside the decoder layers, and in the experts' if asked to."""
         for model in [self.base, *self.experts] if experts else [self.base]:
             for name in self.decoder.edge_tensors:
-                model.read({name: name}, self.decoder.base_model_prefix)
+                model.read({name: name}, self.decoder.model)
 
     def require_levels(self, levels: Sequence[str]) -> None:
         """Refuse levels that the models cannot be compared at.

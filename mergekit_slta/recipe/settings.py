@@ -82,8 +82,9 @@ class CalibrationSettings(MethodSettings):
     )
     towers: Edges = Field(
         default="base",
-        description="what lies outside the language tower of a multimodal model (vision, audio, projectors): `base`, "
-        "the base model's, or `mean`, merged with the mean weights (`slta`) or averaged over the experts (`featcal`)",
+        description="what lies outside the language model (vision, audio, projectors; a head that predicts several "
+        "tokens): `base`, the base model's, or `mean`, merged with the mean weights (`slta`) or averaged over the "
+        "experts (`featcal`)",
     )
     report: str = Field(default="", description="a folder for an HTML report of the merge")
 

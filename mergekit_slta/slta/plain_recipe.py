@@ -8,6 +8,7 @@ outside the layers like those of layer 0, so filters must separate them.
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,22 +17,24 @@ from typing import TYPE_CHECKING, Any
 
 import transformers
 import yaml
-from mergekit.architecture import arch_info_for_config
 from mergekit.common import ModelReference
 from mergekit.config import ConfigYamlDumper, MergeConfiguration, evaluate_setting
 
 from mergekit_slta import __version__
 from mergekit_slta.errors import SltaError, reading
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.submodules import resolve_name
 from mergekit_slta.layers.trace import WRITERS, trace
-from mergekit_slta.models.skeleton import model_tensor_name
+from mergekit_slta.models.architecture import known_architecture, left_out_by_mergekit
+from mergekit_slta.models.headers import listed, open_model
+from mergekit_slta.models.layout import Layout
 from mergekit_slta.slta.statistics import Info
 from mergekit_slta.slta.weights import TensorWeights
 from mergekit_slta.tables import as_percentage
 
 if TYPE_CHECKING:
     from mergekit_slta.slta.solution import Solution
+
+LOG = logging.getLogger(__name__)
 
 # Ten digits: two orders of magnitude below float32's rounding, and still readable.
 DIGITS = 10
@@ -86,7 +89,9 @@ def plain_recipe(
         settings: list[Any] = [_rounded(float(weight)) for weight in submodules["model"].alpha]
     else:
         config = _read_config(info, paths[info.base_model], trust_remote_code)
-        weights = TensorWeights(trace(config, trust_remote_code), level, submodules, edges, towers)
+        decoder = trace(config, trust_remote_code)
+        layout = Layout(decoder.model, [name for name, _ in plan(config, decoder)])
+        weights = TensorWeights(decoder, level, submodules, edges, towers, layout)
         planned = planned_tensors(config, weights)
         settings = weight_settings(planned)
     models_settings = zip(info.models, settings, strict=True)
@@ -99,10 +104,27 @@ def plain_recipe(
         **({"tokenizer_source": tokenizer_source} if tokenizer_source else {}),
     }
     _verify(content, planned)
+    lost = _left_out(paths[info.base_model], trust_remote_code)
+    if lost:
+        LOG.warning("%s", lost)
     body = yaml.dump(content, Dumper=ConfigYamlDumper, sort_keys=False, width=120, allow_unicode=True)
     chosen = {} if level == "model" else {"edges": edges}
     chosen |= {"towers": towers} if info.architecture.endswith(MULTIMODAL) else {}
-    return _header(solution, chosen) + body
+    return _header(solution, chosen, lost) + body
+
+
+def _left_out(path: str, trust_remote_code: bool) -> str:
+    """A sentence on the base model's tensors that the recipe loses; empty without any, or where they are not known."""
+    try:
+        names = left_out_by_mergekit(open_model(ModelReference.parse(path), trust_remote_code))
+    except SltaError:
+        return ""
+    if not names:
+        return ""
+    return (
+        f"mergekit alone leaves {listed(names)} of the base model out of what this recipe writes: use 'merge_method: "
+        "slta' with these statistics."
+    )
 
 
 def planned_tensors(config: transformers.PretrainedConfig, weights: TensorWeights) -> list[PlannedTensor]:
@@ -114,23 +136,19 @@ def planned_tensors(config: transformers.PretrainedConfig, weights: TensorWeight
         SltaError: the parts of one tensor take different weights, such as a mixture's fused experts, or mergekit
             needs a tensor that the model does not have.
     """
-    model_names = set(weights.decoder.model.state_dict())
     planned = []
     layers = weights.decoder.layers_path + "."
-    for name, optional in _plan(config, weights.decoder):
-        known = model_tensor_name(name, model_names, weights.decoder.base_model_prefix) is not None
-        inside = resolve_name(weights.decoder, name)[0].partition(layers)[2]
-        if optional and not known:  # a buffer of older checkpoints that the model no longer has
+    for name, optional in plan(config, weights.decoder):
+        piece = weights.layout.piece(name)
+        if piece is None and optional:  # a buffer of older checkpoints that the model no longer has
             continue
-        try:
-            alpha = weights[name]
-        except SltaError:
-            if known:
-                raise
+        if piece is None:
             raise SltaError(
                 f"mergekit asks for the tensor {name}, which this {type(weights.decoder.model).__name__} does "
                 "not have: it cannot merge such a model."
-            ) from None
+            )
+        inside = piece.targets[0].partition(layers)[2]
+        alpha = weights[name]
         if alpha.ndim > 1:
             raise SltaError(
                 f"A recipe gives a tensor one weight, but the parts of {name} differ (a mixture's fused experts): "
@@ -140,9 +158,9 @@ def planned_tensors(config: transformers.PretrainedConfig, weights: TensorWeight
     return planned
 
 
-def _plan(config: transformers.PretrainedConfig, decoder: Decoder) -> Iterable[tuple[str, bool]]:
+def plan(config: transformers.PretrainedConfig, decoder: Decoder) -> Iterable[tuple[str, bool]]:
     """Every tensor that mergekit plans, and whether it is optional."""
-    architecture = arch_info_for_config(config)
+    architecture = known_architecture(config)
     if architecture is None:
         return ((name, False) for name in decoder.model.state_dict())
     return ((weight.name, weight.optional) for weight in architecture.all_weights(config))
@@ -232,7 +250,7 @@ def _read_config(info: Info, path: str, trust_remote_code: bool) -> transformers
     return config
 
 
-def _header(solution: Solution, edges: Mapping[str, str]) -> str:
+def _header(solution: Solution, edges: Mapping[str, str], lost: str) -> str:
     """The origin of the weights, as comments."""
     info, task = solution.statistics.info, solution.statistics.task
     solved_with = {"level": solution.level, **edges, "balance": str(solution.balance).lower(), "ridge": solution.ridge}
@@ -259,5 +277,7 @@ def _header(solution: Solution, edges: Mapping[str, str]) -> str:
             f"The merge keeps {as_percentage(solution.base_kept)} of the base model on {count} samples of its own, "
             f"with weight {solution.keep_weight:g}; sha256 {info.keep.sha256}."
         )
+    if lost:
+        lines.append(lost)
     # A name from somebody else's statistics must not end the comment.
     return "".join(f"# {' '.join(line.split())}".rstrip() + "\n" for line in lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -11,8 +12,9 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.children import is_inside
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import Heads, linear_maps
-from mergekit_slta.layers.submodules import layer_submodules, resolve_name
+from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.levels import head_part, submodule_name
+from mergekit_slta.models.layout import Layout
 from mergekit_slta.slta.solver import SubmoduleSolution
 
 
@@ -23,7 +25,9 @@ class TensorWeights:
         level, solutions: the solution of each submodule of the level.
         edges: ``base`` keeps the base model's language tensors outside the decoder layers, ``mean`` gives them each
             expert's mean weight over the submodules that it was measured to change.
-        towers: the same for the tensors outside the language tower of a multimodal model.
+        towers: the same for the tensors outside the language model: the towers of a multimodal model, and what the
+            model does not run, such as a head that predicts several tokens.
+        layout: how a checkpoint, or mergekit's plan, cuts the model into tensors; by default as the model itself.
     """
 
     def __init__(
@@ -33,8 +37,10 @@ class TensorWeights:
         solutions: Mapping[str, SubmoduleSolution],
         edges: str = "base",
         towers: str = "base",
+        layout: Layout | None = None,
     ) -> None:
         self.decoder = decoder
+        self.layout = layout or Layout(decoder.model, decoder.tensor_names)
         self.level = level
         self.solutions = solutions
         mean = _measured_mean(list(solutions.values()))
@@ -62,7 +68,21 @@ class TensorWeights:
         Raises:
             SltaError: the tensor belongs to no branch of its layer.
         """
-        name, mixture_expert = resolve_name(self.decoder, name)
+        piece = self.layout.piece(name)
+        if piece is None:
+            return self.tower_alpha
+        found = {target: self._of_tensor(target, piece.expert) for target in piece.targets}
+        first, *others = found.values()
+        if piece.pattern is None or (first.ndim == 1 and all(torch.equal(first, other) for other in others)):
+            return first
+
+        def spread(expert: int, target: str, part: int | None) -> torch.Tensor:
+            return found[target][expert].expand(self.decoder.shape(target))
+
+        return torch.stack([self.layout.restore(name, partial(spread, expert)) for expert in range(len(first))])
+
+    def _of_tensor(self, name: str, mixture_expert: int | None) -> torch.Tensor:
+        """The merging weights of a tensor of the model, or of the part of a mixture's expert."""
         if not self.decoder.is_language(name):
             return self.tower_alpha
         path = self.decoder.layers_path + "."

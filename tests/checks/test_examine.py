@@ -20,24 +20,6 @@ from support.hub import serve
 
 from mergekit_slta.host import patches
 
-# What is sound
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "falcon_new", "mixtral", "qwen3_moe", "gpt_neox"])
-def test_finds_nothing_wrong_exactly_where_mergekit_can_merge(
-    architecture: str, make_family: MakeFamily, tmp_path: Path
-) -> None:
-    family = make_family(architecture)
-    found = problems(families.recipe(family), out_path=tmp_path / "out")
-    recipe = families.recipe(family, "task_arithmetic", calibration=False, per_expert={"weight": 0.5})
-    if found:
-        assert "which mergekit needs" in found[0] and len(found) == 1
-        with pytest.raises(RuntimeError, match="required but not present"):
-            families.merge(recipe, tmp_path / "out")
-    else:
-        families.merge(recipe, tmp_path / "out")
-
-
 # What is looked at
 
 

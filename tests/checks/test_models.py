@@ -12,7 +12,7 @@ import transformers
 from conftest import MakeFamily
 from support import families
 from support.copies import edit_tensors
-from support.examining import edit_config, feature_recipe, look, only, problems, save_random, t5, with_expert
+from support.examining import edit_config, look, only, problems, save_random, t5, with_expert
 from support.families import Family
 
 
@@ -102,43 +102,6 @@ def test_tensors_missing_where_mergekit_infers_the_architecture(inferred: dict[s
     name = "model.layers.1.mlp.up_proj.weight"
     edit_tensors(folders(inferred)[1], lambda tensors: tensors.pop(name))
     assert only(inferred).startswith(f"{folders(inferred)[1]}: the checkpoint lacks {name}")
-
-
-def test_what_mergekit_would_leave_out_is_said(make_family: MakeFamily, tmp_path: Path) -> None:
-    tensor = "model.layers.0.self_attn.k_proj.bias"
-    family = make_family(families.config_of("llama", attention_bias=True), experts=1)
-    problem = only(families.recipe(family, "sftm", calibration=False))
-    assert problem.startswith("mergekit leaves ") and tensor in problem
-    recipe = families.recipe(family, "task_arithmetic", calibration=False, per_expert={"weight": 0.5})
-    merged = families.merge(recipe, tmp_path / "out")
-    opened: Any = transformers.AutoModelForCausalLM.from_pretrained(merged, output_loading_info=True)
-    assert tensor in opened[1]["missing_keys"]
-
-
-def test_tensors_that_transformers_does_not_know_are_said_to_be_missing(make_family: MakeFamily) -> None:
-    """Such as a head for multi-token prediction, but not the buffers of old checkpoints."""
-    family = make_family("qwen3_5")
-    head = {"mtp.fc.weight": torch.randn(8, 16), "mtp.norm.weight": torch.ones(8)}
-    for folder in family.folders:
-        edit_tensors(folder, lambda tensors: tensors.update(head))
-    buffers = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
-    edit_tensors(family.base, lambda tensors: tensors.update(buffers))
-    (note,) = look(families.recipe(family, "sftm", calibration=False)).notes
-    said = f"mtp.fc.weight, mtp.norm.weight of {family.base} will be missing from the merged model, because"
-    assert note.startswith(said)
-
-
-AFMOE: dict[str, Any] = (
-    families.ARCHITECTURES["llama"][1]
-    | {"head_dim": 8, "moe_intermediate_size": 16, "num_dense_layers": 1, "layer_types": ["full_attention"] * 3}
-    | {"num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1}
-)
-
-
-def test_a_feature_merge_of_experts_that_mergekit_merges_one_by_one(make_family: MakeFamily) -> None:
-    family = make_family(transformers.AfmoeConfig(**AFMOE), experts=1)
-    assert problems(families.recipe(family)) == []
-    assert only(feature_recipe(family)).startswith("'featcal' solves the experts of a mixture together, but mergekit")
 
 
 # What is worth knowing

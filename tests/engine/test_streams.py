@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import families
 from support.families import ORIGINAL_CONTEXT
+from transformers import PreTrainedModel
 
 from mergekit_slta.engine.batches import decoder_batches
 from mergekit_slta.engine.ranks import Ranks
@@ -25,7 +26,7 @@ class Source:
         self.state = model.state_dict()
 
     def read(
-        self, names: Mapping[str, str], base_model_prefix: str, device: torch.device | str = "cpu"
+        self, names: Mapping[str, str], model: PreTrainedModel, device: torch.device | str = "cpu"
     ) -> dict[str, torch.Tensor]:
         return {key: self.state[name] for key, name in names.items()}
 

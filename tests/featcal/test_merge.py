@@ -56,7 +56,7 @@ def actmat_state(family: Family) -> State:
     decoder, model = trace(family.config), family.model(0)
     anchor = ActmatAnchor(families.checkpoints(family.folders), decoder)
     names = {name: name for name, _ in model.named_parameters()}
-    model.load_state_dict(anchor.read(names, decoder.model.base_model_prefix), strict=False)
+    model.load_state_dict(anchor.read(names, decoder.model), strict=False)
     state: State = model.state_dict()  # names of the same tensor too
     return state
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from support.actmat_reference import merged_tensor
-from support.small_models import load, merge, recipe, role_by_hand, run, write_family
+from support.small_models import as_stored, load, merge, recipe, role_by_hand, run, write_family
 
 from mergekit_slta.models.roles import Role, tensor_roles
 from mergekit_slta.models.skeleton import meta_model
@@ -21,8 +22,8 @@ def test_stock_mergekit_solves_every_tensor(key: str, tmp_path: Path) -> None:
     assert set(merged) == set(base)
     for name, tensor in merged.items():
         if tensor.is_floating_point():
-            inputs = [expert[name] for expert in experts]
-            wanted = merged_tensor(role_by_hand(name), base[name], inputs, 0.2, 0.9, [1.0, 1.5])
+            role, inputs = role_by_hand(name), [base[name], *(expert[name] for expert in experts)]
+            wanted = as_stored(name, inputs, partial(merged_tensor, role, ridge=0.2, scale=0.9, weights=[1.0, 1.5]))
             torch.testing.assert_close(tensor.double(), wanted, rtol=0, atol=1e-6, msg=name)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import transformers
 from mergekit.merge_methods import merge_state_dicts
 from support.sftm_reference import merged_tensor
-from support.small_models import MODELS, config_of, load, merge, recipe, role_by_hand, run, write_family
+from support.small_models import MODELS, as_stored, config_of, load, merge, recipe, role_by_hand, run, write_family
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.host.method import Method
@@ -29,8 +30,10 @@ def test_stock_mergekit_merges_every_tensor_as_the_paper_says(key: str, tmp_path
     assert set(merged) == set(base)
     for name, tensor in merged.items():
         if tensor.is_floating_point():
-            inputs = [expert[name] for expert in experts]
-            wanted = merged_tensor(role_by_hand(name), base[name], inputs, [1.0, 1.5], [0.2, 0.5], 0.7)
+            role, inputs = role_by_hand(name), [base[name], *(expert[name] for expert in experts)]
+            wanted = as_stored(
+                name, inputs, partial(merged_tensor, role, weight=[1.0, 1.5], density=[0.2, 0.5], scale=0.7)
+            )
             torch.testing.assert_close(tensor.double(), wanted, rtol=0, atol=1e-6, msg=name)
 
 
@@ -93,7 +96,7 @@ def test_tensors_without_a_model_merge_by_their_shapes(caplog: pytest.LogCapture
     assert len([line for line in caplog.messages if "goes by the shapes" in line]) == 1
     for name, tensor in merged.items():
         inputs = [model[name] for model in models]
-        wanted = merged_tensor(role_by_shape(tensor, None), inputs[0], inputs[1:], [1.0, 1.0], [0.3, 0.3], 0.6)
+        wanted = merged_tensor(role_by_shape(name, tensor, None), inputs[0], inputs[1:], [1.0, 1.0], [0.3, 0.3], 0.6)
         torch.testing.assert_close(tensor.double(), wanted, rtol=0, atol=1e-5)
 
 
@@ -110,7 +113,7 @@ def test_a_model_that_transformers_cannot_build_merges_by_shapes(
     assert len([line for line in caplog.messages if "no such architecture" in line]) == 1
     merged, base = load("llama", tmp_path / "merged"), load("llama", family[0])
     experts = [load("llama", folder) for folder in family[1]]
-    for name, role in [("model.norm.weight", Role.OTHER), ("model.layers.0.mlp.up_proj.weight", Role.LINEAR)]:
+    for name, role in [("model.norm.weight", Role.NORM), ("model.layers.0.mlp.up_proj.weight", Role.LINEAR)]:
         wanted = merged_tensor(role, base[name], [expert[name] for expert in experts], [1.0, 1.0], [0.2, 0.2], 0.6)
         torch.testing.assert_close(merged[name].double(), wanted, rtol=0, atol=1e-6)
 

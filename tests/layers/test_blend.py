@@ -7,7 +7,7 @@ from support import families
 from support.families import Family
 
 from mergekit_slta.layers.blend import Blend, blend
-from mergekit_slta.layers.trace import trace
+from mergekit_slta.models.skeleton import meta_model
 from mergekit_slta.models.stacks import ExpertStack, stack_of
 
 State = dict[str, torch.Tensor]
@@ -18,7 +18,7 @@ def states(family: Family) -> list[State]:
 
 
 def read(anchor: Blend, family: Family, names: list[str]) -> State:
-    return anchor.read({name: name for name in names}, trace(family.config).base_model_prefix)
+    return anchor.read({name: name for name in names}, meta_model(family.config))
 
 
 def test_without_weights_it_is_the_base_model_and_reads_no_expert(llama: Family) -> None:
@@ -33,7 +33,7 @@ def test_weights_are_asked_for_by_the_models_name_of_a_tensor(llama: Family) -> 
     """Not by what the tensor is called in the answer, which differs from layer to layer."""
     names = {"own": "model.layers.1.mlp.up_proj.weight", "other": "model.layers.2.mlp.up_proj.weight"}
     weights = {full: torch.randn(3, dtype=torch.float64) for full in names.values()}
-    found = Blend(families.checkpoints(llama.folders), weights.__getitem__).read(names, "model")
+    found = Blend(families.checkpoints(llama.folders), weights.__getitem__).read(names, meta_model(llama.config))
     base, *experts = states(llama)
     for key, full in names.items():
         expected = base[full] + sum(w * (own[full] - base[full]) for w, own in zip(weights[full], experts, strict=True))

@@ -10,16 +10,21 @@ from mergekit.common import ModelReference
 from safetensors.torch import load_file
 from support.copies import edited, pickled, pickled_shards, sharded
 from support.families import Family
-from transformers import AutoModel
+from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models.checkpoint import Checkpoint
+from mergekit_slta.models.skeleton import meta_model
 
 ATTENTION = "model.layers.1.self_attn.q_proj.weight"
 
 
 def opened(folder: Path | str) -> Checkpoint:
     return Checkpoint(ModelReference.model_validate(str(folder)))
+
+
+def built(folder: Path) -> PreTrainedModel:
+    return meta_model(AutoConfig.from_pretrained(folder))
 
 
 @pytest.mark.parametrize("layout", [sharded, pickled, pickled_shards])
@@ -31,7 +36,7 @@ def test_the_layout_of_the_files_does_not_change_the_values(
     stored = load_file(base / "model.safetensors")
     names = {name: name for name in stored}
     for found in (one, other):
-        read = found.read(names, "model")
+        read = found.read(names, built(base))
         assert set(read) == set(stored)
         for name, tensor in read.items():
             assert tensor.dtype == torch.float32
@@ -47,9 +52,9 @@ def test_what_is_not_finite_is_refused_with_model_and_tensor(value: float, llama
 
     broken = edited(llama.base, tmp_path / "broken", spoil)
     with pytest.raises(SltaError, match="broken") as caught:
-        opened(broken).read({"q": ATTENTION}, "model")
+        opened(broken).read({"q": ATTENTION}, built(llama.base))
     assert ATTENTION in caught.value.message
-    opened(broken).read({"k": ATTENTION.replace("q_proj", "k_proj")}, "model")
+    opened(broken).read({"k": ATTENTION.replace("q_proj", "k_proj")}, built(llama.base))
 
 
 def test_a_missing_tensor_is_named(llama: Family, tmp_path: Path) -> None:
@@ -57,7 +62,7 @@ def test_a_missing_tensor_is_named(llama: Family, tmp_path: Path) -> None:
         del tensors[ATTENTION]
 
     with pytest.raises(SltaError, match="lacks the tensor") as caught:
-        opened(edited(llama.base, tmp_path / "incomplete", drop)).read({"q": ATTENTION}, "model")
+        opened(edited(llama.base, tmp_path / "incomplete", drop)).read({"q": ATTENTION}, built(llama.base))
     assert ATTENTION in caught.value.message
     assert "incomplete" in caught.value.message
 
@@ -68,5 +73,5 @@ def test_a_checkpoint_of_the_bare_body_lacks_the_prefix(make_family: MakeFamily,
     name = "transformer.h.0.attn.c_attn.weight"
     assert name.removeprefix("transformer.") in opened(tmp_path / "bare").tensor_names
     for folder in (base, tmp_path / "bare"):
-        read = opened(folder).read({"w": name}, "transformer")
+        read = opened(folder).read({"w": name}, built(base))
         assert torch.equal(read["w"], load_file(base / "model.safetensors")[name])

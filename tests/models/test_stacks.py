@@ -80,7 +80,7 @@ def read_stack(family: Family, folder: Path) -> torch.Tensor:
     decoder = trace(family.config)
     (model,) = families.checkpoints([folder])
     shape = decoder.layers[0].state_dict()[STACK].shape
-    return model.read({STACK: NAME}, decoder.base_model_prefix, stacks={STACK: shape})[STACK]
+    return model.read({STACK: NAME}, decoder.model, stacks={STACK: shape})[STACK]
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -2,8 +2,9 @@
 
     python tests/support/architecture_scan.py [TYPE ...]
 
-writes docs/architectures.md, or prints the rows of the types named. Nothing is downloaded: models are built without
-weights, from each type's own default configuration with small sizes.
+writes docs/architectures.md, or prints the rows of the types named. Nothing is downloaded: a small base model and two
+experts with random weights are made of each type, merged by each method and level, written, loaded by transformers and
+compared tensor by tensor.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ import contextlib
 import logging
 import multiprocessing
 import sys
+import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from mergekit.architecture import arch_info_for_config
+from support import families
+from support.every_tensor import State, by_reference, load, merged, stored, weighted, wrong_tensors
+from support.families import Family
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -31,14 +35,24 @@ from transformers.models.auto.modeling_auto import (
 
 from mergekit_slta.errors import first_line
 from mergekit_slta.featcal.groups import groups_by_layer, kept_in_words, solved_in
+from mergekit_slta.layers.blend import weighted_sum
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import linear_maps
 from mergekit_slta.layers.submodules import fallbacks
 from mergekit_slta.layers.trace import trace
+from mergekit_slta.models.architecture import known_architecture
+from mergekit_slta.models.layout import Layout
+from mergekit_slta.models.roles import Role, tensor_roles, turned
+from mergekit_slta.models.skeleton import meta_model
+from mergekit_slta.slta.statistics import Statistics
+from mergekit_slta.slta.weights import TensorWeights
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "architectures.md"
-# What is tried of each type.
+# What is tried of each type, and how it is marked.
 LEVELS = ("layer", "attn_mlp", "head_mlp", "linear")
+COLUMNS = (*LEVELS, "featcal", "actmat", "sftm")
+MERGED, TRACED, NOT = "✓", "(✓)", "–"
+LARGEST = 10_000_000  # parameters of a model that is merged
 PROCESSES = 4
 
 # The sizes that a configuration's fields get, where it has fields of these names.
@@ -141,9 +155,9 @@ class Row:
         architecture: the class.
         images: whether it is registered as a model that takes images and text.
         decoder: whether its text model is a decoder-only language model.
-        works: whether each level, and featcal, work without falling back.
+        works: the mark of each column.
         reasons: why they do not.
-        known: whether mergekit has a definition of the architecture, rather than taking its tensors by their names.
+        known: whether mergekit has a definition of the architecture.
         seconds: of a processor.
     """
 
@@ -151,10 +165,38 @@ class Row:
     architecture: str
     images: bool
     decoder: bool = True
-    works: dict[str, bool] = field(default_factory=dict)
+    works: dict[str, str] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)
     known: bool = False
     seconds: float = 0.0
+
+
+def small_configs(model_type: str, architecture: str) -> Iterator[transformers.PretrainedConfig]:
+    """Configurations of a type, the smallest first; the last has the type's own sizes."""
+    kind = CONFIG_MAPPING[model_type]
+    default = kind()
+    text = default.get_text_config()
+    parts = {name: own for name in default.sub_configs if (own := getattr(default, name, None)) is not None}
+    for others in ({name: _smaller(own) for name, own in parts.items() if own is not text}, {}):
+        for arguments in _sizes(text):
+            with contextlib.suppress(Exception):  # whatever the type's own code raises for such sizes
+                if text is default:
+                    config = kind(**arguments)
+                else:
+                    place = next(name for name, own in parts.items() if own is text)
+                    config = kind(**others | {place: type(text)(**arguments)} | KNOBS.get(model_type, {}))
+                config.architectures = [architecture]
+                yield config
+
+
+def _smaller(config: Any) -> Any:
+    """The configuration of a tower with small sizes, or as it is where its type does not take them."""
+    for arguments in _sizes(config)[:1]:
+        with contextlib.suppress(Exception):
+            wide = {"depth": 2, "image_size": 16, "patch_size": 8, "num_position_embeddings": 16, "out_hidden_size": 32}
+            own = {name: size for name, size in wide.items() if isinstance(getattr(config, name, None), int)}
+            return type(config)(**arguments | own)
+    return config
 
 
 def small_decoder(model_type: str, architecture: str) -> Decoder:
@@ -163,18 +205,9 @@ def small_decoder(model_type: str, architecture: str) -> Decoder:
     Raises:
         Exception: whatever the type's own code raises.
     """
-    kind = CONFIG_MAPPING[model_type]
-    default = kind()
-    text = default.get_text_config()
     error: Exception | None = None
-    for arguments in _sizes(text):
+    for config in small_configs(model_type, architecture):
         try:
-            if text is default:
-                config = kind(**arguments)
-            else:
-                place = next(name for name in default.sub_configs if getattr(default, name) is text)
-                config = kind(**{place: type(text)(**arguments)} | KNOBS.get(model_type, {}))
-            config.architectures = [architecture]
             return trace(config)
         except Exception as raised:
             error = error or raised
@@ -199,7 +232,7 @@ def _sizes(config: Any) -> list[dict[str, Any]]:
 
 
 def scan(model_type: str, images: bool) -> Row:
-    """Try a model type at all levels and with featcal."""
+    """Try a model type at all levels and by all methods."""
     names = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if images else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)[model_type]
     row, start = Row(model_type, names if isinstance(names, str) else names[0], images), time.process_time()
     try:
@@ -207,19 +240,91 @@ def scan(model_type: str, images: bool) -> Row:
         if not row.decoder:
             return row
         decoder = small_decoder(model_type, row.architecture)
-        row.known = arch_info_for_config(decoder.model.config) is not None
+        row.known = known_architecture(decoder.model.config) is not None
         for level in LEVELS:
             found = fallbacks(decoder, level)
-            row.works[level] = not found
+            row.works[level] = TRACED if found == [] else NOT
             row.reasons += list(map(str, found))
-        row.works["featcal"] = _solves_most(decoder)
-        if not row.works["featcal"]:
+        row.works["featcal"] = TRACED if _solves_most(decoder) else NOT
+        if row.works["featcal"] == NOT:
             kept = dict.fromkeys(kept_in_words(maps.kept) for maps in groups_by_layer(decoder))
             row.reasons.append(f"featcal keeps the anchor in most linear maps: {'; '.join(kept)}.")
+        if sum(parameter.numel() for parameter in decoder.model.parameters()) > LARGEST:
+            row.reasons.append("not merged here, because it cannot be built in a small size.")
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                _merge_all(row, decoder, Path(folder))
     except Exception as error:
         row.reasons.append(first_line(error))
     row.seconds = time.process_time() - start
     return row
+
+
+def _merge_all(row: Row, decoder: Decoder, folder: Path) -> None:
+    """Merge a family by every method, and at every level that applies to all layers."""
+    family = families.make_family(folder, decoder.model.config, records=2, longest=10)
+    states = [load(own)[0] for own in family.folders]
+    said = load(family.base)[1]
+    for column in COLUMNS:
+        if row.works.get(column) == NOT:
+            continue
+        try:
+            _merge(family, column, states, said, folder / column)
+            row.works[column] = MERGED
+        except Exception as error:
+            row.works[column] = NOT
+            row.reasons.append(f"{column}: {first_line(error)}")
+
+
+def _merge(family: Family, column: str, states: list[State], said: dict[str, Any], folder: Path) -> None:
+    """One merge, compared tensor by tensor.
+
+    Raises:
+        Exception: it fails, transformers does not load all of it, or a tensor differs from what it should be.
+    """
+    method, statistics = "slta" if column in LEVELS else column, folder / "statistics.safetensors"
+    settings: dict[str, Any] = {"level": column, "statistics": str(statistics)} if method == "slta" else {}
+    settings |= {"ridge": 0.003, "head": False} if method == "featcal" else {}
+    state, found = load(merged(family, method, folder / "out", **settings))
+    wrong = [kind for kind in said if sorted(said[kind]) != sorted(found[kind])]
+    assert not wrong, f"transformers reports {wrong}: {[sorted(found[kind])[:2] for kind in wrong]}"
+    if method in ("actmat", "sftm"):
+        roles = tensor_roles(meta_model(family.config))
+        cut = Layout(meta_model(family.config), stored(family.base))
+        stores, written = [stored(own) for own in family.folders], stored(folder / "out")
+
+        def wanted(name: str) -> torch.Tensor:
+            piece = cut.piece(name)
+            role = roles[piece.targets[0]] if piece else Role.OTHER
+            return by_reference(stores, method, name, turned(role) if cut.turned(name) else role)
+
+        differing = wrong_tensors(written, wanted, stores[0])
+    else:
+        expected = _weighted if method == "slta" else _solved
+        differing = wrong_tensors(state, expected(family, column, states, folder), states[0])
+    assert not differing, f"{len(differing)} tensors differ, such as {differing[0]}"
+
+
+def _weighted(family: Family, level: str, states: list[State], folder: Path) -> Callable[[str], torch.Tensor]:
+    """The tensors of an ``slta`` merge, by the model's names, from its statistics."""
+    solution = Statistics.load(folder / "statistics.safetensors").solve(level)
+    weights = TensorWeights(trace(family.config), level, solution.submodules)
+    base, *experts = states
+    return lambda name: weighted_sum(base[name], list(zip((own[name] for own in experts), weights[name], strict=True)))
+
+
+def _solved(family: Family, column: str, states: list[State], folder: Path) -> Callable[[str], torch.Tensor]:
+    """The tensors of a ``featcal`` merge, by the model's names, solved again; outside the layers the experts' mean."""
+    tensor = families.feature_merge(family, folder / "solved", by_tasks=True, ridge=0.003, head=False).tensor
+    language = trace(family.config).is_language
+    share = torch.full((len(states) - 1,), 1 / (len(states) - 1))
+
+    def expected(name: str) -> torch.Tensor:
+        if (own := tensor(name)) is not None:
+            return own
+        return weighted(states, share, name) if language(name) else states[0][name]
+
+    return expected
 
 
 def _solves_most(decoder: Decoder) -> bool:
@@ -255,11 +360,14 @@ def page(rows: list[Row]) -> str:
         "# Architectures",
         "",
         "Written by `python tests/support/architecture_scan.py`, from every model type that transformers "
-        f"{transformers.__version__} registers for causal language modelling or for text from images and text, each "
-        "built without weights from its own default configuration with small sizes, in "
+        f"{transformers.__version__} registers for causal language modelling or for text from images and text, in "
         f"{sum(row.seconds for row in rows) / 60:.0f} minutes of one processor core.",
-        "A level that does not apply to some layers falls back to the next coarser one in these layers; the log, "
-        "`mergekit-slta check` and the statistics say so. Such a level has a – here, though it can be used.",
+        "",
+        "✓: a small base model and two experts with random weights were merged, written, loaded by transformers with "
+        "every tensor, and compared tensor by tensor. (✓): it can be traced, but not be built in a small size, so "
+        "nothing was merged. –: it cannot be used, or at a level of `slta` falls back to the next coarser one in some "
+        "layers, which the log, `mergekit-slta check` and the statistics say.",
+        "",
         "A LoRA adapter of the attention and MLP maps merges wherever peft adapts them, as `tests/test_multimodal.py` "
         "tries with Gemma 3 and 4, Qwen3-VL, Qwen3.5 and its mixture, Llama 4, Mistral 3, Falcon-H1, MiniMax and "
         "Zamba2. peft refuses the output map of Mamba (`out_proj`, `conv1d`) and the projections of Gemma 4's other "
@@ -281,15 +389,15 @@ def page(rows: list[Row]) -> str:
 
 
 def _table(rows: list[Row]) -> Iterator[str]:
-    columns = (*LEVELS, "featcal")
-    for name in columns:
-        count = sum(row.works.get(name, False) for row in rows)
-        yield f"- `{name}`: {count} of {len(rows)} decoders ({count / len(rows):.0%})"
-    yield from ("", f"| Type | Class | {' | '.join(columns)} | Known to mergekit |")
-    yield f"| --- | --- |{' :-: |' * (len(columns) + 1)}"
+    for name in COLUMNS:
+        done = sum(row.works.get(name) == MERGED for row in rows)
+        traced = sum(row.works.get(name) == TRACED for row in rows)
+        yield f"- `{name}`: {done} of {len(rows)} decoders ({done / len(rows):.0%}) merged, {traced} more traced"
+    yield from ("", f"| Type | Class | {' | '.join(COLUMNS)} | Defined by mergekit |")
+    yield f"| --- | --- |{' :-: |' * (len(COLUMNS) + 1)}"
     for row in rows:
-        marks = " | ".join("✓" if row.works.get(name) else "–" for name in columns)
-        yield f"| {row.model_type} | {row.architecture} | {marks} | {'✓' if row.known else 'by names'} |"
+        marks = " | ".join(row.works.get(name, NOT) for name in COLUMNS)
+        yield f"| {row.model_type} | {row.architecture} | {marks} | {'✓' if row.known else '–'} |"
 
 
 def main() -> None:

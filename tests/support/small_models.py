@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,18 @@ def recipe(method: str, family: Family, *own: dict[str, Any], **parameters: Any)
         "parameters": parameters,
         "dtype": "float32",
     }
+
+
+def as_stored(
+    name: str, tensors: Sequence[torch.Tensor], merged: Callable[[torch.Tensor, list[torch.Tensor]], torch.Tensor]
+) -> torch.Tensor:
+    """What a function makes of the base model's tensor and the experts', cut as checkpoints store them.
+
+    A mixture's gate and up projections are one tensor of the model, and two of the checkpoint.
+    """
+    cuts = [tensor.chunk(2, 1) if name.endswith("gate_up_proj") else (tensor,) for tensor in tensors]
+    found = [merged(first, others) for first, *others in zip(*cuts, strict=True)]
+    return torch.cat(found, 1) if len(found) > 1 else found[0]
 
 
 def merge(

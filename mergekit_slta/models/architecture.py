@@ -1,0 +1,141 @@
+"""The tensors that a merge writes: those of the base model's checkpoint, by their names there, and no others.
+
+mergekit plans a merge by its own definition of an architecture, or by the names of transformers' model. Both leave
+tensors of this year's checkpoints out (the heads that predict several tokens, a mixture's experts in some layers), and
+the second writes the experts of a mixture as one tensor, which programs that read the base model do not know.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Mapping
+
+import transformers
+from mergekit.architecture import ModelArchitecture, ModuleDefinition, WeightInfo, arch_info_for_config
+from mergekit.architecture.auto import infer_vocabulary_axes
+from mergekit.architecture.base import ModuleArchitecture
+from mergekit.architecture.conversion import can_convert_checkpoint_keys
+
+from mergekit_slta.models.headers import Headers, Model
+from mergekit_slta.models.layout import Layout
+from mergekit_slta.models.skeleton import model_tensor_name
+
+LAYER = re.compile(r"\.(\d+)\.")
+
+
+class StoredModule(ModuleArchitecture):
+    """A stack of layers, or what lies outside of all stacks, as the base model's checkpoint stores it.
+
+    mergekit pairs the tensors of several models by their places in these lists, so they are the same for all.
+    """
+
+    def __init__(self, before: list[WeightInfo], layers: list[list[WeightInfo]], after: list[WeightInfo]) -> None:
+        self.before, self.layers, self.after = before, layers, after
+
+    def pre_weights(self, config: transformers.PretrainedConfig) -> list[WeightInfo]:
+        return self.before
+
+    def layer_weights(self, index: int, config: transformers.PretrainedConfig) -> list[WeightInfo]:
+        return self.layers[index]
+
+    def post_weights(self, config: transformers.PretrainedConfig) -> list[WeightInfo]:
+        return self.after
+
+    def num_layers(self, config: transformers.PretrainedConfig) -> int:
+        return len(self.layers)
+
+
+def architecture_of(base: Layout, headers: Headers, config: transformers.PretrainedConfig) -> ModelArchitecture:
+    """The architecture that has mergekit merge every tensor of a checkpoint.
+
+    Args:
+        base: how the base model's checkpoint stores it.
+        headers: the checkpoint's tensors.
+        config: the base model's configuration.
+    """
+    axes = vocabulary_axes(base, headers)
+    stacks: dict[str, dict[int, list[WeightInfo]]] = {}
+    outside: list[WeightInfo] = []
+    for name in base.pieces:
+        weight = WeightInfo(name=name, vocabulary_axis=axes.get(name))
+        target = base.pieces[name].targets[0]
+        if found := LAYER.search(target):
+            stacks.setdefault(target[: found.start()], {}).setdefault(int(found[1]), []).append(weight)
+        else:
+            outside.append(weight)
+    after = [WeightInfo(name=name, vocabulary_axis=axes.get(name)) for name in base.outside]
+    layers = {prefix: [found.get(index, []) for index in range(1 + max(found))] for prefix, found in stacks.items()}
+    if len(layers) == 1:  # mergekit takes the slices of such a model without naming the stack
+        modules = {"default": StoredModule(outside, next(iter(layers.values())), after)}
+    else:
+        modules = {prefix: StoredModule([], own, []) for prefix, own in layers.items()}
+        modules["default"] = StoredModule(outside, [], after)
+    text = config.get_text_config()
+    place = next((f"{name}." for name in config.sub_configs if getattr(config, name, None) is text), "")
+    return ModelArchitecture(
+        modules={name: ModuleDefinition(architecture=module) for name, module in modules.items()},
+        architectures=list(config.architectures or ()),
+        model_type=config.model_type,
+        vocab_size_config_key=f"{place}vocab_size",
+    )
+
+
+def left_out_by_mergekit(model: Model) -> list[str]:
+    """The stored tensors of a model that mergekit alone leaves out of what it writes.
+
+    It writes what its definition of the architecture lists. Where it has none, it takes the names of transformers'
+    model, of which it converts those that all layers have, and only by the conversions of the whole model's type.
+    """
+    layout, config = model.layout(model), model.config
+    definition = known_architecture(config)
+    if definition is not None:
+        known = definition.all_weights(config)
+        written = {name for own in known for name in (own.name, *(own.aliases or ()), *(own.tied_names or ()))}
+        return [
+            name for name in (*layout.pieces, *layout.outside) if not model_tensor_name(name, written, model.prefix)
+        ]
+    targets = {own.targets[0] for own in layout.pieces.values() if own.pattern is not None}
+    layers = (
+        Counter(LAYER.sub(".*.", name, count=1) for name in layout.model.state_dict()) if layout.model else Counter()
+    )
+    stored = set(model.tensors)
+    converted = {
+        name
+        for name in targets
+        if layers[LAYER.sub(".*.", name, count=1)] == max(layers.values())
+        and can_convert_checkpoint_keys(config.model_type, _beside(name, stored), name)
+    }
+    lost = [name for name, own in layout.pieces.items() if own.targets[0] in targets - converted]
+    return [*lost, *layout.outside]
+
+
+def _beside(name: str, stored: set[str]) -> set[str]:
+    """The stored tensors of the same layer."""
+    numbers = LAYER.findall(name)[:1]
+    return {other for other in stored if all(f".{number}." in other for number in numbers)}
+
+
+def known_architecture(config: transformers.PretrainedConfig) -> ModelArchitecture | None:
+    """mergekit's definition of a model's architecture; None if it has none, about which it logs a message."""
+    log = logging.getLogger("mergekit.architecture")
+    log.disabled = True
+    try:
+        return arch_info_for_config(config)
+    finally:
+        log.disabled = False
+
+
+def vocabulary_axes(base: Layout, headers: Headers) -> Mapping[str, int]:
+    """The axis of the tokens in each stored tensor that has one: embeddings, output heads and their biases.
+
+    A head that predicts several tokens may have its own embedding and output head, which transformers does not know:
+    they have the shape of the model's.
+    """
+    if base.model is None:
+        return {}
+    known = infer_vocabulary_axes(base.model)
+    found = {name: known[own] for name, piece in base.pieces.items() for own in piece.targets if own in known}
+    shapes = {headers[name].shape for name in found if name in headers and len(headers[name].shape) > 1}
+    return found | {name: 0 for name in base.outside if name in headers and headers[name].shape in shapes}

@@ -1,0 +1,268 @@
+"""How a checkpoint stores a model: under which names, and in which pieces.
+
+transformers loads checkpoints that call a model's tensors otherwise than the model does (those of its older releases, a
+language model saved without the towers around it), and that store them in other pieces (a mixture's experts one by one,
+or query, key and value in one matrix). `Layout` asks transformers' own list of conversions what each stored tensor is
+to the model, reads the model's tensors from the stored ones, and makes stored ones from the model's.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    apply_renamings,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from mergekit_slta.models.skeleton import language_names, model_tensor_name, spellings
+
+# Buffers that checkpoints of old releases hold, and that the model computes by itself today.
+OLD_BUFFER = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias|attn(ention)?\.bias)$")
+
+Load = Callable[[str], torch.Tensor]  # a stored tensor by its name
+Values = Callable[[str, int | None], torch.Tensor]  # the model's tensor by its name, or of a mixture's expert its part
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stored tensor of the model.
+
+    Attributes:
+        name: its name in the checkpoint.
+        targets: the model's names of the tensors that it is a part of, or that are parts of it.
+        expert: the number of the mixture's expert whose matrix it is, where a checkpoint has them one by one.
+        pattern: transformers' pattern of such names; None where the stored tensor is the model's.
+        renamed: its name where transformers begins to convert it.
+    """
+
+    name: str
+    targets: tuple[str, ...]
+    expert: int | None = None
+    pattern: str | None = None
+    renamed: str = ""
+
+
+@dataclass
+class _Source:
+    """What the model's tensors ``targets`` are made from; without a converter, one stored tensor is the only target."""
+
+    targets: tuple[str, ...]
+    converter: WeightConverter | None
+    pieces: list[Piece] = field(default_factory=list)
+
+
+class Layout:
+    """The tensors that a checkpoint stores, as pieces of a model.
+
+    Args:
+        model: the model, on the meta device; None if transformers cannot build it: then nothing is known but names.
+        stored: the names of the checkpoint's tensors.
+
+    Attributes:
+        pieces: the stored tensors of the model, by their names.
+        copies: stored tensors that the model ties to others, by their names, with the name of the other.
+        outside: the stored tensors that the model does not have, such as a head that predicts several tokens.
+    """
+
+    def __init__(self, model: transformers.PreTrainedModel | None, stored: Iterable[str]) -> None:
+        self.model = model
+        self.pieces: dict[str, Piece] = {}
+        self.copies: dict[str, str] = {}
+        self.outside: list[str] = []
+        self._sources: dict[str, _Source] = {}  # by each target
+        self._tensors = {} if model is None else model.state_dict(keep_vars=True)
+        first: dict[int, str] = {}
+        self._first = {name: first.setdefault(id(tensor), name) for name, tensor in self._tensors.items()}
+        conversions = [] if model is None else get_model_conversion_mapping(model)
+        self._renamings = [found for found in conversions if isinstance(found, WeightRenaming)]
+        self._converters = [found for found in conversions if isinstance(found, WeightConverter)]
+        for name in sorted(stored, key=dot_natural_key):  # the order in which transformers converts them
+            self._enter(name)
+
+    def _enter(self, name: str) -> None:
+        found = self._found(name)
+        if found is None:
+            if self.model is None:
+                self.pieces[name] = Piece(name, (name,))
+                self._sources[name] = _Source((name,), None, [self.pieces[name]])
+            elif not OLD_BUFFER.search(name):
+                self.outside.append(name)
+            return
+        piece, converter = found
+        source = self._sources.get(piece.targets[0])
+        if source is not None and (converter is None or source.converter is None):
+            self.copies[name] = source.pieces[0].name
+            return
+        if source is None:
+            source = _Source(piece.targets, copy.deepcopy(converter))
+            self._sources |= dict.fromkeys(piece.targets, source)
+        source.pieces.append(piece)
+        self.pieces[name] = piece
+
+    def _found(self, name: str) -> tuple[Piece, WeightConverter | None] | None:
+        """What a stored tensor is to the model, and how it is converted; None if it is none of the model's."""
+        assert self.model is not None or not self._tensors
+        prefix = self.model.base_model_prefix if self.model is not None else ""
+        for spelling in spellings(name, prefix):
+            key, pattern = rename_source_key(spelling, self._renamings, self._converters, prefix, self._tensors)
+            if key not in self._tensors:
+                continue
+            if pattern is None:
+                return Piece(name, (self._first[key],)), None
+            converter = next(found for found in self._converters if pattern in found.source_patterns)
+            renamed, head = apply_renamings(spelling, self._renamings), converter.target_patterns[0]
+            targets = (key.replace(head, target, 1) for target in converter.target_patterns)
+            number = re.search(_numbered(pattern), renamed) if _by_expert(converter) else None
+            expert = int(number["expert"]) if number else None
+            return Piece(name, tuple(map(self._named, targets)), expert, pattern, renamed), converter
+        key_or_none = model_tensor_name(name, self._tensors, prefix)  # a name that should not have been renamed
+        return (Piece(name, (self._first[key_or_none],)), None) if key_or_none else None
+
+    def _named(self, name: str) -> str:
+        """The first of the model's names of a tensor that it calls by several."""
+        return self._first.get(name, name)
+
+    def piece(self, name: str) -> Piece | None:
+        """What a stored tensor is to the model; None if the model does not have it."""
+        return self.pieces.get(self.copies.get(name, name))
+
+    def __contains__(self, target: str) -> bool:
+        """Whether the checkpoint has all of a tensor of the model, by the model's name."""
+        source = self._sources.get(self._named(target))
+        if source is None or source.converter is None:
+            return source is not None
+        counts = Counter(piece.pattern for piece in source.pieces)
+        wanted = len(self._tensors[source.targets[0]]) if _by_expert(source.converter) else 1
+        return all(counts[pattern] >= wanted for pattern in source.converter.source_patterns)
+
+    def missing(self) -> list[str]:
+        """The model's parameters that the checkpoint lacks; a tied one has only its first name."""
+        if self.model is None:
+            return []
+        buffers = {name for name, _ in self.model.named_buffers()}
+        return [name for name, first in self._first.items() if name == first not in buffers and name not in self]
+
+    def stored_as(self, target: str) -> str | None:
+        """The name under which the checkpoint stores a tensor of the model as it is; None if it is converted."""
+        source = self._sources.get(self._named(target))
+        return source.pieces[0].name if source is not None and source.converter is None else None
+
+    def in_parts(self, target: str) -> bool:
+        """Whether the parts of a mixture's tensor can be read one expert at a time."""
+        source = self._sources[self._named(target)]
+        return source.converter is None or _by_expert(source.converter)
+
+    def read(self, target: str, load: Load, expert: int | None = None) -> torch.Tensor:
+        """Read a tensor of the model, or the part of a mixture's expert, from the stored ones.
+
+        Args:
+            target: the model's name of it; the checkpoint must have it.
+            load: reads a stored tensor.
+            expert: the number of the expert.
+        """
+        source = self._sources[self._named(target)]
+        if source.converter is None:
+            whole = load(source.pieces[0].name)
+            return whole if expert is None else whole[expert]
+        one = expert is not None and _by_expert(source.converter)
+        pieces = [piece for piece in source.pieces if piece.expert == expert] if one else source.pieces
+        found = self._converted(
+            source.converter, source.targets[0], [(own.pattern, own.name, partial(load, own.name)) for own in pieces]
+        )
+        whole = found[self._named(target)]
+        return whole if expert is None else whole[0 if one else expert]
+
+    def restore(self, name: str, values: Values) -> torch.Tensor:
+        """Make a stored tensor from those of the model: what ``read`` would make these from.
+
+        Args:
+            name: the name of one of ``pieces``.
+            values: gives the model's tensors, and of an expert stored alone its part.
+        """
+        piece = self.pieces[name]
+        converter = self._sources[piece.targets[0]].converter
+        if converter is None:
+            return values(piece.targets[0], None)
+        reverse = converter.reverse_transform()
+        given, first = [], ""
+        for target in piece.targets:
+            renamed, pattern = reverse.rename_source_key(target)
+            tensor = values(target, piece.expert)
+            given.append((pattern, target, tensor if piece.expert is None else tensor[None]))
+            first = first or renamed
+        found = self._converted(reverse, first, given)
+        wanted = piece.renamed
+        if piece.expert is not None:
+            assert piece.pattern is not None
+            number = re.search(_numbered(piece.pattern), wanted)
+            assert number is not None
+            start, end = number.span("expert")
+            wanted = f"{wanted[:start]}0{wanted[end:]}"  # the only part that was given
+        assert self.model is not None
+        key = model_tensor_name(wanted, found, self.model.base_model_prefix)
+        assert key is not None, (name, wanted, list(found))
+        return found[key]
+
+    def turned(self, name: str) -> bool:
+        """Whether a matrix is stored with its rows and columns exchanged."""
+        piece = self.pieces.get(name)
+        converter = self._sources[piece.targets[0]].converter if piece else None
+        return converter is not None and sum(isinstance(op, Transpose) for op in converter.operations) % 2 == 1
+
+    def _converted(
+        self, converter: WeightTransform, first: str, given: Iterable[tuple[str | None, str, Any]]
+    ) -> dict[str, torch.Tensor]:
+        """The results of a conversion by their names; ``given`` has a pattern, a name, and a tensor or its loader."""
+        own: Any = copy.deepcopy(converter)
+        for pattern, name, tensor in given:
+            assert pattern is not None
+            own.add_tensor(first, name, pattern, tensor)
+        assert self.model is not None
+        found = own.convert(first, model=self.model, config=self.model.config)
+        return {self._named(name): tensor[0] if isinstance(tensor, list) else tensor for name, tensor in found.items()}
+
+    def may_lack(self, other: Layout) -> set[str]:
+        """The stored tensors that another checkpoint may lack: the base model's then stand for them.
+
+        They are those that the model does not have; and those of its other towers, if the other checkpoint is a
+        language model saved alone.
+        """
+        known = frozenset() if self.model is None else language_names(self.model)
+        towers = {name: own.targets for name, own in self.pieces.items() if known and not known.issuperset(own.targets)}
+        alone = not any(target in other for targets in towers.values() for target in targets)
+        return {*self.outside, *(towers if alone else ())}
+
+    def lacks(self, other: Layout) -> list[str]:
+        """The stored tensors of another checkpoint that this one lacks, whatever it calls them and how it cuts them."""
+        return [
+            name
+            for name, piece in other.pieces.items()
+            if name not in self.pieces and not all(target in self for target in piece.targets)
+        ]
+
+
+def _by_expert(converter: WeightConverter) -> bool:
+    """Whether a conversion stacks the matrices of a mixture's experts."""
+    operation = converter.operations[0]
+    return isinstance(operation, MergeModulelist) and operation.dim == 0
+
+
+def _numbered(pattern: str) -> str:
+    """A pattern of transformers' that finds the number of an expert."""
+    return pattern.replace("*.", r"(?P<expert>\d+)\.", 1)

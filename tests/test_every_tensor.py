@@ -1,0 +1,264 @@
+"""Every tensor of this year's checkpoints: merged by all methods, as the base model stores it, and loaded again.
+
+Checkpoints hold heads that predict several tokens, which transformers does not know, and the experts of a mixture one
+by one or as one tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from mergekit.common import ModelReference
+from mergekit.io.tasks import LoaderCache
+from support import families
+from support.architecture_scan import small_configs
+from support.copies import edit_tensors, edited
+from support.every_tensor import State, by_reference, layer_of, load, merged, stored, weighted, wrong_tensors
+from support.examining import look, problems
+from support.families import Family
+from support.slow import slow_but
+from transformers import AutoConfig, PretrainedConfig
+
+from mergekit_slta.models.headers import open_model
+from mergekit_slta.slta.statistics import Statistics
+
+METHODS = ("slta", "featcal", "actmat", "sftm")
+# Model type -> its class, where it is no entry of ``families.MULTIMODAL``.
+TYPES = {
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "jamba": "JambaForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
+    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
+    "afmoe": "AfmoeForCausalLM",
+    "inkling2_text": "Inkling2ForCausalLM",
+}
+MORE = ("qwen3_5", "qwen3_5_moe")
+QUICK = ("qwen3_5", "deepseek_v3", "afmoe")
+
+
+def prediction_head(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
+    """The shapes of a head that predicts several tokens, as Qwen3.5 and DeepSeek V3 store it."""
+    if config.model_type.startswith("qwen"):
+        return {"mtp.fc.weight": (32, 64), "mtp.norm.weight": (32,), "mtp.layers.0.mlp.up_proj.weight": (48, 32)}
+    extra = f"model.layers.{config.num_hidden_layers}."
+    return {
+        f"{extra}embed_tokens.weight": (64, 32),
+        f"{extra}enorm.weight": (32,),
+        f"{extra}mlp.experts.0.up_proj.weight": (16, 32),
+        f"{extra}mlp.experts.1.up_proj.weight": (16, 32),
+        f"{extra}shared_head.head.weight": (64, 32),
+    }
+
+
+def add(more: State, tensors: State, alone: bool = False) -> None:
+    if alone:
+        tensors.clear()
+    tensors.update(more)
+
+
+def add_prediction_head(family: Family) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for folder in family.folders:
+        shapes = prediction_head(family.config)
+        head = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        edit_tensors(folder, functools.partial(add, head))
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
+    """A family with prediction heads, made once: not to be changed."""
+
+    @functools.cache
+    def make(name: str) -> Family:
+        config = name if name in MORE else next(small_configs(name, TYPES[name]))
+        made = families.make_family(tmp_path_factory.mktemp(name), config, records=2, longest=12)
+        add_prediction_head(made)
+        return made
+
+    return make
+
+
+def expected(states: list[State], method: str, statistics: Path) -> Callable[[str], torch.Tensor]:
+    """Each tensor of a merge that solves nothing, as it should be."""
+    if method != "slta":
+        return functools.partial(by_reference, states, method)
+    solution = Statistics.load(statistics).solve("layer")
+    alpha = {name: own.alpha for name, own in solution.submodules.items()}
+    mean, none = torch.stack(list(alpha.values())).mean(0), torch.zeros(len(states) - 1)
+
+    def tensor(name: str) -> torch.Tensor:
+        layer, edge = layer_of(name), re.match(r"lm_head|model\.(?!visual)[\w.]*(embed|norm|final_)", name)
+        inside = alpha.get(f"layer.{layer}", mean) if layer is not None else none if edge else mean
+        return weighted(states, inside, name)
+
+    return tensor
+
+
+def solved(found: Family, folder: Path, states: list[State], **settings: Any) -> Callable[[str], torch.Tensor]:
+    """Each tensor of a ``featcal`` merge, by the model's names: solved, or the experts' mean."""
+    tensor = families.feature_merge(found, folder, by_tasks=True, **settings).tensor
+    half = torch.full((len(states) - 1,), 1 / (len(states) - 1))
+    return lambda name: weighted(states, half, name) if (own := tensor(name)) is None else own
+
+
+@pytest.mark.parametrize("name", slow_but(QUICK, [*TYPES, *MORE]))
+@pytest.mark.parametrize("method", METHODS)
+def test_every_tensor_is_merged_as_the_base_model_stores_it(
+    name: str, method: str, family: Callable[[str], Family], tmp_path: Path
+) -> None:
+    found, statistics = family(name), tmp_path / "statistics.safetensors"
+    settings: dict[str, Any] = {"towers": "mean"} if method in ("slta", "featcal") else {}
+    settings |= {"level": "layer", "statistics": str(statistics)} if method == "slta" else {}
+    solving = {"ridge": 0.003, "head": name != "inkling2_text"} if method == "featcal" else {}
+    out = merged(found, method, tmp_path / "out", **settings, **solving)
+    loaded, whole = [load(folder) for folder in (*found.folders, out)], [stored(own) for own in (*found.folders, out)]
+    assert whole[-1].keys() == whole[0].keys()
+    said = [{kind: sorted(names) for kind, names in info.items()} for _, info in loaded]
+    assert said[-1] == said[0]
+    *states, state = [own for own, _ in loaded]
+    if method == "featcal":
+        assert wrong_tensors(state, solved(found, tmp_path / "solved", states, **solving), states[0]) == []
+    *stores, store = whole
+    if name == "inkling2_text":  # which stores its layers under names that do not tell their numbers
+        stores, store = states, state
+    if method == "featcal":
+        mean = functools.partial(weighted, stores, torch.full((2,), 0.5))
+        head = {own: store[own] for own in prediction_head(found.config) if own in store}
+        assert wrong_tensors(head, mean, head) == []
+    else:
+        assert wrong_tensors(store, expected(stores, method, statistics), stores[0]) == []
+
+
+def fused(source: Path, folder: Path) -> Path:
+    """A copy whose tensors are the model's own: a mixture's experts are one tensor, as mergekit writes them."""
+    state = load(source)[0]
+    return edited(source, folder, functools.partial(add, state, alone=True))
+
+
+@pytest.mark.parametrize("method", ["slta", "actmat"])
+@pytest.mark.parametrize("fuse_base", [False, True])
+def test_experts_may_store_a_mixture_otherwise_than_the_base_model(
+    method: str, fuse_base: bool, tmp_path: Path
+) -> None:
+    found = families.make_family(tmp_path, "mixtral", experts=1, records=2)
+    one = fused(found.experts[0], tmp_path / "one")
+    base = fused(found.base, tmp_path / "base_fused")
+    alike = Family(base, (one,), found.data, found.config) if fuse_base else found
+    mixed = (
+        Family(base, found.experts, found.data, found.config)
+        if fuse_base
+        else Family(found.base, (one,), found.data, found.config)
+    )
+    more = {"level": "linear"} if method == "slta" else {}
+    wanted = stored(merged(alike, method, tmp_path / "alike", **more))
+    written = stored(merged(mixed, method, tmp_path / "mixed", **more))
+    assert wrong_tensors(written, wanted.__getitem__, stored(mixed.base)) == []
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
+def test_what_mergekits_own_definitions_do_not_fit_is_merged(name: str, tmp_path: Path) -> None:
+    """They leave the biases of a Llama out, and ask a GPT-NeoX for buffers that checkpoints no longer hold."""
+    changes = {"llama": {"attention_bias": True, "mlp_bias": True}}.get(name, {})
+    found = families.make_family(tmp_path, families.config_of(name, **changes), experts=1, records=2)
+    assert problems(families.recipe(found)) == []
+    written = stored(merged(found, "slta", tmp_path / "out", level="model"))
+    assert written.keys() == stored(found.base).keys()
+    assert not any(load(tmp_path / "out")[1].values())
+    alone = families.recipe(found, "task_arithmetic", calibration=False, per_expert={"weight": 0.5})
+    LoaderCache.loaders.clear()
+    if name == "llama":
+        assert stored(families.merge(alone, tmp_path / "alone")).keys() < written.keys()
+    else:
+        with pytest.raises(RuntimeError, match="required but not present"):
+            families.merge(alone, tmp_path / "alone")
+
+
+def test_a_plain_recipe_says_what_mergekit_alone_leaves_out(
+    family: Callable[[str], Family], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, count in (("qwen3_5", 3), ("deepseek_v3", 5)):
+        found, file = family(name), tmp_path / f"{name}.safetensors"
+        merged(found, "slta", tmp_path / name, level="layer", statistics=str(file))
+        paths = {folder.name: str(folder) for folder in found.folders}
+        Statistics.load(file).solve("layer").save_recipe(tmp_path / "plain.yml", models=paths)
+        LoaderCache.loaders.clear()
+        content = yaml.safe_load((tmp_path / "plain.yml").read_text())
+        lost = stored(found.base).keys() - stored(families.merge(content, tmp_path / f"{name}-plain")).keys()
+        lost -= {key for key in lost if ".experts." in key and layer_of(key) != families.LAYERS + 1}
+        assert len(prediction_head(found.config)) == count and prediction_head(found.config).keys() <= lost
+        said = "mergekit alone leaves "
+        assert said in caplog.text and said in " ".join((tmp_path / "plain.yml").read_text().split())
+        caplog.clear()
+
+
+# What is said before the merge
+
+
+def test_a_prediction_head_that_an_expert_lacks_is_the_base_models(
+    family: Callable[[str], Family], tmp_path: Path
+) -> None:
+    found = family("qwen3_5")
+    without = edited(
+        found.experts[1],
+        tmp_path / "without",
+        lambda own: [own.pop(key) for key in list(own) if key.startswith("mtp.")],
+    )
+    trained = Family(found.base, (found.experts[0], without), found.data, found.config)
+    recipe = families.recipe(trained, "actmat", calibration=False)
+    (note,) = look(recipe).notes
+    assert note.startswith(f"mtp.fc.weight, mtp.layers.0.mlp.up_proj.weight, mtp.norm.weight, which {without} lacks, ")
+    written, states = stored(merged(trained, "actmat", tmp_path / "out")), [stored(own) for own in found.folders]
+    name = "mtp.norm.weight"
+    wanted = weighted([*states[:2], states[0]], torch.full((2,), 0.5), name)
+    torch.testing.assert_close(written[name].double(), wanted, rtol=1e-5, atol=1e-6)
+    recipe["base_model"] = str(without)
+    (note,) = look(recipe).notes
+    assert note.startswith("mtp.fc.weight, mtp.layers.0.mlp.up_proj.weight, mtp.norm.weight of ")
+    assert note.endswith(f"will be left out, because the base model {without} has none.")
+
+
+def test_an_expert_of_a_mixture_that_a_checkpoint_lacks_is_said(
+    family: Callable[[str], Family], tmp_path: Path
+) -> None:
+    found = family("deepseek_v3")
+    name = next(key for key in stored(found.base) if ".experts.3.down_proj" in key)
+    for index in (0, 1):
+        folders = list(found.folders)
+        folders[index] = edited(folders[index], tmp_path / f"broken{index}", lambda tensors: tensors.pop(name))
+        broken = Family(folders[0], tuple(folders[1:]), found.data, found.config)
+        said = problems(families.recipe(broken, "sftm", calibration=False))
+        assert any(f"{folders[index]}: the checkpoint lacks " in own and "down_proj" in own for own in said), said
+
+
+def test_the_configuration_keeps_what_a_prediction_head_needs(family: Callable[[str], Family], tmp_path: Path) -> None:
+    found = family("qwen3_5_moe")
+    config = AutoConfig.from_pretrained(found.base)
+    config.text_config.mtp_num_hidden_layers = 1
+    config.save_pretrained(found.base)
+    out = merged(found, "actmat", tmp_path / "out")
+    assert AutoConfig.from_pretrained(out).text_config.mtp_num_hidden_layers == 1
+
+
+def test_the_rows_of_a_prediction_heads_embeddings_are_tokens(family: Callable[[str], Family]) -> None:
+    found = family("deepseek_v3")
+    base = open_model(ModelReference.model_validate(str(found.base)))
+    experiment = families.experiment(families.recipe(found, "actmat", calibration=False))
+    assert experiment.architecture is not None
+    weights = experiment.architecture.all_weights(base.config)
+    rows = {weight.name for weight in weights if weight.vocabulary_axis == 0}
+    extra = "model.layers.4."
+    assert rows == {
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+        f"{extra}embed_tokens.weight",
+        f"{extra}shared_head.head.weight",
+    }
