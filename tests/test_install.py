@@ -214,7 +214,7 @@ main()
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == merged
 
 
-@pytest.mark.parametrize("damage", ["../_mergekit_slta_startup", "__init__", "all of it"])
+@pytest.mark.parametrize("damage", ["__init__", "all of it"])
 def test_a_broken_plugin_costs_nothing_outside_mergekit(broken: Environment, damage: str) -> None:
     package = broken.site_packages / "mergekit_slta"
     if damage == "all of it":
@@ -223,6 +223,15 @@ def test_a_broken_plugin_costs_nothing_outside_mergekit(broken: Environment, dam
         (package / f"{damage}.py").write_text("this is no Python\n")
     result = broken.run("-c", "pass")
     assert result.stdout + result.stderr == ""
+
+
+@pytest.mark.parametrize("damage", ["this is no Python\n", "def install():\n    raise OSError('damaged')\n"])
+def test_a_start_up_file_that_fails_says_so_in_one_line_and_python_goes_on(broken: Environment, damage: str) -> None:
+    (broken.site_packages / "_mergekit_slta_startup.py").write_text(damage)
+    result = broken.run("-c", "print('goes on')")
+    assert result.stdout == "goes on\n"
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("mergekit does not know the merge methods of mergekit-slta") and "install mergekit-slta" in line
 
 
 @pytest.mark.parametrize("program", [["-c", "import mergekit_slta"], ["-m", "mergekit_slta"]])
