@@ -300,5 +300,6 @@ def test_the_readme_gives_the_command_that_ci_runs() -> None:
     assert command in (ROOT / "README.md").read_text().splitlines()
 
 
-def test_the_readme_installs_as_the_cards_do() -> None:
-    assert f"`{INSTALL}`" in (ROOT / "README.md").read_text()
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_pages_install_as_the_cards_do(page: str) -> None:
+    assert f"`{INSTALL}`" in (ROOT / page).read_text()
