@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -80,6 +81,12 @@ def files_named(then: str = "") -> Iterator[None]:
         if not (said or isinstance(error, OSError)) or getattr(error, "errno", None) == errno.EPIPE:
             raise  # click handles a pipe whose reader has gone
         raise SltaError(one_line(error) + (f": {then}" if then else "") + ".") from error
+
+
+def suggestion(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
+    """The end of a sentence about a misspelt name: the closest known one, or "" if none is close."""
+    near = difflib.get_close_matches(name.lower(), known, 1, likeness)
+    return f", did you mean '{near[0]}'?" if near else ""
 
 
 def first_line(error: BaseException) -> str:

@@ -5,6 +5,7 @@ links to everything in its site-packages except this package, added to the searc
 no start-up file that lies in such a folder.
 """
 
+import ast
 import os
 import re
 import shutil
@@ -12,9 +13,11 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import tomllib
 import venv
 import zipfile
 from dataclasses import dataclass
+from importlib.metadata import packages_distributions
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
@@ -23,6 +26,8 @@ from conftest import WriteRecipe
 from support import families
 from support.families import Family
 from support.processes import linked_packages, run_afresh
+
+from mergekit_slta.output.card import INSTALL
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = Path(sysconfig.get_path("scripts"))
@@ -214,7 +219,7 @@ main()
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == merged
 
 
-@pytest.mark.parametrize("damage", ["../_mergekit_slta_startup", "__init__", "all of it"])
+@pytest.mark.parametrize("damage", ["__init__", "all of it"])
 def test_a_broken_plugin_costs_nothing_outside_mergekit(broken: Environment, damage: str) -> None:
     package = broken.site_packages / "mergekit_slta"
     if damage == "all of it":
@@ -223,6 +228,18 @@ def test_a_broken_plugin_costs_nothing_outside_mergekit(broken: Environment, dam
         (package / f"{damage}.py").write_text("this is no Python\n")
     result = broken.run("-c", "pass")
     assert result.stdout + result.stderr == ""
+
+
+@pytest.mark.parametrize("damage", ["this is no Python\n", "def install():\n    raise OSError('damaged')\n"])
+def test_a_start_up_file_that_fails_says_so_in_one_line_and_python_goes_on(broken: Environment, damage: str) -> None:
+    (broken.site_packages / "_mergekit_slta_startup.py").write_text(damage)
+    result = broken.run("-c", "print('goes on')")
+    assert result.stdout == "goes on\n"
+    assert result.stderr.count("\n") == 1, result.stderr
+    line = result.stderr
+    assert (
+        line.startswith("mergekit does not know the merge methods of mergekit-slta") and "install mergekit-slta" in line
+    )
 
 
 @pytest.mark.parametrize("program", [["-c", "import mergekit_slta"], ["-m", "mergekit_slta"]])
@@ -237,6 +254,40 @@ def test_another_checkout_is_not_shadowed_by_the_installed_package(
     assert installed.run(*program, folder=tmp_path).stdout == "this checkout\n"
 
 
+def test_everything_that_the_package_imports_is_declared() -> None:
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in [*(ROOT / "mergekit_slta").rglob("*.py")]]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    ours = {"mergekit_slta", "_mergekit_slta_startup"}
+    imported = {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names) - ours
+    by_module = {module: {canonical(name) for name in names} for module, names in packages_distributions().items()}
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    declared = {canonical(re.split(r"[<>=]", line)[0]) for line in settings["project"]["dependencies"]}
+    assert not [module for module in imported if not by_module[module] & declared]
+    assert declared <= {name for module in imported for name in by_module[module]}
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_the_description_on_an_index_has_whole_addresses(distributions: dict[str, str]) -> None:
+    with zipfile.ZipFile(distributions["wheel"]) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        metadata = archive.read(name).decode()
+    links = re.findall(r"\]\(([^)\s]+)\)", metadata)
+    assert len(links) == len(re.findall(r"\]\(([^)\s]+)\)", (ROOT / "README.md").read_text())) > 20
+    assert not [link for link in links if not link.startswith("https://")]
+    assert not [link for link in links if link.endswith(".png") and "raw.githubusercontent.com" not in link]
+
+
+def test_every_action_is_pinned_by_its_commit() -> None:
+    for file in (ROOT / ".github" / "workflows").glob("*.yml"):
+        used = re.findall(r"uses: (.*)", file.read_text())
+        assert used and all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40}  # v[\d.]+", action) for action in used), file
+
+
 def test_the_wheel_holds_the_package_and_its_startup_file(distributions: dict[str, str]) -> None:
     with zipfile.ZipFile(distributions["wheel"]) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
@@ -247,3 +298,8 @@ def test_the_wheel_holds_the_package_and_its_startup_file(distributions: dict[st
 def test_the_readme_gives_the_command_that_ci_runs() -> None:
     (command,) = re.findall(r"^readme_command='(.*)'$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
     assert command in (ROOT / "README.md").read_text().splitlines()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_pages_install_as_the_cards_do(page: str) -> None:
+    assert f"`{INSTALL}`" in (ROOT / page).read_text()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import huggingface_hub
+from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from mergekit.common import ModelReference
 
 from mergekit_slta.checks.space import require_writable
 from mergekit_slta.data.draw import CalibrationData
 from mergekit_slta.data.records import template_fields
-from mergekit_slta.data.sources import check_source, is_dataset
-from mergekit_slta.errors import all_of
+from mergekit_slta.data.sources import check_source, is_dataset, parse_dataset
+from mergekit_slta.errors import SltaError, all_of
 from mergekit_slta.models.fingerprint import fingerprint_of
+from mergekit_slta.models.hub import HUB_ERRORS, reason
 from mergekit_slta.models.skeleton import hashed_computation
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Task, published_names, require_calibration
@@ -25,7 +29,7 @@ from mergekit_slta.slta.statistics import BaseContent, Statistics, resolve_stati
 def calibration(experiment: Experiment) -> None:
     """Refuse data that cannot be used, or a statistics file that cannot be used or written.
 
-    Datasets of the Hub are not asked for: only the spelling of their names is checked.
+    Datasets of the Hub are not downloaded; where the Hub can be reached, it is asked whether it has them.
     """
     recipe, settings = experiment.recipe, experiment.settings
     given = settings.statistics if isinstance(settings, SltaSettings) else ""
@@ -50,8 +54,23 @@ def _source(experiment: Experiment, task: Task) -> None:
     if task.template:
         template_fields(task.template)
     check_source(task.calibration)  # known without the base model's tokenizer
-    if not is_dataset(task.calibration):
+    if is_dataset(task.calibration):
+        _require_dataset(task.calibration)
+    else:
         experiment.load_data([task])
+
+
+def _require_dataset(source: str) -> None:
+    """Refuse a dataset that the Hub does not have; without a network it may be in the cache."""
+    name, _, _ = parse_dataset(source)
+    if os.path.isdir(name):
+        return
+    try:
+        huggingface_hub.dataset_info(name, timeout=10)
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise SltaError(f"Calibration source {source!r} cannot be used: on the Hub, {reason(error)}.") from error
+    except HUB_ERRORS:
+        pass
 
 
 def _fits(experiment: Experiment, file: Path, drawn: dict[Task, CalibrationData]) -> None:

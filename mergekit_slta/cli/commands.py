@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +10,13 @@ import click
 
 from mergekit_slta import __version__, files
 from mergekit_slta.cli.options import (
+    CALIBRATION_HELP,
     EDGES,
     EDGES_HELP,
     KEEP_WEIGHT_HELP,
     LEVELS_HELP,
     MODEL_HELP,
+    MODELS_HELP,
     OUTPUT_FILE,
     TASK_WEIGHT_HELP,
     TOWERS_HELP,
@@ -32,6 +34,8 @@ from mergekit_slta.cli.options import (
     trusted_code,
 )
 from mergekit_slta.errors import SltaError, files_named
+from mergekit_slta.recipe.new import METHODS, new_recipe
+from mergekit_slta.tables import short_names
 
 if TYPE_CHECKING:
     from mergekit_slta.comparison.compare import Comparison
@@ -64,15 +68,16 @@ def main() -> None:
 @main.command(short_help="Print a commented recipe to start from.")
 @click.argument("base")
 @click.argument("experts", metavar="EXPERT...", nargs=-1, required=True)
-def new(base: str, experts: tuple[str, ...]) -> None:
+@click.option("--method", type=click.Choice(METHODS), help="The merge method.  [default: slta; featcal for one expert]")
+@click.option("--calibration", multiple=True, metavar="FILE", help=CALIBRATION_HELP)
+def new(base: str, experts: tuple[str, ...], method: str | None, calibration: tuple[str, ...]) -> None:
     """Print a commented recipe for merging each EXPERT, which was fine-tuned from the model BASE.
 
     Models are folders or Hub ids; an adapter is written behind its base model, BASE+ADAPTER. Write it to a file with
-    '> recipe.yml', fill in the calibration sources, then `check` the recipe.
+    '> recipe.yml', fill in the calibration sources that are missing, then `check` the recipe. With one expert, the
+    recipe also has prompts of the base model, whose abilities the merge keeps.
     """
-    from mergekit_slta.recipe.new import new_recipe
-
-    click.echo(new_recipe(base, experts), nl=False)
+    click.echo(new_recipe(base, experts, method, calibration), nl=False)
 
 
 @main.command(cls=ModelCommand, short_help="Say everything that is wrong with a recipe.")
@@ -134,7 +139,7 @@ def calibrate(recipe: Path, stats: Path, levels: list[str], **options: Any) -> N
 @main.command(short_help="Get merging weights and recipes from a statistics file.")
 @click.argument("stats")
 @click.option("--level", metavar="LEVEL", help=f"{LEVELS_HELP}.  [default: attn_mlp if STATS has it]")
-@click.option("--models", metavar="A,B", help="Merge only these experts, named as in STATS.  [default: all]")
+@click.option("--models", metavar="A,B", help=MODELS_HELP)
 @click.option("--task-weight", "task_weights", multiple=True, metavar="A=2.0", help=TASK_WEIGHT_HELP)
 @click.option("--keep-weight", type=click.FloatRange(min=0), metavar="κ", help=KEEP_WEIGHT_HELP)
 @click.option("--ridge", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Draws weights to zero.")
@@ -174,8 +179,11 @@ def solve(
 
     torch.set_num_threads(1)  # fastest for many tiny matrices
     measured = Statistics.load(stats, transformers_cache)
-    chosen = measured if models is None else measured.select(*map(str.strip, models.split(",")))
-    weights = _task_weights(task_weights, chosen.info.models)
+    all_models = measured.info.models
+    names = _names(all_models)
+    wanted = [names.get(name, name) for name in map(str.strip, (models or "").split(","))]
+    chosen = measured if models is None else measured.select(*wanted)
+    weights = _task_weights(task_weights, _names(chosen.info.models, all_models))
     given = {name: options.pop(name) for name in ("balance", "ridge", "samples", "keep_weight")}
     solution = chosen.solve(level, task_weights=weights, **given)
     errors = solution.bootstrap(bootstrap) if bootstrap else None
@@ -183,21 +191,29 @@ def solve(
     if json_file and json_file != "-":
         click.echo(f"{json_file} written.")
     if recipe_file:
-        option = _write_recipe(solution, recipe_file, (measured.info.base_model, *measured.info.models), **options)
+        base = measured.info.base_model
+        names = {base: base} | _names(solution.models, all_models)
+        option = _write_recipe(solution, recipe_file, base, names, **options)
         done = f"{recipe_file} written: run it with 'mergekit-yaml {recipe_file} OUT{option}'."
         click.echo(done, err=json_file == "-")
 
 
 def _write_recipe(
-    solution: Solution, file: str, known: Sequence[str], paths: Sequence[str], tokenizer_source: str | None, **more: Any
+    solution: Solution,
+    file: str,
+    base: str,
+    names: Mapping[str, str],
+    paths: Sequence[str],
+    tokenizer_source: str | None,
+    **more: Any,
 ) -> str:
     """Write a plain recipe and return the option that mergekit-yaml needs to run it, if any."""
     from mergekit.common import ModelReference
 
     from mergekit_slta.models.merged_adapters import adapter_option
 
-    used = (known[0], *solution.models)
-    renamed = dict(_assignment(entry, known, "--model") for entry in paths)
+    used = (base, *solution.models)
+    renamed = dict(_assignment(entry, names, "--model") for entry in paths)
     models = {name: path for name, path in renamed.items() if name in used}
     solution.save_recipe(file, models=models, tokenizer_source=tokenizer_source or "", **more)
     return adapter_option(ModelReference.parse(renamed.get(name, name)) for name in used)
@@ -377,16 +393,21 @@ def publish(out: Path, repository: str, **options: bool) -> None:
 # From the command line to what the package takes
 
 
-def _assignment(entry: str, names: Sequence[str], option: str) -> tuple[str, str]:
+def _names(chosen: Sequence[str], every: Sequence[str] = ()) -> dict[str, str]:
+    """The experts' names in the statistics by themselves, and by their short names in tables of the chosen or all."""
+    short = [*zip(short_names(every), every, strict=True), *zip(short_names(chosen), chosen, strict=True)]
+    return dict(short) | {name: name for name in (*chosen, *every)}
+
+
+def _assignment(entry: str, names: Mapping[str, str], option: str) -> tuple[str, str]:
     name, _, value = entry.partition("=")
     if name not in names or not value:
-        raise SltaError(
-            f"{option} {entry}: write NAME=VALUE, with a name that the statistics hold ({', '.join(names)})."
-        )
-    return name, value
+        known = ", ".join(dict.fromkeys(names.values()))
+        raise SltaError(f"{option} {entry}: write NAME=VALUE, with a name that the statistics hold ({known}).")
+    return names[name], value
 
 
-def _task_weights(entries: Sequence[str], names: Sequence[str]) -> dict[str, float]:
+def _task_weights(entries: Sequence[str], names: Mapping[str, str]) -> dict[str, float]:
     weights = dict(_assignment(entry, names, "--task-weight") for entry in entries)
     try:
         return {name: float(value) for name, value in weights.items()}

@@ -12,10 +12,15 @@ import click
 from mergekit_slta.levels import LEVELS
 
 LEVELS_HELP = f"{', '.join(LEVELS[:-1])} or {LEVELS[-1]}"
+CALIBRATION_HELP = (
+    "A file or dataset with an expert's prompts. Give it once for each expert, in their order, and once more for the "
+    "base model's prompts."
+)
 TASK_WEIGHT_HELP = "How much an expert's task counts against the others', 1.0 by default. May be given several times."
 KEEP_WEIGHT_HELP = "How much the base model's prompts count, if STATS has any; 0 leaves them out.  [default: 1.0]"
+MODELS_HELP = "Merge only these experts, by their names in the table or in STATS.  [default: all]"
 MODEL_HELP = (
-    "Path or Hub id to write in the recipe for a model, the base model included, that STATS calls NAME. "
+    "Path or Hub id to write in the recipe for the model NAME of the table or of STATS, the base model included. "
     "May be given several times."
 )
 EDGES = click.Choice(["base", "mean"])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mergekit_slta.data.records import Span, Text, record_text
+from mergekit_slta.data.records import Span, Text, record_text, require_fields
 from mergekit_slta.data.sources import read_records
 from mergekit_slta.errors import SltaError, reading
 
@@ -96,6 +96,8 @@ class CalibrationSource:
             SltaError: the source cannot be read, a record cannot be turned into text, or no record is usable.
         """
         records = read_records(self.source)
+        fields = getattr(records, "column_names", None) or dict.fromkeys(name for record in records for name in record)
+        require_fields(fields, self.template, self.source)
         repeated = set(used.token_ids) if used else set()
         rows: dict[int, tuple[int, ...]] = {}
         answers = []

@@ -41,9 +41,9 @@ def read_records(source: str) -> Sequence[Record]:
 
 
 def check_source(source: str) -> None:
-    """Raise an SltaError if a file cannot be read or a dataset's query is malformed; datasets are not downloaded."""
+    """Raise an SltaError if a file cannot be read or a dataset's query is malformed; the Hub is not asked."""
     if is_dataset(source):
-        _parse_dataset(source)
+        parse_dataset(source)
     else:
         read_records(source)
 
@@ -56,7 +56,7 @@ def source_key(source: str) -> tuple[str, ...]:
     """
     if not is_dataset(source):
         return ("file", os.path.realpath(os.path.expanduser(source)))
-    name, config, split = _parse_dataset(source)
+    name, config, split = parse_dataset(source)
     name = os.path.realpath(name) if os.path.isdir(name) else name.lower()
     return ("dataset", name, config or "default", split or "train")
 
@@ -76,8 +76,8 @@ def _read_file(source: str) -> Sequence[Record]:
         raise SltaError(f"Calibration source {source!r} is a folder: write '{DATASET_PREFIX}{source}' for a dataset.")
     if extension not in READERS:
         raise SltaError(
-            f"Calibration source {source!r} has an unknown extension: it must be {in_a_list(READERS)}, "
-            f"or '{DATASET_PREFIX}DATASET' for a dataset."
+            f"Calibration source {source!r} has {'an unknown' if extension else 'no'} extension: it must be "
+            f"{in_a_list(READERS)}, or '{DATASET_PREFIX}{'DATASET' if extension else source}' for a dataset."
         )
     if not os.path.exists(path):
         raise SltaError(f"Calibration file {source!r} does not exist (the current directory is {os.getcwd()!r}).")
@@ -95,6 +95,8 @@ def _read_json_lines(path: str) -> list[Record]:
         if line.strip():
             try:
                 records.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"broken JSON in line {number}, column {error.colno}: {error.msg}") from error
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"broken JSON in line {number}: {error}") from error
     return _require_records(records)
@@ -117,6 +119,8 @@ def _read_csv(path: str) -> list[Record]:
         reader = csv.DictReader(file, strict=True)
         try:
             for record in reader:
+                if len(record) == 1 and ";" in next(iter(record)):
+                    raise csv.Error("its fields are separated by semicolons, not by commas")
                 if None in record:
                     raise csv.Error("more fields than the first line names")
                 records.append(record)
@@ -150,7 +154,7 @@ READERS: dict[str, Callable[[str], list[Record]]] = {
 }
 
 
-def _parse_dataset(source: str) -> tuple[str, str | None, str | None]:
+def parse_dataset(source: str) -> tuple[str, str | None, str | None]:
     """The name, configuration and split in ``hf:NAME[?config=...&split=...]``; the name may be a folder's path."""
     name, _, query = source.removeprefix(DATASET_PREFIX).partition("?")
     settings: dict[str, str] = {}
@@ -171,7 +175,7 @@ def _parse_dataset(source: str) -> tuple[str, str | None, str | None]:
 def _read_dataset(source: str) -> Sequence[Record]:
     import datasets  # slow to import
 
-    name, config, split = _parse_dataset(source)
+    name, config, split = parse_dataset(source)
     try:
         loaded = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # datasets lets the errors of its readers and of the Hub pass

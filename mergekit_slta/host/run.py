@@ -11,13 +11,14 @@ from typing import Any
 
 import click
 import transformers
+from mergekit import merge_methods
 from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 
 from mergekit_slta.checks import examine
 from mergekit_slta.engine.ranks import Ranks, joined
-from mergekit_slta.errors import files_named, one_line
+from mergekit_slta.errors import SltaError, files_named, one_line, suggestion
 from mergekit_slta.host.afterword import afterword
 from mergekit_slta.host.registry import METHODS
 from mergekit_slta.models.loaders import ONE_AT_A_TIME, adapt_loaders
@@ -57,6 +58,9 @@ def run(
     with ONE_AT_A_TIME:
         LoaderCache.loaders.clear()
         if config.merge_method not in METHODS:
+            known = {method.spec.name for method in merge_methods.registered_methods()}
+            if config.merge_method not in known and (near := suggestion(config.merge_method, known)):
+                raise SltaError(f"mergekit does not know the merge_method '{config.merge_method}'{near}")
             stock(config, out, MergeOptions(**options), source)
             return
         with joined_ranks() as ranks, files_named("mend that and run the command again"):

@@ -30,6 +30,8 @@ _REASONS: tuple[tuple[type[Exception], str], ...] = (
 
 def reason(error: Exception) -> str:
     """Why a request failed with one of ``HUB_ERRORS``, without a full stop."""
+    if isinstance(error, hub.HTTPError) and not isinstance(error, hub.HfHubHTTPError):  # there is no answer
+        return f"the Hub cannot be reached ({first_line(error)})"
     return next((words for kind, words in _REASONS if isinstance(error, kind)), first_line(error))
 
 

@@ -29,6 +29,7 @@ CARD = "README.md"
 RECIPE = "mergekit_config.yml"  # what mergekit calls the recipe beside its card
 ALPHA_FIGURE = "mergekit-slta/alpha.png"
 BESIDE = (STATISTICS_OF_MERGE, ALPHA_FIGURE)  # of an ``slta`` merge
+INSTALL = "pip install git+https://github.com/mergekit-slta/mergekit-slta"  # not on PyPI yet
 HEADING = "## How this model was made"
 # What each method does, as a card goes on after its name and a colon.
 _IN_WORDS = {
@@ -121,7 +122,7 @@ def _section(config: MergeConfiguration, solution: Solution | None) -> str:
         [
             *paragraphs,
             "### Do it again",
-            f"```sh\npip install mergekit-slta=={__version__}\nmergekit-yaml {RECIPE} ./merged{option}\n```",
+            f"```sh\n{INSTALL}  # version {__version__}\nmergekit-yaml {RECIPE} ./merged{option}\n```",
             again,
             "Made with " + ", ".join(f"{name} {version}" for name, version in versions().items()) + ".",
         ]

@@ -1,88 +1,182 @@
-"""A commented recipe to start from, with what only the user can know left to fill in."""
+"""A commented recipe to start from, with what only the user can know left to fill in.
+
+It is only text: no module of mergekit, torch or transformers is imported, which would take seconds.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jinja2
 import yaml
 
+from mergekit_slta.data.records import has_known_fields
+from mergekit_slta.data.sources import is_dataset, read_records
 from mergekit_slta.errors import SltaError
 
+METHODS = ("slta", "featcal", "actmat", "sftm")
+WITH_DATA = METHODS[:2]
+
+# Usual names of the fields that hold a task and its answer, where a data set does not have one of the known pairs.
+_ASKED = ("question", "problem", "query", "prompt", "instruction", "input", "source", "q")
+_ANSWERED = ("answer", "solution", "response", "output", "completion", "target", "label", "a")
+
 _RECIPE = """\
+{% macro data(source, template) %}
+      calibration: {{ source|quoted }}
+{% if template %}
+      template: {{ template|quoted }}   # proposed from the file's fields: how a record becomes text
+{% endif %}
+{% endmacro %}
+{% set learners = experts|length ~ ' experts' if experts|length > 1 else 'one expert' %}
 {% if keep %}
-# Take what a fine-tune learned, and keep what its base model can.
+# Take what {{ learners }} learned, and keep what the base model {{ base }} can.
 {% else %}
-# A merge of {{ experts|length }} experts with {{ base }} as their base model.
+# A merge of {{ learners }} with {{ base }} as their base model.
 {% endif %}
 #   mergekit-slta check RECIPE      says what is missing or wrong, before any work
 #   mergekit-yaml RECIPE ./merged   merges (or: mergekit-slta merge RECIPE ./merged)
-{% if keep %}
+{% if method == "slta" %}
+merge_method: slta      # weights for each part of the model, solved from samples
+{% elif method == "featcal" %}
 merge_method: featcal   # every linear map is solved, so that it does what each model does on that model's samples
+{% elif method == "actmat" %}
+merge_method: actmat    # every linear map is solved, without samples
 {% else %}
-merge_method: slta      # weights for each part of the model, solved from samples. Others: featcal (every linear map
-                        # solved, with samples), actmat and sftm (without samples, so without 'calibration')
+merge_method: sftm      # every matrix is merged through its singular features, without samples
 {% endif %}
 base_model: {{ base|scalar }}
 models:
-{% for expert in experts %}
+{% for expert, source, template in experts %}
   - model: {{ expert|scalar }}
     parameters:
+{% if with_data %}
 {% if loop.first %}
       # Some 30 prompts of this expert's own task, with answers: a file (.jsonl, .json, .csv, .parquet or .txt with a
       # sample on each line), or a dataset of the Hub, "hf:ORG/NAME?config=main&split=train". Each expert needs its own.
+{% if not template %}
       # template: "{question} {answer}"   # how a record becomes text, where its fields have other names than usual
 {% endif %}
-      calibration: ""
+{% endif %}
+{{ data(source, template)|trim("\n") }}
+{% else %}
+      weight: 1.0         # {{ "how much the expert counts" if method == "actmat" else "multiplies its change" }}
+{% endif %}
 {% endfor %}
 {% if keep %}
   - model: {{ base|scalar }}
     parameters:
       # Some 30 prompts, with answers, of what the base model can do and the merge should not forget: your own chats, or
-      # a general instruction dataset. Without them, delete this entry, and the merge is little more than the expert.
-      calibration: ""
+      # a general instruction dataset. Without them, delete this entry.
+{{ data(keep[1], keep[2])|trim("\n") }}
       weight: 1.0         # more keeps more of the base model, less gains more of the expert; 0 leaves it out
 {% endif %}
 parameters:
-{% if not keep %}
+{% if with_data %}
+{% if method == "slta" %}
   level: attn_mlp       # what gets weights of its own: model, layer, attn_mlp, head_mlp or linear
 {% endif %}
   samples: 30           # samples of each task
   max_tokens: 512       # of each sample; the rest is cut
-{% if not keep %}
+{% if method == "slta" %}
   # statistics: merge.slta.safetensors   # keep what was measured in a file, to merge again without data
 {% endif %}
   # report: report/                      # write what the merge keeps of each expert, as a page with figures
+{% elif method == "actmat" %}
+  ridge: 0.1            # draws every matrix towards the experts' mean; at least 0
+  scale: 1.0            # multiplies the merged change
+{% else %}
+  density: 0.2          # the share of each change's entries to keep, the largest ones
+  lambda: 0.6           # multiplies the merged change
+{% endif %}
 dtype: float32          # merge in this type ...
 out_dtype: bfloat16     # ... and round once, to this one
 """
 
 
-def new_recipe(base: str, experts: Sequence[str]) -> str:
+def new_recipe(base: str, experts: Sequence[str], method: str | None = None, calibration: Sequence[str] = ()) -> str:
     """Write a recipe with comments that say what there is to fill in and to choose.
 
-    Several experts are merged by ``slta``; one by ``featcal``, with prompts of what the base model is to keep.
+    A recipe of one expert, or with a calibration source for the base model, keeps what the base model does on prompts.
 
     Args:
         base: the base model, a folder or a Hub id.
         experts: the experts, folders or Hub ids; an adapter behind its base model, ``BASE+ADAPTER``. A folder that is
             there is written with a leading ``./``, which mergekit does not look up on the Hub.
+        method: the merge method; by default ``featcal`` for one expert and ``slta`` for several.
+        calibration: the experts' calibration sources in their order, and after them that of the base model, if any. Of
+            a file whose fields have unusual names, a template is proposed; datasets of the Hub are not asked for.
 
     Returns:
         The recipe as YAML. It can be read as it is; ``check`` names the calibration sources that are missing.
 
     Raises:
-        SltaError: there is no expert, or one is named twice.
+        SltaError: a model is missing or named twice, the calibration sources are not as many as the models that need
+            one, or a calibration file cannot be read.
     """
     if not experts:
         raise SltaError("A merge needs at least one expert: name the models that were fine-tuned from the base model.")
     base, *experts = map(_local, (base, *experts))
     if len({base, *experts}) < 1 + len(experts):
         raise SltaError(f"A model is named twice ({', '.join((base, *experts))}): name each once.")
+    method = method or ("featcal" if len(experts) == 1 else "slta")
+    if method not in METHODS:
+        raise SltaError(f"'{method}' is not one of {', '.join(METHODS)}.")
+    _require_sources(method, len(experts), len(calibration))
+    tasks = [(source, proposed_template(source)) for source in calibration]
+    tasks += [("", "")] * (len(experts) - len(tasks))
+    if method in WITH_DATA and len(experts) == 1 == len(tasks):
+        tasks.append(("", ""))  # of the base model
+    rows = [(name, *task) for name, task in zip((*experts, base), tasks, strict=False)]
     environment = jinja2.Environment(trim_blocks=True, keep_trailing_newline=True, autoescape=False)
-    environment.filters["scalar"] = _scalar
-    return environment.from_string(_RECIPE).render(base=base, experts=experts, keep=len(experts) == 1)
+    environment.filters.update(scalar=_scalar, quoted=lambda text: json.dumps(text, ensure_ascii=False))
+    keep = rows[len(experts)] if len(rows) > len(experts) else None
+    return environment.from_string(_RECIPE).render(
+        base=base, experts=rows[: len(experts)], keep=keep, method=method, with_data=method in WITH_DATA
+    )
+
+
+def _require_sources(method: str, experts: int, sources: int) -> None:
+    """Refuse a method without data with calibration sources or for one expert, and a wrong number of sources."""
+    with_data = " or ".join(WITH_DATA)
+    if method not in WITH_DATA and sources:
+        raise SltaError(f"'{method}' takes no calibration data: leave --calibration out, or choose {with_data}.")
+    if method not in WITH_DATA and experts == 1:
+        raise SltaError(
+            f"'{method}' merges several experts: name another one, or choose {with_data}, which merge one expert and "
+            "keep what its base model can."
+        )
+    if sources and sources not in (experts, experts + 1):
+        given = "once" if sources == 1 else f"{sources} times"
+        raise SltaError(
+            f"--calibration is given {given} for {f'{experts} experts' if experts > 1 else 'one expert'}: give it once "
+            "for each expert, in their order, and once more for the base model if its abilities are to be kept."
+        )
+
+
+def proposed_template(source: str) -> str:
+    """Propose a template for a calibration file whose fields have unusual names.
+
+    Returns:
+        A template of the fields that seem to hold task and answer, or else of all fields that hold text; "" for records
+        that need none, and for a dataset, which would have to be downloaded.
+
+    Raises:
+        SltaError: the file cannot be read.
+    """
+    record: Mapping[str, Any] = {} if is_dataset(source) else read_records(source)[0]
+    if not record or has_known_fields(record):
+        return ""
+    fields = [field for field in record if field.isidentifier()]
+    asked, answered = (
+        next((field for name in names for field in fields if field.lower() == name), None)
+        for names in (_ASKED, _ANSWERED)
+    )
+    texts = [field for field in fields if isinstance(record[field], str) and record[field].strip()]
+    return "\n".join(f"{{{field}}}" for field in ((asked, answered) if asked and answered else texts))
 
 
 def _local(name: str) -> str:

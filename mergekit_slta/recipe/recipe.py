@@ -17,11 +17,11 @@ from mergekit.config import MergeConfiguration
 from pydantic import ValidationError
 
 from mergekit_slta.data.sources import source_key
-from mergekit_slta.errors import SltaError, one_line, refuse
+from mergekit_slta.errors import SltaError, first_line, one_line, refuse, suggestion
 from mergekit_slta.files import published_path
 from mergekit_slta.recipe.configuration import base_parameters, expert_parameters, expert_references, shared_parameters
 from mergekit_slta.recipe.settings import SETTINGS, CalibrationSettings, KeptBase, MethodSettings, Parameters
-from mergekit_slta.recipe.text import faults
+from mergekit_slta.recipe.text import faults, misshapen, yaml_fault
 
 Given = TypeVar("Given", bound=Parameters)
 Kind = TypeVar("Kind", bound=MethodSettings)
@@ -167,19 +167,18 @@ class Recipe:
         return self.from_config(self.config.model_copy(update={"parameters": parameters}), self.content)
 
     def _parse(self, text: str, name: object) -> None:
-        kind = "YAML"
         try:
             self.text, self.content = text, yaml.safe_load(text)
-            kind = "a mergekit recipe"
-            self.config = MergeConfiguration.model_validate(self.content)
-            return
-        except ValidationError as error:
-            said = "; ".join(f"'{'.'.join(map(str, entry['loc']))}': {entry['msg']}" for entry in error.errors()[:3])
-        except RuntimeError as error:  # from mergekit's own checks
-            said = str(error)
         except Exception as error:  # YAML's tags may raise errors of any kind
-            said = one_line(error)
-        raise SltaError(f"{name} is not valid as {kind}: {said}.")
+            raise SltaError(f"{name} is not valid YAML: {yaml_fault(error)}") from None
+        if self.content is None:
+            raise SltaError(f"{name} is empty: write a recipe, or have `mergekit-slta new` print one to start from.")
+        try:
+            self.config = MergeConfiguration.model_validate(self.content)
+        except ValidationError as error:
+            raise SltaError(f"{name} is no mergekit recipe: {misshapen(error)}") from None
+        except Exception as error:  # from mergekit's own checks
+            raise SltaError(f"{name} is no mergekit recipe: {first_line(error)}.") from None
 
     @cached_property
     def text(self) -> str:
@@ -242,7 +241,10 @@ class Recipe:
         known = {name: settings for name, settings in SETTINGS.items() if issubclass(settings, kind)}
         name = self.config.merge_method
         if name not in known:
-            raise SltaError(f"The recipe's merge_method is '{name}': this command knows {', '.join(known)}.")
+            raise SltaError(
+                f"The recipe's merge_method is '{name}'"
+                + (suggestion(name, known) or f": this command knows {', '.join(known)}.")
+            )
         return known[name]
 
     @property

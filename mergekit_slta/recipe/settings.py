@@ -198,7 +198,8 @@ def _spec(name: str, field: FieldInfo, scope: ParameterScope) -> ParameterSpec:
         try:
             valid = validate(value)
         except ValidationError as error:
-            rule = error.errors()[0]["msg"].removeprefix("Input ")
+            rule = error.errors()[0]["msg"].removeprefix("Input ").split(", unable")[0]
+            rule = rule.replace("a valid boolean", "true or false")
             raise SltaError(f"'{name}' {rule[0].lower()}{rule[1:]}, not {value!r}.") from None
         if isinstance(value, bool) and valid is not value:  # pydantic takes it for 0 or 1
             raise SltaError(f"'{name}' should be a number, not {value!r}.")

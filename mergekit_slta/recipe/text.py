@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.resources
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
 from mergekit._data import chat_templates
 from mergekit.common import ModelReference
 from mergekit.config import (
@@ -19,9 +20,9 @@ from mergekit.config import (
     OutputSliceDefinition,
 )
 from mergekit.merge_methods.base import ParameterScope, ParameterSpec
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, one_line, suggestion
 from mergekit_slta.recipe.configuration import (
     ParameterTable,
     base_parameters,
@@ -29,7 +30,7 @@ from mergekit_slta.recipe.configuration import (
     model_inputs,
     parameter_tables,
 )
-from mergekit_slta.recipe.settings import MethodSettings, base_specs, parameter_specs
+from mergekit_slta.recipe.settings import SETTINGS, MethodSettings, base_specs, parameter_specs
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 SHORTEST_TEMPLATE = 20  # mergekit takes a shorter text for a name
@@ -50,9 +51,47 @@ def faults(config: MergeConfiguration, content: Any, settings: type[MethodSettin
         if is_base and not settings.runs_models:
             continue  # the method ignores the base model's entry, as ``ignored`` says
         specs = {**own, **of_base} if is_base else own
-        yield from _parameters(table, specs, one_value=settings.runs_models)
+        yield from _parameters(table, specs, settings)
     yield from _data_types(config)
     yield from _chat_template(config)
+
+
+def yaml_fault(error: Exception) -> str:
+    """An error of the YAML parser: what it says and where, the line with a caret below it, and how to mend it."""
+    mark = getattr(error, "problem_mark", None)
+    if not isinstance(error, yaml.MarkedYAMLError) or mark is None or mark.buffer is None:
+        return f"{one_line(error)}."
+    line = mark.buffer.rstrip("\0").split("\n")[mark.line]
+    fix = ""
+    if template := re.search(r"template:\s*((?:[^{}\"']|\{[^{}]*\})+)", line):
+        fix = f'\nQuote it: template: "{template[1].strip()}"'
+    elif "mapping values" in str(error.problem):
+        fix = "\nQuote a value that holds a colon and a blank, and indent the keys of a table alike."
+    elif "\t" in line:
+        fix = "\nIndent with blanks, not with tabs."
+    elif "flow" in str(error.context) and error.context_mark and error.context_mark.line < mark.line:
+        fix = f"\nClose the bracket of line {error.context_mark.line + 1}."
+    return f"{error.problem}, in line {mark.line + 1}:\n{mark.get_snippet(indent=2, max_length=110)}{fix}"
+
+
+def misshapen(error: ValidationError) -> str:
+    """The places of a recipe that hold something else than mergekit reads there, in a sentence."""
+    said: dict[str, str] = {}
+    for entry in error.errors():
+        place, rule, value = entry["loc"], entry["msg"].removeprefix("Input ").split(" or instance")[0], entry["input"]
+        if "parameters" in place[:-2]:  # mergekit says of each kind of value that the parameter is not of it
+            place = place[: place.index("parameters") + 2]
+            rule = "should be one value, a list or filters"
+        where = f"'{'.'.join(map(str, place))}'" if place else "it"
+        if rule == "Field required":
+            said[where] = f"{where} is missing"
+        else:
+            fix = " (quote it if it is a text)" if "parameters" in place and isinstance(value, dict) else ""
+            if len(place) == 2 and place[0] == "models":
+                fix = f" (write 'model: {value}')"
+            found = "nothing" if value is None else repr(value)
+            said.setdefault(where, f"{where} {rule.replace('dictionary', 'table')}, not {found}{fix}")
+    return "; ".join(said.values()) + "."
 
 
 def _structure(config: MergeConfiguration, method: str) -> Iterator[str]:
@@ -96,7 +135,9 @@ def ignored(config: MergeConfiguration, settings: type[MethodSettings]) -> Itera
         )
 
 
-def _parameters(table: ParameterTable, specs: Mapping[str, ParameterSpec], one_value: bool) -> Iterator[str]:
+def _parameters(
+    table: ParameterTable, specs: Mapping[str, ParameterSpec], settings: type[MethodSettings]
+) -> Iterator[str]:
     """Unknown names (with the closest known one), wrong values, and lists where one value is needed."""
     for name, setting in table.parameters.items():
         if table.model is not None and name in specs and specs[name].scope == ParameterScope.SHARED:
@@ -106,14 +147,19 @@ def _parameters(table: ParameterTable, specs: Mapping[str, ParameterSpec], one_v
             )
         elif name == "weight" and name not in specs:
             yield (
-                f"'weight' in {table.where} has no effect: the method solves the experts' weights, so leave it out "
-                "(the base model's own entry under 'models' takes a 'weight')."
+                f"'weight' in {table.where} has no effect: the method solves the experts' weights, so leave it out. To "
+                "count one task more, use `mergekit-slta solve STATS --task-weight NAME=2.0` (slta), or 'merge_method: "
+                "actmat', whose experts take a weight; the base model's own entry under 'models' takes one, too."
             )
+        elif name not in specs and (others := _methods_with(name)):
+            whose = f"{' and '.join(others)}, not of {settings.method}"
+            yield f"'{name}' in {table.where} is a parameter of {whose}: leave it out."
         elif name not in specs:
-            near = difflib.get_close_matches(name.lower(), specs, n=1)
-            hint = f", did you mean '{near[0]}'?" if near else f"; the known ones are {', '.join(sorted(specs))}."
+            here = [own for own, spec in specs.items() if not table.model or spec.scope != ParameterScope.SHARED]
+            hint = suggestion(name, here) or suggestion(name, specs).replace("?", ", which is for the whole merge?")
+            hint = hint or f"; the known ones are {', '.join(sorted(here))}."
             yield f"Unknown parameter '{name}' in {table.where}{hint}"
-        elif one_value and not isinstance(setting, (str, int, float, bool)):
+        elif settings.runs_models and not isinstance(setting, (str, int, float, bool)):
             yield f"'{name}' in {table.where} must be one value for the whole merge, not a list or a filter."
         else:
             for value in {repr(value): value for value in _values(setting)}.values():  # 1.0 and true are equal
@@ -121,6 +167,11 @@ def _parameters(table: ParameterTable, specs: Mapping[str, ParameterSpec], one_v
                     specs[name].validate(value)
                 except SltaError as error:
                     yield error.message.replace(f"'{name}'", f"'{name}' in {table.where}", 1)
+
+
+def _methods_with(parameter: str) -> list[str]:
+    """The merge methods of this package that have a parameter."""
+    return [name for name, own in SETTINGS.items() if parameter in [spec.name for spec in parameter_specs(own)]]
 
 
 def _values(setting: Any) -> Iterator[Any]:
@@ -159,15 +210,17 @@ def _keys(content: Any, settings: type[MethodSettings]) -> Iterator[str]:
     for output in _entries(content, "slices"):
         tables.append((output, OutputSliceDefinition))
         tables += [(entry, InputSliceDefinition) for entry in _entries(output, "sources")]
-    parameters = {spec.name for spec in (*parameter_specs(settings), *base_specs(settings))}
+    parameters = {spec.name: spec for spec in (*base_specs(settings), *parameter_specs(settings))}
     for table, model in tables:
         places = {MergeConfiguration: "the recipe", OutputSliceDefinition: "a slice"}
         where = places.get(model) or f"the entry of {table.get('model', 'a model')}"
         for key in [key for key in map(str, table) if key not in model.model_fields]:
             if key in parameters:
-                yield f"'{key}' in {where} has no effect: put it under 'parameters'."
-            elif near := difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.75):
-                yield f"Unknown key '{key}' in {where}, did you mean '{near[0]}'?"
+                whole = parameters[key].scope == ParameterScope.SHARED
+                whose = "the recipe's" if whole else "its" if "model" in table else "the expert's"
+                yield f"'{key}' in {where} has no effect: put it under {whose} 'parameters'."
+            elif near := suggestion(key, model.model_fields, 0.75):
+                yield f"Unknown key '{key}' in {where}{near}"
 
 
 def _entries(table: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:

@@ -11,6 +11,7 @@ from conftest import MakeFamily
 from support import families
 from support.examining import only, problems, with_data
 from support.families import Family
+from support.hub import serve
 
 CHAT = "{% for turn in messages %}{{ turn.content }}{% endfor %}"
 
@@ -33,7 +34,7 @@ def test_two_sources_with_the_same_samples(family: Family, tmp_path: Path) -> No
         ("none.jsonl", None, "does not exist"),
         ("empty.jsonl", "", "has no records"),
         ("blank.jsonl", '{"text": " "}\n', "has no usable record: all 1 are empty"),
-        ("shape.jsonl", '{"q": 1, "a": 2}', "has none of the known fields: its fields are q, a."),
+        ("shape.jsonl", '{"q": 1, "a": 2}', "has any of the known fields: the fields are q, a."),
         ("mixed.jsonl", '{"text": "x"}\n{"q": 1}\n', "Record 2 of calibration source"),
     ],
 )
@@ -48,7 +49,7 @@ def test_data_that_cannot_be_used(family: Family, tmp_path: Path, name: str, con
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        ("{question}", "has no field 'question', which the template '{question}' names: its fields are text."),
+        ("{question}", "has a field 'question', which the template '{question}' names: the fields are text."),
         ("{text", "is not a valid format string"),
     ],
 )
@@ -56,9 +57,21 @@ def test_a_template_that_does_not_fit(family: Family, template: str, words: str)
     assert words in only(with_data(family, family.data[0], template))
 
 
-def test_a_dataset_on_the_hub_is_checked_for_its_spelling_and_not_asked_for(family: Family) -> None:
+def test_a_dataset_is_checked_for_its_spelling_and_where_there_is_a_network_for_its_existence(
+    family: Family, tmp_path: Path
+) -> None:
     assert "cannot use 'splt=train'" in only(with_data(family, "hf:org/data?splt=train"))
-    assert problems(with_data(family, "hf:org/data?config=main&split=train[:5]")) == []
+    sound = with_data(family, "hf:org/data?config=main&split=train[:5]")
+    assert problems(sound) == []
+    (tmp_path / "hub" / "datasets" / "org" / "data").mkdir(parents=True)
+    with serve(tmp_path / "hub", tmp_path / "cache"):
+        assert problems(sound) == []
+        said = only(with_data(family, "hf:org/dta"))
+        assert said.startswith(
+            "Calibration source 'hf:org/dta' cannot be used: on the Hub, there is no such repository"
+        )
+        assert "not the name of a repository" in only(with_data(family, "hf:org/da ta"))
+        assert problems(with_data(family, f"hf:{tmp_path}")) == []
 
 
 def test_conversations_need_a_chat_template(family: Family, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,13 +134,31 @@ def test_check_says_what_is_worth_knowing_and_all_that_is_wrong(llama: Family, w
     assert "did you mean 'level'?" in text and "'samples'" in text and text.count("did you mean 'template'?") == 3
 
 
+BEGIN = "merge_method: slta\nbase_model: a\nmodels:\n"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a: [", "is not valid as YAML"),
-        ("a: 1\n---\na: 2", "is not valid as YAML: ComposerError: expected a single document"),
-        ("merge_method: slta", "is not valid as a mergekit recipe"),
-        ("just text", "is not valid as a mergekit recipe"),
+        ("a: [", "is not valid YAML"),
+        ("a: 1\n---\na: 2", "is not valid YAML: but found another document, in line 2:\n  ---\n  ^\n"),
+        (
+            "a: [1\nb: 2",
+            "expected ',' or ']', but got ':', in line 2:\n  b: 2\n   ^\nClose the bracket of line 1.",
+        ),
+        ("a:\n\tb: 2", "is not valid YAML: found character '\\t' that cannot start any token, in line 2:"),
+        ("template: {q} {a}", 'line 1:\n  template: {q} {a}\n                ^\nQuote it: template: "{q} {a}"\n'),
+        ("models: [{template: {q} {a}}]", '^\nQuote it: template: "{q} {a}"\n'),
+        ("# nothing\n", "is empty: write a recipe, or have `mergekit-slta new` print one"),
+        ("merge_method: slta", "is no mergekit recipe: Exactly one of 'models',"),
+        ("just text", "is no mergekit recipe: it should be a valid table, not 'just text'."),
+        ("models: [{model: a}]", "is no mergekit recipe: 'merge_method' is missing."),
+        (f"{BEGIN}- b", "is no mergekit recipe: 'models.0' should be a valid table, not 'b' (write 'model: b')."),
+        (f"{BEGIN}- model: b\n  parameters: {{template: {{q}}}}", "not {'q': None} (quote it if it is a text).\n"),
+        (
+            f"{BEGIN}- model: b\n  parameters: {{calibration: }}",
+            "'models.0.parameters.calibration' should be one",
+        ),
         (b"\xff\xfe", "is not UTF-8 text"),
     ],
 )
@@ -249,6 +268,18 @@ def test_every_option_of_solve_changes_the_solution_as_it_should(stats: Path) ->
         assert list(found) == list(expected)
         for name, weights in expected.items():
             assert found[name] == pytest.approx(weights, rel=1e-12)
+
+
+def test_solve_takes_the_names_of_its_table(stats: Path, tmp_path: Path) -> None:
+    statistics = Statistics.load(stats)
+    models = ("org/llama-math-v1", "org/llama-code-v1", "org/llama-law-v1")
+    info = statistics.info.model_copy(update={"models": models})
+    file = tmp_path / "named.safetensors"
+    replace(statistics, info=info).save(file)
+    assert "alpha math" in run("solve", file).stdout
+    given = solution(file, "--models", "law,code", "--task-weight", "law=3")
+    assert given == solution(file, "--models", f"{models[2]},{models[1]}", "--task-weight", f"{models[2]}=3")
+    assert given["models"] == [models[2], models[1]]
 
 
 def test_bootstrap_adds_standard_errors(stats: Path) -> None:

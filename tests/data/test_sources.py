@@ -67,7 +67,8 @@ def test_text_file_is_one_sample_per_line_without_blank_lines(tmp_path: Path) ->
 
 BROKEN_FILES: dict[str, tuple[bytes, list[str]]] = {
     "empty.jsonl": (b"", ["has no records"]),
-    "broken.jsonl": (b'{"text": "a"}\n\n{"text": \n', ["broken JSON in line 3"]),
+    "broken.jsonl": (b'{"text": "a"}\n\n{"text": \n', ["broken JSON in line 3, column 10: Expecting value"]),
+    "excel.csv": (b"question;answer\n1+1;2\n", ["separated by semicolons"]),
     "deep.jsonl": (b'{"text": "a"}\n{"text": ' + b"[" * 100_000, ["broken JSON in line 2"]),
     "list.jsonl": (b'{"text": "a"}\n["b"]\n', ["must hold JSON objects"]),
     "broken.json": (b'[{"text": "a"},\n{"text": }]', ["line 2"]),
@@ -92,7 +93,7 @@ def test_broken_files_are_named(name: str, tmp_path: Path) -> None:
     ("source", "said"),
     [
         ("missing.jsonl", ["does not exist"]),
-        ("org/dataset", ["hf:DATASET"]),
+        ("org/dataset", ["has no extension", "hf:org/dataset"]),
         ("hf:", ["names no dataset"]),
         ("hf:folder?revision=main", ["revision=main", "config=NAME", "split=NAME"]),
         ("hf:folder?split=", ["'split='"]),

@@ -226,6 +226,13 @@ def test_multi_gpu_without_a_gpu_is_refused_before_calibration(llama: Family, tm
     assert not cache_folder().exists()
 
 
+@pytest.mark.parametrize(("name", "meant"), [("slat", "slta"), ("tise", "ties")])
+def test_a_misspelt_merge_method_gets_a_suggestion(name: str, meant: str, llama: Family, tmp_path: Path) -> None:
+    content = families.recipe(llama, "linear", calibration=False) | {"merge_method": name}
+    with pytest.raises(SltaError, match=f"does not know the merge_method '{name}', did you mean '{meant}'"):
+        families.merge(content, tmp_path / "out")
+
+
 def test_a_merge_by_another_method_joins_no_processes(
     llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

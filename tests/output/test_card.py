@@ -17,6 +17,7 @@ from support.families import Family
 from mergekit_slta import __version__
 from mergekit_slta.host import patches
 from mergekit_slta.output import card as module
+from mergekit_slta.output.card import INSTALL
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.slta.statistics import Statistics
 
@@ -52,7 +53,7 @@ def test_the_card_tells_how_the_model_was_made(merged: Path) -> None:
         assert min(shares) - 0.001 <= float(kept.rstrip("%")) / 100 <= max(shares) + 0.001
     assert "(mergekit-slta/alpha.png)" in text
     assert (merged / "mergekit-slta" / "alpha.png").read_bytes().startswith(b"\x89PNG")
-    assert f"pip install mergekit-slta=={__version__}" in text and "transformers" in text.splitlines()[-1]
+    assert f"{INSTALL}  # version {__version__}" in text and "transformers" in text.splitlines()[-1]
 
 
 def test_no_path_of_this_machine_gets_out(merged: Path, llama: Family) -> None:

@@ -106,6 +106,11 @@ def test_a_method_of_mergekits_own_has_no_settings_here() -> None:
         found.settings  # noqa: B018
 
 
+def test_a_misspelt_method_gets_a_suggestion() -> None:
+    with pytest.raises(SltaError, match="merge_method is 'feat_cal', did you mean 'featcal'"):
+        read(content("feat_cal")).settings  # noqa: B018
+
+
 def test_an_experts_own_parameter_comes_before_the_shared_one() -> None:
     recipe = under_expert(template="{own}") | {"parameters": {"template": "{all}"}}
     (parameters,) = expert_parameters(parse(recipe)).values()
@@ -125,7 +130,7 @@ def test_the_base_model_among_the_models_is_no_expert() -> None:
         ({"sample": 3}, "Unknown parameter 'sample' in the recipe's parameters, did you mean 'samples'?"),
         ({"samples": 0}, "'samples' in the recipe's parameters should be greater than or equal to 1, not 0."),
         ({"samples": True}, "'samples' in the recipe's parameters should be a number, not True."),
-        ({"balance": "perhaps"}, "'balance' in the recipe's parameters should be a valid boolean"),
+        ({"balance": "perhaps"}, "'balance' in the recipe's parameters should be true or false, not 'perhaps'."),
         ({"edges": "all"}, "'edges' in the recipe's parameters should be 'base' or 'mean', not 'all'."),
         ({"zzz": 1}, "Unknown parameter 'zzz' in the recipe's parameters; the known ones are balance, batch_tokens,"),
         ({"ridge": "nan"}, "'ridge' in the recipe's parameters should be a finite number"),
@@ -148,7 +153,17 @@ def test_wrong_shared_parameters(parameters: dict[str, Any], sentence: str) -> N
             {"level": "layer"},
             "'level' in the parameters of org/math has no effect: it is one value for the whole merge",
         ),
+        (
+            {"levle": 1},
+            "Unknown parameter 'levle' in the parameters of org/math, did you mean 'level', which is",
+        ),
+        (
+            {"zzz": 1},
+            "Unknown parameter 'zzz' in the parameters of org/math; the known ones are calibration,",
+        ),
+        ({"weight": 2}, "'weight' in the parameters of org/math has no effect: the method solves the experts' weights"),
         ({"calibration": ["a", "b"]}, "'calibration' in the parameters of org/math must be one value"),
+        ({"anchor": "base"}, "'anchor' in the parameters of org/math is a parameter of featcal, not of slta: leave it"),
         ({"template": 3}, "'template' in the parameters of org/math should be a valid string, not 3."),
     ],
 )
@@ -218,10 +233,11 @@ def test_misspelt_parameters_are_found_wherever_they_stand() -> None:
 @pytest.mark.parametrize(
     ("recipe", "sentence"),
     [
-        (content(level="layer"), "'level' in the recipe has no effect: put it under 'parameters'."),
+        (content(level="layer"), "'level' in the recipe has no effect: put it under the recipe's 'parameters'."),
+        (content(template="{q}"), "'template' in the recipe has no effect: put it under the expert's 'parameters'."),
         (
             content(models=[{"model": "org/math", "calibration": "math.jsonl"}]),
-            "'calibration' in the entry of org/math has no effect: put it under 'parameters'.",
+            "'calibration' in the entry of org/math has no effect: put it under its 'parameters'.",
         ),
         (content(parametres={"level": "layer"}), "Unknown key 'parametres' in the recipe, did you mean 'parameters'?"),
         (

@@ -1,4 +1,7 @@
-"""A local stand-in for the Hugging Face Hub: each folder ORG/NAME is a model repository with one revision."""
+"""A local stand-in for the Hugging Face Hub: each folder ORG/NAME is a model repository with one revision.
+
+Each folder datasets/ORG/NAME is a dataset, of which the stand-in tells only that it has it.
+"""
 
 from __future__ import annotations
 
@@ -98,8 +101,14 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self) -> None:
         """Paths are /api/models/ORG/NAME[/revision/REVISION], the same with /tree/REVISION[/FOLDER], and
-        /ORG/NAME/resolve/REVISION/FILE."""
+        /ORG/NAME/resolve/REVISION/FILE; also /api/datasets/ORG/NAME."""
         parts = self.path.partition("?")[0].strip("/").split("/")
+        if parts[:2] == ["api", "datasets"]:
+            if self.hub.root.joinpath(*parts[1:]).is_dir():
+                self.send_json({"id": "/".join(parts[2:]), "sha": COMMIT})
+            else:
+                self.send(404, error="RepoNotFound")
+            return
         if listing := parts[:2] == ["api", "models"]:
             parts = parts[2:]
         repository, file = self.hub.root / parts[0] / parts[1], "/".join(parts[4:])
