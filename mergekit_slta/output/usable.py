@@ -19,11 +19,12 @@ import transformers
 
 from mergekit_slta.errors import first_line
 from mergekit_slta.models.headers import Model, listed
+from mergekit_slta.models.layout import OLD_BUFFER
 from mergekit_slta.output.companions import GENERATION, PROCESSOR
 
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
-# Tables that old checkpoints hold and that transformers computes.
-_COMPUTED = re.compile(r"(\.inv_freq|\.masked_bias|attn\.bias|attention\.bias)$")
+
+
 _PREDICTION = re.compile(r"mtp|nextn")  # entries of a configuration on the head that predicts several tokens
 
 
@@ -57,7 +58,7 @@ def loading_problems(base: Model, folder: Path, named: Collection[str] = ()) -> 
     if unexpected := sorted(merged.unexpected - own.unexpected - named):
         yield f"transformers does not know {listed(unexpected)}, which {base} does not have."
     unread = own.unexpected - merged.unexpected - named
-    if lost := sorted(name for name in unread if not _COMPUTED.search(name)):
+    if lost := sorted(name for name in unread if not OLD_BUFFER.search(name)):
         yield (
             f"{listed(lost)} of {base} are missing: transformers does without them, but programs that predict several "
             "tokens at once do not."
