@@ -114,7 +114,7 @@ def _inputs(config: MergeConfiguration) -> Iterator[str]:
     listed = [entry.model for entry in config.models or []]
     for model in dict.fromkeys(listed):
         if listed.count(model) > 1:
-            yield f"{model} is listed {listed.count(model)} times: list it once."
+            yield f"{model} is listed {listed.count(model)} times: list it once, with all of its records in one file."
     for model in dict.fromkeys(entry.model for entry in model_inputs(config)):
         if config.base_model and model != config.base_model and _same_folder(model, config.base_model):
             yield f"{model} is the base model {config.base_model}: spell it the same way, or leave it out."
@@ -160,7 +160,8 @@ def _parameters(
             hint = hint or f"; the known ones are {', '.join(sorted(here))}."
             yield f"Unknown parameter '{name}' in {table.where}{hint}"
         elif settings.runs_models and not isinstance(setting, (str, int, float, bool)):
-            yield f"'{name}' in {table.where} must be one value for the whole merge, not a list or a filter."
+            fix = "; put all records into one file" if name == "calibration" else ""
+            yield f"'{name}' in {table.where} must be one value for the whole merge, not a list or a filter{fix}."
         else:
             for value in {repr(value): value for value in _values(setting)}.values():  # 1.0 and true are equal
                 try:

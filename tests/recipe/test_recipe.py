@@ -194,7 +194,7 @@ def test_no_expert() -> None:
 def test_a_model_listed_twice() -> None:
     recipe = content()
     recipe["models"].append(recipe["models"][0])
-    assert problems(recipe) == ["org/math is listed 2 times: list it once."]
+    assert problems(recipe) == ["org/math is listed 2 times: list it once, with all of its records in one file."]
 
 
 def test_the_base_model_in_another_spelling(tmp_path: Path) -> None:
