@@ -153,8 +153,8 @@ def _require_sources(method: str, experts: int, sources: int) -> None:
         given = "once" if sources == 1 else f"{sources} times"
         raise SltaError(
             f"--calibration is given {given} for {f'{experts} experts' if experts > 1 else 'one expert'}: give it once "
-            "for each expert, in their order, and once more, all records in one file, for the base model if its abilities "
-            "are to be kept."
+            "for each expert, in their order, and once more, all records in one file, for what the base model could "
+            "and the merge should keep."
         )
 
 
