@@ -22,6 +22,8 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, all_of
 from mergekit_slta.featcal.solvable import require_solvable
 from mergekit_slta.layers.submodules import fallbacks
+from mergekit_slta.models.architecture import left_out_by_mergekit
+from mergekit_slta.models.headers import listed
 from mergekit_slta.models.merged_adapters import adapter_option
 from mergekit_slta.recipe.experiment import Experiment, opened
 from mergekit_slta.recipe.recipe import RecipeOrFile
@@ -162,8 +164,8 @@ def _of_all_models(experiment: Experiment, out: Path | None, merging: bool) -> I
         return
     base = experiment.model(recipe.base)
     opened = [experiment.model(reference) for reference in recipe.references]
-    yield partial(tensors.complete_checkpoints, opened)
     aligned, cut = recipe.tokenizer_source is not None, experiment.options.unsafe_truncate_embeddings
+    yield partial(tensors.complete_checkpoints, opened, aligned)
     for _, expert in experiment.pairs:
         yield partial(
             tokenizers.same_vocabulary, base, expert, aligned=aligned, cut=cut, runs_experts=settings.runs_experts
@@ -201,7 +203,10 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
         )
     if not merging:
         return
-    yield from tensors.outside_the_model(base, [expert for _, expert in experiment.pairs])
+    if experiment.in_slices and (lost := left_out_by_mergekit(base)):
+        yield f"mergekit plans a merge of slices by itself, and leaves {listed(lost)} of the base model {base} out."
+    else:
+        yield from tensors.outside_the_model(base, [expert for _, expert in experiment.pairs])
     dtype = (config.dtype or str(getattr(base.config, "dtype", None))).removeprefix("torch.")
     if dtype in HALF and not isinstance(settings, FeatcalSettings):
         yield (

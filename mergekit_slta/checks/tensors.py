@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from mergekit_slta.errors import refuse
+from mergekit_slta.models.architecture import vocabulary_axes
 from mergekit_slta.models.headers import Model, listed
+from mergekit_slta.models.layout import Layout
 
 
-def complete_checkpoints(models: Sequence[Model]) -> None:
+def complete_checkpoints(models: Sequence[Model], aligned: bool = False) -> None:
     """Refuse checkpoints that lack tensors of the model, and experts with tensors that the base model lacks.
 
     A tensor that the model does not run, such as a head that predicts several tokens, may be missing.
 
     Args:
         models: the base model, then the experts.
+        aligned: whether mergekit puts the rows of embeddings in the order of another tokenizer.
 
     Raises:
         SltaError: one sentence for all models that lack the same.
@@ -23,8 +26,13 @@ def complete_checkpoints(models: Sequence[Model]) -> None:
     own = base.layout(base)
     lacking = {tuple(missing): [base]} if (missing := own.missing()) else {}
     more: dict[tuple[str, ...], list[Model]] = {}
+    rows = vocabulary_axes(own, base.tensors, base.config)
+    rowless = list[tuple[Model, list[str]]]()
     for expert in experts:
         theirs = expert.layout(base)
+        has = _merged_tensors(expert, theirs)
+        if aligned and (lost := [name for name in own.may_lack(theirs) if name in rows and name not in has]):
+            rowless.append((expert, lost))
         missing = [name for name in theirs.lacks(own) if name not in own.may_lack(theirs)]
         for found, names in ((lacking, missing), (more, own.lacks(theirs))):
             if names:
@@ -41,8 +49,18 @@ def complete_checkpoints(models: Sequence[Model]) -> None:
                 "so it was not fine-tuned from that: leave it out."
                 for names, larger in more.items()
             ),
+            *(
+                f"{expert} lacks {listed(names)} of the base model {base}, whose rows mergekit cannot put in the order "
+                "of the recipe's 'tokenizer': leave 'tokenizer' and 'tokenizer_source' out."
+                for expert, names in rowless
+            ),
         ]
     )
+
+
+def _merged_tensors(model: Model, layout: Layout) -> Collection[str]:
+    """The stored tensors of a model that are there when its adapter, if it has one, has been merged."""
+    return model.tensors if model.reference.lora is None else layout.pieces
 
 
 def outside_the_model(base: Model, experts: Sequence[Model]) -> Iterator[str]:
@@ -50,10 +68,13 @@ def outside_the_model(base: Model, experts: Sequence[Model]) -> Iterator[str]:
     own = base.layout(base)
     lost: dict[tuple[str, ...], list[str]] = {}
     left_out: dict[tuple[str, ...], list[str]] = {}
+    if base.reference.lora is not None and own.outside:
+        yield f"{listed(own.outside)} of {base} will be left out: merging its adapter loses them."
+    written = base.tensors if base.reference.lora is None else own.pieces
     for expert in experts:
         theirs = expert.layout(base)
         may_lack = own.may_lack(theirs)
-        missing = tuple(name for name in base.tensors if name in may_lack and name not in expert.tensors)
+        missing = tuple(name for name in written if name in may_lack and name not in _merged_tensors(expert, theirs))
         extra = tuple(name for name in theirs.outside if name not in base.tensors)
         for found, names in ((lost, missing), (left_out, extra)):
             if names:

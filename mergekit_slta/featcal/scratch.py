@@ -53,13 +53,15 @@ class SolvedModel:
         if piece is None:
             return None
         with contextlib.ExitStack() as opened:
-            files = {target: opened.enter_context(safe_open(self._file(target), "pt")) for target in piece.targets}
-            if any(target not in files[target].keys() for target in piece.targets):  # noqa: SIM118
+            first = self.decoder.first_names
+            names = [first.get(target, target) for target in piece.targets]
+            files = {own: opened.enter_context(safe_open(self._file(own), "pt")) for own in names}
+            if any(own not in files[own].keys() for own in names):  # noqa: SIM118
                 return None
 
             def solved(target: str, expert: int | None) -> torch.Tensor:
-                tensor = files[target].get_slice(target)
-                return tensor[:] if expert is None else tensor[expert]
+                target = first.get(target, target)
+                return files[target].get_tensor(target) if expert is None else files[target].get_slice(target)[expert]
 
             return self.layout.restore(name, solved)
 

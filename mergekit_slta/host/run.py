@@ -21,7 +21,7 @@ from mergekit_slta.engine.ranks import Ranks, joined
 from mergekit_slta.errors import SltaError, files_named, one_line, suggestion
 from mergekit_slta.host.afterword import afterword
 from mergekit_slta.host.registry import METHODS
-from mergekit_slta.models.loaders import ONE_AT_A_TIME, adapt_loaders
+from mergekit_slta.models.loaders import ONE_AT_A_TIME
 from mergekit_slta.output import card
 from mergekit_slta.output.companions import copy_companions, entry_files, set_aside
 from mergekit_slta.recipe.experiment import Experiment
@@ -76,8 +76,7 @@ def _run(stock: Callable[..., None], experiment: Experiment, out: str, source: s
     models = (experiment.base, *experiment.experts)
     for model in models:
         model.open()  # from now on changes of its files are noticed
-    if experiment.architecture is not None:
-        adapt_loaders(experiment.layout, recipe.base, recipe.references)
+    experiment.adapt_loaders()
     method = METHODS[recipe.config.merge_method]
     merge = method.kind(experiment)
     merge.prepare()

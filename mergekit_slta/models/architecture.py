@@ -55,17 +55,21 @@ def architecture_of(base: Layout, headers: Headers, config: transformers.Pretrai
         headers: the checkpoint's tensors.
         config: the base model's configuration.
     """
-    axes = vocabulary_axes(base, headers)
+    axes = vocabulary_axes(base, headers, config)
+
+    def weight(name: str) -> WeightInfo:
+        kept = "int64" if name in headers and headers[name].integer else None  # a recipe's data type is for numbers
+        return WeightInfo(name=name, vocabulary_axis=axes.get(name), force_dtype=kept)
+
     stacks: dict[str, dict[int, list[WeightInfo]]] = {}
     outside: list[WeightInfo] = []
     for name in base.pieces:
-        weight = WeightInfo(name=name, vocabulary_axis=axes.get(name))
         target = base.pieces[name].targets[0]
         if found := LAYER.search(target):
-            stacks.setdefault(target[: found.start()], {}).setdefault(int(found[1]), []).append(weight)
+            stacks.setdefault(target[: found.start()], {}).setdefault(int(found[1]), []).append(weight(name))
         else:
-            outside.append(weight)
-    after = [WeightInfo(name=name, vocabulary_axis=axes.get(name)) for name in base.outside]
+            outside.append(weight(name))
+    after = [weight(name) for name in base.outside]
     layers = {prefix: [found.get(index, []) for index in range(1 + max(found))] for prefix, found in stacks.items()}
     if len(layers) == 1:  # mergekit takes the slices of such a model without naming the stack
         modules = {"default": StoredModule(outside, next(iter(layers.values())), after)}
@@ -127,15 +131,18 @@ def known_architecture(config: transformers.PretrainedConfig) -> ModelArchitectu
         log.disabled = False
 
 
-def vocabulary_axes(base: Layout, headers: Headers) -> Mapping[str, int]:
+def vocabulary_axes(base: Layout, headers: Headers, config: transformers.PretrainedConfig) -> Mapping[str, int]:
     """The axis of the tokens in each stored tensor that has one: embeddings, output heads and their biases.
 
     A head that predicts several tokens may have its own embedding and output head, which transformers does not know:
     they have the shape of the model's.
     """
     if base.model is None:
-        return {}
+        definition = known_architecture(config)
+        weights = definition.all_weights(config) if definition else ()
+        return {own.name: own.vocabulary_axis for own in weights if own.vocabulary_axis is not None}
     known = infer_vocabulary_axes(base.model)
     found = {name: known[own] for name, piece in base.pieces.items() for own in piece.targets if own in known}
     shapes = {headers[name].shape for name in found if name in headers and len(headers[name].shape) > 1}
-    return found | {name: 0 for name in base.outside if name in headers and headers[name].shape in shapes}
+    alike = [name for name in base.outside if name in headers and headers[name].shape in shapes]
+    return found | {name: 0 for name in alike if "embed" in name or "head" in name}

@@ -154,7 +154,7 @@ class Checkpoint:
     def layout(self, model: transformers.PreTrainedModel) -> Layout:
         """How the checkpoint stores the tensors of a model, which is on the meta device."""
         if self._layout is None or self._layout.model is not model:
-            self._layout = Layout(model, self.tensor_names)
+            self._layout = Layout(model, self.tensor_names)  # transformers' conversion sees what is exchanged
         return self._layout
 
     def _tensor(self, name: str, model: transformers.PreTrainedModel, device: torch.device | str) -> torch.Tensor:

@@ -33,10 +33,11 @@ _LFS_POINTER = b"version https://git-lfs"
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """A stored tensor: its shape and its bytes in the file."""
+    """A stored tensor: its shape, its bytes in the file, and whether it holds integers."""
 
     shape: tuple[int, ...]
     nbytes: int
+    integer: bool = False
 
     @property
     def count(self) -> int:
@@ -100,7 +101,8 @@ class Model:
 
     def layout(self, base: Model) -> Layout:
         """How its checkpoint stores the tensors of the base model."""
-        return self._layouts.setdefault(id(base), Layout(base.built, self.tensors))
+        shapes = {name: header.shape for name, header in self.tensors.items()}
+        return self._layouts.setdefault(id(base), Layout(base.built, self.tensors, shapes))
 
     def tensor(self, name: str) -> TensorHeader | None:
         """A tensor by its name, with or without the base model's prefix."""
@@ -226,7 +228,10 @@ def file_headers(path: Path) -> Headers:
         if path.suffix != ".safetensors":
             content = torch.load(path, map_location="meta", mmap=True, weights_only=True)
             tensors = content.get("state_dict", content)
-            return {name: TensorHeader(tuple(tensor.shape), tensor.nbytes) for name, tensor in tensors.items()}
+            return {
+                name: TensorHeader(tuple(tensor.shape), tensor.nbytes, not tensor.is_floating_point())
+                for name, tensor in tensors.items()
+            }
         with path.open("rb") as file:
             if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
                 raise SltaError(f"{path} is a git-lfs pointer without the weights: run 'git lfs pull'.")
@@ -241,7 +246,8 @@ def file_headers(path: Path) -> Headers:
 def _header(shape: list[int], dtype: str) -> TensorHeader:
     """A tensor's header; a dtype's name holds the bits of an element, except for BOOL, which has 8."""
     bits = re.search(r"\d+", dtype)
-    return TensorHeader(tuple(shape), math.prod(shape) * (int(bits[0]) if bits else 8) // 8)
+    nbytes = math.prod(shape) * (int(bits[0]) if bits else 8) // 8
+    return TensorHeader(tuple(shape), nbytes, integer=dtype.startswith(("I", "U", "BOOL")))
 
 
 def hub_headers(path: ModelPath) -> Headers:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -65,6 +65,7 @@ class _Source:
     targets: tuple[str, ...]
     converter: WeightConverter | None
     pieces: list[Piece] = field(default_factory=list)
+    loosely: bool = False  # by another spelling of the model's name
 
 
 class Layout:
@@ -73,78 +74,91 @@ class Layout:
     Args:
         model: the model, on the meta device; None if transformers cannot build it: then nothing is known but names.
         stored: the names of the checkpoint's tensors.
+        shapes: the shapes of those that the checkpoint may store with rows and columns exchanged.
 
     Attributes:
         pieces: the stored tensors of the model, by their names.
-        copies: stored tensors that the model ties to others, by their names, with the name of the other.
         outside: the stored tensors that the model does not have, such as a head that predicts several tokens.
     """
 
-    def __init__(self, model: transformers.PreTrainedModel | None, stored: Iterable[str]) -> None:
+    def __init__(
+        self,
+        model: transformers.PreTrainedModel | None,
+        stored: Iterable[str],
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
         self.model = model
         self.pieces: dict[str, Piece] = {}
-        self.copies: dict[str, str] = {}
         self.outside: list[str] = []
+        self._shapes = shapes or {}
         self._sources: dict[str, _Source] = {}  # by each target
         self._tensors = {} if model is None else model.state_dict(keep_vars=True)
-        first: dict[int, str] = {}
-        self._first = {name: first.setdefault(id(tensor), name) for name, tensor in self._tensors.items()}
+        self._tied: dict[int, list[str]] = {}  # the names of one tensor of the model
+        for name, tensor in self._tensors.items():
+            self._tied.setdefault(id(tensor), []).append(name)
         conversions = [] if model is None else get_model_conversion_mapping(model)
         self._renamings = [found for found in conversions if isinstance(found, WeightRenaming)]
         self._converters = [found for found in conversions if isinstance(found, WeightConverter)]
-        for name in sorted(stored, key=dot_natural_key):  # the order in which transformers converts them
-            self._enter(name)
-
-    def _enter(self, name: str) -> None:
-        found = self._found(name)
-        if found is None:
-            if self.model is None:
-                self.pieces[name] = Piece(name, (name,))
-                self._sources[name] = _Source((name,), None, [self.pieces[name]])
-            elif not OLD_BUFFER.search(name):
+        prefix = "" if model is None else model.base_model_prefix
+        ordered = sorted(stored, key=dot_natural_key)  # the order in which transformers converts them
+        respelled = [name for name in ordered if not self._enter(name, [name], loosely=False)]
+        for name in respelled:  # what has the model's own name comes first
+            if not self._enter(name, spellings(name, prefix), loosely=True) and not OLD_BUFFER.search(name):
                 self.outside.append(name)
-            return
+
+    def _enter(self, name: str, names: Iterable[str], loosely: bool) -> bool:
+        """Find out what a stored tensor is to the model, by any of these names; false if it is none of the model's."""
+        if self.model is None:
+            self.pieces[name] = Piece(name, (name,))
+            self._sources[name] = _Source((name,), None, [self.pieces[name]])
+            return True
+        found = self._found(name, names, loosely)
+        if found is None:
+            return False
         piece, converter = found
         source = self._sources.get(piece.targets[0])
-        if source is not None and (converter is None or source.converter is None):
-            self.copies[name] = source.pieces[0].name
-            return
+        if source is not None and (converter is None or source.converter is None or source.loosely != loosely):
+            return False
         if source is None:
-            source = _Source(piece.targets, copy.deepcopy(converter))
+            source = _Source(piece.targets, copy.deepcopy(converter), loosely=loosely)
             self._sources |= dict.fromkeys(piece.targets, source)
         source.pieces.append(piece)
         self.pieces[name] = piece
+        return True
 
-    def _found(self, name: str) -> tuple[Piece, WeightConverter | None] | None:
+    def _found(self, name: str, names: Iterable[str], loosely: bool) -> tuple[Piece, WeightConverter | None] | None:
         """What a stored tensor is to the model, and how it is converted; None if it is none of the model's."""
-        assert self.model is not None or not self._tensors
-        prefix = self.model.base_model_prefix if self.model is not None else ""
-        for spelling in spellings(name, prefix):
+        assert self.model is not None
+        prefix = self.model.base_model_prefix if loosely else None  # which transformers adds or takes away
+        for spelling in names:
             key, pattern = rename_source_key(spelling, self._renamings, self._converters, prefix, self._tensors)
+            if key not in self._tensors and spelling in self._tensors:
+                key, pattern = spelling, None  # a name that should not have been renamed
             if key not in self._tensors:
                 continue
             if pattern is None:
-                return Piece(name, (self._first[key],)), None
-            converter = next(found for found in self._converters if pattern in found.source_patterns)
-            renamed, head = apply_renamings(spelling, self._renamings), converter.target_patterns[0]
-            targets = (key.replace(head, target, 1) for target in converter.target_patterns)
+                return Piece(name, (key,)), None
+            renamed = apply_renamings(spelling, self._renamings)
+            converter = next(own for own in self._converters if own.rename_source_key(renamed)[1] == pattern)
+            head = converter.target_patterns[0]
+            targets = tuple(key.replace(head, target, 1) for target in converter.target_patterns)
             number = re.search(_numbered(pattern), renamed) if _by_expert(converter) else None
             expert = int(number["expert"]) if number else None
-            return Piece(name, tuple(map(self._named, targets)), expert, pattern, renamed), converter
-        key_or_none = model_tensor_name(name, self._tensors, prefix)  # a name that should not have been renamed
-        return (Piece(name, (self._first[key_or_none],)), None) if key_or_none else None
+            return Piece(name, targets, expert, pattern, renamed), converter
+        return None
 
-    def _named(self, name: str) -> str:
-        """The first of the model's names of a tensor that it calls by several."""
-        return self._first.get(name, name)
+    def _source(self, target: str) -> _Source | None:
+        """Where a tensor of the model comes from: by its own name, or by another one of the same tensor."""
+        tied = self._tied.get(id(self._tensors.get(target)), ())
+        return next((self._sources[name] for name in (target, *tied) if name in self._sources), None)
 
     def piece(self, name: str) -> Piece | None:
         """What a stored tensor is to the model; None if the model does not have it."""
-        return self.pieces.get(self.copies.get(name, name))
+        return self.pieces.get(name)
 
     def __contains__(self, target: str) -> bool:
         """Whether the checkpoint has all of a tensor of the model, by the model's name."""
-        source = self._sources.get(self._named(target))
+        source = self._source(target)
         if source is None or source.converter is None:
             return source is not None
         counts = Counter(piece.pattern for piece in source.pieces)
@@ -156,16 +170,18 @@ class Layout:
         if self.model is None:
             return []
         buffers = {name for name, _ in self.model.named_buffers()}
-        return [name for name, first in self._first.items() if name == first not in buffers and name not in self]
+        first = [names[0] for names in self._tied.values()]
+        return [name for name in first if name not in buffers and name not in self]
 
     def stored_as(self, target: str) -> str | None:
         """The name under which the checkpoint stores a tensor of the model as it is; None if it is converted."""
-        source = self._sources.get(self._named(target))
+        source = self._source(target)
         return source.pieces[0].name if source is not None and source.converter is None else None
 
     def in_parts(self, target: str) -> bool:
         """Whether the parts of a mixture's tensor can be read one expert at a time."""
-        source = self._sources[self._named(target)]
+        source = self._source(target)
+        assert source is not None
         return source.converter is None or _by_expert(source.converter)
 
     def read(self, target: str, load: Load, expert: int | None = None) -> torch.Tensor:
@@ -176,7 +192,8 @@ class Layout:
             load: reads a stored tensor.
             expert: the number of the expert.
         """
-        source = self._sources[self._named(target)]
+        source = self._source(target)
+        assert source is not None
         if source.converter is None:
             whole = load(source.pieces[0].name)
             return whole if expert is None else whole[expert]
@@ -185,7 +202,7 @@ class Layout:
         found = self._converted(
             source.converter, source.targets[0], [(own.pattern, own.name, partial(load, own.name)) for own in pieces]
         )
-        whole = found[self._named(target)]
+        whole = found[next(name for name in (target, *source.targets) if name in found)]
         return whole if expert is None else whole[0 if one else expert]
 
     def restore(self, name: str, values: Values) -> torch.Tensor:
@@ -217,13 +234,17 @@ class Layout:
         assert self.model is not None
         key = model_tensor_name(wanted, found, self.model.base_model_prefix)
         assert key is not None, (name, wanted, list(found))
-        return found[key]
+        # Reversing the conversion tells by the shapes alone, too, and sees the model's own.
+        exchanged = self.turned(name) and self._shapes[name] != tuple(found[key].shape)
+        return found[key].mT if exchanged else found[key]
 
     def turned(self, name: str) -> bool:
         """Whether a matrix is stored with its rows and columns exchanged."""
         piece = self.pieces.get(name)
         converter = self._sources[piece.targets[0]].converter if piece else None
-        return converter is not None and sum(isinstance(op, Transpose) for op in converter.operations) % 2 == 1
+        if piece is None or converter is None or not any(isinstance(own, Transpose) for own in converter.operations):
+            return False
+        return name in self._shapes and self._shapes[name] != tuple(self._tensors[piece.targets[0]].shape)
 
     def _converted(
         self, converter: WeightTransform, first: str, given: Iterable[tuple[str | None, str, Any]]
@@ -235,7 +256,7 @@ class Layout:
             own.add_tensor(first, name, pattern, tensor)
         assert self.model is not None
         found = own.convert(first, model=self.model, config=self.model.config)
-        return {self._named(name): tensor[0] if isinstance(tensor, list) else tensor for name, tensor in found.items()}
+        return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in found.items()}
 
     def may_lack(self, other: Layout) -> set[str]:
         """The stored tensors that another checkpoint may lack: the base model's then stand for them.

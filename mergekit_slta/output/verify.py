@@ -20,7 +20,7 @@ from mergekit_slta.errors import reading
 from mergekit_slta.layers.parts import parts
 from mergekit_slta.models.adapters import source_folders
 from mergekit_slta.models.headers import folder_headers
-from mergekit_slta.models.loaders import ONE_AT_A_TIME, adapt_loaders
+from mergekit_slta.models.loaders import ONE_AT_A_TIME
 from mergekit_slta.output.finite import is_finite
 from mergekit_slta.output.usable import lacking_files, loading_problems
 from mergekit_slta.recipe.configuration import expert_references
@@ -156,7 +156,7 @@ def _plan(experiment: Experiment, folder: Path) -> list[SaveTensor]:
     if architecture is None:
         architecture = get_architecture_info(config, options)
     else:
-        adapt_loaders(experiment.layout, recipe.base, recipe.references)
+        experiment.adapt_loaders()
     planner = MergePlanner(config, architecture, options, base.config(trust_remote_code=options.trust_remote_code))
     return [task for task in planner.plan_to_disk(str(folder)) if isinstance(task, SaveTensor)]
 

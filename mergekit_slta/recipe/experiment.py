@@ -23,8 +23,9 @@ from mergekit_slta.layers.trace import trace
 from mergekit_slta.levels import require_levels
 from mergekit_slta.models.architecture import architecture_of
 from mergekit_slta.models.checkpoint import Checkpoint
-from mergekit_slta.models.headers import Model, folder_headers, open_model, other_vocabularies
+from mergekit_slta.models.headers import Headers, Model, folder_headers, open_model, other_vocabularies
 from mergekit_slta.models.layout import Layout
+from mergekit_slta.models.loaders import adapt_loaders
 from mergekit_slta.recipe.recipe import EQUAL_DATA, RecipeOrFile, Task, loaded, plain_values
 from mergekit_slta.recipe.samples import Samples
 from mergekit_slta.recipe.settings import CalibrationSettings
@@ -129,21 +130,33 @@ class Experiment:
     @cached_property
     def layout(self) -> Layout:
         """How the base model's checkpoint, its adapter merged, stores the model."""
-        return Layout(self.model(self.recipe.base).built, self.base.tensor_names)
+        shapes = {name: header.shape for name, header in self._stored.items()}
+        return Layout(self.model(self.recipe.base).built, self._stored, shapes)
+
+    @cached_property
+    def _stored(self) -> Headers:
+        """The tensors of the base model's checkpoint, its adapter merged."""
+        return folder_headers(Path(self.base.folder))
+
+    @property
+    def in_slices(self) -> bool:
+        """Whether the recipe leaves layers out or repeats them, or names mergekit's modules, so that mergekit plans."""
+        config, depth = self.recipe.config, self.model(self.recipe.base).size("num_hidden_layers")
+        ranges = {tuple(source.layer_range) for output in config.slices or () for source in output.sources}
+        return bool(config.modules) or len(config.slices or ()) > 1 or not ranges <= {(0, depth)}
 
     @cached_property
     def architecture(self) -> ModelArchitecture | None:
         """The architecture by which mergekit merges all tensors of the base model's checkpoint.
 
-        None for a recipe whose slices leave layers out or repeat them, or that names modules: mergekit's own decides.
+        None where mergekit's own decides, because the recipe is ``in_slices``.
         """
-        config = self.recipe.config
-        headers = folder_headers(Path(self.base.folder))
-        found = architecture_of(self.layout, headers, self.base.config)
-        depth = max(module.architecture.num_layers(self.base.config) for module in found.modules.values())
-        ranges = {tuple(source.layer_range) for output in config.slices or () for source in output.sources}
-        whole = len(config.slices or ()) <= 1 and ranges <= {(0, depth)}
-        return found if whole and not config.modules else None
+        return None if self.in_slices else architecture_of(self.layout, self._stored, self.base.config)
+
+    def adapt_loaders(self) -> None:
+        """Let mergekit find in each model what the architecture asks for; whoever calls it holds ``ONE_AT_A_TIME``."""
+        if self.architecture is not None:
+            adapt_loaders(self.layout, self.recipe.base, self.recipe.references)
 
     def open(self) -> None:
         """Have mergekit download all models and merge adapters; only the first process merges adapters."""

@@ -233,7 +233,7 @@ def _info(experiment: Experiment, data: Sequence[CalibrationData]) -> Info:
         seed=experiment.settings.seed,
         inputs="base",
         architecture=(config.architectures or [""])[0],
-        num_layers=config.get_text_config().num_hidden_layers,
+        num_layers=len(experiment.decoder),
         dtype=experiment.base.dtype,
         versions=versions(),
         fingerprint=fingerprint(experiment, data),

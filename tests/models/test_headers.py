@@ -37,7 +37,10 @@ def folder(llama: Family, tmp_path: Path) -> Path:
 
 
 def headers_of(tensors: dict[str, torch.Tensor]) -> dict[str, TensorHeader]:
-    return {name: TensorHeader(tuple(tensor.shape), tensor.nbytes) for name, tensor in tensors.items()}
+    return {
+        name: TensorHeader(tuple(tensor.shape), tensor.nbytes, tensor.dtype is torch.int64)
+        for name, tensor in tensors.items()
+    }
 
 
 def shard(folder: Path) -> dict[str, str]:

@@ -317,7 +317,12 @@ def test_no_or_another_base_model_is_asked_for(tmp_path: Path) -> None:
     with pytest.raises(SltaError, match=r"cannot be read.*--model org/base=PATH"):
         plain_recipe(solution, models={"org/base": str(tmp_path / "none")})
     config_of("qwen2").save_pretrained(tmp_path)
-    with pytest.raises(SltaError, match=r"not the base model.*LlamaForCausalLM of 3 layers.*--model org/base=PATH"):
+    with pytest.raises(SltaError, match=r"not the base model.*LlamaForCausalLM: .*--model org/base=PATH"):
+        plain_recipe(solution, models={"org/base": str(tmp_path)})
+    deeper = config_of("llama")
+    deeper.num_hidden_layers, deeper.architectures = 2, ["LlamaForCausalLM"]
+    deeper.save_pretrained(tmp_path)
+    with pytest.raises(SltaError, match=r"has 2 layers and the base model of the statistics 3: .*--model org/base"):
         plain_recipe(solution, models={"org/base": str(tmp_path)})
 
 

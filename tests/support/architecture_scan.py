@@ -55,7 +55,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "architectures.md"
 LEVELS = ("layer", "attn_mlp", "head_mlp", "linear")
 COLUMNS = (*LEVELS, "featcal", "actmat", "sftm")
 MERGED, TRACED, NOT = "✓", "(✓)", "–"
-LARGEST = 10_000_000  # parameters of a model that is merged
+LARGEST = 100  # million parameters of a model that is merged
 PROCESSES = 2
 
 # The sizes that a configuration's fields get, where it has fields of these names.
@@ -112,6 +112,15 @@ KNOBS: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "codegen": {"rotary_dim": 4},
+    "gptj": {"rotary_dim": 4},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "tie_word_embeddings": False},
+    "mamba2": {"num_heads": 8, "n_groups": 1, "state_size": 8, "chunk_size": 8},
+    "zamba2": families.UNSPLIT["zamba2"][1],
+    "gemma3n_text": families.UNSPLIT["gemma3n"][1],
+    "granitemoehybrid": families.ARCHITECTURES["granite_moe_hybrid"][1],
+    "longcat_flash": families.UNSPLIT["longcat_flash"][1],
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "bamba": {
         "mamba_n_heads": 8,
@@ -180,11 +189,13 @@ def small_configs(model_type: str, architecture: str) -> Iterator[transformers.P
     default = kind()
     text = default.get_text_config()
     parts = {name: own for name in default.sub_configs if (own := getattr(default, name, None)) is not None}
-    for others in ({name: _smaller(own) for name, own in parts.items() if own is not text}, {}):
+    towers = {name: own for name, own in parts.items() if own is not text}
+    small, shallow = ({name: made(own) for name, own in towers.items()} for made in (_smaller, _shallow))
+    for others in (small, shallow, {}) if towers else ({},):
         for arguments in _sizes(text):
             with contextlib.suppress(Exception):  # whatever the type's own code raises for such sizes
                 if text is default:
-                    config = kind(**arguments)
+                    config = kind(**others | arguments)
                 else:
                     place = next(name for name, own in parts.items() if own is text)
                     config = kind(**others | {place: type(text)(**arguments)} | KNOBS.get(model_type, {}))
@@ -199,6 +210,14 @@ def _smaller(config: Any) -> Any:
             wide = {"depth": 2, "image_size": 16, "patch_size": 8, "num_position_embeddings": 16, "out_hidden_size": 32}
             own = {name: size for name, size in wide.items() if isinstance(getattr(config, name, None), int)}
             return type(config)(**arguments | own)
+    return config
+
+
+def _shallow(config: Any) -> Any:
+    """The configuration of a tower with the type's own sizes, but two layers deep, where its type takes that."""
+    named = ("depth", "num_hidden_layers", "num_layers", "layers", "encoder_layers", "n_layers")
+    with contextlib.suppress(Exception):
+        return type(config)(**{name: 2 for name in named if isinstance(getattr(config, name, None), int)})
     return config
 
 
@@ -221,7 +240,8 @@ def small_decoder(model_type: str, architecture: str) -> Decoder:
 def _sizes(config: Any) -> list[dict[str, Any]]:
     """The arguments to try for a configuration like this one, the smallest first."""
     known = {}
-    for name in {*SIZES, *AT_MOST, *GROUPED, "num_attention_heads"}:
+    given = {*config.to_dict(), *config.attribute_map}  # others are computed
+    for name in given & {*SIZES, *AT_MOST, *GROUPED, "num_attention_heads"}:
         with contextlib.suppress(Exception):  # some configurations have such a field for each layer, not for the model
             if isinstance(value := getattr(config, name, None), int):
                 known[name] = value
@@ -242,30 +262,42 @@ def scan(model_type: str, images: bool) -> Row:
         row.decoder = _is_decoder(model_type, images)
         if not row.decoder:
             return row
-        decoder = small_decoder(model_type, row.architecture)
-        row.known = known_architecture(decoder.model.config) is not None
-        for level in LEVELS:
-            found = fallbacks(decoder, level)
-            row.works[level] = TRACED if found == [] else NOT
-            row.reasons += list(map(str, found))
-        row.works["featcal"] = TRACED if _solves_most(decoder) else NOT
-        if row.works["featcal"] == NOT:
-            kept = dict.fromkeys(kept_in_words(maps.kept) for maps in groups_by_layer(decoder))
-            row.reasons.append(f"featcal keeps the anchor in most linear maps: {'; '.join(kept)}.")
-        if sum(parameter.numel() for parameter in decoder.model.parameters()) > LARGEST:
-            row.reasons.append("not merged here, because it cannot be built in a small size.")
+        try:
+            decoder = small_decoder(model_type, row.architecture)
+            config = decoder.model.config
+            _trace_all(row, decoder)
+        except Exception as error:  # it can still be merged by the methods that run nothing
+            row.reasons.append(first_line(error))
+            row.works |= dict.fromkeys((*LEVELS, "featcal"), NOT)
+            config = next(small_configs(model_type, row.architecture))
+        row.known = known_architecture(config) is not None
+        size = sum(parameter.numel() for parameter in meta_model(config).parameters()) / 1e6
+        if size > LARGEST:
+            row.reasons.append(f"not merged here: the smallest that was built has {size:.0f} million parameters.")
         else:
             with tempfile.TemporaryDirectory() as folder:
-                _merge_all(row, decoder, Path(folder))
+                _merge_all(row, config, Path(folder))
     except Exception as error:
         row.reasons.append(first_line(error))
     row.seconds = time.process_time() - start
     return row
 
 
-def _merge_all(row: Row, decoder: Decoder, folder: Path) -> None:
+def _trace_all(row: Row, decoder: Decoder) -> None:
+    """Find the levels that apply to all layers, and whether ``featcal`` solves most of the linear maps."""
+    for level in LEVELS:
+        found = fallbacks(decoder, level)
+        row.works[level] = TRACED if found == [] else NOT
+        row.reasons += list(map(str, found))
+    row.works["featcal"] = TRACED if _solves_most(decoder) else NOT
+    if row.works["featcal"] == NOT:
+        kept = dict.fromkeys(kept_in_words(maps.kept) for maps in groups_by_layer(decoder))
+        row.reasons.append(f"featcal keeps the anchor in most linear maps: {'; '.join(kept)}.")
+
+
+def _merge_all(row: Row, config: transformers.PretrainedConfig, folder: Path) -> None:
     """Merge a family by every method, and at every level that applies to all layers."""
-    family = families.make_family(folder, decoder.model.config, records=2, longest=10)
+    family = families.make_family(folder, config, records=2, longest=10)
     states = [load(own)[0] for own in family.folders]
     said = load(family.base)[1]
     for column in COLUMNS:

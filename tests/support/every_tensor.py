@@ -70,6 +70,7 @@ def by_reference(states: list[State], method: str, name: str, role: Role | None 
         role = role if role is not Role.CONVOLUTION else Role.OTHER
         return actmat_reference.merged_tensor(role, base, experts)
     count = len(experts)
+    role = Role.LINEAR if role is Role.TRANSPOSED else role  # singular features know no direction
     return sftm_reference.merged_tensor(role, base, experts, [1.0] * count, [0.2] * count, 0.6)
 
 
