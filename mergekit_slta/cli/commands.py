@@ -355,9 +355,10 @@ def merge(recipe: Path, out: str, **options: Any) -> None:
 def verify(recipe: Path, out: Path, **options: Any) -> None:
     """Re-read the merged model in OUT tensor by tensor, and compare it with what RECIPE says.
 
-    Names, shapes, data types and finiteness for every method; the values for slta, from its statistics. Says the
-    largest difference and where it is, whether transformers loads the folder, and which tensors and files of the base
-    model it lacks. Exit code 1 if a tensor differs by more than rounding, or transformers does not load all of them.
+    Names, shapes, data types and finiteness for every method; the values for slta alone, from its statistics: those of
+    other methods cannot be compared. Says the largest difference and where it is, whether transformers loads the
+    folder, and which tensors and files of the base model it lacks. Exit code 1 if a tensor differs by more than
+    rounding, or transformers does not load all of them.
     """
     import mergekit_slta.host.patches  # noqa: F401 - mergekit must know the methods where start-up files are off
     from mergekit_slta.output.verify import verify as verify_merge
