@@ -129,6 +129,8 @@ def calibrate(recipe: Path, stats: Path, levels: list[str], **options: Any) -> N
     with joined_ranks() as ranks:
         loaded = ranks.together(lambda: Recipe.load(recipe).with_statistics(str(path), *levels[:1]))
         experiment = sound_experiment(loaded, ranks, **merge_options)
+        if (method := loaded.config.merge_method) != "slta" and ranks.first and not experiment.quiet:
+            click.echo(f"Note: the recipe's method is {method}; this measures for slta's weights.", err=True)
         finished = path.is_file()
         statistics = measured_statistics(experiment, levels, path)
     if ranks.first:
@@ -169,9 +171,9 @@ def solve(
 ) -> None:
     """Solve for the merging weights from the statistics file STATS.
 
-    STATS is a file that `calibrate` wrote, or hf:ORG/REPO/FILE[@REVISION] on the Hugging Face Hub. Takes a second and
-    needs neither models nor data. Prints, for each submodule, the merging weight of each expert and the share of its
-    feature change that the merge keeps.
+    STATS is a file that `calibrate` wrote, the folder of a merge by slta, or hf:ORG/REPO/FILE[@REVISION] on the Hugging
+    Face Hub. Takes a second and needs neither models nor data. Prints, for each submodule, the merging weight of each
+    expert and the share of its feature change that the merge keeps.
     """
     import torch
 
@@ -318,7 +320,8 @@ def report(stats: str, folder: Path, transformers_cache: str | None) -> None:
 
     What it keeps of each expert, layer by layer, and the merging weights with their intervals, at every level that
     STATS holds.
-    STATS is a file that `calibrate` wrote, or hf:ORG/REPO/FILE[@REVISION] on the Hugging Face Hub.
+    STATS is a file that `calibrate` wrote, the folder of a merge by slta, or hf:ORG/REPO/FILE[@REVISION] on the Hugging
+    Face Hub. A recipe of featcal has `report: FOLDER` instead.
     """
     import torch
 

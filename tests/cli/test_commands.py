@@ -198,6 +198,10 @@ def test_calibrate_ends_with_one_line_about_the_file(llama: Family, write_recipe
     assert "6 samples of 3 tasks" in line
     assert "3 at layer" in line
     assert Statistics.load(file).info.levels == ("layer",)
+    recipe = write_recipe(llama, "featcal", name="featcal.yml", samples=2)
+    said = run("calibrate", recipe, "-o", tmp_path / "other.safetensors").stderr
+    assert "Note: the recipe's method is featcal; this measures for slta's weights." in said
+    assert "Note:" not in result.stderr
     assert not (tmp_path / "new" / "stats.safetensors.partial").exists()
 
 
