@@ -85,8 +85,9 @@ def new(base: str, experts: tuple[str, ...], method: str | None, calibration: tu
 def check(recipe: Path, **options: Any) -> None:
     """Say everything that is wrong with RECIPE, before anything is downloaded or computed.
 
-    Reads configurations, file headers (of models on the Hub over the network) and calibration data, no weights. Says
-    download, disk, memory and licences of the merge. Exit code 1 if something is wrong.
+    First all mistakes of the text, then all of the rest. Reads configurations, file headers (of models on the Hub over
+    the network) and calibration data, no weights. Says download, disk, memory and licences of the merge. Exit code 1 if
+    something is wrong.
     """
     from mergekit_slta.checks import examine
 

@@ -178,6 +178,7 @@ def test_check_looks_at_feature_merges_too(llama: Family, write_recipe: WriteRec
     text = run("check", wrong, code=1).output
     assert "3 problems found" in text
     assert "did you mean 'anchor'?" in text
+    assert text.endswith("Note: Models and data are checked once these are mended.\n")
 
 
 def test_other_methods_are_refused(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
