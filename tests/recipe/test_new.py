@@ -45,7 +45,7 @@ def test_several_experts_are_merged_by_slta_and_one_by_featcal() -> None:
     for experts, method in ((["org/math"], "featcal"), (["org/math", "org/code"], "slta")):
         text = new_recipe("org/base", experts)
         assert Recipe.parse(text, "this").config.merge_method == method
-        assert ("--method featcal answers more exactly" in text) == (method == "slta")
+        assert ("more exact answers: new --method featcal" in text) == (method == "slta")
 
 
 def test_every_commented_line_is_right_when_it_is_used(tmp_path: Path) -> None:
