@@ -56,7 +56,7 @@ def test_the_example_gives_the_weights_that_the_commands_give(folder: Path, caps
     for expected in (
         "±",
         "alpha strings",
-        "is kept, by task",
+        "On held-out records",
         str(out / "plain.yml"),
         str(out / "report" / "report.html"),
     ):

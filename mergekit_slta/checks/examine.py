@@ -40,7 +40,7 @@ class Findings(Paragraphs):
 
     Attributes:
         problems: what keeps the recipe from being merged.
-        notes: what the user should know before the merge; none if there are problems.
+        notes: what the user should know before the merge; with problems, at most that they hide others.
         verdict: what the recipe is ready for; empty if there are problems.
         needs: download, disk, memory and licences of the merge; None if there are problems.
     """
@@ -88,6 +88,10 @@ def check(
         licences; ``print`` shows them as sentences.
     """
     experiment = opened(recipe, device, trust_remote_code, lora_merge_cache, transformers_cache, quiet)
+    try:
+        experiment.recipe.require_sound()
+    except SltaError as error:
+        return Findings(list(error.sentences), ["Models and data are checked once these are mended."])
     try:
         notes = examine(experiment, out_path=out_path)
     except SltaError as error:

@@ -85,8 +85,9 @@ def new(base: str, experts: tuple[str, ...], method: str | None, calibration: tu
 def check(recipe: Path, **options: Any) -> None:
     """Say everything that is wrong with RECIPE, before anything is downloaded or computed.
 
-    Reads configurations, file headers (of models on the Hub over the network) and calibration data, no weights. Says
-    download, disk, memory and licences of the merge. Exit code 1 if something is wrong.
+    First all mistakes of the text, then all of the rest. Reads configurations, file headers (of models on the Hub over
+    the network) and calibration data, no weights. Says download, disk, memory and licences of the merge. Exit code 1 if
+    something is wrong.
     """
     from mergekit_slta.checks import examine
 
@@ -129,6 +130,8 @@ def calibrate(recipe: Path, stats: Path, levels: list[str], **options: Any) -> N
     with joined_ranks() as ranks:
         loaded = ranks.together(lambda: Recipe.load(recipe).with_statistics(str(path), *levels[:1]))
         experiment = sound_experiment(loaded, ranks, **merge_options)
+        if (method := loaded.config.merge_method) != "slta" and ranks.first and not experiment.quiet:
+            click.echo(f"Note: the recipe's method is {method}; this measures for slta's weights.", err=True)
         finished = path.is_file()
         statistics = measured_statistics(experiment, levels, path)
     if ranks.first:
@@ -169,9 +172,9 @@ def solve(
 ) -> None:
     """Solve for the merging weights from the statistics file STATS.
 
-    STATS is a file that `calibrate` wrote, or hf:ORG/REPO/FILE[@REVISION] on the Hugging Face Hub. Takes a second and
-    needs neither models nor data. Prints, for each submodule, the merging weight of each expert and the share of its
-    feature change that the merge keeps.
+    STATS is a file that `calibrate` wrote, the folder of a merge by slta, or hf:ORG/REPO/FILE[@REVISION] on the Hugging
+    Face Hub. Takes a second and needs neither models nor data. Prints, for each submodule, the merging weight of each
+    expert and the share of its feature change that the merge keeps.
     """
     import torch
 
@@ -318,7 +321,8 @@ def report(stats: str, folder: Path, transformers_cache: str | None) -> None:
 
     What it keeps of each expert, layer by layer, and the merging weights with their intervals, at every level that
     STATS holds.
-    STATS is a file that `calibrate` wrote, or hf:ORG/REPO/FILE[@REVISION] on the Hugging Face Hub.
+    STATS is a file that `calibrate` wrote, the folder of a merge by slta, or hf:ORG/REPO/FILE[@REVISION] on the Hugging
+    Face Hub. A recipe of featcal has `report: FOLDER` instead.
     """
     import torch
 
@@ -355,9 +359,10 @@ def merge(recipe: Path, out: str, **options: Any) -> None:
 def verify(recipe: Path, out: Path, **options: Any) -> None:
     """Re-read the merged model in OUT tensor by tensor, and compare it with what RECIPE says.
 
-    Names, shapes, data types and finiteness for every method; the values for slta, from its statistics. Says the
-    largest difference and where it is, whether transformers loads the folder, and which tensors and files of the base
-    model it lacks. Exit code 1 if a tensor differs by more than rounding, or transformers does not load all of them.
+    Names, shapes, data types and finiteness for every method; the values for slta alone, from its statistics: those of
+    other methods cannot be compared. Says the largest difference and where it is, whether transformers loads the
+    folder, and which tensors and files of the base model it lacks. Exit code 1 if a tensor differs by more than
+    rounding, or transformers does not load all of them.
     """
     import mergekit_slta.host.patches  # noqa: F401 - mergekit must know the methods where start-up files are off
     from mergekit_slta.output.verify import verify as verify_merge

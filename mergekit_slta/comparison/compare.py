@@ -203,10 +203,10 @@ class Comparison(Paragraphs):
         def rows(cells: Callable[[Standing], list[str]]) -> list[list[str]]:
             return [[_cut(own.model), *cells(own)] for own in ranking]
 
-        gain = "the share of the expert's gain in likelihood that is kept"
-        short = f"Short answers (at most {SHORT_ANSWER} tokens) given exactly, and in brackets {gain}"
+        gain = "the gain in likelihood kept (0% = base model, 100% = expert, below 0 = worse than the base model)"
+        short = f"short answers (at most {SHORT_ANSWER} tokens) given exactly, and in brackets {gain}"
         if exact or ranking[0].kept is not None:
-            yield f"{short if exact else gain.capitalize()}, by task; the best average first"
+            yield f"On held-out records of each calibration source, the best average first: {short if exact else gain}"
             yield Table(
                 ["model", "average", *tasks],
                 rows(lambda own: [cell(own.exact, own.kept), *map(cell, (s.exact for s in own.scores), own.shares)]),

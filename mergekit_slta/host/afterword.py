@@ -14,9 +14,11 @@ from mergekit_slta.recipe.experiment import Experiment
 
 
 def afterword(experiment: Experiment, merge: Merge, out: str) -> Iterator[str]:
-    """What is kept of each expert and of the base model, if the method knows it, and the command that says more."""
+    """What is kept of each model, if the method knows it, the report's page, and the command that says more."""
     if merge.kept:
         yield merge.kept
+    if merge.page:
+        yield f"Report: {merge.page}"
     if (recipe := _recipe_file(out)) is not None:
         has_data = experiment.recipe.method.runs_models and all(task.calibration for task in experiment.recipe.tasks)
         command = ["mergekit-slta", "evaluate" if has_data else "verify", recipe, out, *_options(experiment)]

@@ -29,7 +29,8 @@ class FeatcalMerge(Merge):
         errors, recipe = solved.errors(), experiment.recipe
         names = [*short_names([published_name(own.reference) for own in recipe.experts]), "the base model"]
         last = zip(names, errors[ERRORS[MERGED]][-1].tolist(), strict=False)
-        self.kept = "Distance of the merge's features from each model's own after the last layer, on its prompts: "
+        self.kept = "Distance of the merge's features from each model's own after the last layer, on its prompts (0% "
+        self.kept += "is the model itself, lower is better): "
         self.kept += ", ".join(f"{name} {as_percentage(error)}" for name, error in last) + "."
         if settings.report and experiment.ranks.first:
             from mergekit_slta.reports.featcal import drift_page  # imports matplotlib, which takes a second
@@ -37,7 +38,7 @@ class FeatcalMerge(Merge):
             models = [published_name(task.reference) for task in experiment.recipe.tasks]
             merged, anchor = errors[ERRORS[MERGED]], errors[ERRORS[ANCHOR]]
             page = drift_page(merged, anchor, models, settings)
-            write_report(settings.report, "featcal.html", page)
+            self.page = write_report(settings.report, "featcal.html", page)
         self._solved = solved
 
     def tensor(self, group: TensorGroup, **parameters: object) -> torch.Tensor:

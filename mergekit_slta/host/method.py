@@ -7,7 +7,6 @@ which the method takes its tensors from while that merge runs (`host/run.py`).
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
@@ -28,8 +27,6 @@ from mergekit_slta.recipe.settings import MethodSettings, parameter_specs
 if TYPE_CHECKING:
     from mergekit_slta.reports.page import Page
     from mergekit_slta.slta.solution import Solution
-
-LOG = logging.getLogger(__name__)
 
 WHOLE_MODELS = (
     "'{method}' measures whole models before it merges their tensors: run it by mergekit-yaml or mergekit's run_merge, "
@@ -59,12 +56,14 @@ class Merge:
         spec: the method as mergekit declares it.
         solution: the merging weights, of an ``slta`` merge whose models have run.
         kept: a sentence on what is kept of each model, of a method that knows it once its models have run.
+        page: the report that it wrote, if the recipe asks for one.
         experiment: the opened recipe; None where mergekit merges tensors that belong to no recipe of models.
     """
 
     spec: ClassVar[MergeMethodSpec]
     solution: Solution | None = None
     kept: str = ""
+    page: Path | None = None
 
     def __init__(self, experiment: Experiment | None) -> None:
         self.experiment = experiment
@@ -212,14 +211,13 @@ def not_finite(group: TensorGroup, dtype: torch.dtype) -> SltaError:
     )
 
 
-def write_report(folder: str, name: str, page: Page) -> None:
-    """Write a report under this name into a folder that the recipe names; other merges may share the folder.
+def write_report(folder: str, name: str, page: Page) -> Path:
+    """Write a report under this name into a folder that the recipe names, and return its path; merges may share it.
 
     Raises:
         SltaError: it cannot be written there.
     """
     try:
-        path = page.write(Path(folder).expanduser(), name)
+        return page.write(Path(folder).expanduser(), name)
     except OSError as error:
         raise SltaError(f"The report cannot be written to {folder} ({error}): name another folder.") from error
-    LOG.info("Report written to %s", path)

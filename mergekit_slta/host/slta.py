@@ -39,7 +39,7 @@ class SltaMerge(Merge):
         if settings.report and experiment.ranks.first:
             from mergekit_slta.reports.merge import report_page  # imports matplotlib, which takes a second
 
-            write_report(settings.report, "report.html", report_page(self.solution))
+            self.page = write_report(settings.report, "report.html", report_page(self.solution))
         self._position = {expert.reference: index for index, expert in enumerate(experiment.recipe.experts)}
 
     def tensor(self, group: TensorGroup, **parameters: object) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,7 +42,8 @@ def asking(path: ModelPath) -> Iterator[None]:
     try:
         yield
     except HUB_ERRORS as error:
-        raise SltaError(f"{path} cannot be used: there is no such folder here, and {reason(error)}.") from error
+        folder = "folder" if path.path[:1] in ("/", "~") else f"folder in {os.getcwd()}"
+        raise SltaError(f"{path} cannot be used: there is no such {folder}, and {reason(error)}.") from error
 
 
 def folder_with(files: Sequence[str], path: ModelPath, cache_dir: str | None) -> Path:

@@ -40,6 +40,7 @@ class Verification(Paragraphs):
     Attributes:
         problems: what is wrong, one sentence each, in the order of the tensors; empty for a sound merge.
         tensors: how many tensors were read.
+        method: the recipe's merge method.
         compared: how many of them were compared with the values that the recipe gives them.
         largest: the largest absolute difference from such a value; 0 where nothing was compared.
         where: the tensor that has it; "" where nothing differs.
@@ -48,6 +49,7 @@ class Verification(Paragraphs):
 
     problems: tuple[str, ...]
     tensors: int
+    method: str
     compared: int
     largest: float
     where: str
@@ -58,13 +60,14 @@ class Verification(Paragraphs):
         return {"problem": list(self.problems)}
 
     def __str__(self) -> str:
-        values = f"{self.compared} compared by value, largest difference {self.largest:.3g}"
+        read = f"{self.tensors} tensors read, {self.compared} compared by value, largest difference {self.largest:.3g}"
+        read += f" in {self.where}" if self.where else ""
         if not self.compared:
-            values = "none compared by value, only by name, shape, data type and whether they are finite"
-        read = f"{self.tensors} tensors read, {values}{f' in {self.where}' if self.where else ''}"
+            read = f"Values of {self.method} cannot be compared; name, shape, data type and finiteness of "
+            read += f"{self.tensors} tensors were checked"
         if not self.problems:
-            found = "No difference beyond rounding" if self.compared else "No difference found"
-            said = f"{found}. {read}. transformers loads the folder, which has all tensors of the base model."
+            said = f"No difference beyond rounding. {read}" if self.compared else f"{read}: nothing is wrong"
+            said += ". transformers loads the folder, which has all tensors of the base model."
         else:
             count = len(self.problems)
             said = "\n- ".join([f"{count} problem{'s' * (count > 1)} found. {read}.", *self.problems])
@@ -134,7 +137,8 @@ def verify(
     notes = lacking_files(base_folder, folder, own_tokenizer, bool(config.chat_template))
     largest = max(differences.values(), default=0.0)
     where = max(differences, key=lambda name: differences[name]) if largest else ""
-    return Verification(tuple(problems), len(names), len(differences), largest, where, tuple(notes))
+    method = config.merge_method
+    return Verification(tuple(problems), len(names), method, len(differences), largest, where, tuple(notes))
 
 
 def _weights(experiment: Experiment, folder: Path) -> TensorWeights | None:

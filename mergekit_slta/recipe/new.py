@@ -40,7 +40,7 @@ _RECIPE = """\
 #   mergekit-slta check RECIPE      says what is missing or wrong, before any work
 #   mergekit-yaml RECIPE ./merged   merges (or: mergekit-slta merge RECIPE ./merged)
 {% if method == "slta" %}
-merge_method: slta      # weights for each part of the model, solved from samples
+merge_method: slta      # weights for each part, solved from samples (more exact answers: new --method featcal)
 {% elif method == "featcal" %}
 merge_method: featcal   # every linear map is solved, so that it does what each model does on that model's samples
 {% elif method == "actmat" %}

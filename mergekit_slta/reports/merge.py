@@ -30,7 +30,8 @@ LOSES_MOST, KEEPS_ENOUGH = 0.5, 0.75
 HARDLY_INTERFERES = 0.9  # what two experts, merged without others, keep on average
 KEEP_WEIGHTS = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)  # the weights κ of the base model's task in the picture of the trade
 MEANING = (
-    "This is a share of feature change, not accuracy. Features are the outputs of the model's parts (submodules). At "
+    "This is a share of feature change, not accuracy: an expert that keeps little may answer well, which mergekit-slta "
+    "evaluate tells. Features are the outputs of the model's parts (submodules). At "
     "100 % every submodule changes the base model's features on the expert's own data exactly as the expert does; at "
     "0 % the merge is as far from the expert as the base model is, and below 0 % it is farther. The calculation "
     "assumes that features change linearly with the weights."
@@ -45,21 +46,19 @@ def verdict(solution: Solution) -> str:
     pairs = [*zip(short_names(solution.models), solution.kept.tolist(), strict=True)]
     alone, losing = len(pairs) == 1, [name for name, share in pairs if share < LOSES_MOST]
     found = losing or [name for name, share in pairs if share < KEEPS_ENOUGH]
-    who = "All of them" if 1 < len(found) == len(pairs) else enumerated(found or [pairs[0][0]])
+    every = "Both" if len(pairs) == 2 else "All of them"
+    who = every if 1 < len(found) == len(pairs) else enumerated(found or [pairs[0][0]])
     loses = "lose" if len(found) > 1 else "loses"
     if losing:
         fix = "give the base model's prompts less weight" if alone else "leave it out"
         fix = "leave one of them out" if len(losing) > 1 else fix
         advice = f"{who} {loses} most of the feature change: {fix}, or merge by featcal, which solves each matrix."
     elif found:
-        these = "it" if alone else "these"
-        advice = (
-            f"{who} {loses} more than a quarter of the feature change: merge {these} and score the result, or merge "
-        )
-        advice += "by featcal, which solves each matrix."
+        advice = f"{who} {loses} more than a quarter of the feature change: score the merge by mergekit-slta evaluate, "
+        advice += "or merge by featcal, which solves each matrix."
     else:
-        these, whose = ("it", "its") if alone else ("these", "each expert's")
-        advice = f"Merge {these}: weighted sums keep most of {whose} feature change."
+        these, whose = ("It", "its") if alone else ("These", "each expert's")
+        advice = f"{these} can be merged: weighted sums keep most of {whose} feature change."
     return " ".join([advice, *_interference(solution)])
 
 

@@ -100,7 +100,7 @@ def measured_statistics(
     known = {level: Statistics.load(own) for level, own in cached.items() if _exists(own, ranks)}
     if not (missing := [level for level in cached if level not in known]):
         if measuring and ranks.count == 1 and not experiment.quiet:
-            LOG.warning(REUSED, ", ".join(map(str, cached.values())))
+            LOG.info(REUSED, ", ".join(map(str, cached.values())))
         return _saved(experiment, _together(known.values(), info), {file: asked} if file else {})
     if not measuring:
         raise SltaError(

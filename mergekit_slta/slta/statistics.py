@@ -323,7 +323,8 @@ class Statistics(Paragraphs):
         """Read and check a statistics file.
 
         Args:
-            source: its path, or ``hf:ORG/REPO/FILE[@REVISION]`` on the Hugging Face Hub.
+            source: its path, the folder of a merge by ``slta``, or ``hf:ORG/REPO/FILE[@REVISION]`` on the Hugging Face
+                Hub.
             cache_dir: where downloads are kept; the Hub's own cache by default.
 
         Returns:
@@ -335,7 +336,10 @@ class Statistics(Paragraphs):
         """
         path = resolve_statistics(os.fspath(source), cache_dir)
         if not path.is_file():
-            raise SltaError(f"There is no statistics file {path}: make one with 'mergekit-slta calibrate'.")
+            said = f"There is no statistics file {path}: make one with 'mergekit-slta calibrate'."
+            if path.is_dir() or path.match(STATISTICS_OF_MERGE):
+                said += " Only slta writes statistics into the merged folder; a recipe of featcal has 'report: FOLDER'."
+            raise SltaError(said)
         as_file = "cannot be read as a safetensors file", "get it or measure it again"
         with reading(path, *as_file), safetensors.safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -356,13 +360,14 @@ class Statistics(Paragraphs):
 
 
 def resolve_statistics(source: str, cache_dir: str | None = None) -> Path:
-    """The path of a statistics file; ``hf:ORG/REPO/FILE[@REVISION]`` is downloaded from the Hub to ``cache_dir``.
+    """The path of a statistics file, or of that in a merged folder; ``hf:...`` is downloaded from the Hub.
 
     Raises:
         SltaError: the reference is malformed, or the download failed.
     """
     if not source.startswith(PUBLISHED_PREFIX):
-        return Path(source).expanduser()
+        path = Path(source).expanduser()
+        return beside if (beside := path / STATISTICS_OF_MERGE).is_file() else path
     parts = _PUBLISHED.fullmatch(source)
     if parts is None:
         raise SltaError(f"Statistics '{source}': write hf:ORG/REPO/FILE or hf:ORG/REPO/FILE@REVISION.")

@@ -20,7 +20,7 @@ def test_models_that_are_not_there(family: Family) -> None:
     recipe = with_expert(family, family.base / "none")
     assert (
         only(recipe)
-        == f"{family.base}/none cannot be used: there is no such folder here, and it is not the name of a repository."
+        == f"{family.base}/none cannot be used: there is no such folder, and it is not the name of a repository."
     )
     recipe["base_model"] = "org/none"
     assert [problem.split(" cannot")[0] for problem in problems(recipe)] == ["org/none", f"{family.base}/none"]

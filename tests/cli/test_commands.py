@@ -178,6 +178,7 @@ def test_check_looks_at_feature_merges_too(llama: Family, write_recipe: WriteRec
     text = run("check", wrong, code=1).output
     assert "3 problems found" in text
     assert "did you mean 'anchor'?" in text
+    assert text.endswith("Note: Models and data are checked once these are mended.\n")
 
 
 def test_other_methods_are_refused(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
@@ -198,6 +199,10 @@ def test_calibrate_ends_with_one_line_about_the_file(llama: Family, write_recipe
     assert "6 samples of 3 tasks" in line
     assert "3 at layer" in line
     assert Statistics.load(file).info.levels == ("layer",)
+    recipe = write_recipe(llama, "featcal", name="featcal.yml", samples=2)
+    said = run("calibrate", recipe, "-o", tmp_path / "other.safetensors").stderr
+    assert "Note: the recipe's method is featcal; this measures for slta's weights." in said
+    assert "Note:" not in result.stderr
     assert not (tmp_path / "new" / "stats.safetensors.partial").exists()
 
 

@@ -228,7 +228,7 @@ def test_without_answers_the_gain_ranks_and_without_both_there_is_no_figure() ->
     base, expert, other = TaskScore(4.0, None), TaskScore(2.0, None), TaskScore(3.0, None)
     found = Comparison(("a",), (TaskComparison("math", 5, 60, 0, base, expert, (expert,), (other,)),))
     assert [model.model for model in found.ranking] == ["expert math", "a", "base"]
-    assert " ".join(str(found).splitlines()[4].split()) == "a 50% 50%"
+    assert " ".join(str(found).splitlines()[5].split()) == "a 50% 50%"
     idle = Comparison(("a",), (TaskComparison("math", 5, 60, 0, expert, base, (base,), (other,)),))
     assert [model.model for model in idle.ranking] == ["base", "a", "expert math"]  # by likelihood
     assert str(idle).startswith("Negative log-likelihood")  # nothing to rank by
@@ -252,7 +252,7 @@ def test_the_commands_write_tables_json_and_figure(command: str, paired: Family,
     more = [paired.experts[0], "--figure", tmp_path / "c.png"] if command == "compare" else []
     done = CliRunner().invoke(main, [str(argument) for argument in [*arguments, *more]])
     assert done.exit_code == 0, done.output
-    assert "expert expert1" in done.stdout and "Short answers" in done.stdout
+    assert "expert expert1" in done.stdout and "0% = base model" in done.stdout
     assert (tmp_path / "c.png").exists() == (command == "compare")
     written = json.loads((tmp_path / "c.json").read_text())
     assert written["tasks"][1]["merged"][str(paired.experts[1])]["kept"] in (1.0, None)

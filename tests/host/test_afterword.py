@@ -26,7 +26,7 @@ def said_after(command: Any, recipe: Path, out: Path, *options: str) -> list[str
     arguments = ["merge"] * (command is main) + [str(recipe), str(out), *options]
     done = CliRunner().invoke(command, arguments)
     assert done.exit_code == 0, done.output
-    return [line for line in done.stderr.splitlines() if re.match("(Kept|Distance|Next)", line)]
+    return [line for line in done.stderr.splitlines() if re.match("(Kept|Distance|Report|Next)", line)]
 
 
 def run_next(line: str) -> str:
@@ -53,9 +53,12 @@ def test_slta_says_what_is_kept_and_evaluates_next(
 
 def test_featcal_says_how_far_its_features_are_from_each_models_own(llama: Family, tmp_path: Path) -> None:
     """The distances of whole models' last hidden states before the final norm, on the calibration samples."""
-    content = families.recipe(llama, "featcal", experts=(0,), keep={}, samples=2)
+    pages = tmp_path / "pages"
+    content = families.recipe(llama, "featcal", experts=(0,), keep={}, samples=2, report=str(pages))
     recipe, out = families.write_recipe(tmp_path / "recipe.yml", content), tmp_path / "out"
-    (said, _) = said_after(run_yaml.main, recipe, out)
+    said, page, _ = said_after(run_yaml.main, recipe, out)
+    assert "0% is the model itself, lower is better" in said
+    assert page == f"Report: {pages / 'featcal.html'}" and (pages / "featcal.html").is_file()
     merged, (base, expert, *_) = families.load_model(out).float(), llama.models()
     experiment = families.experiment(content)
     for task, (model, found) in enumerate(zip((expert, base), re.findall(r"(\d+\.\d)%", said), strict=True)):

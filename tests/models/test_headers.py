@@ -91,11 +91,11 @@ def test_opens_a_model_with_or_without_the_prefix_of_its_names(folder: Path) -> 
 
 
 def test_names_of_no_folder(folder: Path, tmp_path: Path) -> None:
-    said = " cannot be used: there is no such folder here, and it is not the name of a repository."
+    said = " cannot be used: there is no such folder, and it is not the name of a repository."
     assert refusal(tmp_path / "none") == f"{tmp_path}/none{said}"
     assert refusal("~/none") == f"~/none{said}"
     assert refusal(folder / "model.safetensors") == f"{folder}/model.safetensors{said}"
-    said = "org/none cannot be used: there is no such folder here, and the Hub cannot be reached."
+    said = f"org/none cannot be used: there is no such folder in {Path.cwd()}, and the Hub cannot be reached."
     assert refusal("org/none") == said
 
 
@@ -202,7 +202,7 @@ def test_models_on_the_hub_are_seen_without_a_download(hub: Hub, make_family: Ma
         "org/pickled": "download pickled weights with 'hf download org/pickled' first",
         "org/empty": "has no model.safetensors on the Hub",
         "org/none": "there is no such repository, or it is private; check the name or 'hf auth login'.",
-        "org/whole@v2": "org/whole@v2 cannot be used: there is no such folder here, and the repository has no such",
+        "org/whole@v2": f"no such folder in {Path.cwd()}, and the repository has no such",
         "gated/model": "the repository is gated; ask for access",
     }.items():
         assert reason in opened(name)

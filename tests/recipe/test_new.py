@@ -43,7 +43,9 @@ def test_several_experts_are_merged_by_slta_and_one_by_featcal() -> None:
     assert tuple(SETTINGS) == METHODS
     assert tuple(name for name, settings in SETTINGS.items() if settings.runs_models) == WITH_DATA
     for experts, method in ((["org/math"], "featcal"), (["org/math", "org/code"], "slta")):
-        assert Recipe.parse(new_recipe("org/base", experts), "this").config.merge_method == method
+        text = new_recipe("org/base", experts)
+        assert Recipe.parse(text, "this").config.merge_method == method
+        assert ("more exact answers: new --method featcal" in text) == (method == "slta")
 
 
 def test_every_commented_line_is_right_when_it_is_used(tmp_path: Path) -> None:
@@ -120,6 +122,7 @@ def test_check_says_what_is_missing_until_it_is_filled_in(family: Family, tmp_pa
     file.write_text(run("new", family.base, *family.experts))
     missing = run("check", file, code=1)
     assert "3 problems found" in missing and missing.count("has no 'calibration'") == 3
+    assert "once these are mended" not in missing
     content = file.read_text()
     for data in family.data:
         content = content.replace('calibration: ""', f"calibration: {data}", 1)

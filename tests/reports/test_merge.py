@@ -60,12 +60,12 @@ def test_the_sentence_on_what_is_kept_states_the_share_of_all_layers() -> None:
 @pytest.mark.parametrize(
     ("power", "said"),
     [
-        (0.05, "Merge these: weighted sums keep most of each expert's feature change."),
+        (0.05, "These can be merged: weighted sums keep most of each expert's feature change."),
         (
             0.5,
-            "All of them lose more than a quarter of the feature change: merge these and score the result, or merge by",
+            "Both lose more than a quarter of the feature change: score the merge by mergekit-slta evaluate",
         ),
-        (1.5, "All of them lose most of the feature change: leave one of them out, or merge by featcal"),
+        (1.5, "Both lose most of the feature change: leave one of them out, or merge by featcal"),
     ],
 )
 def test_the_verdict_says_whether_to_merge(power: float, said: str) -> None:
@@ -80,6 +80,7 @@ def test_the_verdict_names_the_pair_that_interferes_and_the_layers() -> None:
     said = f"math and code interfere most in layers 2-3: a merge of these two alone keeps {pair} and {pair}."
     assert verdict(measured.solve("layer")).endswith(said)
     assert "interfere" not in verdict(trio(0.05).solve("layer"))
+    assert verdict(trio(1.5, 1.5).solve("layer")).startswith("All of them lose most of the feature change")
 
 
 def test_the_verdict_names_one_expert_that_loses() -> None:
@@ -124,7 +125,7 @@ def test_the_page_opens_with_the_verdict_on_the_default_level_and_needs_nothing_
     assert said in text
     assert (
         text.index(said)
-        < text.index("This is a share of feature change, not accuracy.")
+        < text.index("This is a share of feature change, not accuracy: an expert that keeps little may answer well")
         < text.index("Levels compared")
     )
 
@@ -157,7 +158,7 @@ def test_the_tables_hold_the_solution(everything: tuple[Statistics, Path]) -> No
 def test_one_expert_and_one_sample(tmp_path: Path) -> None:
     statistics = synthetic.statistics(["org/math"], ["model", "attn_mlp"], layers=1, samples=1)
     first, second, _ = report_page(statistics).verdict
-    assert first == "Merge it: weighted sums keep most of its feature change."
+    assert first == "It can be merged: weighted sums keep most of its feature change."
     assert second == "At level attn_mlp, the merge keeps 100 % of math's feature change."
     assert report(statistics, tmp_path).is_file()
 

@@ -292,10 +292,12 @@ def test_a_file_that_is_not_there_is_taken_from_the_cache_which_is_said(
     content = recipe(replace(llama, data=(copy, *llama.data[1:])))
     taken, found = tmp_path / "taken.safetensors", Statistics.load(path)
     LoaderCache.loaders.clear()
+    caplog.set_level("INFO", measure.__name__)
     measured_statistics(families.experiment(content, quiet=False), ["attn_mlp"], taken)
     assert Statistics.load(taken).info.calibration[0].source == "copy.jsonl"
     assert all(torch.equal(gram, found.grams[name]) for name, gram in Statistics.load(taken).grams.items())
-    assert [record.message for record in caplog.records if str(file) in record.message] == [measure.REUSED % file]
+    said = [(record.levelname, record.message) for record in caplog.records if str(file) in record.message]
+    assert said == [("INFO", measure.REUSED % file)]
 
 
 def test_an_edit_in_place_has_a_file_of_its_own(family: Family) -> None:

@@ -93,7 +93,16 @@ def refused(path: Path, words: str) -> None:
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
-    refused(tmp_path / "none.safetensors", "There is no statistics file.*calibrate")
+    refused(tmp_path / "none.safetensors", "There is no statistics file.*calibrate'.$")
+
+
+def test_a_merged_folder_stands_for_its_statistics(path: Path, found: Statistics, tmp_path: Path) -> None:
+    folder = tmp_path / "merged"
+    (folder / "mergekit-slta").mkdir(parents=True)
+    for missing in (folder, folder / "mergekit-slta" / "statistics.safetensors"):
+        refused(missing, "Only slta writes statistics into the merged folder; a recipe of featcal has 'report: FOLDER'")
+    path.rename(missing)
+    assert same(Statistics.load(folder), found)
 
 
 def test_files_of_other_kinds(path: Path) -> None:
