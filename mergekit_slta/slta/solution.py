@@ -325,10 +325,12 @@ class Solution(Paragraphs):
     ) -> Path:
         """Write a mergekit recipe that does the same merge without this package, without data and without statistics.
 
+        It is the same apart from ``out_dtype``, which is the type that the base model is stored in.
+
         Args:
             path: the YAML file to write.
             models: the path or Hub id to write for a model, the base model included, by its name in the statistics;
-                the others are written by their names.
+                the others are written as the recipe spells them that was measured, after ``load`` by their names.
             edges: ``base`` to keep the base model's embeddings, final norm and output head, or ``mean`` to merge them
                 with the mean of all merging weights.
             towers: the same for what lies outside the language tower of a multimodal model (vision, audio, projectors).
@@ -356,7 +358,7 @@ class Solution(Paragraphs):
             self,
             edges=edges,
             towers=towers,
-            models=models,
+            models={**self.statistics.paths, **(models or {})},
             tokenizer_source=tokenizer_source,
             trust_remote_code=trust_remote_code,
         )

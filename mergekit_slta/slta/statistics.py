@@ -14,7 +14,7 @@ import operator
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, SupportsFloat, SupportsIndex
 
@@ -103,12 +103,14 @@ class Statistics(Paragraphs):
             model's, if it has one.
         tokens: [N] int64, the number of tokens of the sample.
         info: the file's metadata.
+        paths: where ``measure`` found the models, by their names in ``info``; not in the file, so empty after ``load``.
     """
 
     grams: dict[str, torch.Tensor]
     task: torch.Tensor
     tokens: torch.Tensor
     info: Info
+    paths: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def summary(self) -> str:
@@ -196,6 +198,7 @@ class Statistics(Paragraphs):
             task=torch.tensor([tasks.index(task) for task in self.task[rows].tolist()]),
             tokens=self.tokens[rows],
             info=info.model_copy(update=described),
+            paths=self.paths,
         )
 
     def at_levels(self, levels: Collection[str]) -> Statistics:
