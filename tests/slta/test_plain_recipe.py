@@ -329,7 +329,9 @@ def test_heads_are_refused() -> None:
 def test_no_or_another_base_model_is_asked_for(tmp_path: Path) -> None:
     solution = statistics_of("layer").solve("layer")
     for unknown in (str(tmp_path / "none"), "none"):
-        said = rf"'{unknown}' is neither a folder nor .* ORG/NAME: .*models={{'org/base': 'PATH'}}.*--model org/base=PATH"
+        said = (
+            rf"'{unknown}' is neither a folder nor .* ORG/NAME: .*models={{'org/base': 'PATH'}}.*--model org/base=PATH"
+        )
         with pytest.raises(SltaError, match=said):
             plain_recipe(solution, models={"org/base": unknown})
     config_of("qwen2").save_pretrained(tmp_path)
