@@ -30,9 +30,7 @@ def main(folder: Path) -> None:
     # The merging weights of all experts, and how sure they are.
     solution = statistics.solve("attn_mlp")
     print(solution)
-    errors = solution.bootstrap(200)
-    for name, alpha in solution.alpha.items():
-        print(name, ", ".join(f"{weight:.3f} ± {error:.3f}" for weight, error in zip(alpha, errors[name], strict=True)))
+    print(solution.table(solution.bootstrap(200)))
     (out / "solution.json").write_text(solution.to_json())
 
     # Another merge from the same measurement: two of the experts, the first of them counting twice.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import errno
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import click
 
@@ -81,6 +82,23 @@ def files_named(then: str = "") -> Iterator[None]:
         if not (said or isinstance(error, OSError)) or getattr(error, "errno", None) == errno.EPIPE:
             raise  # click handles a pipe whose reader has gone
         raise SltaError(one_line(error) + (f": {then}" if then else "") + ".") from error
+
+
+def number(name: str, value: Any) -> float:
+    """An argument as a number, or refuse one that is none."""
+    return _converted(name, value, float, "a number")
+
+
+def whole_number(name: str, value: Any) -> int:
+    """An argument as a whole number, or refuse one that is none."""
+    return _converted(name, value, operator.index, "a whole number")
+
+
+def _converted(name: str, value: Any, kind: Callable[[Any], Result], said: str) -> Result:
+    try:
+        return kind(value)
+    except (TypeError, ValueError, RuntimeError):  # torch raises the last
+        raise SltaError(f"'{name}' is {value!r}: give {said}.") from None
 
 
 def suggestion(name: str, known: Iterable[str], likeness: float = 0.6) -> str:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pandas
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Table:
     """A table: the first column names the rows."""
 
@@ -51,6 +51,8 @@ class Table:
         rows = [[named.format(name), *map(cell.format, cells)] for name, *cells in self.rows]
         body = Markup().join(Markup("<tr>{}</tr>\n").format(Markup().join(row)) for row in rows)
         return Markup("<table>\n<thead><tr>{}</tr></thead>\n<tbody>\n{}</tbody>\n</table>").format(header, body)
+
+    __repr__, _repr_html_ = __str__, __html__
 
 
 def as_percentage(share: float | None, digits: int = 1) -> str:
@@ -101,11 +103,7 @@ class Paragraphs:
         Raises:
             SltaError: pandas is not installed.
         """
-        try:
-            import pandas
-        except ImportError:
-            raise SltaError("'to_frame' makes a table of pandas, which is not installed: pip install pandas.") from None
-        return pandas.DataFrame(self.columns())
+        return as_frame(self.columns())
 
     def __str__(self) -> str:
         return "\n\n".join(map(str, self.parts()))
@@ -115,6 +113,15 @@ class Paragraphs:
 
     def _repr_html_(self) -> str:
         return as_paragraphs(*self.parts())
+
+
+def as_frame(columns: Mapping[str, Sequence[Any]]) -> pandas.DataFrame:
+    """Columns as a table of pandas; an SltaError where that is not installed."""
+    try:
+        import pandas
+    except ImportError:
+        raise SltaError("'to_frame' makes a table of pandas, which is not installed: pip install pandas.") from None
+    return pandas.DataFrame(columns)
 
 
 def as_json(content: object) -> str:
@@ -137,6 +144,12 @@ def short_names(models: Sequence[str]) -> tuple[str, ...]:
     kept = ["".join(name[begin : len(name) - end]) for name in words]
     are_words = all(sum(map(str.isalpha, name)) > 1 for name in kept)  # "1" or "7b" alone would not name a model
     return tuple(kept if are_words and len(set(kept)) == len(kept) else last)
+
+
+def known_names(chosen: Sequence[str], every: Sequence[str] = ()) -> dict[str, str]:
+    """The models' names by themselves, and by their short names in tables of the chosen ones or of all."""
+    short = [*zip(short_names(every), every, strict=True), *zip(short_names(chosen), chosen, strict=True)]
+    return dict(short) | {name: name for name in (*chosen, *every)}
 
 
 def _common(names: Sequence[Sequence[str]]) -> int:

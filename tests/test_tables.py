@@ -44,6 +44,12 @@ def test_a_table_as_html_is_escaped() -> None:
     assert "{}" in text
 
 
+def test_a_table_alone_shows_itself() -> None:
+    table = Table(["of", "n"], [["<b>", "1"]])
+    assert repr(table) == str(table) == "of   n\n<b>  1"
+    assert [tag for tag, _ in Elements(table._repr_html_()).found].count("td") == 1
+
+
 def test_a_result_shows_itself_and_gives_its_numbers_to_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
     class Result(Paragraphs):
         def parts(self) -> Iterator[str | Table]:

@@ -25,7 +25,7 @@ from mergekit_slta.layers.submodules import fallbacks
 from mergekit_slta.models.architecture import left_out_by_mergekit
 from mergekit_slta.models.headers import listed
 from mergekit_slta.models.merged_adapters import adapter_option
-from mergekit_slta.recipe.experiment import Experiment, opened
+from mergekit_slta.recipe.experiment import Experiment, require_device
 from mergekit_slta.recipe.recipe import RecipeOrFile
 from mergekit_slta.recipe.settings import CalibrationSettings, FeatcalSettings, SltaSettings
 from mergekit_slta.recipe.text import ignored
@@ -51,9 +51,16 @@ class Findings(Paragraphs):
     needs: Needs | None = None
 
     def columns(self) -> dict[str, list[str]]:
-        """The columns of ``to_frame``: a row for each sentence, a problem or a note."""
-        kinds = ["problem"] * len(self.problems) + ["note"] * len(self.notes)
-        return {"kind": kinds, "sentence": [*self.problems, *self.notes]}
+        """The columns of ``to_frame``: a row for each sentence, a problem, the verdict, a note or a need."""
+        needs = str(self.needs).splitlines() if self.needs else []
+        said = {
+            "problem": self.problems,
+            "verdict": [self.verdict] * bool(self.verdict),
+            "note": self.notes,
+            "need": needs,
+        }
+        rows = [(kind, sentence) for kind, sentences in said.items() for sentence in sentences]
+        return {"kind": [kind for kind, _ in rows], "sentence": [sentence for _, sentence in rows]}
 
     def __str__(self) -> str:
         count = len(self.problems)
@@ -87,7 +94,14 @@ def check(
         Problems, which keep the recipe from being merged, or notes and the merge's download, disk, memory and
         licences; ``print`` shows them as sentences.
     """
-    experiment = opened(recipe, device, trust_remote_code, lora_merge_cache, transformers_cache, quiet)
+    experiment = Experiment(
+        recipe,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        lora_merge_cache=lora_merge_cache,
+        transformers_cache=transformers_cache,
+        quiet=quiet,
+    )
     try:
         experiment.recipe.require_sound()
     except SltaError as error:
@@ -134,7 +148,7 @@ def examine(
     recipe.require_sound()
     checks: list[Callable[[], object]] = [
         partial(_check_models, experiment, out, merging),
-        partial(space.device, experiment.device),
+        partial(require_device, experiment.device),
         partial(space.folders, recipe.settings, out),
     ]
     all_of([*checks, partial(data.calibration, experiment)] if recipe.method.runs_models else checks)

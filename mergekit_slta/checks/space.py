@@ -1,4 +1,4 @@
-"""Checks of the device, folders and disks: whether a merge has a place to compute and room to write."""
+"""Checks of folders and disks: whether a merge has room to write."""
 
 from __future__ import annotations
 
@@ -7,23 +7,10 @@ import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import torch
-
-from mergekit_slta.errors import SltaError, first_line
+from mergekit_slta.errors import SltaError
 from mergekit_slta.models.headers import Model
 from mergekit_slta.recipe.settings import MethodSettings
 from mergekit_slta.tables import as_size
-
-
-def device(name: str) -> None:
-    """Refuse a device that PyTorch does not know, that this machine lacks, or without float64, as Apple's GPUs."""
-    try:
-        torch.ones((), dtype=torch.float64, device=name).add(1).item()
-    except Exception as error:  # of a kind that differs between devices
-        raise SltaError(
-            f"PyTorch cannot compute on the device '{name}' ({first_line(error)}): leave --device, --cuda and "
-            "--multi-gpu out to compute on the CPU, or install the driver and the PyTorch that the device needs."
-        ) from error
 
 
 def folders(settings: MethodSettings, out: Path | None) -> None:

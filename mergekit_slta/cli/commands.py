@@ -35,7 +35,7 @@ from mergekit_slta.cli.options import (
 )
 from mergekit_slta.errors import SltaError, files_named
 from mergekit_slta.recipe.new import METHODS, new_recipe
-from mergekit_slta.tables import short_names
+from mergekit_slta.tables import known_names
 
 if TYPE_CHECKING:
     from mergekit_slta.comparison.compare import Comparison
@@ -183,10 +183,8 @@ def solve(
     torch.set_num_threads(1)  # fastest for many tiny matrices
     measured = Statistics.load(stats, transformers_cache)
     all_models = measured.info.models
-    names = _names(all_models)
-    wanted = [names.get(name, name) for name in map(str.strip, (models or "").split(","))]
-    chosen = measured if models is None else measured.select(*wanted)
-    weights = _task_weights(task_weights, _names(chosen.info.models, all_models))
+    chosen = measured if models is None else measured.select(*map(str.strip, models.split(",")))
+    weights = _task_weights(task_weights, known_names(chosen.info.models, all_models))
     given = {name: options.pop(name) for name in ("balance", "ridge", "samples", "keep_weight")}
     solution = chosen.solve(level, task_weights=weights, **given)
     errors = solution.bootstrap(bootstrap) if bootstrap else None
@@ -195,7 +193,7 @@ def solve(
         click.echo(f"{json_file} written.")
     if recipe_file:
         base = measured.info.base_model
-        names = {base: base} | _names(solution.models, all_models)
+        names = {base: base} | known_names(solution.models, all_models)
         option = _write_recipe(solution, recipe_file, base, names, **options)
         done = f"{recipe_file} written: run it with 'mergekit-yaml {recipe_file} OUT{option}'."
         click.echo(done, err=json_file == "-")
@@ -396,12 +394,6 @@ def publish(out: Path, repository: str, **options: bool) -> None:
 
 
 # From the command line to what the package takes
-
-
-def _names(chosen: Sequence[str], every: Sequence[str] = ()) -> dict[str, str]:
-    """The experts' names in the statistics by themselves, and by their short names in tables of the chosen or all."""
-    short = [*zip(short_names(every), every, strict=True), *zip(short_names(chosen), chosen, strict=True)]
-    return dict(short) | {name: name for name in (*chosen, *every)}
 
 
 def _assignment(entry: str, names: Mapping[str, str], option: str) -> tuple[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import operator
 import os
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +20,7 @@ from tqdm import tqdm
 from mergekit_slta import __version__, files
 from mergekit_slta.comparison.scores import Group, Sample, Score, score_model
 from mergekit_slta.data.records import Span
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, whole_number
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.recipe.experiment import Experiment, opened
 from mergekit_slta.recipe.recipe import RecipeOrFile, Task, data_of, loaded, published_name, require_calibration
@@ -268,7 +267,7 @@ def evaluate(
 
 def compare(
     recipe: RecipeOrFile | Experiment,
-    merged: Sequence[str | os.PathLike[str]],
+    merged: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     samples: int | SupportsIndex = 100,
     *,
     device: str | torch.device = "cpu",
@@ -286,7 +285,7 @@ def compare(
     Args:
         recipe: the merges' recipe, of any method that gives ``calibration`` for the experts, or its file; for one that
             is opened already there are no options.
-        merged: the folders that merges were written to, at least one.
+        merged: the folder that a merge was written to, or several.
         samples: how many records per task.
         device: where to compute: "cpu", "cuda", or a GPU such as "cuda:1".
         trust_remote_code: run the Python code that comes with a model (dangerous).
@@ -302,11 +301,14 @@ def compare(
     """
     given = recipe if isinstance(recipe, Experiment) else data_of(loaded(recipe))
     experiment = opened(given, device, trust_remote_code, lora_merge_cache, transformers_cache, quiet)
-    folders = [Path(folder).expanduser() for folder in merged]
+    listed = [merged] if isinstance(merged, (str, os.PathLike)) else merged
+    folders = [Path(folder).expanduser() for folder in listed]
+    if not folders:
+        raise SltaError("No merged model is named to compare: give the folder of one or more.")
     require_calibration(experiment.recipe)
     experts = experiment.recipe.experts
     experiment.load_data(experts)  # refuses the same data twice
-    count = operator.index(samples)
+    count = whole_number("samples", samples)
     groups = [_held_out(experiment, task, count) for task in experiment.recipe.tasks]
     models = [experiment.base, *experiment.experts, *(_open_result(experiment, folder) for folder in folders)]
     total = len(models) * sum(map(len, groups))

@@ -9,7 +9,6 @@ Shapes: ``g`` experts merged, ``n`` samples, ``K`` settings, ``N`` steps from th
 from __future__ import annotations
 
 import logging
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, product
@@ -21,6 +20,7 @@ from tqdm import tqdm
 from mergekit_slta.engine.batches import Tasks
 from mergekit_slta.engine.loop import pass_layers
 from mergekit_slta.engine.ranks import Ranks
+from mergekit_slta.errors import whole_number
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.layers.trace import on_device
@@ -240,7 +240,7 @@ def linearity(
     """
     experiment = opened(recipe, device, trust_remote_code, lora_merge_cache, transformers_cache, quiet)
     chosen = [levels] if isinstance(levels, str) else levels or DEFAULT_LEVELS
-    plan = plan_linearity(experiment, chosen, samples=operator.index(samples), pairs=pairs, triples=triples)
+    plan = plan_linearity(experiment, chosen, samples=whole_number("samples", samples), pairs=pairs, triples=triples)
     LOG.info("%s.", plan)
     return plan.measure(experiment.quiet)
 

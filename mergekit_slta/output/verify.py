@@ -56,8 +56,10 @@ class Verification(Paragraphs):
     notes: tuple[str, ...] = ()
 
     def columns(self) -> dict[str, list[str]]:
-        """The column of ``to_frame``: a row for each problem."""
-        return {"problem": list(self.problems)}
+        """The columns of ``to_frame``: a row for each problem, or the verdict without any, and for each note."""
+        found = ["problem"] * len(self.problems) or ["verdict"]
+        sentences = [*(self.problems or str(self).splitlines()[:1]), *self.notes]
+        return {"kind": [*found, *["note"] * len(self.notes)], "sentence": sentences}
 
     def __str__(self) -> str:
         read = f"{self.tensors} tensors read, {self.compared} compared by value, largest difference {self.largest:.3g}"

@@ -16,7 +16,7 @@ from mergekit.options import MergeOptions
 
 from mergekit_slta.data.draw import CalibrationData
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.errors import SltaError, all_of, refuse
+from mergekit_slta.errors import SltaError, all_of, first_line, refuse
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.layers.trace import trace
@@ -235,6 +235,17 @@ class Experiment:
         return drawn
 
 
+def require_device(name: str) -> None:
+    """Refuse a device that PyTorch does not know, that this machine lacks, or without float64, as Apple's GPUs."""
+    try:
+        torch.ones((), dtype=torch.float64, device=name).add(1).item()
+    except Exception as error:  # of a kind that differs between devices
+        raise SltaError(
+            f"PyTorch cannot compute on the device '{name}' ({first_line(error)}): leave --device, --cuda and "
+            "--multi-gpu out to compute on the CPU, or install the driver and the PyTorch that the device needs."
+        ) from error
+
+
 def opened(
     recipe: RecipeOrFile | Experiment,
     device: str | torch.device = "cpu",
@@ -246,6 +257,7 @@ def opened(
     """The experiment of a recipe; one that is opened keeps its options. The arguments are those of ``measure``."""
     if isinstance(recipe, Experiment):
         return recipe
+    require_device(str(device))
     return Experiment(
         recipe,
         device=device,

@@ -12,6 +12,7 @@ from typing import Any, Literal, SupportsFloat, SupportsIndex, TypeAlias, TypeVa
 
 import torch
 import yaml
+from markupsafe import Markup
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from pydantic import ValidationError
@@ -59,13 +60,27 @@ class Recipe:
         method: ``slta``, ``featcal``, ``actmat`` or ``sftm``.
         dtype: the data type to merge in.
         out_dtype: the data type to write; by default ``dtype``.
-        level, balance, edges, statistics: the parameters of ``slta`` for the whole merge, which the page on recipes
-            describes; here and below None leaves the method's default.
-        anchor, head, scratch: those of ``featcal``.
-        samples, max_tokens, seed, template, batch_tokens, towers, report: those of both.
-        ridge: that of both and of ``actmat``.
-        scale: that of ``actmat``.
-        lambda_, rank, density: those of ``sftm``, the first without the recipe's name ``lambda``, a word of Python's.
+        level: for ``slta``, what gets weights of its own: ``model``, ``layer``, ``attn_mlp`` (the default, as here and
+            below where None is given), ``head_mlp`` or ``linear``.
+        balance: for ``slta``, whether every prompt counts the same, long or short; True by default.
+        edges: for ``slta``, embeddings, final norm and output head: ``base`` (the default), the base model's, or
+            ``mean``, merged with the mean weights.
+        statistics: for ``slta``, a statistics file to use or to write; none by default.
+        anchor: for ``featcal``, what matrices stay close to: ``actmat`` (the default), its merge, or ``base``.
+        head: for ``featcal``, whether the output head is solved too; True by default.
+        scratch: for ``featcal``, a folder for the solved layers; in the cache folder by default.
+        samples, max_tokens, seed: for ``slta`` and ``featcal``, as all up to ``report``, how many prompts of each task
+            are drawn (30), of how many tokens each (512), and which (0).
+        batch_tokens: tokens computed at once; by default 0, which fits it to the device.
+        towers: what lies outside the language model: ``base`` (the default) or ``mean``.
+        template: how records become text, for all experts that have none of their own; none by default.
+        report: a folder for an HTML report of the merge; none by default.
+        ridge: a number of at least 0 that draws ``slta``'s weights towards zero (0 by default), ``featcal``'s matrices
+            towards the anchor's (``auto`` by default), or ``actmat``'s towards the mean (0.1 by default).
+        scale: for ``actmat``, what the merged change is multiplied by; 1 by default.
+        lambda_: for ``sftm``, the recipe's ``lambda``, the scaling factor of merged task matrices; 0.6 by default.
+        rank: for ``sftm``, how many singular features to keep; 0, the default, keeps all.
+        density: for ``sftm``, the share of each task vector's entries to keep, above 0 and at most 1; 0.2 by default.
 
     Attributes:
         config: the recipe as mergekit reads it.
@@ -125,6 +140,9 @@ class Recipe:
 
     def __repr__(self) -> str:
         return self.text.rstrip()
+
+    def _repr_html_(self) -> str:
+        return str(Markup("<pre>{}</pre>").format(repr(self)))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Recipe:
@@ -294,7 +312,11 @@ RecipeOrFile: TypeAlias = Recipe | str | os.PathLike[str]
 
 def loaded(recipe: RecipeOrFile) -> Recipe:
     """The recipe, read from its file if that is given."""
-    return recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
+    if isinstance(recipe, (str, os.PathLike)):
+        return Recipe.load(recipe)
+    if not isinstance(recipe, Recipe):
+        raise SltaError(f"'recipe' is of type {type(recipe).__name__}: give a Recipe or its file.")
+    return recipe
 
 
 def published_name(reference: ModelReference) -> str:

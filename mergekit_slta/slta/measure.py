@@ -70,7 +70,9 @@ def measure(
         SltaError: the recipe, a level, a model or the data is wrong, or an existing file does not fit the recipe.
     """
     experiment = opened(recipe, device, trust_remote_code, lora_merge_cache, transformers_cache, quiet)
-    return measured_statistics(experiment, levels, path)
+    found = measured_statistics(experiment, levels, path)
+    names = (found.info.base_model, *found.info.models)
+    return replace(found, paths=dict(zip(names, map(str, experiment.recipe.references), strict=True)))
 
 
 def measured_statistics(

@@ -10,9 +10,11 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import transformers
@@ -120,6 +122,8 @@ def plain_recipe(
 
 def _left_out(path: str, trust_remote_code: bool, solution: Solution) -> str:
     """A sentence on the base model's tensors that the recipe loses; empty without any, or where they are not known."""
+    if not _known(path):
+        return ""
     try:
         names = left_out_by_mergekit(open_model(ModelReference.parse(path), trust_remote_code))
     except SltaError:
@@ -240,12 +244,21 @@ def _verify(content: dict[str, Any], planned: Sequence[PlannedTensor], fix: str)
 
 
 def _read_config(info: Info, path: str, trust_remote_code: bool) -> transformers.PretrainedConfig:
-    fix = f"give its folder or Hub id with --model {info.base_model}=PATH"
+    name = info.base_model
+    fix = f"give its folder or Hub id, models={{'{name}': 'PATH'}} in Python and --model {name}=PATH for the command"
+    if not _known(path):
+        raise SltaError(f"The base model '{path}' is neither a folder nor of the form ORG/NAME: {fix}.")
     with reading(f"The configuration of the base model '{path}'", fix=fix):
         config = ModelReference.parse(path).config(trust_remote_code=trust_remote_code)
     if (config.architectures or [""])[0] != info.architecture:
         raise SltaError(f"The model '{path}' is not the base model of the statistics, a {info.architecture}: {fix}.")
     return config
+
+
+def _known(path: str) -> bool:
+    """Whether a path may name a model: it is here, or has the form of a repository on the Hub."""
+    name = ModelReference.parse(path).model.path
+    return Path(name).exists() or re.fullmatch("[^/]+/[^/]+", name) is not None
 
 
 def _header(solution: Solution, edges: Mapping[str, str], lost: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -15,13 +14,14 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from mergekit_slta import files
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, whole_number
 from mergekit_slta.levels import kinds_of
 from mergekit_slta.slta.solver import SubmoduleSolution, bootstrap, pooled, with_alpha
-from mergekit_slta.tables import Paragraphs, Table, as_json, as_percentage, short_names, without_sign_of_zero
+from mergekit_slta.tables import Paragraphs, Table, as_frame, as_json, as_percentage, short_names, without_sign_of_zero
 from mergekit_slta.words import kind_name
 
 if TYPE_CHECKING:
+    import pandas
     from matplotlib.figure import Figure
 
     from mergekit_slta.slta.statistics import Statistics
@@ -129,12 +129,15 @@ class Solution(Paragraphs):
             "keep_weight": self.keep_weight,
         }
 
-    def with_alpha(self, alpha: Mapping[str, Iterable[float | SupportsFloat]]) -> Solution:
+    def with_alpha(
+        self, alpha: Mapping[str, Iterable[float | SupportsFloat]] | Iterable[Iterable[float | SupportsFloat]]
+    ) -> Solution:
         """The solution with merging weights of your own, and what a merge with these weights keeps.
 
         Args:
             alpha: by submodule the experts' weights in the order of ``models``, T numbers, also as an array of numpy or
-                torch; a submodule that is not named keeps its weights.
+                torch; a submodule that is not named keeps its weights. Or an array [submodules, T], a row for each in
+                the order of ``alpha``.
 
         Returns:
             Another solution; ``condition`` and ``rank`` tell of the samples, not of these weights.
@@ -142,6 +145,17 @@ class Solution(Paragraphs):
         Raises:
             SltaError: a name is no submodule of the level, or there is not a finite number for each expert.
         """
+        if not isinstance(alpha, Mapping):
+            try:
+                rows = list(alpha)
+            except TypeError:
+                rows = []
+            if len(rows) != len(self.alpha):
+                raise SltaError(
+                    f"There are {len(rows)} rows of weights for {len(self.alpha)} submodules: give a row for each, or "
+                    "weights by submodule, {'" + next(iter(self.alpha)) + "': [...]}."
+                )
+            alpha = dict(zip(self.alpha, rows, strict=True))
         submodules = dict(self.submodules)
         for name, given in alpha.items():
             if name not in submodules:
@@ -181,9 +195,9 @@ class Solution(Paragraphs):
             weights that were chosen.
 
         Raises:
-            SltaError: there are fewer than two draws.
+            SltaError: there are fewer than two draws, or an argument is no whole number.
         """
-        count, start = operator.index(repeats), operator.index(seed)
+        count, start = whole_number("repeats", repeats), whole_number("seed", seed)
         if count < 2:
             raise SltaError(f"Standard errors need at least two bootstrap draws, not {count}.")
         grams, task = self.statistics.grams, self.statistics.task
@@ -194,17 +208,33 @@ class Solution(Paragraphs):
             for name, alpha in self.alpha.items()
         }
 
-    def columns(self) -> dict[str, list[Any]]:
+    def columns(self, errors: Mapping[str, torch.Tensor] | None = None) -> dict[str, list[Any]]:
         """The columns of ``to_frame``, those of ``table``: a row for each submodule."""
         names = short_names(self.models)
+        known = torch.stack([errors[name] for name in self.alpha]).T.tolist() if errors is not None else []
         alpha, retained = (torch.stack(list(own.values())).T.tolist() for own in (self.alpha, self.retained))
         return {
             "submodule": list(self.alpha),
             **{f"alpha {name}": weights for name, weights in zip(names, alpha, strict=True)},
+            **({f"error {name}": column for name, column in zip(names, known, strict=True)} if known else {}),
             **{f"keeps {name}": shares for name, shares in zip(names, retained, strict=True)},
             **({"keeps base": list(self.kept_base.values())} if self.keeps_base else {}),
             "condition": list(self.condition.values()),
         }
+
+    def to_frame(self, errors: Mapping[str, torch.Tensor] | None = None) -> pandas.DataFrame:
+        """The numbers as a table of pandas, a row for each submodule; what is undefined is NaN.
+
+        Args:
+            errors: the standard errors of ``bootstrap``, to stand after the weights.
+
+        Returns:
+            A ``pandas.DataFrame``.
+
+        Raises:
+            SltaError: pandas is not installed.
+        """
+        return as_frame(self.columns(errors))
 
     def plot(self) -> Figure:
         """Draw the merging weights, as Figure 5 of the paper: experts by layers for each branch, or heads by layers.
@@ -325,10 +355,12 @@ class Solution(Paragraphs):
     ) -> Path:
         """Write a mergekit recipe that does the same merge without this package, without data and without statistics.
 
+        It is the same apart from ``out_dtype``, which is the type that the base model is stored in.
+
         Args:
             path: the YAML file to write.
             models: the path or Hub id to write for a model, the base model included, by its name in the statistics;
-                the others are written by their names.
+                the others are written as the recipe spells them that was measured, after ``load`` by their names.
             edges: ``base`` to keep the base model's embeddings, final norm and output head, or ``mean`` to merge them
                 with the mean of all merging weights.
             towers: the same for what lies outside the language tower of a multimodal model (vision, audio, projectors).
@@ -356,7 +388,7 @@ class Solution(Paragraphs):
             self,
             edges=edges,
             towers=towers,
-            models=models,
+            models={**self.statistics.paths, **(models or {})},
             tokenizer_source=tokenizer_source,
             trust_remote_code=trust_remote_code,
         )

@@ -10,11 +10,10 @@ import hashlib
 import importlib.metadata
 import json
 import math
-import operator
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, SupportsFloat, SupportsIndex
 
@@ -25,12 +24,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors.torch import save as serialize
 
 from mergekit_slta import __version__, files
-from mergekit_slta.errors import SltaError, reading
+from mergekit_slta.errors import SltaError, number, reading, whole_number
 from mergekit_slta.levels import LEVELS, Fallback, of_level, place_of, sort_key
 from mergekit_slta.models import hub
 from mergekit_slta.slta.solution import Solution
 from mergekit_slta.slta.solver import solve
-from mergekit_slta.tables import Paragraphs, Table
+from mergekit_slta.tables import Paragraphs, Table, known_names
 
 METADATA_KEY = "mergekit_slta"
 PUBLISHED_PREFIX = "hf:"
@@ -103,12 +102,14 @@ class Statistics(Paragraphs):
             model's, if it has one.
         tokens: [N] int64, the number of tokens of the sample.
         info: the file's metadata.
+        paths: where ``measure`` found the models, by their names in ``info``; not in the file, so empty after ``load``.
     """
 
     grams: dict[str, torch.Tensor]
     task: torch.Tensor
     tokens: torch.Tensor
     info: Info
+    paths: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def summary(self) -> str:
@@ -158,7 +159,7 @@ class Statistics(Paragraphs):
         The base model's task stays.
 
         Args:
-            names: the experts' names, as in ``info.models``.
+            names: the experts' names, as in ``info.models``, in the tables, or in the recipe that was measured.
 
         Returns:
             The Gram matrices of these experts on the samples of their tasks.
@@ -167,12 +168,16 @@ class Statistics(Paragraphs):
             SltaError: no name is given, or a name is not in the statistics or given twice.
         """
         known = self.info.models
-        for name in names:
-            if name not in known:
+        spelled = {path: name for name, path in self.paths.items()} | known_names(known)
+        wanted = [spelled.get(str(name), str(name)) for name in names]
+        for name, found in zip(names, wanted, strict=True):
+            if isinstance(name, (list, tuple)):
+                raise SltaError("'select' takes names, not a list of them: write select('a', 'b') or select(*names).")
+            if found not in known:
                 raise SltaError(f"The statistics hold no expert '{name}', only {', '.join(known)}.")
-        if not names or len(set(names)) < len(names):
+        if not names or len(set(wanted)) < len(wanted):
             raise SltaError(f"Name one or more of {', '.join(known)}, each once at most.")
-        return self.take([known.index(name) for name in names])
+        return self.take([known.index(name) for name in wanted])
 
     def take(self, experts: Sequence[int], keep: bool = True) -> Statistics:
         """``select`` by the experts' positions in ``info.models``; with the base model's task only if ``keep``."""
@@ -196,6 +201,7 @@ class Statistics(Paragraphs):
             task=torch.tensor([tasks.index(task) for task in self.task[rows].tolist()]),
             tokens=self.tokens[rows],
             info=info.model_copy(update=described),
+            paths=self.paths,
         )
 
     def at_levels(self, levels: Collection[str]) -> Statistics:
@@ -217,7 +223,7 @@ class Statistics(Paragraphs):
         Raises:
             SltaError: every task has fewer samples, or ``count`` is not positive.
         """
-        most, wanted = int(self.task.bincount().max()), operator.index(count)
+        most, wanted = int(self.task.bincount().max()), whole_number("samples", count)
         if not 1 <= wanted <= most:
             raise SltaError(f"The statistics hold {most} samples per task: the first {wanted} of them cannot be used.")
         rows = torch.cat([(self.task == task).nonzero().flatten()[:wanted] for task in self.task.unique()])
@@ -257,8 +263,8 @@ class Statistics(Paragraphs):
                 weight.
         """
         level = level or ("attn_mlp" if "attn_mlp" in self.info.levels else self.info.levels[0])
-        balance, ridge = bool(balance), float(ridge)
-        kept = 1.0 if keep_weight is None else float(keep_weight)
+        balance, ridge = bool(balance), number("ridge", ridge)
+        kept = 1.0 if keep_weight is None else number("keep_weight", keep_weight)
         for name, value in {"ridge": ridge, "keep_weight": kept}.items():
             if not 0 <= value < math.inf:
                 raise SltaError(f"'{name}' is {value}: give a number of at least zero.")

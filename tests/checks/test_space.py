@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from support import families
 from support.examining import feature_recipe, grow, only, problems
 from support.families import Family
-from torch.overrides import TorchFunctionMode
-
-from mergekit_slta.checks import space
-from mergekit_slta.errors import SltaError
 
 
 @pytest.fixture
@@ -28,24 +22,6 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_device_that_is_not_there(device: str, family: Family) -> None:
     problem = only(families.recipe(family, experts=[0]), options={"device": device})
     assert problem.startswith(f"PyTorch cannot compute on the device '{device}' (")
-
-
-class WithoutFloat64(TorchFunctionMode):
-    """Refuses float64 as torch does on Apple's GPUs."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (kwargs or {}).get("dtype") is torch.float64:
-            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
-        return function(*args, **(kwargs or {}))
-
-
-def test_a_device_without_float64() -> None:
-    space.device("cpu")
-    with (
-        WithoutFloat64(),
-        pytest.raises(SltaError, match="device 'cpu' \\(Cannot convert a MPS Tensor to float64 dtype"),
-    ):
-        space.device("cpu")
 
 
 def test_a_report_needs_a_folder(family: Family, tmp_path: Path) -> None:

@@ -261,6 +261,14 @@ def test_the_commands_write_tables_json_and_figure(command: str, paired: Family,
 # Refusals
 
 
+def test_one_folder_is_enough_and_none_is_refused(paired: Family) -> None:
+    merged = str(paired.experts[0])
+    found = compare(recipe_of(paired), merged, samples=2, quiet=True)
+    assert found.to_json() == compare(recipe_of(paired), [merged], samples=2, quiet=True).to_json()
+    with pytest.raises(SltaError, match="No merged model is named to compare"):
+        compare(recipe_of(paired), [], quiet=True)
+
+
 def test_experts_without_records_to_hold_out_are_refused(paired: Family) -> None:
     with pytest.raises(SltaError, match="The expert x has no 'calibration'"):
         evaluate(Recipe(paired.base, ["x"]), paired.base, quiet=True)

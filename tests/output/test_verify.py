@@ -64,6 +64,8 @@ def test_a_sound_merge_is_as_near_as_the_dense_sum_says(llama: Family, merged: t
     content, out = merged
     found = check(content, out)
     assert found.problems == ()
+    frame, (said, _) = found.to_frame(), str(found).splitlines()
+    assert frame.to_dict("list") == {"kind": ["verdict", "note"], "sentence": [said, *found.notes]}
     (file,) = out.glob("*.safetensors")
     written = load_file(file)
     assert found.tensors == found.compared == len(written)

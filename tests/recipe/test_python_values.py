@@ -12,6 +12,7 @@ import pytest
 import torch
 from support import synthetic
 
+import mergekit_slta
 from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.recipe.settings import SETTINGS, SltaSettings, parameter_specs
@@ -40,6 +41,18 @@ def test_arrays_are_gradients() -> None:
     made.require_sound()
 
 
+def test_a_notebook_shows_the_yaml() -> None:
+    made = Recipe("org/base", {"org/math": "<b>.jsonl"})
+    assert made._repr_html_() == f"<pre>{made.text.rstrip().replace('<', '&lt;').replace('>', '&gt;')}</pre>"
+
+
+@pytest.mark.parametrize("call", [mergekit_slta.measure, mergekit_slta.check, mergekit_slta.merge])
+def test_what_is_no_recipe_is_refused(call: Callable[..., Any]) -> None:
+    for wrong, kind in (({"merge_method": "slta"}, "dict"), (3, "int")):
+        with pytest.raises(SltaError, match=f"'recipe' is of type {kind}: give a Recipe or its file"):
+            call(wrong, *["out"] * (call is mergekit_slta.merge))
+
+
 def test_every_parameter_of_a_method_is_an_argument_of_recipe() -> None:
     """``calibration`` and ``weight`` belong to one model, and stand in its own table."""
     arguments = {name.rstrip("_") for name in signature(Recipe).parameters}
@@ -63,7 +76,7 @@ def test_what_is_solved_with_takes_their_numbers(number: Callable[[float], Any])
     assert (found.ridge, found.balance, found.task_weights) == (0.5, False, (2.0, 1.0))
     with pytest.raises(SltaError, match=re.escape("'keep_weight' is -1.0")):
         statistics.solve(keep_weight=number(-1.0))
-    with pytest.raises(TypeError, match="integer|index|scalar"):
+    with pytest.raises(SltaError, match=r"'samples' is .*2\.5.*: give a whole number"):
         statistics.solve(samples=number(2.5))
 
 

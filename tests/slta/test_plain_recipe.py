@@ -27,7 +27,7 @@ from mergekit_slta.layers.trace import trace
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.slta import plain_recipe as module
-from mergekit_slta.slta.measure import measured_statistics
+from mergekit_slta.slta.measure import measure, measured_statistics
 from mergekit_slta.slta.plain_recipe import PlannedTensor, plain_recipe, planned_tensors, weight_settings
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.slta.weights import TensorWeights
@@ -296,6 +296,20 @@ def test_weights_of_ones_own_are_merged_and_not_called_a_closed_form(llama: Fami
     assert not re.search("closed form|solved|balance|ridge", said, re.IGNORECASE)
 
 
+def test_what_was_just_measured_is_written_with_the_paths_of_its_recipe(llama: Family, tmp_path: Path) -> None:
+    own = Recipe(llama.base, dict(zip(llama.experts, llama.data, strict=True)), level="layer", samples=2)
+    measured = measure(own, path=tmp_path / "stats.safetensors", quiet=True)
+    paths = [str(llama.experts[2]), str(llama.experts[0])]
+    part = measured.select(*(Path(path).name for path in paths)).first_samples(1).solve()
+    content = yaml.safe_load(part.save_recipe(tmp_path / "plain.yml").read_text())
+    assert (content["base_model"], [entry["model"] for entry in content["models"]]) == (str(llama.base), paths)
+    content = yaml.safe_load(part.save_recipe(tmp_path / "plain.yml", models={"expert0": "org/math"}).read_text())
+    assert [entry["model"] for entry in content["models"]] == [paths[0], "org/math"]
+    loaded = Statistics.load(tmp_path / "stats.safetensors")  # the file has no path
+    with pytest.raises(SltaError, match="The base model 'base' is neither a folder nor of the form ORG/NAME"):
+        loaded.solve().save_recipe(tmp_path / "plain.yml")
+
+
 def test_the_model_level_needs_no_configuration() -> None:
     solution = statistics_of("model").solve("model")
     content = yaml.safe_load(plain_recipe(solution))
@@ -314,8 +328,12 @@ def test_heads_are_refused() -> None:
 
 def test_no_or_another_base_model_is_asked_for(tmp_path: Path) -> None:
     solution = statistics_of("layer").solve("layer")
-    with pytest.raises(SltaError, match=r"cannot be read.*--model org/base=PATH"):
-        plain_recipe(solution, models={"org/base": str(tmp_path / "none")})
+    for unknown in (str(tmp_path / "none"), "none"):
+        said = (
+            rf"'{unknown}' is neither a folder nor .* ORG/NAME: .*models={{'org/base': 'PATH'}}.*--model org/base=PATH"
+        )
+        with pytest.raises(SltaError, match=said):
+            plain_recipe(solution, models={"org/base": unknown})
     config_of("qwen2").save_pretrained(tmp_path)
     with pytest.raises(SltaError, match=r"not the base model.*LlamaForCausalLM: .*--model org/base=PATH"):
         plain_recipe(solution, models={"org/base": str(tmp_path)})

@@ -61,6 +61,9 @@ def test_task_weights_by_name_or_in_order(
         ({"level": "linear"}, "no level 'linear', only layer, attn_mlp"),
         ({"ridge": -1.0}, "'ridge' is -1.0"),
         ({"samples": 0}, "hold 4 samples per task"),
+        ({"ridge": "auto"}, "'ridge' is 'auto': give a number."),
+        ({"keep_weight": [1]}, "'keep_weight' is [1]: give a number."),
+        ({"samples": 1.5}, "'samples' is 1.5: give a whole number."),
         ({"task_weights": {"org/maths": 1}}, "for 'org/maths', but the experts are org/math, org/code"),
         ({"task_weights": [1, 2]}, "2 task weights for 3 experts"),
         ({"task_weights": [1, 2, -3]}, "task weight of org/<b>chat is -3: give a number of at least zero"),
@@ -81,6 +84,17 @@ def test_standard_errors_are_those_of_the_draws(statistics: Statistics) -> None:
         assert torch.equal(error, draws.std(0))
     with pytest.raises(SltaError, match="at least two"):
         solution.bootstrap(1)
+    with pytest.raises(SltaError, match="'repeats' is 'x': give a whole number"):
+        solution.bootstrap("x")  # type: ignore[arg-type]
+
+
+def test_standard_errors_stand_in_the_frame_after_the_weights(statistics: Statistics) -> None:
+    solution = statistics.solve()
+    errors = solution.bootstrap(5)
+    frame = solution.to_frame(errors).set_index("submodule")
+    assert list(frame.columns[3:6]) == ["error math", "error code", "error <b>chat"]
+    assert all(frame.loc[name].iloc[3:6].tolist() == error.tolist() for name, error in errors.items())
+    assert frame.drop(columns=frame.columns[3:6]).equals(solution.to_frame().set_index("submodule"))
 
 
 def test_printed_it_is_a_table_with_notes(statistics: Statistics) -> None:
@@ -173,6 +187,19 @@ def test_weights_of_ones_own_are_told_from_solved_ones(statistics: Statistics) -
     assert content["alpha_std"]["layer.1.mlp"] == [0, 0, 0] != content["alpha_std"]["layer.1.attn"]
     assert solution.notes() == ["In 1 of 4 submodules the weights were chosen; the others are solved."]
     assert solution.submodules["layer.1.mlp"].measured.all()
+
+
+def test_weights_of_ones_own_may_be_an_array_with_a_row_for_each_submodule(statistics: Statistics) -> None:
+    rows, solution = np.arange(12).reshape(4, 3) / 10, statistics.solve()
+    chosen = solution.with_alpha(rows)
+    assert {name: alpha.tolist() for name, alpha in chosen.alpha.items()} == dict(
+        zip(statistics.submodules("attn_mlp"), rows.tolist(), strict=True)
+    )
+    assert len(chosen.chosen) == 4
+    for wrong, count in ((torch.zeros(3, 4), 3), (0.5, 0)):
+        said = rf"There are {count} rows of weights for 4 submodules: .*{{'layer\.0\.attn': \[\.\.\.\]}}"
+        with pytest.raises(SltaError, match=said):
+            solution.with_alpha(wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("given", [[1, 2], [1, 2, math.nan], 0.5, ["a", "b", "c"], torch.ones(3, 3), torch.tensor(1.0)])

@@ -4,6 +4,7 @@ import itertools
 import json
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,8 @@ def test_a_subset_in_another_order(found: Statistics) -> None:
 def test_experts_are_selected_by_name(found: Statistics, tmp_path: Path) -> None:
     part = found.select("org/expert2", "org/expert0")
     assert same(part, found.take([2, 0]))
+    assert same(part, found.select("expert2", "expert0"))  # as the tables name them
+    assert same(part, replace(found, paths={"org/expert0": "/models/zero"}).select("expert2", "/models/zero"))
     assert same(Statistics.load(part.save(tmp_path / "part.safetensors")), part)  # it is a valid file itself
     assert same(found.take([0, 1, 2]), found)
     level = found.at_levels(["layer"])
@@ -182,8 +185,10 @@ def test_experts_are_selected_by_name(found: Statistics, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        (["org/expert0", "expert1"], "no expert 'expert1', only org/expert0, org/expert1, org/expert2"),
+        (["org/expert0", "expert3"], "no expert 'expert3', only org/expert0, org/expert1, org/expert2"),
         (["org/expert1", "org/expert1"], "one or more of org/expert0, org/expert1, org/expert2, each once"),
+        (["org/expert1", "expert1"], "one or more of org/expert0, org/expert1, org/expert2, each once"),
+        ([["org/expert1"]], r"not a list of them: write select\('a', 'b'\)"),
         ([], "one or more of org/expert0, org/expert1, org/expert2, each once"),
     ],
 )
