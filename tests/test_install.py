@@ -231,7 +231,9 @@ def test_a_broken_plugin_costs_nothing_outside_mergekit(broken: Environment, dam
 
 
 @pytest.mark.parametrize("damage", ["this is no Python\n", "def install():\n    raise OSError('damaged')\n"])
-def test_a_start_up_file_that_fails_says_so_in_one_line_and_python_goes_on(broken: Environment, damage: str) -> None:
+def test_a_start_up_file_that_fails_says_so_in_one_line_and_python_goes_on(
+    broken: Environment, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (broken.site_packages / "_mergekit_slta_startup.py").write_text(damage)
     result = broken.run("-c", "print('goes on')")
     assert result.stdout == "goes on\n"
@@ -240,6 +242,8 @@ def test_a_start_up_file_that_fails_says_so_in_one_line_and_python_goes_on(broke
     assert (
         line.startswith("mergekit does not know the merge methods of mergekit-slta") and "install mergekit-slta" in line
     )
+    monkeypatch.setenv("MERGEKIT_SLTA_DISABLE", "1")
+    assert broken.run("-c", "pass").stderr == ""
 
 
 @pytest.mark.parametrize("program", [["-c", "import mergekit_slta"], ["-m", "mergekit_slta"]])
