@@ -3,9 +3,10 @@
 mergekit has no plugin discovery. So Python runs ``mergekit_slta.pth``, at the root of site-packages, at every start.
 That calls `install`, which puts a finder in front of ``sys.meta_path``. The finder waits until a program imports one of
 mergekit's modules that `HOOKS` names, lets Python execute the module, and calls the hook; after the last hook it
-removes itself. Because every start of Python runs this file, it imports only ``sys``, which Python has got by then. It is no part of the package: at a start the current folder is not on the search path yet, so an import of the
-package would take the installed one where another checkout is meant. With ``MERGEKIT_SLTA_DISABLE=1``
-in the environment the start-up line does not import it.
+removes itself. Because every start of Python runs this file, it imports only ``sys``, which Python has got by then. It
+is no part of the package: at a start the current folder is not on the search path yet, so an import of the package
+would take the installed one where another checkout is meant. With ``MERGEKIT_SLTA_DISABLE=1`` in the environment the
+start-up line does not import it.
 """
 
 import sys
