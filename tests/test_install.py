@@ -337,4 +337,4 @@ def test_the_pages_install_as_the_cards_do(page: str) -> None:
     """Before the first release they add a commit; and the name on PyPI, which anybody may take, is nowhere."""
     text = (ROOT / page).read_text()
     assert f"`{INSTALL}" in text
-    assert INSTALL == "pip install mergekit-slta" or "install mergekit-slta`" not in text.replace("uninstall", "")
+    assert INSTALL == "pip install mergekit-slta" or "pip install mergekit-slta" not in text
