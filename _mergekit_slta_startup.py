@@ -3,12 +3,12 @@
 mergekit has no plugin discovery. So Python runs ``mergekit_slta.pth``, at the root of site-packages, at every start.
 That calls `install`, which puts a finder in front of ``sys.meta_path``. The finder waits until a program imports one of
 mergekit's modules that `HOOKS` names, lets Python execute the module, and calls the hook; after the last hook it
-removes itself. Because every start of Python runs this file, it imports only ``os`` and ``sys``, which Python has got
-by then. It is no part of the package: at a start the current folder is not on the search path yet, so an import of the
-package would take the installed one where another checkout is meant. ``MERGEKIT_SLTA_DISABLE=1`` switches it off.
+removes itself. Because every start of Python runs this file, it imports only ``sys``, which Python has got by then. It
+is no part of the package: at a start the current folder is not on the search path yet, so an import of the package
+would take the installed one where another checkout is meant. With ``MERGEKIT_SLTA_DISABLE=1`` in the environment the
+start-up line does not import it.
 """
 
-import os
 import sys
 
 TYPE_CHECKING = False  # type checkers treat this name as true; importing typing would slow every start of Python
@@ -28,8 +28,6 @@ HOOKS = {
 
 def install() -> None:
     """Call the hooks of hosts that are imported already, and have a finder call the others later."""
-    if os.environ.get("MERGEKIT_SLTA_DISABLE") == "1":
-        return
     if any(type(finder).__module__ == __name__ for finder in sys.meta_path):
         return
     finder = HostFinder()

@@ -6,6 +6,7 @@ import ast
 import importlib
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,7 +30,7 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 TEXTS = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
 PARAMETERS = {spec.name for settings in SETTINGS.values() for spec in parameter_specs(settings)}
 # Options of other programs that the pages show.
-FOREIGN = {"--extra-index-url", "--no-deps", "--strict", "--nproc-per-node", "--check", "--target"}
+FOREIGN = {"--index-url", "--no-deps", "--strict", "--nproc-per-node", "--check", "--target"}
 LLAMA_CPP = {"--outtype", "--outfile", "--mmproj", "--mtp", "--no-mtp"}
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -182,6 +183,12 @@ def test_the_site_shows_every_page() -> None:
     assert settings["strict"] == "true"
     index = TEXTS["index.md"]
     assert not [page for page in entries if page != "index.md" and f"]({page})" not in index]
+
+
+def test_the_command_for_licences_prints_that_of_mergekit() -> None:
+    (command,) = blocks(TEXTS["licence.md"], "sh")
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+    assert "mergekit | 0.1.5 | LGPL-3.0-only" in done.stdout.splitlines()
 
 
 def test_the_readme_is_short_and_its_table_is_that_of_the_findings() -> None:

@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from importlib.metadata import packages_distributions
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from conftest import WriteRecipe
 from support import families
 from support.families import Family
@@ -231,7 +233,9 @@ def test_a_broken_plugin_costs_nothing_outside_mergekit(broken: Environment, dam
 
 
 @pytest.mark.parametrize("damage", ["this is no Python\n", "def install():\n    raise OSError('damaged')\n"])
-def test_a_start_up_file_that_fails_says_so_in_one_line_and_python_goes_on(broken: Environment, damage: str) -> None:
+def test_a_start_up_file_that_fails_says_so_in_one_line_and_python_goes_on(
+    broken: Environment, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (broken.site_packages / "_mergekit_slta_startup.py").write_text(damage)
     result = broken.run("-c", "print('goes on')")
     assert result.stdout == "goes on\n"
@@ -240,6 +244,8 @@ def test_a_start_up_file_that_fails_says_so_in_one_line_and_python_goes_on(broke
     assert (
         line.startswith("mergekit does not know the merge methods of mergekit-slta") and "install mergekit-slta" in line
     )
+    monkeypatch.setenv("MERGEKIT_SLTA_DISABLE", "1")
+    assert broken.run("-c", "pass").stderr == ""
 
 
 @pytest.mark.parametrize("program", [["-c", "import mergekit_slta"], ["-m", "mergekit_slta"]])
@@ -285,7 +291,33 @@ def test_the_description_on_an_index_has_whole_addresses(distributions: dict[str
 def test_every_action_is_pinned_by_its_commit() -> None:
     for file in (ROOT / ".github" / "workflows").glob("*.yml"):
         used = re.findall(r"uses: (.*)", file.read_text())
-        assert used and all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40}  # v[\d.]+", action) for action in used), file
+        pinned = r"[\w/-]+@[0-9a-f]{40}  # v[\d.]+|\./\.github/workflows/ci\.yml"
+        assert used and all(re.fullmatch(pinned, action) for action in used), file
+
+
+def workflow(name: str) -> Any:
+    return yaml.safe_load((ROOT / ".github" / "workflows" / name).read_text())
+
+
+def test_a_release_is_tested_and_only_jobs_that_run_no_code_of_ours_may_sign_it() -> None:
+    jobs = workflow("release.yml")["jobs"]
+    for job in [job for job in jobs.values() if "id-token" in job.get("permissions", {})]:
+        assert not [step for step in job["steps"] if "run" in step or "checkout" in step["uses"]]
+    assert jobs["publish"]["needs"] == "attest" and set(jobs["attest"]["needs"]) == {"tests", "smoke"}
+    assert "workflow_call" in workflow("ci.yml")[True]  # YAML reads the key ``on`` as true
+
+
+def test_a_second_index_is_never_searched_for_every_package() -> None:
+    files = [path for folder in ("docs", ".github", ".ci") for path in (ROOT / folder).rglob("*") if path.is_file()]
+    pages = [ROOT / "README.md", *(path for path in files if path.suffix in ("", ".md", ".yml"))]
+    assert not [page for page in pages if re.search("extra.index", page.read_text(), re.IGNORECASE)]
+
+
+def test_the_classifiers_name_the_versions_of_python_that_ci_tests() -> None:
+    tested = {*re.findall(r'"(3\.\d+)"', (ROOT / ".github" / "workflows" / "ci.yml").read_text())}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = {line.rpartition(" :: ")[2] for line in project["classifiers"] if ":: Python :: 3." in line}
+    assert named == tested
 
 
 def test_the_wheel_holds_the_package_and_its_startup_file(distributions: dict[str, str]) -> None:
@@ -300,6 +332,9 @@ def test_the_readme_gives_the_command_that_ci_runs() -> None:
     assert command in (ROOT / "README.md").read_text().splitlines()
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/install.md"])
 def test_the_pages_install_as_the_cards_do(page: str) -> None:
-    assert f"`{INSTALL}`" in (ROOT / page).read_text()
+    """Before the first release they add a commit; and the name on PyPI, which anybody may take, is nowhere."""
+    text = (ROOT / page).read_text()
+    assert f"`{INSTALL}" in text
+    assert INSTALL == "pip install mergekit-slta" or "pip install mergekit-slta" not in text

@@ -125,9 +125,13 @@ def test_another_finder_that_asks_all_finders(host: Path, calls: list[str]) -> N
 
 
 def test_an_environment_variable_switches_it_off(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    line = Path(startup.__file__).with_suffix(".pth").read_text()
     monkeypatch.setenv("MERGEKIT_SLTA_DISABLE", "1")
-    startup.install()
+    exec(line, {})
     assert waiting() == 0
+    monkeypatch.setenv("MERGEKIT_SLTA_DISABLE", "0")
+    exec(line, {})
+    assert waiting() == 1
 
 
 def test_a_hook_that_fails_is_a_warning() -> None:

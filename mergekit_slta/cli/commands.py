@@ -374,7 +374,7 @@ def verify(recipe: Path, out: Path, **options: Any) -> None:
 @main.command(short_help="Check a merged model and upload it to the Hub.")
 @merged_folder
 @click.argument("repository", metavar="ORG/NAME")
-@click.option("--private", is_flag=True, help="Make the repository private.")
+@click.option("--private", is_flag=True, help="Make a new repository private; else its organisation's default decides.")
 @click.option("--dry-run", is_flag=True, help="Check, and show what would be uploaded; write and upload nothing.")
 @trusted_code
 @quiet

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from mergekit.common import ModelPath, ModelReference
 from mergekit.io.lazy_tensor_loader import LazyTensorLoader
 from tqdm import tqdm
+from transformers.dynamic_module_utils import get_relative_import_files
 
 from mergekit_slta import files
 from mergekit_slta.checks.tensors import complete_checkpoints
@@ -30,11 +32,13 @@ from mergekit_slta.tables import Paragraphs, as_size
 # What belongs to a model beside its weights. Anything else in the folder stays where it is.
 PUBLISHED = (
     *(card.CARD, card.RECIPE, card.ALPHA_FIGURE, STATISTICS_OF_MERGE),
-    *("config.json", "generation_config.json", "*.safetensors.index.json", "pytorch_model.bin.index.json"),
+    *("config.json", "generation_config.json", "model.safetensors.index.json"),
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "*.tiktoken", "tekken.json", "chat_template.*"),
-    *("additional_chat_templates/*.jinja", "*processor_config.json", "audio_tokenizer_config.json"),
-    *("configuration_*.py", "modeling_*.py", "tokenization_*.py", "*processing_*.py", "LICENSE*", "NOTICE*"),
+    *("vocab.json", "vocab.txt", "merges.txt", "*.tiktoken", "tekken.json"),
+    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
+    *("*processor_config.json", "audio_tokenizer_config.json"),
+    *(f"{name}{end}" for name in ("LICENSE", "LICENCE", "NOTICE") for end in ("", ".txt", ".md")),
+    *("LICENSE-CODE", "LICENSE-MODEL"),
 )
 # The texts that may hold paths of the machine; a tokenizer's vocabulary must stay as it is.
 _TEXTS = (card.CARD, "config.json", "tokenizer_config.json")
@@ -50,6 +54,7 @@ class Publication(Paragraphs):
         files: the files with their sizes in bytes.
         left_out: what else lies in the folder, and stays there.
         notes: what is worth knowing, one sentence each.
+        private: whether a repository that is made for it is private, or as the organisation's default says.
         address: where the model is now; None if nothing was uploaded.
     """
 
@@ -57,6 +62,7 @@ class Publication(Paragraphs):
     files: tuple[tuple[str, int], ...]
     left_out: tuple[str, ...]
     notes: tuple[str, ...]
+    private: bool = False
     address: str | None = None
 
     def columns(self) -> dict[str, list[Any]]:
@@ -69,6 +75,8 @@ class Publication(Paragraphs):
         lines = [f"{done}: {len(self.files)} files, {size}."]
         lines += [f"  {name} ({as_size(size)})" for name, size in self.files]
         lines += [f"Not uploaded: {', '.join(self.left_out)}."] if self.left_out else []
+        seen = "private" if self.private else "private or public, as the organisation's default"
+        lines += [] if self.address else [f"Visibility: {seen}; a repository that is there stays as it is."]
         return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
 
 
@@ -89,7 +97,7 @@ def publish(
     Args:
         merged: the folder that the merge was written to.
         repository: ``ORG/NAME``; it is made if it is not there.
-        private: make it private; one that is there stays as it is.
+        private: make it private; else it is as the organisation's default. One that is there stays as it is.
         dry_run: check, and say what would be uploaded, but write and upload nothing.
         trust_remote_code: run the Python code that comes with the model.
         quiet: no progress bars.
@@ -124,14 +132,14 @@ def publish(
     pairs = contents.items()
     sizes = tuple((name, len(own) if isinstance(own, bytes) else own.stat().st_size) for name, own in pairs)
     present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    found = Publication(repository, sizes, tuple(sorted(present - contents.keys())), tuple(notes))
+    found = Publication(repository, sizes, tuple(sorted(present - contents.keys())), tuple(notes), private)
     if dry_run:
         return found
     files.write(folder / card.CARD, text.encode())
     operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=own) for name, own in pairs]
     try:
         api = HfApi()
-        api.create_repo(repository, private=private, exist_ok=True)
+        api.create_repo(repository, private=private or None, exist_ok=True)
         done = api.create_commit(repository, operations, commit_message="Upload a merged model")
     except (*hub.HUB_ERRORS, RuntimeError) as error:
         raise SltaError(f"{repository} cannot be published: {hub.reason(error)}.") from error
@@ -141,7 +149,16 @@ def publish(
 def _checked(folder: Path, trust_remote_code: bool, quiet: bool) -> tuple[Any, Recipe]:
     """A merged model's tokenizer and its recipe; an SltaError with everything that keeps it from being published."""
 
+    def companions() -> None:
+        refuse(_outside(folder, _published(folder)))
+
     def weights() -> None:
+        names = weight_map(folder)
+        refuse(_outside(folder, [folder / name for name in names]))
+        if pickled := [name for name in names if not name.endswith(".safetensors")]:
+            raise SltaError(
+                f"{folder} holds pickled weights ({listed(pickled)}): merge again without --no-safe-serialization."
+            )
         model = open_model(ModelReference(model=ModelPath(path=str(folder))), trust_remote_code)
         complete_checkpoints([model])
         refuse(_values_that_are_not_finite(folder, quiet))
@@ -157,8 +174,14 @@ def _checked(folder: Path, trust_remote_code: bool, quiet: bool) -> tuple[Any, R
             )
         return Recipe.load(folder / card.RECIPE)
 
-    _, found, loaded = all_of([weights, tokenizer, recipe])
+    *_, found, loaded = all_of([companions, weights, tokenizer, recipe])
     return found, loaded
+
+
+def _outside(folder: Path, paths: Iterable[Path]) -> Iterator[str]:
+    for path in paths:
+        if not path.resolve().is_relative_to(folder.resolve()):
+            yield f"{path} is a link to a file outside of {folder}: put the file itself in its place, or remove it."
 
 
 def _values_that_are_not_finite(folder: Path, quiet: bool) -> Iterator[str]:
@@ -169,10 +192,24 @@ def _values_that_are_not_finite(folder: Path, quiet: bool) -> Iterator[str]:
             yield f"The tensor {name} has values that are not finite: merge again, in 'dtype: float32'."
 
 
+def _published(folder: Path) -> list[Path]:
+    """The files beside the weights, the model's code among them: what its configurations name and what that imports."""
+    found = [path for pattern in PUBLISHED for path in folder.glob(pattern) if path.is_file()]
+    for config in [path for path in found if path.name.endswith("config.json")]:
+        with reading(config):
+            classes = (json.loads(config.read_bytes()).get("auto_map") or {}).values()
+            names = [name for given in classes for name in (given if isinstance(given, list) else [given]) if name]
+            modules = [folder / f"{name.rpartition('--')[2].partition('.')[0]}.py" for name in names]
+        for module in [module for module in modules if module.is_file()]:
+            with reading(module):
+                found += [module, *map(Path, get_relative_import_files(module))]
+    return list(dict.fromkeys(found))
+
+
 def _contents(folder: Path, recipe: Recipe) -> dict[str, Path | bytes]:
     """The files to publish, by their names in the repository: texts without private paths, the others as they are."""
     contents: dict[str, Path | bytes] = {}
-    for path in (path for pattern in PUBLISHED for path in folder.glob(pattern) if path.is_file()):
+    for path in _published(folder):
         name = path.relative_to(folder).as_posix()
         if name in card.BESIDE and recipe.config.merge_method != SltaSettings.method:
             continue  # of an earlier merge into the same folder

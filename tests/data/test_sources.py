@@ -101,6 +101,7 @@ def test_broken_files_are_named(name: str, tmp_path: Path) -> None:
         ("hf:folder?split=nope", ["nope", "train"]),
         ("hf:folder?config=nope", ["nope"]),
         ("hf:saved", ["load_from_disk"]),
+        ("hf:scripted", ["scripts are no longer supported"]),
     ],
 )
 def test_sources_that_cannot_be_read_are_named(
@@ -109,6 +110,8 @@ def test_sources_that_cannot_be_read_are_named(
     monkeypatch.chdir(tmp_path)
     write_folder(tmp_path / "folder")
     datasets.Dataset.from_list(RECORDS).save_to_disk("saved")
+    write_folder(tmp_path / "scripted")
+    (tmp_path / "scripted" / "scripted.py").write_text("raise SystemExit('a data set has run its own code')")
     message = refused(read_records, source)
     for words in (repr(source), *said):
         assert words in message

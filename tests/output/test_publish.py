@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from support import families
+from support.examining import edit_config
 from support.families import Family
 from support.upload_hub import UploadHub, serve_uploads
 
@@ -103,6 +104,41 @@ def test_a_dry_run_writes_and_uploads_nothing(out: Path) -> None:
     assert "Would be uploaded to org/model" in done.output and "README.md" in done.output
     assert f"config.json ({as_size((out / 'config.json').stat().st_size)})" in done.output
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+def test_only_files_of_the_model_are_uploaded(out: Path) -> None:
+    edit_config(out, auto_map={"AutoModel": "modeling_own.Own", "AutoTokenizer": [None, "org/x--tokens.Own"]})
+    (out / "modeling_own.py").write_text("from .parts import Part\n")
+    kept = {"modeling_own.py", "parts.py", "tokens.py", "LICENSE", "NOTICE.txt"}
+    strangers = {"modeling_stray.py", "processing.py", "LICENSE-KEY.pem", "NOTICE.db", "chat_template.orig"}
+    for name in (kept | strangers) - {"modeling_own.py"}:
+        (out / name).write_text("")
+    found = publish(out, "org/model", dry_run=True, quiet=True)
+    assert kept <= dict(found.files).keys() and strangers <= set(found.left_out)
+
+
+@pytest.mark.parametrize("name", ["LICENSE", "README.md", "model.safetensors"])
+def test_a_link_that_leads_out_of_the_folder_is_refused(name: str, out: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes((out / name).read_bytes() if (out / name).exists() else b"secret")
+    (out / name).unlink(missing_ok=True)
+    (out / name).symlink_to(elsewhere)
+    with pytest.raises(SltaError, match=rf"{name} is a link to a file outside"):
+        publish(out, "org/model", dry_run=True, quiet=True)
+
+
+def test_pickled_weights_are_refused(out: Path) -> None:
+    torch.save(load_file(out / "model.safetensors"), out / "pytorch_model.bin")
+    (out / "model.safetensors").unlink()
+    with pytest.raises(SltaError, match=r"pickled weights \(pytorch_model.bin\): .* without --no-safe-serialization"):
+        publish(out, "org/model", dry_run=True, quiet=True)
+
+
+def test_the_organisation_decides_on_the_visibility(out: Path, hub: UploadHub) -> None:
+    assert "Visibility: private;" in str(publish(out, "org/model", private=True, dry_run=True, quiet=True))
+    assert "as the organisation's default" in str(publish(out, "org/model", dry_run=True, quiet=True))
+    assert upload(out, "org/model").exit_code == 0
+    assert not {"private", "visibility"} & hub.created[0].keys()
 
 
 def test_a_recipe_is_published_as_it_was_understood(out: Path, hub: UploadHub) -> None:
