@@ -18,15 +18,17 @@ import yaml
 from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 from support import families
+from support.adapters import write_adapter
 from support.architecture_scan import small_configs
 from support.copies import edit_tensors, edited
 from support.every_tensor import State, by_reference, layer_of, load, merged, stored, weighted, wrong_tensors
-from support.examining import look, problems
+from support.examining import edit_config, look, problems
 from support.families import Family
 from support.slow import slow_but
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig, Qwen3VLMoeConfig
 
 from mergekit_slta.models.headers import open_model
+from mergekit_slta.models.roles import Role
 from mergekit_slta.slta.statistics import Statistics
 
 METHODS = ("slta", "featcal", "actmat", "sftm")
@@ -200,6 +202,102 @@ def test_a_plain_recipe_says_what_mergekit_alone_leaves_out(
         caplog.clear()
 
 
+# Odd checkpoints
+
+
+def one_by_hand(folder: Path, edit: Callable[[State], object], config: Any = "llama") -> Family:
+    """A family whose checkpoints are all edited in the same way."""
+    made = families.make_family(folder, config, experts=1, records=2)
+    for own in made.folders:
+        edit_tensors(own, edit)
+    return made
+
+
+def test_a_head_that_is_stored_beside_its_tied_embedding_is_written_too(tmp_path: Path) -> None:
+    """Even if the two differ: transformers then runs them as two."""
+    config, head = families.config_of("llama", tie_word_embeddings=True), "lm_head.weight"
+    found = one_by_hand(tmp_path, lambda own: own.update({head: own["model.embed_tokens.weight"] + 1}), config)
+    states = [stored(own) for own in found.folders]
+    written = stored(merged(found, "actmat", tmp_path / "out"))
+    assert wrong_tensors(written, functools.partial(weighted, states, torch.ones(1)), states[0]) == []
+
+
+def test_a_name_that_is_nearly_the_models_stands_for_no_tensor_that_has_its_own(tmp_path: Path) -> None:
+    near, name = "layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"
+    found = one_by_hand(tmp_path, lambda own: own.update({near: torch.zeros_like(own[name])}))
+    written, expert = stored(merged(found, "actmat", tmp_path / "out")), stored(found.experts[0])
+    assert written.keys() == expert.keys() and not written[near].any()
+    torch.testing.assert_close(written[name], expert[name], rtol=1e-4, atol=1e-5)
+
+
+def test_integers_stay_integers(tmp_path: Path) -> None:
+    numbers = torch.arange(1000, 1010)
+    found = one_by_hand(tmp_path, lambda own: own.update({"table.ids": numbers}))
+    written = stored(merged(found, "actmat", tmp_path / "out", out_dtype="bfloat16"))
+    assert torch.equal(written["table.ids"], numbers) and written["model.norm.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("turn", [False, True])
+@pytest.mark.parametrize("method", ["slta", "actmat"])
+def test_experts_that_are_stored_turned_are_merged_by_the_same_weights(method: str, turn: bool, tmp_path: Path) -> None:
+    """transformers tells by the shapes alone how a Qwen3-VL mixture stores its experts."""
+    found = families.make_family(tmp_path, qwen3_vl_moe(), experts=2, records=2, longest=10)
+    straight = [stored(own) for own in found.folders]
+    if turn:
+        for own in found.folders:
+            edit_tensors(own, turn_experts)
+    settings = {"level": "linear", "towers": "mean"} if method == "slta" else {}
+    out = merged(found, method, tmp_path / "out", **settings)
+    written = stored(out)
+    assert written.keys() == straight[0].keys()
+    if turn:
+        turn_experts(written)
+    whole = families.make_family(tmp_path / "again", qwen3_vl_moe(), experts=2, records=2, longest=10)
+    wanted = stored(merged(whole, method, tmp_path / "wanted", **settings))
+    assert wrong_tensors(written, wanted.__getitem__, wanted) == []
+    if method == "actmat":
+        names = [name for name in wanted if ".experts." in name]
+        by_hand = functools.partial(by_reference, straight, "actmat", role=Role.LINEAR)
+        assert names and wrong_tensors({name: wanted[name] for name in names}, by_hand, names) == []
+
+
+def qwen3_vl_moe() -> PretrainedConfig:
+    config = families.config_of("qwen3_vl")
+    text = config.text_config.to_dict() | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+    text |= {"model_type": "qwen3_vl_moe_text", "decoder_sparse_step": 1, "mlp_only_layers": []}
+    vision = config.vision_config.to_dict() | {"model_type": "qwen3_vl_moe_vision"}
+    return Qwen3VLMoeConfig(text_config=text, vision_config=vision)
+
+
+def turn_experts(tensors: State) -> None:
+    for name in [name for name in tensors if re.search(r"experts\.(gate_up|down)_proj$", name)]:
+        tensors[name] = tensors[name].mT.contiguous()
+
+
+def test_what_merging_an_adapter_loses_is_said(family: Callable[[str], Family], tmp_path: Path) -> None:
+    found = family("qwen3_5")
+    recipe = families.recipe(found, "actmat", calibration=False)
+    head, adapter = ", ".join(prediction_head(found.config)), write_adapter(found.base, tmp_path / "adapter")
+    recipe["models"][0]["model"] += f"+{adapter}"
+    options = {"lora_merge_cache": str(tmp_path / "cache")}
+    (note,) = look(recipe, options=options).notes
+    assert all(name in note for name in head.split(", ")) and "will be those of the base model" in note
+    recipe["base_model"] += f"+{adapter}"
+    notes = look(recipe, options=options).notes
+    assert any("will be left out: merging its adapter loses them" in note for note in notes)
+
+
+def test_slices_are_planned_by_mergekit_alone_and_the_check_says_what_that_leaves_out(
+    family: Callable[[str], Family],
+) -> None:
+    found = family("deepseek_v3")
+    names = [str(own) for own in found.folders]
+    slices = [{"sources": [{"model": name, "layer_range": [0, end]} for name in names]} for end in (2, 3)]
+    recipe = {"merge_method": "actmat", "base_model": names[0], "slices": slices, "dtype": "float32"}
+    (note,) = look(recipe).notes
+    assert note.startswith("mergekit plans a merge of slices by itself, and leaves ")
+
+
 # What is said before the merge
 
 
@@ -262,3 +360,28 @@ def test_the_rows_of_a_prediction_heads_embeddings_are_tokens(family: Callable[[
         f"{extra}embed_tokens.weight",
         f"{extra}shared_head.head.weight",
     }
+
+
+def test_rows_that_an_expert_lacks_cannot_follow_another_tokenizer(
+    family: Callable[[str], Family], tmp_path: Path
+) -> None:
+    found = family("deepseek_v3")
+    name = "model.layers.4.embed_tokens.weight"
+    without = edited(found.experts[1], tmp_path / "without", lambda own: own.pop(name))
+    trained = Family(found.base, (found.experts[0], without), found.data, found.config)
+    recipe = families.recipe(trained, "actmat", calibration=False)
+    assert problems(recipe) == []
+    said = only(recipe | {"tokenizer_source": "base"})
+    assert said.startswith(f"{without} lacks {name} of the base model")
+
+
+def test_a_model_that_transformers_cannot_build_has_its_rows_by_mergekits_definition(tmp_path: Path) -> None:
+    found = families.make_family(tmp_path, "llama", experts=1)
+    for own in found.folders:
+        edit_config(own, pad_token_id=1000)
+    experiment = families.experiment(families.recipe(found, "actmat", calibration=False))
+    assert experiment.layout.model is None and experiment.architecture is not None
+    weights = experiment.architecture.all_weights(experiment.base.config)
+    rows = {weight.name for weight in weights if weight.vocabulary_axis == 0}
+    assert rows == {"model.embed_tokens.weight", "lm_head.weight"}
+    assert {weight.name for weight in weights} == stored(found.base).keys()
