@@ -22,7 +22,7 @@ from support.adapters import write_adapter
 from support.architecture_scan import small_configs
 from support.copies import edit_tensors, edited
 from support.every_tensor import State, by_reference, layer_of, load, merged, stored, weighted, wrong_tensors
-from support.examining import edit_config, look, problems
+from support.examining import edit_config, look, only, problems
 from support.families import Family
 from support.slow import slow_but
 from transformers import AutoConfig, PretrainedConfig, Qwen3VLMoeConfig
