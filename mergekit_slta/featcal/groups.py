@@ -120,7 +120,7 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
         given = run.inputs[module]
         if child in run.opened:  # whose parts the layer calls one by one, between other children
             child = module
-        same = None if fused else (child, given[0].data_ptr(), given[0].numel())  # also for views
+        same = None if fused else (child, given[0].data_ptr(), given[0].shape[-1], given[0].numel())  # also for views
         if groups and same and same == previous:
             groups[-1] = replace(groups[-1], maps=groups[-1].maps + maps)
         else:
@@ -152,7 +152,10 @@ def _unsolvable(maps: Sequence[LinearMap], child: str, layer: torch.nn.Module, r
     tokens = run.output.shape[:2]
     if is_fused(layer.get_submodule(module)):
         return "" if _tells_routes(given, len({m.expert for m in maps}), tokens.numel()) else NO_ROUTES
-    if not isinstance(given[0], torch.Tensor) or not isinstance(run.outputs[module], torch.Tensor):
+    returned, (rows, columns) = run.outputs[module], maps[0].matrix(layer.state_dict()).shape
+    if not isinstance(given[0], torch.Tensor) or not isinstance(returned, torch.Tensor):
+        return "in a module that does more than multiply"
+    if (given[0].shape[-1], returned.shape[-1]) != (columns, rows):  # a matrix of several blocks, each of its own input
         return "in a module that does more than multiply"
     # Features are [B, S, ...], or [B, 1, S, D] for one head of an attention.
     all_tokens = given[0].ndim > 2 and given[0].squeeze(1).shape[:2] == tokens

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from support import families
+from support.architecture_scan import small_decoder
 
 from mergekit_slta.featcal.groups import find_groups, kept_in_words
 from mergekit_slta.layers.maps import linear_maps
@@ -116,3 +117,9 @@ def test_a_mixture_of_another_layout_keeps_its_experts_and_its_router() -> None:
         f"{', '.join(sorted(routers))} (choosing a mixture's experts); "
         f"{', '.join(stacks)} (in a module that is not given the experts of each token)"
     )
+
+
+def test_a_matrix_of_several_blocks_that_each_have_their_own_input_is_kept() -> None:
+    """DeepSeek V4's first output map: one map could not be told from its inputs and outputs."""
+    kept = find_groups(small_decoder("deepseek_v4", "DeepseekV4ForCausalLM"), 0).kept
+    assert kept["self_attn.o_a_proj"] == "in a module that does more than multiply"
