@@ -30,10 +30,10 @@ def complete_checkpoints(models: Sequence[Model], aligned: bool = False) -> None
     rowless = list[tuple[Model, list[str]]]()
     for expert in experts:
         theirs = expert.layout(base)
-        has = _merged_tensors(expert, theirs)
-        if aligned and (lost := [name for name in own.may_lack(theirs) if name in rows and name not in has]):
+        has, may_lack = _merged_tensors(expert, theirs), own.may_lack(theirs)
+        if aligned and (lost := [name for name in may_lack if name in rows and name not in has]):
             rowless.append((expert, lost))
-        missing = [name for name in theirs.lacks(own) if name not in own.may_lack(theirs)]
+        missing = [name for name in theirs.lacks(own) if name not in may_lack]
         for found, names in ((lacking, missing), (more, own.lacks(theirs))):
             if names:
                 found.setdefault(tuple(names), []).append(expert)
