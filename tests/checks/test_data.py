@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import MakeFamily
 from support import families
+from support.architecture_scan import small_configs
 from support.examining import only, problems, with_data
 from support.families import Family
 from support.hub import serve
@@ -102,6 +103,12 @@ def test_samples_longer_than_the_table_of_positions(make_family: MakeFamily, tmp
     problem = only(with_data(family, tmp_path / "long.txt"))
     assert "has samples of 202 tokens" in problem and problem.endswith("128 positions: set 'max_tokens: 128' or less.")
     assert problems(with_data(family, tmp_path / "long.txt", max_tokens=128)) == []
+
+
+def test_a_table_of_two_segments_limits_no_sample(tmp_path: Path) -> None:
+    config = next(small_configs("kosmos-2.5", "Kosmos2_5ForConditionalGeneration"))
+    family = families.make_family(tmp_path, config, records=2, longest=10)
+    assert problems(families.recipe(family)) == []
 
 
 # Statistics
