@@ -2,27 +2,31 @@
 
     python tests/support/architecture_scan.py [TYPE ...]
 
-writes docs/architectures.md, or prints the rows of the types named. Nothing is downloaded: a small base model and two
-experts with random weights are made of each type, merged by each method and level, written, loaded by transformers and
-compared tensor by tensor.
+writes docs/architectures.md. Nothing is downloaded: a small base model and two experts with random weights are made of
+each type, merged by each method and level, written, loaded by transformers and compared tensor by tensor. What was
+found of a type is kept in the cache's ``architectures.jsonl``, so that an interrupted scan goes on; types that are
+named are tried again. Some towers need ``timm``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import multiprocessing
+import os
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from tqdm import tqdm
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -54,16 +58,17 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "architectures.md"
 # What is tried of each type, and how it is marked.
 LEVELS = ("layer", "attn_mlp", "head_mlp", "linear")
 COLUMNS = (*LEVELS, "featcal", "actmat", "sftm")
-MERGED, TRACED, NOT = "✓", "(✓)", "–"
-LARGEST = 100  # million parameters of a model that is merged
+MERGED, IN_PART, TRACED, NOT = "✓", "✓↓", "(✓)", "–"
+LARGEST = 300  # million parameters of a model that is merged
 PROCESSES = 2
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mergekit-slta-benchmarks"
 
 # The sizes that a configuration's fields get, where it has fields of these names.
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 64),
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embedding_size", "emb_dim"), 32),
     **dict.fromkeys(
-        ("intermediate_size", "ffn_dim", "n_inner", "intermediate_size_mlp", "d_ff", "ffn_hidden_size"), 48
+        ("intermediate_size", "ffn_dim", "n_inner", "intermediate_size_mlp", "d_ff", "dff", "ffn_hidden_size"), 48
     ),
     **dict.fromkeys(
         ("shared_intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"), 16
@@ -75,6 +80,8 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("qk_rope_head_dim", "swa_head_dim", "swa_v_head_dim"), 8),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank", "laurel_rank"), 16),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
     **dict.fromkeys(("n_group", "topk_group"), 1),
     **dict.fromkeys(("hidden_size_per_layer_input", "word_embed_proj_dim"), 32),
     "max_position_embeddings": 128,
@@ -84,6 +91,7 @@ AT_MOST = {
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token", "top_k_experts"), 2),
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 3),
 }
+DEPTHS = ("depth", "num_hidden_layers", "num_layers", "layers", "encoder_layers", "n_layers")
 GROUPED = ("num_key_value_heads", "num_global_key_value_heads", "swa_num_key_value_heads", "num_kv_heads")
 # What the default configurations lack to be a model, or keep from being small.
 KNOBS: dict[str, dict[str, Any]] = {
@@ -121,6 +129,11 @@ KNOBS: dict[str, dict[str, Any]] = {
     "gemma3n_text": families.UNSPLIT["gemma3n"][1],
     "granitemoehybrid": families.ARCHITECTURES["granite_moe_hybrid"][1],
     "longcat_flash": families.UNSPLIT["longcat_flash"][1],
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        **dict.fromkeys(("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "chunk_size"), 8),
+        "n_groups": 1,
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "bamba": {
         "mamba_n_heads": 8,
@@ -133,6 +146,41 @@ KNOBS: dict[str, dict[str, Any]] = {
 }
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0}
 KNOBS |= {
+    **{
+        name: {"head_dim": 8, "rope_parameters": _MROPE | {"mrope_section": [2, 1, 1]}}
+        for name in (
+            *("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text"),
+            *("paddleocr_vl_text", "glm_ocr_text", "cosmos3_edge_text"),
+        )
+    },
+    "ernie4_5_vl_moe_text": {
+        "moe_intermediate_size": [16, 16],
+        "rope_parameters": _MROPE | {"mrope_section": [1, 1, 2]},
+    },
+    "hunyuan_vl_text": {"head_dim": 8, "rope_parameters": _MROPE | {"mrope_section": [1, 1, 1, 1]}},
+    "perception_lm": {
+        "vision_config": {
+            "model_type": "timm_wrapper",
+            "architecture": "vit_pe_core_large_patch14_336",
+            "model_args": {"embed_dim": 32, "depth": 2, "num_heads": 4, "global_pool": ""},
+        }
+    },
+    "step3p5": {"sliding_window": 8},
+    "dots3_note_vision_encoder": {"per_layer_config": None, "adapter_in_dim": 32},
+    "dots3_note_audio_encoder": {"adapter_input_size": 32},
+    "mistral4": {"head_dim": 16},
+    "dots3_note_text": {
+        **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 4),
+        **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads", "index_n_heads"), 4),
+        **dict.fromkeys(("qk_nope_head_dim", "index_head_dim", "index_topk", "swa_qk_nope_head_dim"), 8),
+        **dict.fromkeys(("kv_lora_rank", "shared_experts_intermediate_size"), 16),
+    },
+    "glm5_next_text": {
+        **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "linear_num_heads", "index_n_heads"), 4),
+        **dict.fromkeys(("qk_nope_head_dim", "v_head_dim", "linear_head_dim", "index_head_dim", "index_topk"), 8),
+        **dict.fromkeys(("qk_rope_head_dim", "head_dim"), 0),
+        "index_kpool": 4,
+    },
     "glm4v_text": {"rope_parameters": _MROPE | {"mrope_section": [2, 1, 1]}},
     "glm4v_moe_text": {"rope_parameters": _MROPE | {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}},
     "aya_vision": {"vision_config": {"model_type": "siglip_vision_model"}},
@@ -142,8 +190,12 @@ KNOBS |= {
     "granite4_vision": {"deepstack_layer_map": [[-1, 0]], "downsample_rate": "1/2"},
     "granite_docling": {"vision_config": {"out_hidden_size": 32}},
 }
-# Models that see all tokens at once, or read what another model makes: no decoders, though registered as writers.
+# Models that see all tokens at once, or read what another model makes, or write no text (a protein's reader, a
+# classifier, a robot's policy): no decoders, though registered as writers.
 NO_DECODERS = {
+    "evolla",
+    "shieldgemma2",
+    "pi0",
     "bert-generation",
     "git",
     "trocr",
@@ -168,6 +220,7 @@ class Row:
         images: whether it is registered as a model that takes images and text.
         decoder: whether its text model is a decoder-only language model.
         works: the mark of each column.
+        in_part: the levels that fall back in some layers, and ``featcal`` where it keeps the anchor in most maps.
         reasons: why they do not.
         known: whether mergekit has a definition of the architecture.
         seconds: of a processor.
@@ -178,20 +231,20 @@ class Row:
     images: bool
     decoder: bool = True
     works: dict[str, str] = field(default_factory=dict)
+    in_part: list[str] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     known: bool = False
     seconds: float = 0.0
 
 
 def small_configs(model_type: str, architecture: str) -> Iterator[transformers.PretrainedConfig]:
-    """Configurations of a type, the smallest first; the last has the type's own sizes."""
+    """Configurations of a type with small towers, the smallest first; the last has the text model's own sizes."""
     kind = CONFIG_MAPPING[model_type]
     default = kind()
     text = default.get_text_config()
     parts = {name: own for name in default.sub_configs if (own := getattr(default, name, None)) is not None}
-    towers = {name: own for name, own in parts.items() if own is not text}
-    small, shallow = ({name: made(own) for name, own in towers.items()} for made in (_smaller, _shallow))
-    for others in (small, shallow, {}) if towers else ({},):
+    towers = {name: _smaller(own) for name, own in parts.items() if own is not text}
+    for others in (towers, {}) if towers else ({},):
         for arguments in _sizes(text):
             with contextlib.suppress(Exception):  # whatever the type's own code raises for such sizes
                 if text is default:
@@ -205,20 +258,45 @@ def small_configs(model_type: str, architecture: str) -> Iterator[transformers.P
 
 def _smaller(config: Any) -> Any:
     """The configuration of a tower with small sizes, or as it is where its type does not take them."""
-    for arguments in _sizes(config)[:1]:
+    wide = {"depth": 2, "image_size": 16, "patch_size": 8, "num_position_embeddings": 16}
+    wide |= dict.fromkeys(("out_hidden_size", "adapter_out_dim", "text_hidden_size"), 32)
+    own = {name: size for name, size in wide.items() if isinstance(getattr(config, name, None), int)}
+    for arguments in (_sizes(config)[0] | own, own):
         with contextlib.suppress(Exception):
-            wide = {"depth": 2, "image_size": 16, "patch_size": 8, "num_position_embeddings": 16, "out_hidden_size": 32}
-            own = {name: size for name, size in wide.items() if isinstance(getattr(config, name, None), int)}
-            return type(config)(**arguments | own)
+            return type(config)(**arguments)
     return config
 
 
-def _shallow(config: Any) -> Any:
-    """The configuration of a tower with the type's own sizes, but two layers deep, where its type takes that."""
-    named = ("depth", "num_hidden_layers", "num_layers", "layers", "encoder_layers", "n_layers")
-    with contextlib.suppress(Exception):
-        return type(config)(**{name: 2 for name in named if isinstance(getattr(config, name, None), int)})
-    return config
+def _shrink(config: transformers.PretrainedConfig) -> None:
+    """Make each size outside the text model small, one after the other, as long as the model can still be built.
+
+    Nothing but the text model is run, so that the sizes need not fit each other.
+    """
+    text = config.get_text_config()
+
+    def outside(own: Any) -> Iterator[Any]:
+        yield own
+        for name in own.sub_configs:
+            if (part := getattr(own, name, None)) is not None and part is not text:
+                yield from outside(part)
+
+    for own in (own for own in outside(config) if own is not text):
+        for name, value in list(own.to_dict().items()):
+            small = 2 if name in DEPTHS else 32
+            if type(value) is int and value > small and not name.endswith(("_id", "_index")):
+                setattr(own, name, small)
+                if not _can_be_written(config):
+                    setattr(own, name, value)
+
+
+def _can_be_written(config: transformers.PretrainedConfig) -> bool:
+    """Whether a configuration and what is read of its file describe the same model."""
+    try:
+        models = [meta_model(own) for own in (config, type(config).from_dict(config.to_dict()))]
+    except Exception:  # whatever the type's own code raises
+        return False
+    first, second = ({name: tensor.shape for name, tensor in model.state_dict().items()} for model in models)
+    return first == second
 
 
 def small_decoder(model_type: str, architecture: str) -> Decoder:
@@ -230,6 +308,8 @@ def small_decoder(model_type: str, architecture: str) -> Decoder:
     error: Exception | None = None
     for config in small_configs(model_type, architecture):
         try:
+            trace(config)
+            _shrink(config)
             return trace(config)
         except Exception as raised:
             error = error or raised
@@ -255,7 +335,7 @@ def _sizes(config: Any) -> list[dict[str, Any]]:
 
 
 def scan(model_type: str, images: bool) -> Row:
-    """Try a model type at all levels and by all methods."""
+    """Try a model type, which takes images or not, at all levels and by all methods."""
     names = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if images else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)[model_type]
     row, start = Row(model_type, names if isinstance(names, str) else names[0], images), time.process_time()
     try:
@@ -283,20 +363,26 @@ def scan(model_type: str, images: bool) -> Row:
     return row
 
 
+def _scan(case: tuple[str, bool]) -> Row:
+    return scan(*case)
+
+
 def _trace_all(row: Row, decoder: Decoder) -> None:
-    """Find the levels that apply to all layers, and whether ``featcal`` solves most of the linear maps."""
+    """Find the levels that fall back in some layers, and whether ``featcal`` solves most of the linear maps."""
     for level in LEVELS:
         found = fallbacks(decoder, level)
-        row.works[level] = TRACED if found == [] else NOT
+        row.works[level] = TRACED
+        row.in_part += [level] if found else []
         row.reasons += list(map(str, found))
-    row.works["featcal"] = TRACED if _solves_most(decoder) else NOT
-    if row.works["featcal"] == NOT:
+    row.works["featcal"] = TRACED
+    if not _solves_most(decoder):
+        row.in_part.append("featcal")
         kept = dict.fromkeys(kept_in_words(maps.kept) for maps in groups_by_layer(decoder))
         row.reasons.append(f"featcal keeps the anchor in most linear maps: {'; '.join(kept)}.")
 
 
 def _merge_all(row: Row, config: transformers.PretrainedConfig, folder: Path) -> None:
-    """Merge a family by every method, and at every level that applies to all layers."""
+    """Merge a family by every method and at every level."""
     family = families.make_family(folder, config, records=2, longest=10)
     states = [load(own)[0] for own in family.folders]
     said = load(family.base)[1]
@@ -305,7 +391,7 @@ def _merge_all(row: Row, config: transformers.PretrainedConfig, folder: Path) ->
             continue
         try:
             _merge(family, column, states, said, folder / column)
-            row.works[column] = MERGED
+            row.works[column] = IN_PART if column in row.in_part else MERGED
         except Exception as error:
             row.works[column] = NOT
             row.reasons.append(f"{column}: {first_line(error)}")
@@ -325,8 +411,8 @@ def _merge(family: Family, column: str, states: list[State], said: dict[str, Any
     assert not wrong, f"transformers reports {wrong}: {[sorted(found[kind])[:2] for kind in wrong]}"
     if method in ("actmat", "sftm"):
         roles = tensor_roles(meta_model(family.config))
-        cut = Layout(meta_model(family.config), stored(family.base))
         stores, written = [stored(own) for own in family.folders], stored(folder / "out")
+        cut = Layout(meta_model(family.config), stores[0], {name: own.shape for name, own in stores[0].items()})
 
         def wanted(name: str) -> torch.Tensor:
             piece = cut.piece(name)
@@ -400,9 +486,10 @@ def page(rows: list[Row]) -> str:
         f"{sum(row.seconds for row in rows) / 60:.0f} minutes of one processor core.",
         "",
         "✓: a small base model and two experts with random weights were merged, written, loaded by transformers with "
-        "every tensor, and compared tensor by tensor. (✓): it can be traced, but not be built in a small size, so "
-        "nothing was merged. –: it cannot be used, or at a level of `slta` falls back to the next coarser one in some "
-        "layers, which the log, `mergekit-slta check` and the statistics say.",
+        "every tensor, and compared tensor by tensor. ✓↓: likewise, but in some layers the level of `slta` falls back "
+        "to the next coarser one, or `featcal` keeps its anchor in most linear maps; the log, `mergekit-slta check` "
+        "and the statistics say so. (✓): it can be traced, but not be built in a small size, so nothing was merged. "
+        "–: it cannot be used.",
         "",
         "A LoRA adapter of the attention and MLP maps merges wherever peft adapts them, as `tests/test_multimodal.py` "
         "tries with Gemma 3 and 4, Qwen3-VL, Qwen3.5 and its mixture, Llama 4, Mistral 3, Falcon-H1, MiniMax and "
@@ -426,9 +513,12 @@ def page(rows: list[Row]) -> str:
 
 def _table(rows: list[Row]) -> Iterator[str]:
     for name in COLUMNS:
-        done = sum(row.works.get(name) == MERGED for row in rows)
-        traced = sum(row.works.get(name) == TRACED for row in rows)
-        yield f"- `{name}`: {done} of {len(rows)} decoders ({done / len(rows):.0%}) merged, {traced} more traced"
+        marks = [row.works.get(name) for row in rows]
+        done = marks.count(MERGED) + marks.count(IN_PART)
+        words = [f"- `{name}`: {done} of {len(rows)} decoders ({done / len(rows):.1%}) merged"]
+        words += [f"{count} of them in part (✓↓)"] if (count := marks.count(IN_PART)) else []
+        words += [f"{count} more traced"] if (count := marks.count(TRACED)) else []
+        yield ", ".join(words)
     yield from ("", f"| Type | Class | {' | '.join(COLUMNS)} | Defined by mergekit |")
     yield f"| --- | --- |{' :-: |' * (len(COLUMNS) + 1)}"
     for row in rows:
@@ -439,13 +529,18 @@ def _table(rows: list[Row]) -> Iterator[str]:
 def main() -> None:
     registered = ((False, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), (True, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES))
     every = [(name, images) for images, names in registered for name in sorted(names)]
-    chosen = [case for case in every if case[0] in sys.argv[1:] or not sys.argv[1:]]
-    with multiprocessing.get_context("spawn").Pool(PROCESSES, _quiet) as pool:
-        rows = pool.starmap(scan, chosen, chunksize=1)
-    if sys.argv[1:]:
-        print(*rows, sep="\n")
-    else:
-        PAGE.write_text(page(rows), encoding="utf-8")
+    kept = CACHE / "architectures.jsonl"
+    CACHE.mkdir(parents=True, exist_ok=True)
+    lines = kept.read_text(encoding="utf-8").splitlines() if kept.exists() else []
+    rows = {(row.model_type, row.images): row for row in (Row(**json.loads(line)) for line in lines)}
+    chosen = [case for case in every if (case[0] in sys.argv[1:] if sys.argv[1:] else case not in rows)]
+    with multiprocessing.get_context("spawn").Pool(PROCESSES, _quiet) as pool, kept.open("a", encoding="utf-8") as file:
+        for row in tqdm(pool.imap_unordered(_scan, chosen), total=len(chosen), unit="type"):
+            rows[row.model_type, row.images] = row
+            print(json.dumps(asdict(row)), file=file, flush=True)
+    if missing := [name for name, images in every if (name, images) not in rows]:
+        raise SystemExit(f"The page is written when all types were tried; {len(missing)} are left.")
+    PAGE.write_text(page([rows[case] for case in every]), encoding="utf-8")
 
 
 if __name__ == "__main__":

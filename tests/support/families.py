@@ -298,7 +298,7 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
 
 def model_class(config: PretrainedConfig) -> Any:
     """What transformers makes the model of a configuration with: a class for text alone, or one for images too."""
-    if config.get_text_config() is config:
+    if config.get_text_config() is config and type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForCausalLM
     return transformers.AutoModelForImageTextToText
 
@@ -608,7 +608,8 @@ def _floats(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     seen: set[int] = set()
     tensors = {}
     for name, tensor in model.state_dict().items():
-        computed = name.endswith(("_decay", "slope_rate"))  # MiniMax's buffers, which follow from its configuration
+        # MiniMax's buffers follow from its configuration; an entry of Zaya's is always -1.
+        computed = name.endswith(("_decay", "slope_rate", "balancing_biases"))
         if tensor.is_floating_point() and tensor.data_ptr() not in seen and not computed:
             seen.add(tensor.data_ptr())
             tensors[name] = tensor

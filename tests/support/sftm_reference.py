@@ -53,4 +53,5 @@ def merged_tensor(
         return base.double() + torch.stack(tasks).mean(0)
     if role is Role.OTHER:
         return base.double() + scale * torch.stack(tasks).sum(0)
-    return base.double() + scale * dense_merge([task.flatten(1) for task in tasks]).view_as(base)
+    precision = torch.promote_types(base.dtype, torch.float32)  # of the method; singular values below its eps are cut
+    return base.double() + scale * dense_merge([task.flatten(1).to(precision) for task in tasks]).view_as(base)
