@@ -79,7 +79,7 @@ def _scores(folder: Path, seed: int, tasks: Sequence[str], only: Sequence[str]) 
     measure("base", None, partial(evaluate, family.base, family.test))
     for task, expert in family.experts.items():  # each on its own task, as the ceiling; its perplexity is of no merge
         measure(f"expert {task}", None, partial(evaluate, expert, {task: family.test[task]}))
-    wanted = {label: recipe for label, recipe in _recipes(family).items() if not only or label.startswith(tuple(only))}
+    wanted = {label: recipe for label, recipe in recipes(family).items() if not only or label.startswith(tuple(only))}
     with tqdm(wanted.items(), unit="merge") as bar:
         for label, recipe in bar:
             bar.set_description(f"Seed {seed}, {label}")
@@ -98,7 +98,7 @@ def _merge(folder: Path, label: str, recipe: Recipe, seed: int, family: RealFami
     return scores
 
 
-def _recipes(family: RealFamily) -> dict[str, Recipe]:
+def recipes(family: RealFamily) -> dict[str, Recipe]:
     """A mergekit recipe for every row of the table, by its label."""
 
     def recipe(

@@ -1,7 +1,10 @@
-"""The pictures in docs/: run ``python tests/support/screenshots.py FOLDER`` on a folder that the quickstart filled.
+"""The pictures in docs/.
 
-The report on the folder's statistics is opened in a headless Chromium (apt-get install chromium). The figures of the
-gallery are drawn by the package, of merges of the folder's models, in a minute or two.
+    python tests/support/screenshots.py FOLDER [REAL]
+
+FOLDER is one that the quickstart filled: the report on its statistics is opened in a headless Chromium (apt-get install
+chromium). The figures of the gallery are drawn by the package, of merges of its models, in a minute or two; and of the
+experts in REAL, a seed's folder of ``tests/benchmarks/real_model.py``, in half an hour.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image
@@ -17,17 +21,19 @@ from PIL import Image
 import mergekit_slta as slta
 from mergekit_slta.reports.linearity import write_linearity
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 TALLEST = 12000  # pixels, more than a page has
 # By file: the window's width, its further options, where the picture begins, and its height in pixels.
 SHOTS: dict[str, tuple[int, tuple[str, ...], int, int]] = {
     "report.png": (1280, (), 0, 1065),
     "report-phone.png": (390, ("--force-dark-mode",), 1270, 1075),
 }
+REAL_MERGES = ("slta attn_mlp, edges base", "task_arithmetic 0.5", "ties", "actmat", "featcal 30 prompts")
 MERGES = ("slta-attn_mlp", "task_arithmetic-0.6", "ties", "actmat", "featcal")  # the columns of the comparison
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, real: Path | None = None) -> None:
     """Write every screenshot, and every figure of the gallery."""
     with tempfile.TemporaryDirectory() as temporary:
         page = slta.report(slta.Statistics.load(folder / "statistics.safetensors"), temporary)
@@ -42,26 +48,55 @@ def main(folder: Path) -> None:
         with Image.open(folder / "alpha.png") as drawn:
             _save(drawn, "quickstart-alpha.png")
         os.chdir(folder)  # where the recipes' paths begin
-        _draw(Path(temporary))
-        for figure in Path(temporary).glob("*.png"):
+        _draw_quickstart(Path(temporary))
+        if real is not None:
+            os.chdir(real)
+            _draw_real(real, Path(temporary) / "real")
+        for figure in Path(temporary).glob("**/*.png"):
             with Image.open(figure) as drawn:
-                _save(drawn, f"figures/{figure.name}")
+                _save(drawn, f"figures/{'real-' * (figure.parent.name == 'real')}{figure.name}")
 
 
-def _draw(out: Path) -> None:
-    """Draw every figure of the package, in the quickstart's folder, as PNG files."""
-    data = {name: f"./family/calibration/{name}.jsonl" for name in ("sums", "strings", "words")}
-    experts = {f"./family/{name}": source for name, source in data.items()}
-    recipe = slta.Recipe("./family/base", experts, "featcal", report=str(out))
+def _draw(out: Path, base: str, data: dict[str, str], other: str, merges: Sequence[str]) -> None:
+    """Draw every figure of the package as PNG files.
+
+    Args:
+        out: where they are written.
+        base: the base model.
+        data: each expert's calibration data, by its folder.
+        other: prompts of the base model, to keep beside the first expert.
+        merges: the folders of merges to compare.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    recipe = slta.Recipe(base, data, "featcal", report=str(out))
     slta.merge(recipe, out / "merged", quiet=True)
-    keeping = {"./family/sums": data["sums"], "./family/base": data["words"]}
-    solution = slta.measure(slta.Recipe("./family/base", keeping), quiet=True).solve()
-    slta.report(solution, out / "keeping")
+    solution = slta.measure(slta.Recipe(base, data), quiet=True).solve()
+    slta.report(solution, out)
+    first = next(iter(data.items()))
+    slta.report(slta.measure(slta.Recipe(base, dict([first, (base, other)])), quiet=True).solve(), out / "keeping")
     write_linearity(slta.linearity(recipe, quiet=True), out)
-    slta.compare(recipe, [f"merged/{name}" for name in MERGES], quiet=True).plot().savefig(out / "comparison.png")
+    slta.compare(recipe, list(merges), quiet=True).plot().savefig(out / "comparison.png")
     (out / "keeping" / "trade-attn_mlp.png").rename(out / "trade-attn_mlp.png")
-    for number in (2, 3):
+    for number in range(2, len(data) + 1):
         (out / f"distances-{number}.png").unlink()  # as that of the first expert
+
+
+def _draw_quickstart(out: Path) -> None:
+    data = {f"./family/{name}": f"./family/calibration/{name}.jsonl" for name in ("sums", "strings", "words")}
+    _draw(out, "./family/base", data, data["./family/words"], [f"merged/{name}" for name in MERGES])
+
+
+def _draw_real(folder: Path, out: Path) -> None:
+    sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests" / "benchmarks")]
+    import quickstart
+    import real_family
+    import real_model
+
+    family = real_family.train_family(folder, 0, list(real_family.TASKS)[:3])
+    recipes = real_model.recipes(family)
+    merges = [quickstart.merge(folder, label, recipes[label], 0) for label in REAL_MERGES]
+    data = {f"./{name}": f"./{name}.jsonl" for name in family.experts}
+    _draw(out, "../base", data, "../base.jsonl", [str(merge.relative_to(folder)) for merge in merges])
 
 
 def _save(picture: Image.Image, name: str) -> None:
@@ -70,4 +105,4 @@ def _save(picture: Image.Image, name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).resolve())
+    main(*[Path(argument).resolve() for argument in sys.argv[1:]])
