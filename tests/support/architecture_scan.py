@@ -59,7 +59,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "architectures.md"
 LEVELS = ("layer", "attn_mlp", "head_mlp", "linear")
 COLUMNS = (*LEVELS, "featcal", "actmat", "sftm")
 MERGED, IN_PART, TRACED, NOT = "✓", "✓↓", "(✓)", "–"
-LARGEST = 300  # million parameters of a model that is merged
+LARGEST = 100  # million parameters of a model that is merged
 PROCESSES = 2
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mergekit-slta-benchmarks"
 
@@ -73,7 +73,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(
         ("shared_intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"), 16
     ),
-    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size", "moe_latent_size"), 16),
+    **dict.fromkeys(("moe_intermediate_size", "moe_hidden_size", "expert_ffn_hidden_size", "moe_latent_size"), 16),
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 4),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "n_heads"), 4),
     **dict.fromkeys(("head_dim", "global_head_dim", "v_head_dim", "qk_nope_head_dim", "attention_head_dim"), 8),
@@ -165,6 +165,8 @@ KNOBS |= {
             "model_args": {"embed_dim": 32, "depth": 2, "num_heads": 4, "global_pool": ""},
         }
     },
+    "gemma3n_vision": {"model_args": {"channel_multiplier": 0.1}},
+    "muse_spark_audio": {"hidden_sizes": [32] * 4},
     "step3p5": {"sliding_window": 8},
     "dots3_note_vision_encoder": {"per_layer_config": None, "adapter_in_dim": 32},
     "dots3_note_audio_encoder": {"adapter_input_size": 32},
@@ -261,7 +263,7 @@ def _smaller(config: Any) -> Any:
     wide = {"depth": 2, "image_size": 16, "patch_size": 8, "num_position_embeddings": 16}
     wide |= dict.fromkeys(("out_hidden_size", "adapter_out_dim", "text_hidden_size"), 32)
     own = {name: size for name, size in wide.items() if isinstance(getattr(config, name, None), int)}
-    for arguments in (_sizes(config)[0] | own, own):
+    for arguments in (_sizes(config)[0] | own, KNOBS.get(config.model_type, {}) | own):
         with contextlib.suppress(Exception):
             return type(config)(**arguments)
     return config
@@ -483,7 +485,8 @@ def page(rows: list[Row]) -> str:
         "",
         "Written by `python tests/support/architecture_scan.py`, from every model type that transformers "
         f"{transformers.__version__} registers for causal language modelling or for text from images and text, in "
-        f"{sum(row.seconds for row in rows) / 60:.0f} minutes of one processor core.",
+        f"{sum(row.seconds for row in rows) / 60:.0f} minutes of one processor core. The towers of fast_vlm, gemma3n "
+        "and perception_lm need the package timm.",
         "",
         "✓: a small base model and two experts with random weights were merged, written, loaded by transformers with "
         "every tensor, and compared tensor by tensor. ✓↓: likewise, but in some layers the level of `slta` falls back "
