@@ -516,11 +516,11 @@ def page(rows: list[Row]) -> str:
 
 def _table(rows: list[Row]) -> Iterator[str]:
     for name in COLUMNS:
-        marks = [row.works.get(name) for row in rows]
-        done = marks.count(MERGED) + marks.count(IN_PART)
+        found = [row.works.get(name) for row in rows]
+        done = found.count(MERGED) + found.count(IN_PART)
         words = [f"- `{name}`: {done} of {len(rows)} decoders ({done / len(rows):.1%}) merged"]
-        words += [f"{count} of them in part (✓↓)"] if (count := marks.count(IN_PART)) else []
-        words += [f"{count} more traced"] if (count := marks.count(TRACED)) else []
+        words += [f"{count} of them in part (✓↓)"] if (count := found.count(IN_PART)) else []
+        words += [f"{count} more traced"] if (count := found.count(TRACED)) else []
         yield ", ".join(words)
     yield from ("", f"| Type | Class | {' | '.join(COLUMNS)} | Defined by mergekit |")
     yield f"| --- | --- |{' :-: |' * (len(COLUMNS) + 1)}"

@@ -52,12 +52,15 @@ def main(folder: Path, real: Path | None = None) -> None:
         if real is not None:
             os.chdir(real)
             _draw_real(real, Path(temporary) / "real")
-        for figure in Path(temporary).glob("**/*.png"):
-            with Image.open(figure) as drawn:
-                _save(drawn, f"figures/{'real-' * (figure.parent.name == 'real')}{figure.name}")
+        for prefix in ("", "real-"):
+            for figure in (Path(temporary) / prefix.rstrip("-")).glob("*.png"):
+                with Image.open(figure) as drawn:
+                    _save(drawn, f"figures/{prefix}{figure.name}")
 
 
-def _draw(out: Path, base: str, data: dict[str, str], other: str, merges: Sequence[str]) -> None:
+def _draw(
+    out: Path, base: str, data: dict[str, str], other: str, merges: Sequence[str], statistics: slta.Statistics
+) -> None:
     """Draw every figure of the package as PNG files.
 
     Args:
@@ -66,12 +69,12 @@ def _draw(out: Path, base: str, data: dict[str, str], other: str, merges: Sequen
         data: each expert's calibration data, by its folder.
         other: prompts of the base model, to keep beside the first expert.
         merges: the folders of merges to compare.
+        statistics: what the report shows.
     """
     out.mkdir(parents=True, exist_ok=True)
     recipe = slta.Recipe(base, data, "featcal", report=str(out))
     slta.merge(recipe, out / "merged", quiet=True)
-    solution = slta.measure(slta.Recipe(base, data), quiet=True).solve()
-    slta.report(solution, out)
+    slta.report(statistics, out)
     first = next(iter(data.items()))
     slta.report(slta.measure(slta.Recipe(base, dict([first, (base, other)])), quiet=True).solve(), out / "keeping")
     write_linearity(slta.linearity(recipe, quiet=True), out)
@@ -83,7 +86,8 @@ def _draw(out: Path, base: str, data: dict[str, str], other: str, merges: Sequen
 
 def _draw_quickstart(out: Path) -> None:
     data = {f"./family/{name}": f"./family/calibration/{name}.jsonl" for name in ("sums", "strings", "words")}
-    _draw(out, "./family/base", data, data["./family/words"], [f"merged/{name}" for name in MERGES])
+    statistics = slta.Statistics.load("statistics.safetensors")
+    _draw(out, "./family/base", data, data["./family/words"], [f"merged/{name}" for name in MERGES], statistics)
 
 
 def _draw_real(folder: Path, out: Path) -> None:
@@ -96,7 +100,8 @@ def _draw_real(folder: Path, out: Path) -> None:
     recipes = real_model.recipes(family)
     merges = [quickstart.merge(folder, label, recipes[label], 0) for label in REAL_MERGES]
     data = {f"./{name}": f"./{name}.jsonl" for name in family.experts}
-    _draw(out, "../base", data, "../base.jsonl", [str(merge.relative_to(folder)) for merge in merges])
+    statistics = slta.measure(slta.Recipe("../base", data), quiet=True)
+    _draw(out, "../base", data, "../base.jsonl", [str(merge.relative_to(folder)) for merge in merges], statistics)
 
 
 def _save(picture: Image.Image, name: str) -> None:
