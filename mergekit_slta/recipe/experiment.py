@@ -227,7 +227,7 @@ class Experiment:
         embedding = self.decoder.model.get_input_embeddings()
         others = [module for module in self.decoder.tower.modules() if module is not embedding]
         rows = [module.num_embeddings for module in others if isinstance(module, torch.nn.Embedding)]
-        most = getattr(self.decoder.model.config.get_text_config(), "max_position_embeddings", longest)
+        most = getattr(self.decoder.model.config.get_text_config(), "max_position_embeddings", None) or longest
         if longest > most and max(rows, default=0) >= most:  # a smaller table is of segments, and rotations need none
             raise SltaError(
                 f"Calibration source {drawn.source!r} has samples of {longest} tokens, but {base} has {most} "
