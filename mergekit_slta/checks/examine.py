@@ -25,7 +25,7 @@ from mergekit_slta.layers.submodules import fallbacks
 from mergekit_slta.models.architecture import left_out_by_mergekit
 from mergekit_slta.models.headers import listed
 from mergekit_slta.models.merged_adapters import adapter_option
-from mergekit_slta.recipe.experiment import Experiment, require_device
+from mergekit_slta.recipe.experiment import Experiment, opened, require_device
 from mergekit_slta.recipe.recipe import RecipeOrFile
 from mergekit_slta.recipe.settings import CalibrationSettings, FeatcalSettings, SltaSettings
 from mergekit_slta.recipe.text import ignored
@@ -94,14 +94,7 @@ def check(
         Problems, which keep the recipe from being merged, or notes and the merge's download, disk, memory and
         licences; ``print`` shows them as sentences.
     """
-    experiment = Experiment(
-        recipe,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        lora_merge_cache=lora_merge_cache,
-        transformers_cache=transformers_cache,
-        quiet=quiet,
-    )
+    experiment = opened(recipe, device, trust_remote_code, lora_merge_cache, transformers_cache, quiet, any_device=True)
     try:
         experiment.recipe.require_sound()
     except SltaError as error:
@@ -181,15 +174,15 @@ def _of_all_models(experiment: Experiment, out: Path | None, merging: bool) -> I
     if not merging:
         return
     base = experiment.model(recipe.base)
-    opened = [experiment.model(reference) for reference in recipe.references]
+    every = [experiment.model(reference) for reference in recipe.references]
     aligned, cut = recipe.tokenizer_source is not None, experiment.options.unsafe_truncate_embeddings
-    yield partial(tensors.complete_checkpoints, opened, aligned)
+    yield partial(tensors.complete_checkpoints, every, aligned)
     for _, expert in experiment.pairs:
         yield partial(
             tokenizers.same_vocabulary, base, expert, aligned=aligned, cut=cut, runs_experts=settings.runs_experts
         )
     if out is not None:
-        yield partial(space.not_overwritten, opened, out)
+        yield partial(space.not_overwritten, every, out)
     yield lambda: space.disk_space(_written(experiment, out))
 
 

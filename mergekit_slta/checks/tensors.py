@@ -70,7 +70,7 @@ def outside_the_model(base: Model, experts: Sequence[Model]) -> Iterator[str]:
     left_out: dict[tuple[str, ...], list[str]] = {}
     if base.reference.lora is not None and own.outside:
         yield f"{listed(own.outside)} of {base} will be left out: merging its adapter loses them."
-    written = base.tensors if base.reference.lora is None else own.pieces
+    written = _merged_tensors(base, own)
     for expert in experts:
         theirs = expert.layout(base)
         may_lack = own.may_lack(theirs)

@@ -49,7 +49,7 @@ class SolvedModel:
 
     def tensor(self, name: str) -> torch.Tensor | None:
         """A float32 tensor by its name in mergekit's plan; None for the anchor's tensors outside the layers."""
-        piece = self.layout.piece(name)
+        piece = self.layout.pieces.get(name)
         if piece is None:
             return None
         with contextlib.ExitStack() as opened:
@@ -71,7 +71,7 @@ class SolvedModel:
 
     def is_language(self, name: str) -> bool:
         """Whether a tensor of mergekit's plan is the language model's, and the model runs it."""
-        piece = self.layout.piece(name)
+        piece = self.layout.pieces.get(name)
         return piece is not None and all(map(self.decoder.is_language, piece.targets))
 
     def errors(self) -> dict[str, torch.Tensor]:

@@ -174,7 +174,7 @@ class DataFreeMerge(Merge):
                 self._roles[base] = model_roles(base, trusted, self.spec.name)
             roles = self._roles[base]
         name, layout = group.metadata.name or "", self.experiment.layout if self.experiment else None
-        piece = layout.piece(name) if layout else None
+        piece = layout.pieces.get(name) if layout else None
         endings = dotted_tails(piece.targets[0] if piece else name)
         role = next((roles[ending] for ending in endings if ending in roles), None)
         if role is None:

@@ -152,10 +152,6 @@ class Layout:
         tied = self._tied.get(id(self._tensors.get(target)), ())
         return next((self._sources[name] for name in (target, *tied) if name in self._sources), None)
 
-    def piece(self, name: str) -> Piece | None:
-        """What a stored tensor is to the model; None if the model does not have it."""
-        return self.pieces.get(name)
-
     def __contains__(self, target: str) -> bool:
         """Whether the checkpoint has all of a tensor of the model, by the model's name."""
         source = self._source(target)

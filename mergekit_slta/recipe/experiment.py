@@ -254,11 +254,17 @@ def opened(
     lora_merge_cache: str | None = None,
     transformers_cache: str | None = None,
     quiet: bool = False,
+    *,
+    any_device: bool = False,
 ) -> Experiment:
-    """The experiment of a recipe; one that is opened keeps its options. The arguments are those of ``measure``."""
+    """The experiment of a recipe; one that is opened keeps its options.
+
+    The arguments are those of ``measure``, and whether a device that cannot compute is for the checks to refuse.
+    """
     if isinstance(recipe, Experiment):
         return recipe
-    require_device(str(device))
+    if not any_device:
+        require_device(str(device))
     return Experiment(
         recipe,
         device=device,

@@ -148,7 +148,7 @@ def planned_tensors(
     planned = []
     layers = weights.decoder.layers_path + "."
     for name, optional in plan(config, weights.decoder):
-        piece = weights.layout.piece(name)
+        piece = weights.layout.pieces.get(name)
         if piece is None and optional:  # a buffer of older checkpoints that the model no longer has
             continue
         if piece is None:

@@ -68,7 +68,7 @@ class TensorWeights:
         Raises:
             SltaError: the tensor belongs to no branch of its layer.
         """
-        piece = self.layout.piece(name)
+        piece = self.layout.pieces.get(name)
         if piece is None:
             return self.tower_alpha
         found = {target: self._of_tensor(target, piece.expert) for target in piece.targets}

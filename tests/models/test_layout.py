@@ -66,5 +66,5 @@ def test_what_is_missing_is_known_by_the_models_names() -> None:
     lost = next(key for key, own in layout.pieces.items() if own.targets == (name,) and own.expert == 3)
     broken = Layout(layout.model, [key for key in stored if key != lost])
     assert name not in broken and broken.missing() == [name]
-    assert {own.targets for own in map(layout.piece, broken.lacks(layout)) if own} == {(name,)}
+    assert {own.targets for own in map(layout.pieces.get, broken.lacks(layout)) if own} == {(name,)}
     assert layout.lacks(broken) == []

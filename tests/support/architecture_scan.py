@@ -14,7 +14,6 @@ import contextlib
 import json
 import logging
 import multiprocessing
-import os
 import sys
 import tempfile
 import time
@@ -42,6 +41,7 @@ from support.families import Family
 
 from mergekit_slta.errors import first_line
 from mergekit_slta.featcal.groups import groups_by_layer, kept_in_words, solved_in
+from mergekit_slta.files import cache_folder
 from mergekit_slta.layers.blend import weighted_sum
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import linear_maps
@@ -61,7 +61,6 @@ COLUMNS = (*LEVELS, "featcal", "actmat", "sftm")
 MERGED, IN_PART, TRACED, NOT = "✓", "✓↓", "(✓)", "–"
 LARGEST = 100  # million parameters of a model that is merged
 PROCESSES = 2
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mergekit-slta-benchmarks"
 
 # The sizes that a configuration's fields get, where it has fields of these names.
 SIZES: dict[str, Any] = {
@@ -336,8 +335,9 @@ def _sizes(config: Any) -> list[dict[str, Any]]:
     return [sizes | own, depth | own, depth, {}]
 
 
-def scan(model_type: str, images: bool) -> Row:
+def scan(case: tuple[str, bool]) -> Row:
     """Try a model type, which takes images or not, at all levels and by all methods."""
+    model_type, images = case
     names = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if images else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)[model_type]
     row, start = Row(model_type, names if isinstance(names, str) else names[0], images), time.process_time()
     try:
@@ -363,10 +363,6 @@ def scan(model_type: str, images: bool) -> Row:
         row.reasons.append(first_line(error))
     row.seconds = time.process_time() - start
     return row
-
-
-def _scan(case: tuple[str, bool]) -> Row:
-    return scan(*case)
 
 
 def _trace_all(row: Row, decoder: Decoder) -> None:
@@ -417,7 +413,7 @@ def _merge(family: Family, column: str, states: list[State], said: dict[str, Any
         cut = Layout(meta_model(family.config), stores[0], {name: own.shape for name, own in stores[0].items()})
 
         def wanted(name: str) -> torch.Tensor:
-            piece = cut.piece(name)
+            piece = cut.pieces.get(name)
             role = roles[piece.targets[0]] if piece else Role.OTHER
             return by_reference(stores, method, name, turned(role) if cut.turned(name) else role)
 
@@ -532,13 +528,13 @@ def _table(rows: list[Row]) -> Iterator[str]:
 def main() -> None:
     registered = ((False, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), (True, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES))
     every = [(name, images) for images, names in registered for name in sorted(names)]
-    kept = CACHE / "architectures.jsonl"
-    CACHE.mkdir(parents=True, exist_ok=True)
+    kept = cache_folder() / "architectures.jsonl"
+    kept.parent.mkdir(parents=True, exist_ok=True)
     lines = kept.read_text(encoding="utf-8").splitlines() if kept.exists() else []
     rows = {(row.model_type, row.images): row for row in (Row(**json.loads(line)) for line in lines)}
     chosen = [case for case in every if (case[0] in sys.argv[1:] if sys.argv[1:] else case not in rows)]
     with multiprocessing.get_context("spawn").Pool(PROCESSES, _quiet) as pool, kept.open("a", encoding="utf-8") as file:
-        for row in tqdm(pool.imap_unordered(_scan, chosen), total=len(chosen), unit="type"):
+        for row in tqdm(pool.imap_unordered(scan, chosen), total=len(chosen), unit="type"):
             rows[row.model_type, row.images] = row
             print(json.dumps(asdict(row)), file=file, flush=True)
     if missing := [name for name, images in every if (name, images) not in rows]:
