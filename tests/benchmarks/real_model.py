@@ -9,8 +9,9 @@ folder, so that an interrupted run goes on. Printed, and written as ``table-3.md
 exact matches and the answers' negative log-likelihood per token on held-out prompts, averaged over the tasks and for
 each task; the share of the experts' gain in exact matches over the base model that is kept; and what the merge forgets:
 the perplexity on ordinary English text (Python's own documentation), and the share of checkable instructions that are
-followed. ``--experts 2 --experts 3``
-compares numbers of experts; ``--only`` selects methods by the beginning of their name.
+followed. ``--experts 2 --experts 3`` compares numbers of experts; ``--only`` selects methods by the beginning of their
+name. Drawn beside the tables, with the deviation between the seeds: exact matches by the number of prompts,
+``prompts-3.png`` for three experts, and the gain that is kept by the number of experts, ``experts.png``.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import quickstart
 
 from mergekit_slta import files
+from mergekit_slta.figures import Line, Panel, Picture, line_chart
 from mergekit_slta.levels import LEVELS
 
 GRID = (0.3, 0.5, 0.7, 1.0)
@@ -56,12 +58,16 @@ Table = dict[str, dict[str, float]]
 def main(seeds: tuple[int, ...], counts: tuple[int, ...], only: tuple[str, ...], out: Path) -> None:
     """Fine-tune the experts, merge them in every way, and compare the merges."""
     be_quiet()
+    measured: dict[int, list[Table]] = {}
     for count in counts:
         tables = [_scores(out / f"seed{seed}", seed, list(TASKS)[:count], only) for seed in seeds]
         labels = list(dict.fromkeys(label for table in tables for label in table))
         text = _markdown(tables, labels, count, seeds)
         files.write(out / f"table-{count}.md", text.encode())
         click.echo(text)
+        measured[count] = tables
+        files.write(out / f"prompts-{count}.png", _by_prompts(tables).png())
+    files.write(out / "experts.png", _by_experts(measured).png())
 
 
 def _scores(folder: Path, seed: int, tasks: Sequence[str], only: Sequence[str]) -> Table:
@@ -176,6 +182,42 @@ def _markdown(tables: Sequence[Table], labels: Sequence[str], count: int, seeds:
             cells = [_cell([row[column] for row in rows]) for column in columns]
             lines.append(f"| {label} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _by_prompts(tables: Sequence[Table]) -> Picture:
+    """Exact matches of ``featcal`` by the number of prompts, and those of the other merges as level lines."""
+    lines = {label: dict.fromkeys(PROMPTS, label) for label in tables[0] if not label.startswith("featcal")}
+    lines["featcal"] = {count: label for count in PROMPTS if (label := f"featcal {count} prompts") in tables[0]}
+    drawn = [
+        _line(name, {count: [table[label]["exact match"] for table in tables] for count, label in labels.items()})
+        for name, labels in lines.items()
+    ]
+    picture = line_chart(
+        [Panel("", drawn)], x_label="calibration prompts per task", y_label="exact match", y_percent=True
+    )
+    ax = picture.figure.axes[0]
+    ax.set_xscale("log")
+    ax.set_xticks(PROMPTS, list(map(str, PROMPTS)))
+    ax.minorticks_off()
+    return picture
+
+
+def _by_experts(measured: Mapping[int, Sequence[Table]]) -> Picture:
+    """The share of the experts' gain that each merge keeps, by the number of experts."""
+    labels = [label for label in next(iter(measured.values()))[0] if label not in ("base", "experts")]
+    drawn = [
+        _line(label, {count: [table[label]["gain kept"] for table in tables] for count, tables in measured.items()})
+        for label in labels
+    ]
+    return line_chart([Panel("", drawn)], x_label="experts", y_label="gain kept", y_percent=True)
+
+
+def _line(label: str, values: Mapping[int, Sequence[float]]) -> Line:
+    """The means over the seeds, in a band of their deviation."""
+    means = list(map(statistics.mean, values.values()))
+    errors = [statistics.stdev(own) if len(own) > 1 else 0.0 for own in values.values()]
+    low, high = ([mean + sign * error for mean, error in zip(means, errors, strict=True)] for sign in (-1, 1))
+    return Line(label, list(values), means, low, high)
 
 
 def _cell(values: Sequence[float]) -> str:
