@@ -21,6 +21,9 @@ from mergekit_slta.models.stacks import ExpertStack, stack_of
 
 LOG = logging.getLogger(__name__)
 
+# How far the point that a matrix stays near is from the base model, in units of the anchor's distance: the anchor is a
+# mean of changes that are larger, each in the directions of its own task.
+BEYOND = 1.5
 # The share of the drift that each map which writes to the residual stream corrects.
 DRIFT = 0.5
 # A routed expert's map is solved if this many tokens per input dimension reach it.
@@ -127,9 +130,10 @@ class LayerMerge:
         prior, anchors = prior_of(maps, self.models, self.setting.counts) if self.setting.by_tasks else (None, {})
         self.models.anchor.update(anchors)
         self.merged.update(anchors)
-        matrix, expert = torch.cat([linear_map.matrix(self.merged) for linear_map in maps]), maps[0].expert
-        least = 0 if expert is None else ENOUGH_TOKENS * matrix.shape[1]
-        change = solve_maps(matrix, tasks, self.setting, expected=expected, prior=prior, least=least)
+        base, anchor = (torch.cat([own.matrix(model) for own in maps]) for model in (self.models.base, self.merged))
+        near, expert = torch.lerp(base, anchor, BEYOND), maps[0].expert
+        least = 0 if expert is None else ENOUGH_TOKENS * near.shape[1]
+        change = solve_maps(near, tasks, self.setting, expected=expected, prior=prior, least=least)
         if isinstance(change, int):
             self._kept.append(f"{names} ({change} tokens)")
             return
@@ -137,7 +141,7 @@ class LayerMerge:
         if change.ridge is None:
             self._kept.append(f"{names} (their inputs are not finite)")
             return
-        for name, tensor in changed(maps, change, self.merged, self.models.experts).items():
+        for name, tensor in changed(maps, near, change, self.merged, self.models.experts).items():
             if expert is None:
                 self.merged[name] = tensor
             else:

@@ -12,10 +12,11 @@ both to a layer; then
    as far as the group, the group is solved, and the layer takes the solution;
 3. the layer's outputs are set on both streams, and its tensors are written.
 
-The output head comes last. A map of a group, with inputs x of the merged stream and x_t of expert t's, anchor W_a, and
-expert t's own W_t and b_t, becomes
+The output head comes last. A map of a group, with inputs x of the merged stream and x_t of expert t's, base model's
+W_0, anchor W_a, and expert t's own W_t and b_t, becomes
 
-    W = argmin  sum_t s_t sum_x w_x |W x - y_t|^2 + ridge * trace(D H D^T),   D = W - W_a,  y_t = W_t x_t + d_t / 2
+    W = argmin  sum_t s_t sum_x w_x |W x - y_t|^2 + ridge * trace(D H D^T),   y_t = W_t x_t + d_t / 2
+    D = W - W_n,  W_n = W_0 + 3/2 (W_a - W_0)
     b = b_a + (m - b_a) / (1 + ridge^2),  m the mean of b_t + y_t - W x over all tokens, weighted by s_t w_x
 
 For a map that adds to the residual stream (``writers.py``), d_t is what expert t's stream has before the map and the

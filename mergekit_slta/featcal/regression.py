@@ -1,20 +1,19 @@
 """The ridge regression of one group of linear maps that share an input.
 
-Symbols, as in ``merge.py``: inputs x [d_in] of the merged model with weights w_x, residuals r = y - W_a x [d_out]
-against the anchor's map W_a, tasks t with weights s_t, and the change D = W - W_a [d_out, d_in], which minimizes
+Symbols, as in ``merge.py``: inputs x [d_in] of the merged model with weights w_x, residuals r = y - W_n x [d_out]
+against the map W_n that the solution stays near, tasks t with weights s_t, and the change D = W - W_n [d_out, d_in],
+which minimizes
 
-    sum_t s_t sum_x w_x |D x - r|^2 + ridge * trace(D H D^T),     s_t = c_t / (n_t e_t)^(1/2)
+    sum_t s_t sum_x w_x |D x - r|^2 + ridge * trace(D H D^T),     s_t = c_t / n_t,   n_t = |sum_x w_x x x^T|_F
 
-where c_t says how much the task counts: 1, or the keep weight for the base model's. Its inputs have the norm
-n_t = |sum_x w_x x x^T|_F, and the anchor leaves it the error e_t = sum_x w_x |r|^2 / gain, in units of the inputs by
-gain = |W_a|_F^2 / d_in. Without a gain the error does not count: s_t = c_t / n_t.
+where c_t says how much the task counts: 1, or the keep weight for the base model's.
 
 With A = sum_t s_t sum_x w_x x x^T and C = sum_t s_t sum_x w_x r x^T, that is D = C (A + ridge H)^-1. H [d_in, d_in]
 says how strongly each direction of the input is held:
 
 - H = h I with h = trace(A) / d_in. A few dimensions of the input may be so much larger than the others that
   h says nothing about the others: then H = diag(A). Where those few would decide n_t, perhaps by a single token,
-  n_t is computed without them; e_t is not, which measured worse on a real model.
+  n_t is computed without them.
 - A prior P [d_in, d_in], whose diagonal has the mean 1, holds some directions more than others: H is then
   p^(1/2) P p^(1/2), where p is the diagonal of the H above.
 
@@ -53,9 +52,6 @@ DECISIVE = 1000.0
 RIDGES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)
 UNKNOWN_RIDGE = 0.1  # where a task does not have samples in both halves
 PREDICTED = 64  # random combinations of the outputs by which the error on left-out samples is estimated
-# The least error of a task, relative to what the anchor's map makes of its inputs: an anchor that is right for a task
-# must not give the task an endless weight.
-LEAST_ERROR = 0.01
 SMALLEST_RIDGE = 1e-10  # used for a ridge of zero; with less, inputs that were never seen decide
 
 # D [k, d_in] by the ridge, or None where that does not make the equations solvable.
@@ -99,7 +95,6 @@ class Sums:
     Attributes:
         inputs, residuals: sums of x [d_in] and of r [d_out].
         mass: sum of the weights w_x [].
-        squares: sum of |r|^2 [].
         tokens: how many tokens [h].
         cross: sum of r x^T [d_out, d_in]; [d_out, 0] where the tokens themselves are kept, as the next two.
         moments: sum of x x^T [h, d_in, d_in], on and above the diagonal.
@@ -109,7 +104,6 @@ class Sums:
     inputs: torch.Tensor
     residuals: torch.Tensor
     mass: torch.Tensor
-    squares: torch.Tensor
     tokens: torch.Tensor
     cross: torch.Tensor
     moments: torch.Tensor
@@ -124,7 +118,6 @@ class RidgeRegression:
         ridge: how strongly the change is drawn towards zero; None to choose it by left-out samples.
         device: where the sums are.
         prior: P [d_in, d_in] float64, symmetric and positive definite; by default no direction is held more.
-        gain: |W_a|^2_F / d_in, for tasks to count relative to their errors too.
         tokens: how many tokens this process will add, if that is known.
         ranks: the processes that share the tokens.
 
@@ -140,11 +133,10 @@ class RidgeRegression:
         device: torch.device | str = "cpu",
         *,
         prior: torch.Tensor | None = None,
-        gain: float = 0.0,
         tokens: int | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        self._ridge, self._prior, self._gain, self._ranks = ridge, prior, gain, ranks or Ranks()
+        self._ridge, self._prior, self._ranks = ridge, prior, ranks or Ranks()
         # Without a search for the ridge, the sums need no more than one factorization, and a prior is another one.
         most = inputs // 2 if prior is not None and ridge is not None else inputs
         self._few = tokens is not None and tokens < most and self._ranks.count == 1
@@ -155,7 +147,6 @@ class RidgeRegression:
         shapes = [
             (inputs,),
             (outputs,),
-            (),
             (),
             (halves,),
             (outputs, size),
@@ -189,7 +180,6 @@ class RidgeRegression:
         task.inputs += (roots.T @ inputs)[0]
         task.residuals += (roots.T @ residuals)[0]
         task.mass += roots.square().sum()
-        task.squares += residuals.square().sum()
         task.tokens += halves.bincount(minlength=len(task.tokens))
         if self._few:
             self._rows.append((inputs, residuals, halves))
@@ -209,9 +199,6 @@ class RidgeRegression:
         self._halved &= bool(task.tokens.all() or not task.tokens.any())
         self.tokens += int(task.tokens.sum())
         norm = self._norm_of_task()
-        if self._gain:  # the geometric mean of |.|_F and of the task's error
-            error = task.squares / self._gain
-            norm = (norm * error.clamp(min=LEAST_ERROR * norm)).sqrt()
         weight = torch.where(norm > 0, count / norm, 0.0)  # a task none of whose tokens came here has no say
         self._masses.append(weight * task.mass)
         for total, part in zip(vars(self._all).values(), vars(task).values(), strict=True):

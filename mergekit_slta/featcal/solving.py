@@ -73,7 +73,7 @@ class LayerTensors:
 
 
 def solve_maps(
-    matrix: torch.Tensor,
+    near: torch.Tensor,
     tasks: Iterable[Iterable[Tokens]],
     setting: Setting,
     *,
@@ -81,39 +81,36 @@ def solve_maps(
     prior: torch.Tensor | None = None,
     least: float = 0,
 ) -> Change | int:
-    """The change of the anchor's matrix [out, in], or how many tokens there are if there are too few.
+    """The change of a matrix [out, in] that the solution stays near, or how many tokens there are if too few.
 
     Args:
-        matrix: the anchor's; maps of one input are stacked.
+        near: the matrix; maps of one input are stacked.
         tasks: for each task, this process's tokens.
         setting: how maps are solved.
         expected: how many tokens this process has.
         prior: as for ``RidgeRegression``.
         least: how many tokens all processes need.
     """
-    outputs, inputs = matrix.shape
-    # Where the anchor is the base model (no prior), that has no error on its own task, which would count too much.
-    gain = 0.0 if prior is None else float(torch.linalg.vector_norm(matrix, dtype=torch.float64)) ** 2 / inputs
+    outputs, inputs = near.shape
     regression = RidgeRegression(
-        inputs, outputs, setting.ridge, matrix.device, prior=prior, gain=gain, tokens=expected, ranks=setting.ranks
+        inputs, outputs, setting.ridge, near.device, prior=prior, tokens=expected, ranks=setting.ranks
     )
     for task, count in zip(tasks, setting.counts, strict=True):
         for tokens in task:
-            residuals = torch.addmm(tokens.outputs, tokens.inputs, matrix.T, alpha=-1)
+            residuals = torch.addmm(tokens.outputs, tokens.inputs, near.T, alpha=-1)
             regression.add(tokens.inputs, residuals, tokens.samples, tokens.weights)
         regression.finish_task(count)
     return regression.solve() if regression.tokens >= least else regression.tokens
 
 
 def changed(
-    maps: Sequence[LinearMap], change: Change, merged: Weights, experts: Sequence[Weights]
+    maps: Sequence[LinearMap], near: torch.Tensor, change: Change, merged: Weights, experts: Sequence[Weights]
 ) -> dict[str, torch.Tensor]:
     """The maps' new tensors by their names in the layer; for an expert of a mixture, its part of them."""
     found, start = {}, 0
     for linear_map in maps:
-        before = linear_map.matrix(merged)
-        rows = slice(start, start + len(before))
-        found[linear_map.weight] = linear_map.stored((before + change.matrix[rows]).to(before.dtype))
+        rows = slice(start, start + len(linear_map.matrix(merged)))
+        found[linear_map.weight] = linear_map.stored((near[rows] + change.matrix[rows]).to(near.dtype))
         if (offset := linear_map.offset(merged)) is not None:
             own = torch.stack([linear_map.offset(expert) for expert in experts])  # type: ignore[misc]
             found[str(linear_map.bias)] = change.offset(offset, own, rows)

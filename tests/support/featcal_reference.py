@@ -191,36 +191,31 @@ class Seen:
         return self.own @ self.weight.T + self.drift / 2
 
 
-def counts(anchors: Sequence[Tensor], maps: Sequence[Sequence[Seen]], by_tasks: bool) -> list[float]:
-    """Each task's weight in the sums over tasks, from the maps [out, in] of a group and what each sees by task."""
-    found, gain = [], sum(float(anchor.square().sum()) for anchor in anchors) / anchors[0].shape[1]
-    for seen in zip(*maps, strict=True):
-        size = float((seen[0].merged.T @ seen[0].merged).norm())
-        error = sum(
-            float((own.wanted - own.merged @ anchor.T).square().sum())
-            for own, anchor in zip(seen, anchors, strict=True)
-        )
-        found.append(1 / (size * max(error / gain, size / 100)) ** 0.5 if by_tasks else 1 / size)
-    return found
+def counts(tasks: Sequence[Seen]) -> list[float]:
+    """Each task's weight in the sums over tasks."""
+    return [1 / float((seen.merged.T @ seen.merged).norm()) for seen in tasks]
+
+
+def beyond(anchor: Tensor, base: Tensor) -> Tensor:
+    """What a map stays near [out, in]: half as far again from the base model's as the anchor's."""
+    return base + 1.5 * (anchor - base)
 
 
 def solved_weight(
-    anchor: Tensor, tasks: Sequence[Seen], scales: Sequence[float], ridge: float, shape: Tensor | None = None
+    near: Tensor, tasks: Sequence[Seen], scales: Sequence[float], ridge: float, shape: Tensor | None = None
 ) -> Tensor:
-    """The merged map's weight [out, in], held at the anchor's, alike in every direction or by ``shape`` [in, in]."""
+    """The merged map's weight [out, in], held at ``near``, alike in every direction or by ``shape`` [in, in]."""
     roots = [scale**0.5 for scale in scales]
     rows = torch.cat([root * seen.merged for root, seen in zip(roots, tasks, strict=True)])
-    missing = torch.cat(
-        [root * (seen.wanted - seen.merged @ anchor.T) for root, seen in zip(roots, tasks, strict=True)]
-    )
+    missing = torch.cat([root * (seen.wanted - seen.merged @ near.T) for root, seen in zip(roots, tasks, strict=True)])
     energy = rows.square().sum(0)
     if shape is None:
         hold = (ridge * penalties(energy)).sqrt().diag()
     else:
         hold = (ridge * energy.mean()).sqrt() * torch.linalg.cholesky(shape).T
-    design, target = torch.cat([rows, hold]), torch.cat([missing, missing.new_zeros(len(hold), len(anchor))])
+    design, target = torch.cat([rows, hold]), torch.cat([missing, missing.new_zeros(len(hold), len(near))])
     change: Tensor = torch.linalg.lstsq(design, target, driver="gelsd").solution.T
-    return anchor + change
+    return near + change
 
 
 def held_by_tasks(bases: Sequence[Tensor], experts: Sequence[Sequence[Tensor]]) -> Tensor:
@@ -300,7 +295,7 @@ class Solver:
 
     def solve_maps(self, paths: Sequence[str]) -> None:
         """Replace a group of maps, of those that layers share only what is called and not solved yet."""
-        streams, shape, maps, anchors = self.streams(paths), self.shape(paths), {}, {}
+        streams, shape, maps = self.streams(paths), self.shape(paths), {}
         for path in (path for path in paths if streams[0][0][path]):
             if id(self.merged.get_submodule(path).weight) not in self.solved:
                 self.solved.add(id(self.merged.get_submodule(path).weight))
@@ -313,11 +308,11 @@ class Solver:
                     )
                     for expert, (merged, own) in zip(self.experts, streams, strict=True)
                 ]
-                anchors[path] = parameters(self.merged.get_submodule(path))[0]
-        scales = counts([*anchors.values()], [*maps.values()], shape is not None) if maps else []
         for path, tasks in maps.items():
-            weight, bias = parameters(self.merged.get_submodule(path))
-            weight.copy_(solved_weight(weight, tasks, scales, self.ridge, shape))
+            (weight, bias), scales, near = parameters(self.merged.get_submodule(path)), counts(tasks), None
+            if self.base is not None and shape is not None:
+                near = beyond(weight, parameters(self.base.get_submodule(path))[0])
+            weight.copy_(solved_weight(weight if near is None else near, tasks, scales, self.ridge, shape))
             if bias is not None:
                 bias.copy_(solved_bias(bias, weight, tasks, scales, self.ridge))
 
@@ -334,7 +329,7 @@ class Solver:
                     Seen(*reaching(routed, merged[path], own[path]), routed_map(owner, "gate_up_proj", routed))
                 )
             first, down = (routed_map(module, name, routed) for name in ("gate_up_proj", "down_proj"))
-            self.solve_reached(first, tasks, self.routed_shape(path, routed, "gate_up_proj"))
+            self.solve_reached(path, routed, "gate_up_proj", first, tasks)
             middle = gated(module.act_fn, first)
             tasks = [
                 Seen(
@@ -344,22 +339,18 @@ class Solver:
                 )
                 for owner, seen in zip(owners, tasks, strict=True)
             ]
-            self.solve_reached(down, tasks, self.routed_shape(path, routed, "down_proj"))
+            self.solve_reached(path, routed, "down_proj", down, tasks)
 
-    def routed_shape(self, path: str, routed: int, name: str) -> Tensor | None:
-        """The hold of one map of a routed expert."""
-        if self.base is None:
-            return None
-        models = (self.base, *self.experts)
-        base, *experts = (routed_map(model.get_submodule(path), name, routed) for model in models)
-        return held_by_tasks([base], [experts])
-
-    def solve_reached(self, weight: Tensor, tasks: Iterable[Seen], shape: Tensor | None) -> None:
-        """Replace the map of a routed expert, weight [out, in], unless too few tokens reach it."""
+    def solve_reached(self, path: str, routed: int, name: str, weight: Tensor, tasks: Iterable[Seen]) -> None:
+        """Replace a map of a routed expert, weight [out, in], unless too few tokens reach it."""
+        near, shape = weight, None
+        if self.base is not None:
+            models = (self.base, *self.experts)
+            base, *experts = (routed_map(model.get_submodule(path), name, routed) for model in models)
+            near, shape = beyond(weight, base), held_by_tasks([base], [experts])
         reached = [seen for seen in tasks if len(seen.merged)]
         if sum(len(seen.merged) for seen in reached) >= weight.shape[1] / 16:
-            scales = counts([weight], [reached], shape is not None)
-            weight.copy_(solved_weight(weight, reached, scales, self.ridge, shape))
+            weight.copy_(solved_weight(near, reached, counts(reached), self.ridge, shape))
 
 
 def reaching(routed: int, merged: Sequence[Tensor], own: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
