@@ -66,8 +66,10 @@ def main(seeds: tuple[int, ...], counts: tuple[int, ...], only: tuple[str, ...],
         files.write(out / f"table-{count}.md", text.encode())
         click.echo(text)
         measured[count] = tables
-        files.write(out / f"prompts-{count}.png", _by_prompts(tables).png())
-    files.write(out / "experts.png", _by_experts(measured).png())
+        if any(f"featcal {prompts} prompts" in labels for prompts in PROMPTS):
+            files.write(out / f"prompts-{count}.png", _by_prompts(tables).png())
+    if len(counts) > 1:
+        files.write(out / "experts.png", _by_experts(measured).png())
 
 
 def _scores(folder: Path, seed: int, tasks: Sequence[str], only: Sequence[str]) -> Table:

@@ -309,10 +309,10 @@ class Solver:
                     for expert, (merged, own) in zip(self.experts, streams, strict=True)
                 ]
         for path, tasks in maps.items():
-            (weight, bias), scales, near = parameters(self.merged.get_submodule(path)), counts(tasks), None
-            if self.base is not None and shape is not None:
-                near = beyond(weight, parameters(self.base.get_submodule(path))[0])
-            weight.copy_(solved_weight(weight if near is None else near, tasks, scales, self.ridge, shape))
+            (weight, bias), scales = parameters(self.merged.get_submodule(path)), counts(tasks)
+            base = self.merged if shape is None or self.base is None else self.base  # nothing is beyond the merged one
+            near = beyond(weight, parameters(base.get_submodule(path))[0])
+            weight.copy_(solved_weight(near, tasks, scales, self.ridge, shape))
             if bias is not None:
                 bias.copy_(solved_bias(bias, weight, tasks, scales, self.ridge))
 
