@@ -1,4 +1,4 @@
-"""The anchor ``actmat``: the model that a feature merge stays near is what ``merge_method: actmat`` gives."""
+"""The anchor ``actmat``: a feature merge begins with what ``merge_method: actmat`` gives."""
 
 from __future__ import annotations
 

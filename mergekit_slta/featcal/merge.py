@@ -1,8 +1,8 @@
 """featcal: every linear map by least squares, layer by layer in the order of the forward pass.
 
-After RegMean++ and FeatCal (arXiv 2605.13030). The solution stays near an anchor: the base model, or the merge by
-``actmat``, a method that needs no data (``anchor.py``). The samples' token ids come from ``data/``; ``scratch.py``
-keeps the solved layers in a folder, from which ``host/featcal.py`` gives mergekit each tensor.
+After RegMean++ and FeatCal (arXiv 2605.13030). The anchor is the base model, or the merge by ``actmat``, a method that
+needs no data (``anchor.py``); the solution stays near a point beyond it. The samples' token ids come from ``data/``;
+``scratch.py`` keeps the solved layers in a folder, from which ``host/featcal.py`` gives mergekit each tensor.
 
 Each sample of task t is in two hidden-state streams: the merged model's, and expert t's own. The engine's loop brings
 both to a layer; then
@@ -16,7 +16,7 @@ The output head comes last. A map of a group, with inputs x of the merged stream
 W_0, anchor W_a, and expert t's own W_t and b_t, becomes
 
     W = argmin  sum_t s_t sum_x w_x |W x - y_t|^2 + ridge * trace(D H D^T),   y_t = W_t x_t + d_t / 2
-    D = W - W_n,  W_n = W_0 + 3/2 (W_a - W_0)
+    D = W - W_n,  W_n = W_0 + 3/2 (W_a - W_0)       (for the head W_n = W_a)
     b = b_a + (m - b_a) / (1 + ridge^2),  m the mean of b_t + y_t - W x over all tokens, weighted by s_t w_x
 
 For a map that adds to the residual stream (``writers.py``), d_t is what expert t's stream has before the map and the
@@ -92,14 +92,14 @@ def feature_merge(
 
     Args:
         decoder: the models' common decoder.
-        anchor: the model that the solution stays near: the base model, or the merge of ``actmat``, whose system then
-            says in which directions of the input a map stays nearer.
+        anchor: the model whose maps stay where none is solved: the base model, or the merge of ``actmat``, whose system
+            then says in which directions of the input a map stays nearer to W_n.
         experts: the ``T`` experts.
         tasks: the token ids of each expert's calibration samples, and last of the base model's if it has a task.
         partial: where the layers are written; what is finished there is not computed again.
         keep_weight: how much the base model's task counts, kappa; 0 if it has none.
         weights: the weights [S] of the tokens of every sample, task after task; by default all are 1.
-        ridge: how strongly the solution is drawn towards the anchor; None to choose it by left-out samples.
+        ridge: how strongly the solution is drawn towards W_n; None to choose it by left-out samples.
         head: solve the output head too.
         compare: follow the anchor's own features as well, for the report.
         batch_tokens: as for ``pass_layers``.

@@ -38,7 +38,7 @@ class Setting:
     """How a merge solves its maps.
 
     Attributes:
-        ridge: how strongly the solution is drawn towards the anchor; None to choose it by left-out samples.
+        ridge: how strongly the solution is drawn towards W_n of ``merge.py``; None to choose it by left-out samples.
         by_tasks: whether it is drawn the more in a direction of the input the larger the task vectors are there, as in
             ``actmat``, so that the sums over tokens add to those that ``actmat`` takes for them.
         counts: how much each task counts: 1 for an expert's, kappa for the base model's.

@@ -119,8 +119,8 @@ class FeatcalSettings(CalibrationSettings):
     )
     anchor: Literal["base", "actmat"] = Field(
         default="actmat",
-        description="the model that a matrix stays close to where the prompts do not determine it: the merge of "
-        "`actmat`, or `base`",
+        description="the model that decides where the prompts do not: `actmat`, whose merge a matrix stays close to, "
+        "half as far again from the base model, or `base`",
     )
     head: bool = Field(default=True, description="solve the output head too; off if the head is tied to the embedding")
     scratch: str = Field(
