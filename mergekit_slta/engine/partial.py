@@ -41,8 +41,8 @@ class Partial:
         self._run = json.loads(json.dumps(run))
         # The system frees the lock when this process ends, however that happens.
         self._lock = filelock.FileLock(folder / LOCK, timeout=0, thread_local=False)
-        found = run_of(folder)
-        if found is None and (odd := _odd_entry(folder)):
+        odd, found = _odd_entry(folder), run_of(folder)  # in this order: another process may begin between them
+        if found is None and odd:
             raise SltaError(f"{folder} holds {odd}, which is no unfinished work: name another file or folder.")
         if changed := [key for key in self._run if found is not None and found.get(key) != self._run[key]]:
             raise SltaError(
