@@ -96,6 +96,7 @@ def test_the_file_says_what_is_kept_and_gives_it_up(family: Family, tmp_path: Pa
     # A recipe that only weights the base model takes the file's prompts.
     unnamed = recipe(family, experts=(0, 1), calibration=False, statistics=str(file))
     unnamed["models"].append({"model": str(family.base), "parameters": {"weight": 0.5}})
+    assert not any("has the prompts" in note for note in check(Recipe.parse(json.dumps(unnamed), "recipe")).notes)
     assert equal(merged(unnamed, tmp_path / "unnamed"), load_file(tmp_path / "merged" / "model.safetensors"))
 
 

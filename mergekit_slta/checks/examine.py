@@ -194,7 +194,9 @@ def _written(experiment: Experiment, out: Path | None) -> list[tuple[Path, str, 
         nbytes = stored_bytes(experiment.model(experiment.recipe.base), config.out_dtype or config.dtype)
         written.append((out, "the merged model", nbytes))
     if nbytes := solved_bytes(experiment):
-        written.append((solved_folder(experiment), "the solved layers", nbytes))
+        scratch = solved_folder(experiment)
+        there = sum(file.stat().st_size for file in scratch.glob("featcal-*/*.safetensors"))  # of a killed merge
+        written.append((scratch, "the solved layers", max(nbytes - there, 0)))
     if nbytes := sum(downloads(experiment).values()):
         cache = experiment.transformers_cache or huggingface_hub.constants.HF_HUB_CACHE
         written.append((Path(cache), "the download", nbytes))
@@ -207,7 +209,7 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
     for _, expert in experiment.pairs:
         yield from models.other_computation(base, expert, settings.runs_models)
         yield from models.adapted_ends(expert, experiment.transformers_cache)
-    if recipe.keep and (same := [own for own in recipe.experts if own.calibration == recipe.keep.calibration]):
+    if recipe.keep and (same := [own for own in recipe.experts if own.calibration == recipe.keep.calibration != ""]):
         yield (
             f"The base model has the prompts of {same[0]}, on which the merge cannot do what both do (every weight of "
             "slta is 1 / (1 + κ) with one expert): give it prompts of what is to be kept."

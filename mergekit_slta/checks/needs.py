@@ -11,6 +11,7 @@ from pathlib import Path
 
 import huggingface_hub
 import torch
+import yaml
 from mergekit.common import ModelPath
 
 from mergekit_slta.featcal.scratch import scratch_root
@@ -156,7 +157,7 @@ def license_of(path: ModelPath) -> str:
             card = huggingface_hub.ModelCard.load(Path(path.path) / "README.md", ignore_metadata_errors=True).data
         else:
             card = huggingface_hub.model_info(path.path, revision=path.revision, timeout=10).card_data
-    except hub.HUB_ERRORS:
+    except (*hub.HUB_ERRORS, yaml.YAMLError):
         return "unknown"
     found = card.to_dict() if card is not None else {}
     name = found.get("license")

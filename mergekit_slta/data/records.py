@@ -87,7 +87,7 @@ def record_text(record: Record, template: str, *, where: object, render_chat: Ca
 
 def _answer_of_pair(record: Record, text: str) -> Span | None:
     """Where the answer of a known pair of the record is, in a text that holds the pair's parts one after the other."""
-    for fields in TEXT_FIELDS[1:]:
+    for fields in [fields for fields in TEXT_FIELDS[1:] if all(field in record for field in fields)]:
         *parts, answer = ("" if record.get(field) is None else str(record[field]).strip() for field in fields)
         end = 0
         for part in parts:

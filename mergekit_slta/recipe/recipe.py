@@ -379,7 +379,7 @@ def data_of(recipe: Recipe) -> Recipe:
     Raises:
         SltaError: the recipe has no base model.
     """
-    config, names = recipe.config, {"calibration", "template", "samples", "max_tokens", "seed"}
+    config, names = recipe.config, {"template", "samples", "max_tokens", "seed"}
     if issubclass(SETTINGS.get(config.merge_method, Parameters), CalibrationSettings):
         return recipe
     if config.base_model is None:

@@ -10,6 +10,8 @@ from support import families
 from support.examining import feature_recipe, grow, only, problems
 from support.families import Family
 
+from mergekit_slta.checks.needs import needs
+
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,3 +62,17 @@ def test_the_layers_and_the_output_share_a_disk(family: Family, tmp_path: Path) 
     problem = only(recipe, out_path=tmp_path / "out")
     assert "too little for the merged model (about 60 GB) and the solved layers (about " in problem
     assert problems(recipe) == []
+
+
+def test_the_layers_of_a_killed_merge_need_no_second_room(
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = feature_recipe(family, experts=[0], scratch=str(tmp_path / "scratch"))
+    found = needs(families.experiment(recipe))
+    usage = shutil.disk_usage("/")._replace(free=found.merged + found.solved // 2)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    assert "too little for" in only(recipe, out_path=tmp_path / "out")
+    (tmp_path / "scratch" / "featcal-0").mkdir(parents=True)
+    with (tmp_path / "scratch" / "featcal-0" / "layer-0000.safetensors").open("wb") as file:
+        file.truncate(found.solved // 2 + 1)
+    assert problems(recipe, out_path=tmp_path / "out") == []

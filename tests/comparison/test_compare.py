@@ -240,6 +240,10 @@ def test_a_recipe_of_another_method_is_compared_on_the_data_that_it_names(paired
     own = families.recipe(paired, "ties", samples=SAMPLES, max_tokens=24, normalize=True, per_expert={"weight": 1.0})
     found = evaluate(Recipe.parse(json.dumps(own), "ties.yml"), families.merge(own, tmp_path / "out"), quiet=True)
     assert found.tasks == evaluate(recipe_of(paired), tmp_path / "out", quiet=True).tasks
+    shared = families.recipe(paired, "ties", experts=[0], samples=SAMPLES, max_tokens=24)
+    shared["parameters"] |= shared["models"][0].pop("parameters")
+    (task,) = evaluate(Recipe.parse(json.dumps(shared), "ties.yml"), tmp_path / "out", quiet=True).tasks
+    assert task.merged == found.tasks[0].merged
     del own["base_model"]
     with pytest.raises(SltaError, match="no base_model"):
         evaluate(Recipe.parse(json.dumps(own), "linear.yml"), paired.base, quiet=True)

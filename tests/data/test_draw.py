@@ -189,6 +189,7 @@ def marked(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase, folder: P
         ({"q": "2.512 pounds", "a": 2.512}, "{q} {a:.1f}", "2.512 pounds <2.5>"),
         ({"text": "b ab: b.", "question": "ab", "answer": " b\n"}, "", "b ab: <b>."),
         ({"text": "cd: ab", "question": "ab", "answer": "cd"}, "", "cd: ab"),  # the answer before the question
+        ({"text": "ab: cd", "answer": "cd"}, "", "ab: cd"),  # without a question, which tells where it ends
         ({"text": "ab: cd", "instruction": "ab", "input": "no", "output": "cd"}, "", "ab: <cd>"),
         ({"question": "ab", "answer": 7}, "q: {question} a: {answer} end", "q: ab a: <7> end"),
     ],
