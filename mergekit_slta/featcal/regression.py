@@ -50,7 +50,7 @@ MASSIVE = 10.0
 # s_t leaves out the dimensions whose sum of squares is this many times the 90 % quantile of all dimensions' sums.
 DECISIVE = 1000.0
 RIDGES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)
-UNKNOWN_RIDGE = 0.1  # where a task does not have samples in both halves
+UNKNOWN_RIDGE = 1.0  # where a task does not have samples in both halves
 PREDICTED = 64  # random combinations of the outputs by which the error on left-out samples is estimated
 SMALLEST_RIDGE = 1e-10  # used for a ridge of zero; with less, inputs that were never seen decide
 

@@ -30,7 +30,7 @@ from mergekit_slta.slta.matching import fingerprint, local_identity
 
 LOG = logging.getLogger(__name__)
 
-FORMAT = 14  # changes with the folder's content and with the way that layers are solved
+FORMAT = 15  # changes with the folder's content and with the way that layers are solved
 
 
 class SolvedModel:

@@ -57,7 +57,11 @@ def test_a_recipe_of_models_on_the_hub_is_checked_without_their_weights(
     llama: Family, tmp_path: Path, method: str
 ) -> None:
     repositories = tmp_path / "hub" / "org"
-    cards = {"base": "license: apache-2.0", "expert0": "license: other\nlicense_name: research", "expert1": "title: a: b"}
+    cards = {
+        "base": "license: apache-2.0",
+        "expert0": "license: other\nlicense_name: research",
+        "expert1": "title: a: b",
+    }
     for folder in llama.folders[:3]:
         shutil.copytree(folder, repositories / folder.name)
         (repositories / folder.name / "README.md").write_text(f"---\n{cards[folder.name]}\n---\nText\n")
