@@ -16,20 +16,17 @@ import torch
 from mergekit_slta.engine.accumulator import Accumulator, Progress, Tensors
 from mergekit_slta.engine.streams import Source, Streams, read_edges
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers import ends
 from mergekit_slta.layers.blend import Blend, blend
 from mergekit_slta.layers.calls import Weights
+from mergekit_slta.layers.ends import logit_tensors
 from mergekit_slta.layers.maps import linear_maps
 from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.models.checkpoint import Checkpoint
+from mergekit_slta.slta.calibrate import Grams, logit_grams
 from mergekit_slta.slta.features import LayerFeatures
 from mergekit_slta.slta.gram import sample_grams
 
 BASE = 0  # the base model's stream; at level ``model`` the settings' own follow
-LOGITS = 2**24  # of each setting are compared at once, because logits are wide
-
-# Submodule name to [N, K, K] float64.
-Grams = dict[str, torch.Tensor]
 
 
 def passes_per_sample(settings: int, levels: Sequence[str]) -> int:
@@ -96,7 +93,10 @@ class Interpolation(Accumulator[Grams]):
     def finish(self, streams: Streams, report: Progress) -> Grams:
         """All Gram matrices, those of the logits' change included."""
         if "model" in self.levels:
-            self._keep({"model": self._logit_grams(streams)})
+            edges = [read_edges(self.decoder, model, logit_tensors(self.decoder)) for model in self.models]
+            points = [torch.zeros(len(self.models) - 1), *self.settings]
+            gram = logit_grams(self.decoder, streams, self._no_grams(), lambda: (_at(own, edges) for own in points))
+            self._keep({"model": gram})
         return self.grams
 
     def _no_grams(self) -> torch.Tensor:
@@ -112,21 +112,6 @@ class Interpolation(Accumulator[Grams]):
                     f"The features at {name} are not finite: the weights of an expert are so large that they overflow "
                     "float32, leave the expert out or get a sound copy."
                 )
-
-    def _logit_grams(self, streams: Streams) -> torch.Tensor:
-        """The Gram matrices of the logits' change, from each setting's hidden states after its last layer."""
-        names = ends.logit_tensors(self.decoder)
-        edges = [read_edges(self.decoder, model, names) for model in self.models]
-        width = max(1, LOGITS // self.decoder.model.config.get_text_config().vocab_size)
-        grams = self._no_grams()
-        for row, states in streams.final():
-            for hidden in torch.stack([states[stream] for stream in range(len(states))]).split(width, dim=1):
-                base, *others = (
-                    ends.logits(self.decoder, own[None].to(self.decoder.device), _at(setting, edges))
-                    for own, setting in zip(hidden, [torch.zeros(len(self.models) - 1), *self.settings], strict=True)
-                )
-                grams[row] += sample_grams([other.sub_(base) for other in others], [base.shape[1]])[0]
-        return grams
 
 
 def _at(setting: torch.Tensor, weights: Sequence[Weights]) -> dict[str, torch.Tensor]:

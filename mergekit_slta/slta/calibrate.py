@@ -19,7 +19,7 @@ Shapes: ``N`` samples of all tasks, ``T`` experts, ``S`` tokens, ``D`` dimension
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -130,7 +130,8 @@ class _Calibration(Accumulator[Grams]):
     def finish(self, streams: Streams, report: Progress) -> Grams:
         """All Gram matrices, those of the model as a whole included."""
         if "model" in self.levels:
-            self._keep({"model": self._logit_grams(streams)})
+            edges = [read_edges(self.decoder, model, logit_tensors(self.decoder)) for model in self.models]
+            self._keep({"model": logit_grams(self.decoder, streams, torch.zeros(self._shape), lambda: edges)})
         return self.grams
 
     @property
@@ -157,15 +158,26 @@ class _Calibration(Accumulator[Grams]):
         self.grams |= grams
         return grams
 
-    def _logit_grams(self, streams: Streams) -> torch.Tensor:
-        """The Gram matrices of the logits' change [N, T, T], from each model's hidden states after its last layer."""
-        edges = [read_edges(self.decoder, model, logit_tensors(self.decoder)) for model in self.models]
-        grams = torch.zeros(self._shape, dtype=torch.float64)
-        for row, states in streams.final():
-            for part in zip(*(states[stream].split(LOGIT_TOKENS) for stream in range(len(edges))), strict=True):
-                base, *experts = (
-                    logits(self.decoder, hidden[None].to(self.decoder.device), own)
-                    for hidden, own in zip(part, edges, strict=True)
-                )
-                grams[row] += sample_grams([expert - base for expert in experts], [base.shape[1]])[0]
-        return grams
+
+def logit_grams(
+    decoder: Decoder, streams: Streams, zeros: torch.Tensor, edges: Callable[[], Iterable[Weights]]
+) -> torch.Tensor:
+    """The Gram matrices of the logits' change, from each stream's hidden states after the last layer.
+
+    Args:
+        decoder: the models' common decoder.
+        streams: the base model's stream 0, and those that are compared with it.
+        zeros: [N, T, T].
+        edges: gives the ``logit_tensors`` of each stream's model.
+
+    Returns:
+        [N, T, T] float64; zero for the samples of other ranks.
+    """
+    grams = zeros.double()
+    for row, states in streams.final():
+        for part in zip(*(states[stream].split(LOGIT_TOKENS) for stream in range(len(states))), strict=True):
+            base, *others = (
+                logits(decoder, hidden[None].to(decoder.device), own) for hidden, own in zip(part, edges(), strict=True)
+            )
+            grams[row] += sample_grams([other - base for other in others], [base.shape[1]])[0]
+    return grams
