@@ -22,11 +22,10 @@ import torch
 LOG = logging.getLogger(__name__)
 
 # The iterations stop when A shrinks the residual to less than NULL_SPACE of its size: what is left then lies almost in
-# A's null space. In float32 this happens early, because a worse conditioned system would move M by more than 1e-5; that
-# system is solved again in float64, with as many ITERATIONS as a condition number of 1 / NULL_SPACE may need.
-NULL_SPACE = {torch.float32: 1e-2, torch.float64: 1e-6}
-TOLERANCE = {torch.float32: 1e-7, torch.float64: 1e-9}
-ITERATIONS = {torch.float32: 50, torch.float64: 10_000}
+# A's null space. There are as many ITERATIONS as a condition number of 1 / NULL_SPACE may need.
+NULL_SPACE = 1e-6
+TOLERANCE = 1e-9
+ITERATIONS = 10_000
 
 # M may be so many times as large as the largest task matrix without a warning. Where features of different experts
 # agree or are orthogonal, M is at most as large as the sum of the task matrices.
@@ -36,7 +35,7 @@ Blocks = Mapping[tuple[int, int], torch.Tensor]
 
 
 class SingularFeatures(NamedTuple):
-    """The features of one task matrix: ``left`` U [m, r], ``values`` σ [r] in descending order, ``right`` V [n, r]."""
+    """The features of one task matrix, float64: ``left`` U [m, r], ``values`` σ [r] descending, ``right`` V [n, r]."""
 
     left: torch.Tensor
     values: torch.Tensor
@@ -68,7 +67,7 @@ def _in_order(values: torch.Tensor, index: int) -> float:
     return float(values.kthvalue(index + 1).values)
 
 
-def singular_features(matrix: torch.Tensor, rank: int = 0, dtype: torch.dtype | None = None) -> SingularFeatures:
+def singular_features(matrix: torch.Tensor, rank: int = 0) -> SingularFeatures:
     """Decompose a task matrix. Singular values σ ≤ max(m, n)·eps·σ₁ are left out, because their vectors are arbitrary.
 
     A float32 matrix is decomposed by the eigenvectors of its smaller Gram matrix in float64. That is faster than an SVD
@@ -81,11 +80,10 @@ def singular_features(matrix: torch.Tensor, rank: int = 0, dtype: torch.dtype | 
         rank: keep at most so many features; 0 keeps all. The matrix is decomposed in full all the same, because
             the singular values of trimmed task matrices are so alike that a randomized method misses a tenth to a half
             of the largest ones.
-        dtype: of the features; the matrix's by default.
     """
     rows, columns = matrix.shape
     if rows < columns:
-        right, values, left = singular_features(matrix.T, rank, dtype)
+        right, values, left = singular_features(matrix.T, rank)
         return SingularFeatures(left, values, right)
     exact = matrix.double()
     if matrix.dtype == torch.float64:
@@ -98,9 +96,7 @@ def singular_features(matrix: torch.Tensor, rank: int = 0, dtype: torch.dtype | 
     if rank:
         kept[rank:] = False
     values, right = values[kept], right[:, kept]
-    left = exact @ (right / values)
-    dtype = dtype or matrix.dtype
-    return SingularFeatures(left.to(dtype), values.to(dtype), right.to(dtype))
+    return SingularFeatures(exact @ (right / values), values, right)
 
 
 def cross_task_blocks(features: Sequence[SingularFeatures]) -> dict[tuple[int, int], torch.Tensor]:
@@ -122,9 +118,7 @@ def multiply(blocks: Blocks, vector: torch.Tensor, sizes: Sequence[int]) -> torc
     return product
 
 
-def conjugate_residuals(
-    operator: Callable[[torch.Tensor], torch.Tensor], target: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def conjugate_residuals(operator: Callable[[torch.Tensor], torch.Tensor], target: torch.Tensor) -> torch.Tensor:
     """Solve A x = b for a positive semidefinite A by the method of conjugate residuals (Stiefel, 1955).
 
     The residual shrinks in every iteration. On a singular system it converges to the least-squares residual (Hayami and
@@ -132,18 +126,15 @@ def conjugate_residuals(
 
     Args:
         operator: x → A x, both [r].
-        target: b [r], whose dtype chooses among the limits at the top of this module.
-
-    Returns:
-        x [r] and its residual b − A x [r].
+        target: b [r].
     """
     solution, residual = torch.zeros_like(target), target.clone()
     image = operator(residual)
     direction, direction_image = residual.clone(), image.clone()
-    limit = TOLERANCE[target.dtype] * target.norm()
-    for _ in range(ITERATIONS[target.dtype]):
+    limit = TOLERANCE * target.norm()
+    for _ in range(ITERATIONS):
         size = residual.norm()
-        if size <= limit or image.norm() <= NULL_SPACE[target.dtype] * size:
+        if size <= limit or image.norm() <= NULL_SPACE * size:
             break
         energy = residual @ image
         step = energy / (direction_image @ direction_image)
@@ -153,26 +144,20 @@ def conjugate_residuals(
         ratio = (residual @ image) / energy
         direction = residual + ratio * direction
         direction_image = image + ratio * direction_image
-    return solution, residual
+    return solution
 
 
-def feature_coefficients(features: Sequence[SingularFeatures]) -> tuple[tuple[torch.Tensor, ...], bool]:
-    """Solve A β = σ (Eq. 4) in the precision of the features, in the least-squares sense if A is singular.
+def feature_coefficients(features: Sequence[SingularFeatures]) -> tuple[torch.Tensor, ...]:
+    """The coefficients β_t [r_t] of each expert's features: A β = σ (Eq. 4), by least squares if A is singular.
 
-    The iterations need the cross-task blocks but no [r, r] matrix. Six are enough where experts have little in common,
-    some tens where they have much. For 4096 x 1024 and T = 3 on two cores the blocks take 0.36 s in float32 and the
-    iterations 0.01 s; a Cholesky factorization would take 0.39 s and three times the blocks' memory.
-
-    Returns:
-        The coefficients β_t [r_t] of each expert's features, and whether they solve the system.
+    The iterations need the cross-task blocks but no [r, r] matrix. Some ten are enough where experts have little in
+    common; a Cholesky factorization would take as long as the blocks and three times their memory.
     """
     sizes = [len(feature.values) for feature in features]
     target = torch.cat([feature.values for feature in features])
     scale = target.max()  # squares of the entries must not underflow
     blocks = cross_task_blocks(features)
-    solution, residual = conjugate_residuals(lambda vector: multiply(blocks, vector, sizes), target / scale)
-    solved = bool(residual.norm() <= TOLERANCE[target.dtype] * (target / scale).norm())
-    return (solution * scale).split(sizes), solved
+    return (conjugate_residuals(lambda vector: multiply(blocks, vector, sizes), target / scale) * scale).split(sizes)
 
 
 def superpose(features: Sequence[SingularFeatures], coefficients: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -186,8 +171,7 @@ def superpose(features: Sequence[SingularFeatures], coefficients: Sequence[torch
 def merge_task_matrices(matrices: Sequence[torch.Tensor], rank: int = 0) -> torch.Tensor:
     """Merge trimmed task matrices (Algorithm 1): the matrix of least norm that keeps the singular features of each.
 
-    Float32 is enough for experts that have little in common. If it does not solve the system, because features of
-    different experts nearly coincide, everything is computed again in float64; where such features contradict each
+    Everything is float64, because features of different experts may nearly coincide; where these contradict each
     other, the result is the least-squares solution.
 
     Args:
@@ -202,13 +186,8 @@ def merge_task_matrices(matrices: Sequence[torch.Tensor], rank: int = 0) -> torc
         return torch.zeros_like(matrices[0])
     if len(touched) == 1 and not rank:
         return touched[0]
-    exact = touched[0].dtype == torch.float64
-    for dtype in [torch.float64] if exact else [torch.float32, torch.float64]:
-        features = [singular_features(matrix, rank, dtype) for matrix in touched]
-        coefficients, solved = feature_coefficients(features)
-        if solved:
-            break
-    merged = superpose(features, coefficients).to(touched[0].dtype)
+    features = [singular_features(matrix, rank) for matrix in touched]
+    merged = superpose(features, feature_coefficients(features)).to(touched[0].dtype)
     growth = float(merged.norm() / max(matrix.norm() for matrix in touched))
     if growth > GROWTH:
         LOG.warning(

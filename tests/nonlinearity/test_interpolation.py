@@ -20,6 +20,7 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.nonlinearity import interpolation
 from mergekit_slta.nonlinearity.scores import STEPS, Study, distance_metric, merge_study, path_study, plan_studies
 from mergekit_slta.reports.linearity import linearity_page
+from mergekit_slta.slta import calibrate
 from mergekit_slta.tables import as_json
 
 SUBMODULE_LEVELS = ("layer", "attn_mlp", "head_mlp")
@@ -192,7 +193,7 @@ def test_batches_do_not_matter(llama: Family, monkeypatch: pytest.MonkeyPatch) -
     levels = ("model", "attn_mlp")
     at_once = plan_of(llama, levels, studies, tasks).measure()
     assert_same(at_once, plan_of(llama, levels, studies, tasks, batch_tokens=30).measure(), 1e-6)
-    monkeypatch.setattr(interpolation, "LOGITS", 5 * llama.config.vocab_size)  # of five positions
+    monkeypatch.setattr(calibrate, "LOGIT_TOKENS", 5)
     assert_same(at_once, plan_of(llama, levels, studies, tasks).measure(), 1e-6)
 
 
