@@ -28,8 +28,9 @@ def afterword(experiment: Experiment, merge: Merge, out: str) -> Iterator[str]:
 def _recipe_file(out: str) -> str | None:
     """The recipe that this process's command was given, or else mergekit's copy in the output folder, if any."""
     context = click.get_current_context(silent=True)
-    if context is not None and context.command.name in ("mergekit-yaml", "merge"):
-        return str(context.params.get("config_file") or context.params["recipe"])
+    given = context.params if context is not None and context.command.name in ("mergekit-yaml", "merge") else {}
+    if recipe := given.get("config_file") or given.get("recipe"):  # the command "merge" may be another program's
+        return str(recipe)
     copy = Path(out) / RECIPE
     return str(copy) if copy.is_file() else None
 

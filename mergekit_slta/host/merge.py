@@ -80,6 +80,6 @@ def merge(
         SltaError: the recipe, a model, the data or the disk does not allow the merge.
     """
     options = plain_values({name: value for name, value in locals().items() if name not in ("recipe", "out")})
-    given = loaded(recipe)
-    run(inspect.unwrap(run_merge), given.config, os.fspath(out), options, given.text, given.content)
-    return Path(out)
+    given, folder = loaded(recipe), Path(out).expanduser()
+    run(inspect.unwrap(run_merge), given.config, str(folder), options, given.text, given.content)
+    return folder

@@ -93,7 +93,7 @@ def _run(stock: Callable[..., None], experiment: Experiment, out: str, source: s
     for file, _ in before.items() & entry_files(folder).items():
         set_aside(file)  # programs would read it instead of the weights just written
     copy_companions(recipe.config, recipe.tokenizer_source, options.copy_tokenizer, folder)
-    card.clear_beside(folder, merge.solution)
+    card.renew_beside(folder, merge.solution)
     merge.finish()
     if source and options.write_model_card:
         try:

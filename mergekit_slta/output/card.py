@@ -45,7 +45,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def write_card(folder: Path, config: MergeConfiguration, recipe: str, solution: Solution | None) -> None:
-    """Complete mergekit's card of a merge, and write what it links of an ``slta`` merge: statistics, and a figure.
+    """Complete mergekit's card of a merge, and write the figure that it shows of an ``slta`` merge.
 
     ``recipe`` is the recipe's YAML, which mergekit's card shows.
 
@@ -55,18 +55,21 @@ def write_card(folder: Path, config: MergeConfiguration, recipe: str, solution: 
     if solution is not None:
         from mergekit_slta.reports.merge import alpha_map  # which imports matplotlib
 
-        solution.statistics.save(folder / STATISTICS_OF_MERGE)
         files.write(folder / ALPHA_FIGURE, alpha_map(solution).picture.png())
     files.write(folder / CARD, merge_card(folder, config, recipe, solution).encode())
 
 
-def clear_beside(folder: Path, solution: Solution | None) -> None:
-    """Remove what an earlier ``slta`` merge has written beside weights that are another merge's now.
+def renew_beside(folder: Path, solution: Solution | None) -> None:
+    """Write an ``slta`` merge's statistics, and remove what an earlier one has written beside the weights.
 
-    With a solution the statistics stay until new ones replace them: the recipe may have named this file.
+    Raises:
+        OSError: the file cannot be written.
     """
-    for name in BESIDE if solution is None else BESIDE[1:]:
-        (folder / name).unlink(missing_ok=True)
+    (folder / ALPHA_FIGURE).unlink(missing_ok=True)
+    if solution is None:
+        (folder / STATISTICS_OF_MERGE).unlink(missing_ok=True)
+    else:
+        solution.statistics.save(folder / STATISTICS_OF_MERGE)
 
 
 def merge_card(folder: Path, config: MergeConfiguration, recipe: str, solution: Solution | None = None) -> str:

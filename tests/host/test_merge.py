@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from mergekit.options import MergeOptions
 from safetensors.torch import load_file
@@ -14,17 +15,20 @@ from support import families
 from support.families import Family
 
 from mergekit_slta.host.merge import merge
+from mergekit_slta.output.verify import verify
 from mergekit_slta.recipe.recipe import Recipe
 
 
-def test_a_merge_in_python_is_mergekits_own(llama: Family, tmp_path: Path) -> None:
+def test_a_merge_in_python_is_mergekits_own(llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     content = families.recipe(llama, samples=3, level="layer")
     data = dict(zip(llama.experts, llama.data, strict=True))
     recipe = Recipe(llama.base, data, samples=3, level="layer")
     options: dict[str, Any] = {"write_threads": np.int64(1), "random_seed": torch.tensor(1), "write_model_card": False}
-    assert merge(recipe, tmp_path / "ours", device=torch.device("cpu"), quiet=True, **options) == tmp_path / "ours"
+    assert merge(recipe, "~/ours", device=torch.device("cpu"), quiet=True, **options) == tmp_path / "ours"
     theirs = load_file(families.merge(content, tmp_path / "theirs") / "model.safetensors")
     ours = load_file(tmp_path / "ours" / "model.safetensors")
+    assert verify(recipe, tmp_path / "ours").problems == ()
     assert ours.keys() == theirs.keys() and all(ours[name].equal(tensor) for name, tensor in theirs.items())
 
 
