@@ -66,6 +66,13 @@ def _adapter_of(model: Model, adapter: ModelPath, cache_dir: str | None) -> None
             f"The adapter {adapter} was not trained on {model.reference.model} ({reason}): name the model "
             "that it was trained on."
         )
+    whole = {f"{name}.weight" for name in _tied_ends(model, cache_dir)} & {target_of(name) for name in headers}
+    if whole:
+        raise SltaError(
+            f"The adapter {adapter} holds {listed(sorted(whole))} of {model.reference.model} whole, where embedding and "
+            "output head are one tensor, so it cannot be merged into it: train it on the decoder layers alone, or save "
+            "the base model with 'tie_word_embeddings' false."
+        )
 
 
 def same_family(base: Model, expert: Model, any_architecture: bool) -> None:
@@ -114,24 +121,28 @@ def _same_architecture(base: Model, expert: Model) -> None:
 
 
 def adapted_ends(model: Model, cache_dir: str | None) -> Iterator[str]:
-    """A LoRA adapter of the embedding or of the output head, where both are one tensor."""
+    """A LoRA of the embedding or of the output head, where both are one tensor."""
     adapter = model.reference.lora
-    if (
-        adapter is None
-        or model.built is None
-        or not getattr(model.config.get_text_config(), "tie_word_embeddings", False)
-    ):
-        return
-    ends = (model.built.get_input_embeddings(), model.built.get_output_embeddings())
-    names = {name for name, module in model.built.named_modules() if module in ends}
-    targets = {target_of(name) for name in adapter_headers(adapter, cache_dir)}
+    if adapter is not None and (ends := _tied_ends(model, cache_dir)):
+        adapted = ends & {target_of(name) for name in adapter_headers(adapter, cache_dir)}
+        if adapted:
+            yield (
+                f"The adapter {adapter} changes {listed(sorted(adapted))} of {model.reference.model}, where embedding "
+                "and output head are one tensor: merging the adapter changes both, so the merged expert is not the "
+                "model that was trained. Train it on the decoder layers alone."
+            )
+
+
+def _tied_ends(model: Model, cache_dir: str | None) -> set[str]:
+    """The paths of an adapted model's embedding and output head, if these are one tensor and its adapter forgets it."""
+    adapter = model.reference.lora
+    assert adapter is not None
+    tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
     tying = adapter_settings(adapter_folder(adapter, cache_dir)).get("ensure_weight_tying")
-    if (adapted := sorted(names & targets)) and not tying:
-        yield (
-            f"The adapter {adapter} changes {listed(adapted)} of {model.reference.model}, whose embedding and output "
-            "head are one tensor: merging the adapter changes both, so the merged expert is not the model that was "
-            "trained. Train it on the decoder layers alone."
-        )
+    if model.built is None or not tied or tying:
+        return set()
+    ends = (model.built.get_input_embeddings(), model.built.get_output_embeddings())
+    return {name for name, module in model.built.named_modules() if module in ends}
 
 
 def target_of(name: str) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import MakeFamily
 from support import families
 from support.adapters import write_adapter
-from support.examining import adapted, only, problems, save_random
+from support.examining import adapted, look, only, problems, save_random
 from support.families import Family
 
 
@@ -69,3 +70,15 @@ def test_an_adapter_of_a_router_that_checkpoints_call_otherwise(make_family: Mak
     family = make_family("mixtral")
     adapter = write_adapter(family.base, tmp_path / "adapter", parameters=["mlp.gate.weight"])
     assert problems(adapted(family, adapter), options={"lora_merge_cache": str(tmp_path / "cache")}) == []
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_adapter_of_a_head_that_is_the_embedding(whole: bool, make_family: MakeFamily, tmp_path: Path) -> None:
+    family = make_family("gemma3")
+    changes: dict[str, Any] = {"modules_to_save": ["lm_head"]} if whole else {}
+    adapter = write_adapter(family.base, tmp_path / "adapter", *(["q_proj"] if whole else ["lm_head"]), **changes)
+    found = look(adapted(family, adapter), options={"lora_merge_cache": str(tmp_path / "cache")})
+    if whole:
+        assert "holds lm_head.weight of" in found.problems[0] and len(found.problems) == 1
+    else:
+        assert found.problems == [] and "changes lm_head of" in "".join(found.notes)
