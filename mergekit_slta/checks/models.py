@@ -69,9 +69,9 @@ def _adapter_of(model: Model, adapter: ModelPath, cache_dir: str | None) -> None
     whole = {f"{name}.weight" for name in _tied_ends(model, cache_dir)} & {target_of(name) for name in headers}
     if whole:
         raise SltaError(
-            f"The adapter {adapter} holds {listed(sorted(whole))} of {model.reference.model} whole, where embedding and "
-            "output head are one tensor, so it cannot be merged into it: train it on the decoder layers alone, or save "
-            "the base model with 'tie_word_embeddings' false."
+            f"The adapter {adapter} holds {listed(sorted(whole))} of {model.reference.model} whole, where embedding "
+            "and output head are one tensor, so it cannot be merged into it: train it on the decoder layers alone, or "
+            "save the base model with 'tie_word_embeddings' false."
         )
 
 

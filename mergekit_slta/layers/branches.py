@@ -8,10 +8,8 @@ from typing import Any
 
 import torch
 
-from mergekit_slta.layers.calls import Weights, hidden_of
-from mergekit_slta.layers.children import is_inside
+from mergekit_slta.layers.calls import hidden_of
 from mergekit_slta.layers.recording import LayerRun
-from mergekit_slta.layers.residual import plain
 
 Nodes = frozenset[str]
 
@@ -27,34 +25,25 @@ class LayerStructure:
         mixers: the children in the attention branch that let tokens see each other.
         boundary: the child whose output is all that the MLP branch reads, where the attention branch ends with a norm
             of the residual stream; None where its contribution is added to the stream.
-        adding: the children that add to the residual stream by themselves.
     """
 
     branches: Mapping[str, Nodes]
     mixers: Nodes
     boundary: str | None = None
-    adding: Nodes = frozenset()
 
     def only(self, branch: str) -> Nodes:
         """The children that serve no other branch."""
         return self.branches[branch].difference(*(own for name, own in self.branches.items() if name != branch))
 
-    def alone(self, branch: str, weights: Weights, base: Weights, run: LayerRun) -> tuple[Weights, dict[str, Any]]:
-        """The weights, and the outputs to replay, with which only one branch differs from the base model.
-
-        The other branches return what they return in the base model. A child that adds to the residual stream by
-        itself would return the base model's stream too, so it runs with the base model's weights instead. ``run`` is
-        the base model's run of the layer on the same input.
-        """
+    def others_of(self, branch: str, base: LayerRun) -> dict[str, Any]:
+        """The outputs to replay, so that only one branch differs from the base model, whose run is ``base``."""
         others = frozenset().union(*(self.only(other) for other in self.branches if other != branch))
-        again = others & self.adding
-        replay = {name: run.returned[name] for name in others - again if name in run.returned}
-        return {name: base[name] if is_inside(name, again) else own for name, own in weights.items()}, replay
+        return {name: base.outputs[name] for name in others if name in base.outputs}
 
     def features(self, branch: str, run: LayerRun) -> torch.Tensor:
         """The residual stream where a branch ends."""
         if self.boundary is None or branch != "attn":
             output: torch.Tensor = run.output
             return output
-        found: torch.Tensor = plain(hidden_of(run.outputs[self.boundary]))
+        found: torch.Tensor = hidden_of(run.outputs[self.boundary])
         return found

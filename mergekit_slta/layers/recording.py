@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from mergekit_slta.layers.calls import State, hidden_of
+from mergekit_slta.layers.calls import State
 from mergekit_slta.layers.children import children
-from mergekit_slta.layers.residual import INPUT, ResidualStream, Term, plain, sources
+from mergekit_slta.layers.residual import ResidualStream, Term, plain, sources
 
 # Of the largest number: by how much a token's features differ where a module has seen another token.
 MIXING_TOLERANCE = 1e-4
@@ -45,10 +45,8 @@ class LayerRun:
         sources: the children that the output was made from, and ``INPUT``.
         inputs: the arguments of the modules in ``capture`` and ``until``, in the order of the calls.
         outputs: the outputs of the layer's children and of the modules in ``keep``.
-        returned: by child, its output with what is known of where it comes from, for a replay.
         reads: by child, the children that its arguments were made from, and ``INPUT``.
         repeated: the children and modules in ``capture`` that were called more than once; inputs are of the last call.
-        adding: the children that add to the residual stream by themselves, so that it goes through them.
         opened: the children whose parts the layer has called by itself.
         mixers: the children that ``unmix`` has found.
         state: the tensors that the layer passes to later layers.
@@ -65,10 +63,8 @@ class LayerRun:
     sources: frozenset[str] = frozenset()
     inputs: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     outputs: dict[str, Any] = field(default_factory=dict)
-    returned: dict[str, Any] = field(default_factory=dict)
     reads: dict[str, frozenset[str]] = field(default_factory=dict)
     repeated: set[str] = field(default_factory=set)
-    adding: set[str] = field(default_factory=set)
     opened: set[str] = field(default_factory=set)
     mixers: set[str] = field(default_factory=set)
     state: State = field(default_factory=dict)
@@ -105,10 +101,7 @@ class LayerRun:
         return output
 
     def run_child(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a child: it sees plain tensors, and what it returns enters the residual stream under its name.
-
-        A child that is given the residual stream beside what it works on may add to it by itself, so it sees both.
-        """
+        """Run a child: it sees plain tensors, and what it returns enters the residual stream under its name."""
         self.enter(name, args, kwargs)
         streams = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, ResidualStream)]
         if name in self.reads:
@@ -117,30 +110,14 @@ class LayerRun:
         if name in self.replay:
             output = self.replay[name]
         else:
-            several = any(arg.sources != streams[0].sources for arg in streams)
-            adds = several and any(INPUT in arg.sources and arg.terms is not None for arg in streams)
-
-            def given(value: Any) -> Any:
-                if adds and isinstance(value, ResidualStream):
-                    return ResidualStream.of(plain(value), value.terms, value.sources, name)
-                return plain(value)
-
             self._running = name
-            output = forward(*map(given, args), **{key: given(value) for key, value in kwargs.items()})
+            output = forward(*map(plain, args), **{key: plain(value) for key, value in kwargs.items()})
             self._running = ""
-        if self.unmix:
-            output = self._unmixed(name, output)
-        first, whole = hidden_of(output), isinstance(output, (tuple, list))
-        if isinstance(first, ResidualStream) and any(term.source != name for term in first.terms or ()):
-            self.adding.add(name)
-        self.outputs[name] = type(output)(map(plain, output)) if whole else plain(output)
-        # Another module may change the output in place, which must not change the one that is replayed.
-        self.returned[name] = _as_made_by(name, output)
-        return _as_made_by(name, output)
+        self.outputs[name] = self._unmixed(name, output) if self.unmix else output
+        return _as_made_by(name, self.outputs[name])
 
     def _unmixed(self, name: str, output: Any) -> Any:
-        first, *rest = output if isinstance(output, (tuple, list)) else [output]
-        value = plain(first)
+        value, *rest = output if isinstance(output, (tuple, list)) else [output]
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return output
         value = value.clone()
@@ -155,8 +132,6 @@ class LayerRun:
             return output
         self.mixers.add(name)
         other.copy_(own)
-        if isinstance(first, ResidualStream):
-            value = ResidualStream.of(value, first.terms, first.sources, first.inside)
         return type(output)([value, *rest]) if isinstance(output, (tuple, list)) else value
 
 
@@ -203,15 +178,10 @@ def _as_made_by(child: str, output: Any) -> Any:
 
 
 def _as_term(child: str, value: Any) -> Any:
-    if isinstance(value, ResidualStream):  # to which the child has added by itself, if only others' terms
-        terms, own = value.terms, Term(child, torch.zeros_like(plain(value)))
-        if terms is not None and child not in value.sources:
-            terms = (*terms, own)
-        return ResidualStream.of(plain(value), terms, value.sources | {child})
     return ResidualStream.of(value, (Term(child, value),)) if isinstance(value, torch.Tensor) else value
 
 
 def _made_from(child: str, value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or (not value.is_floating_point() and value.dtype is not torch.int64):
         return value
-    return ResidualStream.of(plain(value), None, sources(value) or frozenset({child}))
+    return ResidualStream.of(value, None, frozenset({child}))

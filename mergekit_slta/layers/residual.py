@@ -30,23 +30,17 @@ class ResidualStream(torch.Tensor):
     Attributes:
         terms: its summands; None where it is computed from its sources in another way than as a sum.
         sources: the direct children of the layer that it was made from, and ``INPUT``.
-        inside: the child whose forward is given it, where that is given the residual stream beside what it works on.
-            There a plain tensor that is added is the child's own summand.
     """
 
     terms: tuple[Term, ...] | None
     sources: frozenset[str]
-    inside: str | None
 
     @staticmethod
     def of(
-        value: torch.Tensor,
-        terms: tuple[Term, ...] | None,
-        sources: frozenset[str] = frozenset(),
-        inside: str | None = None,
+        value: torch.Tensor, terms: tuple[Term, ...] | None, sources: frozenset[str] = frozenset()
     ) -> ResidualStream:
         stream = value.as_subclass(ResidualStream)
-        stream.terms, stream.inside = terms, inside
+        stream.terms = terms
         stream.sources = sources if terms is None else frozenset(term.source for term in terms)
         return stream
 
@@ -61,7 +55,6 @@ class ResidualStream(torch.Tensor):
         streams = list(_streams((*args, *kwargs.values())))
         terms = _terms_after(func, args, kwargs)
         made_from = frozenset().union(*(stream.sources for stream in streams))
-        inside = next((stream.inside for stream in streams if stream.inside), None)
         with torch._C.DisableTorchFunctionSubclass():
             if func is torch.Tensor.__setitem__ and isinstance(args[0], ResidualStream):
                 changed = plain(args[0]).clone()
@@ -71,9 +64,7 @@ class ResidualStream(torch.Tensor):
             result = _each(func(*args, **kwargs), plain)
             if in_place and isinstance(args[0], ResidualStream):
                 return _replace(args[0], result, terms, made_from)
-            if terms is None and (inside is not None or not streams):
-                return result
-            return _each(result, lambda tensor: ResidualStream.of(tensor, terms, made_from, inside))
+            return _each(result, lambda tensor: ResidualStream.of(tensor, terms, made_from)) if streams else result
 
 
 def plain(value: Any) -> Any:
@@ -151,18 +142,12 @@ def _terms_after(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 
 def _sum(addends: tuple[Any, ...]) -> tuple[Term, ...] | None:
-    """The summands of the sum of two tensors; one of the two may be a child's own."""
-    inside = next((part.inside for part in addends if isinstance(part, ResidualStream) and part.inside), None)
+    """The summands of the sum of two tensors, if both are sums."""
     terms: tuple[Term, ...] = ()
     for part in addends:
-        if isinstance(part, ResidualStream):
-            if part.terms is None:
-                return None
-            terms += part.terms
-        elif inside is not None and isinstance(part, torch.Tensor):
-            terms += (Term(inside, part),)
-        else:
+        if not isinstance(part, ResidualStream) or part.terms is None:
             return None
+        terms += part.terms
     shape = torch.broadcast_shapes(*(term.value.shape for term in terms))
     return tuple(Term(term.source, term.value.expand(shape)) for term in terms)
 

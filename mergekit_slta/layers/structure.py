@@ -18,7 +18,7 @@ from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.forms import random_numbers
 from mergekit_slta.layers.probe import made_up_layer
 from mergekit_slta.layers.recording import LayerRun
-from mergekit_slta.layers.residual import INPUT, plain
+from mergekit_slta.layers.residual import INPUT
 
 # The node of the graph of a layer's children that is its output.
 OUTPUT = "<output>"
@@ -44,7 +44,7 @@ def find_structure(decoder: Decoder, layer: int) -> LayerStructure | None:
     unseen = owners.difference(*found.branches.values()) | owners & run.opened
     branches = {name: children | unseen for name, children in found.branches.items() if children & owners}
     boundary = found.boundary if len(branches) > 1 else None
-    found = LayerStructure(branches or {"mlp": unseen}, found.mixers, boundary, frozenset(run.adding))
+    found = LayerStructure(branches or {"mlp": unseen}, found.mixers, boundary)
     return found if _told_apart(decoder, layer, found, *made_up) else None
 
 
@@ -54,15 +54,14 @@ def _told_apart(
     """Whether a branch alone makes of the layer what all together do, and another thing with other weights of it."""
     base = decoder.run(layer, weights, hidden, call)
     if found.boundary is not None:
-        replay = {found.boundary: _with_other_rest(base.returned[found.boundary])}
+        replay = {found.boundary: _with_other_rest(base.outputs[found.boundary])}
         if not torch.equal(decoder.run(layer, weights, hidden, call, replay=replay).output, base.output):
             return False  # the boundary returns more than the residual stream, such as the MLP branch's input
     others = random_numbers(decoder.layers[layer].state_dict(), decoder.device, seed=1)
     expected = {branch: found.features(branch, base).clone() for branch in found.branches}
 
     def features(branch: str, own: Weights) -> torch.Tensor:
-        held, replay = found.alone(branch, own, weights, base)
-        return found.features(branch, decoder.run(layer, held, hidden, call, replay=replay))
+        return found.features(branch, decoder.run(layer, own, hidden, call, replay=found.others_of(branch, base)))
 
     return all(
         torch.equal(features(branch, weights), expected[branch])
@@ -75,7 +74,7 @@ def _with_other_rest(returned: Any) -> Any:
     """A child's return value in which only the hidden states, its first part, are as they were."""
     if not isinstance(returned, (tuple, list)):
         return returned
-    rest = [part + 1 if isinstance(part, torch.Tensor) else part for part in map(plain, returned[1:])]
+    rest = [part + 1 if isinstance(part, torch.Tensor) else part for part in returned[1:]]
     return type(returned)([returned[0], *rest])
 
 
@@ -94,15 +93,14 @@ def _branches(run: LayerRun, mixers: Nodes) -> LayerStructure | None:
     leading = set().union(*(before[node] for node in first)) - {INPUT}
     after = {node for node in reads if before[node] & first}
     gates = [node for node in run.reads if node in live and not _avoids(node, reads)]
-    boundary = next((node for node in gates if node in after and first <= before[node]), None)
+    ends = (node for node in gates if node in after and first <= before[node] and not live <= before[node])
+    boundary = next(ends, None)
     if boundary is not None:
         attention = before[boundary] - {INPUT}
         mlp = live - attention
     else:
         roots = {INPUT, *(node for node in gates if node not in after)}
-        # The first child that adds attention to the residual stream by itself still belongs to attention.
-        sums = {node for node in run.adding & after - mixers if not any(before[node] & run.adding - {node})}
-        merged = {node for node in after - sums if reads[node] & after and reads[node] & roots}
+        merged = {node for node in after if reads[node] & after and reads[node] & roots}
         if OUTPUT not in merged:
             return None
         parallel = live - after - leading

@@ -139,8 +139,8 @@ class LayerFeatures:
             if changed is not None and not self.structure.branches[branch] & changed:
                 runs[branch] = base
                 continue
-            held, replay = self.structure.alone(branch, weights, self.weights[0], base)
-            runs[branch] = self.decoder.run(self.layer, held, hidden, call, replay=replay, capture=capture)
+            replay = self.structure.others_of(branch, base)
+            runs[branch] = self.decoder.run(self.layer, weights, hidden, call, replay=replay, capture=capture)
         return ExpertRun({self.heads.output.weight: weights[self.heads.output.weight]} if self.heads else {}, runs)
 
     def _head_modules(self) -> set[str]:

@@ -95,13 +95,3 @@ def test_changing_a_part_in_place_leaves_what_it_was_made_from_alone() -> None:
     assert sources(whole) == {INPUT, "mlp"} and whole.terms is None
     assert torch.equal(plain(whole)[1:], before[1:] + plain(other)[1:])
     assert torch.equal(summand, before)
-
-
-def test_what_a_module_adds_to_the_stream_by_itself_is_its_own_summand() -> None:
-    given = stream(INPUT, 0)
-    inside = ResidualStream.of(plain(given), given.terms, inside="attn")
-    own = torch.full((2, 3, 4), 7.0)
-    result = torch.nn.functional.dropout(own, 0.5, False) + inside
-    assert isinstance(result, ResidualStream) and result.terms is not None
-    assert [(term.source, bool((term.value == own).all())) for term in result.terms] == [("attn", True), (INPUT, False)]
-    assert not isinstance(inside.square(), ResidualStream)

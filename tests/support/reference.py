@@ -36,8 +36,6 @@ class Split:
         output: the map after the heads; several names where layers differ.
         language: what the names of the tensors of the language tower and its head begin with.
         boundary: the child whose output is the residual stream between the branches.
-        adding: the children that add to the residual stream by themselves; in place of what they return in the base
-            model, their modules in it are taken.
         stacked: whether a layer's hidden states are [n, B, S, D].
         unsplit: a child whose layers are not split: a list of modules, or one that several layers share.
     """
@@ -54,7 +52,6 @@ class Split:
     output: str = "self_attn.o_proj"
     language: tuple[str, ...] = ("",)
     boundary: str = ""
-    adding: tuple[str, ...] = ()
     stacked: bool = False
     unsplit: str = ""
 
@@ -94,7 +91,7 @@ SPLITS: dict[str, Split] = {
         ),
     ),
     "bloom": Split(
-        adding=("self_attention", "mlp"),
+        boundary="self_attention",
         attn=("input_layernorm", "self_attention"),
         layers="transformer.h",
         fused=("self_attention.query_key_value", "interleaved"),
@@ -135,10 +132,10 @@ SPLITS: dict[str, Split] = {
         unsplit="mlps",
     ),
     "zaya": Split(
+        boundary="post_attention_residual_scale",
         attn=("input_layernorm", "self_attn", "post_attention_residual_scale"),
         mlp=("post_attention_layernorm", "mlp", "post_mlp_residual_scale"),
         output="",
-        adding=("post_attention_residual_scale", "post_mlp_residual_scale"),
     ),
     "glm_moe_dsa": Split(queries=("self_attn.q_b_proj",), keys=("self_attn.kv_b_proj",)),
     **dict.fromkeys(("gemma2", "gemma3"), _GEMMA2),
@@ -380,17 +377,6 @@ def replayed(layer: torch.nn.Module, outputs: Mapping[str, Any]) -> Iterator[Non
         hook.remove()
 
 
-@contextlib.contextmanager
-def exchanged(layer: Any, children: Mapping[str, torch.nn.Module]) -> Iterator[None]:
-    """Put other modules in the place of some children of the layer."""
-    own = {name: layer.get_submodule(name) for name in children}
-    for name, child in children.items():
-        setattr(layer, name, child)
-    yield
-    for name, child in own.items():
-        setattr(layer, name, child)
-
-
 def branch_features(layers: Layers, call: Call, split: Split, config: Any) -> Features:
     """What the layer makes of each branch while the other returns what it returns in the base model."""
     if split.unsplit and hasattr(layers[0], split.unsplit):
@@ -404,9 +390,8 @@ def branch_features(layers: Layers, call: Call, split: Split, config: Any) -> Fe
         features = []
         held = [name for name in base if name in other and name not in own]
         for layer in layers:
-            kept = {name: base[name] for name in held if name not in split.adding}
-            taken = {name: layers[0].get_submodule(name) for name in held if name in split.adding}
-            with exchanged(layer, taken), replayed(layer, kept), recorded_outputs(layer) as outputs:
+            kept = {name: base[name] for name in held}
+            with replayed(layer, kept), recorded_outputs(layer) as outputs:
                 output = call(layer)
             between = outputs[split.boundary] if split.boundary and branch == "attn" else output[None]
             features.append((between[0] if isinstance(between, tuple) else between)[0])
