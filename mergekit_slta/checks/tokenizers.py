@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from mergekit_slta.errors import SltaError, reading
-from mergekit_slta.models.headers import Model
+from mergekit_slta.models.headers import Model, other_vocabularies
 
 TOKENIZER = "tokenizer.json"
 
@@ -26,19 +26,11 @@ def same_vocabulary(base: Model, expert: Model, *, aligned: bool, cut: bool, run
     if moved and runs_experts:
         raise SltaError(f"{moved}, on which this method runs it: choose experts with the same ids.")
     cut_to_base = cut and expert.vocabulary >= base.vocabulary
-    difference = moved or (None if cut_to_base else other_size(base, expert))
-    if difference and not aligned:
-        raise SltaError(f"{difference}: add 'tokenizer: {{source: base}}' to the recipe, so that mergekit aligns them.")
-
-
-def other_size(base: Model, expert: Model) -> str | None:
-    """How the sizes of the vocabularies of an expert and the base model differ."""
-    if expert.vocabulary == base.vocabulary:
-        return None
-    return (
-        f"The expert {expert} has a vocabulary of {expert.vocabulary} tokens, the base model {base} one of "
-        f"{base.vocabulary}"
-    )
+    sizes = [] if cut_to_base else [f"The {clause}" for clause in other_vocabularies([(base, expert)])]
+    if (moved or sizes) and not aligned:
+        raise SltaError(
+            f"{moved or sizes[0]}: add 'tokenizer: {{source: base}}' to the recipe, so that mergekit aligns them."
+        )
 
 
 def moved_tokens(base: Model, expert: Model) -> str | None:
