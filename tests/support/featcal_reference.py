@@ -94,7 +94,7 @@ WRITERS: dict[str, dict[str, tuple[str, ...]]] = {
     "gpt2": {"attn.c_proj": (), "mlp.c_proj": ("attn.c_proj",)},
     "gpt_neox": {"mlp.dense_4h_to_h": ("attention.dense",)},
     "opt": {"self_attn.out_proj": ()},
-    "zamba2": {"mamba.out_proj": (), "mamba_decoder.mamba.out_proj": ()},
+    "zamba2": {"mamba.out_proj": ()},
     "longcat_flash": {
         "self_attn.0.o_proj": (),
         "mlps.0.down_proj": ("self_attn.0.o_proj", "mlp"),
