@@ -76,19 +76,19 @@ def _require_dataset(source: str) -> None:
 def _fits(experiment: Experiment, file: Path, drawn: dict[Task, CalibrationData]) -> None:
     """Refuse a statistics file that does not fit the recipe, as far as it can be known without a download."""
     recipe, base = experiment.recipe, experiment.model(experiment.recipe.base)
-    content = _content(experiment, recipe.base)
+    content = content_of(experiment, recipe.base)
     match(
         Statistics.load(file).info,
         file,
         experiment,
         None if content is None else BaseContent(tensors=content, config=hashed_computation(base.config)),
-        [_content(experiment, expert.reference) for expert in recipe.experts],
+        [content_of(experiment, expert.reference) for expert in recipe.experts],
         [drawn.get(task) for task in recipe.tasks],
         [recipe.settings_of(SltaSettings).level],
     )
 
 
-def _content(experiment: Experiment, reference: ModelReference) -> str | None:
+def content_of(experiment: Experiment, reference: ModelReference) -> str | None:
     """Identify a model by samples of its tensors; None if that takes a download or unpickling."""
     folder, adapter = experiment.model(reference).folder, Path(reference.lora.path) if reference.lora else None
     if folder is None or not all(any(own.glob("*.safetensors")) for own in (folder, adapter) if own):

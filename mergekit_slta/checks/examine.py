@@ -17,7 +17,15 @@ import torch
 from mergekit.common import ModelReference
 
 from mergekit_slta.checks import data, models, space, tensors, tokenizers
-from mergekit_slta.checks.needs import Needs, downloads, needs, solved_bytes, solved_folder, stored_bytes
+from mergekit_slta.checks.needs import (
+    Needs,
+    already_solved,
+    downloads,
+    needs,
+    solved_bytes,
+    solved_folder,
+    stored_bytes,
+)
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, all_of
 from mergekit_slta.featcal.solvable import require_solvable
@@ -194,9 +202,7 @@ def _written(experiment: Experiment, out: Path | None) -> list[tuple[Path, str, 
         nbytes = stored_bytes(experiment.model(experiment.recipe.base), config.out_dtype or config.dtype)
         written.append((out, "the merged model", nbytes))
     if nbytes := solved_bytes(experiment):
-        scratch = solved_folder(experiment)
-        there = sum(file.stat().st_size for file in scratch.glob("featcal-*/*.safetensors"))  # of a killed merge
-        written.append((scratch, "the solved layers", max(nbytes - there, 0)))
+        written.append((solved_folder(experiment), "the solved layers", max(nbytes - already_solved(experiment), 0)))
     if nbytes := sum(downloads(experiment).values()):
         cache = experiment.transformers_cache or huggingface_hub.constants.HF_HUB_CACHE
         written.append((Path(cache), "the download", nbytes))

@@ -66,10 +66,11 @@ def _adapter_of(model: Model, adapter: ModelPath, cache_dir: str | None) -> None
             f"The adapter {adapter} was not trained on {model.reference.model} ({reason}): name the model "
             "that it was trained on."
         )
-    whole = {f"{name}.weight" for name in _tied_ends(model, cache_dir)} & {target_of(name) for name in headers}
+    saved = adapter_settings(adapter_folder(adapter, cache_dir)).get("modules_to_save") or []
+    whole = [name for name in _tied_ends(model, cache_dir) if {name, name.rpartition(".")[2]} & {*saved}]
     if whole:
         raise SltaError(
-            f"The adapter {adapter} holds {listed(sorted(whole))} of {model.reference.model} whole, where embedding "
+            f"The adapter {adapter} holds its own {listed(sorted(whole))} of {model.reference.model}, where embedding "
             "and output head are one tensor, so it cannot be merged into it: train it on the decoder layers alone, or "
             "save the base model with 'tie_word_embeddings' false."
         )
@@ -134,7 +135,7 @@ def adapted_ends(model: Model, cache_dir: str | None) -> Iterator[str]:
 
 
 def _tied_ends(model: Model, cache_dir: str | None) -> set[str]:
-    """The paths of an adapted model's embedding and output head, if these are one tensor and its adapter forgets it."""
+    """The paths of an adapted model's embedding and output head, if the adapter does not keep them tied."""
     adapter = model.reference.lora
     assert adapter is not None
     tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections import Counter, defaultdict
@@ -14,7 +15,10 @@ import torch
 import yaml
 from mergekit.common import ModelPath
 
-from mergekit_slta.featcal.scratch import scratch_root
+from mergekit_slta.checks.data import content_of
+from mergekit_slta.engine.partial import RUN, run_of
+from mergekit_slta.errors import SltaError
+from mergekit_slta.featcal.scratch import FORMAT, scratch_root
 from mergekit_slta.models import hub
 from mergekit_slta.models.headers import Model, TensorHeader
 from mergekit_slta.recipe.experiment import Experiment
@@ -94,6 +98,18 @@ def solved_bytes(experiment: Experiment) -> int:
         return 0
     layers = _layers(experiment.model(experiment.recipe.base), _count)
     return 4 * sum(layers.values())
+
+
+def already_solved(experiment: Experiment) -> int:
+    """The bytes of the layers that an unfinished merge of the same experts has solved."""
+    recipe, found = experiment.recipe, 0
+    for file in solved_folder(experiment).glob(f"featcal-*/{RUN}"):
+        with contextlib.suppress(OSError, SltaError):  # another process may finish it meanwhile
+            run = run_of(file.parent) or {}
+            experts = [content_of(experiment, task.reference) for task in recipe.experts]
+            if run.get("format") == FORMAT and run.get("experts") == experts:
+                found += sum(layer.stat().st_size for layer in file.parent.glob("*.safetensors"))
+    return found
 
 
 def solved_folder(experiment: Experiment) -> Path:

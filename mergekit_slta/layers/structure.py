@@ -93,6 +93,7 @@ def _branches(run: LayerRun, mixers: Nodes) -> LayerStructure | None:
     leading = set().union(*(before[node] for node in first)) - {INPUT}
     after = {node for node in reads if before[node] & first}
     gates = [node for node in run.reads if node in live and not _avoids(node, reads)]
+    # A child that the whole layer goes through, and after which nothing is left, ends both branches.
     ends = (node for node in gates if node in after and first <= before[node] and not live <= before[node])
     boundary = next(ends, None)
     if boundary is not None:

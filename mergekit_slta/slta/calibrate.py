@@ -42,7 +42,7 @@ from mergekit_slta.slta.gram import sample_grams
 LOG = logging.getLogger(__name__)
 
 BASE = 0  # the base model's stream; at level ``model``, streams 1 to T are the experts'
-LOGIT_TOKENS = 64  # tokens of a sample whose logits are held at once, because logits are wide
+LOGITS = 2**24  # of each model are held at once, because logits are wide
 
 # Submodule name to [N, T, T] float64.
 Grams = dict[str, torch.Tensor]
@@ -167,17 +167,17 @@ def logit_grams(
     Args:
         decoder: the models' common decoder.
         streams: the base model's stream 0, and those that are compared with it.
-        zeros: [N, T, T].
+        zeros: [N, K, K] for K streams that are compared.
         edges: gives the ``logit_tensors`` of each stream's model.
 
     Returns:
-        [N, T, T] float64; zero for the samples of other ranks.
+        [N, K, K] float64; zero for the samples of other ranks.
     """
-    grams = zeros.double()
+    grams, width = zeros.double(), max(1, LOGITS // decoder.model.config.get_text_config().vocab_size)
     for row, states in streams.final():
-        for part in zip(*(states[stream].split(LOGIT_TOKENS) for stream in range(len(states))), strict=True):
+        for part in zip(*(states[stream].split(width) for stream in range(len(states))), strict=True):
             base, *others = (
                 logits(decoder, hidden[None].to(decoder.device), own) for hidden, own in zip(part, edges(), strict=True)
             )
-            grams[row] += sample_grams([other - base for other in others], [base.shape[1]])[0]
+            grams[row] += sample_grams([other.sub_(base) for other in others], [base.shape[1]])[0]
     return grams

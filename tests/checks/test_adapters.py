@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 from conftest import MakeFamily
+from safetensors.torch import load_file
 from support import families
 from support.adapters import write_adapter
 from support.examining import adapted, look, only, problems, save_random
 from support.families import Family
+from transformers import AutoModelForCausalLM
 
 
 @pytest.fixture
@@ -79,6 +82,19 @@ def test_an_adapter_of_a_head_that_is_the_embedding(whole: bool, make_family: Ma
     adapter = write_adapter(family.base, tmp_path / "adapter", *(["q_proj"] if whole else ["lm_head"]), **changes)
     found = look(adapted(family, adapter), options={"lora_merge_cache": str(tmp_path / "cache")})
     if whole:
-        assert "holds lm_head.weight of" in found.problems[0] and len(found.problems) == 1
+        assert "holds its own lm_head of" in found.problems[0] and len(found.problems) == 1
     else:
         assert found.problems == [] and "changes lm_head of" in "".join(found.notes)
+
+
+def test_an_adapter_with_copies_of_the_embedding_and_the_head_that_it_does_not_train(
+    make_family: MakeFamily, tmp_path: Path
+) -> None:
+    family = make_family("gemma3")
+    model = AutoModelForCausalLM.from_pretrained(family.base)
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(
+        str(tmp_path / "adapter"), save_embedding_layers=True
+    )
+    names = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert any("embed_tokens" in name for name in names)
+    assert problems(adapted(family, tmp_path / "adapter"), options={"lora_merge_cache": str(tmp_path)}) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,9 @@ from support import families
 from support.examining import feature_recipe, grow, only, problems
 from support.families import Family
 
+from mergekit_slta.checks.data import content_of
 from mergekit_slta.checks.needs import needs
+from mergekit_slta.featcal.scratch import FORMAT
 
 
 @pytest.fixture
@@ -72,7 +75,11 @@ def test_the_layers_of_a_killed_merge_need_no_second_room(
     usage = shutil.disk_usage("/")._replace(free=found.merged + found.solved // 2)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
     assert "too little for" in only(recipe, out_path=tmp_path / "out")
-    (tmp_path / "scratch" / "featcal-0").mkdir(parents=True)
-    with (tmp_path / "scratch" / "featcal-0" / "layer-0000.safetensors").open("wb") as file:
+    experiment, folder = families.experiment(recipe), tmp_path / "scratch" / "featcal-0"
+    folder.mkdir(parents=True)
+    with (folder / "layer-0000.safetensors").open("wb") as file:
         file.truncate(found.solved // 2 + 1)
-    assert problems(recipe, out_path=tmp_path / "out") == []
+    own = {"format": FORMAT, "experts": [content_of(experiment, task.reference) for task in experiment.recipe.experts]}
+    for run, fits in [(own | {"experts": ["another"]}, False), (own | {"format": 0}, False), (own, True)]:
+        (folder / "run.json").write_text(json.dumps(run))
+        assert (problems(recipe, out_path=tmp_path / "out") == []) == fits

@@ -193,7 +193,7 @@ def test_batches_do_not_matter(llama: Family, monkeypatch: pytest.MonkeyPatch) -
     levels = ("model", "attn_mlp")
     at_once = plan_of(llama, levels, studies, tasks).measure()
     assert_same(at_once, plan_of(llama, levels, studies, tasks, batch_tokens=30).measure(), 1e-6)
-    monkeypatch.setattr(calibrate, "LOGIT_TOKENS", 5)
+    monkeypatch.setattr(calibrate, "LOGITS", 5 * llama.config.vocab_size)  # of five positions
     assert_same(at_once, plan_of(llama, levels, studies, tasks).measure(), 1e-6)
 
 
