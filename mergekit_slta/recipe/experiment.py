@@ -150,8 +150,19 @@ class Experiment:
         """The architecture by which mergekit merges all tensors of the base model's checkpoint.
 
         None where mergekit's own decides, because the recipe is ``in_slices``.
+
+        Raises:
+            SltaError: the recipe has one slice of all layers, but the model has several stacks of layers.
         """
-        return None if self.in_slices else architecture_of(self.layout, self._stored, self.base.config)
+        if self.in_slices:
+            return None
+        found = architecture_of(self.layout, self._stored, self.base.config)
+        if self.recipe.config.slices and len(found.modules) > 1:
+            raise SltaError(
+                f"{self.base} has several stacks of layers, of which mergekit takes no slices: list the models under "
+                "'models'."
+            )
+        return found
 
     def adapt_loaders(self) -> None:
         """Let mergekit find in each model what the architecture asks for; whoever calls it holds ``ONE_AT_A_TIME``."""

@@ -45,6 +45,16 @@ def test_a_slice_must_cover_all_layers(llama: Family) -> None:
         measured_statistics(families.experiment(content))
 
 
+def test_a_model_of_several_stacks_takes_no_slice(make_family: MakeFamily) -> None:
+    content = families.recipe(make_family("gemma3_vision"), "actmat", calibration=False)
+    models = [{"model": content["base_model"]}, *content.pop("models")]
+    content["slices"] = [{"sources": [{"model": own["model"], "layer_range": [0, 3]} for own in models]}]
+    experiment = families.experiment(content)
+    experiment.open()
+    with pytest.raises(SltaError, match="several stacks of layers.*under 'models'"):
+        experiment.adapt_loaders()
+
+
 def test_a_device_that_is_not_there_is_refused_also_where_everything_is_measured(llama: Family, tmp_path: Path) -> None:
     own = Recipe(llama.base, dict(zip(llama.experts, llama.data, strict=True)), level="layer", samples=2)
     measure(own, quiet=True)
