@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from mergekit.common import ModelPath
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
@@ -40,7 +41,8 @@ def one_model(model: Model, lora_merge_cache: str | None, cache_dir: str | None 
 def _adapter_of(model: Model, adapter: ModelPath, cache_dir: str | None) -> None:
     """Refuse an adapter that cannot be merged, and one whose modules the model does not have in these sizes."""
     headers = adapter_headers(adapter, cache_dir)
-    kind = str(adapter_settings(adapter_folder(adapter, cache_dir)).get("peft_type"))
+    settings = adapter_settings(adapter_folder(adapter, cache_dir))
+    kind = str(settings.get("peft_type"))
     tuners = {str(known.value): tuner for known, tuner in PEFT_TYPE_TO_TUNER_MAPPING.items()}
     if kind not in tuners or not issubclass(tuners[kind], BaseTuner):
         raise SltaError(
@@ -66,9 +68,8 @@ def _adapter_of(model: Model, adapter: ModelPath, cache_dir: str | None) -> None
             f"The adapter {adapter} was not trained on {model.reference.model} ({reason}): name the model "
             "that it was trained on."
         )
-    saved = adapter_settings(adapter_folder(adapter, cache_dir)).get("modules_to_save") or []
-    whole = [name for name in _tied_ends(model, cache_dir) if {name, name.rpartition(".")[2]} & {*saved}]
-    if whole:
+    saved = {*(settings.get("modules_to_save") or [])}
+    if whole := [name for name in _parted_ends(model, settings) if {name, name.rpartition(".")[2]} & saved]:
         raise SltaError(
             f"The adapter {adapter} holds its own {listed(sorted(whole))} of {model.reference.model}, where embedding "
             "and output head are one tensor, so it cannot be merged into it: train it on the decoder layers alone, or "
@@ -124,23 +125,21 @@ def _same_architecture(base: Model, expert: Model) -> None:
 def adapted_ends(model: Model, cache_dir: str | None) -> Iterator[str]:
     """A LoRA of the embedding or of the output head, where both are one tensor."""
     adapter = model.reference.lora
-    if adapter is not None and (ends := _tied_ends(model, cache_dir)):
-        adapted = ends & {target_of(name) for name in adapter_headers(adapter, cache_dir)}
-        if adapted:
-            yield (
-                f"The adapter {adapter} changes {listed(sorted(adapted))} of {model.reference.model}, where embedding "
-                "and output head are one tensor: merging the adapter changes both, so the merged expert is not the "
-                "model that was trained. Train it on the decoder layers alone."
-            )
+    if adapter is None:
+        return
+    ends = _parted_ends(model, adapter_settings(adapter_folder(adapter, cache_dir)))
+    if ends and (adapted := ends & {target_of(name) for name in adapter_headers(adapter, cache_dir)}):
+        yield (
+            f"The adapter {adapter} changes {listed(sorted(adapted))} of {model.reference.model}, where embedding "
+            "and output head are one tensor: merging the adapter changes both, so the merged expert is not the "
+            "model that was trained. Train it on the decoder layers alone."
+        )
 
 
-def _tied_ends(model: Model, cache_dir: str | None) -> set[str]:
-    """The paths of an adapted model's embedding and output head, if the adapter does not keep them tied."""
-    adapter = model.reference.lora
-    assert adapter is not None
+def _parted_ends(model: Model, settings: Mapping[str, Any]) -> set[str]:
+    """The paths of a model's embedding and head, if they are one tensor that an adapter of these settings parts."""
     tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
-    tying = adapter_settings(adapter_folder(adapter, cache_dir)).get("ensure_weight_tying")
-    if model.built is None or not tied or tying:
+    if model.built is None or not tied or settings.get("ensure_weight_tying"):
         return set()
     ends = (model.built.get_input_embeddings(), model.built.get_output_embeddings())
     return {name for name, module in model.built.named_modules() if module in ends}

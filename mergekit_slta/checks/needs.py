@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 from collections import Counter, defaultdict
@@ -16,9 +15,7 @@ import yaml
 from mergekit.common import ModelPath
 
 from mergekit_slta.checks.data import content_of
-from mergekit_slta.engine.partial import RUN, run_of
-from mergekit_slta.errors import SltaError
-from mergekit_slta.featcal.scratch import FORMAT, scratch_root
+from mergekit_slta.featcal.scratch import scratch_root, unfinished_merges
 from mergekit_slta.models import hub
 from mergekit_slta.models.headers import Model, TensorHeader
 from mergekit_slta.recipe.experiment import Experiment
@@ -101,15 +98,10 @@ def solved_bytes(experiment: Experiment) -> int:
 
 
 def already_solved(experiment: Experiment) -> int:
-    """The bytes of the layers that an unfinished merge of the same experts has solved."""
-    recipe, found = experiment.recipe, 0
-    for file in solved_folder(experiment).glob(f"featcal-*/{RUN}"):
-        with contextlib.suppress(OSError, SltaError):  # another process may finish it meanwhile
-            run = run_of(file.parent) or {}
-            experts = [content_of(experiment, task.reference) for task in recipe.experts]
-            if run.get("format") == FORMAT and run.get("experts") == experts:
-                found += sum(layer.stat().st_size for layer in file.parent.glob("*.safetensors"))
-    return found
+    """The bytes of the layers that unfinished merges of the same experts have solved."""
+    unfinished = unfinished_merges(solved_folder(experiment))
+    experts = [content_of(experiment, own.reference) for own in experiment.recipe.experts] if unfinished else []
+    return sum(nbytes for own, nbytes in unfinished if own == experts)
 
 
 def solved_folder(experiment: Experiment) -> Path:

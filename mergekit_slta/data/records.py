@@ -72,7 +72,7 @@ def record_text(record: Record, template: str, *, where: object, render_chat: Ca
             with reading(where, "does not fit the chat template", "give the expert a 'template'"):
                 text = render_chat(turns)
             return Text(text, True, _last_turn(turns, text, render_chat))
-    groups = [fields for fields in TEXT_FIELDS if all(field in record for field in fields)]
+    groups = _groups_in(record)
     for fields in groups:
         parts = [_plain_text(record[field], f"{where}: {field!r}") for field in fields]
         if text := "\n".join(part for part in parts if part.strip()):
@@ -85,9 +85,16 @@ def record_text(record: Record, template: str, *, where: object, render_chat: Ca
     return Text("")
 
 
+def _groups_in(record: Record) -> list[tuple[str, ...]]:
+    """The groups of ``TEXT_FIELDS`` that a record has."""
+    return [fields for fields in TEXT_FIELDS if all(field in record for field in fields)]
+
+
 def _answer_of_pair(record: Record, text: str) -> Span | None:
     """Where the answer of a known pair of the record is, in a text that holds the pair's parts one after the other."""
-    for fields in [fields for fields in TEXT_FIELDS[1:] if all(field in record for field in fields)]:
+    for fields in _groups_in(record):
+        if len(fields) == 1:  # no pair
+            continue
         *parts, answer = ("" if record.get(field) is None else str(record[field]).strip() for field in fields)
         end = 0
         for part in parts:

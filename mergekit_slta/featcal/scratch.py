@@ -12,7 +12,8 @@ from safetensors import safe_open
 from tqdm import tqdm
 
 from mergekit_slta.engine.batches import Tasks, share
-from mergekit_slta.engine.partial import Partial, remove
+from mergekit_slta.engine.partial import RUN, Partial, remove, run_of
+from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.answers import token_weights
 from mergekit_slta.featcal.merge import ERRORS, feature_merge, layer_shapes, stages, written_in
@@ -30,6 +31,7 @@ from mergekit_slta.slta.matching import fingerprint, local_identity
 
 LOG = logging.getLogger(__name__)
 
+PREFIX = "featcal-"  # of the folders of merges
 FORMAT = 15  # changes with the folder's content and with the way that layers are solved
 
 
@@ -113,7 +115,7 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings) -> SolvedMode
     asked |= {"keep_weight": experiment.recipe.keep_weight} if experiment.recipe.keep else {}
     asked |= {"anchor_settings": ActmatSettings().model_dump()} if settings.anchor == "actmat" else {}
     content |= asked | {"weights": digest([row.tolist() for row in weights])}
-    partial = Partial(scratch_root(settings.scratch) / f"featcal-{digest(content)}", content)
+    partial = Partial(scratch_root(settings.scratch) / f"{PREFIX}{digest(content)}", content)
     partial.enter(experiment.ranks)
     try:
         complete = partial.is_complete([layer_shapes(decoder, layer) for layer in range(len(decoder))])
@@ -167,6 +169,18 @@ def _anchor(experiment: Experiment, settings: FeatcalSettings, decoder: Decoder)
     if settings.anchor != "actmat":
         return Blend(models)
     return ActmatAnchor(models, decoder, experiment.recipe.keep_weight)
+
+
+def unfinished_merges(root: Path) -> list[tuple[list[str], int]]:
+    """The experts' fingerprints of each merge in a scratch root that this version can resume, and its layers' bytes."""
+    found = []
+    for file in root.glob(f"{PREFIX}*/{RUN}"):
+        with contextlib.suppress(OSError, SltaError):  # another process may finish it meanwhile
+            run = run_of(file.parent)
+            if run is not None and run.get("format") == FORMAT:
+                layers = sum(layer.stat().st_size for layer in file.parent.glob("*.safetensors"))
+                found.append((run["experts"], layers))
+    return found
 
 
 def scratch_root(scratch: str) -> Path:

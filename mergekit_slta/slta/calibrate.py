@@ -131,7 +131,8 @@ class _Calibration(Accumulator[Grams]):
         """All Gram matrices, those of the model as a whole included."""
         if "model" in self.levels:
             edges = [read_edges(self.decoder, model, logit_tensors(self.decoder)) for model in self.models]
-            self._keep({"model": logit_grams(self.decoder, streams, torch.zeros(self._shape), lambda: edges)})
+            zeros = torch.zeros(self._shape, dtype=torch.float64)
+            self._keep({"model": logit_grams(self.decoder, streams, zeros, lambda: edges)})
         return self.grams
 
     @property
@@ -160,20 +161,20 @@ class _Calibration(Accumulator[Grams]):
 
 
 def logit_grams(
-    decoder: Decoder, streams: Streams, zeros: torch.Tensor, edges: Callable[[], Iterable[Weights]]
+    decoder: Decoder, streams: Streams, grams: torch.Tensor, edges: Callable[[], Iterable[Weights]]
 ) -> torch.Tensor:
     """The Gram matrices of the logits' change, from each stream's hidden states after the last layer.
 
     Args:
         decoder: the models' common decoder.
         streams: the base model's stream 0, and those that are compared with it.
-        zeros: [N, K, K] for K streams that are compared.
+        grams: zeros [N, K, K] float64 for K streams that are compared, which are filled.
         edges: gives the ``logit_tensors`` of each stream's model.
 
     Returns:
-        [N, K, K] float64; zero for the samples of other ranks.
+        ``grams``; zero for the samples of other ranks.
     """
-    grams, width = zeros.double(), max(1, LOGITS // decoder.model.config.get_text_config().vocab_size)
+    width = max(1, LOGITS // decoder.model.config.get_text_config().vocab_size)
     for row, states in streams.final():
         for part in zip(*(states[stream].split(width) for stream in range(len(states))), strict=True):
             base, *others = (
