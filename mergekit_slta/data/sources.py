@@ -1,14 +1,17 @@
 """Calibration sources: read the records of the file or dataset that a recipe names.
 
-Local files are read whole. Data that do not fit into memory come through ``datasets``, as ``hf:FOLDER`` too.
+Local files are read whole; data that do not fit into memory can be read as ``hf:FOLDER``. CSV and JSON are not left to
+``datasets``, which turns text into dates and numbers, adds fields, and drops one where the first row has too many.
 """
 
 from __future__ import annotations
 
 import csv
+import glob
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +75,10 @@ def source_name(source: str) -> str:
 def _read_file(source: str) -> Sequence[Record]:
     path = os.path.expanduser(source)
     extension = os.path.splitext(path)[1].lower()
-    if os.path.isdir(path):
-        raise SltaError(f"Calibration source {source!r} is a folder: write '{DATASET_PREFIX}{source}' for a dataset.")
     if extension not in READERS:
         raise SltaError(
-            f"Calibration source {source!r} has {'an unknown' if extension else 'no'} extension: it must be "
-            f"{in_a_list(READERS)}, or '{DATASET_PREFIX}{'DATASET' if extension else source}' for a dataset."
+            f"Calibration source {source!r} has no known extension: it must be {in_a_list(READERS)}; "
+            f"write '{DATASET_PREFIX}{source}' if it is a dataset or a folder."
         )
     if not os.path.exists(path):
         raise SltaError(f"Calibration file {source!r} does not exist (the current directory is {os.getcwd()!r}).")
@@ -85,27 +86,24 @@ def _read_file(source: str) -> Sequence[Record]:
         return READERS[extension](path)
 
 
-def _text(path: str) -> str:
+def _text(path: str | Path) -> str:
     return Path(path).read_text(encoding="utf-8-sig")
 
 
-def _read_json_lines(path: str) -> list[Record]:
+def _read_json(path: str) -> list[Record]:
+    text = _text(path)
     records: list[Record] = []
-    for number, line in enumerate(_text(path).split("\n"), 1):
-        if line.strip():
+    if text.lstrip().startswith("["):
+        records = json.loads(text)
+    else:
+        for number, line in enumerate(text.split("\n"), 1):
             try:
-                records.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                raise ValueError(f"broken JSON in line {number}, column {error.colno}: {error.msg}") from error
+                records += [json.loads(line)] if line.strip() else []
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"broken JSON in line {number}: {error}") from error
-    return _require_records(records)
-
-
-def _require_records(content: Any) -> list[Record]:
-    if not isinstance(content, list) or not all(isinstance(record, dict) for record in content):
-        raise ValueError("it must hold JSON objects: one per line, or a list of them, also under 'data'")
-    return content
+                raise ValueError(f"no JSON object in line {number}: {getattr(error, 'msg', error)}") from error
+    if not all(isinstance(record, dict) for record in records):
+        raise ValueError("it must hold JSON objects: one per line, or a list of them")
+    return records
 
 
 def _read_text(path: str) -> list[Record]:
@@ -119,34 +117,24 @@ def _read_csv(path: str) -> list[Record]:
         reader = csv.DictReader(file, strict=True)
         try:
             for record in reader:
-                if len(record) == 1 and ";" in next(iter(record)):
-                    raise csv.Error("its fields are separated by semicolons, not by commas")
-                if None in record:
-                    raise csv.Error("more fields than the first line names")
+                if None in record or (len(record) == 1 and ";" in next(iter(record))):
+                    raise csv.Error("more fields than the first line names, or separated by semicolons, not by commas")
                 records.append(record)
         except csv.Error as error:
             raise ValueError(f"broken CSV in line {reader.reader.line_num}: {error}") from error
     return records
 
 
-def _read_json(path: str) -> list[Record]:
-    try:
-        content = json.loads(_text(path))
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data":  # JSON lines are often named .json
-            return _read_json_lines(path)
-        raise
-    return _require_records(content.get("data") if isinstance(content, dict) else content)
-
-
 def _read_parquet(path: str) -> list[Record]:
-    import pyarrow.parquet  # comes with datasets; slow to import
+    import datasets  # slow to import
 
-    return list(pyarrow.parquet.read_table(path).to_pylist())
+    # Streaming leaves no copy of the file in the user's cache.
+    stream = partial(datasets.load_dataset, "parquet", data_files=glob.escape(path), split="train", streaming=True)
+    return list(stream(columns=_text_columns(stream().features)))
 
 
 READERS: dict[str, Callable[[str], list[Record]]] = {
-    ".jsonl": _read_json_lines,
+    ".jsonl": _read_json,
     ".json": _read_json,
     ".csv": _read_csv,
     ".parquet": _read_parquet,
@@ -157,19 +145,29 @@ READERS: dict[str, Callable[[str], list[Record]]] = {
 def parse_dataset(source: str) -> tuple[str, str | None, str | None]:
     """The name, configuration and split in ``hf:NAME[?config=...&split=...]``; the name may be a folder's path."""
     name, _, query = source.removeprefix(DATASET_PREFIX).partition("?")
-    settings: dict[str, str] = {}
     # urllib's parser would read the plus sign that a split may hold as a space.
-    for setting in query.split("&") if query else ():
-        key, _, value = setting.partition("=")
-        if key not in ("config", "split") or key in settings or not value:
-            raise SltaError(
-                f"Calibration source {source!r}: cannot use {setting!r}; "
-                "after the '?' write config=NAME or split=NAME, or both joined by '&'."
-            )
-        settings[key] = value
-    if not name:
-        raise SltaError(f"Calibration source {source!r} names no dataset: write '{DATASET_PREFIX}DATASET'.")
+    pairs = [setting.partition("=")[::2] for setting in query.split("&") if query]
+    settings = dict(pairs)
+    valid = len(settings) == len(pairs) and settings.keys() <= {"config", "split"} and all(settings.values())
+    if not name or not valid:
+        raise SltaError(
+            f"Calibration source {source!r} must be '{DATASET_PREFIX}DATASET', alone or followed by '?config=NAME', "
+            "'?split=NAME' or '?config=NAME&split=NAME'."
+        )
     return os.path.expanduser(name), settings.get("config"), settings.get("split")
+
+
+def _saved_files(folder: Path) -> dict[str, str]:
+    """The files of each split in a folder that ``save_to_disk`` wrote; none in another folder."""
+    splits = {"train": folder} if (folder / "state.json").is_file() else {}
+    if (listing := folder / "dataset_dict.json").is_file():
+        splits = {split: folder / split for split in json.loads(_text(listing))["splits"]}
+    return {split: f"{glob.escape(str(part))}/*.arrow" for split, part in splits.items()}
+
+
+def _text_columns(features: Mapping[str, Any]) -> list[str]:
+    """The columns without pictures, sound and the like, which take further libraries and memory to decode."""
+    return [name for name, kind in features.items() if "decode=True" not in repr(kind).replace("Json(decode=True)", "")]
 
 
 def _read_dataset(source: str) -> Sequence[Record]:
@@ -177,14 +175,15 @@ def _read_dataset(source: str) -> Sequence[Record]:
 
     name, config, split = parse_dataset(source)
     try:
-        loaded = datasets.load_dataset(name, config, split=split)
+        files = _saved_files(Path(name))
+        loaded = datasets.load_dataset("arrow" if files else name, config, data_files=files or None, split=split)
     except Exception as error:  # datasets lets the errors of its readers and of the Hub pass
         raise SltaError(f"Calibration source {source!r} cannot be read ({one_line(error)}).") from error
-    if split:
-        return loaded
-    chosen = "train" if len(loaded) > 1 else next(iter(loaded))
-    if chosen not in loaded:
-        raise SltaError(
-            f"Calibration source {source!r} has several splits: choose one with '?split=', from {', '.join(loaded)}."
-        )
-    return loaded[chosen]
+    if not split:
+        split = "train" if len(loaded) > 1 else next(iter(loaded))
+        if split not in loaded:
+            raise SltaError(
+                f"Calibration source {source!r} has several splits: choose with '?split=' from {in_a_list(loaded)}."
+            )
+        loaded = loaded[split]
+    return loaded.select_columns(_text_columns(loaded.features))
