@@ -14,7 +14,7 @@ from mergekit.common import ModelReference
 from mergekit_slta.checks.space import require_writable
 from mergekit_slta.data.draw import CalibrationData
 from mergekit_slta.data.records import template_fields
-from mergekit_slta.data.sources import check_source, is_dataset, parse_dataset
+from mergekit_slta.data.sources import is_dataset, parse_dataset, read_records
 from mergekit_slta.errors import SltaError, all_of
 from mergekit_slta.models.fingerprint import fingerprint_of
 from mergekit_slta.models.hub import HUB_ERRORS, reason
@@ -53,10 +53,10 @@ def _source(experiment: Experiment, task: Task) -> None:
     """Refuse a file that gives no samples that the models can read, a dataset that is misspelt, or a wrong template."""
     if task.template:
         template_fields(task.template)
-    check_source(task.calibration)  # known without the base model's tokenizer
     if is_dataset(task.calibration):
         _require_dataset(task.calibration)
     else:
+        read_records(task.calibration)  # known without the base model's tokenizer
         experiment.load_data([task])
 
 

@@ -43,14 +43,6 @@ def read_records(source: str) -> Sequence[Record]:
     return records
 
 
-def check_source(source: str) -> None:
-    """Raise an SltaError if a file cannot be read or a dataset's query is malformed; the Hub is not asked."""
-    if is_dataset(source):
-        parse_dataset(source)
-    else:
-        read_records(source)
-
-
 def source_key(source: str) -> tuple[str, ...]:
     """Identify a calibration source: the key is equal for two spellings of the same file or dataset.
 

@@ -12,7 +12,7 @@ import pytest
 from support.calibration_samples import load, refused, with_special, write_jsonl
 from transformers import PreTrainedTokenizerBase
 
-from mergekit_slta.data.sources import check_source, read_records, source_key, source_name
+from mergekit_slta.data.sources import read_records, source_key, source_name
 
 pytestmark = pytest.mark.usefixtures("dataset_cache", "here")
 
@@ -132,15 +132,6 @@ def test_sources_that_cannot_be_read_are_named(source: str, content: bytes | Non
     message = refused(read_records, source)
     for words in (repr(source), *said):
         assert words in message
-
-
-def test_a_check_finds_what_is_wrong_without_reading_a_dataset() -> None:
-    Path("folder").mkdir()
-    Path("folder/train.jsonl").write_text("{")
-    check_source("hf:folder")
-    check_source("hf:org/data?config=main&split=train[:5]")
-    for source in ("folder/train.jsonl", "folder", "hf:", "hf:folder?split="):
-        assert refused(check_source, source) == refused(read_records, source)
 
 
 def write_splits(folder: Path, save: bool = False, **splits: int) -> None:
