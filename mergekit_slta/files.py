@@ -1,4 +1,4 @@
-"""Write files whole or not at all, hash them, find the cache folder, and name paths for others."""
+"""Write files whole or not at all, hash them, say where a merge keeps its own, and name paths for others."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 
+# What a merge makes beside its weights lies in a folder of its output, because some programs load every .safetensors
+# file that lies beside the weights.
+STATISTICS_OF_MERGE = "mergekit-slta/statistics.safetensors"
+PARTIAL_OF_MERGE = "mergekit-slta/partial"  # the finished layers of a merge that is not done; deleted at its end
+
 
 def write(path: Path, content: bytes) -> None:
     """Write a file through ``replacing``; its folder is created. An OSError leaves an earlier file as it was."""
-    make_folder(path.parent)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as beside:
         beside.write_bytes(content)
 
@@ -32,8 +37,6 @@ def replacing(path: Path) -> Iterator[Path]:
     beside = path.with_name(f"{prefix}{os.getpid()}")
     try:
         yield beside
-        if path.is_relative_to(cache_folder()):
-            beside.chmod(0o600)
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
@@ -60,19 +63,6 @@ def checksum(path: Path) -> str:
 def digest(content: object) -> str:
     """A short hash of content that JSON can hold, equal for equal content."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def make_folder(folder: Path) -> None:
-    """Create a folder and those above it; the cache folder is the user's alone, as its files are."""
-    cache = cache_folder()
-    if folder.is_relative_to(cache) and not cache.exists():
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder.mkdir(mode=0o700 if folder.is_relative_to(cache) else 0o777, parents=True, exist_ok=True)
-
-
-def cache_folder() -> Path:
-    """The folder for all files that a recipe names no place for."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mergekit-slta"
 
 
 def is_private(path: str) -> bool:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import logging
 import multiprocessing
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -50,31 +49,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def cache_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A cache folder for what is not a single test's: fixtures that tests share, and forked processes."""
+@pytest.fixture(autouse=True)
+def isolation() -> None:
+    """Nothing of an earlier test: no models in the loader, no silenced log."""
     import transformers
+    from mergekit.io.tasks import LoaderCache
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    folder = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder))
-        yield folder
-
-
-NUMBERS = itertools.count()
-
-
-@pytest.fixture(autouse=True)
-def isolation(cache_of_the_session: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache folder of the test's own, and nothing of an earlier test: no models in the loader, no silenced log."""
-    from mergekit.io.tasks import LoaderCache
-
-    # Not by ``mktemp``, which reads the names of all folders of the session each time.
-    folder = cache_of_the_session / f"test{next(NUMBERS)}"
-    folder.mkdir()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     LoaderCache.loaders.clear()
     logging.getLogger("mergekit_slta").setLevel(logging.NOTSET)
 

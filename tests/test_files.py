@@ -1,12 +1,10 @@
-"""A file is written whole or not at all, and what a recipe names no place for goes where its content says."""
+"""A file is written whole or not at all."""
 
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 from mergekit_slta import files
 
@@ -30,11 +28,3 @@ def test_what_killed_writers_left_is_removed_and_what_others_are_writing_is_not(
     others = {entry.name for entry in tmp_path.iterdir() if not entry.name.endswith(f".{killed.pid}")}
     files.write(tmp_path / "file", b"whole")
     assert {entry.name for entry in tmp_path.iterdir()} == others
-
-
-def test_the_folder_is_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert files.cache_folder() == tmp_path / "cache" / "mergekit-slta"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert files.cache_folder() == tmp_path / ".cache" / "mergekit-slta"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import stat
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,6 @@ from support import synthetic
 from support.copies import edit_tensors, sharded
 from support.families import Family
 
-from mergekit_slta import files
 from mergekit_slta.cli.commands import main
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models.headers import folder_headers
@@ -46,19 +43,6 @@ def test_names_stay_code_in_a_card() -> None:
     reference = ModelReference.model_validate("/models/a`b|<script>")
     (shown,) = [card._linked(reference)]
     assert shown == "`a'b|<script>`"
-
-
-def test_cache_files_are_the_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    before = os.umask(0)
-    try:
-        files.write(files.cache_folder() / "hashes" / "x.json", b"{}")
-        files.write(tmp_path / "shared" / "x.json", b"{}")
-    finally:
-        os.umask(before)
-    for path in [files.cache_folder(), *files.cache_folder().rglob("*")]:
-        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
-    assert stat.S_IMODE((tmp_path / "shared" / "x.json").stat().st_mode) == 0o666
 
 
 def test_an_eight_bit_checkpoint_is_refused(family: Family, write_recipe: WriteRecipe) -> None:

@@ -17,15 +17,7 @@ import torch
 from mergekit.common import ModelReference
 
 from mergekit_slta.checks import data, models, space, tensors, tokenizers
-from mergekit_slta.checks.needs import (
-    Needs,
-    already_solved,
-    downloads,
-    needs,
-    solved_bytes,
-    solved_folder,
-    stored_bytes,
-)
+from mergekit_slta.checks.needs import Needs, downloads, needs, still_to_solve, stored_bytes
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, all_of
 from mergekit_slta.featcal.solvable import require_solvable
@@ -201,8 +193,8 @@ def _written(experiment: Experiment, out: Path | None) -> list[tuple[Path, str, 
     if out is not None:
         nbytes = stored_bytes(experiment.model(experiment.recipe.base), config.out_dtype or config.dtype)
         written.append((out, "the merged model", nbytes))
-    if nbytes := solved_bytes(experiment):
-        written.append((solved_folder(experiment), "the solved layers", max(nbytes - already_solved(experiment), 0)))
+        if nbytes := still_to_solve(experiment, out):
+            written.append((out, "the solved layers", nbytes))
     if nbytes := sum(downloads(experiment).values()):
         cache = experiment.transformers_cache or huggingface_hub.constants.HF_HUB_CACHE
         written.append((Path(cache), "the download", nbytes))

@@ -15,7 +15,8 @@ import yaml
 from mergekit.common import ModelPath
 
 from mergekit_slta.checks.data import content_of
-from mergekit_slta.featcal.scratch import scratch_root, unfinished_merges
+from mergekit_slta.featcal.scratch import resumable_bytes
+from mergekit_slta.files import PARTIAL_OF_MERGE
 from mergekit_slta.models import hub
 from mergekit_slta.models.headers import Model, TensorHeader
 from mergekit_slta.recipe.experiment import Experiment
@@ -97,17 +98,13 @@ def solved_bytes(experiment: Experiment) -> int:
     return 4 * sum(layers.values())
 
 
-def already_solved(experiment: Experiment) -> int:
-    """The bytes of the layers that unfinished merges of the same experts have solved."""
-    unfinished = unfinished_merges(solved_folder(experiment))
-    experts = [content_of(experiment, own.reference) for own in experiment.recipe.experts] if unfinished else []
-    return sum(nbytes for own, nbytes in unfinished if own == experts)
-
-
-def solved_folder(experiment: Experiment) -> Path:
-    """The folder of the solved layers."""
-    settings = experiment.recipe.settings
-    return scratch_root(settings.scratch if isinstance(settings, FeatcalSettings) else "")
+def still_to_solve(experiment: Experiment, out: Path) -> int:
+    """The bytes of the layers that ``featcal`` still writes into a folder, where a killed merge may have left some."""
+    nbytes, partial = solved_bytes(experiment), out / PARTIAL_OF_MERGE
+    if not nbytes or not partial.is_dir():
+        return nbytes
+    experts = [content_of(experiment, expert.reference) for expert in experiment.recipe.experts]
+    return max(nbytes - resumable_bytes(partial, experts), 0)
 
 
 def memory(experiment: Experiment) -> int:

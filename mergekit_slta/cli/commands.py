@@ -115,8 +115,7 @@ def calibrate(recipe: Path, stats: Path, levels: list[str], **options: Any) -> N
 
     The file is small, holds neither weights nor data, and is all that `solve` needs. After a crash or an
     interruption the same command resumes the measurement. It does not change a finished file, and refuses
-    one that does not fit or lacks a level. What a merge has measured already is taken from the cache folder. On
-    several GPUs:
+    one that does not fit or lacks a level. On several GPUs:
     torchrun --nproc-per-node N -m mergekit_slta calibrate RECIPE -o STATS
     """
     from mergekit_slta.checks.examine import sound_experiment

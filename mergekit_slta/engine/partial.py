@@ -30,35 +30,40 @@ LOCK = "lock"
 
 
 class Partial:
-    """The folder of one run's finished layers; ``run`` identifies the run, in values that JSON can hold.
+    """The folder of one run's finished layers.
 
-    Raises:
-        SltaError: the folder is another run's, or holds files of something else.
+    A run locks it (``held``), says which run it is (``begin``), and deletes it when its result is written (``remove``).
     """
 
-    def __init__(self, folder: Path, run: Mapping[str, object]) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._run = json.loads(json.dumps(run))
         # The system frees the lock when this process ends, however that happens.
         self._lock = filelock.FileLock(folder / LOCK, timeout=0, thread_local=False)
-        odd, found = _odd_entry(folder), run_of(folder)  # in this order: another process may begin between them
-        if found is None and odd:
-            raise SltaError(f"{folder} holds {odd}, which is no unfinished work: name another file or folder.")
-        if changed := [key for key in self._run if found is not None and found.get(key) != self._run[key]]:
-            raise SltaError(
-                f"{folder} belongs to another measurement or merge (other {', '.join(changed)}): "
-                "finish that one, or delete the folder."
-            )
+        self._created: list[Path] = []
 
-    def enter(self, ranks: Ranks) -> None:
-        """Create the folder when all ranks have read it, and lock it until ``release`` or the end of this process.
+    @contextlib.contextmanager
+    def held(self, ranks: Ranks) -> Iterator[None]:
+        """Create the folder and keep other processes out of it; one in which no run has begun is deleted at the end.
 
         Raises:
-            SltaError: another process uses the folder; see ``Ranks.together`` for several ranks.
+            SltaError: another process uses the folder, or it holds files of something else.
         """
-        ranks.wait()
-        files.make_folder(self.folder)  # by each rank, which may have a disk of its own
+        ranks.together(self._create)  # by each rank, which may have a disk of its own
         ranks.together(lambda: self._take() if ranks.first else None)
+        try:
+            yield
+        finally:
+            self._lock.release()
+            if not (self.folder / RUN).exists():
+                (self.folder / LOCK).unlink(missing_ok=True)
+                _remove_empty(self._created)
+
+    def _create(self) -> None:
+        odd, run = _odd_entry(self.folder), run_of(self.folder)  # in this order: another process may begin between them
+        if run is None and odd:
+            raise SltaError(f"{self.folder} holds {odd}, which is no unfinished work: name another file or folder.")
+        self._created = [folder for folder in (self.folder, *self.folder.parents) if not folder.exists()]
+        self.folder.mkdir(parents=True, exist_ok=True)
 
     def _take(self) -> None:
         try:
@@ -69,18 +74,49 @@ class Partial:
             ) from None
         except (OSError, NotImplementedError):  # some file systems have no locks
             LOG.debug("%s cannot be locked", self.folder, exc_info=True)
-        self.begin()
 
-    def begin(self) -> None:
-        """Create the folder, and write which run it belongs to."""
-        files.make_folder(self.folder)
+    def begin(self, run: Mapping[str, object], ranks: Ranks, *, replace: bool = False) -> None:
+        """Write which run the folder belongs to, by values that JSON can hold; its finished layers are resumed.
+
+        Args:
+            run: identifies the run.
+            ranks: the processes that share the run; the first one writes.
+            replace: delete the layers of another run, and say so, instead of refusing the folder.
+
+        Raises:
+            SltaError: the folder is another run's.
+        """
+        ranks.together(lambda: self._begin(run, replace) if ranks.first else None)
+
+    def _begin(self, run: Mapping[str, object], replace: bool) -> None:
+        known, run = run_of(self.folder), json.loads(json.dumps(run))
+        if known is not None and (changed := [key for key in run if known.get(key) != run[key]]):
+            if not replace:
+                raise SltaError(
+                    f"{self.folder} belongs to another measurement (other {', '.join(changed)}): finish that one, or "
+                    "delete the folder."
+                )
+            if any(self.folder.glob("*.safetensors")):
+                LOG.warning("%s held layers of another merge (other %s): deleted.", self.folder, ", ".join(changed))
+            self._delete_layers()
         if not (self.folder / RUN).exists():
             with _written(self.folder / RUN) as beside:
-                beside.write_text(json.dumps(self._run, sort_keys=True, indent=1))
+                beside.write_text(json.dumps(run, sort_keys=True, indent=1))
 
-    def release(self) -> None:
-        """Unlock the folder."""
-        self._lock.release()
+    def _delete_layers(self) -> None:
+        """Delete the layers, then ``run.json``, which says whose they are."""
+        for file in self.folder.glob("*.safetensors"):
+            file.unlink(missing_ok=True)
+        (self.folder / RUN).unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Delete the folder, unless it is a user's, and the one that a merge made for it."""
+        if (self.folder / RUN).is_file() or _odd_entry(self.folder) is None:
+            with contextlib.suppress(OSError):
+                self._delete_layers()
+                shutil.rmtree(self.folder, ignore_errors=True)
+        if self.folder.match(files.PARTIAL_OF_MERGE):
+            _remove_empty([self.folder.parent])
 
     def finished(self, shapes: Sequence[Mapping[str, Sequence[int]]]) -> set[int]:
         """The finished layers, given for each layer the shapes that its file must hold."""
@@ -120,13 +156,10 @@ def run_of(folder: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def remove(folder: Path) -> None:
-    """Delete a run's folder of finished layers; ``run.json``, which says whose they are, after the layers."""
-    if (folder / RUN).is_file():
-        with contextlib.suppress(OSError):  # several processes may delete it at once
-            for file in folder.glob("*.safetensors"):
-                file.unlink(missing_ok=True)
-            shutil.rmtree(folder, ignore_errors=True)
+def _remove_empty(folders: Sequence[Path]) -> None:
+    with contextlib.suppress(OSError):  # one is not empty
+        for folder in folders:
+            folder.rmdir()
 
 
 def _odd_entry(folder: Path) -> str | None:

@@ -1,4 +1,4 @@
-"""Solve a recipe's feature merge into a scratch folder, from which mergekit reads the tensors."""
+"""Solve a recipe's feature merge into a folder of finished layers, from which mergekit reads the tensors."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from safetensors import safe_open
 from tqdm import tqdm
 
 from mergekit_slta.engine.batches import Tasks, share
-from mergekit_slta.engine.partial import RUN, Partial, remove, run_of
+from mergekit_slta.engine.partial import Partial, run_of
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.answers import token_weights
 from mergekit_slta.featcal.merge import ERRORS, feature_merge, layer_shapes, stages, written_in
 from mergekit_slta.featcal.solvable import require_solvable
-from mergekit_slta.files import cache_folder, digest
+from mergekit_slta.files import digest
 from mergekit_slta.layers.blend import Blend
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.ends import output_head
@@ -31,7 +31,6 @@ from mergekit_slta.slta.matching import fingerprint, local_identity
 
 LOG = logging.getLogger(__name__)
 
-PREFIX = "featcal-"  # of the folders of merges
 FORMAT = 15  # changes with the folder's content and with the way that layers are solved
 
 
@@ -89,19 +88,12 @@ class SolvedModel:
                     found[name].append(tensors.get_tensor(name))
         return {name: torch.stack(errors) for name, errors in found.items() if errors}
 
-    def remove(self) -> None:
-        """Delete the folder."""
-        remove(self._partial.folder)
 
-
-def solve_model(experiment: Experiment, settings: FeatcalSettings) -> SolvedModel:
-    """Solve a recipe's feature merge; resume an unfinished one, and reuse a finished one.
-
-    The folder is locked while it is solved. Two merges of one recipe may read it at the same time: the one that ends
-    first deletes it, and the other ends with an error that names the file.
+def solve_model(experiment: Experiment, settings: FeatcalSettings, partial: Partial) -> SolvedModel:
+    """Solve a recipe's feature merge into a folder that this process holds; go on after the layers that lie there.
 
     Raises:
-        SltaError: something about models or data is wrong, memory does not suffice, or another process is solving it.
+        SltaError: something about models or data is wrong, or memory does not suffice.
     """
     require_calibration(experiment.recipe)
     require_solvable(experiment)
@@ -115,15 +107,11 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings) -> SolvedMode
     asked |= {"keep_weight": experiment.recipe.keep_weight} if experiment.recipe.keep else {}
     asked |= {"anchor_settings": ActmatSettings().model_dump()} if settings.anchor == "actmat" else {}
     content |= asked | {"weights": digest([row.tolist() for row in weights])}
-    partial = Partial(scratch_root(settings.scratch) / f"{PREFIX}{digest(content)}", content)
-    partial.enter(experiment.ranks)
-    try:
-        complete = partial.is_complete([layer_shapes(decoder, layer) for layer in range(len(decoder))])
-        experiment.ranks.require_equal(complete, partial.folder)
-        if not complete:
-            _solve(experiment, settings, decoder, tasks, weights, partial)
-    finally:
-        partial.release()
+    partial.begin(content, experiment.ranks, replace=True)
+    complete = partial.is_complete([layer_shapes(decoder, layer) for layer in range(len(decoder))])
+    experiment.ranks.require_equal(complete, partial.folder)
+    if not complete:
+        _solve(experiment, settings, decoder, tasks, weights, partial)
     return SolvedModel(decoder, partial, experiment.layout)
 
 
@@ -171,18 +159,10 @@ def _anchor(experiment: Experiment, settings: FeatcalSettings, decoder: Decoder)
     return ActmatAnchor(models, decoder, experiment.recipe.keep_weight)
 
 
-def unfinished_merges(root: Path) -> list[tuple[list[str], int]]:
-    """The experts' fingerprints of each merge in a scratch root that this version can resume, and its layers' bytes."""
-    found = []
-    for file in root.glob(f"{PREFIX}*/{RUN}"):
-        with contextlib.suppress(OSError, SltaError):  # another process may finish it meanwhile
-            run = run_of(file.parent)
-            if run is not None and run.get("format") == FORMAT:
-                layers = sum(layer.stat().st_size for layer in file.parent.glob("*.safetensors"))
-                found.append((run["experts"], layers))
-    return found
-
-
-def scratch_root(scratch: str) -> Path:
-    """The parent of the folders of feature merges."""
-    return Path(scratch).expanduser() if scratch else cache_folder()
+def resumable_bytes(partial: Path, experts: Sequence[str | None]) -> int:
+    """The bytes of the layers in a folder that a merge of these experts, by their fingerprints, can resume."""
+    with contextlib.suppress(OSError, SltaError):  # another process may finish it meanwhile
+        run = run_of(partial)
+        if run is not None and (run.get("format"), run.get("experts")) == (FORMAT, list(experts)):
+            return sum(layer.stat().st_size for layer in partial.glob("*.safetensors"))
+    return 0

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from mergekit.merge_methods import TensorGroup
 
+from mergekit_slta.engine.partial import Partial
 from mergekit_slta.featcal.merge import ANCHOR, ERRORS
 from mergekit_slta.featcal.passage import MERGED
 from mergekit_slta.featcal.scratch import SolvedModel, solve_model
@@ -21,11 +24,11 @@ class FeatcalMerge(Merge):
     spec = method_spec(FeatcalSettings, "FeatCal", "2605.13030")
     _solved: SolvedModel | None = None
 
-    def prepare(self) -> None:
-        """Solve the merged model's tensors into the scratch folder."""
+    def prepare(self, out: Path, partial: Partial) -> None:
+        """Solve the merged model's tensors into the folder of finished layers."""
         experiment = self.opened
         settings = experiment.recipe.settings_of(FeatcalSettings)
-        solved = solve_model(experiment, settings)
+        solved = solve_model(experiment, settings, partial)
         errors, recipe = solved.errors(), experiment.recipe
         names = [*short_names([published_name(own.reference) for own in recipe.experts]), "the base model"]
         last = zip(names, errors[ERRORS[MERGED]][-1].tolist(), strict=False)
@@ -54,8 +57,3 @@ class FeatcalMerge(Merge):
             return base
         equal = torch.tensor(1 / (len(group.non_base) + experiment.recipe.keep_weight))
         return weighted_sum(base, [(entry.tensor, equal) for entry in group.non_base])
-
-    def finish(self) -> None:
-        """Delete the scratch folder, which resumes a merge that was not written."""
-        if self._solved is not None:
-            self._solved.remove()

@@ -18,6 +18,7 @@ from mergekit.common import ModelReference, dtype_from_name
 from mergekit.merge_methods import GroupMergeMethod, InputContract, MergeMethodSpec, TensorGroup
 from mergekit.merge_methods.base import BasePolicy, OptionalTensorPolicy
 
+from mergekit_slta.engine.partial import Partial
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models.roles import Role, dotted_tails, model_roles, role_by_shape, turned
 from mergekit_slta.output.finite import is_finite
@@ -79,15 +80,18 @@ class Merge:
             raise SltaError(WHOLE_MODELS.format(method=self.spec.name))
         return self.experiment
 
-    def prepare(self) -> None:
-        """Run the models, before mergekit reads the first tensor; under torchrun, with all processes."""
+    def prepare(self, out: Path, partial: Partial) -> None:
+        """Run the models, before mergekit reads the first tensor; under torchrun, with all processes.
+
+        Args:
+            out: the folder of the merged model.
+            partial: the folder of finished layers in it.
+        """
+        partial.begin({"method": self.spec.name}, self.opened.ranks, replace=True)
 
     def tensor(self, group: TensorGroup, **parameters: Any) -> torch.Tensor:
         """Merge one tensor of all models; ``parameters`` are the recipe's for it."""
         raise NotImplementedError
-
-    def finish(self) -> None:
-        """Clean up after mergekit has written the merged model."""
 
 
 class Method(GroupMergeMethod):

@@ -17,8 +17,10 @@ from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 
 from mergekit_slta.checks import examine
+from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks, joined
 from mergekit_slta.errors import SltaError, files_named, one_line, suggestion
+from mergekit_slta.files import PARTIAL_OF_MERGE
 from mergekit_slta.host.afterword import afterword
 from mergekit_slta.host.registry import METHODS
 from mergekit_slta.models.loaders import ONE_AT_A_TIME
@@ -68,10 +70,22 @@ def run(
 
 
 def _run(stock: Callable[..., None], experiment: Experiment, out: str, source: str | None) -> None:
-    recipe, options, folder = experiment.recipe, experiment.options, Path(out)
+    folder = Path(out)
     notes = experiment.ranks.together(lambda: examine.examine(experiment, out_path=out))
     for note in notes if not experiment.quiet else ():
         click.echo(f"Note: {note}", err=True)
+    partial = Partial(folder / PARTIAL_OF_MERGE)
+    with partial.held(experiment.ranks):
+        lines = _merged(stock, experiment, folder, partial, source)
+    for line in lines if not experiment.quiet else ():
+        click.echo(line, err=True)
+
+
+def _merged(
+    stock: Callable[..., None], experiment: Experiment, folder: Path, partial: Partial, source: str | None
+) -> list[str]:
+    """Merge into a folder that this process holds; what to say in the end."""
+    recipe, options = experiment.recipe, experiment.options
     experiment.open()
     models = (experiment.base, *experiment.experts)
     for model in models:
@@ -79,14 +93,14 @@ def _run(stock: Callable[..., None], experiment: Experiment, out: str, source: s
     experiment.adapt_loaders()
     method = METHODS[recipe.config.merge_method]
     merge = method.kind(experiment)
-    merge.prepare()
+    merge.prepare(folder, partial)
     if not experiment.ranks.first:
-        return
+        return []
     before = entry_files(folder)
     if options.write_model_card:
         source = source or recipe.text  # as it is before mergekit rewrites it
     with method.merging(merge):
-        stock(copy.deepcopy(recipe.config), out, options, source)
+        stock(copy.deepcopy(recipe.config), str(folder), options, source)
     LoaderCache.loaders.clear()  # what was adapted is of this merge alone
     for model in models:
         model.refuse_changes()
@@ -94,14 +108,13 @@ def _run(stock: Callable[..., None], experiment: Experiment, out: str, source: s
         set_aside(file)  # programs would read it instead of the weights just written
     copy_companions(recipe.config, recipe.tokenizer_source, options.copy_tokenizer, folder)
     card.renew_beside(folder, merge.solution)
-    merge.finish()
     if source and options.write_model_card:
         try:
             card.write_card(folder, recipe.config, source, merge.solution)
         except Exception as error:  # the model is written: nothing about its card may make the merge fail
             LOG.warning("The model card says only what mergekit knows (%s).", one_line(error))
-    for line in afterword(experiment, merge, out) if not experiment.quiet else ():
-        click.echo(line, err=True)
+    partial.remove()
+    return list(afterword(experiment, merge, str(folder)))
 
 
 @contextlib.contextmanager

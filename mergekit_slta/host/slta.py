@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import torch
 from mergekit.merge_methods import TensorGroup
 
+from mergekit_slta.engine.partial import Partial
+from mergekit_slta.files import STATISTICS_OF_MERGE
 from mergekit_slta.host.method import Merge, method_spec, write_report
 from mergekit_slta.layers.blend import weighted_sum
 from mergekit_slta.recipe.settings import SltaSettings
@@ -23,13 +26,15 @@ class SltaMerge(Merge):
     spec = method_spec(SltaSettings, "SLTA", "2504.10902")
     _weights: TensorWeights | None = None
 
-    def prepare(self) -> None:
+    def prepare(self, out: Path, partial: Partial) -> None:
         """Measure the models unless the statistics exist, and solve for the merging weights of every tensor."""
         experiment = self.opened
         settings = experiment.recipe.settings_of(SltaSettings)
         experts = settings.edges == "mean" or settings.level == "model"
         experiment.ranks.together(lambda: experiment.check_edges(experts))
-        self.solution, self._weights = solved(experiment, measured_statistics(experiment))
+        self.solution, self._weights = solved(
+            experiment, measured_statistics(experiment, merge=(out / STATISTICS_OF_MERGE, partial))
+        )
         for note in self.solution.notes():
             LOG.warning("%s", note)
         shares = zip(short_names(self.solution.models), self.solution.kept.tolist(), strict=True)

@@ -20,13 +20,13 @@ from transformers.dynamic_module_utils import get_relative_import_files
 from mergekit_slta import files
 from mergekit_slta.checks.tensors import complete_checkpoints
 from mergekit_slta.errors import SltaError, all_of, reading, refuse
+from mergekit_slta.files import PARTIAL_OF_MERGE, STATISTICS_OF_MERGE
 from mergekit_slta.models import hub
 from mergekit_slta.models.headers import listed, open_model, weight_map
 from mergekit_slta.output import card
 from mergekit_slta.output.finite import is_finite
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.recipe.settings import SltaSettings
-from mergekit_slta.slta.statistics import STATISTICS_OF_MERGE
 from mergekit_slta.tables import Paragraphs, as_size
 
 # What belongs to a model beside its weights. Anything else in the folder stays where it is.
@@ -113,6 +113,8 @@ def publish(
         raise SltaError(f"'{repository}' is no repository's name on the Hub: write ORG/NAME.")
     if not folder.is_dir():
         raise SltaError(f"There is no folder {folder}: name the one that the merge was written to.")
+    if (folder / PARTIAL_OF_MERGE).exists():
+        raise SltaError(f"The merge into {folder} is not finished: run it again, it goes on where it ended.")
     tokenizer, recipe = _checked(folder, trust_remote_code, quiet)
     notes = []
     if not tokenizer.chat_template:

@@ -111,7 +111,6 @@ class SltaSettings(CalibrationSettings):
 class FeatcalSettings(CalibrationSettings):
     method: ClassVar[str] = "featcal"
     runs_experts: ClassVar[bool] = True
-    folders: ClassVar[tuple[str, ...]] = ("scratch", "report")
     ridge: Ridge | Literal["auto"] = Field(
         default="auto",
         description="how strongly every matrix is drawn towards the anchor's, such as 0.03; `auto` takes for each "
@@ -123,10 +122,6 @@ class FeatcalSettings(CalibrationSettings):
         "half as far again from the base model, or `base`",
     )
     head: bool = Field(default=True, description="solve the output head too; off if the head is tied to the embedding")
-    scratch: str = Field(
-        default="",
-        description="a folder for the solved layers; the cache folder by default, removed when mergekit is done",
-    )
 
     @property
     def averages_edges(self) -> bool:

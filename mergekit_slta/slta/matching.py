@@ -133,11 +133,16 @@ def fingerprint(experiment: Experiment, data: Sequence[CalibrationData]) -> Fing
 
 
 def local_identity(experiment: Experiment, content: Fingerprint) -> dict[str, Any]:
-    """The key of files in the user's own cache: the content, and the stamps of the models' files on this machine.
+    """Identify a run on this machine by its models, data and settings, and by the stamps of the models' files."""
+    return content.model_dump(mode="json") | {"files": local_stamps(experiment)}
+
+
+def local_stamps(experiment: Experiment) -> str:
+    """A hash of the size, time and inode of every file of the models.
 
     It also differs after an edit of a few rows, which the content's sample of the bytes does not show. Where processes
     have disks of their own, the first one's count.
     """
     models = [experiment.base, *experiment.experts]
     files = digest([sorted(model.stamps.values()) for model in models])
-    return content.model_dump(mode="json") | {"models": experiment.ranks.gather(int(files[:12], 16))[0]}
+    return f"{int(experiment.ranks.gather(int(files[:12], 16))[0]):x}"

@@ -1,10 +1,11 @@
-"""From a recipe to its statistics: reuse what has been measured, measure the rest, resume after an interruption."""
+"""From a recipe to its statistics: use the file that fits, else measure, and resume after an interruption."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +15,9 @@ from tqdm import tqdm
 from mergekit_slta.data.draw import CalibrationData
 from mergekit_slta.data.sources import source_name
 from mergekit_slta.engine.batches import share
-from mergekit_slta.engine.partial import Partial, remove
+from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError
-from mergekit_slta.files import cache_folder, digest
 from mergekit_slta.layers.submodules import fallbacks
 from mergekit_slta.layers.trace import on_device
 from mergekit_slta.levels import LEVELS
@@ -25,13 +25,12 @@ from mergekit_slta.recipe.experiment import Experiment, opened
 from mergekit_slta.recipe.recipe import RecipeOrFile, published_name, published_names, require_calibration
 from mergekit_slta.recipe.settings import SltaSettings
 from mergekit_slta.slta.calibrate import calibrate
-from mergekit_slta.slta.matching import fingerprint, local_identity, match, model_contents
+from mergekit_slta.slta.matching import fingerprint, local_identity, local_stamps, match, model_contents
 from mergekit_slta.slta.solution import Solution
 from mergekit_slta.slta.statistics import CalibrationInfo, Info, Statistics, resolve_statistics, versions
 from mergekit_slta.slta.weights import TensorWeights
 
 LOG = logging.getLogger(__name__)
-REUSED = "Nothing is measured anew: %s holds the measurement of the same models, data and settings."
 
 
 def measure(
@@ -47,16 +46,15 @@ def measure(
 ) -> Statistics:
     """Measure the Gram matrices that the closed form needs, of a recipe's models on its calibration data.
 
-    Earlier measurements are reused: the file at ``path``, or the levels that the cache folder holds of the same models,
-    data and settings. An interrupted measurement is resumed. It takes about one forward pass of each model per sample,
-    in float32, with one decoder layer of each model in memory.
+    A file at ``path`` is used if it fits, and written if it is not there; then an interrupted measurement is resumed.
+    It takes about one forward pass of each model per sample, in float32, with one decoder layer of each model in
+    memory.
 
     Args:
         recipe: a recipe for ``slta`` or ``featcal`` whose experts have calibration data, or its file.
         levels: ``model``, ``layer``, ``attn_mlp``, ``head_mlp`` or ``linear``; by default the recipe's.
         path: the statistics file, which is created if it does not exist; or a published one,
-            ``hf:ORG/REPO/FILE[@REVISION]``. By default the recipe's ``statistics``, or a file per level in the cache
-            folder.
+            ``hf:ORG/REPO/FILE[@REVISION]``. By default the recipe's ``statistics``; without one nothing is written.
         device: where to compute: "cpu", "cuda", or a GPU such as "cuda:1".
         trust_remote_code: run the Python code that comes with a model (dangerous).
         lora_merge_cache: the folder to merge LoRA adapters in; without one, adapters are refused.
@@ -79,46 +77,64 @@ def measured_statistics(
     experiment: Experiment,
     levels: Sequence[str] | None = None,
     path: str | os.PathLike[str] | None = None,
-    *,
-    measuring: bool = True,
+    merge: tuple[Path, Partial] | None = None,
 ) -> Statistics:
-    """``measure`` for an opened recipe; with ``measuring`` false, what is not measured yet is refused."""
-    settings, ranks = experiment.settings, experiment.ranks
+    """``measure`` for an opened recipe.
+
+    ``merge`` is, for a merge, the statistics file in its output, which is used if it fits and replaced if not, and the
+    folder of its finished layers.
+    """
+    settings = experiment.settings
     chosen = settings if isinstance(settings, SltaSettings) else SltaSettings()
     asked = [levels] if isinstance(levels, str) else list(levels or [chosen.level])
     experiment.require_levels(asked)
+    asked = [level for level in LEVELS if level in asked]
     source = os.fspath(path) if path else chosen.statistics
     file = resolve_statistics(source, experiment.transformers_cache) if source else None
-    if file is not None and _exists(file, ranks):
+    if file is not None and _exists(file, experiment.ranks):
         statistics = _matched(experiment, file, asked)
-        if ranks.first:
-            remove(partial_folder(file))  # of a run that was killed after it had written the file
+        if experiment.ranks.first and not merge:
+            Partial(partial_folder(file)).remove()  # of a run that was killed after it had written the file
         return statistics
     require_calibration(experiment.recipe)
     data = experiment.load_data(experiment.recipe.tasks)
     info = _info(experiment, data)
-    identity = local_identity(experiment, info.fingerprint)
-    cached = {level: cache_folder() / f"{digest([identity, level])}.safetensors" for level in LEVELS if level in asked}
-    known = {level: Statistics.load(own) for level, own in cached.items() if _exists(own, ranks)}
-    if not (missing := [level for level in cached if level not in known]):
-        if measuring and ranks.count == 1 and not experiment.quiet:
-            LOG.info(REUSED, ", ".join(map(str, cached.values())))
-        return _saved(experiment, _together(known.values(), info), {file: asked} if file else {})
-    if not measuring:
-        raise SltaError(
-            f"The recipe's statistics at level {', '.join(missing)} are not in {cache_folder()}: measure them with "
-            "'mergekit-slta calibrate', and name the file under 'statistics' in the recipe."
-        )
-    files = {file: asked} if file else {cached[level]: [level] for level in missing}
-    partial = Partial(partial_folder(next(iter(files))), identity | {"levels": missing})
-    partial.enter(ranks)
-    try:
-        measured = _measured(experiment, info, data, missing, partial)
-        statistics = _saved(experiment, _together([*known.values(), measured], info), files)
-        remove(partial.folder)
-    finally:
-        partial.release()
+    if file is None and merge is not None:
+        file, info = merge[0], info.model_copy(update={"files": local_stamps(experiment)})
+        if (known := _still_fits(file, info, asked, experiment.ranks)) is not None:
+            LOG.info("Nothing is measured anew: %s holds the measurement of these models, data and settings.", file)
+            return known
+    if file is None:
+        return _measured(experiment, info, data, asked, None)
+    run = local_identity(experiment, info.fingerprint) | {"levels": asked}
+    partial = merge[1] if merge else Partial(partial_folder(file))
+    with contextlib.nullcontext() if merge else partial.held(experiment.ranks):
+        partial.begin(run, experiment.ranks, replace=merge is not None)
+        statistics = _measured(experiment, info, data, asked, partial)
+        if experiment.ranks.first:
+            statistics.save(file)
+        experiment.ranks.wait()
+        if experiment.ranks.first and not merge:
+            partial.remove()
     return statistics
+
+
+def _still_fits(file: Path, info: Info, levels: Sequence[str], ranks: Ranks) -> Statistics | None:
+    """The statistics in a merge's output at some levels, if they are of the same models, data and settings."""
+    try:
+        known = Statistics.load(file) if file.is_file() else None
+    except SltaError:  # damaged: the merge replaces it
+        known = None
+    fits = (
+        known is not None
+        and (known.info.fingerprint, known.info.files) == (info.fingerprint, info.files)
+        and set(levels) <= set(known.info.levels)
+    )
+    ranks.require_equal(fits, file.parent)
+    if known is None or not fits:
+        return None
+    measured = {name: getattr(known.info, name) for name in ("levels", "fallbacks", "versions")}
+    return replace(known, info=info.model_copy(update=measured)).at_levels(levels)
 
 
 def solved(experiment: Experiment, statistics: Statistics) -> tuple[Solution, TensorWeights]:
@@ -137,28 +153,6 @@ def _exists(path: Path, ranks: Ranks) -> bool:
     exists = path.is_file()
     ranks.require_equal(exists, path.parent)
     return exists
-
-
-def _saved(experiment: Experiment, statistics: Statistics, files: Mapping[Path, Sequence[str]]) -> Statistics:
-    """Write some levels of statistics to each of several files."""
-    if experiment.ranks.first:
-        for file, levels in files.items():
-            statistics.at_levels(levels).save(file)
-    experiment.ranks.wait()
-    return statistics
-
-
-def _together(measured: Iterable[Statistics], info: Info) -> Statistics:
-    """Statistics of the same samples at different levels as one, under the names in ``info``."""
-    parts = list(measured)
-    coarser = [fallback for part in parts for fallback in part.info.fallbacks]
-    described = {
-        "levels": tuple(level for level in LEVELS if any(level in part.info.levels for part in parts)),
-        "fallbacks": tuple(sorted(coarser, key=lambda fallback: LEVELS.index(fallback.level))),
-        "versions": parts[0].info.versions,
-    }
-    grams = {name: gram for part in parts for name, gram in part.grams.items()}
-    return replace(parts[0], grams=grams, info=info.model_copy(update=described))
 
 
 def _matched(experiment: Experiment, path: Path, levels: Sequence[str]) -> Statistics:
@@ -180,7 +174,7 @@ def _matched(experiment: Experiment, path: Path, levels: Sequence[str]) -> Stati
 
 
 def _measured(
-    experiment: Experiment, info: Info, data: Sequence[CalibrationData], levels: Sequence[str], partial: Partial
+    experiment: Experiment, info: Info, data: Sequence[CalibrationData], levels: Sequence[str], partial: Partial | None
 ) -> Statistics:
     """Run the models on the samples."""
     ranks, batch_tokens = experiment.ranks, experiment.settings.batch_tokens

@@ -25,6 +25,7 @@ from safetensors.torch import save as serialize
 
 from mergekit_slta import __version__, files
 from mergekit_slta.errors import SltaError, number, reading, whole_number
+from mergekit_slta.files import STATISTICS_OF_MERGE
 from mergekit_slta.levels import LEVELS, Fallback, of_level, place_of, sort_key
 from mergekit_slta.models import hub
 from mergekit_slta.slta.solution import Solution
@@ -33,9 +34,6 @@ from mergekit_slta.tables import Paragraphs, Table, known_names
 
 METADATA_KEY = "mergekit_slta"
 PUBLISHED_PREFIX = "hf:"
-# Where a merge keeps its statistics in its output: in a folder, because some programs load every .safetensors file
-# that lies beside the weights.
-STATISTICS_OF_MERGE = "mergekit-slta/statistics.safetensors"
 _GRAM = "gram/"
 _SUBMODULE = re.compile(r"model|layer\.[0-9]{1,6}(\.(?!.*\d{10}).+)?")
 _PUBLISHED = re.compile(r"hf:(?P<repo>[^/@]+/[^/@]+)/(?P<file>[^@]+)(?:@(?P<revision>[^@]+))?")
@@ -87,9 +85,11 @@ class Info(BaseModel):
     dtype: str
     versions: dict[str, str]
     fingerprint: Fingerprint
-    # The file has these entries only where the base model has a task, and where a layer is measured at a coarser level.
+    # The file has these entries only where the base model has a task, where a layer is measured at a coarser level, and
+    # in a merge's output, which the same merge uses again while the models' files have not changed.
     keep: CalibrationInfo | None = None
     fallbacks: tuple[Fallback, ...] = ()
+    files: str = ""
 
 
 @dataclass(frozen=True, repr=False)

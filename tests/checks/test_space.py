@@ -14,6 +14,7 @@ from support.families import Family
 from mergekit_slta.checks.data import content_of
 from mergekit_slta.checks.needs import needs
 from mergekit_slta.featcal.scratch import FORMAT
+from mergekit_slta.files import PARTIAL_OF_MERGE
 
 
 @pytest.fixture
@@ -33,12 +34,6 @@ def test_a_report_needs_a_folder(family: Family, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for recipe in (feature_recipe, families.recipe):
         assert f"'report: {tmp_path}/file'" in only(recipe(family, samples=6, report=str(tmp_path / "file")))
-
-
-def test_layers_may_be_solved_into_a_new_folder_but_not_into_a_file(family: Family, tmp_path: Path) -> None:
-    assert problems(feature_recipe(family, scratch=str(tmp_path / "new" / "scratch"))) == []
-    (tmp_path / "file").write_text("")
-    assert f"{tmp_path}/file" in only(feature_recipe(family, scratch=str(tmp_path / "file" / "scratch")))
 
 
 def test_the_output_is_a_folder_that_can_be_made(family: Family, tmp_path: Path) -> None:
@@ -61,7 +56,7 @@ def test_a_disk_that_is_too_small_for_the_output(family: Family, tmp_path: Path)
 @pytest.mark.usefixtures("disk")
 def test_the_layers_and_the_output_share_a_disk(family: Family, tmp_path: Path) -> None:
     grow(family.base, 60 * 10**9)
-    recipe = feature_recipe(family, experts=[0], scratch=str(tmp_path / "scratch"))
+    recipe = feature_recipe(family, experts=[0])
     problem = only(recipe, out_path=tmp_path / "out")
     assert "too little for the merged model (about 60 GB) and the solved layers (about " in problem
     assert problems(recipe) == []
@@ -70,12 +65,12 @@ def test_the_layers_and_the_output_share_a_disk(family: Family, tmp_path: Path) 
 def test_the_layers_of_a_killed_merge_need_no_second_room(
     family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = feature_recipe(family, experts=[0], scratch=str(tmp_path / "scratch"))
+    recipe = feature_recipe(family, experts=[0])
     found = needs(families.experiment(recipe))
     usage = shutil.disk_usage("/")._replace(free=found.merged + found.solved // 2)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
     assert "too little for" in only(recipe, out_path=tmp_path / "out")
-    experiment, folder = families.experiment(recipe), tmp_path / "scratch" / "featcal-0"
+    experiment, folder = families.experiment(recipe), tmp_path / "out" / PARTIAL_OF_MERGE
     folder.mkdir(parents=True)
     with (folder / "layer-0000.safetensors").open("wb") as file:
         file.truncate(found.solved // 2 + 1)

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from support import families
 from support.families import Family
 
-from mergekit_slta.engine.partial import LOCK, RUN, Partial, remove
+from mergekit_slta.engine.partial import LOCK, RUN, Partial
+from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError
 from mergekit_slta.slta.features import LayerFeatures
 from mergekit_slta.slta.measure import measured_statistics
@@ -34,6 +35,14 @@ class Interrupted(Exception):
 
 def partial_of(path: Path) -> Path:
     return path.with_name(path.name + ".partial")
+
+
+def begun(folder: Path, run: str = "") -> Partial:
+    """A folder in which a run has begun."""
+    partial = Partial(folder)
+    with partial.held(Ranks()):
+        partial.begin({"base": run}, Ranks())
+    return partial
 
 
 def interrupted_after(last: int) -> pytest.MonkeyPatch:
@@ -65,8 +74,7 @@ def test_finished_layers_are_not_measured_again(
 ) -> None:
     family = families.make_family(tmp_path / "models", families.config_of(architecture, num_hidden_layers=4))
     expected = families.measure(family, *levels, batch_tokens=1)
-    partial = Partial(tmp_path / "partial", {})
-    partial.begin()
+    partial = begun(tmp_path / "partial")
     patch = interrupted_after(finished - 1)
     with pytest.raises(Interrupted):
         families.measure(family, *levels, batch_tokens=1, partial=partial)
@@ -81,9 +89,7 @@ def test_finished_layers_are_not_measured_again(
     monkeypatch.setattr(LayerFeatures, "grams", noting)
     LoaderCache.loaders.clear()
     steps: list[int] = []
-    grams = families.measure(
-        family, *levels, batch_tokens=1, partial=Partial(partial.folder, {}), progress=steps.append
-    )
+    grams = families.measure(family, *levels, batch_tokens=1, partial=begun(partial.folder), progress=steps.append)
     assert measured == set(range(finished, 4))
     assert sum(steps) == 4 * sum(map(len, family.token_ids()))
     assert set(grams) == set(expected)
@@ -94,24 +100,27 @@ def test_finished_layers_are_not_measured_again(
 def test_a_folder_of_the_user_is_neither_taken_nor_removed(content: str, tmp_path: Path) -> None:
     (tmp_path / content).write_text('{"my own": 1}')
     with pytest.raises(SltaError, match=f"holds {content}, which is no unfinished work|belongs to another measurement"):
-        Partial(tmp_path, {"base": "a"})
-    if content != RUN:
-        remove(tmp_path)
-    assert [file.name for file in tmp_path.iterdir()] == [content]
+        begun(tmp_path)
+    assert (tmp_path / content).read_text() == '{"my own": 1}'
 
 
 def test_a_folder_that_a_killed_process_had_only_made_is_taken(tmp_path: Path) -> None:
     for rest in (LOCK, ".run.json.my.host.12", ".nfs0001"):
         (tmp_path / rest).touch()
-    Partial(tmp_path, {"base": "a"}).begin()
+    begun(tmp_path, "a")
     assert json.loads((tmp_path / RUN).read_text()) == {"base": "a"}
+
+
+def test_a_run_that_ends_before_it_has_begun_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted), Partial(tmp_path / "out" / "partial").held(Ranks()):
+        raise Interrupted
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_kill_while_the_folder_is_removed_leaves_an_unfinished_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    partial = Partial(tmp_path / "partial", {"base": "a"})
-    partial.begin()
+    partial = begun(tmp_path / "partial", "a")
     partial.finish_layer(0, {"layer.0": torch.zeros(1)})
     partial.finish({"edge": torch.zeros(1)})
 
@@ -120,9 +129,8 @@ def test_a_kill_while_the_folder_is_removed_leaves_an_unfinished_run(
 
     monkeypatch.setattr(shutil, "rmtree", killed)
     with pytest.raises(Interrupted):
-        remove(partial.folder)
-    again = Partial(partial.folder, {"base": "a"})
-    assert not again.finished([{"layer.0": (1,)}])
+        partial.remove()
+    assert not begun(partial.folder, "a").finished([{"layer.0": (1,)}])
 
 
 # Killed
@@ -248,7 +256,7 @@ def test_the_folder_of_another_calibration_is_refused_and_left_alone(
     interrupted: Path,
 ) -> None:
     before = {file: file.read_bytes() for file in partial_of(interrupted).iterdir()}
-    with pytest.raises(SltaError, match=f"belongs to another measurement or merge .*other .*{word}"):
+    with pytest.raises(SltaError, match=f"belongs to another measurement .*other .*{word}"):
         measure(recipe(family, **changes), interrupted, levels)
     assert {file: file.read_bytes() for file in partial_of(interrupted).iterdir()} == before
     assert not interrupted.exists()

@@ -25,6 +25,7 @@ from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.scratch import SolvedModel
+from mergekit_slta.files import PARTIAL_OF_MERGE
 from mergekit_slta.layers.trace import trace
 from mergekit_slta.nonlinearity.interpolation import Interpolation
 from mergekit_slta.nonlinearity.scores import merge_study, path_study
@@ -77,7 +78,7 @@ def test_processes_that_share_a_feature_merge_write_what_one_alone_writes(
     for name, tensor in alone.items():
         assert (together[name] - tensor).norm() <= 1e-6 * tensor.norm(), name
     decoder = trace(family.config)
-    found = SolvedModel(decoder, Partial(tmp_path / "state", {})).errors()
+    found = SolvedModel(decoder, Partial(tmp_path / "state")).errors()
     assert all(torch.allclose(found[name], error, rtol=1e-5) for name, error in errors.items())
 
 
@@ -90,7 +91,6 @@ def test_processes_together_merge_to_the_same_tensors(
         "keep": {"calibration": str(llama.data[1])},  # an expert's too, which a note says
         "samples": 6,
         "batch_tokens": BATCH_TOKENS,
-        "scratch": str(tmp_path / "scratch"),
     }
     content = families.recipe(llama, "featcal", **settings)
     alone = load_file(families.merge(content, tmp_path / "alone") / "model.safetensors")
@@ -98,8 +98,9 @@ def test_processes_together_merge_to_the_same_tensors(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Partial, "finish_layer", interrupt_after_the_second_layer)
         with pytest.raises(SltaError, match="InterruptedError"):
-            families.merge(content, tmp_path / "interrupted")
-    assert len(list((tmp_path / "scratch").glob("featcal-*/layer-*"))) == 2
+            families.merge(content, tmp_path / "together")
+    partial = tmp_path / "together" / PARTIAL_OF_MERGE
+    assert len(list(partial.glob("layer-*"))) == 2
     recipe = write_recipe(llama, "featcal", **settings)
     done = command_together(forks, 2, "merge", recipe, tmp_path / "together", "--no-write-model-card")
     assert done.returncode == 0, done.stderr
@@ -108,7 +109,7 @@ def test_processes_together_merge_to_the_same_tensors(
     assert set(together) == set(alone)
     for name, tensor in alone.items():
         assert (together[name] - tensor).norm() <= 1e-6 * tensor.norm(), name
-    assert not list((tmp_path / "scratch").glob("featcal-*"))
+    assert not partial.parent.exists()
 
 
 def test_processes_together_merge_adapters_once(

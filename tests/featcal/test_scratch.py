@@ -1,4 +1,4 @@
-"""The scratch folder: what it is called, what it saves after an interruption or a failure, and when it goes away."""
+"""The folder of a feature merge's finished layers: what an interruption or a failure leaves in it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ from safetensors.torch import load_file
 from support import families
 from support.families import Family
 
+from mergekit_slta.engine.partial import Partial
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal import merge, scratch
 from mergekit_slta.featcal.answers import ANSWER_WEIGHT, token_weights
 from mergekit_slta.featcal.scratch import SolvedModel, solve_model
+from mergekit_slta.files import PARTIAL_OF_MERGE
 from mergekit_slta.host import patches
+from mergekit_slta.output.publish import publish
 from mergekit_slta.recipe.settings import FeatcalSettings
 from mergekit_slta.reports.page import Page
 
@@ -38,19 +41,11 @@ def registered() -> None:
     patches.install()
 
 
-def cache() -> Path:
-    """The folder that scratch folders are in unless a recipe names another."""
-    return Path(os.environ["XDG_CACHE_HOME"]) / "mergekit-slta"
-
-
-def scratch_folders(root: Path | None = None) -> list[Path]:
-    return sorted((root or cache()).glob("featcal-*"))
-
-
-def solve(content: Recipe, **arguments: Any) -> SolvedModel:
+def solve(content: Recipe, folder: Path, **arguments: Any) -> SolvedModel:
     """Solve a recipe as a merge does before its first tensor."""
-    experiment = families.experiment(content, **arguments)
-    return solve_model(experiment, experiment.recipe.settings_of(FeatcalSettings))
+    experiment, partial = families.experiment(content, **arguments), Partial(folder)
+    with partial.held(experiment.ranks):
+        return solve_model(experiment, experiment.recipe.settings_of(FeatcalSettings), partial)
 
 
 def recipe(family: Family, **changes: Any) -> Recipe:
@@ -86,16 +81,15 @@ def merges(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 # The folder
 
 
-def test_a_finished_merge_is_in_the_cache_folder_and_not_computed_again(llama: Family, merges: list[Path]) -> None:
-    solve(recipe(llama))
-    (folder,) = scratch_folders()
-    first, layers = contents(folder), [f"layer-{layer:04d}.safetensors" for layer in range(families.LAYERS)]
+def test_a_finished_merge_is_not_computed_again(llama: Family, merges: list[Path], tmp_path: Path) -> None:
+    solve(recipe(llama), tmp_path)
+    first, layers = contents(tmp_path), [f"layer-{layer:04d}.safetensors" for layer in range(families.LAYERS)]
     assert sorted(first) == ["edges.safetensors", *layers, "lock", "run.json"]
     LoaderCache.loaders.clear()
-    found = solve(recipe(llama, batch_tokens=7, ridge="auto", anchor="actmat", head=True))
+    found = solve(recipe(llama, batch_tokens=7, ridge="auto", anchor="actmat", head=True), tmp_path)
     assert len(merges) == 1
-    assert contents(folder) == first
-    for name, tensor in families.solved_tensors(folder).items():
+    assert contents(tmp_path) == first
+    for name, tensor in families.solved_tensors(tmp_path).items():
         assert torch.equal(found.tensor(name), tensor)  # type: ignore[arg-type]
     assert all(found.tensor(name) is None for name in ("model.embed_tokens.weight", "model.norm.weight"))
 
@@ -124,22 +118,18 @@ OTHER_MERGES = [another_expert, other_data, another_base, setting("ridge", 0.1),
 
 
 @pytest.mark.parametrize("change", OTHER_MERGES, ids=lambda change: change.__name__)
-def test_another_merge_has_another_folder(
-    change: Callable[[Family, Recipe], None], llama: Family, monkeypatch: pytest.MonkeyPatch
+def test_the_layers_of_another_merge_are_deleted_which_is_said(
+    change: Callable[[Family, Recipe], None], llama: Family, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    begun: list[Path] = []
-
-    def begin(*arguments: Any, **more: Any) -> None:
-        begun.append(arguments[4].folder)
-        raise InterruptedError
-
-    monkeypatch.setattr(scratch, "feature_merge", begin)
     first, second = (recipe(llama, experts=[0, 1]) for _ in range(2))
     change(llama, second)
-    for content in (first, second, first):
-        with pytest.raises(InterruptedError):
-            solve(content)
-    assert begun[0] == begun[2] != begun[1]
+    solve(first, tmp_path)
+    LoaderCache.loaders.clear()
+    before = contents(tmp_path)
+    solve(second, tmp_path)
+    assert contents(tmp_path)["run.json"] != before["run.json"]
+    (said,) = [message for message in caplog.messages if message.startswith(f"{tmp_path} held layers of another merge")]
+    assert said.endswith("): deleted.")
 
 
 def test_answers_count_more_than_prompts(llama: Family, tmp_path: Path) -> None:
@@ -155,16 +145,15 @@ def test_answers_count_more_than_prompts(llama: Family, tmp_path: Path) -> None:
     assert torch.cat(weights).unique().tolist() == [1.0, ANSWER_WEIGHT]
     tasks = [task.token_ids for task in data]
     families.feature_merge(llama, tmp_path / "weighted", tasks=tasks, weights=weights, batch_tokens=40)
-    solve(content)
-    (folder,) = scratch_folders()
-    assert equal(families.solved_tensors(folder), families.solved_tensors(tmp_path / "weighted"))
+    solve(content, tmp_path / "solved")
+    assert equal(families.solved_tensors(tmp_path / "solved"), families.solved_tensors(tmp_path / "weighted"))
 
 
 def test_a_report_follows_the_anchor_too_which_is_another_merge(
     llama: Family, merges: list[Path], tmp_path: Path
 ) -> None:
-    assert set(solve(recipe(llama)).errors()) == {"error.merged"}
-    errors = solve(recipe(llama, report=str(tmp_path / "report"))).errors()
+    assert set(solve(recipe(llama), tmp_path / "plain").errors()) == {"error.merged"}
+    errors = solve(recipe(llama, report=str(tmp_path / "report")), tmp_path / "reported").errors()
     assert {name: tuple(error.shape) for name, error in errors.items()} == {
         "error.merged": (families.LAYERS, 3),
         "error.anchor": (families.LAYERS, 3),
@@ -175,19 +164,18 @@ def test_a_report_follows_the_anchor_too_which_is_another_merge(
 # Tensors
 
 
-def test_a_mixtures_experts_are_cut_as_the_base_model_stores_them(make_family: MakeFamily) -> None:
-    found = solve(recipe(make_family("mixtral", records=3)))
-    (folder,) = scratch_folders()
-    whole = families.solved_tensors(folder)["model.layers.0.mlp.experts.gate_up_proj"]
+def test_a_mixtures_experts_are_cut_as_the_base_model_stores_them(make_family: MakeFamily, tmp_path: Path) -> None:
+    found = solve(recipe(make_family("mixtral", records=3)), tmp_path)
+    whole = families.solved_tensors(tmp_path)["model.layers.0.mlp.experts.gate_up_proj"]
     names = [name for name in found.layout.pieces if ".layers.0." in name and ".experts.1.w" in name]
     gate, _, up = (found.tensor(name) for name in sorted(names))
     assert torch.equal(torch.cat([gate, up]), whole[1])  # type: ignore[list-item]
 
 
-def test_a_tied_head_is_said_once(make_family: MakeFamily, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tied_head_is_said_once(make_family: MakeFamily, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     family = make_family("gemma")
     with caplog.at_level(logging.WARNING, logger="mergekit_slta"):
-        solve(recipe(family))
+        solve(recipe(family), tmp_path)
     assert sum("The output head is tied to the embedding" in record.message for record in caplog.records) == 1
 
 
@@ -215,13 +203,14 @@ def test_it_is_kept_if_the_output_cannot_be_written_and_removed_when_it_is(
     full_disk: pytest.MonkeyPatch, llama: Family, tmp_path: Path, merges: list[Path]
 ) -> None:
     with pytest.raises(SltaError, match="No space left"):
-        families.merge(recipe(llama), tmp_path / "failed")
+        families.merge(recipe(llama), tmp_path / "out")
     full_disk.undo()
-    families.merge(families.recipe(llama, "sftm", calibration=False), tmp_path / "other")
-    assert len(scratch_folders()) == 1  # it is no business of another method
+    assert (tmp_path / "out" / PARTIAL_OF_MERGE).is_dir()
+    with pytest.raises(SltaError, match="is not finished: run it again"):
+        publish(tmp_path / "out", "org/name", dry_run=True)
     families.merge(recipe(llama), tmp_path / "out")
     assert len(merges) == 1
-    assert not scratch_folders()
+    assert not (tmp_path / "out" / "mergekit-slta").exists()
 
 
 def test_it_is_kept_if_the_report_cannot_be_written(llama: Family, tmp_path: Path, merges: list[Path]) -> None:
@@ -232,7 +221,6 @@ def test_it_is_kept_if_the_report_cannot_be_written(llama: Family, tmp_path: Pat
         patch.setattr(Page, "write", full)
         with pytest.raises(SltaError, match="The report cannot be written to .*: name another folder"):
             families.merge(recipe(llama, report=str(tmp_path / "other")), tmp_path / "out")
-    assert len(scratch_folders()) == 1
     families.merge(recipe(llama, report=str(tmp_path / "folder")), tmp_path / "out")
     assert len(merges) == 1
 
@@ -251,22 +239,23 @@ def uninterrupted(deep: Family, tmp_path_factory: pytest.TempPathFactory) -> dic
     """The content of the finished folder."""
     folder = tmp_path_factory.mktemp("whole")
     LoaderCache.loaders.clear()
-    solve(recipe(deep, scratch=str(folder)))
+    solve(recipe(deep), folder)
     LoaderCache.loaders.clear()
-    return contents(scratch_folders(folder)[0])
+    return contents(folder)
 
 
 def test_a_killed_merge_goes_on(
     forks: ForkServerContext, deep: Family, uninterrupted: dict[str, bytes], tmp_path: Path
 ) -> None:
-    process = families.started(forks, solve, recipe(deep, scratch=str(tmp_path)), stop_after=1)
+    process = families.started(forks, solve, recipe(deep), tmp_path, stop_after=1)
+    with pytest.raises(SltaError, match="Another process or thread is at work in"):
+        solve(recipe(deep), tmp_path)
     process.kill()
     process.join()
-    (folder,) = scratch_folders(tmp_path)
-    finished = {file: file.stat().st_mtime_ns for file in folder.glob("layer-*")}
+    finished = {file: file.stat().st_mtime_ns for file in tmp_path.glob("layer-*")}
     assert len(finished) == 2
-    solve(recipe(deep, scratch=str(tmp_path)))
-    assert contents(folder) == uninterrupted
+    solve(recipe(deep), tmp_path)
+    assert contents(tmp_path) == uninterrupted
     assert finished == {file: file.stat().st_mtime_ns for file in finished}
 
 
@@ -292,10 +281,9 @@ def test_finished_layers_are_repeated_to_the_last_bit(
 def test_a_finished_merge_computes_damaged_files_again(
     deep: Family, uninterrupted: dict[str, bytes], tmp_path: Path
 ) -> None:
-    solve(recipe(deep, scratch=str(tmp_path)))
-    (folder,) = scratch_folders(tmp_path)
-    os.truncate(folder / "layer-0001.safetensors", 1000)
-    (folder / "edges.safetensors").unlink()
+    solve(recipe(deep), tmp_path)
+    os.truncate(tmp_path / "layer-0001.safetensors", 1000)
+    (tmp_path / "edges.safetensors").unlink()
     LoaderCache.loaders.clear()
-    solve(recipe(deep, scratch=str(tmp_path)))
-    assert contents(folder) == uninterrupted
+    solve(recipe(deep), tmp_path)
+    assert contents(tmp_path) == uninterrupted

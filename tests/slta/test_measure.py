@@ -21,6 +21,7 @@ from support.examining import edit_config, larger_vocabulary, problems
 from support.families import Family
 
 from mergekit_slta.errors import SltaError
+from mergekit_slta.files import STATISTICS_OF_MERGE
 from mergekit_slta.levels import Fallback
 from mergekit_slta.nonlinearity.scores import plan_linearity
 from mergekit_slta.reports.merge import report_page
@@ -258,57 +259,76 @@ def test_a_file_that_lacks_a_level_is_refused_and_not_touched(no_measuring: None
     assert path.read_bytes() == before
 
 
-# Without a file's name
+# In a merge's output
 
 
-def cached() -> list[Path]:
-    return sorted((Path(os.environ["XDG_CACHE_HOME"]) / "mergekit-slta").glob("*.safetensors"))
+def statistics_in(out: Path) -> Path:
+    return out / STATISTICS_OF_MERGE
 
 
-def test_each_level_is_kept_in_the_cache_folder_and_measured_once(
-    llama: Family, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured(recipe(llama), None)
-    (file,) = cached()
-    assert file.read_bytes() == path.read_bytes()
-    both = measured(recipe(llama), tmp_path / "both.safetensors", "layer", "attn_mlp")
-    assert both.info.levels == ("layer", "attn_mlp")
-    assert cached() == [file]
-    measured(recipe(llama), None, "layer")
-    assert len(cached()) == 2
-    monkeypatch.setattr(measure, "calibrate", None)
-    assert same(measured(recipe(llama), None, "attn_mlp", "layer"), both)
-    assert same(Statistics.load(tmp_path / "both.safetensors"), both)
+def merged(content: dict[str, Any], out: Path) -> Statistics:
+    LoaderCache.loaders.clear()
+    return Statistics.load(families.merge(content, out))
 
 
-def test_a_file_that_is_not_there_is_taken_from_the_cache_which_is_said(
+def test_a_merge_keeps_its_statistics_and_measures_once(
     llama: Family, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As for ``calibrate RECIPE -o FILE`` after ``mergekit-yaml``: a copy of the data has the recipe's name."""
-    measured(recipe(llama), None)
-    (file,) = cached()
-    monkeypatch.setattr(measure, "calibrate", None)
-    copy = Path(shutil.copy(llama.data[0], tmp_path / "copy.jsonl"))
-    content = recipe(replace(llama, data=(copy, *llama.data[1:])))
-    taken, found = tmp_path / "taken.safetensors", Statistics.load(path)
-    LoaderCache.loaders.clear()
     caplog.set_level("INFO", measure.__name__)
-    measured_statistics(families.experiment(content, quiet=False), ["attn_mlp"], taken)
-    assert Statistics.load(taken).info.calibration[0].source == "copy.jsonl"
-    assert all(torch.equal(gram, found.grams[name]) for name, gram in Statistics.load(taken).grams.items())
-    said = [(record.levelname, record.message) for record in caplog.records if str(file) in record.message]
-    assert said == [("INFO", measure.REUSED % file)]
+    first, out = Statistics.load(path), tmp_path / "out"
+    kept = merged(recipe(llama), out)
+    assert kept.info.model_copy(update={"files": ""}) == first.info
+    assert all(torch.equal(kept.grams[name], gram) for name, gram in first.grams.items())
+    assert list((out / "mergekit-slta").iterdir()) == [statistics_in(out)]
+    content, weights = statistics_in(out).read_bytes(), (out / "model.safetensors").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(measure, "calibrate", None)
+        merged(recipe(llama), out)
+    assert statistics_in(out).read_bytes() == content
+    assert (out / "model.safetensors").read_bytes() == weights
+    (said,) = [message for message in caplog.messages if message.startswith("Nothing is measured anew: ")]
+    assert str(statistics_in(out)) in said
 
 
-def test_an_edit_in_place_has_a_file_of_its_own(family: Family) -> None:
-    """Of a row that no sampled byte shows, in a file of the same date."""
+def test_without_a_file_nothing_is_written(llama: Family, path: Path, tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    assert same(measured(recipe(llama), None), Statistics.load(path))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def edit_in_place(family: Family) -> None:
+    """A row that no sampled byte shows, in a file of the same date."""
     file = family.experts[1] / "model.safetensors"
-    before, date = measured(recipe(family), None), file.stat().st_mtime_ns
+    date = file.stat().st_mtime_ns
     edit_tensors(family.experts[1], lambda tensors: tensors["model.layers.0.mlp.up_proj.weight"][5].add_(1))
     os.utime(file, ns=(date, date))
-    after = measured(recipe(family), None)
-    assert before.info.fingerprint == after.info.fingerprint
-    assert not torch.equal(before.grams["layer.0.mlp"], after.grams["layer.0.mlp"])
+
+
+def damage(family: Family) -> None:
+    file = statistics_in(family.base.parent / "out")
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+OTHERS: list[tuple[str, dict[str, Any], Callable[[Family], object] | None]] = [
+    ("seed", {"seed": 4}, None),
+    ("level", {"level": "layer"}, None),
+    ("experts", {"experts": [1, 0]}, None),
+    ("configuration", {}, lambda family: edit_config(family.base, rms_norm_eps=1e-3)),
+    ("edit in place", {}, edit_in_place),
+    ("damaged statistics", {}, damage),
+]
+
+
+@pytest.mark.parametrize(("changes", "change"), [row[1:] for row in OTHERS], ids=[row[0] for row in OTHERS])
+def test_statistics_of_another_merge_are_replaced(
+    changes: dict[str, Any], change: Callable[[Family], object] | None, family: Family, tmp_path: Path
+) -> None:
+    out = family.base.parent / "out"
+    merged(recipe(family), out)
+    if change:
+        change(family)
+    again = merged(recipe(family, **changes), out)
+    assert same(again, merged(recipe(family, **changes), tmp_path / "expected"))
 
 
 def retrain(family: Family) -> None:
@@ -324,33 +344,19 @@ def test_an_expert_that_is_replaced_between_two_merges_of_a_process(
     first = load_file(families.merge(content, tmp_path / "first") / "model.safetensors")
     retrain(family)
     again = load_file(families.merge(content, tmp_path / "again") / "model.safetensors")
-    stored = {file: file.read_bytes() for file in cached()}
-    for file in stored:
-        file.unlink()
     LoaderCache.loaders.clear()
     expected = load_file(families.merge(content, tmp_path / "expected") / "model.safetensors")
     assert all(torch.allclose(again[name], tensor, atol=1e-6) for name, tensor in expected.items())
     assert not all(torch.allclose(first[name], tensor, atol=1e-3) for name, tensor in expected.items())
-    for file in cached():  # what the cache holds of the new expert is what was measured of it anew
-        assert file.read_bytes() == stored[file]
 
 
-def test_an_expert_that_is_replaced_while_it_is_measured_is_refused(family: Family) -> None:
+def test_an_expert_that_is_replaced_while_it_is_measured_is_refused(family: Family, tmp_path: Path) -> None:
     experiment = families.experiment(recipe(family))
     assert experiment.experts[1].fingerprint()
     retrain(family)
     with pytest.raises(SltaError, match="expert1 have changed while they were read"):
-        measured_statistics(experiment, ["attn_mlp"])
-    assert cached() == []
-
-
-def test_every_measurement_has_a_file_of_its_own(family: Family) -> None:
-    for arguments in ({}, {"seed": 4}, {}):
-        measured(recipe(family, **arguments), None)
-    measured(recipe(family), None, "layer")
-    edit_config(family.base, rms_norm_eps=1e-3)
-    measured(recipe(family), None)
-    assert len(cached()) == 4
+        measured_statistics(experiment, ["attn_mlp"], tmp_path / "stats.safetensors")
+    assert not (tmp_path / "stats.safetensors").exists()
 
 
 def test_a_coarser_level_is_written_down_with_the_reason_and_kept(

@@ -3,15 +3,13 @@
     python tests/support/architecture_scan.py [TYPE ...]
 
 writes docs/architectures.md. Nothing is downloaded: a small base model and two experts with random weights are made of
-each type, merged by each method and level, written, loaded by transformers and compared tensor by tensor. What was
-found of a type is kept in the cache's ``architectures.jsonl``, so that an interrupted scan goes on; types that are
-named are tried again. Some towers need ``timm``.
+each type, merged by each method and level, written, loaded by transformers and compared tensor by tensor. Of types that
+are named, the rows are printed and the page stays as it is. Some towers need ``timm``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import multiprocessing
 import sys
@@ -19,7 +17,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +39,6 @@ from support.families import Family
 
 from mergekit_slta.errors import first_line
 from mergekit_slta.featcal.groups import groups_by_layer, kept_in_words, solved_in
-from mergekit_slta.files import cache_folder
 from mergekit_slta.layers.blend import weighted_sum
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import linear_maps
@@ -528,18 +525,13 @@ def _table(rows: list[Row]) -> Iterator[str]:
 def main() -> None:
     registered = ((False, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), (True, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES))
     every = [(name, images) for images, names in registered for name in sorted(names)]
-    kept = cache_folder() / "architectures.jsonl"
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    lines = kept.read_text(encoding="utf-8").splitlines() if kept.exists() else []
-    rows = {(row.model_type, row.images): row for row in (Row(**json.loads(line)) for line in lines)}
-    chosen = [case for case in every if (case[0] in sys.argv[1:] if sys.argv[1:] else case not in rows)]
-    with multiprocessing.get_context("spawn").Pool(PROCESSES, _quiet) as pool, kept.open("a", encoding="utf-8") as file:
-        for row in tqdm(pool.imap_unordered(scan, chosen), total=len(chosen), unit="type"):
-            rows[row.model_type, row.images] = row
-            print(json.dumps(asdict(row)), file=file, flush=True)
-    if missing := [name for name, images in every if (name, images) not in rows]:
-        raise SystemExit(f"The page is written when all types were tried; {len(missing)} are left.")
-    PAGE.write_text(page([rows[case] for case in every]), encoding="utf-8")
+    chosen = [case for case in every if case[0] in sys.argv[1:]] or every
+    with multiprocessing.get_context("spawn").Pool(PROCESSES, _quiet) as pool:
+        rows = list(tqdm(pool.imap(scan, chosen), total=len(chosen), unit="type"))
+    if chosen is every:
+        PAGE.write_text(page(rows), encoding="utf-8")
+    else:
+        print("\n".join(str(row) for row in rows))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
 
 from mergekit_slta.engine.partial import Partial
+from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.merge import feature_merge as solve_features
 from mergekit_slta.featcal.scratch import SolvedModel
@@ -547,7 +548,7 @@ def feature_merge(
 
     Args:
         family: the models and data.
-        folder: the scratch folder.
+        folder: the folder of finished layers.
         tasks: token ids of each expert's samples.
         anchor: the base model by default.
         by_tasks: whether the anchor is the merge of ``actmat``.
@@ -555,8 +556,9 @@ def feature_merge(
         arguments: those of ``feature_merge``; the ridge is 0.003 by default.
     """
     models = checkpoints(family.folders)
-    decoder, partial = trace(family.config, device=device), Partial(folder, {})
-    partial.begin()
+    decoder, partial = trace(family.config, device=device), Partial(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    partial.begin({}, Ranks())
     keep_weight = arguments.get("keep_weight", 0.0)
     chosen = anchor or (ActmatAnchor(models, decoder, keep_weight) if by_tasks else Blend(models))
     arguments.setdefault("ridge", 0.003)
@@ -591,7 +593,7 @@ def _work(reached: Connection, stop_after: int | None, work: Callable[..., objec
 
 
 def solved_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor in the scratch folder of a finished feature merge, by the model's names."""
+    """Every tensor in the folder of a finished feature merge, by the model's names."""
     files = [*sorted(folder.glob("layer-*")), folder / "edges.safetensors"]
     found = {name: tensor for file in files for name, tensor in load_file(file).items()}
     return {name: tensor for name, tensor in found.items() if not name.startswith("error.")}
