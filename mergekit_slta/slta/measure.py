@@ -16,7 +16,6 @@ from mergekit_slta.data.sources import source_name
 from mergekit_slta.engine.batches import share
 from mergekit_slta.engine.partial import Partial, remove
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.errors import SltaError
 from mergekit_slta.files import cache_folder, digest
 from mergekit_slta.layers.submodules import fallbacks
 from mergekit_slta.layers.trace import on_device
@@ -79,10 +78,8 @@ def measured_statistics(
     experiment: Experiment,
     levels: Sequence[str] | None = None,
     path: str | os.PathLike[str] | None = None,
-    *,
-    measuring: bool = True,
 ) -> Statistics:
-    """``measure`` for an opened recipe; with ``measuring`` false, what is not measured yet is refused."""
+    """``measure`` for an opened recipe."""
     settings, ranks = experiment.settings, experiment.ranks
     chosen = settings if isinstance(settings, SltaSettings) else SltaSettings()
     asked = [levels] if isinstance(levels, str) else list(levels or [chosen.level])
@@ -101,14 +98,9 @@ def measured_statistics(
     cached = {level: cache_folder() / f"{digest([identity, level])}.safetensors" for level in LEVELS if level in asked}
     known = {level: Statistics.load(own) for level, own in cached.items() if _exists(own, ranks)}
     if not (missing := [level for level in cached if level not in known]):
-        if measuring and ranks.count == 1 and not experiment.quiet:
+        if ranks.count == 1 and not experiment.quiet:
             LOG.info(REUSED, ", ".join(map(str, cached.values())))
         return _saved(experiment, _together(known.values(), info), {file: asked} if file else {})
-    if not measuring:
-        raise SltaError(
-            f"The recipe's statistics at level {', '.join(missing)} are not in {cache_folder()}: measure them with "
-            "'mergekit-slta calibrate', and name the file under 'statistics' in the recipe."
-        )
     files = {file: asked} if file else {cached[level]: [level] for level in missing}
     partial = Partial(partial_folder(next(iter(files))), identity | {"levels": missing})
     partial.enter(ranks)
