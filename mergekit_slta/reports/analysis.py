@@ -33,15 +33,10 @@ def kept_by_layer(solution: Solution) -> dict[int, torch.Tensor]:
 
 
 def intervals(solution: Solution) -> torch.Tensor:
-    """The ends of the merging weights' 90 % bootstrap intervals, [2, S, T].
-
-    NaN if a task has one sample, and for weights that were chosen.
-    """
+    """The ends of the merging weights' 90 % bootstrap intervals, [2, S, T]; NaN if a task has one sample."""
     statistics, ends = solution.statistics, torch.tensor(INTERVAL, dtype=torch.float64)
     draws = (
         bootstrap(statistics.grams[name], statistics.task, DRAWS, seed=SEED, **solution.settings)
         for name in solution.alpha
     )
-    found = torch.stack([drawn.quantile(ends, dim=0) for drawn in draws], 1)
-    found[:, [name in solution.chosen for name in solution.alpha]] = torch.nan
-    return found
+    return torch.stack([drawn.quantile(ends, dim=0) for drawn in draws], 1)

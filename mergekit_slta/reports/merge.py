@@ -150,15 +150,11 @@ def _facts(solution: Solution, levels: Collection[str]) -> dict[str, str]:
         )
     if info.keep is not None:
         facts["Base model's task"] = info.keep.source
-        facts["Base model's task"] += f", weight {plain_number(solution.keep_weight)}" if solution.solved else ""
+        facts["Base model's task"] += f", weight {plain_number(solution.keep_weight)}"
     balanced = "every sample has the same influence" if solution.balance else "samples are not balanced"
     facts["Solved with"] = f"{balanced}, ridge {plain_number(solution.ridge)}"
     if solution.task_weights:
         facts["Solved with"] += f", task weights {', '.join(map(plain_number, solution.task_weights))}"
-    if not solution.solved:
-        del facts["Solved with"]
-    if solution.chosen:
-        facts["Chosen"] = f"the weights of {counted(len(solution.chosen), 'submodule')} of {len(solution.alpha)}"
     if coarser := [str(own) for own in info.fallbacks if own.level in levels]:
         facts["Coarser levels"] = " ".join(coarser)
     facts["Versions"] = ", ".join(f"{name} {version}" for name, version in info.versions.items())
@@ -174,7 +170,7 @@ def _level_sections(solution: Solution) -> Iterator[Section]:
         yield Section("Share kept", solution.notes(), table=table)
     else:
         yield Section("Share kept", charts=[_retained_chart(solution)])
-    if solution.keeps_base and not solution.chosen:  # which the weight of the base model's prompts does not change
+    if solution.keeps_base:
         yield Section("Kept of the base model", charts=[_trade_chart(solution)])
     if solution.level != "model":
         yield Section("Merging weights", solution.notes(), [_alpha_chart(solution, ends), alpha_map(solution)])

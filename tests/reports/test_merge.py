@@ -196,13 +196,3 @@ def test_a_recipe_writes_the_report_of_its_merge(llama: Family, tmp_path: Path) 
     text = " ".join(Elements((tmp_path / "report" / "report.html").read_text()).text.split())
     assert verdict(measured.solve("layer", ridge=0.2)) in text
     assert "ridge 0.2" in text
-
-
-def test_weights_of_ones_own_have_no_interval_and_are_said_to_be_chosen() -> None:
-    solution = synthetic.statistics(["math", "code"], ["layer"], layers=2).solve()
-    part = report_page(solution.with_alpha({"layer.1": [0.5, 0.25]}))
-    weights = next(chart.table for section in part.sections for chart in section.charts if chart.name == "alpha-layer")
-    assert [row[1:] for row in weights.rows][1] == ["0.5", "0.25"] and " to " in weights.rows[0][1]
-    assert part.facts["Chosen"] == "the weights of 1 submodule of 2" and "Solved with" in part.facts
-    whole = report_page(solution.with_alpha({name: [0.5, 0.25] for name in solution.alpha}))
-    assert "Solved with" not in whole.facts
