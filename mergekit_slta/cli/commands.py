@@ -86,7 +86,7 @@ def check(recipe: Path, **options: Any) -> None:
     """Say everything that is wrong with RECIPE, before anything is downloaded or computed.
 
     First all mistakes of the text, then all of the rest. Reads configurations, file headers (of models on the Hub over
-    the network) and calibration data, no weights. Says download, disk, memory and licences of the merge. Exit code 1 if
+    the network) and calibration data, no weights. Says download, disk and memory of the merge. Exit code 1 if
     something is wrong.
     """
     from mergekit_slta.checks import examine
