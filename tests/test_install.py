@@ -161,7 +161,7 @@ def installed(
 def broken(tmp_path: Path, installed: Environment) -> Environment:
     """A copy of the environment with the wheel, in which importing the merge methods fails."""
     environment = Environment(Path(shutil.copytree(installed.root, tmp_path / "environment", symlinks=True)))
-    (environment.site_packages / "mergekit_slta" / "host" / "registry.py").write_text("raise OSError('damaged')\n")
+    (environment.site_packages / "mergekit_slta" / "host" / "run.py").write_text("raise OSError('damaged')\n")
     return environment
 
 
