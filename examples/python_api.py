@@ -38,10 +38,9 @@ def main(folder: Path) -> None:
     pair = statistics.select(first, second).solve("layer", ridge=0.01, task_weights={first: 2})
     print(pair)
 
-    # Weights of one's own, here none above a half, and what a merge with them keeps.
-    halved = solution.with_alpha({name: alpha.clamp(max=0.5) for name, alpha in solution.alpha.items()})
-    print(halved.to_frame())
-    halved.plot().savefig(out / "alpha.png")
+    # The same numbers for pandas, and as a figure.
+    print(solution.to_frame())
+    solution.plot().savefig(out / "alpha.png")
 
     # A recipe that mergekit runs without this package, and a page with figures.
     names = [statistics.info.base_model, *statistics.info.models]

@@ -1,4 +1,4 @@
-"""Charts: lines, heat maps and bars that are readable on a narrow screen, on a dark one, and without colours.
+"""Charts: lines, heat maps and bars that are readable on a narrow screen, and without colours.
 
 Every picture fits a phone's width, so a wide screen shows several side by side. Lines differ in marker as well as in
 colour. The colours are those of Okabe and Ito, which colour-blind people can tell apart.
@@ -23,8 +23,6 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from mergekit_slta.words import plain_number
 
 INK, AXIS, GRID, MISSING = "#1a1a1a", "#555555", "#e4e4e4", "#dcdcdc"
-# On a dark ground an SVG shows these colours instead. Everything else keeps its colour.
-DARK = {INK: "#e6e6e6", AXIS: "#a0a5ac", GRID: "#2e3237", MISSING: "#3a3f46"}
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", INK)
 MARKERS = "osD^vPX*"
 WIDTH = 4.6  # inches
@@ -67,24 +65,17 @@ STYLE: Any = {
 
 @dataclass(frozen=True)
 class Picture:
-    """A chart, which is drawn in the form that the place needs."""
+    """A chart on a white ground, which is drawn in the form that the place needs."""
 
     figure: Figure
 
     def png(self) -> bytes:
-        """The chart on a white ground."""
+        """The chart as PNG."""
         return self._drawn("png")
 
     def svg(self) -> bytes:
-        """The chart without a ground, sharp at any size; it turns dark with the page that shows it."""
-        rules = "".join(
-            f'[style*="{what}: {light}"]{{{what}:{dark}!important}}'
-            for light, dark in DARK.items()
-            for what in ("fill", "stroke")
-        )
-        drawn = self._drawn("svg", facecolor="none", metadata={"Date": None})
-        style = f"<style>@media (prefers-color-scheme: dark){{{rules}}}</style>\n </defs>"
-        return drawn.replace(b"</defs>", style.encode(), 1)
+        """The chart as SVG, sharp at any size."""
+        return self._drawn("svg", metadata={"Date": None})
 
     def _drawn(self, form: str, **options: Any) -> bytes:
         drawn = io.BytesIO()

@@ -42,7 +42,7 @@ class Findings(Paragraphs):
         problems: what keeps the recipe from being merged.
         notes: what the user should know before the merge; with problems, at most that they hide others.
         verdict: what the recipe is ready for; empty if there are problems.
-        needs: download, disk, memory and licences of the merge; None if there are problems.
+        needs: download, disk and memory of the merge; None if there are problems.
     """
 
     problems: list[str]
@@ -91,8 +91,8 @@ def check(
         quiet: no progress bars and no notes.
 
     Returns:
-        Problems, which keep the recipe from being merged, or notes and the merge's download, disk, memory and
-        licences; ``print`` shows them as sentences.
+        Problems, which keep the recipe from being merged, or notes and the merge's download, disk and
+        memory; ``print`` shows them as sentences.
     """
     experiment = opened(recipe, device, trust_remote_code, lora_merge_cache, transformers_cache, quiet, any_device=True)
     try:

@@ -86,7 +86,7 @@ def check(recipe: Path, **options: Any) -> None:
     """Say everything that is wrong with RECIPE, before anything is downloaded or computed.
 
     First all mistakes of the text, then all of the rest. Reads configurations, file headers (of models on the Hub over
-    the network) and calibration data, no weights. Says download, disk, memory and licences of the merge. Exit code 1 if
+    the network) and calibration data, no weights. Says download, disk and memory of the merge. Exit code 1 if
     something is wrong.
     """
     from mergekit_slta.checks import examine
@@ -354,12 +354,11 @@ def merge(recipe: Path, out: str, **options: Any) -> None:
 @recipe_path
 @merged_folder
 def verify(recipe: Path, out: Path, **options: Any) -> None:
-    """Re-read the merged model in OUT tensor by tensor, and compare it with what RECIPE says.
+    """Re-read the merged model in OUT tensor by tensor, and say whether programs can use it.
 
-    Names, shapes, data types and finiteness for every method; the values for slta alone, from its statistics: those of
-    other methods cannot be compared. Says the largest difference and where it is, whether transformers loads the
-    folder, and which tensors and files of the base model it lacks. Exit code 1 if a tensor differs by more than
-    rounding, or transformers does not load all of them.
+    Its tensors must have the names and shapes of the base model's, and RECIPE's data type; their values must be finite,
+    and transformers must load them all. Names the files of the base model that OUT lacks. Needs neither the experts nor
+    data. Exit code 1 if something is wrong.
     """
     import mergekit_slta.host.patches  # noqa: F401 - mergekit must know the methods where start-up files are off
     from mergekit_slta.output.verify import verify as verify_merge

@@ -1,10 +1,11 @@
-"""A merge from the check to the model card, of which mergekit's own ``run_merge`` is one step."""
+"""The merge methods, and a merge from the check to the model card, of which mergekit's ``run_merge`` is one step."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import logging
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,11 @@ from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks, joined
 from mergekit_slta.errors import SltaError, files_named, one_line, suggestion
 from mergekit_slta.files import PARTIAL_OF_MERGE
-from mergekit_slta.host.afterword import afterword
-from mergekit_slta.host.registry import METHODS
+from mergekit_slta.host.actmat import ActmatMerge
+from mergekit_slta.host.featcal import FeatcalMerge
+from mergekit_slta.host.method import Merge, Method
+from mergekit_slta.host.sftm import SftmMerge
+from mergekit_slta.host.slta import SltaMerge
 from mergekit_slta.models.loaders import ONE_AT_A_TIME
 from mergekit_slta.output import card
 from mergekit_slta.output.companions import copy_companions, entry_files, set_aside
@@ -30,6 +34,18 @@ from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
 
 LOG = logging.getLogger(__name__)
+
+# A new merge method is entered here.
+MERGES: tuple[type[Merge], ...] = (SltaMerge, FeatcalMerge, ActmatMerge, SftmMerge)
+METHODS = {kind.spec.name: Method(kind) for kind in MERGES}
+
+
+def register() -> None:
+    """Make the merge methods known to mergekit; a second call changes nothing."""
+    known = {method.spec.name for method in merge_methods.registered_methods()}
+    for name, method in METHODS.items():
+        if name not in known:
+            merge_methods.register(method)
 
 
 def run(
@@ -125,3 +141,43 @@ def joined_ranks() -> Iterator[Ranks]:
             logging.disable(logging.WARNING)
             transformers.utils.logging.disable_progress_bar()
         yield ranks
+
+
+# The words after a merge
+
+
+def afterword(experiment: Experiment, merge: Merge, out: str) -> Iterator[str]:
+    """What is kept of each model, if the method knows it, the report's page, and the command that says more."""
+    if merge.kept:
+        yield merge.kept
+    if merge.page:
+        yield f"Report: {merge.page}"
+    if (recipe := _recipe_file(out)) is not None:
+        has_data = experiment.recipe.method.runs_models and all(task.calibration for task in experiment.recipe.tasks)
+        command = ["mergekit-slta", "evaluate" if has_data else "verify", recipe, out, *_options(experiment)]
+        yield f"Next: {shlex.join(command)}"
+
+
+def _recipe_file(out: str) -> str | None:
+    """The recipe that this process's command was given, or else mergekit's copy in the output folder, if any."""
+    context = click.get_current_context(silent=True)
+    given = context.params if context is not None and context.command.name in ("mergekit-yaml", "merge") else {}
+    if recipe := given.get("config_file") or given.get("recipe"):  # the command "merge" may be another program's
+        return str(recipe)
+    copied = Path(out) / card.RECIPE
+    return str(copied) if copied.is_file() else None
+
+
+def _options(experiment: Experiment) -> Iterator[str]:
+    """The merge's options that another command needs to find and run the same models."""
+    options = experiment.options
+    given = {"--transformers-cache": options.transformers_cache}
+    if any(reference.lora for reference in experiment.recipe.references):
+        given["--lora-merge-cache"] = options.lora_merge_cache
+    if options.device != "cpu":
+        given["--device"] = options.device
+    for name, value in given.items():
+        if value:
+            yield from (name, value)
+    if options.trust_remote_code:
+        yield "--trust-remote-code"

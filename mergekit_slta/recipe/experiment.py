@@ -130,11 +130,11 @@ class Experiment:
     @cached_property
     def layout(self) -> Layout:
         """How the base model's checkpoint, its adapter merged, stores the model."""
-        shapes = {name: header.shape for name, header in self._stored.items()}
-        return Layout(self.model(self.recipe.base).built, self._stored, shapes)
+        shapes = {name: header.shape for name, header in self.stored.items()}
+        return Layout(self.model(self.recipe.base).built, self.stored, shapes)
 
     @cached_property
-    def _stored(self) -> Headers:
+    def stored(self) -> Headers:
         """The tensors of the base model's checkpoint, its adapter merged."""
         return folder_headers(Path(self.base.folder))
 
@@ -156,7 +156,7 @@ class Experiment:
         """
         if self.in_slices:
             return None
-        found = architecture_of(self.layout, self._stored, self.base.config)
+        found = architecture_of(self.layout, self.stored, self.base.config)
         if self.recipe.config.slices and len(found.modules) > 1:
             raise SltaError(
                 f"{self.base} has several stacks of layers, of which mergekit takes no slices: list the models under "

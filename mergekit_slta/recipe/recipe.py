@@ -12,7 +12,6 @@ from typing import Any, Literal, SupportsFloat, SupportsIndex, TypeAlias, TypeVa
 
 import torch
 import yaml
-from markupsafe import Markup
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from pydantic import ValidationError
@@ -140,9 +139,6 @@ class Recipe:
 
     def __repr__(self) -> str:
         return self.text.rstrip()
-
-    def _repr_html_(self) -> str:
-        return str(Markup("<pre>{}</pre>").format(repr(self)))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Recipe:

@@ -52,7 +52,7 @@ def test_the_frame_of_a_sound_recipe_holds_the_sentences_that_are_printed(family
     found = check(Recipe(family.base, dict(zip(family.experts, family.data, strict=True)), samples=2))
     frame = found.to_frame()
     assert frame["sentence"].tolist() == str(found).replace("Note: ", "").splitlines()
-    assert frame["kind"].tolist() == ["verdict", *["note"] * len(found.notes), *["need"] * 4]
+    assert frame["kind"].tolist() == ["verdict", *["note"] * len(found.notes), *["need"] * 3]
 
 
 # What is advised against

@@ -35,8 +35,7 @@ def test_the_memory_of_each_method(llama: Family) -> None:
     assert needed(llama, "featcal").memory == layers + 2 * states + sums
     assert needed(llama, "slta", samples=1, max_tokens=1, experts=[0]).memory == (4 * 3 + 4 * 2) * LAYER + 4 * WIDTH
     for method in ("actmat", "sftm"):
-        assert needed(llama, method, calibration=False).memory == 4 * (3 + 2) * WIDTH * MLP + sums > merging
-    assert needed(llama, "actmat", calibration=False, experts=[0]).memory == 4 * 3 * WIDTH * MLP + sums
+        assert needed(llama, method, calibration=False).memory == merging + sums
 
 
 def test_a_mixture_takes_one_expert_of_a_layer_at_a_time(make_family: Any) -> None:
@@ -57,14 +56,8 @@ def test_a_recipe_of_models_on_the_hub_is_checked_without_their_weights(
     llama: Family, tmp_path: Path, method: str
 ) -> None:
     repositories = tmp_path / "hub" / "org"
-    cards = {
-        "base": "license: apache-2.0",
-        "expert0": "license: other\nlicense_name: research",
-        "expert1": "title: a: b",
-    }
     for folder in llama.folders[:3]:
         shutil.copytree(folder, repositories / folder.name)
-        (repositories / folder.name / "README.md").write_text(f"---\n{cards[folder.name]}\n---\nText\n")
     content = families.recipe(llama, method, experts=[0, 1], calibration=method == "slta")
     for entry in content["models"]:
         entry["model"] = f"org/{Path(entry['model']).name}"
@@ -73,10 +66,9 @@ def test_a_recipe_of_models_on_the_hub_is_checked_without_their_weights(
     with serve(repositories.parent, tmp_path / "cache") as hub:
         found = check(recipe, transformers_cache=str(tmp_path / "cache"))
     assert found.problems == []
-    download, disk, _, licenses = str(found.needs).splitlines()
+    download, disk, _ = str(found.needs).splitlines()
     each = f"{4 * WHOLE / 1e3:.0f} KB"
     total = f"{3 * 4 * WHOLE / 1e3:.0f} KB"
     assert download == f"Download: {total} (org/base {each}, org/expert0 {each}, org/expert1 {each})"
     assert disk == f"Disk: {4 * 4 * WHOLE / 1e3:.0f} KB ({total} for the download, {each} for the merged model)"
-    assert licenses == "License: apache-2.0 (org/base); research (org/expert0); unknown (org/expert1)"
     assert not any(name.endswith(".safetensors") for name in hub.fetched)

@@ -26,16 +26,10 @@ from support.families import Family
 from support.hub import serve
 from support.processes import ROOT, run_python
 
-from mergekit_slta import __version__
 from mergekit_slta.cli.commands import main
 from mergekit_slta.slta.solver import bootstrap
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.tables import as_size
-
-COMMANDS = (
-    *("calibrate", "check", "compare", "evaluate", "linearity", "merge"),
-    *("new", "publish", "report", "solve", "verify"),
-)
 
 
 def run(*arguments: str | Path, code: int = 0) -> Result:
@@ -65,14 +59,6 @@ def alphas(statistics: Statistics, level: str = "attn_mlp", **how: Any) -> dict[
 
 
 # Help
-
-
-def test_every_command_explains_itself() -> None:
-    text = run("--help").output
-    for command in COMMANDS:
-        assert command in text
-        assert "Usage:" in run(command, "--help").output
-    assert __version__ in run("--version").output
 
 
 def test_help_and_solve_do_not_wait_for_heavy_imports(stats: Path, tmp_path: Path) -> None:
@@ -142,19 +128,15 @@ BEGIN = "merge_method: slta\nbase_model: a\nmodels:\n"
     [
         ("a: [", "is not valid YAML"),
         ("a: 1\n---\na: 2", "is not valid YAML: but found another document, in line 2:\n  ---\n  ^\n"),
-        (
-            "a: [1\nb: 2",
-            "expected ',' or ']', but got ':', in line 2:\n  b: 2\n   ^\nClose the bracket of line 1.",
-        ),
+        ("a: [1\nb: 2", "expected ',' or ']', but got ':', in line 2:\n  b: 2\n   ^\n"),
         ("a:\n\tb: 2", "is not valid YAML: found character '\\t' that cannot start any token, in line 2:"),
-        ("template: {q} {a}", 'line 1:\n  template: {q} {a}\n                ^\nQuote it: template: "{q} {a}"\n'),
-        ("models: [{template: {q} {a}}]", '^\nQuote it: template: "{q} {a}"\n'),
+        ("template: {q} {a}", "line 1:\n  template: {q} {a}\n                ^\n"),
         ("# nothing\n", "is empty: write a recipe, or have `mergekit-slta new` print one"),
         ("merge_method: slta", "is no mergekit recipe: Exactly one of 'models',"),
         ("just text", "is no mergekit recipe: it should be a valid table, not 'just text'."),
         ("models: [{model: a}]", "is no mergekit recipe: 'merge_method' is missing."),
-        (f"{BEGIN}- b", "is no mergekit recipe: 'models.0' should be a valid table, not 'b' (write 'model: b')."),
-        (f"{BEGIN}- model: b\n  parameters: {{template: {{q}}}}", "not {'q': None} (quote it if it is a text).\n"),
+        (f"{BEGIN}- b", "is no mergekit recipe: 'models.0' should be a valid table, not 'b'."),
+        (f"{BEGIN}- model: b\n  parameters: {{template: {{q}}}}", "not {'q': None}.\n"),
         (
             f"{BEGIN}- model: b\n  parameters: {{calibration: }}",
             "'models.0.parameters.calibration' should be one",
@@ -172,7 +154,7 @@ def test_what_is_no_recipe_is_refused(tmp_path: Path, text: str | bytes, said: s
 def test_check_looks_at_feature_merges_too(llama: Family, write_recipe: WriteRecipe) -> None:
     text = run("check", write_recipe(llama, "featcal")).output
     assert "no problem found" in text
-    assert [line.partition(":")[0] for line in text.splitlines()[-4:]] == ["Download", "Disk", "Memory", "License"]
+    assert [line.partition(":")[0] for line in text.splitlines()[-3:]] == ["Download", "Disk", "Memory"]
     assert "for the solved layers" in text
     wrong = write_recipe(llama, "featcal", ridge=-2, anchr="base", level="layer")
     text = run("check", wrong, code=1).output

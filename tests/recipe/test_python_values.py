@@ -41,11 +41,6 @@ def test_arrays_are_gradients() -> None:
     made.require_sound()
 
 
-def test_a_notebook_shows_the_yaml() -> None:
-    made = Recipe("org/base", {"org/math": "<b>.jsonl"})
-    assert made._repr_html_() == f"<pre>{made.text.rstrip().replace('<', '&lt;').replace('>', '&gt;')}</pre>"
-
-
 @pytest.mark.parametrize("call", [mergekit_slta.measure, mergekit_slta.check, mergekit_slta.merge])
 def test_what_is_no_recipe_is_refused(call: Callable[..., Any]) -> None:
     for wrong, kind in (({"merge_method": "slta"}, "dict"), (3, "int")):

@@ -1,6 +1,7 @@
 """A device of its own for machines without one: its tensors live on the CPU, but any mixture with the CPU's is refused.
 
-What runs here puts every tensor where it belongs on a GPU too. It says nothing about a GPU's arithmetic or speed.
+What runs here puts every tensor where it belongs on a GPU too. It says nothing about a GPU's arithmetic or speed, nor
+about a mixture's experts, which the package reads part by part.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
-
-from mergekit_slta.models.stacks import ExpertStack
 
 NAME = "separate"
 _ATEN = torch.ops.aten
@@ -72,14 +71,11 @@ class _Factories(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
-        if any(isinstance(leaf, ExpertStack) for leaf in leaves):
-            with self:  # torch leaves the mode meanwhile, but a stack copies its parts to the device
-                return ExpertStack.__torch_dispatch__(func, types, args, kwargs)
         if any(isinstance(leaf, torch.device) and _is_ours(leaf) for leaf in args):
             with self:  # inside another handler, torch hands on what is made of other operations as it is
                 return func.decompose(*args, **kwargs)
         ours = any(isinstance(leaf, SeparateTensor) for leaf in leaves)
-        return (_run if ours or _is_ours(kwargs.get("device")) else _plainly)(func, args, kwargs)
+        return _run(func, args, kwargs) if ours or _is_ours(kwargs.get("device")) else func(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -115,10 +111,6 @@ def _derived(kind: type[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]
     return lambda held: made(held)
 
 
-def _plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return func(*args, **kwargs)
-
-
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute on the CPU what is asked for of the device's tensors."""
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -128,10 +120,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     args, kwargs = tree_map(lambda leaf: leaf.held if isinstance(leaf, SeparateTensor) else leaf, (args, kwargs))
     if _is_ours(device):
         kwargs["device"] = torch.device("cpu")
-    if func is _ATEN.histc.default:  # a GPU counts integers too
-        result = func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
-    else:
-        result = func(*args, **kwargs)
+    result = func(*args, **kwargs)
     if func is _ATEN.copy_.default:
         return given[0]
     if not (_is_ours(device) if device is not None else ours):
