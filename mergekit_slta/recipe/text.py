@@ -56,6 +56,20 @@ def faults(config: MergeConfiguration, content: Any, settings: type[MethodSettin
     yield from _chat_template(config)
 
 
+class UniqueKeys(yaml.SafeLoader):
+    """Reads YAML, but refuses a table with a key twice, of which its base class silently keeps the last."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        first: dict[tuple[str, str], yaml.Node] = {}
+        for key, _ in node.value:
+            before = first.setdefault((key.tag, str(key.value)), key)
+            if before is not key and not key.tag.endswith(":merge"):
+                problem = f"the key '{key.value}' of line {before.start_mark.line + 1} is repeated"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+        return node
+
+
 def yaml_fault(error: Exception) -> str:
     """An error of the YAML parser: what it says and where, the line with a caret below it, and how to mend it."""
     mark = getattr(error, "problem_mark", None)
@@ -63,7 +77,9 @@ def yaml_fault(error: Exception) -> str:
         return f"{one_line(error)}."
     line = mark.buffer.rstrip("\0").split("\n")[mark.line]
     fix = ""
-    if template := re.search(r"template:\s*((?:[^{}\"']|\{[^{}]*\})+)", line):
+    if str(error.problem).endswith("is repeated"):
+        fix = "\nWrite it once: of two, only the last would count."
+    elif template := re.search(r"template:\s*((?:[^{}\"']|\{[^{}]*\})+)", line):
         fix = f'\nQuote it: template: "{template[1].strip()}"'
     elif "mapping values" in str(error.problem):
         fix = "\nQuote a value that holds a colon and a blank, and indent the keys of a table alike."
