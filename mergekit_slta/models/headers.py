@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -180,17 +181,32 @@ def weight_map(folder: Path) -> dict[str, list[str]]:
     Raises:
         SltaError: the folder has no weights, or the index cannot be read or names missing files.
     """
-    for name in WEIGHT_FILES:
-        index = folder / f"{name}.index.json"
-        if index.is_file():
-            return _indexed_files(index)
+    entry = _entry(folder)
+    return _indexed_files(entry) if entry.suffix == ".json" else {entry.name: []}
+
+
+def _entry(folder: Path) -> Path:
+    """The file by which mergekit finds a folder's weights: an index, or else the weights themselves."""
+    for name in (name + index for name in WEIGHT_FILES for index in (".index.json", "")):
         if (folder / name).is_file():
-            return {name: []}
+            return folder / name
     raise SltaError(f"{folder} has no weights: mergekit needs {' or '.join(WEIGHT_FILES)}, whole or with an index.")
+
+
+def _refuse_two_sets(folder: Path) -> None:
+    """Refuse whole weights beside an index of other files: mergekit reads the index, and transformers the whole."""
+    entry = _entry(folder)
+    whole = entry.with_name(entry.name.removesuffix(".index.json"))
+    if whole != entry and whole.is_file() and whole.name not in weight_map(folder):
+        raise SltaError(
+            f"{whole} and {entry} are two sets of weights, of which transformers reads the first and mergekit the "
+            "second: remove the one that is not the model's."
+        )
 
 
 def weight_files(folder: Path) -> list[Path]:
     """The files that decide which tensors mergekit reads from a folder; those that it prefers need not exist."""
+    _refuse_two_sets(folder)
     chosen = [name + index for name in WEIGHT_FILES for index in ("", ".index.json")]
     return [folder / name for name in dict.fromkeys([*chosen, *weight_map(folder)])]
 
@@ -209,6 +225,7 @@ def _indexed_files(index: Path) -> dict[str, list[str]]:
 
 def folder_headers(folder: Path) -> Headers:
     """The tensors of a folder's weight files; an SltaError if files are missing or damaged."""
+    _refuse_two_sets(folder)
     tensors: dict[str, TensorHeader] = {}
     for file, names in weight_map(folder).items():
         found = file_headers(folder / file)
@@ -226,11 +243,9 @@ def file_headers(path: Path) -> Headers:
     """
     with reading(path):
         if path.suffix != ".safetensors":
-            content = torch.load(path, map_location="meta", mmap=True, weights_only=True)
-            tensors = content.get("state_dict", content)
             return {
                 name: TensorHeader(tuple(tensor.shape), tensor.nbytes, not tensor.is_floating_point())
-                for name, tensor in tensors.items()
+                for name, tensor in unpickled(path, "meta").items()
             }
         with path.open("rb") as file:
             if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
@@ -241,6 +256,13 @@ def file_headers(path: Path) -> Headers:
                 return {name: _header(part.get_shape(), part.get_dtype()) for name, part in slices.items()}
         except safetensors.SafetensorError as error:
             raise ValueError(f"it is truncated or damaged: {error}") from error
+
+
+def unpickled(path: Path, device: str) -> dict[str, torch.Tensor]:
+    """The tensors of a pickled checkpoint; torch can map only its newer format, which is an archive, from the file."""
+    content = torch.load(path, map_location=device, mmap=zipfile.is_zipfile(path), weights_only=True)
+    tensors: dict[str, torch.Tensor] = content.get("state_dict", content)
+    return tensors
 
 
 def _header(shape: list[int], dtype: str) -> TensorHeader:
