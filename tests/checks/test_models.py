@@ -74,12 +74,6 @@ def test_a_tied_head_beside_an_untied_one(make_family: MakeFamily, tmp_path: Pat
     assert only(recipe).startswith(f"{tied} ties its output head to its embedding and {untied} does not")
 
 
-def test_a_quantized_checkpoint(family: Family) -> None:
-    edit_config(family.experts[0], quantization_config={"quant_method": "gptq", "bits": 4})
-    problem = only(families.recipe(family))
-    assert problem == f"{family.experts[0]} is quantized (gptq): name the original checkpoint, or dequantize it first."
-
-
 # What mergekit asks for
 
 
