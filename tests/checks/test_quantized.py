@@ -16,6 +16,7 @@ from support.adapters import write_adapter
 from support.copies import edit_tensors
 from support.examining import adapted, edit_config, look, only, problems
 from support.families import Family
+from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
 BLOCK = 16  # rows and columns that share an FP8 scale
 SAVE = "save_pretrained(FOLDER, save_original_format=False)"
@@ -45,15 +46,15 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_s
 # Architecture, how its tensors are quantized, what its configuration says then, transformers' class for that, and a
 # tensor that its ``save_pretrained`` leaves quantized or misnamed; for FP8 mixtures it ends in an error.
 FORMATS: dict[str, tuple[str, Quantize, dict[str, Any], type, str]] = {
-    "fp8": ("llama", to_fp8, FP8, transformers.FineGrainedFP8Config, "lm_head.weight"),
+    "fp8": ("llama", to_fp8, FP8, FineGrainedFP8Config, "lm_head.weight"),
     "mxfp4": (
         "gpt_oss",
         to_mxfp4,
         {"quant_method": "mxfp4"},
-        transformers.Mxfp4Config,
+        Mxfp4Config,
         "model.layers.0.mlp.experts.down_proj_blocks",
     ),
-    "fp8 mixture": ("qwen3_moe", to_fp8, FP8, transformers.FineGrainedFP8Config, ""),
+    "fp8 mixture": ("qwen3_moe", to_fp8, FP8, FineGrainedFP8Config, ""),
 }
 
 
