@@ -21,7 +21,7 @@ SAME_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_ke
 
 
 # How transformers saves a dequantized model as it is; its default is the format of the quantized checkpoint.
-SAVE = "save_pretrained(FOLDER, save_original_format=False)"
+SAVE = "save it with save_pretrained(FOLDER, save_original_format=False)"
 
 
 def one_model(model: Model, is_read: bool, lora_merge_cache: str | None, cache_dir: str | None = None) -> None:
@@ -42,16 +42,16 @@ def _full_precision(model: Model) -> None:
     """Refuse quantized tensors, and those that saving a dequantized model in the format of its checkpoint leaves."""
     method, narrow = _quantization(model), _narrow(model)
     if method and not left_over(model):
-        kind, fix = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method), "dequantize it first"
-        if kind and "dequantize" in inspect.signature(kind).parameters:
-            option = f"quantization_config={kind.__name__}(dequantize=True)"
-            fix = f"load it in transformers with {option} and save it with {SAVE}"
+        kind = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method, object)
+        fix = f"load it in transformers with quantization_config={kind.__name__}(dequantize=True) and {SAVE}"
+        if "dequantize" not in inspect.signature(kind).parameters:
+            fix = "dequantize it first"
         raise SltaError(f"{model} is quantized ({method}): name the original checkpoint, or {fix}.")
-    half = [name for name, own in model.tensors.items() if name.endswith("_blocks") and not own.integer]
-    if half := half or [name for name in narrow if f"{name}_scale_inv" in model.tensors]:
+    misnamed = (name for name, own in model.tensors.items() if name.endswith("_blocks") and not own.integer)
+    for name in (*misnamed, *(name for name in narrow if f"{name}_scale_inv" in model.tensors)):
         raise SltaError(
-            f"{model} stores {half[0]} without a 'quantization_config', as transformers' save_pretrained leaves it of "
-            f"a dequantized model: load the quantized checkpoint again, and save it with {SAVE}."
+            f"{model} stores {name} without a 'quantization_config', as transformers' save_pretrained leaves it of a "
+            f"dequantized model: load the quantized checkpoint again, and {SAVE}."
         )
     if narrow:
         raise SltaError(
@@ -68,8 +68,8 @@ def _narrow(model: Model) -> list[str]:
 
 def _quantization(model: Model) -> str:
     """How a model is quantized by its configuration; "" if it is not."""
-    configs = model.config, model.config.get_text_config()
-    given = next(filter(None, (getattr(config, "quantization_config", None) for config in configs)), None)
+    text = model.config.get_text_config()
+    given = getattr(model.config, "quantization_config", None) or getattr(text, "quantization_config", None)
     return str(dict(given).get("quant_method", "in some way")) if given else ""
 
 

@@ -74,8 +74,8 @@ def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, file.get_tensor(name)
     else:
         with reading(path):
-            content = unpickled(path, "cpu")
-        yield from content.items()
+            tensors = unpickled(path, "cpu")
+        yield from tensors.items()
 
 
 @cache

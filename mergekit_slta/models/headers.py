@@ -179,34 +179,26 @@ def weight_map(folder: Path) -> dict[str, list[str]]:
     """The weight files that mergekit reads from a folder, each with its tensors' names if there is an index.
 
     Raises:
-        SltaError: the folder has no weights, or the index cannot be read or names missing files.
+        SltaError: the folder has no weights, or whole ones beside an index of others, or the index cannot be read or
+            names missing files.
     """
-    entry = _entry(folder)
-    return _indexed_files(entry) if entry.suffix == ".json" else {entry.name: []}
-
-
-def _entry(folder: Path) -> Path:
-    """The file by which mergekit finds a folder's weights: an index, or else the weights themselves."""
-    for name in (name + index for name in WEIGHT_FILES for index in (".index.json", "")):
+    for name in WEIGHT_FILES:
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            files = _indexed_files(index)
+            if (folder / name).is_file() and name not in files:
+                raise SltaError(
+                    f"{folder / name} and {index} are two sets of weights, of which transformers reads the first and "
+                    "mergekit the second: remove the one that is not the model's."
+                )
+            return files
         if (folder / name).is_file():
-            return folder / name
+            return {name: []}
     raise SltaError(f"{folder} has no weights: mergekit needs {' or '.join(WEIGHT_FILES)}, whole or with an index.")
-
-
-def _refuse_two_sets(folder: Path) -> None:
-    """Refuse whole weights beside an index of other files: mergekit reads the index, and transformers the whole."""
-    entry = _entry(folder)
-    whole = entry.with_name(entry.name.removesuffix(".index.json"))
-    if whole != entry and whole.is_file() and whole.name not in weight_map(folder):
-        raise SltaError(
-            f"{whole} and {entry} are two sets of weights, of which transformers reads the first and mergekit the "
-            "second: remove the one that is not the model's."
-        )
 
 
 def weight_files(folder: Path) -> list[Path]:
     """The files that decide which tensors mergekit reads from a folder; those that it prefers need not exist."""
-    _refuse_two_sets(folder)
     chosen = [name + index for name in WEIGHT_FILES for index in ("", ".index.json")]
     return [folder / name for name in dict.fromkeys([*chosen, *weight_map(folder)])]
 
@@ -225,7 +217,6 @@ def _indexed_files(index: Path) -> dict[str, list[str]]:
 
 def folder_headers(folder: Path) -> Headers:
     """The tensors of a folder's weight files; an SltaError if files are missing or damaged."""
-    _refuse_two_sets(folder)
     tensors: dict[str, TensorHeader] = {}
     for file, names in weight_map(folder).items():
         found = file_headers(folder / file)

@@ -19,7 +19,7 @@ from support.families import Family
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
 BLOCK = 16  # rows and columns that share an FP8 scale
-SAVE = "save_pretrained(FOLDER, save_original_format=False)"
+SAVE = "save it with save_pretrained(FOLDER, save_original_format=False)"
 MATRICES = ("_proj.weight", "experts.gate_up_proj", "experts.down_proj")
 UP = "model.layers.0.mlp.up_proj.weight"
 
@@ -76,7 +76,7 @@ def test_the_way_out_of_8_and_4_bits_is_named_and_leads_out(
     edit_config(folder, quantization_config=entry)
     assert only(recipe) == (
         f"{folder} is quantized ({entry['quant_method']}): name the original checkpoint, or load it in "
-        f"transformers with quantization_config={kind.__name__}(dequantize=True) and save it with {SAVE}."
+        f"transformers with quantization_config={kind.__name__}(dequantize=True) and {SAVE}."
     )
     dequantize = kind(dequantize=True, **({"weight_block_size": (BLOCK, BLOCK)} if quantize is to_fp8 else {}))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=dequantize)
@@ -88,7 +88,7 @@ def test_the_way_out_of_8_and_4_bits_is_named_and_leads_out(
         model.save_pretrained(tmp_path / "wrong")
         assert only(named(tmp_path / "wrong")) == (
             f"{tmp_path / 'wrong'} stores {left} without a 'quantization_config', as transformers' save_pretrained "
-            f"leaves it of a dequantized model: load the quantized checkpoint again, and save it with {SAVE}."
+            f"leaves it of a dequantized model: load the quantized checkpoint again, and {SAVE}."
         )
 
 
