@@ -281,7 +281,7 @@ def test_what_merging_an_adapter_loses_is_said(family: Callable[[str], Family], 
     recipe["models"][0]["model"] += f"+{adapter}"
     options = {"lora_merge_cache": str(tmp_path / "cache")}
     (note,) = look(recipe, options=options).notes
-    assert all(name in note for name in head.split(", ")) and "will be those of the base model" in note
+    assert all(name in note for name in head.split(", ")) and "as if it had those of the base model" in note
     recipe["base_model"] += f"+{adapter}"
     notes = look(recipe, options=options).notes
     assert any("will be left out: merging its adapter loses them" in note for note in notes)
@@ -314,6 +314,7 @@ def test_a_prediction_head_that_an_expert_lacks_is_the_base_models(
     recipe = families.recipe(trained, "actmat", calibration=False)
     (note,) = look(recipe).notes
     assert note.startswith(f"mtp.fc.weight, mtp.layers.0.mlp.up_proj.weight, mtp.norm.weight, which {without} lacks, ")
+    assert note.endswith(f"lacks, will be merged as if it had those of the base model {found.base}.")
     written, states = stored(merged(trained, "actmat", tmp_path / "out")), [stored(own) for own in found.folders]
     name = "mtp.norm.weight"
     wanted = weighted([*states[:2], states[0]], torch.full((2,), 0.5), name)

@@ -154,7 +154,8 @@ def _check_models(experiment: Experiment, out: Path | None, merging: bool) -> No
     any_architecture = options.allow_crimes and not recipe.method.runs_models
 
     def alone(reference: ModelReference) -> None:
-        models.one_model(experiment.model(reference), options.lora_merge_cache, options.transformers_cache)
+        is_read = reference == recipe.base or reference.lora is not None  # to merge an adapter its model is loaded
+        models.one_model(experiment.model(reference), is_read, options.lora_merge_cache, options.transformers_cache)
 
     def related(reference: ModelReference) -> None:
         models.same_family(experiment.model(recipe.base), experiment.model(reference), any_architecture)
@@ -207,6 +208,8 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
     for _, expert in experiment.pairs:
         yield from models.other_computation(base, expert, settings.runs_models)
         yield from models.adapted_ends(expert, experiment.transformers_cache)
+        if clause := models.left_over(expert):
+            yield f"{clause}: the entry 'quantization_config' is ignored."
     if recipe.keep and (same := [own for own in recipe.experts if own.calibration == recipe.keep.calibration != ""]):
         yield (
             f"The base model has the prompts of {same[0]}, on which the merge cannot do what both do (every weight of "

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mergekit.common import ModelPath
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTuner
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models.adapters import adapter_folder, adapter_headers, adapter_settings
@@ -18,24 +20,65 @@ from mergekit_slta.models.skeleton import computation, model_tensor_name
 SAME_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
-def one_model(model: Model, lora_merge_cache: str | None, cache_dir: str | None = None) -> None:
-    """Refuse a quantized model, and an adapter that has no folder to be merged in or is not of its model."""
-    for name, stored in model.tensors.items():
-        if name.endswith("weight") and len(stored.shape) > 1 and stored.nbytes < 2 * stored.count:
-            raise SltaError(
-                f"{model} stores {name} in 8 bits or fewer, so it is quantized: name the original checkpoint, or "
-                "dequantize it first."
-            )
-    if quantization := getattr(model.config, "quantization_config", None):
-        given = quantization if isinstance(quantization, Mapping) else vars(quantization)
-        raise SltaError(
-            f"{model} is quantized ({given.get('quant_method', 'quantization_config')}): "
-            "name the original checkpoint, or dequantize it first."
-        )
+# How transformers saves a dequantized model as it is; its default is the format of the quantized checkpoint.
+SAVE = "save it with save_pretrained(FOLDER, save_original_format=False)"
+
+
+def one_model(model: Model, is_read: bool, lora_merge_cache: str | None, cache_dir: str | None = None) -> None:
+    """Refuse a quantized model, and an adapter that has no folder to be merged in or is not of its model.
+
+    ``is_read`` says whether its configuration matters: the merged model gets the base model's alone.
+    """
+    _full_precision(model)
+    if is_read and (clause := left_over(model)):
+        raise SltaError(f"{clause}: remove the entry 'quantization_config'.")
     if model.reference.lora is not None:
         if not lora_merge_cache:
             raise SltaError(NO_FOLDER.format(model=model))
         _adapter_of(model, model.reference.lora, cache_dir)
+
+
+def _full_precision(model: Model) -> None:
+    """Refuse quantized tensors, and those that saving a dequantized model in the format of its checkpoint leaves."""
+    method, narrow = _quantization(model), _narrow(model)
+    if method and not left_over(model):
+        kind = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method, object)
+        fix = f"load it in transformers with quantization_config={kind.__name__}(dequantize=True) and {SAVE}"
+        if "dequantize" not in inspect.signature(kind).parameters:
+            fix = "dequantize it first"
+        raise SltaError(f"{model} is quantized ({method}): name the original checkpoint, or {fix}.")
+    misnamed = (name for name, own in model.tensors.items() if name.endswith("_blocks") and not own.integer)
+    for name in (*misnamed, *(name for name in narrow if f"{name}_scale_inv" in model.tensors)):
+        raise SltaError(
+            f"{model} stores {name} without a 'quantization_config', as transformers' save_pretrained leaves it of a "
+            f"dequantized model: load the quantized checkpoint again, and {SAVE}."
+        )
+    if narrow:
+        raise SltaError(
+            f"{model} stores {narrow[0]} in 8 bits or fewer, so it is quantized: name the original checkpoint, or "
+            "dequantize it first."
+        )
+
+
+def _narrow(model: Model) -> list[str]:
+    """The weights that are stored in 8 bits or fewer."""
+    stored = {name: own for name, own in model.tensors.items() if name.endswith(("weight", "_blocks"))}
+    return [name for name, own in stored.items() if len(own.shape) > 1 and own.nbytes < 2 * own.count]
+
+
+def _quantization(model: Model) -> str:
+    """How a model is quantized by its configuration; "" if it is not."""
+    text = model.config.get_text_config()
+    given = getattr(model.config, "quantization_config", None) or getattr(text, "quantization_config", None)
+    return str(dict(given).get("quant_method", "in some way")) if given else ""
+
+
+def left_over(model: Model) -> str:
+    """A clause that says that a model is quantized by its configuration alone; "" if it is not."""
+    method = _quantization(model)
+    if not method or model.built is None or _narrow(model) or model.layout(model).missing():
+        return ""
+    return f"The config.json of {model.reference.model} says that it is quantized ({method}), and its tensors are not"
 
 
 def _adapter_of(model: Model, adapter: ModelPath, cache_dir: str | None) -> None:

@@ -13,7 +13,7 @@ from torch.nn.modules.conv import _ConvNd
 from mergekit_slta.featcal.writers import Writer, find_writers
 from mergekit_slta.layers.children import child_of, is_inside
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.maps import LinearMap, is_fused, linear_maps
+from mergekit_slta.layers.maps import LinearMap, is_fused, is_numbered, linear_maps, takes_some_tokens
 from mergekit_slta.layers.probe import made_up_layer
 from mergekit_slta.layers.recording import LayerRun
 from mergekit_slta.layers.residual import INPUT
@@ -107,7 +107,7 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
         run = decoder.run(layer, *made_up, capture=by_module, keep=by_module)
     groups: list[MapGroup] = []
     never_called = "not used by calling the module"
-    kept = {m.name: SOME_TOKENS if _is_numbered(m.module) else never_called for m in linear_maps(own)}
+    kept = {m.name: SOME_TOKENS if is_numbered(m.module) else never_called for m in linear_maps(own)}
     previous: object = None
     for module in run.inputs:
         maps, child = tuple(by_module[module]), child_of(own, module)
@@ -157,14 +157,7 @@ def _unsolvable(maps: Sequence[LinearMap], child: str, layer: torch.nn.Module, r
         return "in a module that does more than multiply"
     if (given[0].shape[-1], returned.shape[-1]) != (columns, rows):  # a matrix of several blocks, each of its own input
         return "in a module that does more than multiply"
-    # Features are [B, S, ...], or [B, 1, S, D] for one head of an attention.
-    all_tokens = given[0].ndim > 2 and given[0].squeeze(1).shape[:2] == tokens
-    return SOME_TOKENS if _is_numbered(module) and not all_tokens else ""
-
-
-def _is_numbered(module: str) -> bool:
-    """Whether a module may be one of a mixture's experts, which are given the features of some tokens."""
-    return any(part.isdigit() for part in module.split("."))
+    return SOME_TOKENS if takes_some_tokens(module, given[0], tokens) else ""
 
 
 def _tells_routes(given: tuple[Any, ...], experts: int, tokens: int) -> bool:

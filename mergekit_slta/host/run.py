@@ -81,6 +81,8 @@ def run(
                 raise SltaError(f"mergekit does not know the merge_method '{config.merge_method}'{near}")
             stock(config, out, MergeOptions(**options), source)
             return
+        if source:  # of which mergekit's own reader silently drops repeated and misspelt keys
+            content = Recipe.parse(source, "The recipe").content
         with joined_ranks() as ranks, files_named("mend that and run the command again"):
             _run(stock, Experiment(Recipe.from_config(config, content), ranks=ranks, **options), out, source)
 

@@ -15,7 +15,7 @@ from safetensors.torch import save
 
 from mergekit_slta.errors import reading
 from mergekit_slta.models.adapters import adapter_settings, adapter_weights
-from mergekit_slta.models.headers import weight_map
+from mergekit_slta.models.headers import unpickled, weight_map
 
 SAMPLED_SPOTS = 8
 SAMPLED_BYTES = 64
@@ -67,15 +67,15 @@ def _sampled(path: Path) -> Iterator[_Entry]:
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in a file, mapped from it: the disk is read where a tensor is used."""
+    """Every tensor in a file, mapped from it where that is possible: the disk is read where a tensor is used."""
     if path.suffix == ".safetensors":
         with safetensors.safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
                 yield name, file.get_tensor(name)
     else:
         with reading(path):
-            content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        yield from content.get("state_dict", content).items()
+            tensors = unpickled(path, "cpu")
+        yield from tensors.items()
 
 
 @cache

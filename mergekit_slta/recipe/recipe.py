@@ -21,7 +21,7 @@ from mergekit_slta.errors import SltaError, first_line, one_line, refuse, sugges
 from mergekit_slta.files import published_path
 from mergekit_slta.recipe.configuration import base_parameters, expert_parameters, expert_references, shared_parameters
 from mergekit_slta.recipe.settings import SETTINGS, CalibrationSettings, KeptBase, MethodSettings, Parameters
-from mergekit_slta.recipe.text import faults, misshapen, yaml_fault
+from mergekit_slta.recipe.text import UniqueKeys, faults, misshapen, yaml_fault
 
 Given = TypeVar("Given", bound=Parameters)
 Kind = TypeVar("Kind", bound=MethodSettings)
@@ -182,7 +182,7 @@ class Recipe:
 
     def _parse(self, text: str, name: object) -> None:
         try:
-            self.text, self.content = text, yaml.safe_load(text)
+            self.text, self.content = text, yaml.load(text, UniqueKeys)
         except Exception as error:  # YAML's tags may raise errors of any kind
             raise SltaError(f"{name} is not valid YAML: {yaml_fault(error)}") from None
         if self.content is None:

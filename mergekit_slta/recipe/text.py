@@ -55,6 +55,21 @@ def faults(config: MergeConfiguration, content: Any, settings: type[MethodSettin
     yield from _chat_template(config)
 
 
+class UniqueKeys(yaml.SafeLoader):
+    """Reads YAML, but refuses a table with a key twice, of which its base class silently keeps the last."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        first: dict[tuple[str, str], yaml.Node] = {}
+        for key, _ in node.value:
+            before = first.setdefault((key.tag, str(key.value)), key)
+            if before is not key and not key.tag.endswith(":merge"):
+                line = before.start_mark.line + 1
+                problem = f"the key '{key.value}' of line {line} is repeated (write it once: only the last would count)"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+        return node
+
+
 def yaml_fault(error: Exception) -> str:
     """An error of the YAML parser: what it says and where, and the line with a caret below it."""
     mark = getattr(error, "problem_mark", None)

@@ -100,6 +100,38 @@ def encoder_decoder(recipe: dict[str, Any], family: Family, tmp_path: Path) -> s
     return "is an encoder-decoder, which calibration does not cover: use 'merge_method: actmat' instead."
 
 
+def misspelt(text: str) -> str:
+    return f"{text}outdtype: bfloat16\n"
+
+
+def repeated(text: str) -> str:
+    return f"{text}parameters: {{level: layer}}\n"
+
+
+def repeated_in_an_entry(text: str) -> str:
+    return text.replace("- model:", "- model: org/other\n  model:", 1)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (misspelt, "Unknown key 'outdtype' in the recipe, did you mean 'out_dtype'?"),
+        (repeated, "The recipe is not valid YAML: the key 'parameters' of line "),
+        (repeated_in_an_entry, "The recipe is not valid YAML: the key 'model' of line "),
+    ],
+)
+def test_mergekit_yaml_refuses_what_its_own_reader_drops(
+    spoil: Callable[[str], str], words: str, family: Family, tmp_path: Path
+) -> None:
+    patches.install()
+    file = families.write_recipe(tmp_path / "recipe.yml", families.recipe(family, samples=2))
+    file.write_text(spoil(file.read_text()))
+    done = CliRunner().invoke(mergekit_yaml, [str(file), str(tmp_path / "out"), "--quiet"])
+    assert done.exit_code == 1
+    assert words in done.output
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("spoil", [deeper_expert, encoder_decoder])
 def test_mergekit_yaml_refuses_in_one_sentence(
     spoil: Callable[[dict[str, Any], Family, Path], str], family: Family, tmp_path: Path

@@ -142,6 +142,19 @@ BEGIN = "merge_method: slta\nbase_model: a\nmodels:\n"
             "'models.0.parameters.calibration' should be one",
         ),
         (b"\xff\xfe", "is not UTF-8 text"),
+        (
+            f"{BEGIN}- model: b\nmodels: []",
+            "YAML: the key 'models' of line 3 is repeated (write it once: only the last would count), in line 5:\n  models: []",
+        ),
+        (
+            "a: {'level': 1, level: 2}",
+            "the key 'level' of line 1 is repeated (write it once: only the last would count), in line 1:",
+        ),
+        (
+            f"{BEGIN}- model: b\n  model: c",
+            "the key 'model' of line 4 is repeated (write it once: only the last would count), in line 5:",
+        ),
+        ('a: &x\n  template: "{q}"\n  template: "{p}"\nb: *x', "the key 'template' of line 2 is repeated"),
     ],
 )
 def test_what_is_no_recipe_is_refused(tmp_path: Path, text: str | bytes, said: str) -> None:

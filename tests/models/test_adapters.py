@@ -16,7 +16,8 @@ from mergekit.io.tasks import LoaderCache
 from safetensors.torch import load_file, save_file
 from support import families
 from support.adapters import write_adapter
-from support.copies import edit_tensors
+from support.copies import edit_tensors, pickle_as_before
+from support.examining import adapted, problems
 from support.families import Family
 from support.hub import serve
 from transformers import AutoModelForCausalLM
@@ -122,6 +123,20 @@ def test_an_adapter_is_merged_once_for_each_type(llama: Family, tmp_path: Path) 
     with pytest.raises(Exception, match=r"."):
         merge_adapter(broken, str(cache))
     assert {folder for folder in cache.iterdir() if folder.is_dir()} == {Path(full.model.path), Path(half.model.path)}
+
+
+def test_an_adapter_in_the_old_format_is_merged_as_in_the_new_one(llama: Family, tmp_path: Path) -> None:
+    new = write_adapter(llama.base, tmp_path / "new")
+    old = shutil.copytree(new, tmp_path / "old")
+    pickle_as_before(old / "adapter_model.bin", load_file(old / "adapter_model.safetensors"))
+    (old / "adapter_model.safetensors").unlink()
+    options = {"lora_merge_cache": str(tmp_path / "cache")}
+    states = []
+    for adapter in (new, old):
+        assert problems(adapted(llama, adapter), options=options) == []
+        out = families.merge(adapted(llama, adapter, "sftm"), tmp_path / f"out of {adapter.name}", **options)
+        states.append(load_file(out / "model.safetensors"))
+    assert all(torch.equal(states[1][name], tensor) for name, tensor in states[0].items())
 
 
 def test_an_adapter_of_fused_experts_is_merged_as_the_model_that_peft_makes_of_it(

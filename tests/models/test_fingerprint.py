@@ -11,7 +11,7 @@ from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 from safetensors.torch import save_file
 from support.adapters import write_adapter
-from support.copies import edited, pickled, pickled_shards, sharded
+from support.copies import edited, pickled, pickled_as_before, pickled_shards, sharded
 from support.families import Family
 
 from mergekit_slta.errors import SltaError
@@ -19,7 +19,7 @@ from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.fingerprint import fingerprint_of
 
 ATTENTION = "model.layers.1.self_attn.q_proj.weight"
-LAYOUTS = [sharded, pickled, pickled_shards]
+LAYOUTS = [sharded, pickled, pickled_as_before, pickled_shards]
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),

@@ -99,6 +99,11 @@ def test_a_recipe_made_in_python_is_the_one_in_yaml(tmp_path: Path) -> None:
     assert without_data.settings.model_dump(by_alias=True) == {"lambda": 0.3, "rank": 0}
 
 
+def test_a_merged_table_may_repeat_the_keys_of_the_one_that_it_extends() -> None:
+    text = "merge_method: ties\nbase_model: a\nmodels:\n- &one {model: b, parameters: {}}\n- {<<: *one, model: c}"
+    assert [str(reference) for reference in Recipe.parse(text, "r").references] == ["a", "b", "c"]
+
+
 def test_a_method_of_mergekits_own_has_no_settings_here() -> None:
     found = read(content("ties"))
     assert [str(reference) for reference in found.references] == ["org/base", "org/math", "org/code"]

@@ -65,8 +65,8 @@ def feature_recipe(family: Family, **parameters: Any) -> dict[str, Any]:
     return families.recipe(family, "featcal", **settings)
 
 
-def adapted(family: Family, adapter: Path) -> dict[str, Any]:
-    return with_expert(family, f"{family.base}+{adapter}")
+def adapted(family: Family, adapter: Path, method: str = "slta") -> dict[str, Any]:
+    return with_expert(family, f"{family.base}+{adapter}", method)
 
 
 def larger_vocabulary(folder: Path) -> Path:
