@@ -33,7 +33,7 @@ from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.tables import as_size
 
 COMMANDS = (
-    *("calibrate", "check", "compare", "evaluate", "linearity", "merge"),
+    *("calibrate", "check", "evaluate", "linearity", "merge"),
     *("new", "publish", "report", "solve", "verify"),
 )
 
@@ -110,7 +110,7 @@ def test_options_are_called_as_in_mergekit() -> None:
         "-v",
     }
     every = theirs.keys() - {"config_file", "out_path"}
-    for command in ("check", "calibrate", "compare", "evaluate", "verify", "merge"):
+    for command in ("check", "calibrate", "evaluate", "verify", "merge"):
         parameters = main.commands[command].get_params(click.Context(main.commands[command]))
         ours = {option: parameter for parameter in parameters for option in parameter.opts}
         for option in every if command == "merge" else shared:
