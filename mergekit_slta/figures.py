@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,15 +182,13 @@ def heat_map(
     y_label: str,
     value_label: str,
     limits: tuple[float, float],
-    numbers: Callable[[float], str] = lambda value: plain_number(value, ".2f"),
 ) -> Picture:
-    """Heat maps below each other with one scale of colours.
+    """Heat maps below each other with one scale of colours, and numbers in the cells if there is room.
 
     Args:
         matrices: the heat maps.
         x_label, y_label, value_label: the names of columns, rows and values.
         limits: the values of the first and the last colour; values outside have separate colours.
-        numbers: formats the values that are written into the cells if there is room.
     """
     with matplotlib.rc_context({**STYLE, "axes.grid": False, "axes.facecolor": MISSING}):
         figure, axes = _figure([0.55 + min(max(0.28 * len(matrix.rows), 0.8), 3.2) for matrix in matrices])
@@ -202,7 +200,7 @@ def heat_map(
             ax.set_ylabel(y_label)
             _name_cells(ax, matrix)
             if len(matrix.columns) <= MOST_NUMBERED and len(matrix.rows) <= MOST_NAMES:
-                _number_cells(ax, image, values, numbers)
+                _number_cells(ax, image, values)
         axes[-1].set_xlabel(x_label)
         bar = figure.colorbar(image, ax=list(axes), orientation="horizontal", aspect=30, pad=0.02, extend="both")
         bar.set_label(value_label)
@@ -281,9 +279,9 @@ def _name_cells(ax: Axes, matrix: Matrix) -> None:
     ax.spines[:].set_visible(False)
 
 
-def _number_cells(ax: Axes, image: Any, values: Any, numbers: Callable[[float], str]) -> None:
+def _number_cells(ax: Axes, image: Any, values: Any) -> None:
     for (row, column), value in np.ndenumerate(values):
         if value is not np.ma.masked:
             red, green, blue, _ = image.cmap(image.norm(value))
             colour = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "black"
-            ax.text(column, row, numbers(value), ha="center", va="center", fontsize=9, color=colour)
+            ax.text(column, row, plain_number(value, ".2f"), ha="center", va="center", fontsize=9, color=colour)

@@ -18,7 +18,7 @@ FLOORS = (
     ("checks", "reports"),
     ("featcal", "nonlinearity"),
     ("slta",),
-    ("comparison",),
+    ("evaluation",),
     ("recipe",),
     ("engine",),
     ("layers", "sftm", "actmat"),

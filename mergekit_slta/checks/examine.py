@@ -217,6 +217,8 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
         )
     if not merging:
         return
+    for task in recipe.tasks if settings.runs_models else ():
+        yield from data.none_to_evaluate(experiment, task)
     if experiment.in_slices and (lost := left_out_by_mergekit(base)):
         yield f"mergekit plans a merge of slices by itself, and leaves {listed(lost)} of the base model {base} out."
     else:

@@ -24,7 +24,6 @@ from mergekit_slta.cli.options import (
     ModelCommand,
     applied,
     download_folder,
-    held_out_records,
     measured_levels,
     merged_folder,
     numbers_file,
@@ -38,7 +37,6 @@ from mergekit_slta.recipe.new import METHODS, new_recipe
 from mergekit_slta.tables import known_names
 
 if TYPE_CHECKING:
-    from mergekit_slta.comparison.compare import Comparison
     from mergekit_slta.slta.solution import Solution
 
 
@@ -60,8 +58,8 @@ def main() -> None:
     see the weights of slta first, or to solve several merges from one measurement, `calibrate` writes a small
     statistics file. From it `solve` computes merging weights and plain mergekit recipes in a second, without models
     and without data, and `report` shows what the merge keeps of each expert. `verify` re-reads a finished merge,
-    `evaluate` measures how well the merged model does each task, `compare` how well several do, and `linearity` whether
-    the experts can be merged by adding task vectors. `publish` uploads a merged model.
+    `evaluate` measures how well merged models do each task, and `linearity` whether the experts can be merged by adding
+    task vectors. `publish` uploads a merged model.
     """
 
 
@@ -219,59 +217,28 @@ def _write_recipe(
     return adapter_option(ModelReference.parse(renamed.get(name, name)) for name in used)
 
 
-@main.command(cls=ModelCommand, short_help="Measure how well a merged model does each task.")
-@recipe_path
-@merged_folder
-@held_out_records
-@numbers_file
-def evaluate(recipe: Path, out: Path, samples: int, json_file: str | None, **options: Any) -> None:
-    """Measure how well the merged model in OUT does the tasks of RECIPE's experts.
-
-    `compare` with one merged model, which stands in one ranked table with the base model and the experts.
-    """
-    _compare(recipe, [out], samples, json_file, options)
-
-
-@main.command(cls=ModelCommand, short_help="Compare several merged models.")
+@main.command(cls=ModelCommand, short_help="Measure how well merged models do each task.")
 @recipe_path
 @click.argument("out", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
-@held_out_records
+@click.option(
+    "--samples", type=click.IntRange(min=1), default=100, show_default=True, help="Held-out records of each task."
+)
 @numbers_file
-@click.option("--figure", "figure_file", metavar="FILE", type=click.Path(path_type=Path), help="Draw them, as PNG.")
-def compare(
-    recipe: Path, out: tuple[Path, ...], samples: int, json_file: str | None, figure_file: Path | None, **options: Any
-) -> None:
+def evaluate(recipe: Path, out: tuple[Path, ...], samples: int, json_file: str | None, **options: Any) -> None:
     """Rank merged models, each in a folder OUT, the base model and the experts on the tasks of RECIPE's experts.
 
-    One table, the best first: on average and for each task, the share of the short answers that greedy decoding gives
-    exactly, and the share of the expert's gain over the base model that is kept, on records that calibration did not
-    use. Below it the negative log-likelihood per token of the answers, or of all tokens where no answer is known (lower
-    is better). RECIPE may be for any method, also mergekit's own, if it names a `calibration` for each expert. Each
-    model is run once, one layer in memory at a time, in float32; one whose scores are in the cache folder is not run
-    again.
+    The best first: on average and for each task, the share of the short answers that greedy decoding gives exactly, on
+    records of `evaluation`, or else on those of `calibration` that calibration did not use. Apart from it, the share of
+    the expert's gain in likelihood over the base model that is kept, and the negative log-likelihood per token of the
+    answers, or of all tokens where no answer is known (lower is better). RECIPE may be for any method, also mergekit's
+    own, if it names a `calibration` for each expert. Each model is run once, one layer in memory at a time, in float32.
     """
-    found = _compare(recipe, out, samples, json_file, options)
-    if figure_file:
-        from mergekit_slta.comparison.figure import draw  # imports matplotlib
-
-        if picture := draw(found):
-            files.write(figure_file.expanduser(), picture.png())
-        else:
-            said = "No expert gains anything on its own task and no record has a short answer"
-            click.echo(f"{said}: {figure_file} would be empty and is not drawn.", err=True)
-
-
-def _compare(
-    recipe: Path, out: Sequence[Path], samples: int, json_file: str | None, options: dict[str, Any]
-) -> Comparison:
     from mergekit_slta.checks.examine import sound_experiment
-    from mergekit_slta.comparison.compare import compare as compare_merges
+    from mergekit_slta.evaluation.evaluate import evaluate as ranked
     from mergekit_slta.recipe.recipe import Recipe, data_of
 
-    experiment = sound_experiment(data_of(Recipe.load(recipe)), **applied(options))
-    found = compare_merges(experiment, out, samples)
+    found = ranked(sound_experiment(data_of(Recipe.load(recipe)), **applied(options)), out, samples)
     _show(found, found.to_json, json_file)
-    return found
 
 
 @main.command(cls=ModelCommand, short_help="Measure how linear a recipe's models are in their weights.")

@@ -84,9 +84,6 @@ trusted_code = click.option(
 )
 download_folder = click.option("--transformers-cache", help="Folder for downloaded files.")
 quiet = click.option("--quiet/--no-quiet", default=False, help="No table and no progress bars.")
-held_out_records = click.option(
-    "--samples", type=click.IntRange(min=1), default=100, show_default=True, help="Held-out records of each task."
-)
 numbers_file = click.option(
     "--json", "json_file", metavar="FILE", help="Write the numbers as JSON; '-' for standard output."
 )

@@ -90,7 +90,7 @@ class CalibrationSource:
 
         Args:
             samples: how many.
-            used: samples drawn before; records with the same tokens as one of them are left out.
+            used: samples drawn before; records with the same tokens as one of them are left out, and none may be left.
 
         Raises:
             SltaError: the source cannot be read, a record cannot be turned into text, or no record is usable.
@@ -113,17 +113,14 @@ class CalibrationSource:
             elif row not in repeated:
                 rows[index] = row
                 answers.append(answer)
-        if not rows:
+        if not (rows or used):
             raise SltaError(
-                f"Calibration source {self.source!r} has no record to hold out: calibration used every usable one. Add "
-                "records to it, or calibrate with fewer 'samples'."
-                if used
-                else f"Calibration source {self.source!r} has no usable record: all {len(records)} are empty. Name "
-                "another source, or a 'template' of fields with text."
+                f"Calibration source {self.source!r} has no usable record: all {len(records)} are empty. Name another "
+                "source, or a 'template' of fields with text."
             )
         if skipped and not used:
             LOG.warning("Calibration source %r: skipped %d empty records.", self.source, skipped)
-        if len(rows) < samples:
+        if 0 < len(rows) < samples:
             which = "records that calibration did not use" if used else "usable records that 'samples' asks for"
             LOG.warning("Calibration source %r has only %d of the %d %s.", self.source, len(rows), samples, which)
         return CalibrationData(self.source, self.template, tuple(rows.values()), tuple(rows), tuple(answers))

@@ -176,7 +176,7 @@ class _FeatureMerge(Accumulator[Tensors]):
         passage = LayerPassage(self.decoder, layer, maps, owners, streams)
         solver = LayerMerge(passage, LayerTensors(base, owners, anchor, later), self.setting, self._known(layer))
         for group in maps.groups:
-            self.stage = f"layer {layer} of {len(self.decoder)}, {group}"
+            self.stage = f"layer {layer + 1} of {len(self.decoder)}, {group}"
             solver.solve(group, report)
         written = written_in(self.decoder)
         merged = {names[key]: tensor for key, tensor in solver.tensors().items() if written[names[key]] == layer}

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from tqdm import tqdm
 
 from mergekit_slta.engine.batches import Tasks, share
 from mergekit_slta.engine.partial import Partial, run_of
+from mergekit_slta.engine.progress import progress_bar
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.answers import token_weights
@@ -129,12 +129,7 @@ def _solve(
         LOG.warning("The output head is tied to the embedding, so 'head' is off and the head stays the anchor's.")
     anchor = _anchor(experiment, settings, decoder)
     total = stages(decoder, settings.head) * share(decoder, tasks, settings.batch_tokens, experiment.ranks)
-    with tqdm(total=total, desc="Solving", unit="sample", leave=False, disable=experiment.quiet) as bar:
-
-        def progress(stage: str, samples: int) -> None:
-            bar.set_description(f"Solving {stage}", refresh=False)
-            bar.update(samples)
-
+    with progress_bar("Solving", [experiment.base, *experiment.experts], total, experiment.quiet) as progress:
         feature_merge(
             decoder,
             anchor,

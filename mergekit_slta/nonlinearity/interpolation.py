@@ -87,7 +87,7 @@ class Interpolation(Accumulator[Grams]):
                 for name, grams in maps.grams(maps.run_base(hidden, call), hidden, call, batch.lengths):
                     measured[name][rows] = self.settings @ grams @ self.settings.T
             streams.set_output(BASE, number, base.output, base.state)
-            report(len(rows) * passes_per_sample(len(self.settings), self.levels))
+            report(len(rows))
         self._keep(measured)
         return {}
 

@@ -15,10 +15,10 @@ from itertools import combinations, product
 from typing import SupportsIndex
 
 import torch
-from tqdm import tqdm
 
-from mergekit_slta.engine.batches import Tasks
+from mergekit_slta.engine.batches import Tasks, share
 from mergekit_slta.engine.loop import pass_layers
+from mergekit_slta.engine.progress import layer_bar
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import whole_number
 from mergekit_slta.layers.decoder import Decoder
@@ -174,30 +174,25 @@ class Plan:
         )
 
     def measure(self, quiet: bool = True) -> Linearity:
-        """Measure one study after the other; a progress bar shows the passes of this process, unless ``quiet``.
+        """Measure one study after the other; a progress bar for each shows this process's share, unless ``quiet``.
 
         Raises:
             SltaError: a level does not apply to the models, or one sample does not fit into memory.
         """
         layers = range(len(self.decoder))
         result = Linearity(tuple(self.names), tuple(self.levels), tuple(map(len, self.tasks)), {}, {}, {}, {})
-        with tqdm(
-            desc="Measuring linearity",
-            total=self.passes * len(layers) // self.ranks.count,
-            unit="pass",
-            unit_scale=1 / len(layers),
-            leave=False,
-            disable=quiet or not self.ranks.first,
-        ) as bar:
-            for study in self.studies:
-                inputs = self.decoder, self.models, self._tasks_of(study), self.ranks, self.levels, study.settings
-                grams = pass_layers(Interpolation(*inputs), batch_tokens=self.batch_tokens, progress=bar.update)
-                members = tuple(self.names[expert] for expert in study.experts)
-                group = "+".join(members)
-                result.members[group] = members
-                for level in self.levels:
-                    names = [name for layer in layers for name in layer_submodules(self.decoder, level, layer)]
-                    _add_scores(result, level, group, study, {name: grams[name] for name in names or ["model"]})
+        for number, study in enumerate(self.studies, 1):
+            tasks, doing = self._tasks_of(study), f"Measuring linearity, study {number} of {len(self.studies)}"
+            interpolation = Interpolation(self.decoder, self.models, tasks, self.ranks, self.levels, study.settings)
+            prompts = share(self.decoder, tasks, self.batch_tokens, self.ranks)
+            with layer_bar(doing, self.models, len(layers), prompts, quiet or not self.ranks.first) as progress:
+                grams = pass_layers(interpolation, batch_tokens=self.batch_tokens, progress=progress)
+            members = tuple(self.names[expert] for expert in study.experts)
+            group = "+".join(members)
+            result.members[group] = members
+            for level in self.levels:
+                names = [name for layer in layers for name in layer_submodules(self.decoder, level, layer)]
+                _add_scores(result, level, group, study, {name: grams[name] for name in names or ["model"]})
         return result
 
     def _tasks_of(self, study: Study) -> Tasks:

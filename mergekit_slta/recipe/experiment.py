@@ -98,14 +98,15 @@ class Experiment:
     @cached_property
     def base(self) -> Checkpoint:
         """The base model's weights."""
-        return self._checkpoint(self.recipe.base)
+        return self.checkpoint(self.recipe.base)
 
     @cached_property
     def experts(self) -> list[Checkpoint]:
         """The experts' weights, in the recipe's order."""
-        return [self._checkpoint(expert.reference) for expert in self.recipe.experts]
+        return [self.checkpoint(expert.reference) for expert in self.recipe.experts]
 
-    def _checkpoint(self, reference: ModelReference) -> Checkpoint:
+    def checkpoint(self, reference: ModelReference) -> Checkpoint:
+        """A model's weights."""
         checkpoint = Checkpoint(reference, self.trust_remote_code)
         checkpoint.config = self.model(reference).config
         return checkpoint

@@ -20,11 +20,19 @@ from mergekit_slta.data.sources import source_key
 from mergekit_slta.errors import SltaError, first_line, one_line, refuse, suggestion
 from mergekit_slta.files import published_path
 from mergekit_slta.recipe.configuration import base_parameters, expert_parameters, expert_references, shared_parameters
-from mergekit_slta.recipe.settings import SETTINGS, CalibrationSettings, KeptBase, MethodSettings, Parameters
+from mergekit_slta.recipe.settings import (
+    SETTINGS,
+    CalibratedExpert,
+    CalibrationSettings,
+    KeptBase,
+    MethodSettings,
+    Parameters,
+)
 from mergekit_slta.recipe.text import UniqueKeys, faults, misshapen, yaml_fault
 
 Given = TypeVar("Given", bound=Parameters)
 Kind = TypeVar("Kind", bound=MethodSettings)
+SOURCES = {*CalibratedExpert.model_fields}  # the parameters of an expert that say where its data come from
 _NO_PARAMETERS = ("self", "base", "experts", "method", "dtype", "out_dtype")
 
 
@@ -35,12 +43,14 @@ class Task:
     Attributes:
         reference: an expert; or the base model, whose abilities on these prompts are to be kept.
         calibration, template: where the prompts come from, and how a record becomes text.
+        evaluation: where the records for ``evaluate`` come from, if not from ``calibration``.
         weight: how much the base model's prompts count, κ; 1 for an expert.
     """
 
     reference: ModelReference
     calibration: str = ""
     template: str = ""
+    evaluation: str = ""
     weight: float = 1.0
 
     def __str__(self) -> str:
@@ -214,7 +224,7 @@ class Recipe:
         """The experts in the recipe's order, each with its own task; an SltaError if the recipe is wrong."""
         self.require_sound()
         return tuple(
-            Task(reference, **_table(self.method.expert, given).model_dump(include={"calibration", "template"}))
+            Task(reference, **_table(self.method.expert, given).model_dump(include=SOURCES))
             for reference, given in expert_parameters(self.config).items()
         )
 
@@ -383,7 +393,7 @@ def data_of(recipe: Recipe) -> Recipe:
     tables = {**expert_parameters(config), config.base_model: base_parameters(config)}
     shared = {name: value for name, value in shared_parameters(config).items() if name in names}
     own = {
-        str(model): {name: table[name] for name in ("calibration", "template") if name in table}
+        str(model): {name: table[name] for name in SOURCES if name in table}
         for model, table in tables.items()
         if table or model != config.base_model
     }

@@ -33,12 +33,12 @@ class Samples:
         """A task's calibration samples: ``count`` of them, by default the settings' number; see ``draw``."""
         key = task, count or self.settings.samples
         if key not in self._drawn:
-            self._drawn[key] = self._source(task).draw(key[1])
+            self._drawn[key] = self._source(task, task.calibration).draw(key[1])
         return self._drawn[key]
 
     def held_out(self, task: Task, count: int) -> CalibrationData:
-        """The task's next ``count`` records after its calibration samples."""
-        return self._source(task).draw(count, self.of(task))
+        """``count`` records of the task that are no calibration samples: of its ``evaluation`` source if it has one."""
+        return self._source(task, task.evaluation or task.calibration).draw(count, self.of(task))
 
     def tokenizer(self, reference: ModelReference) -> PreTrainedTokenizerBase:
         """A model's tokenizer; for an adapter its own, or else that of its base model."""
@@ -55,13 +55,13 @@ class Samples:
             self._tokenizers[reference] = tokenizer
             return tokenizer
 
-    def _source(self, task: Task) -> CalibrationSource:
-        if self.quiet and is_dataset(task.calibration):
+    def _source(self, task: Task, source: str) -> CalibrationSource:
+        if self.quiet and is_dataset(source):
             import datasets  # slow to import, and most recipes name files
 
             datasets.disable_progress_bars()
         return CalibrationSource(
-            task.calibration,
+            source,
             task.template,
             self.tokenizer(self.base),
             lambda: self.tokenizer(task.reference),

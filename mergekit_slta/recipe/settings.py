@@ -37,6 +37,10 @@ class CalibratedExpert(Parameters):
         description='how a record becomes text, such as `"{question} {answer}"`; without it, `messages`, `text` and '
         "the usual pairs (prompt/completion, instruction/output …) are known",
     )
+    evaluation: str = Field(
+        default="",
+        description="test data for `evaluate`, as `calibration`; without it, the records that calibration leaves",
+    )
 
 
 class KeptBase(CalibratedExpert):

@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from mergekit_slta.data.draw import CalibrationData
 from mergekit_slta.data.sources import source_name
 from mergekit_slta.engine.batches import share
 from mergekit_slta.engine.partial import Partial
+from mergekit_slta.engine.progress import layer_bar
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.submodules import fallbacks
@@ -180,25 +180,19 @@ def _measured(
     ranks, batch_tokens = experiment.ranks, experiment.settings.batch_tokens
     decoder = on_device(experiment.decoder, experiment.device)
     tasks = [samples.token_ids for samples in data]
-    with tqdm(
-        total=share(decoder, tasks, batch_tokens, ranks) * len(decoder),
-        desc=f"Calibrating {', '.join(levels)}",
-        unit="sample",
-        unit_scale=1 / len(decoder),
-        leave=False,
-        disable=experiment.quiet,
-    ) as bar:
+    models, prompts = [experiment.base, *experiment.experts], share(decoder, tasks, batch_tokens, ranks)
+    with layer_bar(f"Calibrating {', '.join(levels)}", models, len(decoder), prompts, experiment.quiet) as progress:
         grams = calibrate(
             decoder,
-            [experiment.base, *experiment.experts],
+            models,
             tasks,
             levels,
             batch_tokens=batch_tokens,
             partial=partial,
             ranks=ranks,
-            progress=bar.update,
+            progress=progress,
         )
-    for model in (experiment.base, *experiment.experts):
+    for model in models:
         model.refuse_changes()
     coarser = tuple(fallback for level in levels for fallback in fallbacks(decoder, level))
     return Statistics(

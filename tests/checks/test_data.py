@@ -14,6 +14,9 @@ from support.examining import only, problems, with_data
 from support.families import Family
 from support.hub import serve
 
+from mergekit_slta.checks.examine import check
+from mergekit_slta.recipe.recipe import Recipe
+
 CHAT = "{% for turn in messages %}{{ turn.content }}{% endfor %}"
 
 
@@ -73,6 +76,33 @@ def test_a_dataset_is_checked_for_its_spelling_and_where_there_is_a_network_for_
         )
         assert "not the name of a repository" in only(with_data(family, "hf:org/da ta"))
         assert problems(with_data(family, f"hf:{tmp_path}")) == []
+
+
+@pytest.mark.parametrize(
+    ("samples", "tested", "words"),
+    [
+        (5, None, []),
+        (6, None, ["has only 6 records: all calibrate, none is left for `evaluate`. Add records (60 or more: 30 cal"]),
+        (30, None, ["has only 6 records: all calibrate, none is left for `evaluate`"]),
+        (6, "abcabc", []),
+        (6, "", ["has only records that calibrate, none is left for `evaluate`"]),  # a copy
+        (5, "missing", ["does not exist"]),
+    ],
+)
+def test_check_says_that_calibration_leaves_no_record_for_evaluate(
+    make_family: MakeFamily, tmp_path: Path, samples: int, tested: str | None, words: list[str]
+) -> None:
+    family = make_family(records=6)
+    recipe = families.recipe(family, experts=[0], keep={"calibration": "hf:org/data"}, samples=samples)
+    file = tmp_path / "test.jsonl"
+    if tested is not None:
+        recipe["models"][0]["parameters"]["evaluation"] = str(file)
+        if tested != "missing":
+            file.write_text(json.dumps({"text": tested}) if tested else family.data[0].read_text())
+    found = check(Recipe.parse(json.dumps(recipe), "recipe.yml"), quiet=True)
+    assert not found.problems and len(found.notes) == len(words)
+    for note, said in zip(found.notes, words, strict=True):
+        assert said in note and str(file if tested is not None else family.data[0]) in note
 
 
 def test_conversations_need_a_chat_template(family: Family, tmp_path: Path) -> None:

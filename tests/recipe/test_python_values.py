@@ -49,10 +49,10 @@ def test_what_is_no_recipe_is_refused(call: Callable[..., Any]) -> None:
 
 
 def test_every_parameter_of_a_method_is_an_argument_of_recipe() -> None:
-    """``calibration`` and ``weight`` belong to one model, and stand in its own table."""
+    """``calibration``, ``evaluation`` and ``weight`` belong to one model, and stand in its own table."""
     arguments = {name.rstrip("_") for name in signature(Recipe).parameters}
     named = {spec.name for settings in SETTINGS.values() for spec in parameter_specs(settings)}
-    missing = named - arguments - {"calibration", "weight"}
+    missing = named - arguments - {"calibration", "evaluation", "weight"}
     assert not missing, f"add {sorted(missing)} to the arguments of Recipe.__init__ in recipe/recipe.py"
     assert arguments - named == {"base", "experts", "method", "dtype", "out_dtype"}
 

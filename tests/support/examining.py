@@ -15,10 +15,14 @@ from mergekit_slta.errors import SltaError
 
 
 def look(recipe: dict[str, Any], **arguments: Any) -> Findings:
-    """Examine a recipe; ``options`` are those of ``MergeOptions``."""
+    """Examine a recipe; ``options`` are those of ``MergeOptions``.
+
+    The notes are those on anything but records for ``evaluate``, of which small families have none.
+    """
     experiment = families.experiment(recipe, **arguments.pop("options", {}))
     try:
-        return Findings([], examine(experiment, **arguments))
+        notes = examine(experiment, **arguments)
+        return Findings([], [note for note in notes if "left for `evaluate`" not in note])
     except SltaError as error:
         return Findings(list(error.sentences), [])
 
