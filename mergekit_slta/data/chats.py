@@ -62,7 +62,7 @@ def _turn(turn: dict[str, Any], what: str) -> dict[str, Any]:
     role, content = str(roles[0]).lower(), contents[0] if contents else ""
     content = content or "" if isinstance(content, (str, list, dict)) else str(content)
     if role not in ROLES:
-        raise UnfitRecord(f"{what} has a turn of the unknown role {roles[0]!r}: write it as one of {', '.join(ROLES)}.")
+        raise UnfitRecord(f"{what} has a turn of the unknown role {roles[0]!r}: write system, user, assistant or tool.")
     calls = plain(turn.get("tool_calls")) or turn.get("function_call")
     if role in CALLS and isinstance(plain(content), (dict, list)):
         calls, content = plain(content), ""

@@ -147,10 +147,18 @@ class CalibrationSource:
             which = "records that calibration did not use" if used else "usable records that 'samples' asks for"
             LOG.warning("%s has only %d of the %d %s.", source, len(rows), samples, which)
         reached = tuple(answer if answer and answer[0] < self.max_tokens else None for answer in answers)
-        index, row = next(iter(rows.items()))
-        example = f"Record {index + 1} of {self.source!r} as the model sees it: {self._shown(row)}; "
-        example += f"its answer: {self._shown(row[slice(*reached[0])])}." if reached[0] else "no answer is known."
+        example = self._example(*next(iter(rows.items())), answers[0])
         return CalibrationData(self.source, self.template, tuple(rows.values()), tuple(rows), reached, example)
+
+    def _example(self, index: int, row: tuple[int, ...], answer: Span | None) -> str:
+        def shown(begin: int, end: int) -> str:
+            text = str(self.tokenizer.decode([*row[begin:end]], clean_up_tokenization_spaces=False))
+            return repr(text if len(text) <= 2 * SHOWN else f"{text[:SHOWN]} … {text[-SHOWN:]}")
+
+        sees = f"Record {index + 1} of {self.source!r} as the model sees it: {shown(0, len(row))}"
+        if not answer:
+            return f"{sees}; no answer is known."
+        return f"{sees}; its answer {f'is {shown(*answer)}' if answer[0] < len(row) else 'lies beyond max_tokens'}."
 
     def _notes(
         self, empty: int, unfit: int, reason: str, left_out: Counter[str], answers: list[Span | None]
@@ -171,10 +179,6 @@ class CalibrationSource:
                 f"{len(beyond)} of {len(answers)} answers lie beyond max_tokens {self.max_tokens}"
                 f"{f', {cut} of them in part' * bool(cut)}: raise it to {max(end for _, end in beyond)}."
             )
-
-    def _shown(self, ids: tuple[int, ...]) -> str:
-        text = str(self.tokenizer.decode([*ids], clean_up_tokenization_spaces=False))
-        return repr(text if len(text) <= 2 * SHOWN else f"{text[:SHOWN]} … {text[-SHOWN:]}")
 
     def _encode(self, text: Text) -> tuple[tuple[int, ...], Span | None]:
         """A text's token ids, none if all are special, and which of them are its answer, also beyond ``max_tokens``."""

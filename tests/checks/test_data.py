@@ -73,7 +73,7 @@ def test_a_record_of_each_source_is_shown(family: Family, tmp_path: Path) -> Non
     shown, _ = (note for note in notes if "as the model sees it" in note)
     tokenizer = AutoTokenizer.from_pretrained(family.base)
     text, answer = tokenizer.decode(tokenizer("ab: cd")["input_ids"]), tokenizer.decode(tokenizer.encode("cd")[1:-1])
-    assert shown == f"Record 1 of '{file}' as the model sees it: {text!r}; its answer: {answer!r}."
+    assert shown == f"Record 1 of '{file}' as the model sees it: {text!r}; its answer is {answer!r}."
 
 
 def test_a_dataset_is_checked_for_its_spelling_and_where_there_is_a_network_for_its_existence(

@@ -307,7 +307,9 @@ def test_an_example_shows_a_sample_as_the_model_sees_it(
     source = write_jsonl(tmp_path / "a.jsonl", [{"question": "ab" * 400, "answer": "c d"}])
     example = load(source, plain_tokenizer, max_tokens=2000).example
     assert example.startswith(f"Record 1 of {source!r} as the model sees it: '<s>abab") and len(example) < 500
-    assert example.endswith(" … " + "ab" * 71 + "\\nc d</s>'; its answer: 'c d'.")
+    assert example.endswith(" … " + "ab" * 71 + "\\nc d</s>'; its answer is 'c d'.")
+    example = load(source, plain_tokenizer, max_tokens=4).example
+    assert example.endswith("'<s>aba'; its answer lies beyond max_tokens.")
     source = write_jsonl(tmp_path / "b.jsonl", [{"text": "ab"}])
     assert load(source, plain_tokenizer).example.endswith("'<s>ab</s>'; no answer is known.")
 

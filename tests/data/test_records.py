@@ -80,7 +80,7 @@ def test_template_goes_before_every_shape(template: str, text: str) -> None:
         ({"prompt": ["a"], "completion": "b"}, "", ["'prompt'", "'template'"]),
         ({"prompt": TURNS, "completion": TURNS}, "{prompt}{completion}", ["list in 'prompt'", "'{prompt[key]}'"]),
         ({"q": {"a": 1}, "b": "c"}, "{b} {q!s}", ["dict in 'q'", "'messages'"]),
-        ({"messages": [{"role": "alien", "content": "a"}]}, "", ["unknown role 'alien'", "human"]),
+        ({"messages": [{"role": "alien", "content": "a"}]}, "", ["unknown role 'alien'", "assistant"]),
         ({"messages": [{"role": "user", "content": "a", "tool_calls": ["f"]}]}, "", ["tool call without a function"]),
         ({"messages": "hi"}, "", ["'messages'", "not a list of turns"]),
         ({"messages": [{"speaker": "me", "says": "hi"}]}, "", ["its fields are speaker, says"]),
