@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from mergekit_slta.data import chats
-from mergekit_slta.data.chats import Span, UnfitRecord, is_blank, without_blanks
+from mergekit_slta.data.chats import MARK, Span, UnfitRecord, is_blank, without_blanks
 from mergekit_slta.errors import SltaError, first_line
 
 Record = Mapping[str, Any]
@@ -93,6 +93,7 @@ def record_text(record: Record, template: str, *, where: object, render_chat: Ca
 
 def _chat_text(turns: chats.Turns, record: Record, where: object, render_chat: Callable[..., str]) -> Text:
     tools = chats.plain(record.get("tools"))
+    tools = [*map(chats.plain, tools)] if isinstance(tools, list) else tools
     render = partial(render_chat, tools=tools) if tools else render_chat
     turns, text = chats.written(turns, render, where)
     left_out = ["the reasoning"] * chats.loses_reasoning(turns, text)
@@ -137,18 +138,17 @@ def _answer_in(text: str, record: Record) -> Span | None:
 
     None where several places could be the answer's: what follows an answer may hold the same letters.
     """
-    markup = [match.span() for match in _MARKUP.finditer(text)]
+    unmarked = _MARKUP.sub(lambda marker: MARK * len(marker[0]), text)
     for fields in _pairs_in(record):
         *parts, answer = ("" if record[field] is None else str(record[field]).strip() for field in fields)
         end = 0
         for part in parts:
             begin = text.find(part, end)
             end = begin + len(part) if begin >= 0 else len(text)
-        places = re.compile(_APART + re.escape(answer) + _APART, re.ASCII).finditer(text[end:])
-        spans = [(end + place.start(), end + place.end()) for place in places]
-        spans = [span for span in spans if not any(a <= span[0] and span[1] <= b and span != (a, b) for a, b in markup)]
-        if answer and len(spans) == 1:
-            return spans[0]
+        rest = (text if "<" in answer else unmarked)[end:]
+        places = [*re.compile(_APART + re.escape(answer) + _APART, re.ASCII).finditer(rest)]
+        if answer and len(places) == 1:
+            return end + places[0].start(), end + places[0].end()
     return None
 
 

@@ -71,6 +71,7 @@ def by_hand(turns: list[dict[str, Any]], tools: Any, template: str, folder: Path
     [
         ({"messages": SAID, "tools": SCHEMA}, SAID, SCHEMA),
         ({"messages": SAID, "tools": json.dumps(SCHEMA)}, SAID, SCHEMA),
+        ({"messages": SAID, "tools": [json.dumps(tool) for tool in SCHEMA]}, SAID, SCHEMA),
         ({"messages": SAID, "tools": None}, SAID, None),
         ({"messages": SAID, "tools": []}, SAID, None),
         ({"messages": json.dumps(SAID)}, SAID, None),

@@ -227,6 +227,7 @@ TAILS = {
         *((TAILED, template, text) for template, text in TAILS.items()),
         *((TAILED | {"text": text.replace("<d>", "d")}, "", text) for text in TAILS.values()),
         ({"text": "Q ab A 2. Turn 2", "question": "ab", "answer": "2"}, "", "Q ab A 2. Turn 2"),  # which of the two?
+        ({"text": "Q ab A <d>c", "question": "ab", "answer": "<d>"}, "", "Q ab A <<d>>c"),
         ({"question": "ab", "answer": "d"}, "d{answer} Q {question} end", "dd Q ab end"),  # before the question
         ({"instruction": "ab", "input": None, "output": "d"}, "{instruction}{input} {output} end", "ab <d> end"),
     ],
