@@ -313,7 +313,7 @@ def test_any_value_of_a_parameter(place: tuple[str, ParameterSpec], value: Any, 
 @given(template=TEMPLATES, record=st.dictionaries(st.sampled_from(["a", "a0", "text"]) | st.text(), VALUES, max_size=3))
 def test_any_template_and_any_record(template: str, record: dict[str, Any]) -> None:
     with contextlib.suppress(SltaError):
-        text, _, answer = record_text(record, template, where="Record 1 of 'data.jsonl'", render_chat=str)
+        text, _, answer, _ = record_text(record, template, where="Record 1 of 'data.jsonl'", render_chat=str)
         assert answer is None or 0 <= answer[0] < answer[1] <= len(text)
 
 

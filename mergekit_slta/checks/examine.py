@@ -105,7 +105,10 @@ def check(
         return Findings(list(error.sentences), [])
     settings = experiment.recipe.settings
     coarser = fallbacks(experiment.decoder, settings.level) if isinstance(settings, SltaSettings) else []
-    notes = [*map(str, coarser), *notes]  # a run logs the coarser levels when it measures
+    shown = (
+        [drawn.example for drawn in experiment.samples.drawn.values()] if experiment.recipe.method.runs_models else []
+    )
+    notes = [*map(str, coarser), *notes, *shown]  # a run logs the coarser levels when it measures
     return Findings([], notes, _verdict(recipe, experiment), needs(experiment))
 
 

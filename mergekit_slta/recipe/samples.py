@@ -26,15 +26,15 @@ class Samples:
     quiet: bool = False
 
     def __post_init__(self) -> None:
-        self._drawn: dict[tuple[Task, int], CalibrationData] = {}
+        self.drawn: dict[tuple[Task, int], CalibrationData] = {}
         self._tokenizers: dict[ModelReference, PreTrainedTokenizerBase] = {}
 
     def of(self, task: Task, count: int | None = None) -> CalibrationData:
         """A task's calibration samples: ``count`` of them, by default the settings' number; see ``draw``."""
         key = task, count or self.settings.samples
-        if key not in self._drawn:
-            self._drawn[key] = self._source(task, task.calibration).draw(key[1])
-        return self._drawn[key]
+        if key not in self.drawn:
+            self.drawn[key] = self._source(task, task.calibration).draw(key[1])
+        return self.drawn[key]
 
     def held_out(self, task: Task, count: int) -> CalibrationData:
         """``count`` records of the task that are no calibration samples: of its ``evaluation`` source if it has one."""

@@ -13,6 +13,7 @@ from support.architecture_scan import small_configs
 from support.examining import only, problems, with_data
 from support.families import Family
 from support.hub import serve
+from transformers import AutoTokenizer
 
 from mergekit_slta.checks.examine import check
 from mergekit_slta.recipe.recipe import Recipe
@@ -39,7 +40,11 @@ def test_two_sources_with_the_same_samples(family: Family, tmp_path: Path) -> No
         ("empty.jsonl", "", "has no records"),
         ("blank.jsonl", '{"text": " "}\n', "has no usable record: all 1 are empty"),
         ("shape.jsonl", '{"q": 1, "a": 2}', "has any of the known fields: the fields are q, a."),
-        ("mixed.jsonl", '{"text": "x"}\n{"q": 1}\n', "Record 2 of calibration source"),
+        (
+            "mixed.jsonl",
+            '{"text": ["x"]}\n{"q": 1}\n',
+            "no usable record: 2 do not fit and 0 are empty, the first because",
+        ),
     ],
 )
 def test_data_that_cannot_be_used(family: Family, tmp_path: Path, name: str, content: str | None, words: str) -> None:
@@ -59,6 +64,16 @@ def test_data_that_cannot_be_used(family: Family, tmp_path: Path, name: str, con
 )
 def test_a_template_that_does_not_fit(family: Family, template: str, words: str) -> None:
     assert words in only(with_data(family, family.data[0], template))
+
+
+def test_a_record_of_each_source_is_shown(family: Family, tmp_path: Path) -> None:
+    file = tmp_path / "pairs.jsonl"
+    file.write_text('{"prompt": "ab:", "completion": " cd"}\n{"q": 1}\n')
+    notes = check(Recipe.parse(json.dumps(with_data(family, file)), "recipe")).notes
+    shown, _ = (note for note in notes if "as the model sees it" in note)
+    tokenizer = AutoTokenizer.from_pretrained(family.base)
+    text, answer = tokenizer.decode(tokenizer("ab: cd")["input_ids"]), tokenizer.decode(tokenizer.encode("cd")[1:-1])
+    assert shown == f"Record 1 of '{file}' as the model sees it: {text!r}; its answer is {answer!r}."
 
 
 def test_a_dataset_is_checked_for_its_spelling_and_where_there_is_a_network_for_its_existence(
