@@ -22,6 +22,7 @@ from mergekit_slta.errors import SltaError, files_named, one_line, suggestion
 from mergekit_slta.host.afterword import afterword
 from mergekit_slta.host.registry import METHODS
 from mergekit_slta.models.loaders import ONE_AT_A_TIME
+from mergekit_slta.models.merged_adapters import in_recipes_type
 from mergekit_slta.output import card
 from mergekit_slta.output.companions import copy_companions, entry_files, set_aside
 from mergekit_slta.recipe.experiment import Experiment
@@ -61,7 +62,7 @@ def run(
             known = {method.spec.name for method in merge_methods.registered_methods()}
             if config.merge_method not in known and (near := suggestion(config.merge_method, known)):
                 raise SltaError(f"mergekit does not know the merge_method '{config.merge_method}'{near}")
-            stock(config, out, MergeOptions(**options), source)
+            stock(config, out, MergeOptions(**in_recipes_type(options, config.dtype)), source)
             return
         with joined_ranks() as ranks, files_named("mend that and run the command again"):
             _run(stock, Experiment(Recipe.from_config(config, content), ranks=ranks, **options), out, source)
