@@ -368,7 +368,11 @@ def _scores(experiment: Experiment, model: Checkpoint, groups: Sequence[Group], 
     """A model's scores, which are kept in the cache folder; its weights are gone afterwards."""
     bar.set_postfix_str(Path(model.folder).name)
     key = [
-        [model.fingerprint(), sorted(model.stamps.values())],
+        [
+            model.fingerprint(),
+            sorted(model.stamps.values()),
+            model.reference.lora and experiment.options.lora_merge_dtype,
+        ],
         files.checksum(Path(model.folder) / "config.json"),
         [[list(sample) for sample in group] for group in groups],
         [__version__, torch.__version__, transformers.__version__],
