@@ -57,7 +57,7 @@ def _adapter_of(model: Model, adapter: ModelPath, cache_dir: str | None) -> None
             "and output head are one tensor, so it cannot be merged into it: train it on the decoder layers alone, or "
             "save the base model with 'tie_word_embeddings' false."
         )
-    if model.built is not None:
+    if model.built is not None and kind != "SHIRA":  # whose mask peft cannot draw without the weights
         tensors = {name: torch.empty(header.shape, device="meta") for name, header in headers.items()}
         adapted(meta_model(model.config, model.trust_remote_code), model.reference, folder, tensors)
 

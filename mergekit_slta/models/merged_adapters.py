@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from mergekit_slta.files import digest
 from mergekit_slta.models.adapters import adapter_folder, source_files, source_folders
 from mergekit_slta.models.fingerprint import fingerprint_of, stamps
 from mergekit_slta.models.headers import ADAPTER_CONFIG, listed
-from mergekit_slta.models.skeleton import spellings
+from mergekit_slta.models.skeleton import model_tensor_name
 
 NO_FOLDER = "{model} is a LoRA adapter: give mergekit a folder to merge it in with --lora-merge-cache FOLDER."
 
@@ -96,23 +97,16 @@ def names_in(model: transformers.PreTrainedModel, names: Iterable[str]) -> dict[
 
     A text model and the language tower of a multimodal one have other names for the same modules.
     """
-    modules = {name for name, _ in model.named_modules()}
-
-    def rest(spelling: str) -> int:
-        """How many parts of a name follow that of the deepest module in it."""
-        parts = spelling.split(".")
-        return min(count for count in range(len(parts) + 1) if ".".join(parts[: len(parts) - count]) in modules)
-
-    inner = {name: name.removeprefix(_TRAINED) for name in names}
-    return {
-        name: name.removesuffix(own) + min(spellings(own, model.base_model_prefix), key=rest)
-        for name, own in inner.items()
-    }
+    known = {*(path for path, _ in model.named_modules()), *model.state_dict()}
+    homes = {name: target_of(name) for name in names}
+    places = {home: model_tensor_name(home, known, model.base_model_prefix) or home for home in homes.values()}
+    return {name: name.replace(home, places[home], 1) for name, home in homes.items()}
 
 
 def target_of(name: str) -> str:
-    """The module that a tensor of a LoRA adapter changes."""
-    return name.removeprefix(_TRAINED).partition(".lora_")[0]
+    """The module that a tensor of a LoRA adapter changes; a tensor that an adapter holds whole."""
+    # peft wraps a module once for each of its parameters, and calls the module inside a wrapper "base_layer".
+    return name.removeprefix(_TRAINED).partition(".lora_")[0].removesuffix(".base_layer")
 
 
 def adapted(
@@ -133,14 +127,15 @@ def adapted(
     cure = "name the model that it was trained on"
     if any(re.search(r"\.experts\.\d", name) for name in names):
         cure = "train it on all experts and all of their maps, which transformers keeps in one tensor"
-    with reading(f"The adapter {reference.lora}", f"does not fit {reference.model}", cure):
+    sentence = reading(f"The adapter {reference.lora}", f"does not fit {reference.model}", cure)
+    with sentence, warnings.catch_warnings(action="ignore"):  # of what is refused below
         config = peft.PeftConfig.from_pretrained(str(folder))
         config.inference_mode = True
         if is_meta and hasattr(config, "init_lora_weights"):
             config.init_lora_weights = True  # others compute with the weights
         own = PEFT_TYPE_TO_PREFIX_MAPPING.get(config.peft_type, "")
         if any(before != after for before, after in names.items()):
-            _rename_targets(config, names, f".{own}")
+            _rename_targets(config, names)
         whole = peft.PeftModel(model, config, low_cpu_mem_usage=is_meta)
         renamed = {names[name]: tensor for name, tensor in tensors.items()}
         try:
@@ -174,13 +169,12 @@ def _misfit(error: RuntimeError, reference: ModelReference, model: transformers.
 
 
 def _targets(names: Iterable[str]) -> str:
-    return listed(sorted({target_of(name).replace(".base_layer", "") for name in names}))
+    return listed(sorted(set(map(target_of, names))))
 
 
-def _rename_targets(config: Any, names: Mapping[str, str], mark: str) -> None:
+def _rename_targets(config: Any, names: Mapping[str, str]) -> None:
     """Have an adapter's configuration name the modules that its tensors were renamed to, and no others."""
-    homes = {old.partition(mark)[0]: new.partition(mark)[0] for old, new in names.items() if mark in old}
-    homes = {old.removeprefix(_TRAINED): new.removeprefix(_TRAINED) for old, new in homes.items()}
+    homes = {target_of(old): target_of(new) for old, new in names.items() if ".lora_" in old}
     for name in ("rank_pattern", "alpha_pattern"):
         given = getattr(config, name, None) or {}
         known = ((new, get_pattern_key(list(given), old)) for old, new in homes.items())

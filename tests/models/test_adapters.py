@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from support import families
 from support.adapters import edit, merged_by_hand, write_adapter
 from support.copies import edit_tensors
+from support.examining import adapted, problems
 from support.families import Family
 from support.hub import serve
 from transformers import AutoModelForCausalLM
@@ -188,3 +189,37 @@ def test_the_recipes_type_decides_what_an_adapter_is_merged_in(
         assert check(file, lora_merge_cache=str(cache)).problems == []
         evaluate(file, out, lora_merge_cache=str(cache), quiet=True)
         assert [place for place in cache.iterdir() if place.is_dir()] == [folder]
+
+
+TWO_MAPS: dict[str, Any] = {"target_modules": ["q_proj", "o_proj"]}
+KINDS = {
+    "dora": peft.LoraConfig(use_dora=True, **TWO_MAPS),
+    "pissa": peft.LoraConfig(init_lora_weights="pissa", r=4, **TWO_MAPS),
+    "biases": peft.LoraConfig(bias="all", **TWO_MAPS),
+    "tokens": peft.LoraConfig(trainable_token_indices=[1, 5], **TWO_MAPS),
+    "embedding": peft.LoraConfig(target_modules=["embed_tokens", "q_proj"]),
+    "head": peft.LoraConfig(modules_to_save=["lm_head"], task_type="CAUSAL_LM", **TWO_MAPS),
+    "adalora": peft.AdaLoraConfig(total_step=10, **TWO_MAPS),
+    "ia3": peft.IA3Config(feedforward_modules=[], **TWO_MAPS),
+    "vera": peft.VeraConfig(r=4, **TWO_MAPS),
+    "vblora": peft.VBLoRAConfig(r=2, num_vectors=8, vector_length=4, **TWO_MAPS),
+    "shira": peft.ShiraConfig(r=2, **TWO_MAPS),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_of_all_kinds_are_whole_and_merged_as_by_peft(kind: str, llama: Family, tmp_path: Path) -> None:
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(llama.base), KINDS[kind])
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(str(tmp_path / "adapter"))
+    options = {"lora_merge_cache": str(tmp_path / "cache")}
+    assert problems(adapted(llama, tmp_path / "adapter"), options=options, merging=False) == []
+    reference = ModelReference.parse(f"{llama.base}+{tmp_path / 'adapter'}")
+    found = load_file(Path(merge_adapter(reference, options["lora_merge_cache"]).model.path) / "model.safetensors")
+    expected = load_file(merged_by_peft(llama.base, tmp_path / "adapter", tmp_path / "full") / "model.safetensors")
+    before = load_file(llama.base / "model.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert not all(torch.equal(found[name], tensor) for name, tensor in before.items())
