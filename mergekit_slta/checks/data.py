@@ -114,4 +114,4 @@ def content_of(experiment: Experiment, reference: ModelReference) -> str | None:
     folder, adapter = experiment.model(reference).folder, Path(reference.lora.path) if reference.lora else None
     if folder is None or not all(any(own.glob("*.safetensors")) for own in (folder, adapter) if own):
         return None
-    return fingerprint_of(folder, adapter, experiment.options.lora_merge_dtype)
+    return fingerprint_of(folder, adapter)

@@ -214,7 +214,8 @@ def _write_recipe(
     renamed = dict(_assignment(entry, names, "--model") for entry in paths)
     models = {name: path for name, path in renamed.items() if name in used}
     solution.save_recipe(file, models=models, tokenizer_source=tokenizer_source or "", **more)
-    return adapter_option(ModelReference.parse(renamed.get(name, name)) for name in used)
+    option = adapter_option(ModelReference.parse(renamed.get(name, name)) for name in used)
+    return option and f"{option} --lora-merge-dtype float32"  # which mergekit without this plugin needs to be told
 
 
 @main.command(cls=ModelCommand, short_help="Measure how well merged models do each task.")

@@ -28,6 +28,7 @@ from mergekit_slta.host.method import Merge, Method
 from mergekit_slta.host.sftm import SftmMerge
 from mergekit_slta.host.slta import SltaMerge
 from mergekit_slta.models.loaders import ONE_AT_A_TIME
+from mergekit_slta.models.merged_adapters import in_recipes_type
 from mergekit_slta.output import card
 from mergekit_slta.output.companions import copy_companions, entry_files, set_aside
 from mergekit_slta.recipe.experiment import Experiment
@@ -79,7 +80,7 @@ def run(
             known = {method.spec.name for method in merge_methods.registered_methods()}
             if config.merge_method not in known and (near := suggestion(config.merge_method, known)):
                 raise SltaError(f"mergekit does not know the merge_method '{config.merge_method}'{near}")
-            stock(config, out, MergeOptions(**options), source)
+            stock(config, out, MergeOptions(**in_recipes_type(options, config.dtype)), source)
             return
         if source:  # of which mergekit's own reader silently drops repeated and misspelt keys
             content = Recipe.parse(source, "The recipe").content

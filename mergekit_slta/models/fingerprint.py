@@ -26,16 +26,21 @@ _Entry = tuple[str, str, list[int], bytes]
 Stamps = dict[str, tuple[int, int, int]]
 
 
-def fingerprint_of(folder: str | Path, adapter: Path | None = None, dtype: str | None = None) -> str:
+def fingerprint_of(folder: str | Path, adapter: Path | None = None) -> str:
     """Identify a model by the names, shapes and dtypes of its tensors and a sample of their bytes; sha256 in hex.
 
     Training changes nearly all bytes of a tensor. An edit of a few rows does not show; in files of this machine
-    ``stamps`` shows it. ``adapter`` is the folder of an adapter that is merged into the model, in the type ``dtype``.
+    ``stamps`` shows it. ``adapter`` is the folder of an adapter that is merged into the model, in whichever type.
     """
     content = _digest(entry for file in weight_map(Path(folder)) for entry in _sampled(Path(folder) / file))
     if adapter is None:
         return content
-    merged = [content, _digest(_sampled(adapter_weights(adapter))), adapter_settings(adapter), dtype]
+    merged = [
+        content,
+        _digest(_sampled(adapter_weights(adapter))),
+        adapter_settings(adapter),
+        None,
+    ]  # the last one was the type
     return hashlib.sha256(json.dumps(merged, sort_keys=True).encode()).hexdigest()
 
 

@@ -26,6 +26,7 @@ from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.headers import Headers, Model, folder_headers, open_model, other_vocabularies
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.models.loaders import adapt_loaders
+from mergekit_slta.models.merged_adapters import in_recipes_type
 from mergekit_slta.recipe.recipe import EQUAL_DATA, RecipeOrFile, Task, loaded, plain_values
 from mergekit_slta.recipe.samples import Samples
 from mergekit_slta.recipe.settings import CalibrationSettings
@@ -52,7 +53,7 @@ class Experiment:
         self.ranks = ranks or Ranks()
         if unknown := sorted(options.keys() - MergeOptions.model_fields.keys()):
             raise TypeError(f"mergekit has no option {', '.join(unknown)}.")
-        self.options = MergeOptions(**plain_values(options))
+        self.options = MergeOptions(**in_recipes_type(plain_values(options), self.recipe.config.dtype))
         on_all_gpus = self.options.multi_gpu and self.options.device == "cpu"
         self.device = "cuda" if on_all_gpus else str(self.options.device)
         self._models: dict[ModelReference, Model | SltaError] = {}

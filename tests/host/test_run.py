@@ -217,6 +217,24 @@ def test_a_model_of_the_recipe_is_not_overwritten(family: Family, write_recipe: 
     assert file.read_bytes() == before
 
 
+@pytest.mark.parametrize("in_recipe", [True, False])
+def test_the_folder_of_an_adapter_is_not_overwritten(in_recipe: bool, llama: Family, tmp_path: Path) -> None:
+    adapter = write_adapter(llama.base, tmp_path / "adapter", seed=0)
+    content = families.recipe(llama, experts=[0, 1])
+    if in_recipe:
+        content["models"][0]["model"] = f"{llama.base}+{adapter}"
+    before = {file: file.read_bytes() for file in adapter.iterdir()}
+    options = [
+        str(families.write_recipe(tmp_path / "r.yml", content)),
+        str(adapter),
+        "--lora-merge-cache",
+        str(tmp_path / "cache"),
+    ]
+    result = CliRunner().invoke(run_yaml.main, options)
+    assert result.exit_code == 1 and f"{adapter} is the folder of an adapter, which transformers" in result.output
+    assert {file: file.read_bytes() for file in adapter.iterdir()} == before
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_multi_gpu_without_a_gpu_is_refused_before_calibration(llama: Family, tmp_path: Path) -> None:
     with pytest.raises(SltaError, match="leave --device, --cuda and --multi-gpu out"):

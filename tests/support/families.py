@@ -472,7 +472,7 @@ def recipe(
     calibration: bool = True,
     per_expert: dict[str, Any] | None = None,
     keep: dict[str, Any] | None = None,
-    dtype: str = "float32",
+    dtype: str | None = "float32",
     out_dtype: str | None = None,
     **parameters: Any,
 ) -> dict[str, Any]:
