@@ -6,6 +6,7 @@ import datetime
 import hashlib
 import logging
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -69,9 +70,9 @@ class CalibrationSource:
     Attributes:
         source: what the recipe gives as ``calibration``.
         template: a ``str.format`` string over a record's fields, or "" to choose the fields by their names.
-        tokenizer: the base model's tokenizer, which tokenizes everything.
-        expert_tokenizer: loads the expert's tokenizer, or raises an SltaError; called only if the base model's
-            tokenizer lacks a chat template that is needed.
+        tokenizer: the tokenizer of the base or merged model, which tokenizes everything.
+        expert_tokenizer: loads the expert's tokenizer, or raises an SltaError; called only if ``tokenizer`` lacks a
+            chat template that is needed.
         max_tokens: how many tokens of a sample to keep, from its beginning.
         seed: decides the order in which records are taken, ``random.Random(seed).sample(range(n), n)``.
     """
@@ -101,13 +102,14 @@ class CalibrationSource:
         repeated = set(used.token_ids) if used else set()
         rows: dict[int, tuple[int, ...]] = {}
         answers = []
-        skipped = 0
+        skipped, split = 0, set[str]()
         for index in random.Random(self.seed).sample(range(len(records)), len(records)):
             if len(rows) == samples:
                 break
             where = f"Record {index + 1} of calibration source {self.source!r}"
             text = record_text(records[index], self.template, where=where, render_chat=self._render_chat)
             row, answer = self._encode(text)
+            split |= {marker for marker in self._split_markers if marker in text.text} if text.is_chat else set()
             if not row:
                 skipped += 1
             elif row not in repeated:
@@ -123,6 +125,13 @@ class CalibrationSource:
             )
         if skipped and not used:
             LOG.warning("Calibration source %r: skipped %d empty records.", self.source, skipped)
+        if split and not used:
+            LOG.warning(
+                "Calibration source %r: the tokenizer of %s splits %s of the chat template into pieces: add "
+                "'tokenizer: {source: EXPERT}' to the recipe if the expert has the base model's ids, or give the "
+                "expert a 'template' without them.",
+                *(self.source, self.tokenizer.name_or_path, " and ".join(sorted(split))),
+            )
         if len(rows) < samples:
             which = "records that calibration did not use" if used else "usable records that 'samples' asks for"
             LOG.warning("Calibration source %r has only %d of the %d %s.", self.source, len(rows), samples, which)
@@ -164,13 +173,24 @@ class CalibrationSource:
         return str(self.tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False))
 
     @cached_property
+    def _chat_owner(self) -> PreTrainedTokenizerBase:
+        """The tokenizer whose chat template is used."""
+        return self.tokenizer if _chat_template_of(self.tokenizer) else self.expert_tokenizer()
+
+    @cached_property
+    def _split_markers(self) -> set[str]:
+        """The control tokens of the chat template that the tokenizer does not know."""
+        markers = {*self._chat_owner.get_added_vocab(), *re.findall(r"<\|[^<>|{}\s]+\|>", self._chat_template)}
+        return markers - self.tokenizer.get_vocab().keys()
+
+    @cached_property
     def _chat_template(self) -> str:
-        """The base model's chat template, or else the expert's.
+        """The tokenizer's chat template, or else the expert's.
 
         Raises:
             SltaError: neither has one.
         """
-        template = _chat_template_of(self.tokenizer) or _chat_template_of(self.expert_tokenizer())
+        template = _chat_template_of(self._chat_owner)
         if template is None:
             raise SltaError(
                 f"Calibration source {self.source!r} holds conversations, but neither the base model's tokenizer nor "
