@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from mergekit_slta.checks.tokenizers import endless
 from mergekit_slta.host.method import Merge
 from mergekit_slta.output.card import RECIPE
 from mergekit_slta.recipe.experiment import Experiment
@@ -19,6 +20,7 @@ def afterword(experiment: Experiment, merge: Merge, out: str) -> Iterator[str]:
         yield merge.kept
     if merge.page:
         yield f"Report: {merge.page}"
+    yield from (f"Note: {note}" for note in endless(experiment))
     if (recipe := _recipe_file(out)) is not None:
         has_data = experiment.recipe.method.runs_models and all(task.calibration for task in experiment.recipe.tasks)
         command = ["mergekit-slta", "evaluate" if has_data else "verify", recipe, out, *_options(experiment)]
