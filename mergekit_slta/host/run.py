@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,12 @@ from mergekit.options import MergeOptions
 
 from mergekit_slta.checks import examine
 from mergekit_slta.engine.ranks import Ranks, joined
-from mergekit_slta.errors import SltaError, files_named, one_line, suggestion
+from mergekit_slta.errors import SltaError, files_named, one_line, refuse, suggestion
 from mergekit_slta.host.afterword import afterword
 from mergekit_slta.host.registry import METHODS
 from mergekit_slta.models.loaders import ONE_AT_A_TIME
 from mergekit_slta.output import card
-from mergekit_slta.output.companions import copy_companions, entry_files, set_aside
+from mergekit_slta.output.companions import entry_files, finish_folder, set_aside
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
 
@@ -86,13 +87,13 @@ def _run(stock: Callable[..., None], experiment: Experiment, out: str, source: s
     if options.write_model_card:
         source = source or recipe.text  # as it is before mergekit rewrites it
     with method.merging(merge):
-        stock(copy.deepcopy(recipe.config), out, options, source)
+        stock(copy.deepcopy(recipe.config), os.path.abspath(out), options, source)  # its last part is the card's title
     LoaderCache.loaders.clear()  # what was adapted is of this merge alone
     for model in models:
         model.refuse_changes()
     for file, _ in before.items() & entry_files(folder).items():
         set_aside(file)  # programs would read it instead of the weights just written
-    copy_companions(recipe.config, recipe.tokenizer_source, options.copy_tokenizer, folder)
+    unfinished = finish_folder(experiment, folder)
     card.renew_beside(folder, merge.solution)
     merge.finish()
     if source and options.write_model_card:
@@ -102,6 +103,7 @@ def _run(stock: Callable[..., None], experiment: Experiment, out: str, source: s
             LOG.warning("The model card says only what mergekit knows (%s).", one_line(error))
     for line in afterword(experiment, merge, out) if not experiment.quiet else ():
         click.echo(line, err=True)
+    refuse(unfinished)
 
 
 @contextlib.contextmanager
