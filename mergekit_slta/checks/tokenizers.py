@@ -86,8 +86,8 @@ def endless(experiment: Experiment) -> Iterator[str]:
         stops, end = ours.convert_ids_to_tokens(stop_ids(settings)), end_of_turn(theirs) or theirs.eos_token
         if stops and end not in [*stops, *(ours.get_vocab() if recipe.config.chat_template else ()), None]:
             yield (
-                f"The expert {expert} ends its turns with {end}, but the merged model stops at {' and '.join(stops)}, "
-                f"as the base model {base}: add these two lines to the recipe.\n"
+                f"The expert {expert} ends its turns with {end}, but the merged model stops at "
+                f"{' and '.join(map(str, stops))}, as the base model {base}: add these two lines to the recipe.\n"
                 f"  tokenizer:\n    source: {expert.reference.lora or expert.reference.model}"
             )
 
@@ -105,9 +105,9 @@ def end_of_turn(tokenizer: Any) -> str | None:
 
 def stop_ids(folder: Path) -> list[int]:
     """The ids of the tokens at which a model stops to generate."""
-    config = json_file(folder / "config.json")
-    settings = config.get("text_config", {}) | config | json_file(folder / GENERATION)
-    eos = settings.get("eos_token_id") or []
+    generation, config = json_file(folder / GENERATION), json_file(folder / "config.json")
+    given = [part.get("eos_token_id") for part in (generation, config, config.get("text_config", {}))]
+    eos = next((value for value in given if value is not None), [])
     return eos if isinstance(eos, list) else [eos]
 
 

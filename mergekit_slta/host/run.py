@@ -24,7 +24,7 @@ from mergekit_slta.host.afterword import afterword
 from mergekit_slta.host.registry import METHODS
 from mergekit_slta.models.loaders import ONE_AT_A_TIME
 from mergekit_slta.output import card
-from mergekit_slta.output.companions import entry_files, finish_folder, set_aside
+from mergekit_slta.output.companions import entry_files, finish_folder
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
 
@@ -92,7 +92,8 @@ def _run(stock: Callable[..., None], experiment: Experiment, out: str, source: s
     for model in models:
         model.refuse_changes()
     for file, _ in before.items() & entry_files(folder).items():
-        set_aside(file)  # programs would read it instead of the weights just written
+        # Programs would read it instead of the weights just written.
+        LOG.warning("%s is of an earlier merge: now %s.", file, file.replace(f"{file}.old"))
     unfinished = finish_folder(experiment, folder)
     card.renew_beside(folder, merge.solution)
     merge.finish()

@@ -7,7 +7,6 @@ of this transformers alone.
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,8 +22,6 @@ from mergekit_slta.models import hub
 from mergekit_slta.models.adapters import CHAT_TEMPLATES, TOKENIZER_FILES
 from mergekit_slta.models.headers import WEIGHT_FILES
 from mergekit_slta.recipe.experiment import Experiment
-
-LOG = logging.getLogger(__name__)
 
 PROCESSOR = ("*processor_config.json", "audio_tokenizer_config.json")  # of images, video and sound
 CODE = "*.py"
@@ -135,9 +132,3 @@ def entry_files(folder: Path) -> dict[Path, tuple[int, int]]:
     """The files by which programs find a model's weights in a folder, with inode and time."""
     found = (folder / f"{name}{index}" for name in WEIGHT_FILES for index in ("", ".index.json"))
     return {file: (file.stat().st_ino, file.stat().st_mtime_ns) for file in found if file.is_file()}
-
-
-def set_aside(file: Path) -> None:
-    """Give a file of an earlier merge another name, if it exists."""
-    if file.is_file():
-        LOG.warning("%s is of an earlier merge: now %s.", file, file.replace(f"{file}.old"))

@@ -6,7 +6,6 @@ No weights are read: transformers loads the folder onto the meta device, and the
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 
-from mergekit_slta.checks.tokenizers import GENERATION
+from mergekit_slta.checks.tokenizers import GENERATION, json_file
 from mergekit_slta.errors import first_line
 from mergekit_slta.models.headers import Model, listed
 from mergekit_slta.models.layout import OLD_BUFFER
@@ -64,7 +63,8 @@ def loading_problems(base: Model, folder: Path, named: Collection[str] = ()) -> 
             f"{listed(lost)} of {base} are missing: transformers does without them, but programs that predict several "
             "tokens at once do not."
         )
-    if dropped := sorted(_prediction_settings(base.config.to_dict()) - _prediction_settings(_json(folder))):
+    settings = json_file(folder / "config.json")
+    if dropped := sorted(_prediction_settings(base.config.to_dict()) - _prediction_settings(settings)):
         yield f"The folder's config.json lacks {listed(dropped)} of {base}, without which programs drop these tensors."
 
 
@@ -135,8 +135,3 @@ def _prediction_settings(config: dict[str, Any], prefix: str = "") -> set[str]:
 def _has_template(folder: Path) -> bool:
     files = [folder / name for name in CHAT_TEMPLATES if (folder / name).is_file()]
     return any('"chat_template"' in file.read_text(encoding="utf-8") or file.suffix == ".jinja" for file in files)
-
-
-def _json(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return content

@@ -26,6 +26,7 @@ from support.examining import (
 )
 from support.families import Family
 
+from mergekit_slta.checks import tokenizers
 from mergekit_slta.host import patches
 
 
@@ -98,6 +99,22 @@ def test_an_expert_that_ends_its_turns_where_the_base_model_does_not_stop(
         )
         mended = {key: value for key, value in recipe.items() if key != "tokenizer_source"} | yaml.safe_load(lines)
         assert not [note for note in look(mended).notes if "ends its turns" in note]
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "ids"),
+    [
+        ({"eos_token_id": [2, 5]}, {"eos_token_id": 3}, [2, 5]),
+        ({"eos_token_id": None}, {"eos_token_id": 0}, [0]),
+        (None, {"text_config": {"eos_token_id": 1}}, [1]),
+        ({}, {}, []),
+    ],
+)
+def test_where_a_model_stops_by_its_files(generation: Any, config: Any, ids: list[int], tmp_path: Path) -> None:
+    for name, settings in (("generation_config.json", generation), ("config.json", config)):
+        if settings is not None:
+            (tmp_path / name).write_text(json.dumps(settings))
+    assert tokenizers.stop_ids(tmp_path) == ids
 
 
 # Vocabularies
