@@ -185,6 +185,7 @@ def _of_all_models(experiment: Experiment, out: Path | None, merging: bool) -> I
         yield partial(
             tokenizers.same_vocabulary, base, expert, aligned=aligned, cut=cut, runs_experts=settings.runs_experts
         )
+    yield partial(tokenizers.aligned_rows, experiment)
     if out is not None:
         yield partial(space.not_overwritten, every, out)
     yield lambda: space.disk_space(_written(experiment, out))
@@ -226,6 +227,7 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
         yield f"mergekit plans a merge of slices by itself, and leaves {listed(lost)} of the base model {base} out."
     else:
         yield from tensors.outside_the_model(base, [expert for _, expert in experiment.pairs])
+    yield from tokenizers.endless(experiment)
     dtype = (config.dtype or str(getattr(base.config, "dtype", None))).removeprefix("torch.")
     if dtype in HALF and not isinstance(settings, FeatcalSettings):
         yield (

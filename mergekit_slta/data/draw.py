@@ -7,6 +7,7 @@ import datetime
 import hashlib
 import logging
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -76,9 +77,9 @@ class CalibrationSource:
     Attributes:
         source: what the recipe gives as ``calibration``.
         template: a ``str.format`` string over a record's fields, or "" to choose the fields by their names.
-        tokenizer: the base model's tokenizer, which tokenizes everything.
-        expert_tokenizer: loads the expert's tokenizer, or raises an SltaError; called only if the base model's
-            tokenizer lacks a chat template that is needed.
+        tokenizer: the tokenizer of the base or merged model, which tokenizes everything.
+        expert_tokenizer: loads the expert's tokenizer, or raises an SltaError; called only if ``tokenizer`` lacks a
+            chat template that is needed.
         max_tokens: how many tokens of a sample to keep, from its beginning.
         seed: decides the order in which records are taken, ``random.Random(seed).sample(range(n), n)``.
     """
@@ -109,7 +110,7 @@ class CalibrationSource:
         repeated = set(used.token_ids) if used else set()
         rows: dict[int, tuple[int, ...]] = {}
         answers: list[Span | None] = []
-        left_out = Counter[str]()
+        left_out, split = Counter[str](), set[str]()
         empty, unfit, reason = 0, 0, ""
         for index in random.Random(self.seed).sample(range(len(records)), len(records)):
             if len(rows) == samples:
@@ -122,6 +123,7 @@ class CalibrationSource:
                 unfit, reason = unfit + 1, reason or str(error)
                 continue
             row, answer = self._encode(text)
+            split |= {marker for marker in self._split_markers if marker in text.text} if text.is_chat else set()
             if not row:
                 empty += 1
             elif row not in repeated:
@@ -134,7 +136,7 @@ class CalibrationSource:
             if unfit:
                 problem = f"{unfit} do not fit and {empty} are empty, the first because {reason}"
             raise SltaError(f"{source} has no usable record: {problem}")
-        for sentence in [] if used else self._notes(empty, unfit, reason, left_out, answers):
+        for sentence in [] if used else self._notes(empty, unfit, reason, left_out, split, answers):
             LOG.warning("%s: %s", source, sentence)
         if 0 < len(rows) < samples:
             which = "records that calibration did not use" if used else "usable records that 'samples' asks for"
@@ -154,7 +156,13 @@ class CalibrationSource:
         return f"{sees}; its answer {f'is {shown(*answer)}' if answer[0] < len(row) else 'lies beyond max_tokens'}."
 
     def _notes(
-        self, empty: int, unfit: int, reason: str, left_out: Counter[str], answers: list[Span | None]
+        self,
+        empty: int,
+        unfit: int,
+        reason: str,
+        left_out: Counter[str],
+        split: set[str],
+        answers: list[Span | None],
     ) -> Iterator[str]:
         """What of the records is not in the samples, a sentence each."""
         if empty:
@@ -165,6 +173,12 @@ class CalibrationSource:
             yield (
                 f"the chat template leaves out {part} of {count} of {len(answers)} records: write it by a 'template', "
                 "or as the record's 'text'."
+            )
+        if split:
+            yield (
+                f"the tokenizer of {self.tokenizer.name_or_path} splits {' and '.join(sorted(split))} of the chat "
+                "template into pieces: add 'tokenizer: {source: EXPERT}' to the recipe if the expert has the base "
+                "model's ids, or give the expert a 'template' without them."
             )
         if beyond := [answer for answer in answers if answer and answer[1] > self.max_tokens]:
             cut = sum(begin < self.max_tokens for begin, _ in beyond)
@@ -209,8 +223,15 @@ class CalibrationSource:
         return str(self.tokenizer.apply_chat_template(turns, tools, chat_template=template, tokenize=False))
 
     @cached_property
+    def _split_markers(self) -> set[str]:
+        """The control tokens of the chat template that the tokenizer does not know."""
+        owner = self._chat_tokenizer
+        markers = {*owner.get_added_vocab(), *re.findall(r"<\|[^<>|{}\s]+\|>", str(owner.get_chat_template()))}
+        return markers - self.tokenizer.get_vocab().keys()
+
+    @cached_property
     def _chat_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The base model's tokenizer if it has a chat template, or else the expert's.
+        """The tokenizer that calibrates if it has a chat template, or else the expert's.
 
         Raises:
             SltaError: neither has one.

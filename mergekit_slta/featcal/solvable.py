@@ -38,4 +38,4 @@ def _changes_rows(experiment: Experiment) -> bool:
     recipe, made = experiment.recipe, experiment.recipe.config.tokenizer
     if recipe.tokenizer_source != "base" or (made and (made.tokens or made.pad_to_multiple_of)):
         return True
-    return len(experiment.samples.tokenizer(recipe.base)) != experiment.model(recipe.base).vocabulary
+    return len(experiment.tokenizer(recipe.base)) != experiment.model(recipe.base).vocabulary

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,9 +19,10 @@ from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 
 from mergekit_slta.checks import examine
+from mergekit_slta.checks.tokenizers import endless
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks, joined
-from mergekit_slta.errors import SltaError, files_named, one_line, suggestion
+from mergekit_slta.errors import SltaError, files_named, one_line, refuse, suggestion
 from mergekit_slta.files import PARTIAL_OF_MERGE
 from mergekit_slta.host.actmat import ActmatMerge
 from mergekit_slta.host.featcal import FeatcalMerge
@@ -30,7 +32,7 @@ from mergekit_slta.host.slta import SltaMerge
 from mergekit_slta.models.loaders import ONE_AT_A_TIME
 from mergekit_slta.models.merged_adapters import in_recipes_type
 from mergekit_slta.output import card
-from mergekit_slta.output.companions import copy_companions, entry_files, set_aside
+from mergekit_slta.output.companions import entry_files, finish_folder
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
 
@@ -95,37 +97,44 @@ def _run(stock: Callable[..., None], experiment: Experiment, out: str, source: s
         click.echo(f"Note: {note}", err=True)
     partial = Partial(folder / PARTIAL_OF_MERGE)
     with partial.held(experiment.ranks):
-        lines = _merged(stock, experiment, folder, partial, source)
-    for line in lines if not experiment.quiet else ():
+        merge = METHODS[experiment.recipe.config.merge_method].kind(experiment)
+        unfinished = _merged(stock, experiment, merge, folder, partial, source)
+    for line in afterword(experiment, merge, out) if experiment.ranks.first and not experiment.quiet else ():
         click.echo(line, err=True)
+    refuse(unfinished)
 
 
 def _merged(
-    stock: Callable[..., None], experiment: Experiment, folder: Path, partial: Partial, source: str | None
+    stock: Callable[..., None],
+    experiment: Experiment,
+    merge: Merge,
+    folder: Path,
+    partial: Partial,
+    source: str | None,
 ) -> list[str]:
-    """Merge into a folder that this process holds; what to say in the end."""
+    """Merge into a folder that this process holds; returns a sentence for each thing that the user must do there."""
     recipe, options = experiment.recipe, experiment.options
     experiment.open()
     models = (experiment.base, *experiment.experts)
     for model in models:
         model.open()  # from now on changes of its files are noticed
     experiment.adapt_loaders()
-    method = METHODS[recipe.config.merge_method]
-    merge = method.kind(experiment)
     merge.prepare(folder, partial)
     if not experiment.ranks.first:
         return []
     before = entry_files(folder)
     if options.write_model_card:
         source = source or recipe.text  # as it is before mergekit rewrites it
-    with method.merging(merge):
-        stock(copy.deepcopy(recipe.config), str(folder), options, source)
+    with METHODS[recipe.config.merge_method].merging(merge):
+        # The last part of the folder's path is the card's title.
+        stock(copy.deepcopy(recipe.config), os.path.abspath(folder), options, source)
     LoaderCache.loaders.clear()  # what was adapted is of this merge alone
     for model in models:
         model.refuse_changes()
     for file, _ in before.items() & entry_files(folder).items():
-        set_aside(file)  # programs would read it instead of the weights just written
-    copy_companions(recipe.config, recipe.tokenizer_source, options.copy_tokenizer, folder)
+        # Programs would read it instead of the weights just written.
+        LOG.warning("%s is of an earlier merge: now %s.", file, file.replace(f"{file}.old"))
+    unfinished = finish_folder(experiment, folder)
     card.renew_beside(folder, merge.solution)
     if source and options.write_model_card:
         try:
@@ -133,7 +142,7 @@ def _merged(
         except Exception as error:  # the model is written: nothing about its card may make the merge fail
             LOG.warning("The model card says only what mergekit knows (%s).", one_line(error))
     partial.remove()
-    return list(afterword(experiment, merge, str(folder)))
+    return unfinished
 
 
 @contextlib.contextmanager
@@ -155,6 +164,7 @@ def afterword(experiment: Experiment, merge: Merge, out: str) -> Iterator[str]:
         yield merge.kept
     if merge.page:
         yield f"Report: {merge.page}"
+    yield from (f"Note: {note}" for note in endless(experiment))
     if (recipe := _recipe_file(out)) is not None:
         has_data = experiment.recipe.method.runs_models and all(task.calibration for task in experiment.recipe.tasks)
         command = ["mergekit-slta", "evaluate" if has_data else "verify", recipe, out, *_options(experiment)]

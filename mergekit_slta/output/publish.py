@@ -22,8 +22,10 @@ from mergekit_slta.checks.tensors import complete_checkpoints
 from mergekit_slta.errors import SltaError, all_of, reading, refuse
 from mergekit_slta.files import PARTIAL_OF_MERGE, STATISTICS_OF_MERGE
 from mergekit_slta.models import hub
+from mergekit_slta.models.adapters import CHAT_TEMPLATES, TOKENIZER_FILES
 from mergekit_slta.models.headers import listed, open_model, weight_map
 from mergekit_slta.output import card
+from mergekit_slta.output.companions import PROCESSOR
 from mergekit_slta.output.finite import is_finite
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.recipe.settings import SltaSettings
@@ -33,10 +35,7 @@ from mergekit_slta.tables import Paragraphs, as_size
 PUBLISHED = (
     *(card.CARD, card.RECIPE, card.ALPHA_FIGURE, STATISTICS_OF_MERGE),
     *("config.json", "generation_config.json", "model.safetensors.index.json"),
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "*.tiktoken", "tekken.json"),
-    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
-    *("*processor_config.json", "audio_tokenizer_config.json"),
+    *(*TOKENIZER_FILES, *CHAT_TEMPLATES, *PROCESSOR),
     *(f"{name}{end}" for name in ("LICENSE", "LICENCE", "NOTICE") for end in ("", ".txt", ".md")),
     *("LICENSE-CODE", "LICENSE-MODEL"),
 )
@@ -120,8 +119,8 @@ def publish(
     if not tokenizer.chat_template:
         notes.append(
             "The model has no chat template, by which chat programs turn a conversation into text. If an expert is "
-            "a chat model, copy the file chat_template.jinja from its folder or Hub page into the folder "
-            f"{folder}; else there is nothing to do."
+            "a chat model, merge again with 'tokenizer: {source: EXPERT}', which brings its template and the tokens "
+            "that it writes; else there is nothing to do."
         )
     paths = dict.fromkeys(path.path for path in card.model_paths(recipe.config))
     if local := [path for path in paths if os.path.isabs(path) or os.path.isdir(path)]:

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 import transformers
 
+from mergekit_slta.checks.tokenizers import GENERATION
 from mergekit_slta.errors import first_line
 from mergekit_slta.models.headers import Model, listed
 from mergekit_slta.models.layout import OLD_BUFFER
-from mergekit_slta.output.companions import GENERATION, PROCESSOR
+from mergekit_slta.output.companions import PROCESSOR
 
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 
@@ -71,7 +72,7 @@ def lacking_files(base: Path, folder: Path, own_tokenizer: bool, own_template: b
     """
     wanted = {file.name for pattern in PROCESSOR for file in base.glob(pattern)}
     if not own_tokenizer:
-        wanted |= {name for name in (*GENERATION, "tokenizer.model") if (base / name).is_file()}
+        wanted |= {name for name in (GENERATION, "tokenizer.model") if (base / name).is_file()}
         if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tekken.json")):
             wanted |= {name for name in ("tokenizer.json", "tokenizer_config.json") if (base / name).is_file()}
     if lacking := sorted(name for name in wanted if not (folder / name).is_file()):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import io
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,17 @@ from mergekit.architecture import ModelArchitecture
 from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
+from mergekit.tokenizer.build import TokenizerInfo, build_tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mergekit_slta.data.draw import CalibrationData
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.errors import SltaError, all_of, first_line, refuse
+from mergekit_slta.errors import SltaError, all_of, first_line, reading, refuse
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.layers.trace import trace
 from mergekit_slta.levels import require_levels
+from mergekit_slta.models.adapters import tokenizer_folder
 from mergekit_slta.models.architecture import architecture_of
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.headers import Headers, Model, folder_headers, open_model, other_vocabularies
@@ -57,6 +62,7 @@ class Experiment:
         on_all_gpus = self.options.multi_gpu and self.options.device == "cpu"
         self.device = "cuda" if on_all_gpus else str(self.options.device)
         self._models: dict[ModelReference, Model | SltaError] = {}
+        self._tokenizers: dict[ModelReference, PreTrainedTokenizerBase] = {}
         LoaderCache().setup(self.options)
 
     @property
@@ -205,7 +211,39 @@ class Experiment:
     @cached_property
     def samples(self) -> Samples:
         """Draws the tasks' samples."""
-        return Samples(self.recipe.base, self.settings, self.trust_remote_code, self.transformers_cache, self.quiet)
+        return Samples(self.settings, self._samples_tokenizer(), self.tokenizer, self.quiet)
+
+    def tokenizer(self, reference: ModelReference) -> PreTrainedTokenizerBase:
+        """A model's tokenizer; for an adapter its own, or else that of its base model."""
+        if reference not in self._tokenizers:
+            with reading(reference, "has no usable tokenizer", "get sound copies of its files"):
+                adapter = reference.lora and tokenizer_folder(reference.lora, self.transformers_cache)
+                self._tokenizers[reference] = AutoTokenizer.from_pretrained(
+                    str(adapter or reference.model.path),
+                    revision=None if adapter else reference.model.revision,
+                    trust_remote_code=self.trust_remote_code,
+                    cache_dir=self.transformers_cache,
+                )
+        return self._tokenizers[reference]
+
+    @cached_property
+    def aligned(self) -> TokenizerInfo | None:
+        """What mergekit makes of the recipe's tokenizer, with each model's rows for its ids; None without one."""
+        recipe, made = self.recipe, self.recipe.config.tokenizer
+        if recipe.tokenizer_source is None:
+            return None
+        names, tokens = (recipe.base, recipe.references, recipe.tokenizer_source), [*((made and made.tokens) or ())]
+        with reading("The recipe's 'tokenizer'", "cannot be made", "name another"), redirect_stderr(io.StringIO()):
+            return build_tokenizer(*names, self.trust_remote_code, tokens)  # its progress bar cannot be switched off
+
+    def _samples_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The merged model's tokenizer if all models that run on the samples have its ids, else the base model's."""
+        if (aligned := self.aligned) is None:
+            return self.tokenizer(self.recipe.base)
+        running = self.recipe.references if self.recipe.method.runs_experts else [self.recipe.base]
+        same = all(old in (new, -1) for model in running for new, old in aligned.permutations[model].items())
+        fits = max(aligned.tokenizer.get_vocab().values()) < min(self.model(model).vocabulary for model in running)
+        return aligned.tokenizer if same and fits else self.tokenizer(self.recipe.base)
 
     def load_data(self, tasks: Sequence[Task], count: int | None = None) -> list[CalibrationData]:
         """The calibration samples of tasks that have a source: ``count`` of each, by default the recipe's number.

@@ -282,6 +282,12 @@ class Recipe:
         made = self.config.tokenizer
         return made.source if made else self.config.tokenizer_source or None
 
+    @property
+    def tokenizer_owner(self) -> ModelReference:
+        """The model whose token ids the merged model's tokenizer keeps: the base model unless the recipe names one."""
+        source = self.tokenizer_source
+        return ModelReference(model=source.model) if isinstance(source, ModelReference) else self.base
+
     @cached_property
     def references(self) -> list[ModelReference]:
         """The base model, if there is one, and the experts."""

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
+import yaml
 from conftest import MakeFamily
 from safetensors.torch import load_file
 from support import families
 from support.examining import (
+    chat_model,
     feature_recipe,
     larger_vocabulary,
+    look,
     only,
     problems,
     swap_ids,
@@ -22,6 +26,7 @@ from support.examining import (
 )
 from support.families import Family
 
+from mergekit_slta.checks import tokenizers
 from mergekit_slta.host import patches
 
 
@@ -33,6 +38,83 @@ def test_a_tokenizer_with_more_tokens_than_embeddings(family: Family, tmp_path: 
     problem = only(with_data(family, tmp_path / "task.txt"))
     assert problem.startswith(f"The tokenizer of {family.base} gives the token id")
     assert "has only 64 embeddings" in problem
+
+
+@pytest.mark.parametrize("source", ["base", "expert", "union"])
+@pytest.mark.parametrize("beyond", ["base", "expert"])
+def test_a_token_beyond_the_embeddings_in_the_merged_models_tokenizer(
+    beyond: str, source: str, family: Family, tmp_path: Path
+) -> None:
+    """mergekit fails with a KeyError if it is in the expert that gives the tokenizer, and else leaves it out."""
+    folder = family.base if beyond == "base" else family.experts[0]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([f"<{number}>" for number in range(families.VOCABULARY - len(tokenizer) + 1)])
+    tokenizer.save_pretrained(folder)
+    named = str(family.experts[0]) if source == "expert" else source
+    recipe = families.recipe(family, "sftm", calibration=False) | {"tokenizer": {"source": named}}
+    if source == beyond == "expert":
+        assert only(recipe) == (
+            f"The tokenizer of {folder} has <16> beyond the model's 64 embeddings: name another tokenizer in the "
+            "recipe, or save the model with an embedding for each token."
+        )
+        return
+    assert problems(recipe) == []
+    merged = families.merge(recipe, tmp_path / "out")
+    made = transformers.AutoTokenizer.from_pretrained(merged)
+    assert len(load_file(merged / "model.safetensors")["model.embed_tokens.weight"]) >= len(made.get_vocab())
+
+
+# Where models stop
+
+
+@pytest.mark.parametrize(
+    ("known", "changes", "said"),
+    [
+        (False, {}, True),
+        (True, {}, True),
+        (False, {"tokenizer_source": "union"}, True),
+        (False, {"chat_template": "chatml"}, True),  # whose tokens the base model lacks
+        (True, {"chat_template": "auto"}, False),
+        (False, {"tokenizer": {"source": "expert"}}, False),
+    ],
+)
+def test_an_expert_that_ends_its_turns_where_the_base_model_does_not_stop(
+    known: bool, changes: dict[str, Any], said: bool, family: Family
+) -> None:
+    """The note's two lines are YAML that mends it."""
+    expert = family.experts[0]
+    chat_model(expert)
+    if known:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(expert / name, family.base / name)
+    recipe = families.recipe(family, "sftm", calibration=False)
+    recipe |= json.loads(json.dumps(changes).replace('"expert"', json.dumps(str(expert))))
+    notes = [note for note in look(recipe).notes if "ends its turns" in note]
+    assert len(notes) == said
+    for note in notes:
+        sentence, _, lines = note.partition("\n")
+        assert sentence == (
+            f"The expert {expert} ends its turns with <|im_end|>, but the merged model stops at </s>, as the base "
+            f"model {family.base}: add these two lines to the recipe."
+        )
+        mended = {key: value for key, value in recipe.items() if key != "tokenizer_source"} | yaml.safe_load(lines)
+        assert not [note for note in look(mended).notes if "ends its turns" in note]
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "ids"),
+    [
+        ({"eos_token_id": [2, 5]}, {"eos_token_id": 3}, [2, 5]),
+        ({"eos_token_id": None}, {"eos_token_id": 0}, [0]),
+        (None, {"text_config": {"eos_token_id": 1}}, [1]),
+        ({}, {}, []),
+    ],
+)
+def test_where_a_model_stops_by_its_files(generation: Any, config: Any, ids: list[int], tmp_path: Path) -> None:
+    for name, settings in (("generation_config.json", generation), ("config.json", config)):
+        if settings is not None:
+            (tmp_path / name).write_text(json.dumps(settings))
+    assert tokenizers.stop_ids(tmp_path) == ids
 
 
 # Vocabularies

@@ -134,3 +134,15 @@ def test_a_recipe_without_private_paths_is_still_the_recipe() -> None:
         "models": [{"model": "a+b", "parameters": {"calibration": "hf:set?split=x", **template}}],
         "parameters": {"statistics": "stats.safetensors"},
     }
+
+
+@pytest.mark.parametrize("named", ["title/", "title//", "."])
+def test_the_title_is_the_folders_name(named: str, llama: Family, tmp_path: Path, monkeypatch: Any) -> None:
+    patches.install()
+    folder = tmp_path / "title"
+    folder.mkdir()
+    monkeypatch.chdir(folder if named == "." else tmp_path)
+    recipe = families.write_recipe(tmp_path / "recipe.yml", families.recipe(llama, "sftm", calibration=False))
+    done = CliRunner().invoke(mergekit_yaml, [str(recipe), named, "--quiet"])
+    assert done.exit_code == 0, done.output
+    assert "\n# title\n" in (folder / "README.md").read_text()

@@ -87,6 +87,24 @@ def swap_ids(folder: Path) -> None:
     file.write_text(json.dumps(content))
 
 
+CHATML = (
+    "{% for turn in messages %}{{ '<|im_start|>' + turn.role + '\\n' + turn.content + '<|im_end|>\\n' }}{% endfor %}"
+)
+MARKERS = ["<|im_start|>", "<|im_end|>"]
+
+
+def chat_model(folder: Path) -> list[int]:
+    """Give a model ChatML's template, and its markers the next free ids, at the last of which it stops; the ids."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(MARKERS, special_tokens=True)
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(folder)
+    ids = [tokenizer.get_vocab()[marker] for marker in MARKERS]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [ids[1], families.EOS], "top_k": 7}))
+    edit_config(folder, eos_token_id=ids[1])
+    return ids
+
+
 def t5(folder: Path) -> Path:
     sizes: dict[str, Any] = {
         "d_model": 16,
