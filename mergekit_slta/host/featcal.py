@@ -49,8 +49,7 @@ class FeatcalMerge(Merge):
         tensor = self._solved.tensor(name)
         if tensor is not None:
             return tensor.to(base.device, base.dtype)
-        settings = experiment.recipe.settings_of(FeatcalSettings)
-        if not (settings.averages_edges if self._solved.is_language(name) else settings.towers == "mean"):
+        if not (experiment.recipe.settings_of(FeatcalSettings).averages_edges and self._solved.is_language(name)):
             return base
         equal = torch.tensor(1 / (len(group.non_base) + experiment.recipe.keep_weight))
         return weighted_sum(base, [(entry.tensor, equal) for entry in group.non_base])

@@ -27,8 +27,7 @@ class SltaMerge(Merge):
         """Measure the models unless the statistics exist, and solve for the merging weights of every tensor."""
         experiment = self.opened
         settings = experiment.recipe.settings_of(SltaSettings)
-        experts = settings.edges == "mean" or settings.level == "model"
-        experiment.ranks.together(lambda: experiment.check_edges(experts))
+        experiment.ranks.together(lambda: experiment.check_edges(experts=settings.level == "model"))
         self.solution, self._weights = solved(experiment, measured_statistics(experiment))
         for note in self.solution.notes():
             LOG.warning("%s", note)

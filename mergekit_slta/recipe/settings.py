@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError,
 from pydantic.fields import FieldInfo
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.levels import Edges, Level
+from mergekit_slta.levels import Level
 
 Ridge: TypeAlias = Annotated[FiniteFloat, Field(ge=0)]
 
@@ -80,12 +80,6 @@ class CalibrationSettings(MethodSettings):
     batch_tokens: Annotated[int, Field(ge=0)] = Field(
         default=0, description="tokens computed at once; 0 fits it to the device"
     )
-    towers: Edges = Field(
-        default="base",
-        description="what lies outside the language model (vision, audio, projectors; a head that predicts several "
-        "tokens): `base`, the base model's, or `mean`, merged with the mean weights (`slta`) or averaged over the "
-        "experts (`featcal`)",
-    )
     report: str = Field(default="", description="a folder for an HTML report of the merge")
 
 
@@ -97,11 +91,6 @@ class SltaSettings(CalibrationSettings):
     )
     balance: bool = Field(default=True, description="every prompt counts the same, long or short")
     ridge: Ridge = Field(default=0.0, description="draws the weights towards zero; at least 0")
-    edges: Edges = Field(
-        default="base",
-        description="embeddings, final norm and output head: `base`, the base model's, or `mean`, merged with the mean "
-        "weights",
-    )
     statistics: str = Field(
         default="",
         description="a statistics file to use, or to write; `hf:ORG/REPO/FILE[@REVISION]` reads a published one",

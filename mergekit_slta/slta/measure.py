@@ -127,10 +127,7 @@ def solved(experiment: Experiment, statistics: Statistics) -> tuple[Solution, Te
     solution = statistics.solve(
         settings.level, balance=settings.balance, ridge=settings.ridge, keep_weight=experiment.recipe.keep_weight
     )
-    weights = TensorWeights(
-        experiment.decoder, settings.level, solution.submodules, settings.edges, settings.towers, experiment.layout
-    )
-    return solution, weights
+    return solution, TensorWeights(experiment.decoder, settings.level, solution.submodules, experiment.layout)
 
 
 def _exists(path: Path, ranks: Ranks) -> bool:

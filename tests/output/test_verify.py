@@ -90,9 +90,7 @@ def test_a_sound_merge_is_as_near_as_the_dense_sum_says(llama: Family, merged: t
 
 @pytest.mark.parametrize(("level", "dtype"), [("model", "bfloat16"), ("head_mlp", "bfloat16"), ("linear", "float32")])
 def test_every_level_is_compared(llama: Family, tmp_path: Path, level: str, dtype: str) -> None:
-    content = families.recipe(
-        llama, samples=2, level=level, dtype=dtype, edges="mean", statistics=str(tmp_path / "stats")
-    )
+    content = families.recipe(llama, samples=2, level=level, dtype=dtype, statistics=str(tmp_path / "stats"))
     found = check(content, families.merge(content, tmp_path / "out"))
     assert found.problems == () and found.compared == found.tensors > 0
 

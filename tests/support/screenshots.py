@@ -29,7 +29,7 @@ SHOTS: dict[str, tuple[int, tuple[str, ...], int, int]] = {
     "report.png": (1280, (), 0, 1065),
     "report-phone.png": (390, ("--force-dark-mode",), 1270, 1075),
 }
-REAL_MERGES = ("slta attn_mlp, edges base", "task_arithmetic 0.5", "ties", "actmat", "featcal 30 prompts")
+REAL_MERGES = ("slta attn_mlp", "task_arithmetic 0.5", "ties", "actmat", "featcal 30 prompts")
 MERGES = ("slta-attn_mlp", "task_arithmetic-0.6", "ties", "actmat", "featcal")  # the columns of the comparison
 
 
