@@ -122,7 +122,7 @@ def test_memory_that_runs_out_halves_the_batches(llama: Family, caplog: pytest.L
 def test_processes_that_share_a_gpu_write_the_same_file(
     llama: Family, write_recipe: WriteRecipe, tmp_path: Path
 ) -> None:
-    recipe = write_recipe(llama, samples=6, batch_tokens=40)
+    recipe = write_recipe(llama, samples=6)
     files = []
     for count in (1, 2):
         files.append(tmp_path / f"{count}.safetensors")
@@ -138,7 +138,7 @@ def test_processes_with_a_gpu_each_solve_what_one_alone_solves(
     llama: Family, write_recipe: WriteRecipe, tmp_path: Path
 ) -> None:
     """Through nccl, which no other test takes."""
-    recipe = write_recipe(llama, "featcal", samples=6, batch_tokens=40)
+    recipe = write_recipe(llama, "featcal", samples=6)
     merged = []
     for count in (1, 2):
         done = torchrun(count, "-m", "mergekit_slta", "merge", recipe, tmp_path / f"{count}", "--cuda")

@@ -84,7 +84,6 @@ def feature_merge(
     ridge: float | None = None,
     head: bool = True,
     compare: bool = False,
-    batch_tokens: int = 0,
     ranks: Ranks | None = None,
     progress: Callable[[str, int], object] = lambda stage, samples: None,
 ) -> None:
@@ -102,7 +101,6 @@ def feature_merge(
         ridge: how strongly the solution is drawn towards W_n; None to choose it by left-out samples.
         head: solve the output head too.
         compare: follow the anchor's own features as well, for the report.
-        batch_tokens: as for ``pass_layers``.
         ranks: the processes that share the batches.
         progress: told the stage, and how many of this process's samples have passed it.
 
@@ -117,7 +115,6 @@ def feature_merge(
     merge = _FeatureMerge(decoder, models, tasks, ranks, anchor, setting, head, compare)
     tensors = pass_layers(
         merge,
-        batch_tokens=batch_tokens,
         partial=partial,
         progress=lambda samples: progress(merge.stage, samples),
     )

@@ -140,7 +140,7 @@ def _solve(
     if settings.head and not head:
         LOG.warning("The output head is tied to the embedding, so 'head' is off and the head stays the anchor's.")
     anchor = _anchor(experiment, settings, decoder)
-    total = stages(decoder, settings.head) * share(decoder, tasks, settings.batch_tokens, experiment.ranks)
+    total = stages(decoder, settings.head) * share(decoder, tasks, experiment.ranks)
     with tqdm(total=total, desc="Solving", unit="sample", leave=False, disable=experiment.quiet) as bar:
 
         def progress(stage: str, samples: int) -> None:
@@ -158,7 +158,6 @@ def _solve(
             ridge=None if settings.ridge == "auto" else settings.ridge,
             head=settings.head,
             compare=bool(settings.report),
-            batch_tokens=settings.batch_tokens,
             ranks=experiment.ranks,
             progress=progress,
         )

@@ -155,7 +155,6 @@ class Plan:
     tasks: Tasks
     levels: Sequence[str]
     studies: Sequence[Study]
-    batch_tokens: int = 0
     ranks: Ranks = field(default_factory=Ranks)
 
     @property
@@ -191,7 +190,7 @@ class Plan:
         ) as bar:
             for study in self.studies:
                 inputs = self.decoder, self.models, self._tasks_of(study), self.ranks, self.levels, study.settings
-                grams = pass_layers(Interpolation(*inputs), batch_tokens=self.batch_tokens, progress=bar.update)
+                grams = pass_layers(Interpolation(*inputs), progress=bar.update)
                 members = tuple(self.names[expert] for expert in study.experts)
                 group = "+".join(members)
                 result.members[group] = members
@@ -255,7 +254,7 @@ def plan_linearity(
     models, studies = [experiment.base, *experiment.experts], plan_studies(len(names), pairs, triples)
     tasks = [data.token_ids for data in experiment.load_data(experiment.recipe.experts, samples)]
     decoder = on_device(experiment.decoder, experiment.device)
-    return Plan(decoder, models, names, tasks, levels, studies, experiment.settings.batch_tokens, experiment.ranks)
+    return Plan(decoder, models, names, tasks, levels, studies, experiment.ranks)
 
 
 def _add_scores(result: Linearity, level: str, group: str, study: Study, grams: Grams) -> None:

@@ -69,7 +69,6 @@ class Recipe:
         scratch: for ``featcal``, a folder for the solved layers; in the cache folder by default.
         samples, max_tokens, seed: for ``slta`` and ``featcal``, as all up to ``report``, how many prompts of each task
             are drawn (30), of how many tokens each (512), and which (0).
-        batch_tokens: tokens computed at once; by default 0, which fits it to the device.
         template: how records become text, for all experts that have none of their own; none by default.
         report: a folder for an HTML report of the merge; none by default.
         ridge: a number of at least 0 that draws ``slta``'s weights towards zero (0 by default), ``featcal``'s matrices
@@ -106,7 +105,6 @@ class Recipe:
         seed: int | SupportsIndex | None = None,
         balance: bool | None = None,
         ridge: float | SupportsFloat | list[Any] | Literal["auto"] | None = None,
-        batch_tokens: int | SupportsIndex | None = None,
         statistics: str | os.PathLike[str] | None = None,
         report: str | os.PathLike[str] | None = None,
         template: str | None = None,

@@ -77,9 +77,6 @@ class CalibrationSettings(MethodSettings):
     samples: Annotated[int, Field(ge=1)] = Field(default=30, description="prompts per task")
     max_tokens: Annotated[int, Field(ge=1)] = Field(default=512, description="tokens per prompt; the rest is cut")
     seed: int = Field(default=0, description="which prompts are drawn")
-    batch_tokens: Annotated[int, Field(ge=0)] = Field(
-        default=0, description="tokens computed at once; 0 fits it to the device"
-    )
     report: str = Field(default="", description="a folder for an HTML report of the merge")
 
 

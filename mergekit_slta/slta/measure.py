@@ -180,11 +180,11 @@ def _measured(
     experiment: Experiment, info: Info, data: Sequence[CalibrationData], levels: Sequence[str], partial: Partial
 ) -> Statistics:
     """Run the models on the samples."""
-    ranks, batch_tokens = experiment.ranks, experiment.settings.batch_tokens
+    ranks = experiment.ranks
     decoder = on_device(experiment.decoder, experiment.device)
     tasks = [samples.token_ids for samples in data]
     with tqdm(
-        total=share(decoder, tasks, batch_tokens, ranks) * len(decoder),
+        total=share(decoder, tasks, ranks) * len(decoder),
         desc=f"Calibrating {', '.join(levels)}",
         unit="sample",
         unit_scale=1 / len(decoder),
@@ -196,7 +196,6 @@ def _measured(
             [experiment.base, *experiment.experts],
             tasks,
             levels,
-            batch_tokens=batch_tokens,
             partial=partial,
             ranks=ranks,
             progress=bar.update,

@@ -32,8 +32,6 @@ from mergekit_slta.slta.calibrate import _Calibration
 from mergekit_slta.slta.measure import measured_statistics
 from mergekit_slta.slta.statistics import Statistics
 
-BATCH_TOKENS = 40
-
 Grams = Mapping[str, torch.Tensor]
 
 
@@ -89,7 +87,6 @@ def test_processes_together_merge_to_the_same_tensors(
         "experts": (0, 1),
         "keep": {"calibration": str(llama.data[1])},  # an expert's too, which a note says
         "samples": 6,
-        "batch_tokens": BATCH_TOKENS,
         "scratch": str(tmp_path / "scratch"),
     }
     content = families.recipe(llama, "featcal", **settings)
@@ -187,7 +184,7 @@ def test_every_process_ends_up_with_the_linearity_that_one_alone_measures(
 
 def test_torchrun_calibrate_writes_the_same_file(llama: Family, tmp_path: Path) -> None:
     """Of two experts and the base model, whose task is the third one."""
-    content = families.recipe(llama, experts=(0, 1), keep={}, samples=6, batch_tokens=BATCH_TOKENS)
+    content = families.recipe(llama, experts=(0, 1), keep={}, samples=6)
     recipe = families.write_recipe(tmp_path / "recipe.yml", content)
     alone, together, levels = tmp_path / "alone.safetensors", tmp_path / "together.safetensors", ["model", "linear"]
     measured_statistics(families.experiment(content), levels, alone)
@@ -218,14 +215,14 @@ def test_an_error_on_one_rank_ends_all_of_them(
     llama: Family, forks: ForkServerContext, write_recipe: WriteRecipe, tmp_path: Path
 ) -> None:
     stats = tmp_path / "stats.safetensors"
-    recipe = write_recipe(llama, samples=6, batch_tokens=BATCH_TOKENS)
+    recipe = write_recipe(llama, samples=6)
     done = command_together(forks, 2, "calibrate", recipe, "-o", stats, patch=fail_on_the_second)
     assert done.returncode != 0
     assert "Error: the disk of rank 1 is gone" in done.stderr
     assert not stats.exists()
-    content = families.recipe(llama, samples=6, batch_tokens=BATCH_TOKENS)
+    content = families.recipe(llama, samples=6)
     went_on = measured_statistics(families.experiment(content), ["attn_mlp"], stats)
-    alone = families.measure(llama, "attn_mlp", batch_tokens=BATCH_TOKENS)
+    alone = families.measure(llama, "attn_mlp")
     assert largest_difference(went_on.grams, alone) < 1e-8
 
 

@@ -54,7 +54,7 @@ def solve(content: Recipe, **arguments: Any) -> SolvedModel:
 
 
 def recipe(family: Family, **changes: Any) -> Recipe:
-    return families.recipe(family, "featcal", **{"samples": 6, "batch_tokens": 40} | changes)
+    return families.recipe(family, "featcal", **{"samples": 6} | changes)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -92,7 +92,7 @@ def test_a_finished_merge_is_in_the_cache_folder_and_not_computed_again(llama: F
     first, layers = contents(folder), [f"layer-{layer:04d}.safetensors" for layer in range(families.LAYERS)]
     assert sorted(first) == ["edges.safetensors", *layers, "lock", "run.json"]
     LoaderCache.loaders.clear()
-    found = solve(recipe(llama, batch_tokens=7, ridge="auto", anchor="actmat", head=True))
+    found = solve(recipe(llama, ridge="auto", anchor="actmat", head=True))
     assert len(merges) == 1
     assert contents(folder) == first
     for name, tensor in families.solved_tensors(folder).items():
@@ -154,7 +154,7 @@ def test_answers_count_more_than_prompts(llama: Family, tmp_path: Path) -> None:
     weights = token_weights(data)
     assert torch.cat(weights).unique().tolist() == [1.0, ANSWER_WEIGHT]
     tasks = [task.token_ids for task in data]
-    families.feature_merge(llama, tmp_path / "weighted", tasks=tasks, weights=weights, batch_tokens=40)
+    families.feature_merge(llama, tmp_path / "weighted", tasks=tasks, weights=weights)
     solve(content)
     (folder,) = scratch_folders()
     assert equal(families.solved_tensors(folder), families.solved_tensors(tmp_path / "weighted"))

@@ -7,11 +7,13 @@ import json
 import random
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import tokenizers
 import torch
@@ -26,6 +28,7 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
 
+from mergekit_slta.engine import loop
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.merge import feature_merge as solve_features
@@ -525,12 +528,19 @@ def checkpoints(folders: Sequence[Path]) -> list[Checkpoint]:
     return [Checkpoint(ModelReference.model_validate(str(folder))) for folder in folders]
 
 
+def batches_of(positions: int) -> AbstractContextManager[object]:
+    """Batches of at most this number of token positions; 0 is what fits."""
+    fixed = mock.patch.object(loop, "fitting_batch", return_value=positions)
+    return fixed if positions else nullcontext()
+
+
 def measure(
-    family: Family, *levels: str, tasks: Any = None, device: str = "cpu", **arguments: Any
+    family: Family, *levels: str, tasks: Any = None, device: str = "cpu", batch_tokens: int = 0, **arguments: Any
 ) -> dict[str, torch.Tensor]:
     """Calibrate on all of the family's records, or on ``tasks``; ``arguments`` are those of ``calibrate``."""
     decoder = trace(family.config, device=device)
-    return calibrate(decoder, checkpoints(family.folders), tasks or family.token_ids(), levels, **arguments)
+    with batches_of(batch_tokens):
+        return calibrate(decoder, checkpoints(family.folders), tasks or family.token_ids(), levels, **arguments)
 
 
 def feature_merge(
@@ -541,6 +551,7 @@ def feature_merge(
     anchor: Blend | None = None,
     by_tasks: bool = False,
     device: str = "cpu",
+    batch_tokens: int = 0,
     **arguments: Any,
 ) -> SolvedModel:
     """Solve a feature merge into a folder, on all of the family's records or on ``tasks``, or go on with it.
@@ -552,6 +563,7 @@ def feature_merge(
         anchor: the base model by default.
         by_tasks: whether the anchor is the merge of ``actmat``.
         device: where layers run.
+        batch_tokens: as for ``batches_of``.
         arguments: those of ``feature_merge``; the ridge is 0.003 by default.
     """
     models = checkpoints(family.folders)
@@ -560,7 +572,8 @@ def feature_merge(
     keep_weight = arguments.get("keep_weight", 0.0)
     chosen = anchor or (ActmatAnchor(models, decoder, keep_weight) if by_tasks else Blend(models))
     arguments.setdefault("ridge", 0.003)
-    solve_features(decoder, chosen, models[1:], tasks or family.token_ids(), partial, **arguments)
+    with batches_of(batch_tokens):
+        solve_features(decoder, chosen, models[1:], tasks or family.token_ids(), partial, **arguments)
     return SolvedModel(decoder, partial)
 
 
