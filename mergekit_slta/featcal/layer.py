@@ -41,12 +41,14 @@ class LayerMerge:
 
     Attributes:
         merged: the layer's tensors; the anchor's where nothing is solved yet, or ever.
+        ridges: the ridges that the maps were solved with.
     """
 
     def __init__(self, passage: LayerPassage, models: LayerTensors, setting: Setting, known: Weights) -> None:
         self.passage, self.models, self.setting = passage, models, setting
         self.merged = {**models.anchor, **known}
         self._stacks: dict[str, torch.Tensor] = {}  # the matrices of routed experts, on the host
+        self.ridges: list[float] = []
         self._kept: list[str] = []  # why maps of the group that is being solved keep the anchor's weights
 
     def solve(self, group: MapGroup, progress: Progress) -> None:
@@ -141,6 +143,7 @@ class LayerMerge:
         if change.ridge is None:
             self._kept.append(f"{names} (their inputs are not finite)")
             return
+        self.ridges.append(change.ridge)
         for name, tensor in changed(maps, near, change, self.merged, self.models.experts).items():
             if expert is None:
                 self.merged[name] = tensor

@@ -67,9 +67,9 @@ from mergekit_slta.models.stacks import ExpertStack, stack_of
 
 LOG = logging.getLogger(__name__)
 
-ANCHOR = 2  # the stream of the anchor's own, for the report only
 Owner = TypeVar("Owner")
-ERRORS = {MERGED: "error.merged", ANCHOR: "error.anchor"}
+# In a layer's file beside its tensors: its relative error by task [T], and the ridges [n] of what was solved in it.
+ERRORS, RIDGES = "error.merged", "error.ridges"
 
 
 def feature_merge(
@@ -83,7 +83,6 @@ def feature_merge(
     weights: Sequence[torch.Tensor] | None = None,
     ridge: float | None = None,
     head: bool = True,
-    compare: bool = False,
     ranks: Ranks | None = None,
     progress: Callable[[str, int], object] = lambda stage, samples: None,
 ) -> None:
@@ -100,7 +99,6 @@ def feature_merge(
         weights: the weights [S] of the tokens of every sample, task after task; by default all are 1.
         ridge: how strongly the solution is drawn towards W_n; None to choose it by left-out samples.
         head: solve the output head too.
-        compare: follow the anchor's own features as well, for the report.
         ranks: the processes that share the batches.
         progress: told the stage, and how many of this process's samples have passed it.
 
@@ -112,7 +110,7 @@ def feature_merge(
     weights = weights or [torch.ones(len(row)) for task in tasks for row in task]
     counts = [1.0] * len(experts) + [keep_weight] * bool(keep_weight)
     setting = Setting(ridge, isinstance(anchor, ActmatAnchor), counts, weights, ranks, partial.folder)
-    merge = _FeatureMerge(decoder, models, tasks, ranks, anchor, setting, head, compare)
+    merge = _FeatureMerge(decoder, models, tasks, ranks, anchor, setting, head)
     tensors = pass_layers(
         merge,
         partial=partial,
@@ -135,7 +133,6 @@ class _FeatureMerge(Accumulator[Tensors]):
     anchor: Blend
     setting: Setting
     head: bool
-    compare: bool
 
     def __post_init__(self) -> None:
         base, *experts = self.models
@@ -155,9 +152,8 @@ class _FeatureMerge(Accumulator[Tensors]):
         return [*experts, base][: len(self.tasks)]
 
     def sources(self) -> list[Sequence[Source]]:
-        """The streams of the merged model, of each task's own model, and of the anchor."""
-        anchors = [self.anchor] * len(self.tasks)
-        return [anchors, self.owners, anchors] if self.compare else [anchors, self.owners]
+        """The streams of the merged model and of each task's own model."""
+        return [[self.anchor] * len(self.tasks), self.owners]
 
     def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
         """The merged layer's tensors by the model's names, and how far its output is from the experts'."""
@@ -190,21 +186,17 @@ class _FeatureMerge(Accumulator[Tensors]):
         return self.anchor.of(names, weights, later), later
 
     def _advance_streams(self, solver: LayerMerge, streams: Streams) -> Tensors:
-        """Set what the layer makes of every stream; returns each stream's mean relative error by task [T]."""
-        compared = [MERGED, ANCHOR] if self.compare else [MERGED]
-        sums = torch.zeros(len(compared) + 1, len(self.tasks), dtype=torch.float64)
+        """Set what the layer makes of both streams; returns the mean relative error by task [T], and the ridges."""
+        sums = torch.zeros(2, len(self.tasks), dtype=torch.float64)
         for number, batch in enumerate(streams.batches):
             outputs = solver.passage.finish(number, solver.merged)
-            if self.compare:
-                outputs[ANCHOR] = streams.run_layer(ANCHOR, number, solver.models.anchor)
             own = batch.unpadded(outputs[EXPERT])
             norms = own.norm(dim=1)  # zero where an embedding is: such a token has no relative error
-            for row, stream in enumerate(compared):
-                errors = (batch.unpadded(outputs[stream]) - own).norm(dim=1) / norms
-                sums[row, batch.task] += float(errors[norms > 0].sum(dtype=torch.float64))
-            sums[-1, batch.task] += int((norms > 0).sum())
+            errors = (batch.unpadded(outputs[MERGED]) - own).norm(dim=1) / norms
+            sums[0, batch.task] += float(errors[norms > 0].sum(dtype=torch.float64))
+            sums[1, batch.task] += int((norms > 0).sum())
         self.ranks.sum(sums)
-        return {ERRORS[stream]: sums[row] / sums[-1] for row, stream in enumerate(compared)}
+        return {ERRORS: sums[0] / sums[1], RIDGES: torch.tensor(solver.ridges, dtype=torch.float64)}
 
     def shapes(self, layer: int) -> dict[str, torch.Size]:
         """The shapes of the tensors that the layer's file holds, by the model's names."""
@@ -220,12 +212,9 @@ class _FeatureMerge(Accumulator[Tensors]):
         later = {key: names[key] for key in names.keys() - merged.keys()}  # these a later layer solves
         merged |= self.anchor.of(later, [{key: own[key] for key in later} for own in weights])
         self.shared |= {name: found[name].to(self.decoder.device) for name in self.shared.keys() & found.keys()}
-        anchor = self.anchor.of(names, weights) if self.compare else {}
         for number, batch in enumerate(streams.batches):
             streams.run_layer(MERGED, number, merged)
             streams.run_layer(EXPERT, number, self._owners(base, experts)[batch.task])
-            if self.compare:
-                streams.run_layer(ANCHOR, number, anchor)
             report(len(batch.rows) * len(self.maps[layer].groups))
 
     def _known(self, layer: int) -> dict[str, torch.Tensor]:

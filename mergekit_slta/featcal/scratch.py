@@ -16,7 +16,7 @@ from mergekit_slta.engine.partial import RUN, Partial, remove, run_of
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.answers import token_weights
-from mergekit_slta.featcal.merge import ERRORS, feature_merge, layer_shapes, stages, written_in
+from mergekit_slta.featcal.merge import ERRORS, RIDGES, feature_merge, layer_shapes, stages, written_in
 from mergekit_slta.featcal.solvable import require_solvable
 from mergekit_slta.files import cache_folder, digest
 from mergekit_slta.layers.blend import Blend
@@ -32,7 +32,7 @@ from mergekit_slta.slta.matching import fingerprint, local_identity
 LOG = logging.getLogger(__name__)
 
 PREFIX = "featcal-"  # of the folders of merges
-FORMAT = 15  # changes with the folder's content and with the way that layers are solved
+FORMAT = 16  # changes with the folder's content and with the way that layers are solved
 
 
 class SolvedModel:
@@ -76,18 +76,17 @@ class SolvedModel:
         piece = self.layout.pieces.get(name)
         return piece is not None and all(map(self.decoder.is_language, piece.targets))
 
-    def errors(self) -> dict[str, torch.Tensor]:
-        """The errors [layers, tasks] of the merged model's and the anchor's layer outputs on each task.
+    def measured(self) -> tuple[torch.Tensor, list[list[float]]]:
+        """The errors [layers, tasks] of the merged model's layer outputs on each task, and each layer's ridges.
 
-        An error is the mean over the task's tokens of |h - h_t| / |h_t|, where h_t is the task's own model's. The
-        anchor's errors are measured only for a report.
+        An error is the mean over the task's tokens of |h - h_t| / |h_t|, where h_t is the task's own model's.
         """
-        found: dict[str, list[torch.Tensor]] = {name: [] for name in ERRORS.values()}
+        errors, ridges = [], []
         for layer in range(len(self.decoder)):
             with safe_open(self._partial.layer_file(layer), "pt") as tensors:
-                for name in set(found) & set(tensors.keys()):
-                    found[name].append(tensors.get_tensor(name))
-        return {name: torch.stack(errors) for name, errors in found.items() if errors}
+                errors.append(tensors.get_tensor(ERRORS))
+                ridges.append(tensors.get_tensor(RIDGES).tolist())
+        return torch.stack(errors), ridges
 
     def remove(self) -> None:
         """Delete the folder."""
@@ -111,7 +110,7 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings) -> SolvedMode
     weights = token_weights(data)
     content = local_identity(experiment, fingerprint(experiment, data))
     asked = settings.model_dump(include={"ridge", "anchor", "head"})
-    asked |= {"compare": bool(settings.report), "format": FORMAT}
+    asked |= {"format": FORMAT}
     asked |= {"keep_weight": experiment.recipe.keep_weight} if experiment.recipe.keep else {}
     asked |= {"anchor_settings": ActmatSettings().model_dump()} if settings.anchor == "actmat" else {}
     content |= asked | {"weights": digest([row.tolist() for row in weights])}
@@ -157,7 +156,6 @@ def _solve(
             weights=weights,
             ridge=None if settings.ridge == "auto" else settings.ridge,
             head=settings.head,
-            compare=bool(settings.report),
             ranks=experiment.ranks,
             progress=progress,
         )

@@ -60,7 +60,7 @@ def run_together(forks: ForkServerContext, count: int, work: Callable[..., objec
 def share_features(family: Family, batch_tokens: int, folder: Path, index: int, count: int) -> None:
     """What one of several processes does."""
     with joined(folder, index, count) as ranks:
-        families.feature_merge(family, folder / "state", batch_tokens=batch_tokens, compare=True, ranks=ranks)
+        families.feature_merge(family, folder / "state", batch_tokens=batch_tokens, ranks=ranks)
 
 
 def test_processes_that_share_a_feature_merge_write_what_one_alone_writes(
@@ -68,15 +68,15 @@ def test_processes_that_share_a_feature_merge_write_what_one_alone_writes(
 ) -> None:
     """Also with more processes than batches."""
     family, count, batch_tokens = make_family("mixtral", experts=2, records=3), 3, 10000
-    errors = families.feature_merge(family, tmp_path / "alone", batch_tokens=batch_tokens, compare=True).errors()
+    errors, ridges = families.feature_merge(family, tmp_path / "alone", batch_tokens=batch_tokens).measured()
     run_together(forks, count, share_features, family, batch_tokens, tmp_path)
     alone, together = (families.solved_tensors(tmp_path / name) for name in ("alone", "state"))
     assert set(alone) == set(together)
     for name, tensor in alone.items():
         assert (together[name] - tensor).norm() <= 1e-6 * tensor.norm(), name
     decoder = trace(family.config)
-    found = SolvedModel(decoder, Partial(tmp_path / "state", {})).errors()
-    assert all(torch.allclose(found[name], error, rtol=1e-5) for name, error in errors.items())
+    found = SolvedModel(decoder, Partial(tmp_path / "state", {})).measured()
+    assert torch.allclose(found[0], errors, rtol=1e-5) and found[1] == ridges
 
 
 def test_processes_together_merge_to_the_same_tensors(

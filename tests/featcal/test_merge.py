@@ -276,20 +276,16 @@ def errors_by_hand(models: list[Any], state: State, tasks: Tasks) -> torch.Tenso
 
 
 @pytest.mark.parametrize(("architecture", "by_tasks"), [("gemma2", False), ("mixtral", True)])
-def test_errors_are_those_of_whole_models_and_measuring_them_changes_nothing(
+def test_errors_are_those_of_whole_models(
     architecture: str, by_tasks: bool, make_family: MakeFamily, tmp_path: Path
 ) -> None:
     """Although the maps of the anchor ``actmat`` are solved one group after the other."""
     family = make_family(architecture)
     settings: dict[str, Any] = {"by_tasks": by_tasks, "ridge": 0.1, "batch_tokens": 70}
-    errors = families.feature_merge(family, tmp_path / "followed", compare=True, **settings).errors()
-    state = families.solved_tensors(tmp_path / "followed")
-    alone = merged_tensors(family, tmp_path / "alone", **settings)
-    assert all(torch.equal(state[name], tensor) for name, tensor in alone.items())
-    anchor = actmat_state(family) if by_tasks else {}
-    for name, tensors in (("error.merged", anchor | state), ("error.anchor", anchor)):
-        expected = errors_by_hand(family.models(), tensors, family.token_ids())
-        assert torch.allclose(errors[name], expected, rtol=1e-4)
+    errors, ridges = families.feature_merge(family, tmp_path, **settings).measured()
+    state = (actmat_state(family) if by_tasks else {}) | families.solved_tensors(tmp_path)
+    assert torch.allclose(errors, errors_by_hand(family.models(), state, family.token_ids()), rtol=1e-4)
+    assert all(own and set(own) == {0.1} for own in ridges) and len(ridges) == LAYERS
 
 
 def test_the_actmat_merge_of_a_mixtures_experts_takes_the_memory_of_one_matrix(make_family: MakeFamily) -> None:
@@ -341,7 +337,7 @@ def test_tokens_without_features_have_no_relative_error(make_family: MakeFamily,
         tensors["model.embed_tokens.weight"][families.BOS] = 0
 
     edit_tensors(family.experts[0], forget_first_token)
-    errors = families.feature_merge(family, tmp_path, compare=True).errors()["error.merged"]
+    errors, _ = families.feature_merge(family, tmp_path).measured()
     assert errors.isfinite().all() and errors.all()
 
 
@@ -357,7 +353,7 @@ def test_the_head_is_solved_whatever_token_pads(make_family: MakeFamily, tmp_pat
 
 
 def merge_tasks(family: Family, folder: Path) -> None:
-    families.feature_merge(family, folder, tasks=depths.TASKS, compare=True)
+    families.feature_merge(family, folder, tasks=depths.TASKS)
 
 
 @depths.needs_account
