@@ -105,7 +105,7 @@ def expected(states: list[State], method: str, statistics: Path) -> Callable[[st
 
 def solved(found: Family, folder: Path, states: list[State], **settings: Any) -> Callable[[str], torch.Tensor]:
     """Each tensor of a ``featcal`` merge, by the model's names: solved, the experts' mean, or the base model's."""
-    tensor = families.feature_merge(found, folder, by_tasks=True, **settings).tensor
+    tensor = families.feature_merge(found, folder, **settings).tensor
     half = torch.full((len(states) - 1,), 1 / (len(states) - 1))
 
     def expected(name: str) -> torch.Tensor:
@@ -122,7 +122,7 @@ def test_every_tensor_is_merged_as_the_base_model_stores_it(
 ) -> None:
     found, statistics = family(name), tmp_path / "statistics.safetensors"
     settings = {"level": "layer", "statistics": str(statistics)} if method == "slta" else {}
-    solving = {"ridge": 0.003, "head": name != "inkling2_text"} if method == "featcal" else {}
+    solving = {"ridge": 0.1} if method == "featcal" else {}
     out = merged(found, method, tmp_path / "out", **settings, **solving)
     loaded, whole = [load(folder) for folder in (*found.folders, out)], [stored(own) for own in (*found.folders, out)]
     assert whole[-1].keys() == whole[0].keys()

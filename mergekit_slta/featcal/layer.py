@@ -129,7 +129,7 @@ class LayerMerge:
     def _solve(self, maps: Sequence[LinearMap], tasks: Iterable[Iterable[Tokens]], expected: int) -> None:
         """Put new tensors of maps of one input in place, if there are any."""
         names, layer = ", ".join(linear_map.name for linear_map in maps), self.passage.layer
-        prior, anchors = prior_of(maps, self.models, self.setting.counts) if self.setting.by_tasks else (None, {})
+        prior, anchors = prior_of(maps, self.models, self.setting.counts)
         self.models.anchor.update(anchors)
         self.merged.update(anchors)
         base, anchor = (torch.cat([own.matrix(model) for own in maps]) for model in (self.models.base, self.merged))

@@ -1,7 +1,7 @@
 """featcal: every linear map by least squares, layer by layer in the order of the forward pass.
 
-After RegMean++ and FeatCal (arXiv 2605.13030). The anchor is the base model, or the merge by ``actmat``, a method that
-needs no data (``anchor.py``); the solution stays near a point beyond it. The samples' token ids come from ``data/``;
+After RegMean++ and FeatCal (arXiv 2605.13030). The anchor is the merge by ``actmat``, a method that needs no data
+(``anchor.py``); the solution stays near a point beyond it. The samples' token ids come from ``data/``;
 ``scratch.py`` keeps the solved layers in a folder, from which ``host/featcal.py`` gives mergekit each tensor.
 
 Each sample of task t is in two hidden-state streams: the merged model's, and expert t's own. The engine's loop brings
@@ -25,9 +25,9 @@ merged model's lacks, so that the map corrects half of what the maps before it h
 The base model may have a task too, whose prompts are to be answered as it does: it is one more expert, whose task
 vector is zero and whose influence is multiplied by kappa, in s_t as in every mean over the experts.
 
-``regression.py`` defines s_t, H and the bias (``Change.offset``), ``answers.py`` the weights w_x. Where the anchor is
-the merge of ``actmat``, H is built from the matrix of the system that ``actmat`` solves, so that a few prompts change a
-map mostly in directions that their tokens cover. Unless a recipe gives the ridge, held-out samples choose it for every
+``regression.py`` defines s_t, H and the bias (``Change.offset``), ``answers.py`` the weights w_x. H is
+built from the matrix of the system that ``actmat`` solves, so that a few prompts change a map mostly in directions that
+their tokens cover. Unless a recipe gives the ridge, held-out samples choose it for every
 group.
 
 This differs from FeatCal in five points: a map is solved on inputs that are computed with the maps already solved in
@@ -58,10 +58,9 @@ from mergekit_slta.featcal.head import HeadSolver
 from mergekit_slta.featcal.layer import LayerMerge, in_a_file
 from mergekit_slta.featcal.passage import EXPERT, MERGED, LayerPassage
 from mergekit_slta.featcal.solving import LayerTensors, Setting
-from mergekit_slta.layers.blend import Blend
 from mergekit_slta.layers.calls import Weights
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.ends import output_head
+from mergekit_slta.layers.maps import LinearMap
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.stacks import ExpertStack, stack_of
 
@@ -74,7 +73,7 @@ ERRORS, RIDGES = "error.merged", "error.ridges"
 
 def feature_merge(
     decoder: Decoder,
-    anchor: Blend,
+    anchor: ActmatAnchor,
     experts: Sequence[Checkpoint],
     tasks: Tasks,
     partial: Partial,
@@ -82,7 +81,7 @@ def feature_merge(
     keep_weight: float = 0.0,
     weights: Sequence[torch.Tensor] | None = None,
     ridge: float | None = None,
-    head: bool = True,
+    head: LinearMap | None,
     ranks: Ranks | None = None,
     progress: Callable[[str, int], object] = lambda stage, samples: None,
 ) -> None:
@@ -90,15 +89,15 @@ def feature_merge(
 
     Args:
         decoder: the models' common decoder.
-        anchor: the model whose maps stay where none is solved: the base model, or the merge of ``actmat``, whose system
-            then says in which directions of the input a map stays nearer to W_n.
+        anchor: the merge of ``actmat``, whose maps stay where none is solved, and whose system says in which directions
+            of the input a map stays nearer to W_n.
         experts: the ``T`` experts.
         tasks: the token ids of each expert's calibration samples, and last of the base model's if it has a task.
         partial: where the layers are written; what is finished there is not computed again.
         keep_weight: how much the base model's task counts, kappa; 0 if it has none.
         weights: the weights [S] of the tokens of every sample, task after task; by default all are 1.
         ridge: how strongly the solution is drawn towards W_n; None to choose it by left-out samples.
-        head: solve the output head too.
+        head: the output head, by the model's names; None if it stays the anchor's.
         ranks: the processes that share the batches.
         progress: told the stage, and how many of this process's samples have passed it.
 
@@ -109,7 +108,7 @@ def feature_merge(
     models = [anchor.models[0], *experts]
     weights = weights or [torch.ones(len(row)) for task in tasks for row in task]
     counts = [1.0] * len(experts) + [keep_weight] * bool(keep_weight)
-    setting = Setting(ridge, isinstance(anchor, ActmatAnchor), counts, weights, ranks, partial.folder)
+    setting = Setting(ridge, counts, weights, ranks, partial.folder)
     merge = _FeatureMerge(decoder, models, tasks, ranks, anchor, setting, head)
     tensors = pass_layers(
         merge,
@@ -121,18 +120,18 @@ def feature_merge(
     ranks.wait()
 
 
-def stages(decoder: Decoder, head: bool) -> int:
+def stages(decoder: Decoder, head: LinearMap | None) -> int:
     """How many stages a feature merge has: the groups of maps, and the output head."""
-    return sum(len(maps.groups) for maps in groups_by_layer(decoder)) + (head and output_head(decoder) is not None)
+    return sum(len(maps.groups) for maps in groups_by_layer(decoder)) + (head is not None)
 
 
 @dataclass
 class _FeatureMerge(Accumulator[Tensors]):
     """Merges one layer after the other, then the output head; see ``feature_merge``."""
 
-    anchor: Blend
+    anchor: ActmatAnchor
     setting: Setting
-    head: bool
+    head: LinearMap | None
 
     def __post_init__(self) -> None:
         base, *experts = self.models
@@ -158,7 +157,9 @@ class _FeatureMerge(Accumulator[Tensors]):
     def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
         """The merged layer's tensors by the model's names, and how far its output is from the experts'."""
         names, maps = self.decoder.layer_tensors(layer), self.maps[layer]
-        anchor, later = self._anchor_of(layer, weights)
+        together = {m.weight for group in maps.groups if not group.fused for m in group.maps}
+        later = self.anchor.whole_maps(names) & together
+        anchor = self.anchor.of(names, weights, later)
         base, *experts = weights
         owners = self._owners(base, experts)
         for key, stack in anchor.items():
@@ -175,15 +176,6 @@ class _FeatureMerge(Accumulator[Tensors]):
         merged = {names[key]: tensor for key, tensor in solver.tensors().items() if written[names[key]] == layer}
         self.shared |= {name: merged[name] for name in self.shared.keys() & merged.keys()}
         return {**merged, **self._advance_streams(solver, streams)}
-
-    def _anchor_of(self, layer: int, weights: Sequence[Weights]) -> tuple[dict[str, torch.Tensor], set[str]]:
-        """The anchor's tensors in a layer, and which maps among them are still to be solved as ``actmat`` does."""
-        names = self.decoder.layer_tensors(layer)
-        if not isinstance(self.anchor, ActmatAnchor):
-            return self.anchor.of(names, weights), set()
-        groups = [group for group in self.maps[layer].groups if not group.fused]
-        later = self.anchor.solved_keys(names) & {m.weight for group in groups for m in group.maps}
-        return self.anchor.of(names, weights, later), later
 
     def _advance_streams(self, solver: LayerMerge, streams: Streams) -> Tensors:
         """Set what the layer makes of both streams; returns the mean relative error by task [T], and the ridges."""
@@ -230,11 +222,10 @@ class _FeatureMerge(Accumulator[Tensors]):
 
     def finish(self, streams: Streams, report: Progress) -> Tensors:
         """The output head's tensors by the model's names; none if it stays the anchor's."""
-        head = output_head(self.decoder) if self.head else None
-        if head is None:
+        if self.head is None:
             return {}
         self.stage = "output head"
-        return HeadSolver(head, self.anchor, self.owners, streams, self.setting, report).solve()
+        return HeadSolver(self.head, self.anchor, self.owners, streams, self.setting, report).solve()
 
 
 @functools.lru_cache(maxsize=1)

@@ -13,16 +13,17 @@ from tqdm import tqdm
 
 from mergekit_slta.engine.batches import Tasks, share
 from mergekit_slta.engine.partial import RUN, Partial, remove, run_of
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, refuse
 from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.answers import token_weights
+from mergekit_slta.featcal.groups import groups_by_layer
 from mergekit_slta.featcal.merge import ERRORS, RIDGES, feature_merge, layer_shapes, stages, written_in
-from mergekit_slta.featcal.solvable import require_solvable
 from mergekit_slta.files import cache_folder, digest
-from mergekit_slta.layers.blend import Blend
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.ends import output_head
+from mergekit_slta.layers.maps import LinearMap
 from mergekit_slta.layers.trace import on_device
+from mergekit_slta.models.headers import other_vocabularies
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import require_calibration
@@ -109,21 +110,48 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings) -> SolvedMode
     tasks = [samples.token_ids for samples in data]
     weights = token_weights(data)
     content = local_identity(experiment, fingerprint(experiment, data))
-    asked = settings.model_dump(include={"ridge", "anchor", "head"})
-    asked |= {"format": FORMAT}
-    asked |= {"keep_weight": experiment.recipe.keep_weight} if experiment.recipe.keep else {}
-    asked |= {"anchor_settings": ActmatSettings().model_dump()} if settings.anchor == "actmat" else {}
-    content |= asked | {"weights": digest([row.tolist() for row in weights])}
+    head = head_to_solve(experiment)
+    content |= {"ridge": settings.ridge, "head": head is not None, "anchor": ActmatSettings().model_dump()}
+    content |= {"keep_weight": experiment.recipe.keep_weight} if experiment.recipe.keep else {}
+    content |= {"format": FORMAT, "weights": digest([row.tolist() for row in weights])}
     partial = Partial(scratch_root(settings.scratch) / f"{PREFIX}{digest(content)}", content)
     partial.enter(experiment.ranks)
     try:
         complete = partial.is_complete([layer_shapes(decoder, layer) for layer in range(len(decoder))])
         experiment.ranks.require_equal(complete, partial.folder)
         if not complete:
-            _solve(experiment, settings, decoder, tasks, weights, partial)
+            _solve(experiment, settings, decoder, tasks, weights, head, partial)
     finally:
         partial.release()
     return SolvedModel(decoder, partial, experiment.layout)
+
+
+def require_solvable(experiment: Experiment) -> None:
+    """Refuse, by an SltaError, layers that cannot be run one at a time, and vocabularies of different sizes."""
+    groups_by_layer(experiment.decoder)
+    fix = "use 'merge_method: slta', which keeps the base model's embeddings"
+    refuse(f"The {other}: {fix}." for other in other_vocabularies(experiment.pairs))
+
+
+def head_to_solve(experiment: Experiment) -> LinearMap | None:
+    """The output head, by the model's names; None if it is tied, or if it cannot be solved, which is said."""
+    head = output_head(experiment.decoder)
+    if head is None:
+        return None
+    why = "the logits need more than the last layer's output" if experiment.decoder.tail_problem else ""
+    if experiment.recipe.tokenizer_source is not None and _changes_rows(experiment):
+        why = "mergekit changes its rows to those of the recipe's 'tokenizer'"
+    if why:
+        LOG.warning("The output head stays the experts' mean, because %s.", why)
+    return None if why else head
+
+
+def _changes_rows(experiment: Experiment) -> bool:
+    """Whether mergekit changes the rows of the models' embeddings."""
+    recipe, made = experiment.recipe, experiment.recipe.config.tokenizer
+    if recipe.tokenizer_source != "base" or (made and (made.tokens or made.pad_to_multiple_of)):
+        return True
+    return len(experiment.samples.tokenizer(recipe.base)) != experiment.model(recipe.base).vocabulary
 
 
 def _solve(
@@ -132,14 +160,12 @@ def _solve(
     decoder: Decoder,
     tasks: Tasks,
     weights: Sequence[torch.Tensor],
+    head: LinearMap | None,
     partial: Partial,
 ) -> None:
-    head = settings.head and output_head(decoder) is not None
-    experiment.check_edges(experts=head or settings.averages_edges)
-    if settings.head and not head:
-        LOG.warning("The output head is tied to the embedding, so 'head' is off and the head stays the anchor's.")
-    anchor = _anchor(experiment, settings, decoder)
-    total = stages(decoder, settings.head) * share(decoder, tasks, experiment.ranks)
+    experiment.check_edges(experts=True)
+    anchor = ActmatAnchor([experiment.base, *experiment.experts], decoder, experiment.recipe.keep_weight)
+    total = stages(decoder, head) * share(decoder, tasks, experiment.ranks)
     with tqdm(total=total, desc="Solving", unit="sample", leave=False, disable=experiment.quiet) as bar:
 
         def progress(stage: str, samples: int) -> None:
@@ -155,17 +181,10 @@ def _solve(
             keep_weight=experiment.recipe.keep_weight,
             weights=weights,
             ridge=None if settings.ridge == "auto" else settings.ridge,
-            head=settings.head,
+            head=head,
             ranks=experiment.ranks,
             progress=progress,
         )
-
-
-def _anchor(experiment: Experiment, settings: FeatcalSettings, decoder: Decoder) -> Blend:
-    models = [experiment.base, *experiment.experts]
-    if settings.anchor != "actmat":
-        return Blend(models)
-    return ActmatAnchor(models, decoder, experiment.recipe.keep_weight)
 
 
 def unfinished_merges(root: Path) -> list[tuple[list[str], int]]:

@@ -45,7 +45,7 @@ class FeatcalMerge(Merge):
         tensor = self._solved.tensor(name)
         if tensor is not None:
             return tensor.to(base.device, base.dtype)
-        if not (experiment.recipe.settings_of(FeatcalSettings).averages_edges and self._solved.is_language(name)):
+        if not self._solved.is_language(name):
             return base
         equal = torch.tensor(1 / (len(group.non_base) + experiment.recipe.keep_weight))
         return weighted_sum(base, [(entry.tensor, equal) for entry in group.non_base])

@@ -64,8 +64,6 @@ class Recipe:
             below where None is given), ``head_mlp`` or ``linear``.
         balance: for ``slta``, whether every prompt counts the same, long or short; True by default.
         statistics: for ``slta``, a statistics file to use or to write; none by default.
-        anchor: for ``featcal``, what matrices stay close to: ``actmat`` (the default), its merge, or ``base``.
-        head: for ``featcal``, whether the output head is solved too; True by default.
         scratch: for ``featcal``, a folder for the solved layers; in the cache folder by default.
         samples, max_tokens, seed: for ``slta`` and ``featcal``, as all up to ``report``, how many prompts of each task
             are drawn (30), of how many tokens each (512), and which (0).
@@ -108,8 +106,6 @@ class Recipe:
         statistics: str | os.PathLike[str] | None = None,
         report: str | os.PathLike[str] | None = None,
         template: str | None = None,
-        anchor: str | None = None,
-        head: bool | None = None,
         scratch: str | os.PathLike[str] | None = None,
         scale: float | SupportsFloat | list[Any] | None = None,
         lambda_: float | SupportsFloat | list[Any] | None = None,

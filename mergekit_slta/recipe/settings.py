@@ -100,24 +100,13 @@ class FeatcalSettings(CalibrationSettings):
     folders: ClassVar[tuple[str, ...]] = ("scratch", "report")
     ridge: Ridge | Literal["auto"] = Field(
         default="auto",
-        description="how strongly every matrix is drawn towards the anchor's, such as 0.03; `auto` takes for each "
+        description="how strongly every matrix is drawn towards that of `actmat`, such as 0.03; `auto` takes for each "
         "group of matrices what predicts left-out prompts best",
     )
-    anchor: Literal["base", "actmat"] = Field(
-        default="actmat",
-        description="the model that decides where the prompts do not: `actmat`, whose merge a matrix stays close to, "
-        "half as far again from the base model, or `base`",
-    )
-    head: bool = Field(default=True, description="solve the output head too; off if the head is tied to the embedding")
     scratch: str = Field(
         default="",
         description="a folder for the solved layers; the cache folder by default, removed when mergekit is done",
     )
-
-    @property
-    def averages_edges(self) -> bool:
-        """Whether the tensors outside the decoder layers are the experts' average."""
-        return self.anchor == "actmat"
 
 
 class ActmatExpert(Parameters):

@@ -142,7 +142,6 @@ def recipes(family: RealFamily) -> dict[str, Recipe]:
         **{f"featcal keeping {kappa:g}": recipe("featcal", data=True, keep=kappa) for kappa in KEPT},
         "featcal keeping 1, self-written": recipe("featcal", data=True, keep=1.0, prompts="written"),
         **{f"slta keeping {kappa:g}": recipe("slta", data=True, keep=kappa) for kappa in KEPT},
-        "featcal anchor base, 30 prompts": recipe("featcal", data=True, anchor="base", ridge=0.003),
     }
 
 

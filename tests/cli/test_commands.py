@@ -174,10 +174,10 @@ def test_check_looks_at_feature_merges_too(llama: Family, write_recipe: WriteRec
     assert "no problem found" in text
     assert [line.partition(":")[0] for line in text.splitlines()[-4:]] == ["Download", "Disk", "Memory", "License"]
     assert "for the solved layers" in text
-    wrong = write_recipe(llama, "featcal", ridge=-2, anchr="base", level="layer")
+    wrong = write_recipe(llama, "featcal", ridge=-2, sampels=3, level="layer")
     text = run("check", wrong, code=1).output
     assert "3 problems found" in text
-    assert "did you mean 'anchor'?" in text
+    assert "did you mean 'samples'?" in text
     assert text.endswith("Note: Models and data are checked once these are mended.\n")
 
 

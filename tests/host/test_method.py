@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -73,8 +72,7 @@ def test_a_merged_tensor_that_is_not_finite_is_never_written(
     def enlarge(tensors: State) -> None:
         tensors["lm_head.weight"][-1, -1] = value
 
-    settings: dict[str, Any] = {"head": False, "anchor": "base"} if method == "featcal" else {}
-    content = families.recipe(llama, method, calibration=method != "sftm", out_dtype="float16", **settings)
+    content = families.recipe(llama, method, calibration=method != "sftm", out_dtype="float16")
     content["base_model"] = str(edited(llama.base, tmp_path / "base", enlarge))
     with pytest.raises(SltaError, match=words):
         families.merge(content, tmp_path / "out")

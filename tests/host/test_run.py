@@ -96,7 +96,7 @@ def test_every_merge_of_a_process_has_its_own_weights(llama: Family, tmp_path: P
     contents = [
         families.recipe(llama, level="layer", samples=2),
         families.recipe(llama, experts=[2, 0], samples=2),
-        families.recipe(llama, "featcal", experts=[2, 0], head=False, samples=2),
+        families.recipe(llama, "featcal", experts=[2, 0], samples=2),
     ]
     alone = []
     for index, content in enumerate(contents):

@@ -133,6 +133,8 @@ def test_the_base_model_among_the_models_is_no_expert() -> None:
         ({"balance": "perhaps"}, "'balance' in the recipe's parameters should be true or false, not 'perhaps'."),
         ({"edges": "base"}, "Unknown parameter 'edges' in the recipe's parameters"),
         ({"batch_tokens": 40}, "Unknown parameter 'batch_tokens' in the recipe's parameters"),
+        ({"anchor": "base"}, "Unknown parameter 'anchor' in the recipe's parameters"),
+        ({"head": False}, "Unknown parameter 'head' in the recipe's parameters"),
         ({"towers": "mean"}, "Unknown parameter 'towers' in the recipe's parameters"),
         ({"zzz": 1}, "Unknown parameter 'zzz' in the recipe's parameters; the known ones are balance,"),
         ({"ridge": "nan"}, "'ridge' in the recipe's parameters should be a finite number"),
@@ -165,7 +167,7 @@ def test_wrong_shared_parameters(parameters: dict[str, Any], sentence: str) -> N
         ),
         ({"weight": 2}, "'weight' in the parameters of org/math has no effect: the method solves the experts' weights"),
         ({"calibration": ["a", "b"]}, "'calibration' in the parameters of org/math must be one value"),
-        ({"anchor": "base"}, "'anchor' in the parameters of org/math is a parameter of featcal, not of slta: leave it"),
+        ({"scratch": "x"}, "'scratch' in the parameters of org/math is a parameter of featcal, not of slta: leave it"),
         ({"template": 3}, "'template' in the parameters of org/math should be a valid string, not 3."),
     ],
 )

@@ -403,7 +403,7 @@ def _merge(family: Family, column: str, states: list[State], said: dict[str, Any
     """
     method, statistics = "slta" if column in LEVELS else column, folder / "statistics.safetensors"
     settings: dict[str, Any] = {"level": column, "statistics": str(statistics)} if method == "slta" else {}
-    settings |= {"ridge": 0.003, "head": False} if method == "featcal" else {}
+    settings |= {"ridge": 0.1} if method == "featcal" else {}
     state, found = load(merged(family, method, folder / "out", **settings))
     wrong = [kind for kind in said if sorted(said[kind]) != sorted(found[kind])]
     assert not wrong, f"transformers reports {wrong}: {[sorted(found[kind])[:2] for kind in wrong]}"
@@ -434,7 +434,7 @@ def _weighted(family: Family, level: str, states: list[State], folder: Path) -> 
 
 def _solved(family: Family, column: str, states: list[State], folder: Path) -> Callable[[str], torch.Tensor]:
     """The tensors of a ``featcal`` merge, by the model's names, solved again; outside the layers the experts' mean."""
-    tensor = families.feature_merge(family, folder / "solved", by_tasks=True, ridge=0.003, head=False).tensor
+    tensor = families.feature_merge(family, folder / "solved").tensor
     language = trace(family.config).is_language
     share = torch.full((len(states) - 1,), 1 / (len(states) - 1))
 

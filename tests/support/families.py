@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import random
 import threading
@@ -34,8 +35,8 @@ from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.merge import feature_merge as solve_features
 from mergekit_slta.featcal.scratch import SolvedModel
 from mergekit_slta.host import patches
-from mergekit_slta.layers.blend import Blend
 from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.ends import output_head
 from mergekit_slta.layers.trace import trace
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.recipe.experiment import Experiment
@@ -548,8 +549,6 @@ def feature_merge(
     folder: Path,
     *,
     tasks: Any = None,
-    anchor: Blend | None = None,
-    by_tasks: bool = False,
     device: str = "cpu",
     batch_tokens: int = 0,
     **arguments: Any,
@@ -560,21 +559,29 @@ def feature_merge(
         family: the models and data.
         folder: the scratch folder.
         tasks: token ids of each expert's samples.
-        anchor: the base model by default.
-        by_tasks: whether the anchor is the merge of ``actmat``.
         device: where layers run.
         batch_tokens: as for ``batches_of``.
-        arguments: those of ``feature_merge``; the ridge is 0.003 by default.
+        arguments: those of ``feature_merge``; the ridge is 0.1 by default.
     """
     models = checkpoints(family.folders)
     decoder, partial = trace(family.config, device=device), Partial(folder, {})
     partial.begin()
-    keep_weight = arguments.get("keep_weight", 0.0)
-    chosen = anchor or (ActmatAnchor(models, decoder, keep_weight) if by_tasks else Blend(models))
-    arguments.setdefault("ridge", 0.003)
+    anchor = ActmatAnchor(models, decoder, arguments.get("keep_weight", 0.0))
+    arguments = {"ridge": 0.1, "head": None if decoder.tail_problem else output_head(decoder)} | arguments
     with batches_of(batch_tokens):
-        solve_features(decoder, chosen, models[1:], tasks or family.token_ids(), partial, **arguments)
+        solve_features(decoder, anchor, models[1:], tasks or family.token_ids(), partial, **arguments)
     return SolvedModel(decoder, partial)
+
+
+def actmat_state(family: Family) -> dict[str, torch.Tensor]:
+    """Every tensor of the anchor of a feature merge, by the model's names."""
+    decoder, model = trace(family.config), family.model(0)
+    layers = (decoder.layer_tensors(layer).values() for layer in range(len(decoder)))
+    names = {name: name for name in [*decoder.edge_tensors, *itertools.chain(*layers)]}
+    anchor = ActmatAnchor(checkpoints(family.folders), decoder).read(names, decoder.model)
+    model.load_state_dict(anchor, strict=False)
+    state: dict[str, torch.Tensor] = model.state_dict()  # names of the same tensor too
+    return state
 
 
 def started(
