@@ -37,16 +37,15 @@ class LayerMerge:
         passage: takes the samples through the layer.
         models: the layer's tensors of the base model, the experts and the anchor.
         setting: how maps are solved.
-        known: tensors that earlier layers, which share them, have solved.
 
     Attributes:
         merged: the layer's tensors; the anchor's where nothing is solved yet, or ever.
         ridges: the ridges that the maps were solved with.
     """
 
-    def __init__(self, passage: LayerPassage, models: LayerTensors, setting: Setting, known: Weights) -> None:
+    def __init__(self, passage: LayerPassage, models: LayerTensors, setting: Setting) -> None:
         self.passage, self.models, self.setting = passage, models, setting
-        self.merged = {**models.anchor, **known}
+        self.merged = {**models.anchor}
         self._stacks: dict[str, torch.Tensor] = {}  # the matrices of routed experts, on the host
         self.ridges: list[float] = []
         self._kept: list[str] = []  # why maps of the group that is being solved keep the anchor's weights

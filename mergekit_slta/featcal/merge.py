@@ -39,7 +39,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -53,7 +52,7 @@ from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams
 from mergekit_slta.featcal.anchor import ActmatAnchor
-from mergekit_slta.featcal.groups import groups_by_layer, kept_in_words, solved_in
+from mergekit_slta.featcal.groups import SHARED, groups_by_layer, kept_in_words
 from mergekit_slta.featcal.head import HeadSolver
 from mergekit_slta.featcal.layer import LayerMerge, in_a_file
 from mergekit_slta.featcal.passage import EXPERT, MERGED, LayerPassage
@@ -138,13 +137,10 @@ class _FeatureMerge(Accumulator[Tensors]):
         self.owners = self._owners(base, experts)
         self.stage = "embeddings"
         self.maps = groups_by_layer(self.decoder)
-        every = Counter(
-            name for layer in range(len(self.decoder)) for name in self.decoder.layer_tensors(layer).values()
-        )
-        self.shared: dict[str, torch.Tensor | None] = {name: None for name, count in every.items() if count > 1}
         for words, kept in {kept_in_words(maps.kept): maps.kept for maps in self.maps if maps.kept}.items():
             numbered = any(part.isdigit() for name in kept for part in name.split("."))  # most of a mixture's weights
-            LOG.log(logging.WARNING if numbered else logging.INFO, "Not solved, so they stay the anchor's: %s", words)
+            loud = numbered or SHARED in kept.values()
+            LOG.log(logging.WARNING if loud else logging.INFO, "Not solved, so they stay the anchor's: %s", words)
 
     def _owners(self, base: Owner, experts: Sequence[Owner]) -> list[Owner]:
         """The model of each task: the experts, and the base model if it has a task."""
@@ -168,13 +164,12 @@ class _FeatureMerge(Accumulator[Tensors]):
             ):  # a lazy stack is computed at every use: put it in a file
                 anchor[key] = stack_of(in_a_file(stack, self.setting.folder), stack.device)
         passage = LayerPassage(self.decoder, layer, maps, owners, streams)
-        solver = LayerMerge(passage, LayerTensors(base, owners, anchor, later), self.setting, self._known(layer))
+        solver = LayerMerge(passage, LayerTensors(base, owners, anchor, later), self.setting)
         for group in maps.groups:
             self.stage = f"layer {layer} of {len(self.decoder)}, {group}"
             solver.solve(group, report)
         written = written_in(self.decoder)
         merged = {names[key]: tensor for key, tensor in solver.tensors().items() if written[names[key]] == layer}
-        self.shared |= {name: merged[name] for name in self.shared.keys() & merged.keys()}
         return {**merged, **self._advance_streams(solver, streams)}
 
     def _advance_streams(self, solver: LayerMerge, streams: Streams) -> Tensors:
@@ -200,25 +195,13 @@ class _FeatureMerge(Accumulator[Tensors]):
         """Run a layer on every stream, with the merged tensors of its file."""
         names, (base, *experts) = self.decoder.layer_tensors(layer), weights
         stored = {key: found[name] for key, name in names.items() if name in found}
-        merged = {key: _placed(tensor, base[key]) for key, tensor in stored.items()} | self._known(layer)
-        later = {key: names[key] for key in names.keys() - merged.keys()}  # these a later layer solves
-        merged |= self.anchor.of(later, [{key: own[key] for key in later} for own in weights])
-        self.shared |= {name: found[name].to(self.decoder.device) for name in self.shared.keys() & found.keys()}
+        merged = {key: _placed(tensor, base[key]) for key, tensor in stored.items()}
+        shared = {key: names[key] for key in names.keys() - merged.keys()}  # with an earlier layer, whose file has them
+        merged |= self.anchor.of(shared, [{key: own[key] for key in shared} for own in weights])
         for number, batch in enumerate(streams.batches):
             streams.run_layer(MERGED, number, merged)
             streams.run_layer(EXPERT, number, self._owners(base, experts)[batch.task])
             report(len(batch.rows) * len(self.maps[layer].groups))
-
-    def _known(self, layer: int) -> dict[str, torch.Tensor]:
-        """The merged tensors of earlier layers' files that this layer uses too.
-
-        Those of later layers, from a pass that ran out of memory, do not count.
-        """
-        written, found = written_in(self.decoder), dict[str, torch.Tensor]()
-        for key, name in self.decoder.layer_tensors(layer).items():
-            if written[name] < layer and (tensor := self.shared.get(name)) is not None:
-                found[key] = tensor
-        return found
 
     def finish(self, streams: Streams, report: Progress) -> Tensors:
         """The output head's tensors by the model's names; none if it stays the anchor's."""
@@ -230,14 +213,12 @@ class _FeatureMerge(Accumulator[Tensors]):
 
 @functools.lru_cache(maxsize=1)
 def written_in(decoder: Decoder) -> dict[str, int]:
-    """For each layer tensor, by the model's name, the layer whose file holds it: the layer that solves it, else the
-    first that uses it.
-    """
+    """For each layer tensor, by the model's name, the layer whose file holds it: the first that uses it."""
     first: dict[str, int] = {}
     for layer in range(len(decoder)):
         for name in decoder.layer_tensors(layer).values():
             first.setdefault(name, layer)
-    return first | solved_in(decoder)
+    return first
 
 
 def layer_shapes(decoder: Decoder, layer: int) -> dict[str, torch.Size]:

@@ -23,9 +23,7 @@ from support.slow import slow_but
 
 from mergekit_slta.featcal import head, regression
 from mergekit_slta.featcal.anchor import ActmatAnchor
-from mergekit_slta.featcal.groups import solved_in
 from mergekit_slta.featcal.layer import ENOUGH_TOKENS
-from mergekit_slta.featcal.passage import LayerPassage
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.ends import output_head
 from mergekit_slta.layers.trace import trace
@@ -53,7 +51,7 @@ def worst(found: State, expected: State) -> float:
 def solved_names(decoder: Decoder) -> set[str]:
     """The tensors that are solved, by the model's names."""
     head = output_head(decoder)
-    return set(solved_in(decoder)) | ({name for name in (head.weight, head.bias) if name} if head else set())
+    return families.solved_in_layers(decoder) | ({name for name in (head.weight, head.bias) if name} if head else set())
 
 
 def logits(model: Any, state: State, tasks: Tasks) -> torch.Tensor:
@@ -286,25 +284,6 @@ def test_progress_counts_every_sample_at_every_stage(llama: Family, tmp_path: Pa
     families.feature_merge(llama, tmp_path, progress=lambda *step: seen.append(step))
     assert sum(samples for _, samples in seen) == (LAYERS * 4 + 1) * sum(map(len, llama.token_ids()))
     assert {f"layer 0 of {LAYERS}, self_attn.q_proj/k_proj/v_proj", "output head"} < {stage for stage, _ in seen}
-
-
-def test_out_of_memory_forgets_what_layers_share(
-    make_family: MakeFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Memory runs out once a layer's maps are solved, which later layers share: the solution is no anchor of itself."""
-    family, finish = make_family("zamba2"), LayerPassage.finish
-    expected = merged_tensors(family, tmp_path / "expected", ridge=1.0)
-    failed: list[int] = []
-
-    def once(self: LayerPassage, number: int, merged: Any) -> dict[int, torch.Tensor]:
-        if self.layer == 1 and not failed:
-            failed.append(number)
-            raise torch.OutOfMemoryError("no memory left")
-        return finish(self, number, merged)
-
-    monkeypatch.setattr(LayerPassage, "finish", once)
-    assert worst(merged_tensors(family, tmp_path / "halved", ridge=1.0), expected) < TOLERANCE
-    assert failed
 
 
 def test_tokens_without_features_have_no_relative_error(make_family: MakeFamily, tmp_path: Path) -> None:

@@ -284,10 +284,7 @@ def test_a_killed_merge_goes_on(
 def test_finished_layers_are_repeated_to_the_last_bit(
     architecture: str, make_family: MakeFamily, tmp_path: Path
 ) -> None:
-    """Routed experts; layers that pass more than hidden states to later ones; layers that share tensors.
-
-    The second layer of Zamba 2 that shares a transformer solves adapters that belong to the first one's tensors.
-    """
+    """Routed experts; layers that pass more than hidden states to later ones; layers that share tensors."""
     family = make_family(architecture, records=3)
     families.feature_merge(family, tmp_path, batch_tokens=60)
     before = families.solved_tensors(tmp_path)

@@ -40,7 +40,7 @@ from support.every_tensor import State, by_reference, load, merged, stored, weig
 from support.families import Family
 
 from mergekit_slta.errors import first_line
-from mergekit_slta.featcal.groups import groups_by_layer, kept_in_words, solved_in
+from mergekit_slta.featcal.groups import groups_by_layer, kept_in_words
 from mergekit_slta.files import cache_folder
 from mergekit_slta.layers.blend import weighted_sum
 from mergekit_slta.layers.decoder import Decoder
@@ -375,7 +375,7 @@ def _trace_all(row: Row, decoder: Decoder) -> None:
     row.works["featcal"] = TRACED
     if not _solves_most(decoder):
         row.in_part.append("featcal")
-        kept = dict.fromkeys(kept_in_words(maps.kept) for maps in groups_by_layer(decoder))
+        kept = dict.fromkeys(kept_in_words(maps.kept) for maps in groups_by_layer(decoder) if maps.kept)
         row.reasons.append(f"featcal keeps the anchor in most linear maps: {'; '.join(kept)}.")
 
 
@@ -452,7 +452,7 @@ def _solves_most(decoder: Decoder) -> bool:
     for layer, module in enumerate(decoder.layers):
         names = decoder.layer_tensors(layer)
         every |= {names[m.weight] for m in linear_maps(module)}
-    return len(every & solved_in(decoder).keys()) > len(every) / 2
+    return len(every & families.solved_in_layers(decoder)) > len(every) / 2
 
 
 def _is_decoder(model_type: str, images: bool) -> bool:

@@ -32,6 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from mergekit_slta.engine import loop
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.featcal.anchor import ActmatAnchor
+from mergekit_slta.featcal.groups import groups_by_layer
 from mergekit_slta.featcal.merge import feature_merge as solve_features
 from mergekit_slta.featcal.scratch import SolvedModel
 from mergekit_slta.host import patches
@@ -571,6 +572,13 @@ def feature_merge(
     with batches_of(batch_tokens):
         solve_features(decoder, anchor, models[1:], tasks or family.token_ids(), partial, **arguments)
     return SolvedModel(decoder, partial)
+
+
+def solved_in_layers(decoder: Decoder) -> set[str]:
+    """The tensors of the layers that a feature merge solves, by the model's names."""
+    layers = enumerate(groups_by_layer(decoder))
+    maps = [(decoder.layer_tensors(at), m) for at, own in layers for group in own.groups for m in group.maps]
+    return {names[key] for names, m in maps for key in (m.weight, m.bias) if key}
 
 
 def actmat_state(family: Family) -> dict[str, torch.Tensor]:

@@ -58,15 +58,7 @@ GROUPS: dict[str, Groups] = {
             *_in(f"mlps.{half}", ("gate_proj", "up_proj"), ("down_proj",)),
         )
     ),
-    # The adapters are those of the first and of the second layer that shares the transformer.
-    "zamba2": (
-        *_in("shared_transformer.self_attn", ("q_proj", "k_proj", "v_proj"), ("o_proj",)),
-        *_in(
-            "shared_transformer.feed_forward",
-            ("gate_up_proj", "gate_up_proj_adapter_list.0.0", "gate_up_proj_adapter_list.1.0"),
-            ("gate_up_proj_adapter_list.0.1", "gate_up_proj_adapter_list.1.1"),
-            ("down_proj",),
-        ),
+    "zamba2": (  # what layers share is not solved
         ("linear",),
         *(group for path in ("mamba", "mamba_decoder.mamba") for group in _in(path, ("in_proj",), ("out_proj",))),
     ),
@@ -263,7 +255,6 @@ class Solver:
         paths = [*paths, *self.adding]
         self.merged, self.experts, self.tasks = merged, experts, tasks
         self.ridge, self.base = ridge, base
-        self.solved: set[int] = set()
         # The experts stay as they are, so that once is enough for them.
         self.own = [recorded(expert, paths, samples) for expert, samples in zip(experts, tasks, strict=True)]
 
@@ -289,20 +280,18 @@ class Solver:
         return held_by_tasks(base, [list(own) for own in zip(*experts, strict=True)])
 
     def solve_maps(self, paths: Sequence[str]) -> None:
-        """Replace a group of maps, of those that layers share only what is called and not solved yet."""
+        """Replace a group of maps."""
         streams, shape, maps = self.streams(paths), self.shape(paths), {}
-        for path in (path for path in paths if streams[0][0][path]):
-            if id(self.merged.get_submodule(path).weight) not in self.solved:
-                self.solved.add(id(self.merged.get_submodule(path).weight))
-                maps[path] = [
-                    Seen(
-                        merged[path][0],
-                        own[path][0],
-                        *parameters(expert.get_submodule(path)),
-                        self.drift(path, merged, own),
-                    )
-                    for expert, (merged, own) in zip(self.experts, streams, strict=True)
-                ]
+        for path in paths:
+            maps[path] = [
+                Seen(
+                    merged[path][0],
+                    own[path][0],
+                    *parameters(expert.get_submodule(path)),
+                    self.drift(path, merged, own),
+                )
+                for expert, (merged, own) in zip(self.experts, streams, strict=True)
+            ]
         for path, tasks in maps.items():
             (weight, bias), scales = parameters(self.merged.get_submodule(path)), counts(tasks)
             base = self.merged if shape is None else self.base  # nothing is beyond the merged one
