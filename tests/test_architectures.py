@@ -89,10 +89,10 @@ class Case:
     def alpha(self, level: str) -> State:
         return {name: solution.alpha for name, solution in self.solutions(level).items()}
 
-    def merged(self, level: str, edges: str) -> State:
+    def merged(self, level: str) -> State:
         """The reference's merged tensors, from the reference's own merging weights."""
         alpha = reference.solve(self.deltas(level))
-        return reference.merged(self.models, alpha, level, self.split, edges)
+        return reference.merged(self.models, alpha, level, self.split)
 
 
 @pytest.fixture(scope="module")
@@ -107,11 +107,6 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
         return Case(family, reference.SPLITS[name])
 
     return make
-
-
-def edges_at(level: str) -> str:
-    """The setting that a level is tried with: both are."""
-    return "base" if level == "layer" else "mean"
 
 
 def assert_tensors_equal(found: State, expected: State) -> None:
@@ -169,9 +164,9 @@ def test_the_merged_model_is_the_references_and_loads(
     name: str, level: str, case: Callable[[str], Case], tmp_path: Path
 ) -> None:
     found = case(name)
-    recipe = families.recipe(found.family, level=level, edges=edges_at(level), samples=RECORDS)
+    recipe = families.recipe(found.family, level=level, samples=RECORDS)
     merged = families.merge(recipe, tmp_path / "merged")
-    assert_tensors_equal(loaded(merged), found.merged(level, edges_at(level)))
+    assert_tensors_equal(loaded(merged), found.merged(level))
 
 
 # Experts that leave submodules alone
@@ -203,10 +198,10 @@ def test_lora_experts_that_touch_attention_only(
 ) -> None:
     recipe, found = adapted
     level = "attn_mlp"
-    recipe["parameters"] |= {"level": level, "edges": edges_at(level)}
+    recipe["parameters"]["level"] = level
     with caplog.at_level(logging.WARNING, "mergekit_slta"):
         merged = families.merge(recipe, tmp_path / "merged", lora_merge_cache=str(tmp_path / "loras"))
-    assert_tensors_equal(loaded(merged), found.merged(level, edges_at(level)))
+    assert_tensors_equal(loaded(merged), found.merged(level))
     lines = [record.getMessage() for record in caplog.records if "linearly dependent" in record.getMessage()]
     assert len(lines) == 1
 
@@ -242,7 +237,7 @@ def test_a_mixtures_expert_that_no_token_reaches_takes_its_branchs_weights(
     assert unreached
     assert unreached == {submodule for submodule, gram in found.grams.items() if not gram.any()}
     merged = families.merge(families.recipe(family, level="linear", samples=RECORDS), tmp_path / "merged")
-    expected = found.merged("linear", "base")
+    expected = found.merged("linear")
     assert_tensors_equal(loaded(merged), expected)
     base = found.models[0].state_dict()
     for key, tensor in expected.items():

@@ -11,15 +11,12 @@ import click
 from mergekit_slta import __version__, files
 from mergekit_slta.cli.options import (
     CALIBRATION_HELP,
-    EDGES,
-    EDGES_HELP,
     KEEP_WEIGHT_HELP,
     LEVELS_HELP,
     MODEL_HELP,
     MODELS_HELP,
     OUTPUT_FILE,
     TASK_WEIGHT_HELP,
-    TOWERS_HELP,
     MergeCommand,
     ModelCommand,
     applied,
@@ -149,8 +146,6 @@ def calibrate(recipe: Path, stats: Path, levels: list[str], **options: Any) -> N
 @click.option("--json", "json_file", metavar="FILE", help="Write the solution as JSON; '-' for standard output.")
 @click.option("--recipe", "recipe_file", metavar="FILE", help="Write a mergekit recipe that runs without this package.")
 @click.option("--model", "paths", multiple=True, metavar="NAME=PATH", help=MODEL_HELP)
-@click.option("--edges", type=EDGES, default="base", show_default=True, help=EDGES_HELP)
-@click.option("--towers", type=EDGES, default="base", show_default=True, help=TOWERS_HELP)
 @click.option("--tokenizer-source", metavar="X", help="mergekit's tokenizer_source, for the recipe.")
 @trusted_code
 @download_folder

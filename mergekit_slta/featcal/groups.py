@@ -16,10 +16,10 @@ from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import LinearMap, is_fused, is_numbered, linear_maps, takes_some_tokens
 from mergekit_slta.layers.probe import made_up_layer
 from mergekit_slta.layers.recording import LayerRun
-from mergekit_slta.layers.residual import INPUT
 
 # Why maps are not solved.
 SOME_TOKENS = "in a module that is given some of the tokens only"
+SHARED = "shared by several layers"
 NO_ROUTES = "in a module that is not given the experts of each token"
 
 
@@ -66,39 +66,14 @@ class LayerMaps:
 
 @functools.lru_cache(maxsize=1)
 def groups_by_layer(decoder: Decoder) -> tuple[LayerMaps, ...]:
-    """The groups of every layer; layers of the same kind are traced once.
-
-    Maps that several layers share are solved in the first of them that calls them.
-    """
-    found, solved, tensors = [], set[str](), [decoder.layer_tensors(layer) for layer in range(len(decoder))]
+    """The groups of every layer; layers of the same kind are traced once."""
     of_kind = {layer: find_groups(decoder, layer) for layer in decoder.one_of_each_kind()}
-    for layer, names in enumerate(tensors):
-        maps = of_kind[decoder.first_of_kind[layer]]
-        left = [(group, tuple(m for m in group.maps if names[m.weight] not in solved)) for group in maps.groups]
-        groups = [replace(group, module=own[0].module, maps=own) for group, own in left if own]
-        solved |= {names[m.weight] for group in groups for m in group.maps}
-        known = {INPUT, *(group.child for group in groups)}
-        writers = {module: writer for module, writer in maps.writers.items() if writer.before.keys() <= known}
-        found.append(replace(maps, groups=tuple(groups), writers=writers))
-    for layer, names in enumerate(tensors):
-        elsewhere = {m.name for m in linear_maps(decoder.layers[layer]) if names[m.weight] in solved}
-        kept = {name: why for name, why in found[layer].kept.items() if name not in elsewhere}
-        found[layer] = replace(found[layer], kept=kept)
-    return tuple(found)
-
-
-def solved_in(decoder: Decoder) -> dict[str, int]:
-    """By the model's names of the tensors that are solved, the layer in which they are; the output head is in none."""
-    found: dict[str, int] = {}
-    for layer, maps in enumerate(groups_by_layer(decoder)):
-        names = decoder.layer_tensors(layer)
-        found |= {names[key]: layer for group in maps.groups for m in group.maps for key in (m.weight, m.bias) if key}
-    return found
+    return tuple(of_kind[first] for first in decoder.first_of_kind)
 
 
 def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
     """Trace a layer once to see which maps receive the same tensor, and in which order."""
-    own = decoder.layers[layer]
+    own, names = decoder.layers[layer], decoder.layer_tensors(layer)
     by_module: dict[str, list[LinearMap]] = {}
     for linear_map in linear_maps(own):
         by_module.setdefault(linear_map.module, []).append(linear_map)
@@ -108,11 +83,13 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
     groups: list[MapGroup] = []
     never_called = "not used by calling the module"
     kept = {m.name: SOME_TOKENS if is_numbered(m.module) else never_called for m in linear_maps(own)}
+    kept |= {m.name: SHARED for m in linear_maps(own) if names[m.weight] in decoder.shared_tensors}
     previous: object = None
     for module in run.inputs:
         maps, child = tuple(by_module[module]), child_of(own, module)
         fused = is_fused(own.get_submodule(module))
-        if why := _unsolvable(maps, child, own, run):
+        shared = decoder.shared_tensors.intersection(names[m.weight] for m in maps)
+        if why := SHARED if shared else _unsolvable(maps, child, own, run):
             kept |= {m.name: why for m in maps}
             continue
         for linear_map in maps:

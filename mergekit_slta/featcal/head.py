@@ -10,10 +10,10 @@ import torch
 
 from mergekit_slta.engine.accumulator import Progress
 from mergekit_slta.engine.streams import Streams, read_edges
+from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.passage import EXPERT, MERGED
 from mergekit_slta.featcal.regression import Change
 from mergekit_slta.featcal.solving import Setting, Tokens, solve_maps
-from mergekit_slta.layers.blend import Blend
 from mergekit_slta.layers.ends import head_input, tail_tensors
 from mergekit_slta.layers.maps import LinearMap
 from mergekit_slta.models.checkpoint import Checkpoint
@@ -38,7 +38,7 @@ class HeadSolver:
     """
 
     head: LinearMap
-    anchor: Blend
+    anchor: ActmatAnchor
     experts: Sequence[Checkpoint]
     streams: Streams
     setting: Setting
@@ -80,5 +80,5 @@ class HeadSolver:
             if rows.start == 0:
                 self.report(len(batch.rows))
 
-    def _read(self, model: Blend | Checkpoint, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    def _read(self, model: ActmatAnchor | Checkpoint, names: Sequence[str]) -> dict[str, torch.Tensor]:
         return read_edges(self.streams.decoder, model, names)

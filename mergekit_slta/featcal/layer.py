@@ -37,16 +37,17 @@ class LayerMerge:
         passage: takes the samples through the layer.
         models: the layer's tensors of the base model, the experts and the anchor.
         setting: how maps are solved.
-        known: tensors that earlier layers, which share them, have solved.
 
     Attributes:
         merged: the layer's tensors; the anchor's where nothing is solved yet, or ever.
+        ridges: the ridges that the maps were solved with.
     """
 
-    def __init__(self, passage: LayerPassage, models: LayerTensors, setting: Setting, known: Weights) -> None:
+    def __init__(self, passage: LayerPassage, models: LayerTensors, setting: Setting) -> None:
         self.passage, self.models, self.setting = passage, models, setting
-        self.merged = {**models.anchor, **known}
+        self.merged = {**models.anchor}
         self._stacks: dict[str, torch.Tensor] = {}  # the matrices of routed experts, on the host
+        self.ridges: list[float] = []
         self._kept: list[str] = []  # why maps of the group that is being solved keep the anchor's weights
 
     def solve(self, group: MapGroup, progress: Progress) -> None:
@@ -127,7 +128,7 @@ class LayerMerge:
     def _solve(self, maps: Sequence[LinearMap], tasks: Iterable[Iterable[Tokens]], expected: int) -> None:
         """Put new tensors of maps of one input in place, if there are any."""
         names, layer = ", ".join(linear_map.name for linear_map in maps), self.passage.layer
-        prior, anchors = prior_of(maps, self.models, self.setting.counts) if self.setting.by_tasks else (None, {})
+        prior, anchors = prior_of(maps, self.models, self.setting.counts)
         self.models.anchor.update(anchors)
         self.merged.update(anchors)
         base, anchor = (torch.cat([own.matrix(model) for own in maps]) for model in (self.models.base, self.merged))
@@ -141,6 +142,7 @@ class LayerMerge:
         if change.ridge is None:
             self._kept.append(f"{names} (their inputs are not finite)")
             return
+        self.ridges.append(change.ridge)
         for name, tensor in changed(maps, near, change, self.merged, self.models.experts).items():
             if expert is None:
                 self.merged[name] = tensor

@@ -39,8 +39,6 @@ class Setting:
 
     Attributes:
         ridge: how strongly the solution is drawn towards W_n of ``merge.py``; None to choose it by left-out samples.
-        by_tasks: whether it is drawn the more in a direction of the input the larger the task vectors are there, as in
-            ``actmat``, so that the sums over tokens add to those that ``actmat`` takes for them.
         counts: how much each task counts: 1 for an expert's, kappa for the base model's.
         weights: the weights [S] of the tokens of every sample.
         ranks: the processes that share the batches.
@@ -48,7 +46,6 @@ class Setting:
     """
 
     ridge: float | None
-    by_tasks: bool
     counts: Sequence[float]
     weights: Sequence[torch.Tensor]
     ranks: Ranks

@@ -155,7 +155,6 @@ class Plan:
     tasks: Tasks
     levels: Sequence[str]
     studies: Sequence[Study]
-    batch_tokens: int = 0
     ranks: Ranks = field(default_factory=Ranks)
 
     @property
@@ -184,9 +183,9 @@ class Plan:
         for number, study in enumerate(self.studies, 1):
             tasks, doing = self._tasks_of(study), f"Measuring linearity, study {number} of {len(self.studies)}"
             interpolation = Interpolation(self.decoder, self.models, tasks, self.ranks, self.levels, study.settings)
-            prompts = share(self.decoder, tasks, self.batch_tokens, self.ranks)
+            prompts = share(self.decoder, tasks, self.ranks)
             with layer_bar(doing, self.models, len(layers), prompts, quiet or not self.ranks.first) as progress:
-                grams = pass_layers(interpolation, batch_tokens=self.batch_tokens, progress=progress)
+                grams = pass_layers(interpolation, progress=progress)
             members = tuple(self.names[expert] for expert in study.experts)
             group = "+".join(members)
             result.members[group] = members
@@ -250,7 +249,7 @@ def plan_linearity(
     models, studies = [experiment.base, *experiment.experts], plan_studies(len(names), pairs, triples)
     tasks = [data.token_ids for data in experiment.load_data(experiment.recipe.experts, samples)]
     decoder = on_device(experiment.decoder, experiment.device)
-    return Plan(decoder, models, names, tasks, levels, studies, experiment.settings.batch_tokens, experiment.ranks)
+    return Plan(decoder, models, names, tasks, levels, studies, experiment.ranks)
 
 
 def _add_scores(result: Linearity, level: str, group: str, study: Study, grams: Grams) -> None:

@@ -72,16 +72,10 @@ class Recipe:
         level: for ``slta``, what gets weights of its own: ``model``, ``layer``, ``attn_mlp`` (the default, as here and
             below where None is given), ``head_mlp`` or ``linear``.
         balance: for ``slta``, whether every prompt counts the same, long or short; True by default.
-        edges: for ``slta``, embeddings, final norm and output head: ``base`` (the default), the base model's, or
-            ``mean``, merged with the mean weights.
         statistics: for ``slta``, a statistics file to use or to write; none by default.
-        anchor: for ``featcal``, what matrices stay close to: ``actmat`` (the default), its merge, or ``base``.
-        head: for ``featcal``, whether the output head is solved too; True by default.
         scratch: for ``featcal``, a folder for the solved layers; in the cache folder by default.
         samples, max_tokens, seed: for ``slta`` and ``featcal``, as all up to ``report``, how many prompts of each task
             are drawn (30), of how many tokens each (512), and which (0).
-        batch_tokens: tokens computed at once; by default 0, which fits it to the device.
-        towers: what lies outside the language model: ``base`` (the default) or ``mean``.
         template: how records become text, for all experts that have none of their own; none by default.
         report: a folder for an HTML report of the merge; none by default.
         ridge: a number of at least 0 that draws ``slta``'s weights towards zero (0 by default), ``featcal``'s matrices
@@ -118,14 +112,9 @@ class Recipe:
         seed: int | SupportsIndex | None = None,
         balance: bool | None = None,
         ridge: float | SupportsFloat | list[Any] | Literal["auto"] | None = None,
-        edges: str | None = None,
-        towers: str | None = None,
-        batch_tokens: int | SupportsIndex | None = None,
         statistics: str | os.PathLike[str] | None = None,
         report: str | os.PathLike[str] | None = None,
         template: str | None = None,
-        anchor: str | None = None,
-        head: bool | None = None,
         scratch: str | os.PathLike[str] | None = None,
         scale: float | SupportsFloat | list[Any] | None = None,
         lambda_: float | SupportsFloat | list[Any] | None = None,

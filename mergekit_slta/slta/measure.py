@@ -143,10 +143,7 @@ def solved(experiment: Experiment, statistics: Statistics) -> tuple[Solution, Te
     solution = statistics.solve(
         settings.level, balance=settings.balance, ridge=settings.ridge, keep_weight=experiment.recipe.keep_weight
     )
-    weights = TensorWeights(
-        experiment.decoder, settings.level, solution.submodules, settings.edges, settings.towers, experiment.layout
-    )
-    return solution, weights
+    return solution, TensorWeights(experiment.decoder, settings.level, solution.submodules, experiment.layout)
 
 
 def _exists(path: Path, ranks: Ranks) -> bool:
@@ -177,17 +174,16 @@ def _measured(
     experiment: Experiment, info: Info, data: Sequence[CalibrationData], levels: Sequence[str], partial: Partial | None
 ) -> Statistics:
     """Run the models on the samples."""
-    ranks, batch_tokens = experiment.ranks, experiment.settings.batch_tokens
+    ranks = experiment.ranks
     decoder = on_device(experiment.decoder, experiment.device)
     tasks = [samples.token_ids for samples in data]
-    models, prompts = [experiment.base, *experiment.experts], share(decoder, tasks, batch_tokens, ranks)
+    models, prompts = [experiment.base, *experiment.experts], share(decoder, tasks, ranks)
     with layer_bar(f"Calibrating {', '.join(levels)}", models, len(decoder), prompts, experiment.quiet) as progress:
         grams = calibrate(
             decoder,
             models,
             tasks,
             levels,
-            batch_tokens=batch_tokens,
             partial=partial,
             ranks=ranks,
             progress=progress,

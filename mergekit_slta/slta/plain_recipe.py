@@ -64,8 +64,6 @@ class PlannedTensor:
 def plain_recipe(
     solution: Solution,
     *,
-    edges: str = "base",
-    towers: str = "base",
     models: Mapping[str, str] | None = None,
     tokenizer_source: str = "",
     trust_remote_code: bool = False,
@@ -98,7 +96,7 @@ def plain_recipe(
                 f"{info.num_layers}: give the folder or Hub id of that with --model {info.base_model}=PATH."
             )
         layout = Layout(decoder.model, [name for name, _ in plan(config, decoder)])
-        weights = TensorWeights(decoder, level, submodules, edges, towers, layout)
+        weights = TensorWeights(decoder, level, submodules, layout)
         planned = planned_tensors(config, weights)
         settings = weight_settings(planned)
     models_settings = zip(info.models, settings, strict=True)
@@ -115,9 +113,7 @@ def plain_recipe(
     if lost:
         LOG.warning("%s", lost)
     body = yaml.dump(content, Dumper=ConfigYamlDumper, sort_keys=False, width=120, allow_unicode=True)
-    chosen = {} if level == "model" else {"edges": edges}
-    chosen |= {"towers": towers} if info.architecture.endswith(MULTIMODAL) else {}
-    return _header(solution, chosen, lost) + body
+    return _header(solution, lost) + body
 
 
 def _left_out(path: str, trust_remote_code: bool) -> str:
@@ -261,10 +257,10 @@ def _known(path: str) -> bool:
     return Path(name).exists() or re.fullmatch("[^/]+/[^/]+", name) is not None
 
 
-def _header(solution: Solution, edges: Mapping[str, str], lost: str) -> str:
+def _header(solution: Solution, lost: str) -> str:
     """The origin of the weights, as comments."""
     info, task = solution.statistics.info, solution.statistics.task
-    settings: dict[str, object] = {"level": solution.level, **edges}
+    settings: dict[str, object] = {"level": solution.level}
     settings |= {"balance": str(solution.balance).lower(), "ridge": solution.ridge}
     if solution.task_weights:
         settings["task weights"] = ":".join(map(str, solution.task_weights))

@@ -277,8 +277,6 @@ class Solution(Paragraphs):
         path: str | os.PathLike[str],
         *,
         models: Mapping[str, str] | None = None,
-        edges: str = "base",
-        towers: str = "base",
         tokenizer_source: str = "",
         trust_remote_code: bool = False,
     ) -> Path:
@@ -290,9 +288,6 @@ class Solution(Paragraphs):
             path: the YAML file to write.
             models: the path or Hub id to write for a model, the base model included, by its name in the statistics;
                 the others are written as the recipe spells them that was measured, after ``load`` by their names.
-            edges: ``base`` to keep the base model's embeddings, final norm and output head, or ``mean`` to merge them
-                with the mean of all merging weights.
-            towers: the same for what lies outside the language tower of a multimodal model (vision, audio, projectors).
             tokenizer_source: mergekit's setting of that name; left out when empty.
             trust_remote_code: run the Python code that comes with the base model, whose configuration is read.
 
@@ -300,8 +295,8 @@ class Solution(Paragraphs):
             The recipe's path.
 
         Raises:
-            SltaError: a name is not in the statistics, ``edges`` or ``towers`` is something else, a recipe cannot
-                express the level, or the base model's configuration cannot be read.
+            SltaError: a name is not in the statistics, a recipe cannot express the level, or the base model's
+                configuration cannot be read.
             OSError: the file cannot be written.
         """
         from mergekit_slta.slta.plain_recipe import plain_recipe  # imports mergekit, which takes seconds
@@ -310,13 +305,8 @@ class Solution(Paragraphs):
         for name in models or {}:
             if name not in known:
                 raise SltaError(f"The statistics hold no model '{name}', only {', '.join(known)}.")
-        for setting, value in {"edges": edges, "towers": towers}.items():
-            if value not in ("base", "mean"):
-                raise SltaError(f"'{setting}' is '{value}': it must be base or mean.")
         text = plain_recipe(
             self,
-            edges=edges,
-            towers=towers,
             models={**self.statistics.paths, **(models or {})},
             tokenizer_source=tokenizer_source,
             trust_remote_code=trust_remote_code,

@@ -16,7 +16,6 @@ name. Drawn beside the tables, with the deviation between the seeds: exact match
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import shutil
@@ -129,11 +128,7 @@ def recipes(family: RealFamily) -> dict[str, Recipe]:
         types = {"dtype": "float32", "out_dtype": "bfloat16"}
         return {"merge_method": method, **base, "models": models, "parameters": shared, **types}
 
-    slta = {
-        f"slta {level}, edges {edges}": recipe("slta", data=True, level=level, edges=edges)
-        for level, edges in itertools.product(LEVELS, ("base", "mean"))
-        if level != "model" or edges == "base"  # at this level the edges follow the model's one weight
-    }
+    slta = {f"slta {level}": recipe("slta", data=True, level=level) for level in LEVELS}
     slta["slta not balanced, attn_mlp"] = recipe("slta", data=True, level="attn_mlp", balance=False)
     return {
         "linear": recipe("linear", {"weight": 1.0}),
@@ -147,7 +142,6 @@ def recipes(family: RealFamily) -> dict[str, Recipe]:
         **{f"featcal keeping {kappa:g}": recipe("featcal", data=True, keep=kappa) for kappa in KEPT},
         "featcal keeping 1, self-written": recipe("featcal", data=True, keep=1.0, prompts="written"),
         **{f"slta keeping {kappa:g}": recipe("slta", data=True, keep=kappa) for kappa in KEPT},
-        "featcal anchor base, 30 prompts": recipe("featcal", data=True, anchor="base", ridge=0.003),
     }
 
 

@@ -27,6 +27,7 @@ from support.examining import (
 from support.families import Family
 
 from mergekit_slta.checks import tokenizers
+from mergekit_slta.featcal.scratch import head_to_solve
 from mergekit_slta.host import patches
 
 
@@ -181,46 +182,39 @@ def test_a_token_added_in_a_free_place_is_no_difference(family: Family) -> None:
 # Feature merges
 
 
-def test_a_head_of_another_vocabulary_cannot_be_solved_nor_its_embeddings_averaged(
-    family: Family, tmp_path: Path
-) -> None:
+def test_embeddings_of_another_vocabulary_cannot_be_averaged(family: Family, tmp_path: Path) -> None:
     other = larger_vocabulary(tmp_path / "other")
-
-    def found(**parameters: Any) -> list[str]:
-        recipe = feature_recipe(family, experts=[0, 1], **parameters) | {"tokenizer": {"source": "base"}}
-        recipe["models"][1]["model"] = str(other)
-        return problems(recipe)
-
-    said = f"The expert {other} has a vocabulary of 66 tokens and the base model one of 64: set "
-    assert found()[0] == f"{said}'head: false'."
-    assert found(head=False, anchor="actmat")[0] == f"{said}'anchor: base'."
-    assert found(head=False) == []
+    recipe = feature_recipe(family, experts=[0, 1]) | {"tokenizer": {"source": "base"}}
+    recipe["models"][1]["model"] = str(other)
+    said = f"The expert {other} has a vocabulary of 66 tokens and the base model one of 64: use 'merge_method: slta'"
+    assert problems(recipe)[0].startswith(said)
 
 
 @pytest.mark.parametrize("source", ["base", "union"])
-def test_a_head_that_mergekit_gives_other_rows_cannot_be_solved(source: str, family: Family, tmp_path: Path) -> None:
+def test_a_head_that_mergekit_gives_other_rows_stays_the_mean(
+    source: str, family: Family, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """It has a row for each token of the new tokenizer, without those that pad the models' own to a round number."""
     recipe = feature_recipe(family) | {"tokenizer": {"source": source}}
-    assert "'head: false'" in only(recipe)
-    recipe["parameters"]["head"] = False
     assert problems(recipe) == []
     patches.install()
     merged = load_file(next(families.merge(recipe, tmp_path / "out").glob("*.safetensors")))
     assert merged["lm_head.weight"].shape == merged["model.embed_tokens.weight"].shape
+    assert caplog.text.count("because mergekit changes its rows to those of the recipe's 'tokenizer'") == 1
 
 
-def test_a_head_may_be_solved_if_the_base_models_tokenizer_changes_no_row(make_family: MakeFamily) -> None:
+def test_a_head_is_solved_if_the_base_models_tokenizer_changes_no_row(make_family: MakeFamily) -> None:
     tokens = len(transformers.AutoTokenizer.from_pretrained(make_family().base))
     recipe = feature_recipe(make_family(families.config_of("llama", vocab_size=tokens)))
     base: dict[str, Any] = {"source": "base"}
-    assert problems(recipe | {"tokenizer_source": "base"}) == problems(recipe | {"tokenizer": base}) == []
-    assert "'head: false'" in only(recipe | {"tokenizer_source": "union"})
-    assert "'head: false'" in only(recipe | {"tokenizer": base | {"pad_to_multiple_of": 64}})
+    for more in ({"tokenizer_source": "base"}, {"tokenizer": base}):
+        assert head_to_solve(families.experiment(recipe | more)) is not None
+    for more in ({"tokenizer_source": "union"}, {"tokenizer": base | {"pad_to_multiple_of": 64}}):
+        assert head_to_solve(families.experiment(recipe | more)) is None
 
 
-@pytest.mark.parametrize("head", [True, False])
-def test_an_expert_with_other_ids_cannot_run_on_the_base_models(head: bool, family: Family) -> None:
+def test_an_expert_with_other_ids_cannot_run_on_the_base_models(family: Family) -> None:
     """Its own stream would read the base model's token ids; mergekit aligns its tensors, not its samples."""
     swap_ids(family.experts[0])
-    found = problems(feature_recipe(family, head=head) | {"tokenizer": {"source": "base"}})
+    found = problems(feature_recipe(family) | {"tokenizer": {"source": "base"}})
     assert any("has other ids than that of the base model" in problem for problem in found)

@@ -25,8 +25,11 @@ ARCHITECTURES = (*families.ARCHITECTURES, *families.UNSPLIT, *families.MULTIMODA
 # The maps that stay the anchor's in some layer, by name; routed experts by their module.
 KEPT = {
     **{name: {"mlp.gate"} for name in ("mixtral", "qwen3_moe", "glm4_moe", "glm_moe_dsa", "minimax", "qwen3_5_moe")},
-    # Solved in the next layer that shares them.
-    "zamba2": {f"shared_transformer.feed_forward.gate_up_proj_adapter_list.1.{part}" for part in (0, 1)},
+    "zamba2": {
+        *(f"shared_transformer.self_attn.{name}_proj" for name in "qkvo"),
+        *(f"shared_transformer.feed_forward.{name}_proj" for name in ("gate_up", "down")),
+        *(f"shared_transformer.feed_forward.gate_up_proj_adapter_list.{n}.{part}" for n in (0, 1) for part in (0, 1)),
+    },
     "zaya": {"self_attn.qkv_proj.v_proj_delayed"},  # called again for the token before the first
     "gpt_oss": {"mlp.router"},
     "longcat_flash": {"mlp.router.classifier"},  # never called: the router uses its weight itself

@@ -94,8 +94,8 @@ def test_every_merge_of_a_process_has_its_own_weights(llama: Family, tmp_path: P
     """The models, the level and the failure of an earlier merge are forgotten."""
     contents = [
         families.recipe(llama, level="layer", samples=2),
-        families.recipe(llama, experts=[2, 0], edges="mean", samples=2),
-        families.recipe(llama, "featcal", experts=[2, 0], head=False, samples=2),
+        families.recipe(llama, experts=[2, 0], samples=2),
+        families.recipe(llama, "featcal", experts=[2, 0], samples=2),
     ]
     alone = []
     for index, content in enumerate(contents):

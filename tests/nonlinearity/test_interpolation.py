@@ -10,7 +10,7 @@ from itertools import combinations
 import pytest
 import torch
 from conftest import MakeFamily
-from support import reference
+from support import families, reference
 from support.copies import edit_tensors
 from support.families import LAYERS, Family
 from support.linearity_values import NAMES, all_values, assert_same, plan_of
@@ -192,7 +192,8 @@ def test_batches_do_not_matter(llama: Family, monkeypatch: pytest.MonkeyPatch) -
     studies = [path_study(0, 3), SOME_MERGES]
     levels = ("model", "attn_mlp")
     at_once = plan_of(llama, levels, studies, tasks).measure()
-    assert_same(at_once, plan_of(llama, levels, studies, tasks, batch_tokens=30).measure(), 1e-6)
+    with families.batches_of(30):
+        assert_same(at_once, plan_of(llama, levels, studies, tasks).measure(), 1e-6)
     monkeypatch.setattr(calibrate, "LOGITS", 5 * llama.config.vocab_size)  # of five positions
     assert_same(at_once, plan_of(llama, levels, studies, tasks).measure(), 1e-6)
 

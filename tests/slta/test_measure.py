@@ -118,7 +118,7 @@ def test_a_file_that_fits_is_used_and_not_touched(no_measuring: None, llama: Fam
     """Whatever the settings of the solution, and of data that are not named."""
     before = path.stat()
     for arguments in (
-        {"balance": False, "ridge": 0.5, "edges": "mean", "batch_tokens": 7},
+        {"balance": False, "ridge": 0.5},
         {"calibration": False, "samples": 30, "seed": 9},
     ):
         assert same(measured(recipe(llama, **arguments), path), Statistics.load(path))

@@ -88,10 +88,9 @@ def measured(mlp: str, folder: Path, decoder: Decoder) -> tuple[Grams, Grams]:
     """The samples' Gram matrices from batches of several samples, and each sample's alone."""
     family = write_models(mlp, folder)
     models, tasks = families.checkpoints(family.folders), family.token_ids()
-    return (
-        calibrate(decoder, models, tasks, ["linear"]),
-        calibrate(decoder, models, tasks, ["linear", "layer"], batch_tokens=1),
-    )
+    together = calibrate(decoder, models, tasks, ["linear"])
+    with families.batches_of(1):
+        return together, calibrate(decoder, models, tasks, ["linear", "layer"])
 
 
 @pytest.mark.parametrize(("mlp", "expert"), [("numbers", "0"), ("words", "expert_0")])

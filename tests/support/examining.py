@@ -65,7 +65,7 @@ def with_data(family: Family, calibration: Any, template: str = "", **parameters
 
 
 def feature_recipe(family: Family, **parameters: Any) -> dict[str, Any]:
-    settings: dict[str, Any] = {"samples": 6, "anchor": "base", **parameters}
+    settings: dict[str, Any] = {"samples": 6, **parameters}
     return families.recipe(family, "featcal", **settings)
 
 
