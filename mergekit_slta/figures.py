@@ -85,13 +85,6 @@ class Picture:
         return drawn.getvalue()
 
 
-class _Shown(Figure):
-    """A figure that a notebook shows, also where nothing has imported pyplot."""
-
-    def _repr_png_(self) -> bytes:
-        return Picture(self).png()
-
-
 @dataclass(frozen=True)
 class Line:
     """A series: its name in the legend, its points, where NaN leaves a gap, and the ends of a band around it."""
@@ -243,7 +236,7 @@ def _figure(heights: Sequence[float], legend: Sequence[str] = (), sharey: bool =
     """A figure with room for panels of these heights in inches, for axis labels and for a legend."""
     rows = math.ceil(len(legend) / _legend_columns(legend)) if legend else 0
     height = sum(heights) + LINE_HEIGHT * (rows + 4)
-    figure = _Shown(figsize=(WIDTH, height), dpi=DOTS_PER_INCH, layout="constrained")
+    figure = Figure(figsize=(WIDTH, height), dpi=DOTS_PER_INCH, layout="constrained")
     axes = figure.subplots(len(heights), 1, squeeze=False, sharey=sharey, gridspec_kw={"height_ratios": heights})
     return figure, list(axes[:, 0])
 
