@@ -87,13 +87,11 @@ class Picture:
 
 @dataclass(frozen=True)
 class Line:
-    """A series: its name in the legend, its points, where NaN leaves a gap, and the ends of a band around it."""
+    """A series: its name in the legend, and its points, where NaN leaves a gap."""
 
     label: str
     x: Sequence[float]
     y: Sequence[float]
-    low: Sequence[float] | None = None
-    high: Sequence[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -151,9 +149,6 @@ def line_chart(
             for i, line in enumerate(panel.lines):
                 colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
                 ax.plot(line.x, np.clip(line.y, *y_range), color=colour, marker=marker, label=_short(line.label))
-                if line.low is not None and line.high is not None:
-                    low, high = np.clip(line.low, *y_range), np.clip(line.high, *y_range)
-                    ax.fill_between(line.x, low, high, fc=(colour, 0.15), ec=(colour, 0.5), linewidth=0.6)
             for value in lines_at:
                 ax.axhline(value, color="#888888", linewidth=0.8, zorder=1)
             ax.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))

@@ -47,7 +47,7 @@ class SeparateTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, held: torch.Tensor) -> SeparateTensor:
-        place = {"strides": held.stride(), "storage_offset": held.storage_offset(), "device": _DEVICE}
+        place: Any = {"strides": held.stride(), "storage_offset": held.storage_offset(), "device": _DEVICE}
         made = torch.Tensor._make_wrapper_subclass(cls, held.size(), dtype=held.dtype, **place)
         made.held = held
         return made
