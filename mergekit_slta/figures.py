@@ -85,22 +85,13 @@ class Picture:
         return drawn.getvalue()
 
 
-class _Shown(Figure):
-    """A figure that a notebook shows, also where nothing has imported pyplot."""
-
-    def _repr_png_(self) -> bytes:
-        return Picture(self).png()
-
-
 @dataclass(frozen=True)
 class Line:
-    """A series: its name in the legend, its points, where NaN leaves a gap, and the ends of a band around it."""
+    """A series: its name in the legend, and its points, where NaN leaves a gap."""
 
     label: str
     x: Sequence[float]
     y: Sequence[float]
-    low: Sequence[float] | None = None
-    high: Sequence[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -158,9 +149,6 @@ def line_chart(
             for i, line in enumerate(panel.lines):
                 colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
                 ax.plot(line.x, np.clip(line.y, *y_range), color=colour, marker=marker, label=_short(line.label))
-                if line.low is not None and line.high is not None:
-                    low, high = np.clip(line.low, *y_range), np.clip(line.high, *y_range)
-                    ax.fill_between(line.x, low, high, fc=(colour, 0.15), ec=(colour, 0.5), linewidth=0.6)
             for value in lines_at:
                 ax.axhline(value, color="#888888", linewidth=0.8, zorder=1)
             ax.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
@@ -241,7 +229,7 @@ def _figure(heights: Sequence[float], legend: Sequence[str] = (), sharey: bool =
     """A figure with room for panels of these heights in inches, for axis labels and for a legend."""
     rows = math.ceil(len(legend) / _legend_columns(legend)) if legend else 0
     height = sum(heights) + LINE_HEIGHT * (rows + 4)
-    figure = _Shown(figsize=(WIDTH, height), dpi=DOTS_PER_INCH, layout="constrained")
+    figure = Figure(figsize=(WIDTH, height), dpi=DOTS_PER_INCH, layout="constrained")
     axes = figure.subplots(len(heights), 1, squeeze=False, sharey=sharey, gridspec_kw={"height_ratios": heights})
     return figure, list(axes[:, 0])
 

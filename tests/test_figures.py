@@ -51,7 +51,7 @@ def count_of(picture: np.ndarray, colour: str) -> int:
 
 
 def lines(x: list[float], y: list[float]) -> list[Line]:
-    return [Line(name, x, y, [v - 1 for v in y], [v + 1 for v in y]) for name in NAMES]
+    return [Line(name, x, y) for name in NAMES]
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_tensors_of_two_devices_do_not_mix() -> None:
             torch.ones(3)[:2] @ there[:2]
 
 
-@pytest.mark.parametrize("name", ["gpt2"])
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
 def test_calibration_and_feature_merge(name: str, make_family: MakeFamily, tmp_path: Path) -> None:
     family = make_family(families.config_of(name, num_hidden_layers=1), experts=2, records=2, longest=10)
 

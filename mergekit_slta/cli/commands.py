@@ -279,10 +279,9 @@ def linearity(
 def report(stats: str, folder: Path, transformers_cache: str | None) -> None:
     """Write a page with figures (report.html) on the merge that the statistics file STATS gives.
 
-    What it keeps of each expert, layer by layer, and the merging weights with their intervals, at every level that
-    STATS holds.
-    STATS is a file that `calibrate` wrote, the folder of a merge by slta, or hf:ORG/REPO/FILE[@REVISION] on the Hugging
-    Face Hub. A recipe of featcal has `report: FOLDER` instead.
+    What it keeps of each expert, layer by layer, and the merging weights with their intervals, at level attn_mlp, or at
+    the first that STATS holds. STATS is a file that `calibrate` wrote, the folder of a merge by slta, or
+    hf:ORG/REPO/FILE[@REVISION] on the Hugging Face Hub. A recipe of featcal has `report: FOLDER` instead.
     """
     import torch
 

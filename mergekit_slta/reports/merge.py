@@ -1,4 +1,4 @@
-"""The report on a merge, ``report.html`` with its charts, from a solution or from all levels of statistics.
+"""The report on a merge, ``report.html`` with its charts, from a solution or from statistics.
 
 Shapes: ``S`` submodules of a level, ``T`` experts, and as many tasks, each named after its expert.
 """
@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 from itertools import combinations
 from pathlib import Path
 
@@ -127,7 +126,8 @@ def report(found: Solution | Statistics, folder: str | os.PathLike[str]) -> Path
     """Write ``report.html`` and its charts as PNG files into a folder: what a merge keeps of each expert, and why.
 
     Args:
-        found: a solution, or the statistics of the merged experts, which are solved at each of their levels.
+        found: a solution, or the statistics of the merged experts, which are solved at level ``attn_mlp``, or at the
+            first that was measured.
         folder: the folder to write to; it is created.
 
     Returns:
@@ -140,33 +140,18 @@ def report(found: Solution | Statistics, folder: str | os.PathLike[str]) -> Path
 
 
 def report_page(found: Solution | Statistics) -> Page:
-    """The report on a merge; of statistics it opens with the default level, if they hold it."""
-    if isinstance(found, Solution):
-        solutions = [found]
-    else:
-        levels = sorted(found.info.levels, key=lambda level: level != "attn_mlp")
-        solutions = [found.solve(level) for level in levels]
-    first = solutions[0]
-    names = short_names(first.models)
-    sections = []
-    if len(solutions) > 1:
-        text = "The share of each expert's feature change that the merge keeps if it is solved at a level."
-        header = ["Expert", *(own.level for own in solutions)]
-        rows = [[name, *(percent(float(own.kept[index])) for own in solutions)] for index, name in enumerate(names)]
-        sections.append(Section("Levels compared", [text], table=Table(header, rows)))
-    for solution in solutions:
-        suffix = f" (level {solution.level})" if len(solutions) > 1 else ""
-        sections += [replace(section, title=section.title + suffix) for section in _level_sections(solution)]
+    """The report on a merge; statistics are solved at the default level."""
+    solution = found if isinstance(found, Solution) else found.solve()
     return Page(
-        title=f"Report on a merge of {enumerated(names)}",
-        verdict=[verdict(first), kept_sentence(first), MEANING],
-        facts=_facts(first, [solution.level for solution in solutions]),
-        sections=sections,
+        title=f"Report on a merge of {enumerated(short_names(solution.models))}",
+        verdict=[verdict(solution), kept_sentence(solution), MEANING],
+        facts=_facts(solution),
+        sections=list(_sections(solution)),
     )
 
 
-def _facts(solution: Solution, levels: Collection[str]) -> dict[str, str]:
-    """Facts about the measurement of some levels, by name."""
+def _facts(solution: Solution) -> dict[str, str]:
+    """Facts about the measurement, by name."""
     statistics, info = solution.statistics, solution.statistics.info
     facts = {"Base model": f"{info.base_model} ({info.architecture}, {counted(info.num_layers, 'layer')})"}
     for index, name in enumerate(short_names(info.models)):
@@ -183,13 +168,13 @@ def _facts(solution: Solution, levels: Collection[str]) -> dict[str, str]:
     facts["Solved with"] = f"{balanced}, ridge {plain_number(solution.ridge)}"
     if solution.task_weights:
         facts["Solved with"] += f", task weights {', '.join(map(plain_number, solution.task_weights))}"
-    if coarser := [str(own) for own in info.fallbacks if own.level in levels]:
+    if coarser := [str(own) for own in info.fallbacks if own.level == solution.level]:
         facts["Coarser levels"] = " ".join(coarser)
     facts["Versions"] = ", ".join(f"{name} {version}" for name, version in info.versions.items())
     return facts
 
 
-def _level_sections(solution: Solution) -> Iterator[Section]:
+def _sections(solution: Solution) -> Iterator[Section]:
     ends = intervals(solution)
     if solution.level == "model":
         shares = map(percent, solution.retained["model"].tolist())

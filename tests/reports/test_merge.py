@@ -15,6 +15,7 @@ from support.html_elements import Elements, assert_self_contained
 
 from mergekit_slta.cli.commands import main
 from mergekit_slta.reports.merge import intervals, kept_by_layer, kept_sentence, report, report_page, verdict
+from mergekit_slta.slta.solution import Solution
 from mergekit_slta.slta.solver import pooled
 from mergekit_slta.slta.statistics import CalibrationInfo, Statistics
 from mergekit_slta.words import percent, plain_number
@@ -105,53 +106,50 @@ def test_the_base_models_own_task_is_said() -> None:
     assert list(chart.table.rows[3])[1:] == list(map(percent, [solution.base_kept, *solution.kept.tolist()]))
 
 
-ALL_LEVELS = ("model", "attn_mlp", "linear")
-
-
-@pytest.fixture(scope="module")
-def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Statistics, Path]:
-    """Statistics of all levels with names that try to break out, and their report."""
+@pytest.fixture(scope="module", params=["model", "attn_mlp", "linear"])
+def everything(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Solution, Path]:
+    """A solution with names that try to break out, and its report."""
     models = ["org/<script>alert(1)</script>", 'org/$a_{\\beta$&"quoted"', "_hidden"]
-    statistics = synthetic.statistics(models, ALL_LEVELS, layers=2)
-    statistics.grams["layer.0.mlp.experts.1.down_proj"] = torch.zeros(12, 3, 3).double()
-    return statistics, report(statistics, tmp_path_factory.mktemp("report") / "new")
+    statistics = synthetic.statistics(models, [request.param], layers=2)
+    if request.param == "linear":
+        statistics.grams["layer.0.mlp.experts.1.down_proj"] = torch.zeros(12, 3, 3).double()
+    solution = statistics.solve()
+    return solution, report(solution, tmp_path_factory.mktemp("report") / "new")
 
 
-def test_the_page_opens_with_the_verdict_on_the_default_level_and_needs_nothing_else(
-    everything: tuple[Statistics, Path],
-) -> None:
-    statistics, path = everything
+def test_the_page_opens_with_the_verdict_and_needs_nothing_else(everything: tuple[Solution, Path]) -> None:
+    solution, path = everything
     assert_self_contained(path.read_text())
     text = " ".join(Elements(path.read_text()).text.split())
-    said = verdict(statistics.solve("attn_mlp"))
-    assert said in text
-    assert (
-        text.index(said)
-        < text.index("This is a share of feature change, not accuracy: an expert that keeps little may answer well")
-        < text.index("Levels compared")
-    )
+    meaning = "This is a share of feature change, not accuracy: an expert that keeps little may answer well"
+    assert 0 < text.index(verdict(solution)) < text.index(meaning) < text.index("Share kept")
 
 
-def test_every_chart_is_a_file_a_picture_and_a_table(everything: tuple[Statistics, Path]) -> None:
-    _, path = everything
+def test_every_chart_is_a_file_a_picture_and_a_table(everything: tuple[Solution, Path]) -> None:
+    solution, path = everything
     elements = Elements(path.read_text()).found
-    pictures = sorted(file.name for file in path.parent.glob("*.png"))
+    charts = ("retained", "alpha") if solution.level != "model" else ()
+    pictures = {f"{chart}-{solution.level}.png" for chart in charts}
     images = [attributes for tag, attributes in elements if tag == "img"]
     assert len(pictures) == len(images) == sum(tag == "details" for tag, _ in elements)
     assert all(image["alt"] for image in images)
-    assert set(pictures) == {f"{chart}-{level}.png" for level in ALL_LEVELS[1:] for chart in ("retained", "alpha")}
     assert {file.name for file in path.parent.iterdir()} == {"report.html", *pictures}
 
 
-def test_the_tables_hold_the_solution(everything: tuple[Statistics, Path]) -> None:
-    statistics, path = everything
+def test_the_tables_hold_the_solution(everything: tuple[Solution, Path]) -> None:
+    solution, path = everything
     text = path.read_text()
-    for level in ALL_LEVELS[1:]:
-        solution = statistics.solve(level)
-        for name in solution.alpha:
-            cells = "".join(f"<td>{percent(share)}</td>" for share in solution.retained[name].tolist())
-            assert f'<th scope="row">{name}</th>{cells}</tr>' in text
-            assert all(f"<td>{plain_number(weight)} (" in text for weight in solution.alpha[name].tolist())
+    for name in solution.alpha:
+        shares, weights = solution.retained[name].tolist(), solution.alpha[name].tolist()
+        assert all(f"<td>{percent(share)}</td>" in text for share in shares)
+        assert all(f"<td>{plain_number(weight)} (" in text for weight in weights)
+        row = f'<th scope="row">{name}</th>{"".join(f"<td>{percent(share)}</td>" for share in shares)}</tr>'
+        assert (row in text) == (solution.level != "model")  # whose rows are the experts
+
+
+def test_statistics_of_several_levels_are_solved_at_the_default_one() -> None:
+    statistics = synthetic.statistics(levels=["layer", "attn_mlp"])
+    assert report_page(statistics).verdict[1] == kept_sentence(statistics.solve("attn_mlp"))
 
 
 def test_one_expert_and_one_sample(tmp_path: Path) -> None:

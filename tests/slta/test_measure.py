@@ -376,5 +376,5 @@ def test_a_coarser_level_is_written_down_with_the_reason_and_kept(
     measured(recipe(family, experts=[1], calibration=False), path, "head_mlp")
     assert caplog.messages == [sentence]
     assert [sentence in found.solve(level).text() for level in found.info.levels] == [False, True, False]
-    assert report_page(found).facts["Coarser levels"] == sentence
-    assert "Coarser levels" not in report_page(found.solve("linear")).facts
+    assert report_page(found.solve("head_mlp")).facts["Coarser levels"] == sentence
+    assert "Coarser levels" not in report_page(found).facts
