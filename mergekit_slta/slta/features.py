@@ -62,10 +62,10 @@ class LayerFeatures:
         self.contributions = [branch for branch in split if submodule_name(layer, branch) in names]
         self.branches = [b for b in split if b in self.contributions or (b == "attn" and self.heads is not None)]
         self.maps: dict[LinearMap, MapDeltas | None] = {}
-        for linear_map in linear_maps(decoder.layers[layer]):
-            if submodule_name(layer, linear_map.name) in names:
-                routed = linear_map.expert is not None  # there may be too many of these to keep
-                self.maps[linear_map] = None if routed else MapDeltas(linear_map, weights)
+        apart = "linear" in levels and layer_submodules(decoder, "linear", layer) != [submodule_name(layer)]
+        for linear_map in linear_maps(decoder.layers[layer]) if apart else ():
+            routed = linear_map.expert is not None  # there may be too many of these to keep
+            self.maps[linear_map] = None if routed else MapDeltas(linear_map, weights)
 
     def run_base(self, hidden: torch.Tensor, call: LayerCall) -> LayerRun:
         """Run the base model's layer on a batch [B, S, D], and record what linear maps and heads get."""
