@@ -313,6 +313,15 @@ def test_json_and_recipe_are_written_into_new_folders(stats: Path, llama: Family
         assert list(file.parent.iterdir()) == [file]
 
 
+def test_a_plain_recipe_of_an_adapter_comes_with_the_options_that_mergekit_alone_needs(
+    stats: Path, llama: Family, tmp_path: Path
+) -> None:
+    file = tmp_path / "recipe.yml"
+    paths = ["--model", f"base={llama.base}", "--model", f"expert0={llama.base}+org/adapter"]
+    said = run("solve", stats, "--recipe", file, *paths, "--quiet").stdout
+    assert said.rstrip().endswith(" OUT --lora-merge-cache ./adapters --lora-merge-dtype float32'.")
+
+
 def test_the_recipe_says_how_it_was_solved(stats: Path, llama: Family, tmp_path: Path) -> None:
     file = tmp_path / "recipe.yml"
     run(
