@@ -79,6 +79,16 @@ def by_hand(turns: list[dict[str, Any]], tools: Any, template: str, folder: Path
         ({"messages": [ASKED, turn("assistant", "", tool_calls=json.dumps([call({"q": "a", "n": 3})]))]}, CALLED, None),
         ({"messages": [ASKED, turn("assistant", "", tool_calls=[call({"q": "a", "n": 3, "x": None})])]}, CALLED, None),
         ({"messages": [ASKED, turn("assistant", "", tool_calls=[call({"q": "a", "n": 3})["function"]])]}, CALLED, None),
+        (
+            {"messages": [ASKED, turn("assistant", "", tool_calls=[call('{"q": "a", "n": 3}') | {"name": "x"}])]},
+            CALLED,
+            None,
+        ),
+        (
+            {"messages": [ASKED, {"role": "assistant", "function_call": call('{"q": "a", "n": 3}')["function"]}]},
+            CALLED,
+            None,
+        ),
         ({"messages": [turn("user", "hi", name=None), turn("assistant", "ho", tool_calls=[], name="")]}, SAID, None),
         ({"messages": [ASKED, turn("assistant", "ho", tool_calls=None)], "tools": SCHEMA}, SAID, SCHEMA),
         ({"messages": [turn("user", "hi", name="x"), SAID[1]]}, [turn("user", "hi", name="x"), SAID[1]], None),
@@ -146,6 +156,11 @@ FOLDED = [turn("user", "be kind\n\nhi"), SAID[1]]
         (STRICT, [SYSTEM, turn("user", PARTS), turn("assistant", [{"type": "text", "text": "ho"}])], FOLDED),
         (PLAIN, [SYSTEM, *SAID], [SYSTEM, *SAID]),
         (TEXTS, CALLED, [ASKED, turn("assistant", "", tool_calls=[call('{"q": "a", "n": 3}')])]),
+        (
+            TEXTS.replace("' ' + ", "' ' }}{{ "),
+            CALLED,
+            [ASKED, turn("assistant", "", tool_calls=[call('{"q": "a", "n": 3}')])],
+        ),
     ],
 )
 def test_a_conversation_is_changed_as_the_template_needs_it(
@@ -161,7 +176,7 @@ def test_a_conversation_is_changed_as_the_template_needs_it(
     [
         (STRICT, [SYSTEM, ASKED, *SAID], "roles must alternate"),
         (PRINTED, CALLED, "it writes no tool calls"),
-        (PRINTED, [turn("user", [{"type": "image"}, *PARTS])], "it would print a turn's content as a list or a table"),
+        (PRINTED, [turn("user", [{"type": "image"}, *PARTS])], "it would print a list or a table"),
     ],
 )
 def test_a_conversation_that_the_template_cannot_write_is_skipped(
