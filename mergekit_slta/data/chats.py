@@ -183,7 +183,7 @@ def answer_in(turns: Turns, text: str, render: Render) -> Span | None:
 
 def loses_reasoning(turns: Turns, text: str) -> bool:
     """Whether the text lacks what the last turn, an assistant's, thinks before it answers."""
-    last, content = turns[-1], str(turns[-1]["content"])
+    last, content = turns[-1], str(_text_of(turns[-1]["content"]))
     thought = "".join(str(last[key]) for key in REASONING if key in last) or content.rpartition("</think>")[0]
     return last["role"] == "assistant" and _squeezed(thought).removeprefix("<think>") not in _squeezed(text)
 

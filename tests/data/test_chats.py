@@ -33,6 +33,7 @@ STRICT = (
     "[{{ m.role }}]{{ m.content }}<end>{% endfor %}"
 )
 PLAIN = "{% for m in messages %}{{ '[' + m.role + ']' + m.content + '<end>' }}{% endfor %}"
+LISTS = "{% for m in messages %}[{{ m.role }}]{{ m.content if m.content is string else m.content[0].text }}{% endfor %}"
 PRINTED = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<end>{% endfor %}"
 
 SCHEMA = [{"type": "function", "function": {"name": "find", "parameters": {"n": {"type": "integer"}}}}]
@@ -197,6 +198,7 @@ def test_a_conversation_that_the_template_cannot_write_is_skipped(
         (DISTILLED, {}, "so</think>59", "the reasoning"),
         (PLAIN, {"reasoning_content": "so"}, "59", "the reasoning"),
         (PLAIN, {}, "<think>so</think>59", ""),
+        (LISTS, {}, [{"type": "text", "text": "<think>so</think>59"}], ""),
         (TOOLS, {"reasoning_content": "so"}, "59", ""),
         (DISTILLED, {}, "<think>\n\n</think>\n\n59", ""),
         (DISTILLED, {"reasoning_content": None}, "59", ""),
@@ -205,7 +207,7 @@ def test_a_conversation_that_the_template_cannot_write_is_skipped(
 def test_answers_that_lose_their_reasoning_are_counted(
     template: str,
     more: dict[str, Any],
-    content: str,
+    content: Any,
     lost: str,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
