@@ -57,7 +57,7 @@ def shown(record: dict[str, Any], template: str, folder: Path) -> tuple[tuple[in
     tokenizer = write_tokenizer(folder / "tokenizer", template)
     data = load(write_jsonl(folder / "a.jsonl", [record]), tokenizer, samples=1, max_tokens=1000)
     (row,), (answer,) = data.token_ids, data.answers
-    return row, tokenizer.decode([*row]), tokenizer.decode([*row[slice(*answer)]]) if answer else None
+    return row, str(tokenizer.decode([*row])), str(tokenizer.decode([*row[slice(*answer)]])) if answer else None
 
 
 def by_hand(turns: list[dict[str, Any]], tools: Any, template: str, folder: Path) -> tuple[int, ...]:
@@ -255,4 +255,4 @@ def test_rows_of_a_table_have_the_arguments_that_they_have_as_json(tmp_path: Pat
     table = load(str(tmp_path / "a.parquet"), tokenizer, max_tokens=500)
     assert table.token_ids == load(write_jsonl(tmp_path / "a.jsonl", records), tokenizer, max_tokens=500).token_ids
     (row,) = load(write_jsonl(tmp_path / "b.jsonl", records[1:2]), tokenizer, max_tokens=500).token_ids
-    assert tokenizer.decode([*row]).endswith('<calls>find {"n": 3, "deep": {"x": 1}}</calls><end>')
+    assert str(tokenizer.decode([*row])).endswith('<calls>find {"n": 3, "deep": {"x": 1}}</calls><end>')
